@@ -1,0 +1,97 @@
+# Holdfast: everything a contributor runs.
+#
+#   make demo     train, kill in the middle of a save, resume, prove equality, show speed
+#   make test     everything that is not opt-in
+#   make check    ruff, mypy --strict, import-linter, clang-format
+#   make format   let ruff and clang-format rewrite the files
+#   make build    rebuild the native module after a change in native/ (seconds)
+#   make stubs    write src/holdfast/_native.pyi from the built module
+#   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
+#   make clean    remove what was built;  make distclean  removes .venv too
+#
+# Each of them starts from a bare checkout: it makes .venv and builds first when that is needed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+ARGS ?=
+PYTEST_ARGS ?=
+
+# The stamps say which step of the set-up has been done; they live and die with .venv.
+ENV_STAMP := $(VENV)/.holdfast-env
+BUILD_STAMP := $(VENV)/.holdfast-build
+
+NATIVE := $(wildcard native/src/*.cpp native/src/*.hpp)
+# A top-level file that comes or goes changes what the editable install has to know.
+TOP := $(wildcard src/holdfast/__init__.py src/holdfast/*/__init__.py)
+
+.PHONY: help setup build stubs demo test check format bench clean distclean
+
+help:
+	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
+
+setup: $(BUILD_STAMP)
+
+$(ENV_STAMP): requirements-dev.txt tools/system-packages.sh
+	@PYTHON="$(PYTHON)" tools/system-packages.sh
+	@test -x $(BIN)/python || { echo "setup: creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "setup: installing the development requirements (torch is the large one)"
+	@$(PIP) install --quiet -r requirements-dev.txt
+	@touch $@
+
+# pip says too little when all is well and too much when asked; the log has everything, the screen what matters.
+define install
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation --verbose $(1) > build.log 2>&1 \
+	  || { (sed -n '/Configuring CMake/,$$p' build.log | grep . || cat build.log) | tail -n 60; \
+	       echo "the build failed; all of its output is in build.log"; exit 1; }
+	@grep -E 'warning:|-- Holdfast|io_uring backend OFF' build.log || true
+	@touch $(BUILD_STAMP)
+endef
+
+$(BUILD_STAMP): $(ENV_STAMP) pyproject.toml CMakeLists.txt $(NATIVE) $(TOP)
+	@echo "setup: building and installing holdfast"
+	$(call install,-e '.[dev]')
+
+# Always runs, needs no network: what one uses while working on native/.
+build: $(ENV_STAMP)
+	$(call install,--no-deps -e .)
+
+stubs: setup
+	$(BIN)/python -m nanobind.stubgen -m holdfast._native -o src/holdfast/_native.pyi
+	$(BIN)/ruff check --fix --quiet src/holdfast/_native.pyi
+	$(BIN)/ruff format --quiet src/holdfast/_native.pyi
+
+demo: setup
+	$(BIN)/holdfast demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
+
+bench: setup
+	$(BIN)/holdfast bench $(ARGS)
+
+clean:
+	rm -rf build dist build.log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f $(BUILD_STAMP)
+	find src tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,89 @@
+// A piece of I/O under way: runs on a thread of its own, or at once in the caller's.
+#pragma once
+
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "transfer.hpp"
+
+namespace holdfast {
+
+template <typename Result>
+class Job {
+ public:
+  using Work = std::function<Result(Control&)>;
+
+  // The caller must not hold the GIL when `background` is false.
+  Job(Work work, bool background) : work_(std::move(work)) {
+    if (background) {
+      thread_ = std::thread([this] { run(); });
+    } else {
+      run();
+    }
+  }
+
+  // Cancels and waits. In a forked child the thread does not exist and there is nothing to wait for.
+  ~Job() {
+    control_.cancelled = true;
+    if (!thread_.joinable()) return;
+    if (::getpid() == owner_) {
+      thread_.join();
+    } else {
+      thread_.detach();
+    }
+  }
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
+  bool wait_for(std::chrono::duration<double> seconds) {
+    std::unique_lock lock(mutex_);
+    return finished_.wait_for(lock, seconds, [&] { return done_; });
+  }
+  bool done() {
+    std::lock_guard lock(mutex_);
+    return done_;
+  }
+  // Only after it is done; throws what the work threw.
+  Result& result() {
+    if (error_) std::rethrow_exception(error_);
+    return *result_;
+  }
+  void replace_error(std::exception_ptr error) { error_ = std::move(error); }
+  [[nodiscard]] uint64_t progress() const { return control_.done_nbytes; }
+  void cancel() { control_.cancelled = true; }
+
+ private:
+  void run() {
+    std::optional<Result> result;
+    std::exception_ptr error;
+    try {
+      result.emplace(work_(control_));
+    } catch (...) {
+      error = std::current_exception();
+    }
+    std::lock_guard lock(mutex_);
+    result_ = std::move(result);
+    error_ = error;
+    done_ = true;
+    finished_.notify_all();
+  }
+
+  Work work_;
+  Control control_;
+  std::mutex mutex_;
+  std::condition_variable finished_;
+  bool done_ = false;
+  std::optional<Result> result_;
+  std::exception_ptr error_;
+  const pid_t owner_ = ::getpid();
+  std::thread thread_;
+};
+
+}  // namespace holdfast

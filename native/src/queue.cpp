@@ -1,0 +1,118 @@
+#include "queue.hpp"
+
+#include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+namespace holdfast {
+
+uint64_t Transfer::nbytes() const {
+  uint64_t sum = 0;
+  for (const iovec& piece : iov) sum += piece.iov_len;
+  return sum;
+}
+
+void Transfer::advance(uint64_t count) {
+  offset += count;
+  size_t whole = 0;
+  while (whole < iov.size() && count >= iov[whole].iov_len) count -= iov[whole++].iov_len;
+  iov.erase(iov.begin(), iov.begin() + static_cast<std::ptrdiff_t>(whole));
+  if (count > 0) {
+    iov[0].iov_base = static_cast<char*>(iov[0].iov_base) + count;
+    iov[0].iov_len -= count;
+  }
+}
+
+void finish(Queue& queue, Transfer& transfer, uint64_t alignment) {
+  // A device that makes no progress this often in a row never will.
+  constexpr int kMaxStalls = 8;
+  const sys::Call call = transfer.is_write ? sys::Call::write : sys::Call::read;
+  for (int stalls = 0;;) {
+    queue.wait(transfer);
+    const int64_t result = transfer.result;
+    if (result < 0 && result != -EAGAIN && result != -EINTR) {
+      throw sys::Error{static_cast<int>(-result), call, transfer.file->path()};
+    }
+    uint64_t moved = result > 0 ? static_cast<uint64_t>(result) : 0;
+    if (moved >= transfer.nbytes()) return;
+    moved = moved / alignment * alignment;
+    if (moved == 0 && ++stalls > kMaxStalls) throw sys::Error{EIO, call, transfer.file->path()};
+    if (moved > 0) stalls = 0;
+    transfer.advance(moved);
+    queue.submit(transfer);
+  }
+}
+
+namespace {
+
+// A few threads that block in pwritev/preadv: for systems that forbid io_uring, and for the page cache.
+class ThreadQueue final : public Queue {
+ public:
+  explicit ThreadQueue(unsigned count) {
+    threads_.reserve(count);
+    for (unsigned i = 0; i < count; ++i) threads_.emplace_back([this] { work(); });
+  }
+
+  ~ThreadQueue() override {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  void submit(Transfer& transfer) override {
+    {
+      std::lock_guard lock(mutex_);
+      transfer.done = false;
+      waiting_.push_back(&transfer);
+    }
+    wake_.notify_one();
+  }
+
+  void wait(Transfer& transfer) override {
+    std::unique_lock lock(mutex_);
+    finished_.wait(lock, [&] { return transfer.done; });
+  }
+
+ private:
+  void work() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+      if (waiting_.empty()) return;
+      Transfer* transfer = waiting_.front();
+      waiting_.pop_front();
+      lock.unlock();
+      const auto move = transfer->is_write ? sys::pwritev : sys::preadv;
+      const ssize_t result =
+          move(*transfer->file, transfer->iov.data(), static_cast<int>(transfer->iov.size()), transfer->offset);
+      lock.lock();
+      transfer->result = result;
+      transfer->done = true;
+      finished_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::condition_variable finished_;
+  std::deque<Transfer*> waiting_;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Queue> make_uring_queue(unsigned depth);  // uring.cpp
+
+std::unique_ptr<Queue> make_queue(Backend backend, unsigned depth) {
+  if (backend == Backend::uring) return make_uring_queue(depth);
+  // The page cache takes data as fast as two threads copy it; a device wants more under way.
+  return std::make_unique<ThreadQueue>(backend == Backend::threads ? std::min(depth, 8U) : 2U);
+}
+
+}  // namespace holdfast

@@ -1,0 +1,51 @@
+// Asynchronous transfers: one interface, several ways of doing them.
+//
+// A queue holds up to `depth` transfers under way and knows nothing about what the bytes are. Who uses it
+// (write.cpp, read.cpp, raw.cpp) keeps the memory alive, and continues transfers that fell short.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sys.hpp"
+
+namespace holdfast {
+
+enum class Backend { uring, threads, buffered };
+
+struct Transfer {
+  bool is_write = true;
+  const sys::File* file = nullptr;
+  uint64_t offset = 0;
+  std::vector<iovec> iov;
+  // Written by the queue:
+  int64_t result = 0;
+  bool done = true;
+
+  [[nodiscard]] uint64_t nbytes() const;
+  // Drops the first `count` bytes, after a short transfer.
+  void advance(uint64_t count);
+};
+
+class Queue {
+ public:
+  virtual ~Queue() = default;
+  virtual void submit(Transfer& transfer) = 0;
+  // Returns when `transfer.done`; completions of others are noted on the way.
+  virtual void wait(Transfer& transfer) = 0;
+};
+
+std::unique_ptr<Queue> make_queue(Backend backend, unsigned depth);
+
+// True when this kernel lets this process create a ring (containers often forbid it). Says why not otherwise.
+bool uring_available(std::string& reason);
+
+// Waits for the transfer and continues it while it falls short; throws sys::Error when it fails for good.
+// `alignment` > 1: a short count is rounded down to it, so that the rest stays legal for direct I/O.
+void finish(Queue& queue, Transfer& transfer, uint64_t alignment);
+
+}  // namespace holdfast

@@ -1,0 +1,323 @@
+// Reading pieces of one file: the mirror of write.cpp.
+//
+// Neighbouring pieces are joined into windows; each window is one vectored transfer straight into the caller's
+// memory where alignment allows, else through staging. Windows finish in order. A second thread copies and
+// verifies them: fresh memory costs the submitting thread page faults, which would otherwise add to the cost of
+// checksums.
+#include <fcntl.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "hash.hpp"
+#include "transfer.hpp"
+
+namespace holdfast {
+namespace {
+
+// Two pieces closer than this are read together: the device moves the gap faster than it starts a new transfer.
+constexpr uint64_t kMaxGap = 64U << 10;
+
+struct Slot {
+  Transfer transfer;
+  struct Copy {
+    size_t piece;
+    uint64_t inside;
+    uint64_t nbytes;
+    const char* staged;
+  };
+  std::vector<Copy> copies;
+  uint64_t nbytes = 0;
+  uint64_t high = 0;
+};
+
+class Reader {
+ public:
+  Reader(const Plan& plan, const std::vector<uint64_t>& expected, const Tuning& tuning, Read& out)
+      : plan_(plan), expected_(expected), tuning_(tuning), out_(out) {
+    uint64_t count = 0;
+    for (const Piece& piece : plan.pieces) {
+      first_hash_.push_back(count);
+      count += chunk_count(piece.nbytes, tuning.chunk);
+    }
+  }
+
+  // Describes the next window in `slot`; false when everything has been asked for.
+  bool next(Slot& slot, char* staging) {
+    const auto& pieces = plan_.pieces;
+    const uint64_t alignment = tuning_.effective_alignment();
+    while (current_ < pieces.size() && std::max(pieces[current_].offset, at_) >= pieces[current_].end())
+      ++current_;
+    if (current_ == pieces.size()) return false;
+    const uint64_t low = align_down(std::max(pieces[current_].offset, at_), alignment);
+    const uint64_t limit = low + tuning_.window;
+    uint64_t high = low;
+    size_t last = current_;
+    for (; last < pieces.size() && pieces[last].offset < limit; ++last) {
+      if (last > current_ && pieces[last].offset > high + kMaxGap) break;
+      high = std::max(high, std::min(pieces[last].end(), limit));
+    }
+    high = std::min(align_up(high, alignment), limit);
+
+    slot.copies.clear();
+    slot.transfer.iov.clear();
+    slot.transfer.is_write = false;
+    slot.transfer.offset = low;
+    char* run = staging;
+    uint64_t run_from = low;
+    const auto close_run = [&](uint64_t to) {
+      if (to == run_from) return;
+      slot.transfer.iov.push_back({run, to - run_from});
+      out_.stats.staged_nbytes += to - run_from;
+      run += to - run_from;
+    };
+    const auto stage = [&](size_t number, uint64_t from, uint64_t to) {
+      if (from < to) {
+        slot.copies.push_back({number, from - pieces[number].offset, to - from, run + (from - run_from)});
+      }
+    };
+    for (size_t i = current_; i < last; ++i) {
+      const uint64_t from = std::max({pieces[i].offset, low, at_});
+      const uint64_t to = std::min(pieces[i].end(), high);
+      if (from >= to) continue;
+      const Span span = direct_span(pieces[i], from, to, alignment);
+      if (span.low < span.high) {
+        stage(i, from, span.low);
+        close_run(span.low);
+        const uintptr_t address = pieces[i].address + (span.low - pieces[i].offset);
+        slot.transfer.iov.push_back({reinterpret_cast<void*>(address), span.high - span.low});
+        out_.stats.direct_nbytes += span.high - span.low;
+        run_from = span.high;
+        stage(i, span.high, to);
+      } else {
+        stage(i, from, to);
+      }
+    }
+    close_run(high);
+    at_ = high;
+    slot.high = high;
+    slot.nbytes = high - low;
+    return true;
+  }
+
+  // Hands out what was staged and verifies what is now complete. Windows arrive here in order.
+  void deliver(const Slot& slot) {
+    for (const Slot::Copy& copy : slot.copies) {
+      const Piece& piece = plan_.pieces[copy.piece];
+      switch (piece.place) {
+        case Place::memory:
+          std::memcpy(reinterpret_cast<char*>(piece.address) + copy.inside, copy.staged, copy.nbytes);
+          break;
+        case Place::strided:
+          stream(copy);
+          plan_.strided[piece.index].scatter(copy.inside, copy.nbytes, copy.staged);
+          break;
+        case Place::callback:
+          stream(copy);
+          plan_.callbacks[piece.index](const_cast<char*>(copy.staged), copy.nbytes, copy.inside);
+          break;
+        case Place::discard:
+          stream(copy);
+          break;
+        case Place::zero:
+          if (std::any_of(copy.staged, copy.staged + copy.nbytes, [](char byte) { return byte != 0; })) {
+            report(copy.piece, copy.inside / tuning_.chunk);
+          }
+          break;
+      }
+    }
+    if (!expected_.empty()) verify_up_to(slot.high);
+  }
+
+ private:
+  void report(size_t piece, uint64_t chunk) {
+    if (out_.damage.size() < kMaxDamage) out_.damage.push_back({piece, chunk});
+  }
+
+  void compare(size_t piece, uint64_t chunk, uint64_t hash) {
+    if (hash != expected_[first_hash_[piece] + chunk]) report(piece, chunk);
+  }
+
+  void verify_up_to(uint64_t high) {
+    const auto& pieces = plan_.pieces;
+    for (; hash_piece_ < pieces.size(); ++hash_piece_, hash_chunk_ = 0) {
+      const Piece& piece = pieces[hash_piece_];
+      if (piece.place != Place::memory) {
+        if (piece.end() > high) return;
+        continue;
+      }
+      const uint64_t count = chunk_count(piece.nbytes, tuning_.chunk);
+      for (; hash_chunk_ < count; ++hash_chunk_) {
+        const uint64_t from = hash_chunk_ * tuning_.chunk;
+        const uint64_t to = std::min(from + tuning_.chunk, piece.nbytes);
+        if (piece.offset + to > high) return;
+        compare(hash_piece_, hash_chunk_, xxh3(reinterpret_cast<const char*>(piece.address) + from, to - from));
+      }
+    }
+  }
+
+  void stream(const Slot::Copy& copy) {
+    if (expected_.empty()) return;
+    const Piece& piece = plan_.pieces[copy.piece];
+    const char* data = copy.staged;
+    uint64_t inside = copy.inside;
+    for (const uint64_t end = inside + copy.nbytes; inside < end;) {
+      const uint64_t chunk = inside / tuning_.chunk;
+      const uint64_t stop = std::min((chunk + 1) * tuning_.chunk, piece.nbytes);
+      const uint64_t count = std::min(stop, end) - inside;
+      stream_.update(data, count);
+      data += count;
+      inside += count;
+      if (inside == stop) compare(copy.piece, chunk, stream_.take());
+    }
+  }
+
+  const Plan& plan_;
+  const std::vector<uint64_t>& expected_;
+  const Tuning& tuning_;
+  Read& out_;
+  std::vector<uint64_t> first_hash_;
+  StreamHash stream_;
+  size_t current_ = 0;
+  uint64_t at_ = 0;
+  size_t hash_piece_ = 0;
+  uint64_t hash_chunk_ = 0;
+};
+
+// Delivers windows in the order they are handed over, on a thread of its own or at once.
+class Deliveries {
+ public:
+  Deliveries(Reader& reader, Control& control, bool own_thread) : reader_(reader), control_(control) {
+    if (own_thread) thread_ = std::thread([this] { work(); });
+  }
+  ~Deliveries() {
+    {
+      std::lock_guard lock(mutex_);
+      closing_ = true;
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+  }
+  Deliveries(const Deliveries&) = delete;
+  Deliveries& operator=(const Deliveries&) = delete;
+
+  void hand_over(const Slot& slot) {
+    if (!thread_.joinable()) return deliver(slot);
+    {
+      std::lock_guard lock(mutex_);
+      waiting_.push_back(&slot);
+    }
+    changed_.notify_all();
+  }
+
+  // Returns when at most `count` windows are waiting or being delivered; throws what a delivery threw.
+  void wait_until(size_t count) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return error_ || waiting_.size() <= count; });
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  void deliver(const Slot& slot) {
+    reader_.deliver(slot);
+    control_.done_nbytes += slot.nbytes;
+  }
+
+  void work() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return closing_ || !waiting_.empty(); });
+      if (waiting_.empty() || error_) return;
+      const Slot& slot = *waiting_.front();
+      lock.unlock();
+      std::exception_ptr error;
+      try {
+        deliver(slot);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      lock.lock();
+      waiting_.pop_front();  // only now: the slot is in use until here
+      error_ = error;
+      changed_.notify_all();
+    }
+  }
+
+  Reader& reader_;
+  Control& control_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<const Slot*> waiting_;
+  bool closing_ = false;
+  std::exception_ptr error_;
+  std::thread thread_;
+};
+
+sys::File open_for(const std::string& path, const Tuning& tuning) {
+  return sys::open(path, O_RDONLY | (tuning.backend == Backend::buffered ? 0 : O_DIRECT));
+}
+
+// Few bytes need fewer and smaller windows, so that all of them are under way at once.
+void fit(Tuning& tuning, uint64_t wanted) {
+  if (wanted >= tuning.window * tuning.depth) return;
+  tuning.window =
+      std::min(tuning.window, std::max<uint64_t>(64U << 10, align_up(wanted / tuning.depth, 64U << 10)));
+  tuning.depth = static_cast<unsigned>(std::min<uint64_t>(tuning.depth, wanted / tuning.window + 1));
+}
+
+}  // namespace
+
+Read read_file(const std::string& path, const Plan& plan, const std::vector<uint64_t>& expected,
+               const Tuning& tuning, Control& control) {
+  Read out;
+  Tuning used = tuning;
+  uint64_t wanted = 0;
+  for (const Piece& piece : plan.pieces) wanted += piece.nbytes;
+  if (wanted <= tuning.small) used.backend = Backend::buffered;
+  sys::File file = open_for(path, used);
+  const uint64_t file_nbytes = sys::size(file);
+  if (file_nbytes % used.effective_alignment() != 0) {
+    // Direct reads cannot end inside a block; our own shards never do, other people's files may.
+    used.backend = Backend::buffered;
+    file = open_for(path, used);
+  }
+  if (!plan.pieces.empty() && plan.pieces.back().end() > file_nbytes) {
+    throw sys::Error{ENODATA, sys::Call::read, path};
+  }
+  fit(used, wanted);
+  const bool large = wanted > (8U << 20);
+  // Beyond those under way, some for windows that have arrived and wait for their verification.
+  const size_t waiting = large ? used.depth / 2 + 1 : 0;
+
+  Reader reader(plan, expected, used, out);
+  std::vector<Slot> slots(used.depth + waiting);
+  const Staging staging(slots.size() * used.window);
+  Deliveries deliveries(reader, control, large);
+  const auto queue = make_queue(used.backend, used.depth);  // last: drained before the memory goes
+  size_t asked = 0, arrived = 0;
+  const auto arrive = [&] {
+    Slot& slot = slots[arrived % slots.size()];
+    finish(*queue, slot.transfer, used.effective_alignment());
+    deliveries.hand_over(slot);
+    ++arrived;
+  };
+  for (;; ++asked) {
+    if (control.cancelled) throw Cancelled{};
+    if (asked - arrived == used.depth) arrive();
+    if (large) deliveries.wait_until(slots.size() - (asked - arrived) - 1);
+    const size_t place = asked % slots.size();
+    if (!reader.next(slots[place], staging.data() + place * used.window)) break;
+    slots[place].transfer.file = &file;
+    queue->submit(slots[place].transfer);
+    ++out.stats.transfers;
+  }
+  while (arrived < asked) arrive();
+  deliveries.wait_until(0);
+  return out;
+}
+
+}  // namespace holdfast

@@ -1,0 +1,141 @@
+// What a job moves: pieces of one file, and where each piece's bytes lie in memory.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "queue.hpp"
+#include "strided.hpp"
+#include "sys.hpp"
+
+namespace holdfast {
+
+enum class Place : uint8_t {
+  memory,    // contiguous host memory at `address`
+  strided,   // Plan::strided[index]
+  callback,  // Plan::callbacks[index] moves a window at a time (device memory)
+  discard,   // reading: only the checksum matters
+  zero,      // reading: the bytes must be zero (padding)
+};
+
+struct Piece {
+  uint64_t offset = 0;  // in the file
+  uint64_t nbytes = 0;
+  Place place = Place::memory;
+  uintptr_t address = 0;
+  size_t index = 0;
+
+  [[nodiscard]] uint64_t end() const { return offset + nbytes; }
+};
+
+using Callback = std::function<void(char* window, uint64_t nbytes, uint64_t offset)>;
+
+// Pieces are sorted by offset and do not overlap; what lies between them is padding (zeros).
+struct Plan {
+  std::vector<Piece> pieces;
+  std::vector<Strided> strided;
+  std::vector<Callback> callbacks;
+};
+
+struct Tuning {
+  Backend backend = Backend::buffered;
+  uint64_t alignment = 4096;   // of addresses, offsets and lengths in direct I/O
+  uint64_t window = 4U << 20;  // bytes per transfer
+  unsigned depth = 8;          // transfers under way; depth * window is all the memory a job uses
+  uint64_t chunk = 1U << 20;   // bytes per checksum
+  uint64_t small = 1U << 20;   // files up to this size skip direct I/O: its latency costs more than a copy
+
+  [[nodiscard]] uint64_t effective_alignment() const { return backend == Backend::buffered ? 1 : alignment; }
+};
+
+struct Stats {
+  uint64_t direct_nbytes = 0;  // moved between the device and the caller's own memory
+  uint64_t staged_nbytes = 0;  // passed through a copy
+  uint64_t transfers = 0;
+};
+
+// Seen from outside while the job runs.
+struct Control {
+  std::atomic<uint64_t> done_nbytes{0};
+  std::atomic<bool> cancelled{false};
+};
+
+// Thrown when `Control::cancelled` was seen.
+struct Cancelled {};
+
+// Inside-a-piece parts shorter than this are copied: each separate segment costs the kernel a little.
+inline constexpr uint64_t kMinDirect = 32U << 10;
+
+// Aligned memory, left out of forked children so that a fork during direct I/O copies nothing of it.
+class Staging {
+ public:
+  // Huge pages make transfers cheaper but are zeroed whole at the first touch: not for memory of which little is
+  // used.
+  enum class Pages { normal, huge };
+  explicit Staging(size_t nbytes, Pages pages = Pages::normal) : nbytes_(nbytes) {
+    data_ = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data_ == MAP_FAILED) throw std::bad_alloc();
+    ::madvise(data_, nbytes, MADV_DONTFORK);
+    if (pages == Pages::huge) ::madvise(data_, nbytes, MADV_HUGEPAGE);
+  }
+  ~Staging() { ::munmap(data_, nbytes_); }
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+  [[nodiscard]] char* data() const { return static_cast<char*>(data_); }
+
+ private:
+  void* data_;
+  size_t nbytes_;
+};
+
+constexpr uint64_t align_down(uint64_t value, uint64_t alignment) { return value / alignment * alignment; }
+constexpr uint64_t align_up(uint64_t value, uint64_t alignment) {
+  return align_down(value + alignment - 1, alignment);
+}
+
+// The part of [low, high) of `piece` that can move between the device and the caller's memory without a copy.
+struct Span {
+  uint64_t low, high;
+};
+inline Span direct_span(const Piece& piece, uint64_t low, uint64_t high, uint64_t alignment) {
+  if (piece.place != Place::memory || (piece.address - piece.offset) % alignment != 0) return {high, high};
+  const Span span{align_up(low, alignment), align_down(high, alignment)};
+  if (span.high < span.low + kMinDirect) return {high, high};
+  return span;
+}
+
+inline uint64_t chunk_count(uint64_t nbytes, uint64_t chunk) { return (nbytes + chunk - 1) / chunk; }
+
+struct Written {
+  sys::File file;                // open: the caller syncs it
+  std::vector<uint64_t> hashes;  // per piece, per chunk, in order
+  Stats stats;
+};
+// Writes `plan` as the whole content of the file. `recycle`: the file may exist and is overwritten in place.
+Written write_file(const std::string& path, uint64_t nbytes, bool recycle, const Plan& plan, const Tuning& tuning,
+                   Control& control);
+
+struct Damage {
+  size_t piece;
+  uint64_t chunk;
+};
+struct Read {
+  std::vector<Damage> damage;  // chunks whose bytes do not match, at most kMaxDamage
+  Stats stats;
+};
+inline constexpr size_t kMaxDamage = 4096;
+// Reads the pieces of `plan`. `expected`: checksums as `write_file` returned them, empty for no verification.
+Read read_file(const std::string& path, const Plan& plan, const std::vector<uint64_t>& expected,
+               const Tuning& tuning, Control& control);
+
+double raw_write(const std::string& path, uint64_t nbytes, const Tuning& tuning);
+double raw_read(const std::string& path, uint64_t nbytes, const Tuning& tuning);
+
+}  // namespace holdfast

@@ -1,0 +1,231 @@
+// Writing one file at the speed of the device.
+//
+// The file is cut into windows. Each window becomes one vectored transfer whose segments point straight into the
+// caller's memory wherever address and offset allow it, and into staging for the ragged rest: heads, tails, small
+// pieces, strided and device data, padding. `depth` windows are under way at once and finish in order. Checksums
+// are computed after a window's submission, while the device works.
+#include <fcntl.h>
+
+#include <algorithm>
+
+#include "hash.hpp"
+#include "transfer.hpp"
+
+namespace holdfast {
+namespace {
+
+class Writer {
+ public:
+  Writer(const Plan& plan, const Tuning& tuning, Written& out) : plan_(plan), tuning_(tuning), out_(out) {
+    uint64_t count = 0;
+    first_hash_.reserve(plan.pieces.size());
+    for (const Piece& piece : plan.pieces) {
+      first_hash_.push_back(count);
+      count += chunk_count(piece.nbytes, tuning.chunk);
+    }
+    out.hashes.resize(count);
+  }
+
+  // Points `iov` at the bytes of [low, high): caller's memory where possible, else `staging`, which is filled.
+  void assemble(uint64_t low, uint64_t high, char* staging, std::vector<iovec>& iov) {
+    staging_ = staging;
+    run_start_ = staging;
+    iov_ = &iov;
+    iov.clear();
+    uint64_t at = low;
+    const auto& pieces = plan_.pieces;
+    while (current_ < pieces.size() && pieces[current_].end() <= low) ++current_;
+    for (size_t i = current_; i < pieces.size() && pieces[i].offset < high; ++i) {
+      const Piece& piece = pieces[i];
+      const uint64_t from = std::max(piece.offset, low);
+      const uint64_t to = std::min(piece.end(), high);
+      if (from >= to) continue;
+      stage_zeros(from - at);
+      const Span span = direct_span(piece, from, to, tuning_.effective_alignment());
+      if (span.low < span.high) {
+        stage(i, from, span.low);
+        close_run();
+        iov.push_back({reinterpret_cast<void*>(piece.address + (span.low - piece.offset)), span.high - span.low});
+        out_.stats.direct_nbytes += span.high - span.low;
+        stage(i, span.high, to);
+      } else {
+        stage(i, from, to);
+      }
+      at = to;
+    }
+    stage_zeros(high - at);
+    close_run();
+  }
+
+  // Checksums of the chunks of in-memory pieces that end at or before `high`.
+  void hash_up_to(uint64_t high) {
+    const auto& pieces = plan_.pieces;
+    for (; hash_piece_ < pieces.size(); ++hash_piece_, hash_chunk_ = 0) {
+      const Piece& piece = pieces[hash_piece_];
+      if (piece.place != Place::memory) {
+        if (piece.end() > high) return;
+        continue;  // hashed while it was staged
+      }
+      const uint64_t count = chunk_count(piece.nbytes, tuning_.chunk);
+      for (; hash_chunk_ < count; ++hash_chunk_) {
+        const uint64_t from = hash_chunk_ * tuning_.chunk;
+        const uint64_t to = std::min(from + tuning_.chunk, piece.nbytes);
+        if (piece.offset + to > high) return;
+        out_.hashes[first_hash_[hash_piece_] + hash_chunk_] =
+            xxh3(reinterpret_cast<const char*>(piece.address) + from, to - from);
+      }
+    }
+  }
+
+ private:
+  void close_run() {
+    if (staging_ != run_start_) iov_->push_back({run_start_, static_cast<size_t>(staging_ - run_start_)});
+    out_.stats.staged_nbytes += static_cast<uint64_t>(staging_ - run_start_);
+    run_start_ = staging_;
+  }
+
+  void stage_zeros(uint64_t nbytes) {
+    std::memset(staging_, 0, nbytes);
+    staging_ += nbytes;
+  }
+
+  void stage(size_t number, uint64_t from, uint64_t to) {
+    if (from >= to) return;
+    const Piece& piece = plan_.pieces[number];
+    const uint64_t inside = from - piece.offset;
+    const uint64_t nbytes = to - from;
+    switch (piece.place) {
+      case Place::memory:
+        std::memcpy(staging_, reinterpret_cast<const char*>(piece.address) + inside, nbytes);
+        break;
+      case Place::strided:
+        plan_.strided[piece.index].gather(inside, nbytes, staging_);
+        stream(number, inside, nbytes);
+        break;
+      case Place::callback:
+        plan_.callbacks[piece.index](staging_, nbytes, inside);
+        stream(number, inside, nbytes);
+        break;
+      case Place::discard:
+      case Place::zero:
+        std::memset(staging_, 0, nbytes);
+        break;
+    }
+    staging_ += nbytes;
+  }
+
+  void stream(size_t number, uint64_t inside, uint64_t nbytes) {
+    const Piece& piece = plan_.pieces[number];
+    const char* data = staging_;
+    for (uint64_t end = inside + nbytes; inside < end;) {
+      const uint64_t chunk = inside / tuning_.chunk;
+      const uint64_t stop = std::min((chunk + 1) * tuning_.chunk, piece.nbytes);
+      const uint64_t count = std::min(stop, end) - inside;
+      stream_.update(data, count);
+      data += count;
+      inside += count;
+      if (inside == stop) out_.hashes[first_hash_[number] + chunk] = stream_.take();
+    }
+  }
+
+  const Plan& plan_;
+  const Tuning& tuning_;
+  Written& out_;
+  std::vector<uint64_t> first_hash_;
+  StreamHash stream_;
+  size_t current_ = 0;
+  size_t hash_piece_ = 0;
+  uint64_t hash_chunk_ = 0;
+  char* staging_ = nullptr;
+  char* run_start_ = nullptr;
+  std::vector<iovec>* iov_ = nullptr;
+};
+
+void set_size(const sys::File& file, uint64_t nbytes, bool preallocate) {
+  const uint64_t now = sys::size(file);
+  if (now > nbytes) sys::truncate(file, nbytes);
+  if (now < nbytes && preallocate) sys::fallocate(file, nbytes);
+}
+
+// One copy, one write: for small files the latency of each extra call is what counts.
+void write_small(uint64_t nbytes, Writer& writer, Written& out) {
+  Staging staging(std::max<uint64_t>(nbytes, 1));
+  Transfer transfer;
+  transfer.file = &out.file;
+  writer.assemble(0, nbytes, staging.data(), transfer.iov);
+  while (!transfer.iov.empty()) {
+    const ssize_t done =
+        sys::pwritev(out.file, transfer.iov.data(), static_cast<int>(transfer.iov.size()), transfer.offset);
+    if (done < 0) throw sys::Error{static_cast<int>(-done), sys::Call::write, out.file.path()};
+    if (done == 0) throw sys::Error{EIO, sys::Call::write, out.file.path()};
+    transfer.advance(static_cast<uint64_t>(done));
+  }
+  // Start the write-back, so that the syncs of a checkpoint's files share one journal commit.
+  ::sync_file_range(out.file.fd(), 0, 0, SYNC_FILE_RANGE_WRITE);
+  writer.hash_up_to(nbytes);
+  out.stats.transfers = 1;
+}
+
+void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Written& out, Control& control) {
+  const uint64_t alignment = tuning.effective_alignment();
+  struct Slot {
+    Transfer transfer;
+    uint64_t nbytes = 0;
+  };
+  Staging staging(tuning.depth * tuning.window);
+  std::vector<Slot> slots(tuning.depth);
+  // Declared last, so destroyed first: it drains what is under way before the memory goes.
+  const auto queue = make_queue(tuning.backend, tuning.depth);
+
+  const auto retire = [&](Slot& slot) {
+    if (slot.nbytes == 0) return;
+    const uint64_t end = slot.transfer.offset + slot.nbytes;
+    finish(*queue, slot.transfer, alignment);
+    if (tuning.backend == Backend::buffered) {
+      // Let the device start now instead of at the sync.
+      ::sync_file_range(out.file.fd(), static_cast<off_t>(end - slot.nbytes), static_cast<off_t>(slot.nbytes),
+                        SYNC_FILE_RANGE_WRITE);
+    }
+    control.done_nbytes += slot.nbytes;
+    slot.nbytes = 0;
+  };
+
+  size_t number = 0;
+  for (uint64_t low = 0; low < nbytes; low += tuning.window, ++number) {
+    if (control.cancelled) throw Cancelled{};
+    Slot& slot = slots[number % slots.size()];
+    retire(slot);
+    const uint64_t high = std::min(low + tuning.window, nbytes);
+    slot.transfer.file = &out.file;
+    slot.transfer.offset = low;
+    slot.nbytes = high - low;
+    writer.assemble(low, high, staging.data() + (number % slots.size()) * tuning.window, slot.transfer.iov);
+    queue->submit(slot.transfer);
+    ++out.stats.transfers;
+    writer.hash_up_to(high);
+  }
+  for (size_t i = 0; i < slots.size(); ++i) retire(slots[(number + i) % slots.size()]);
+}
+
+}  // namespace
+
+Written write_file(const std::string& path, uint64_t nbytes, bool recycle, const Plan& plan, const Tuning& tuning,
+                   Control& control) {
+  Written out;
+  const bool small = nbytes <= tuning.small;
+  const bool direct = !small && tuning.backend != Backend::buffered;
+  Tuning used = tuning;
+  if (small) used.backend = Backend::buffered;
+  out.file = sys::open(path, O_WRONLY | O_CREAT | (recycle ? 0 : O_EXCL) | (direct ? O_DIRECT : 0));
+  set_size(out.file, nbytes, !small);
+  Writer writer(plan, used, out);
+  if (small) {
+    write_small(nbytes, writer, out);
+    control.done_nbytes += nbytes;
+  } else {
+    write_windows(nbytes, used, writer, out, control);
+  }
+  return out;
+}
+
+}  // namespace holdfast

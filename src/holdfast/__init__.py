@@ -1,0 +1,112 @@
+"""Holdfast keeps training state safe: durable after every step, at the speed of the disk, restorable anywhere.
+
+    import holdfast
+
+    holdfast.save("first", {"model": model, "optimizer": optimizer})      # returns when it is durable
+    holdfast.load("first", into={"model": model, "optimizer": optimizer})
+
+    ckpt = holdfast.Checkpointer("runs/gpt", {"model": model, "optimizer": optimizer})
+    for step in range(ckpt.restore(), 10_000):
+        train_one_step()
+        ckpt.save(step + 1)
+
+Floors, each using only those below: `cli` and `study`; `checkpointer` (the training loop); `store` (commit protocol,
+runs); `plan` (which bytes go where); `state` (trees and arrays); `format` (files); `engine` (the device, in C++).
+
+Names are imported when first used, so that ``import holdfast`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.checkpointer import Checkpointer, Keep
+    from holdfast.errors import (
+        CheckpointExists,
+        CheckpointNotFound,
+        CorruptCheckpoint,
+        EngineTimeout,
+        EngineUnavailable,
+        HoldfastError,
+        IncompleteCheckpoint,
+        ReadFailed,
+        RunLocked,
+        SaveFailed,
+        StateMismatch,
+        StorageDenied,
+        StorageFull,
+        StorageMissing,
+        UnsupportedCheckpoint,
+        UnsupportedState,
+    )
+    from holdfast.store import Checkpoint, CheckpointInfo, LeafInfo, Options, load, open, save, verify
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "holdfast.checkpointer": ("Checkpointer", "Keep"),
+    "holdfast.store": ("Checkpoint", "CheckpointInfo", "LeafInfo", "Options", "load", "open", "save", "verify"),
+    "holdfast.errors": (
+        "CheckpointExists",
+        "CheckpointNotFound",
+        "CorruptCheckpoint",
+        "EngineTimeout",
+        "EngineUnavailable",
+        "HoldfastError",
+        "IncompleteCheckpoint",
+        "ReadFailed",
+        "RunLocked",
+        "SaveFailed",
+        "StateMismatch",
+        "StorageDenied",
+        "StorageFull",
+        "StorageMissing",
+        "UnsupportedCheckpoint",
+        "UnsupportedState",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CheckpointExists",
+    "CheckpointInfo",
+    "CheckpointNotFound",
+    "Checkpoint",
+    "Checkpointer",
+    "CorruptCheckpoint",
+    "EngineTimeout",
+    "EngineUnavailable",
+    "HoldfastError",
+    "IncompleteCheckpoint",
+    "Keep",
+    "LeafInfo",
+    "Options",
+    "ReadFailed",
+    "RunLocked",
+    "SaveFailed",
+    "StateMismatch",
+    "StorageDenied",
+    "StorageFull",
+    "StorageMissing",
+    "UnsupportedCheckpoint",
+    "UnsupportedState",
+    "load",
+    "open",
+    "save",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    found = getattr(importlib.import_module(home), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

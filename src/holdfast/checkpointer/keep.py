@@ -1,0 +1,79 @@
+"""Which checkpoints of a run stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the policy looks at: a committed checkpoint."""
+
+    step: int
+    created: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A checkpoint stays if any rule wants it; the newest always does.
+
+    - `last`: the newest so many.
+    - `every`: those whose step is a multiple of it, for good.
+    - `best`: ``("loss", "min", 2)`` keeps the two with the lowest ``loss`` among their metrics.
+    - `seconds`: at least that far apart in time, for good.
+
+    >>> history = [Kept(step, float(step), {}) for step in range(1, 8)]
+    >>> sorted(Keep(last=2, every=3).chosen(history))
+    [3, 6, 7]
+    """
+
+    last: int = 3
+    every: int | None = None
+    best: tuple[str, Literal["min", "max"], int] | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise ValueError("Keep(last=...) must be at least 1: the newest checkpoint always stays")
+        if self.every is not None and self.every < 1:
+            raise ValueError("Keep(every=...) must be at least 1")
+        if self.best is not None and (self.best[1] not in ("min", "max") or self.best[2] < 1):
+            raise ValueError('Keep(best=...) wants (metric, "min" or "max", how many)')
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError("Keep(seconds=...) must be positive")
+
+    def chosen(self, history: Sequence[Kept]) -> set[int]:
+        """The steps that stay, of checkpoints given in order of step."""
+        stay = {item.step for item in history[-self.last :]}
+        if self.every is not None:
+            stay |= {item.step for item in history if item.step % self.every == 0}
+        if self.best is not None:
+            stay |= self._best(history, *self.best)
+        if self.seconds is not None:
+            stay |= self._apart(history, self.seconds)
+        return stay
+
+    @staticmethod
+    def _best(history: Sequence[Kept], metric: str, direction: str, count: int) -> set[int]:
+        sign = 1 if direction == "min" else -1
+        # A NaN is no candidate: it compares with nothing.
+        scored = [
+            (sign * item.metrics[metric], -item.step)
+            for item in history
+            if metric in item.metrics and not math.isnan(item.metrics[metric])
+        ]
+        return {-step for _, step in sorted(scored)[:count]}
+
+    @staticmethod
+    def _apart(history: Sequence[Kept], seconds: float) -> set[int]:
+        stay: set[int] = set()
+        latest = -math.inf
+        for item in history:
+            if item.created - latest >= seconds:
+                stay.add(item.step)
+                latest = item.created
+        return stay

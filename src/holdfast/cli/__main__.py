@@ -1,0 +1,7 @@
+"""``python -m holdfast.cli``."""
+
+from __future__ import annotations
+
+from holdfast.cli import main
+
+main()

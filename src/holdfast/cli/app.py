@@ -1,0 +1,67 @@
+"""The typer application: which commands there are, and the options of ``holdfast`` itself."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from holdfast import __version__
+from holdfast.cli.bench import bench
+from holdfast.cli.demo import demo
+from holdfast.cli.diff import diff
+from holdfast.cli.doctor import doctor
+from holdfast.cli.export import export
+from holdfast.cli.ls import ls
+from holdfast.cli.prune import prune
+from holdfast.cli.show import show
+from holdfast.cli.verify import verify
+
+app = typer.Typer(
+    name="holdfast",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_LOOK = "Look"
+_CHANGE = "Take out and clear away"
+_MACHINE = "This machine"
+
+for _panel, _commands in (
+    (_LOOK, (ls, show, verify, diff)),
+    (_CHANGE, (export, prune)),
+    (_MACHINE, (doctor, bench, demo)),
+):
+    for _command in _commands:
+        app.command(rich_help_panel=_panel)(_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"holdfast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def holdfast(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Training state: durable after every step, at the speed of the disk.
+
+    Where a checkpoint is wanted, a run means its newest one. Every command takes --json.
+    Exit code 0: fine; 1: a problem was found; 2: wrong usage.
+    """
+
+
+def run() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks is shown escaped, not an error.
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+    app(prog_name="holdfast")

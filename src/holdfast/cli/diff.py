@@ -1,0 +1,160 @@
+"""``holdfast diff A B``: which leaves and values differ, and by how much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.session import Json, Session, session
+
+if TYPE_CHECKING:
+    from holdfast.cli.comparing import Difference, LeafChange, Side, ValueChange
+    from holdfast.state import Node
+
+_MANY = 100
+_VALUE_WIDTH = 60
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest.")],
+    b: Annotated[Path, typer.Argument(help="Another one.")],
+    everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Which leaves and values differ, and by how much. Exit code 1 when any does.
+
+    Leaves are compared bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not.
+    Step, time and metrics may differ. Neither checkpoint has to fit in memory.
+    """
+    with session(as_json) as out:
+        import holdfast
+        from holdfast.cli.comparing import Comparison
+
+        with holdfast.open(a) as left, holdfast.open(b) as right:
+            comparison = Comparison(left, right)
+            with out.progress("comparing", comparison.nbytes) as advance:
+                found = comparison.run(advance)
+        if as_json:
+            out.emit(_document(found))
+        else:
+            _print(out, found, everything)
+        out.finish(problem=not found.equal)
+
+
+def _document(found: Difference) -> dict[str, object]:
+    return {
+        "equal": found.equal,
+        "a": found.a,
+        "b": found.b,
+        "identical": found.identical,
+        "leaves": found.leaves,
+        "values": found.values,
+        "structure": found.structure,
+    }
+
+
+def _print(out: Session, found: Difference, everything: bool) -> None:
+    from holdfast.cli import words
+    from holdfast.cli.session import facts
+
+    out.console.print(facts([("A", _side(found.a)), ("B", _side(found.b))]))
+    if found.leaves:
+        _print_leaves(out, found.leaves, len(found.leaves) if everything else _MANY)
+    if found.values:
+        _print_values(out, found.values, len(found.values) if everything else _MANY)
+    out.console.print()
+    if found.equal:
+        out.say(
+            f"equal, bit for bit: {words.count(found.identical, 'leaf', 'leaves')} and all values",
+            style="green",
+        )
+        return
+    differing = words.count(len({change.name for change in found.leaves}), "leaf differs", "leaves differ")
+    parts = [
+        differing,
+        f"{found.identical:,} identical",
+        words.count(len(found.values), "value differs", "values differ"),
+    ]
+    out.say(", ".join(parts))
+    if found.structure:
+        out.say("the containers around leaves and values differ (a list here, a tuple there, or other types)")
+
+
+def _side(side: Side) -> str:
+    from holdfast.cli import words
+
+    return f"{words.plain(side.path)}, step {side.step:,}, saved {words.moment(side.created)}"
+
+
+def _print_leaves(out: Session, changes: tuple[LeafChange, ...], limit: int) -> None:
+    from holdfast.cli import words
+    from holdfast.cli.session import table
+
+    rows = table(
+        "leaf",
+        "what",
+        "elements",
+        "max abs",
+        "max rel",
+        right=("elements", "max abs", "max rel"),
+        fold=("leaf", "what"),
+    )
+    for change in changes[:limit]:
+        rows.add_row(words.plain(change.name), _what(change), *_amounts(change))
+    out.console.print()
+    out.console.print(rows)
+    if len(changes) > limit:
+        out.say(f"{words.ELLIPSIS} and {len(changes) - limit:,} more (--all shows them)", style="dim")
+
+
+def _what(change: LeafChange) -> str:
+    from holdfast.cli import words
+
+    match change.change:
+        case "only in a":
+            return f"only in A: {change.a}"
+        case "only in b":
+            return f"only in B: {change.b}"
+        case "bits":
+            first = f"from {words.shape(change.first)}" if change.first else ""
+            odd = f"{change.not_finite:,} not finite" if change.not_finite else ""
+            return ", ".join(filter(None, (first, odd))) or "differs"
+        case "tied":
+            sides = [f"tied to {words.plain(of)}" if of else "not tied" for of in (change.a, change.b)]
+            return f"A: {sides[0]}, B: {sides[1]}"
+        case _:
+            return f"{change.a} / {change.b}"
+
+
+def _amounts(change: LeafChange) -> tuple[str, str, str]:
+    from holdfast.cli import words
+
+    if change.differing is None or not change.elements:
+        return "", "", ""
+    share = 100 * change.differing / change.elements
+    percent = f"{share:.0f}%" if share >= 10 else f"{share:.1f}%" if share >= 0.05 else "<0.1%"
+    return f"{change.differing:,} ({percent})", words.number(change.max_abs), words.number(change.max_rel)
+
+
+def _print_values(out: Session, changes: tuple[ValueChange, ...], limit: int) -> None:
+    from holdfast.cli import words
+    from holdfast.cli.session import table
+
+    rows = table("value", "A", "B", fold=("value", "A", "B"))
+    for change in changes[:limit]:
+        mine = "" if change.change == "only in b" else _node(change.a)
+        other = "" if change.change == "only in a" else _node(change.b)
+        rows.add_row(words.plain(change.name), mine or "-", other or "-")
+    out.console.print()
+    out.console.print(rows)
+    if len(changes) > limit:
+        out.say(f"{words.ELLIPSIS} and {len(changes) - limit:,} more (--all shows them)", style="dim")
+
+
+def _node(node: Node) -> str:
+    from holdfast.cli import words
+    from holdfast.cli.comparing import exact
+
+    return words.shortened(words.plain(exact(node).decode()), _VALUE_WIDTH)

@@ -1,0 +1,57 @@
+"""``holdfast export PATH OUT``: leaves as one file that other tools read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.session import Json, Session, session
+
+if TYPE_CHECKING:
+    from holdfast.cli.exporting import Exported
+
+
+def export(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
+    select: Annotated[
+        list[str] | None,
+        typer.Option("--select", metavar="GLOB", help="Only the leaves that match; may be given again."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the leaves as one .safetensors file.
+
+    The file appears whole or not at all, and every byte is verified on the way. Tied leaves are written once,
+    under their first name; the others are listed in the file's metadata, next to the step. No values.
+    """
+    with session(as_json) as out:
+        import os
+        import time
+
+        import holdfast
+        from holdfast.cli.exporting import Export
+
+        began = time.perf_counter()
+        with holdfast.open(path) as checkpoint:
+            chosen = list(checkpoint.leaves) if not select else checkpoint.select(select)
+            job = Export(checkpoint, chosen)
+            with out.progress("exporting", job.nbytes) as advance:
+                done = job.write(os.path.abspath(output), force=force, progress=advance)
+        if as_json:
+            out.emit(done)
+        else:
+            _print(out, done, time.perf_counter() - began)
+        out.finish(problem=False)
+
+
+def _print(out: Session, done: Exported, seconds: float) -> None:
+    from holdfast.cli import words
+
+    amount = f"{words.count(done.leaves, 'leaf', 'leaves')}, {words.size(done.nbytes)}"
+    out.say(f"{words.plain(done.path)}: {amount} of step {done.step:,}, {words.speed(done.nbytes, seconds)}")
+    for name, other in done.tied.items():
+        out.say(f"{words.plain(name)} is tied to {words.plain(other)} and written once", style="dim")

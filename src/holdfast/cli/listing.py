@@ -1,0 +1,131 @@
+"""What a run's directory holds, damaged and unfinished things included. Reads manifests, never arrays."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, ReadFailed
+from holdfast.store import Checkpoint, list_steps, resolve, step_name
+from holdfast.store.commit import MANIFEST
+
+_LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One committed checkpoint. `damage`: why it cannot be used, as far as sizes and manifest tell."""
+
+    path: str
+    step: int | None
+    nbytes: int
+    created: float | None = None
+    leaves: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    damage: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A directory that is no checkpoint: an unfinished save, or what a writer keeps to recycle."""
+
+    path: str
+    kind: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A run's checkpoints in order of step."""
+
+    path: str
+    checkpoints: tuple[Entry, ...]
+    leftovers: tuple[Leftover, ...]
+
+    @property
+    def damaged(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.checkpoints if entry.damage is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.checkpoints)
+
+
+def list_run(path: str | os.PathLike[str]) -> Listing:
+    """`CheckpointNotFound` when there is no such directory. A checkpoint's own path lists that one."""
+    where = os.path.abspath(path)
+    if is_checkpoint(where):
+        return Listing(where, (_entry(where, None),), ())
+    entries = []
+    for step in list_steps(where):
+        try:
+            entries.append(_entry(os.path.join(where, step_name(step)), step))
+        except CheckpointNotFound:
+            continue  # retention took it away since the directory was listed
+    return Listing(where, tuple(entries), leftovers(where))
+
+
+def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """The checkpoint at a path, or all of a run, oldest first."""
+    where = os.path.abspath(path)
+    if not is_checkpoint(where) and os.path.isdir(where):
+        steps = list_steps(where)
+        if steps:
+            return tuple(os.path.join(where, step_name(step)) for step in steps)
+    return (resolve(where),)
+
+
+def is_checkpoint(where: str) -> bool:
+    return os.path.exists(os.path.join(where, MANIFEST))
+
+
+def leftovers(run: str) -> tuple[Leftover, ...]:
+    found = []
+    for name in sorted(os.listdir(run)):
+        match = _LEFTOVER.fullmatch(name)
+        if match is not None:
+            path = os.path.join(run, name)
+            found.append(Leftover(path, match[1], directory_nbytes(path)))
+    return tuple(found)
+
+
+def directory_nbytes(path: str) -> int:
+    """Bytes of the files in a checkpoint's directory; one that disappears meanwhile has none."""
+    try:
+        with os.scandir(path) as entries:
+            return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    except FileNotFoundError:
+        return 0
+
+
+def _entry(path: str, step: int | None) -> Entry:
+    nbytes = directory_nbytes(path)
+    try:
+        with Checkpoint(path) as checkpoint:
+            return Entry(
+                path,
+                checkpoint.step,
+                nbytes,
+                checkpoint.created,
+                len(checkpoint),
+                checkpoint.metrics,
+                _missing_bytes(checkpoint),
+            )
+    except (CorruptCheckpoint, ReadFailed) as error:
+        return Entry(path, step, nbytes, damage=getattr(error, "reason", str(error)))
+
+
+def _missing_bytes(checkpoint: Checkpoint) -> str | None:
+    """The damage that shows without reading: a shard that is gone or cut off."""
+    for file in checkpoint.root.part.files:
+        try:
+            nbytes = os.stat(os.path.join(checkpoint.path, file.name)).st_size
+        except FileNotFoundError:
+            if not os.path.isdir(checkpoint.path):
+                raise CheckpointNotFound(f"{checkpoint.path} was removed") from None
+            return f"{file.name} is missing"
+        if nbytes != file.nbytes:
+            return f"{file.name} has {nbytes} bytes instead of {file.nbytes}"
+    return None

@@ -1,0 +1,168 @@
+"""What all commands share: two consoles, ``--json``, progress bars, and how errors and exit codes come about.
+
+Results go to standard output, everything else to standard error. With ``--json`` standard output holds one
+JSON document and nothing else, also when something fails. A command runs inside `session` and says how it
+ended with `Session.finish`; no error that a user can cause shows a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from holdfast.cli.words import plain
+from holdfast.errors import HoldfastError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+_UNBOUNDED_COLUMNS = 10_000
+"""Width of what is no terminal: programs that read lines want them whole."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Advance = Callable[[int], None]
+
+
+class Session:
+    """One command at work."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.console = _console(stderr=False)
+        self.errors = _console(stderr=True)
+
+    def emit(self, document: object) -> None:
+        """Prints a result (dataclasses and plain data) as the one JSON document."""
+        import json
+
+        import msgspec
+
+        plain = _finite(msgspec.to_builtins(document))
+        # ASCII only: paths need not be valid UTF-8, nor the terminal's encoding be UTF-8.
+        print(json.dumps(plain, indent=2, allow_nan=False))
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(text, style=style or None, soft_wrap=True)
+
+    def fail(self, kind: str, message: str, **details: str | None) -> NoReturn:
+        """Ends the command with an error: one line, or one document with the `details` that there are."""
+        if self.as_json:
+            known = {name: value for name, value in details.items() if value is not None}
+            self.emit({"error": {"type": kind, "message": message, **known}})
+            sys.stdout.flush()
+        else:
+            lines = "\n".join(plain(line) for line in message.splitlines())
+            self.errors.print(f"holdfast: {lines}", style="red", soft_wrap=True)
+        raise typer.Exit(1)
+
+    @contextmanager
+    def progress(self, what: str, total_nbytes: int) -> Iterator[Advance]:
+        """A bar over bytes, when somebody looks. Yields the function that takes how many are done so far."""
+        if not sys.stderr.isatty():
+            yield lambda nbytes: None
+            return
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as SpeedColumn
+
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            DownloadColumn(binary_units=True),
+            SpeedColumn(),
+            TimeRemainingColumn(compact=True),
+            console=self.errors,
+            transient=True,
+        )
+        with bar:
+            task = bar.add_task(what, total=total_nbytes)
+            yield lambda nbytes: bar.update(task, completed=nbytes)
+
+    def finish(self, *, problem: bool) -> None:
+        """The last call of a command."""
+        sys.stdout.flush()
+        if problem:
+            raise typer.Exit(1)
+
+
+@contextmanager
+def session(as_json: bool) -> Iterator[Session]:
+    """Runs a command: errors become one clear line (or one JSON document) and an exit code."""
+    begun = Session(as_json)
+    try:
+        yield begun
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        _close_output()
+        raise typer.Exit(BROKEN_PIPE) from None
+    except (HoldfastError, OSError) as error:
+        details = {name: getattr(error, name, None) for name in ("path", "leaf")}
+        begun.fail(type(error).__name__, _message(error), **details)
+
+
+def table(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> Table:
+    """A table without lines between columns. Those in `fold` give way when the terminal is narrow."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold"
+    )
+    for name in columns:
+        made.add_column(
+            name, justify="right" if name in right else "left", no_wrap=name not in fold, overflow="fold"
+        )
+    return made
+
+
+def facts(rows: list[tuple[str, str]]) -> Table:
+    """Names and what they are, one per line, without a heading."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2, 0, 0))
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        made.add_row(name, value)
+    return made
+
+
+def _console(*, stderr: bool) -> Console:
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _UNBOUNDED_COLUMNS
+    # Names from files are text, never markup.
+    return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
+
+
+def _message(error: HoldfastError | OSError) -> str:
+    if isinstance(error, HoldfastError) or not error.strerror:
+        return str(error)
+    where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+    return where + error.strerror
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinities and no NaN; they are written as text, as in manifests."""
+    if isinstance(value, float):
+        return value if value - value == 0 else str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _close_output() -> None:
+    # Nobody reads any more; what is still buffered must not fail a second time when the interpreter ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

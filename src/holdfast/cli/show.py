@@ -1,0 +1,170 @@
+"""``holdfast show PATH``: what a checkpoint holds, without reading its arrays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.session import Json, Session, session
+
+if TYPE_CHECKING:
+    from holdfast.store import Checkpoint
+
+_MANY = 100
+"""Rows beyond this are shown when asked for: a large model has thousands."""
+_VALUE_WIDTH = 160
+
+
+def show(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest.")],
+    leaves: Annotated[
+        str | None, typer.Option("--leaves", metavar="GLOB", help="Only the leaves that match, all of them.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What a checkpoint holds: facts, values, and the table of its leaves."""
+    with session(as_json) as out:
+        import holdfast
+
+        with holdfast.open(path) as checkpoint:
+            chosen = list(checkpoint.leaves) if leaves is None else checkpoint.select(leaves)
+            if as_json:
+                out.emit(_document(checkpoint, chosen))
+            else:
+                if leaves is None:
+                    _print_facts(out, checkpoint)
+                    _print_values(out, checkpoint, everything)
+                _print_leaves(out, checkpoint, chosen, everything or leaves is not None)
+        out.finish(problem=False)
+
+
+def _document(checkpoint: Checkpoint, chosen: list[str]) -> dict[str, object]:
+    from holdfast.cli.comparing import value_nodes
+
+    root = checkpoint.root
+    return {
+        "path": checkpoint.path,
+        "format": root.format,
+        "id": checkpoint.id,
+        "step": checkpoint.step,
+        "created": checkpoint.created,
+        "world": root.world,
+        "metrics": checkpoint.metrics,
+        "nbytes": checkpoint.nbytes,
+        "stored_nbytes": checkpoint.stored_nbytes,
+        "files": [{"name": file.name, "nbytes": file.nbytes} for file in root.part.files],
+        "values": value_nodes(checkpoint),
+        "leaves": [{"name": name, **_leaf(checkpoint, name)} for name in chosen],
+    }
+
+
+def _leaf(checkpoint: Checkpoint, name: str) -> dict[str, object]:
+    info = checkpoint.leaves[name]
+    return {
+        "dtype": info.dtype,
+        "shape": info.shape,
+        "nbytes": info.nbytes,
+        "framework": info.framework,
+        "alias_of": info.alias_of,
+    }
+
+
+def _print_facts(out: Session, checkpoint: Checkpoint) -> None:
+    import math
+    import time
+
+    from holdfast.cli import words
+    from holdfast.cli.session import facts
+
+    stored = [info for info in checkpoint.leaves.values() if info.alias_of is None]
+    by_type: Counter[str] = Counter()
+    for info in stored:
+        by_type[info.dtype] += math.prod(info.shape)
+    tied = len(checkpoint.leaves) - len(stored)
+    rows = [
+        ("checkpoint", words.plain(checkpoint.path)),
+        ("step", f"{checkpoint.step:,}"),
+        ("saved", f"{words.moment(checkpoint.created)}, {words.age(time.time() - checkpoint.created)}"),
+        ("id", checkpoint.id),
+        ("metrics", words.metrics(checkpoint.metrics) or "none"),
+        (
+            "leaves",
+            words.count(len(stored), "leaf", "leaves")
+            + (f", and {words.count(tied, 'name')} tied to them" if tied else ""),
+        ),
+        (
+            "elements",
+            ", ".join(f"{number:,} {words.plain(name)}" for name, number in by_type.most_common()) or "none",
+        ),
+        ("size", f"{words.size(checkpoint.nbytes)}, {words.size(checkpoint.stored_nbytes)} in shards"),
+        ("format", checkpoint.root.format),
+    ]
+    out.console.print(facts(rows))
+
+
+def _print_values(out: Session, checkpoint: Checkpoint, everything: bool) -> None:
+    from holdfast.cli import words
+    from holdfast.cli.session import table
+
+    rows = table("value", "type", "is", fold=("value", "is"))
+    shown = list(checkpoint.values.items())
+    if not shown:
+        return
+    limit = len(shown) if everything else _MANY
+    for name, value in shown[:limit]:
+        text = words.plain(_text(value))
+        if not everything:
+            text = words.shortened(text, _VALUE_WIDTH)
+        rows.add_row(words.plain(name), type(value).__name__, text)
+    out.console.print()
+    out.console.print(rows)
+    _mention_rest(out, len(shown) - limit, "value", "values")
+
+
+def _text(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "(too long to print)"
+
+
+def _print_leaves(out: Session, checkpoint: Checkpoint, chosen: list[str], everything: bool) -> None:
+    from holdfast.cli import words
+    from holdfast.cli.session import table
+
+    limit = len(chosen) if everything else _MANY
+    rows = table("leaf", "dtype", "shape", "size", "from", right=("size",), fold=("leaf", "shape"))
+    for name in chosen[:limit]:
+        info = checkpoint.leaves[name]
+        origin = info.framework if info.alias_of is None else f"tied to {words.plain(info.alias_of)}"
+        rows.add_row(
+            words.plain(name),
+            words.plain(info.dtype),
+            words.shape(info.shape),
+            words.size(info.nbytes),
+            origin,
+        )
+    if chosen:
+        out.console.print()
+        out.console.print(rows)
+    _mention_rest(out, len(chosen) - limit, "leaf", "leaves")
+    if everything and len(chosen) != len(checkpoint.leaves):
+        stored = sum(
+            checkpoint.leaves[name].nbytes for name in chosen if checkpoint.leaves[name].alias_of is None
+        )
+        out.console.print()
+        every = words.count(len(checkpoint.leaves), "leaf", "leaves")
+        out.say(f"{len(chosen):,} of {every}, {words.size(stored)}")
+
+
+def _mention_rest(out: Session, rest: int, noun: str, plural: str) -> None:
+    from holdfast.cli import words
+
+    if rest > 0:
+        out.say(
+            f"{words.ELLIPSIS} and {words.count(rest, noun, plural)} more (--all shows them)", style="dim"
+        )

@@ -1,0 +1,89 @@
+"""The bytes of leaves, a bounded window at a time: many small leaves together, large ones in pieces.
+
+Everything read is verified. What the bytes mean is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.engine import Memory
+from holdfast.plan import ByteRange
+from holdfast.store import Checkpoint
+from holdfast.store.shards import Wanted
+
+WINDOW_NBYTES = 16 << 20
+"""A multiple of the checksums' chunk, so that no chunk is read twice."""
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How many bytes a leaf has, and of how many an element."""
+
+    nbytes: int
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A range of the bytes of the leaf at place `index`; `whole`: it is all of them."""
+
+    index: int
+    start: int
+    stop: int
+    whole: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def windows(leaves: Iterable[Extent], limit: int = WINDOW_NBYTES) -> Iterator[tuple[Span, ...]]:
+    """Cuts leaves into windows of at most `limit` bytes, in order, between elements. Empty leaves: none."""
+    gathered: list[Span] = []
+    room = limit
+    for index, leaf in enumerate(leaves):
+        if leaf.nbytes > room and gathered:
+            yield tuple(gathered)
+            gathered, room = [], limit
+        step = max(limit // leaf.itemsize, 1) * leaf.itemsize if leaf.itemsize else limit
+        for start in range(0, leaf.nbytes, step):
+            stop = min(start + step, leaf.nbytes)
+            span = Span(index, start, stop, whole=stop - start == leaf.nbytes)
+            if span.nbytes == step:
+                yield (span,)
+            else:
+                gathered.append(span)
+                room -= span.nbytes
+    if gathered:
+        yield tuple(gathered)
+
+
+class WindowReader:
+    """Reads windows of one checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._shards = checkpoint.shards
+        self._leaves = {leaf.name: leaf for leaf in checkpoint.root.part.leaves}
+
+    def read(self, spans: Sequence[Span], names: Sequence[str]) -> Bytes:
+        """The spans' bytes, one after the other; `names` are the stored leaves that their indexes mean."""
+        buffer: Bytes = np.empty(sum(span.nbytes for span in spans), np.uint8)
+        wanted: list[Wanted] = []
+        at = 0
+        for span in spans:
+            leaf = self._leaves[names[span.index]]
+            if span.whole:
+                wanted.append(Wanted(leaf, Memory(buffer.ctypes.data + at, span.nbytes, buffer)))
+            else:
+                read = self._shards.read_range(leaf, ByteRange(span.start, span.stop))
+                buffer[at : at + span.nbytes] = np.frombuffer(read, np.uint8)
+            at += span.nbytes
+        self._shards.read(wanted, verify=True, whole=False)
+        return buffer

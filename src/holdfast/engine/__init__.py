@@ -1,0 +1,56 @@
+"""engine: bytes between memory and the device, as fast as the device allows.
+
+The Python face of the C++ core (``native/``). It owns transfers (`write`, `read`), checksums, the choice of backend
+(`choose_backend`), durable file-system operations (`fs`) and the fault seam that tests use (`faults`). It knows
+nothing of tensors, checkpoints or runs.
+"""
+
+from __future__ import annotations
+
+from holdfast._native import xxh3_64
+from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
+from holdfast.engine.probe import BACKENDS, Backend, Capabilities, capabilities, choose_backend, choose_read_backend
+from holdfast.engine.transfer import (
+    ALIGNMENT,
+    CHUNK_NBYTES,
+    Damage,
+    Padding,
+    ReadPiece,
+    Tuning,
+    Unkept,
+    WriteJob,
+    WritePiece,
+    raw_read,
+    raw_write,
+    read,
+    write,
+)
+
+__all__ = [
+    "ALIGNMENT",
+    "BACKENDS",
+    "CHUNK_NBYTES",
+    "Backend",
+    "Capabilities",
+    "Consumed",
+    "Damage",
+    "Destination",
+    "Memory",
+    "Padding",
+    "Produced",
+    "ReadPiece",
+    "Source",
+    "Strided",
+    "Tuning",
+    "Unkept",
+    "WriteJob",
+    "WritePiece",
+    "capabilities",
+    "choose_backend",
+    "choose_read_backend",
+    "raw_read",
+    "raw_write",
+    "read",
+    "write",
+    "xxh3_64",
+]

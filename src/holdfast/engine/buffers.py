@@ -1,0 +1,55 @@
+"""Where bytes come from and go to: the vocabulary between `state` (which knows arrays) and the engine.
+
+Nothing here touches the bytes; the native engine does. `owner` keeps the memory alive for as long as
+the description of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Contiguous host memory: written and read in place, without a copy where alignment allows."""
+
+    address: int
+    nbytes: int
+    owner: object
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """Host memory seen through byte strides (zero or negative allowed); its C-order bytes are what counts."""
+
+    address: int
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    owner: object
+
+    @property
+    def nbytes(self) -> int:
+        return self.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """Bytes that must be fetched (device memory): ``fill(window, offset)`` writes one window of them."""
+
+    nbytes: int
+    fill: Callable[[memoryview, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """The mirror of `Produced`: ``drain(window, offset)`` takes one window of the C-order bytes."""
+
+    nbytes: int
+    drain: Callable[[memoryview, int], None]
+
+
+Source = Memory | Strided | Produced
+Destination = Memory | Strided | Consumed

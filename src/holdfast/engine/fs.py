@@ -1,0 +1,65 @@
+"""Durable file-system operations, all through the native seam. Each raises `OSError` naming call and path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from holdfast import _native
+from holdfast._native import PendingFile, exchange, mkdir, rename, rmdir, sync_dir, unlink
+from holdfast.engine.transfer import WriteJob
+
+__all__ = [
+    "PendingFile",
+    "exchange",
+    "make_directories",
+    "mkdir",
+    "remove_tree",
+    "rename",
+    "rmdir",
+    "sync",
+    "sync_dir",
+    "unlink",
+    "write_file",
+]
+
+
+def write_file(path: str | os.PathLike[str], data: bytes, *, recycle: bool = False) -> PendingFile:
+    """Writes a small file whole. It is durable after `sync` of the returned object and its directory."""
+    return _native.PendingFile(path, data, recycle)
+
+
+def sync(written: Sequence[WriteJob | PendingFile], directory: str | None = None) -> None:
+    """Makes written files, and the directory that names them, durable in one go, and closes them.
+
+    A failed sync is final: the kernel may have dropped the data, and a second sync would lie about it.
+    """
+    _native.sync([item.native if isinstance(item, WriteJob) else item for item in written], directory)
+
+
+def make_directories(path: str) -> None:
+    """``mkdir -p`` of which every new entry is durable."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        try:
+            mkdir(directory)
+        except FileExistsError:
+            # Another process made it meanwhile, which serves as well; anything else in its place does not.
+            if not os.path.isdir(directory):
+                raise
+        sync_dir(os.path.dirname(directory))
+
+
+def remove_tree(path: str) -> None:
+    """Removes a checkpoint directory: files and one level of directories is all there is in one."""
+    with os.scandir(path) as entries:
+        found = list(entries)
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            remove_tree(entry.path)
+        else:
+            unlink(entry.path)
+    rmdir(path)

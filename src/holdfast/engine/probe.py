@@ -1,0 +1,100 @@
+"""Which backend a directory gets, and why.
+
+The answer comes from trying (a real ring, a real direct write into an unnamed file), once per filesystem and
+process. ``HOLDFAST_BACKEND`` or an explicit choice overrides it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from holdfast import _native
+from holdfast.errors import EngineUnavailable
+
+Backend = Literal["uring", "threads", "buffered"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What this machine and one filesystem can do. The `*_reason` fields say why not."""
+
+    uring: bool
+    uring_reason: str
+    direct: bool
+    direct_reason: str
+    memory_alignment: int
+    offset_alignment: int
+
+    @property
+    def best(self) -> Backend:
+        if not self.direct:
+            return "buffered"
+        return "uring" if self.uring else "threads"
+
+
+_known: dict[int, Capabilities] = {}
+
+
+def capabilities(directory: str | os.PathLike[str]) -> Capabilities:
+    """Probes the filesystem of an existing, writable directory."""
+    device = os.stat(directory).st_dev
+    found = _known.get(device)
+    if found is None:
+        direct, memory_alignment, offset_alignment, direct_reason = _native.probe(directory)
+        uring, uring_reason = _native.uring_available()
+        found = Capabilities(uring, uring_reason, direct, direct_reason, memory_alignment, offset_alignment)
+        _known[device] = found
+    return found
+
+
+def choose_read_backend(path: str | os.PathLike[str], forced: str | None = None) -> Backend:
+    """The backend for reading an existing file. Works in directories that cannot be written."""
+    directory = os.path.dirname(path)
+    if forced or os.environ.get("HOLDFAST_BACKEND"):
+        return choose_backend(directory, forced)
+    try:
+        return capabilities(directory).best
+    except OSError:
+        return _read_trial(path)
+
+
+def _read_trial(path: str | os.PathLike[str]) -> Backend:
+    """Where no trial write is possible, a direct read of the file's first block tells."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return "buffered"
+    try:
+        with mmap.mmap(-1, mmap.PAGESIZE) as block:
+            os.preadv(descriptor, [block], 0)
+    except OSError:
+        return "buffered"
+    finally:
+        os.close(descriptor)
+    return "uring" if _native.uring_available()[0] else "threads"
+
+
+def choose_backend(directory: str | os.PathLike[str], forced: str | None = None) -> Backend:
+    """The backend for files in `directory`: forced by argument, by ``HOLDFAST_BACKEND``, or the best that works."""
+    forced = forced or os.environ.get("HOLDFAST_BACKEND") or None
+    if forced is None:
+        return capabilities(directory).best
+    if forced not in BACKENDS:
+        raise EngineUnavailable(f"unknown backend {forced!r}: choose one of {', '.join(BACKENDS)}")
+    if forced == "buffered":
+        return "buffered"
+    able = capabilities(directory)
+    if not able.direct:
+        raise EngineUnavailable(
+            f"backend {forced!r} needs direct I/O, which {os.fspath(directory)} does not have "
+            f"({able.direct_reason}); use 'buffered', or leave the choice to Holdfast"
+        )
+    if forced == "uring" and not able.uring:
+        raise EngineUnavailable(
+            f"backend 'uring' is not available ({able.uring_reason}); use 'threads', or leave the choice to Holdfast"
+        )
+    return cast(Backend, forced)

@@ -1,0 +1,225 @@
+"""Jobs: writing and reading one file at a time through the native core.
+
+`write` starts a job that fills a whole file from pieces of memory; `read` fills memory from pieces of a file and
+verifies them. What the pieces mean is the caller's business.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast import _native
+from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
+from holdfast.engine.probe import Backend, choose_backend
+from holdfast.errors import EngineTimeout
+
+ALIGNMENT = 4096
+"""Of addresses, offsets and lengths in direct I/O: covers every device and filesystem block in use."""
+CHUNK_NBYTES = 1 << 20
+"""Bytes per checksum. Small enough that reading a slice of an array verifies little more than the slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the engine works. The defaults suit NVMe drives; `window * depth` is all the memory a job takes."""
+
+    backend: Backend | None = None
+    window_nbytes: int = 4 << 20
+    depth: int = 8
+    small_nbytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WritePiece:
+    offset: int
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """A destination for bytes that must be zero."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unkept:
+    """A destination for bytes of which only the checksum matters."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPiece:
+    offset: int
+    destination: Destination | Padding | Unkept
+    checksums: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A chunk whose bytes are not those that were written."""
+
+    piece: int
+    chunk: int
+
+
+_StridedTuple = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """Pieces in the form the native side takes: columns, and the odd ones on the side, in order of appearance."""
+
+    offsets: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    nbytes: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    places: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    addresses: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    strided: list[_StridedTuple]
+    callbacks: list[Callable[[memoryview, int], None]]
+
+
+_PLACES: dict[type, int] = {Memory: 0, Strided: 1, Produced: 2, Consumed: 2, Unkept: 3, Padding: 4}
+
+
+def _columns(pieces: Sequence[WritePiece] | Sequence[ReadPiece]) -> _Arrays:
+    ends = [piece.source if isinstance(piece, WritePiece) else piece.destination for piece in pieces]
+    strided: list[_StridedTuple] = []
+    callbacks: list[Callable[[memoryview, int], None]] = []
+    addresses = [0] * len(ends)
+    for number, end in enumerate(ends):
+        if isinstance(end, Memory):
+            addresses[number] = end.address
+        elif isinstance(end, Strided):
+            strided.append((end.address, end.itemsize, end.shape, end.strides))
+        elif isinstance(end, Produced):
+            callbacks.append(end.fill)
+        elif isinstance(end, Consumed):
+            callbacks.append(end.drain)
+    return _Arrays(
+        np.array([piece.offset for piece in pieces], np.uint64),
+        np.array([end.nbytes for end in ends], np.uint64),
+        np.array([_PLACES[type(end)] for end in ends], np.uint8),
+        np.array(addresses, np.uint64),
+        strided,
+        callbacks,
+    )
+
+
+class WriteJob:
+    """One file being written. Call `wait`, then `fs.sync`: only then are its bytes durable."""
+
+    def __init__(self, native: _native.WriteJob, pieces: Sequence[WritePiece]) -> None:
+        self.native = native
+        self._pieces = pieces  # keeps the sources alive while the engine reads them
+
+    @property
+    def done(self) -> bool:
+        return self.native.done()
+
+    @property
+    def progress(self) -> int:
+        """Bytes handed over to the device so far."""
+        return self.native.progress()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when every byte has left its source. Raises what went wrong, as `OSError`."""
+        if not self.native.wait(timeout):
+            raise EngineTimeout(f"the write did not finish within {timeout} s; it goes on in the background")
+        self.native.check()
+
+    def checksums(self) -> list[str]:
+        """Per piece, the checksums of its chunks: 16 hexadecimal digits each."""
+        return self.native.checksums(CHUNK_NBYTES)
+
+    def stats(self) -> tuple[int, int, int]:
+        """Bytes moved without a copy, bytes copied, transfers."""
+        return self.native.stats()
+
+    def cancel(self) -> None:
+        self.native.cancel()
+
+
+def write(
+    path: str | os.PathLike[str],
+    nbytes: int,
+    pieces: Sequence[WritePiece],
+    *,
+    tuning: Tuning,
+    recycle: bool = False,
+    background: bool = True,
+) -> WriteJob:
+    """Starts writing `pieces` (sorted by offset; gaps become zeros) as the whole content of the file.
+
+    Without a backend in `tuning` the page cache is used, as it is for small files in any case. With `recycle` an existing file is overwritten in place. ``background=False`` does the work before returning.
+    """
+    columns = _columns(pieces)
+    native = _native.write(
+        path,
+        nbytes,
+        recycle,
+        columns.offsets,
+        columns.nbytes,
+        columns.places,
+        columns.addresses,
+        columns.strided,
+        columns.callbacks,
+        tuning.backend or "buffered",
+        tuning.window_nbytes,
+        tuning.depth,
+        CHUNK_NBYTES,
+        tuning.small_nbytes,
+        background,
+    )
+    return WriteJob(native, pieces)
+
+
+def read(
+    path: str | os.PathLike[str],
+    pieces: Sequence[ReadPiece],
+    *,
+    tuning: Tuning,
+    chunk_nbytes: int = CHUNK_NBYTES,
+    verify: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> list[Damage]:
+    """Reads `pieces` (sorted by offset) and returns the chunks that fail verification, none being the rule."""
+    columns = _columns(pieces)
+    native = _native.read(
+        path,
+        columns.offsets,
+        columns.nbytes,
+        columns.places,
+        columns.addresses,
+        columns.strided,
+        columns.callbacks,
+        [piece.checksums for piece in pieces] if verify else [],
+        tuning.backend or "buffered",
+        tuning.window_nbytes,
+        tuning.depth,
+        chunk_nbytes,
+        tuning.small_nbytes,
+        progress is not None,
+    )
+    while not native.wait(0.1 if progress is not None else None):
+        assert progress is not None
+        progress(native.progress())
+    return [Damage(piece, chunk) for piece, chunk in native.damage()]
+
+
+def raw_write(path: str | os.PathLike[str], nbytes: int, tuning: Tuning | None = None) -> float:
+    """Seconds that a durable write of `nbytes` from one aligned buffer takes: the device's own limit."""
+    tuning = tuning or Tuning()
+    backend = tuning.backend or choose_backend(os.path.dirname(os.path.abspath(path)))
+    return _native.raw_write(path, nbytes, backend, tuning.window_nbytes, tuning.depth)
+
+
+def raw_read(path: str | os.PathLike[str], nbytes: int, tuning: Tuning | None = None) -> float:
+    """Seconds that reading `nbytes` of the file into one aligned buffer takes."""
+    tuning = tuning or Tuning()
+    backend = tuning.backend or choose_backend(os.path.dirname(os.path.abspath(path)))
+    return _native.raw_read(path, nbytes, backend, tuning.window_nbytes, tuning.depth)

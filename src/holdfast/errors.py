@@ -1,0 +1,116 @@
+"""Every error Holdfast raises.
+
+Each derives from `HoldfastError` and from the builtin a caller would expect, so both
+``except holdfast.HoldfastError`` and ``except OSError`` do what they say. The docstring of a type
+says what to do about it; the message says what happened, where, and what is still safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class HoldfastError(Exception):
+    """Base of all errors raised by Holdfast."""
+
+
+class CorruptCheckpoint(HoldfastError, ValueError):
+    """Stored bytes are not what was written, or a file is not what its format says.
+
+    Restore an older checkpoint (`Checkpointer.restore` does so by itself) and look at the device:
+    ``holdfast verify PATH`` lists everything that is damaged.
+    """
+
+    def __init__(self, reason: str, *, path: str | None = None, leaf: str | None = None) -> None:
+        self.reason = reason
+        self.path = path
+        self.leaf = leaf
+        where = "".join(
+            [f" in {path}" if path is not None else "", f", leaf {leaf!r}" if leaf is not None else ""]
+        )
+        super().__init__(f"corrupt checkpoint{where}: {reason}")
+
+
+class IncompleteCheckpoint(CorruptCheckpoint, FileNotFoundError):
+    """A file that the checkpoint needs is missing, or this was never a committed checkpoint.
+
+    A ``.partial`` directory is a save that did not finish: it holds nothing that was reported durable.
+    """
+
+
+class CheckpointNotFound(HoldfastError, FileNotFoundError):
+    """There is no checkpoint at that path. Check the path; ``holdfast ls RUN`` lists what a run holds."""
+
+
+class CheckpointExists(HoldfastError, FileExistsError):
+    """Checkpoints are immutable: something is already at that path.
+
+    Choose another path, or pass ``overwrite=True`` to replace it atomically.
+    """
+
+
+class UnsupportedCheckpoint(HoldfastError, NotImplementedError):
+    """An intact checkpoint that this version of Holdfast cannot read. Upgrade Holdfast."""
+
+
+class StateMismatch(HoldfastError, ValueError):
+    """The checkpoint and the state it should fill do not fit.
+
+    `missing` are leaves the target has and the checkpoint lacks, `extra` the reverse, `wrong` those whose
+    shape or dtype differ. Fix the target, or pass ``strict=False`` to restore what fits.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[str] = (),
+        extra: Sequence[str] = (),
+        wrong: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.extra = tuple(extra)
+        self.wrong = tuple(wrong)
+
+
+class UnsupportedState(HoldfastError, TypeError):
+    """A value in the state has a type Holdfast does not store. The message names its place and type.
+
+    Convert it to a supported type, or give the object ``state_dict``/``load_state_dict`` methods.
+    """
+
+
+class RunLocked(HoldfastError, BlockingIOError):
+    """Another live process is writing to this run. The message names it; one writer per run."""
+
+
+class SaveFailed(HoldfastError, OSError):
+    """A save did not become durable. Earlier checkpoints are untouched; the cause is chained.
+
+    After a failed sync the device's state is unknown, so Holdfast never retries that save by itself.
+    """
+
+
+class StorageFull(SaveFailed):
+    """The device has no room for the checkpoint. Free space, or keep fewer checkpoints (`Keep`)."""
+
+
+class StorageDenied(SaveFailed, PermissionError):
+    """The directory cannot be written by this user (read-only, wrong owner). The message says what to change."""
+
+
+class StorageMissing(SaveFailed, FileNotFoundError):
+    """The directory to save into does not exist. Create it, or check that its volume is mounted."""
+
+
+class ReadFailed(HoldfastError, OSError):
+    """The device or filesystem returned an error while reading. The bytes may still be intact: see the cause."""
+
+
+class EngineTimeout(HoldfastError, TimeoutError):
+    """A job did not finish in the time given to `wait`. It goes on in the background."""
+
+
+class EngineUnavailable(HoldfastError, RuntimeError):
+    """The requested backend cannot be used here. ``holdfast doctor DIR`` says which can, and why."""

@@ -1,0 +1,123 @@
+"""Names of element types in manifests and shards, their size in bytes, and how shards carry them.
+
+Owns names only. The mapping between these names and numpy or torch dtypes belongs to `holdfast.state`;
+nothing here needs either library, so a manifest is validated the same way on every platform.
+
+A *logical* name says what an array is. Where safetensors can name the type, the logical name is that name
+and the shard uses it directly. Otherwise the shard holds the same bytes under a *carrier*: a type
+safetensors can name, with trailing dimensions added to the shape.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+SAFETENSORS_ITEMSIZE = MappingProxyType(
+    {
+        "BOOL": 1,
+        "U8": 1,
+        "I8": 1,
+        "F8_E4M3": 1,
+        "F8_E5M2": 1,
+        "F8_E4M3FNUZ": 1,
+        "F8_E5M2FNUZ": 1,
+        "F8_E8M0": 1,
+        "U16": 2,
+        "I16": 2,
+        "F16": 2,
+        "BF16": 2,
+        "U32": 4,
+        "I32": 4,
+        "F32": 4,
+        "U64": 8,
+        "I64": 8,
+        "F64": 8,
+        "C64": 8,
+    }
+)
+"""Every type name a shard header may use, with its size in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """How a shard stores a logical type: entry dtype `name`, entry shape = leaf shape + `tail`."""
+
+    name: str
+    tail: tuple[int, ...]
+
+
+_EXTENDED = MappingProxyType(
+    {
+        "C128": (16, Carrier("F64", (2,))),
+        "C32": (4, Carrier("F16", (2,))),
+        "F4_E2M1_X2": (1, Carrier("U8", ())),
+    }
+)
+
+_NUMPY_PREFIX = "NP:"
+_MAX_NUMPY_NAME = 40
+_MAX_NUMPY_ITEMSIZE = 2**31 - 1  # numpy itself allows no more
+
+# The canonical spellings of numpy's `dtype.str`, minus objects, structures and what has a name of its own.
+_NUMPY_NUMBER = re.compile(r"([<>])(?:([iu])([248])|(f)(2|4|8|12|16)|(c)(8|16|24|32))", re.ASCII)
+_NUMPY_TIME = re.compile(r"[<>][mM]8(?:\[(?:[1-9]\d{0,9})?(?:[YMWDhms]|ms|us|ns|ps|fs|as)\])?", re.ASCII)
+_NUMPY_BYTES = re.compile(r"\|[SV](0|[1-9]\d{0,9})", re.ASCII)
+_NUMPY_TEXT = re.compile(r"[<>]U(0|[1-9]\d{0,9})", re.ASCII)
+_NAMED_ELSEWHERE = frozenset({"<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"})
+
+
+@lru_cache(maxsize=512)
+def _numpy_itemsize(code: str) -> int | None:
+    """Size of one element of a numpy type code, or None when the code is not one we write."""
+    if len(code) > _MAX_NUMPY_NAME or code in _NAMED_ELSEWHERE:
+        return None
+    size: int
+    if match := _NUMPY_NUMBER.fullmatch(code):
+        size = int(match[3] or match[5] or match[7])
+    elif _NUMPY_TIME.fullmatch(code):
+        size = 8
+    elif match := _NUMPY_BYTES.fullmatch(code):
+        size = int(match[1])
+    elif match := _NUMPY_TEXT.fullmatch(code):
+        size = 4 * int(match[1])
+    else:
+        return None
+    return size if size <= _MAX_NUMPY_ITEMSIZE else None
+
+
+def _lookup(name: str) -> tuple[int, Carrier] | None:
+    size = SAFETENSORS_ITEMSIZE.get(name)
+    if size is not None:
+        return size, Carrier(name, ())
+    extended = _EXTENDED.get(name)
+    if extended is not None:
+        return extended
+    if name.startswith(_NUMPY_PREFIX):
+        size = _numpy_itemsize(name[len(_NUMPY_PREFIX) :])
+        if size is not None:
+            return size, Carrier("U8", (size,))
+    return None
+
+
+def is_known(name: str) -> bool:
+    """Whether `name` is a logical type this version can store."""
+    return _lookup(name) is not None
+
+
+def itemsize(name: str) -> int:
+    """Bytes per element of a logical type. `ValueError` for an unknown name."""
+    found = _lookup(name)
+    if found is None:
+        raise ValueError(f"unknown element type {name[:80]!r}")
+    return found[0]
+
+
+def carrier(name: str) -> Carrier:
+    """The safetensors type and trailing dimensions under which a shard holds a logical type."""
+    found = _lookup(name)
+    if found is None:
+        raise ValueError(f"unknown element type {name[:80]!r}")
+    return found[1]

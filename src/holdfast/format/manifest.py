@@ -1,0 +1,250 @@
+"""The manifest as a file: from records to bytes and back.
+
+Owns the form of `manifest.json` and of part files (docs/format.md is the grammar): one JSON object that
+carries its own digest, padded so that it can be overwritten in place. What the fields must satisfy is in
+`holdfast.format.validate`; what the nodes of `tree` mean belongs to `holdfast.state`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from holdfast.errors import CorruptCheckpoint
+from holdfast.format.checksums import HEX_DIGITS, digest
+from holdfast.format.records import (
+    FORMAT,
+    MAX_INT,
+    MAX_RANK,
+    Alias,
+    Count,
+    Fragment,
+    Hex64,
+    Leaf,
+    Part,
+    PartRef,
+    Root,
+    ShardFile,
+)
+from holdfast.format.strict import reject_deep_nesting, reject_duplicate_keys, shorten
+from holdfast.format.validate import MAX_JSON_DEPTH, validate_part, validate_root
+
+__all__ = [
+    "ALIGNMENT",
+    "FORMAT",
+    "MANIFEST_NAME",
+    "MAX_ROOT_NBYTES",
+    "Alias",
+    "Fragment",
+    "Leaf",
+    "Part",
+    "PartRef",
+    "Root",
+    "ShardFile",
+    "decode_part",
+    "decode_root",
+    "encode_part",
+    "encode_root",
+    "part_name",
+    "part_ref",
+    "shard_name",
+]
+
+ALIGNMENT: Final = 4096
+"""Files of a checkpoint are laid out in blocks of this size, so that direct I/O can write them in place."""
+MANIFEST_NAME: Final = "manifest.json"
+MAX_ROOT_NBYTES: Final = 1 << 30
+"""Most that a root (or a part) may have: check it before reading the file."""
+MAX_NODES: Final = 1 << 24
+"""JSON values in one file: room for 700,000 leaves, and a bound on the memory that decoding takes."""
+
+_PREFIX = b'{"xxh3":"'
+_DIGITS = slice(len(_PREFIX), len(_PREFIX) + HEX_DIGITS)
+_ZEROS = "0" * HEX_DIGITS
+
+_NonFinite = Literal["inf", "-inf", "nan"]
+
+# What stands in the files: the same fields behind the digest, non-finite metrics spelled out. All required:
+# a field that is absent is damage, not a default.
+
+
+class _RootFile(Struct, frozen=True, forbid_unknown_fields=True):
+    xxh3: Hex64
+    format: str
+    id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    step: Count
+    created: float
+    world: Annotated[int, Meta(ge=1, le=MAX_RANK + 1)]
+    metrics: dict[str, float | _NonFinite]
+    tree: Any
+    part: Part
+    parts: tuple[PartRef, ...]
+
+
+class _PartFile(Struct, frozen=True, forbid_unknown_fields=True):
+    xxh3: Hex64
+    format: str
+    part: Part
+
+
+_File = TypeVar("_File", _RootFile, _PartFile)
+
+_encoder = msgspec.json.Encoder()
+_root_decoder = msgspec.json.Decoder(_RootFile)
+_part_decoder = msgspec.json.Decoder(_PartFile)
+
+
+def encode_root(root: Root) -> bytes:
+    """The bytes of `manifest.json`."""
+    if not 0 <= root.step <= MAX_INT:
+        raise ValueError(f"step must be between 0 and 2^63 - 1, not {root.step}")
+    if not math.isfinite(root.created):
+        raise ValueError(f"time of creation must be finite, not {root.created}")
+    return _seal(
+        _RootFile(
+            _ZEROS,
+            root.format,
+            root.id,
+            root.step,
+            float(root.created),
+            root.world,
+            _spell_metrics(root.metrics),
+            root.tree,
+            root.part,
+            root.parts,
+        )
+    )
+
+
+def encode_part(part: Part) -> bytes:
+    """The bytes of the part file of a rank other than 0."""
+    return _seal(_PartFile(_ZEROS, FORMAT, part))
+
+
+def part_name(rank: int) -> str:
+    """The file name of a rank's part."""
+    return f"r{rank:05d}.json"
+
+
+def shard_name(rank: int, volume: int) -> str:
+    """The file name of a rank's shard on a volume."""
+    return f"r{rank:05d}.v{volume}.safetensors"
+
+
+def part_ref(part: Part, encoded: bytes) -> PartRef:
+    """What the root says about an encoded part."""
+    return PartRef(part.rank, part_name(part.rank), len(encoded), encoded[_DIGITS].decode("ascii"))
+
+
+def decode_root(data: bytes, where: str) -> Root:
+    """Check and decode the bytes of `manifest.json`; `where` is its path, for the error message.
+
+    Digest first, then syntax, then structure, then everything in `holdfast.format.validate`.
+    `CorruptCheckpoint` for anything that is not a manifest this version could have been given by a writer.
+    """
+    _check_frame(data, where)
+    found = _decode(_root_decoder, data, where)
+    _check_format(found.format, where)
+    root = Root(
+        format=found.format,
+        id=found.id,
+        step=found.step,
+        created=found.created,
+        world=found.world,
+        metrics={name: float(value) for name, value in found.metrics.items()},
+        tree=found.tree,
+        part=found.part,
+        parts=found.parts,
+    )
+    validate_root(root, where)
+    return root
+
+
+def decode_part(data: bytes, where: str, ref: PartRef | None = None) -> Part:
+    """Check and decode the bytes of a part file, which must be the very one that `ref` describes."""
+    if ref is not None and len(data) != ref.nbytes:
+        raise CorruptCheckpoint(f"{len(data)} bytes, where the root says {ref.nbytes}", path=where)
+    _check_frame(data, where)
+    if ref is not None and data[_DIGITS] != ref.xxh3.encode():
+        raise CorruptCheckpoint("not the part that the root refers to (digest differs)", path=where)
+    found = _decode(_part_decoder, data, where)
+    _check_format(found.format, where)
+    part = found.part
+    if ref is not None and part.rank != ref.rank:
+        raise CorruptCheckpoint(f"part of rank {part.rank}, where the root says {ref.rank}", path=where)
+    validate_part(part, where)
+    return part
+
+
+def _seal(record: _RootFile | _PartFile) -> bytes:
+    """Encode, pad to the alignment, and put the digest into its place."""
+    buffer = bytearray(_encoder.encode(record))
+    buffer += b" " * (-(len(buffer) + 1) % ALIGNMENT) + b"\n"
+    if len(buffer) > MAX_ROOT_NBYTES:
+        raise ValueError(f"manifest of {len(buffer)} bytes exceeds the limit of {MAX_ROOT_NBYTES}")
+    if _too_many_values(buffer):
+        raise ValueError(f"manifest exceeds the limit of {MAX_NODES} values: keep large lists in arrays")
+    buffer[_DIGITS] = digest(buffer).encode()
+    return bytes(buffer)
+
+
+def _check_frame(data: bytes, where: str) -> None:
+    """Size, place of the digest, and the digest itself: before a single byte is parsed."""
+    nbytes = len(data)
+    if nbytes > MAX_ROOT_NBYTES:
+        raise CorruptCheckpoint(f"{nbytes} bytes, more than a manifest may have", path=where)
+    if nbytes == 0 or nbytes % ALIGNMENT:
+        raise CorruptCheckpoint(f"{nbytes} bytes is not a multiple of {ALIGNMENT}: truncated?", path=where)
+    if not data.startswith(_PREFIX):
+        raise CorruptCheckpoint("does not begin like a manifest", path=where)
+    zeroed = bytearray(data)
+    zeroed[_DIGITS] = _ZEROS.encode()
+    if digest(zeroed).encode() != data[_DIGITS]:
+        raise CorruptCheckpoint(
+            "digest does not match: its bytes are not those that were written", path=where
+        )
+    if _too_many_values(data):
+        raise CorruptCheckpoint(f"more than {MAX_NODES} JSON values", path=where)
+
+
+def _too_many_values(data: bytes | bytearray) -> bool:
+    """Each JSON value is preceded by one of these characters; strings may hold more of them, rarely many."""
+    return len(data) > MAX_NODES and data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_NODES
+
+
+def _decode(decoder: msgspec.json.Decoder[_File], data: bytes, where: str) -> _File:
+    try:
+        found = decoder.decode(data)
+        canonical = _encoder.encode(found)
+    except RecursionError:
+        reject_deep_nesting(data, MAX_JSON_DEPTH, where)
+        raise
+    except ValueError as error:  # malformed, mistyped, or not UTF-8
+        raise CorruptCheckpoint(shorten(error), path=where) from None
+    reject_duplicate_keys(data, canonical, where)
+    return found
+
+
+def _check_format(name: str, where: str) -> None:
+    if name != FORMAT:
+        raise CorruptCheckpoint(
+            f"format {name[:40]!r}; this version of Holdfast reads {FORMAT!r}. "
+            "If a newer version wrote it, read it with that one",
+            path=where,
+        )
+
+
+def _spell_metrics(metrics: Mapping[str, float]) -> dict[str, float | _NonFinite]:
+    """JSON has no infinities and no NaN, and msgspec would write null for them."""
+    spelled: dict[str, float | _NonFinite] = {}
+    for name, value in metrics.items():
+        number = float(value)
+        if math.isfinite(number):
+            spelled[name] = number
+        else:
+            spelled[name] = "nan" if math.isnan(number) else "inf" if number > 0 else "-inf"
+    return spelled

@@ -1,0 +1,94 @@
+"""The records a manifest consists of, and the limits any of them keeps.
+
+Owns the structures only: `holdfast.format.manifest` turns them into bytes and back, and
+`holdfast.format.validate` holds the rules between their fields.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from msgspec import Meta, Struct
+
+from holdfast.format.checksums import HEX_DIGITS
+
+FORMAT: Final = "holdfast/1"
+
+MAX_RANK: Final = 99_999
+MAX_DIMENSIONS: Final = 64
+MAX_INT: Final = 2**63 - 1
+
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
+Index = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
+Hex64 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{HEX_DIGITS}}}\Z")]
+
+
+class Fragment(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A box of a leaf and where its bytes (C order inside the box) lie; `offset` is from the file's start."""
+
+    start: Index
+    shape: Index
+    file: Count
+    offset: Count
+    nbytes: Count
+    chunks: str
+
+
+class Leaf(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A named array: its logical element type, global shape, and the fragments this part holds of it."""
+
+    name: str
+    dtype: str
+    shape: Index
+    framework: Literal["torch", "numpy"]
+    fragments: tuple[Fragment, ...]
+
+
+class Alias(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Another name for the very same array (tied weights); `of` is the name of a leaf."""
+
+    name: str
+    of: str
+
+
+class ShardFile(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A shard: its size, and the size (= start of data) and checksum of its header."""
+
+    name: str
+    nbytes: Count
+    header_nbytes: Count
+    header_xxh3: Hex64
+
+
+class Part(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one rank wrote."""
+
+    rank: Rank
+    chunk_nbytes: Count
+    files: tuple[ShardFile, ...]
+    leaves: tuple[Leaf, ...]
+    aliases: tuple[Alias, ...]
+
+
+class PartRef(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Where another rank's part is, and the size and digest it must have."""
+
+    rank: Rank
+    file: str
+    nbytes: Count
+    xxh3: Hex64
+
+
+class Root(Struct, frozen=True, kw_only=True):
+    """The root manifest. `tree` is a JSON node; `metrics` may be infinite or NaN."""
+
+    format: str = FORMAT
+    id: str
+    step: int
+    created: float
+    world: int = 1
+    metrics: dict[str, float] = {}
+    tree: Any
+    part: Part
+    parts: tuple[PartRef, ...] = ()

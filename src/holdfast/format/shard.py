@@ -1,0 +1,192 @@
+"""The header of a shard, which is a safetensors file.
+
+Owns building and checking the header: names, types, shapes and byte ranges. Where tensors go in the file is
+decided by `holdfast.plan`; the bytes themselves move through `holdfast.engine`.
+
+A header is an 8-byte little-endian length followed by that many bytes of JSON. Holdfast pads the JSON with
+spaces so that data starts at a multiple of 4096, and fills any gap in the data with an entry ``__pad__.N``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from holdfast.errors import CorruptCheckpoint
+from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE
+from holdfast.format.records import MAX_DIMENSIONS, MAX_INT, Count
+from holdfast.format.strict import reject_duplicate_keys, shorten
+
+ALIGNMENT: Final = 4096
+MAX_HEADER_NBYTES: Final = 100_000_000
+"""What the safetensors library accepts; a longer header would be a hostage."""
+MAX_ENTRIES: Final = 1 << 21
+LENGTH_NBYTES: Final = 8
+
+_METADATA = "__metadata__"
+_PAD_PREFIX = "__pad__."
+_LEAF_PREFIX = "leaf:"
+_FRAGMENT_PREFIX = "frag:"
+
+
+class HeaderEntry(Struct, frozen=True, gc=False):
+    """One tensor of a shard; `begin` and `end` count from the start of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Header(Struct, frozen=True):
+    """A checked header. Entries are in the order of their bytes; `data_start` is where the data begins."""
+
+    entries: tuple[HeaderEntry, ...]
+    metadata: dict[str, str]
+    data_start: int
+
+
+class _Entry(Struct, frozen=True, gc=False):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+# An entry and the metadata object have this much in common, which lets one typed pass reject anything nested,
+# without recursion and before it takes memory. A logical type may add one dimension to the leaf's own.
+_Numbers = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS + 1)]
+_Table = dict[str, dict[str, str | _Numbers]]
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(_Table)
+
+
+def entry_name(leaf_name: str, index: int = 0) -> str:
+    """The name of a leaf's entry; `index` counts the fragments of that leaf in the same shard.
+
+    Different leaves and indexes never share a name, nor take one that safetensors or the pads use.
+    """
+    if index:
+        return f"{_FRAGMENT_PREFIX}{index}:{leaf_name}"
+    if leaf_name == _METADATA or leaf_name.startswith((_PAD_PREFIX, _LEAF_PREFIX, _FRAGMENT_PREFIX)):
+        return _LEAF_PREFIX + leaf_name
+    return leaf_name
+
+
+def pad_name(number: int) -> str:
+    """The name of the `number`-th gap filler of a shard."""
+    return f"{_PAD_PREFIX}{number}"
+
+
+def is_pad(name: str) -> bool:
+    """Whether an entry fills a gap and belongs to no leaf."""
+    return name.startswith(_PAD_PREFIX)
+
+
+def build_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
+    """The header of a shard whose data is exactly these entries, in this order, without holes."""
+    table: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    at = 0
+    for entry in entries:
+        shape = entry.shape
+        size = SAFETENSORS_ITEMSIZE.get(entry.dtype)
+        if size is None:
+            raise ValueError(f"{entry.name!r}: safetensors has no element type {entry.dtype!r}")
+        if entry.begin != at or entry.end - at != size * math.prod(shape):
+            raise ValueError(
+                f"{entry.name!r}: bytes {entry.begin} to {entry.end} do not follow from its shape"
+            )
+        at = entry.end
+        table[entry.name] = _Entry(entry.dtype, shape, (entry.begin, at))
+    if len(table) != len(entries) + bool(metadata):
+        raise ValueError("two entries of a shard have the same name")
+    text = _encoder.encode(table)
+    nbytes = len(text) + -(len(text) + LENGTH_NBYTES) % ALIGNMENT
+    if nbytes > MAX_HEADER_NBYTES or len(entries) > MAX_ENTRIES:
+        raise ValueError(f"a header of {nbytes} bytes for {len(entries)} entries is more than readers accept")
+    return nbytes.to_bytes(LENGTH_NBYTES, "little") + text.ljust(nbytes)
+
+
+def header_nbytes(prefix: bytes, file_nbytes: int, where: str) -> int:
+    """Size of the header (its length word included), from the first eight bytes of a file."""
+    if len(prefix) < LENGTH_NBYTES or file_nbytes < LENGTH_NBYTES:
+        raise CorruptCheckpoint(f"{file_nbytes} bytes is too short for a shard", path=where)
+    length = int.from_bytes(prefix[:LENGTH_NBYTES], "little")
+    if length > MAX_HEADER_NBYTES:
+        raise CorruptCheckpoint(f"header claims {length} bytes, more than any may have", path=where)
+    if LENGTH_NBYTES + length > file_nbytes:
+        raise CorruptCheckpoint(f"header claims {length} bytes in a file of {file_nbytes}", path=where)
+    return LENGTH_NBYTES + length
+
+
+def parse_header(data: bytes, file_nbytes: int, where: str) -> Header:
+    """Check and decode the header at the start of `data`, for a file of `file_nbytes` bytes.
+
+    `data` may go on beyond the header. `CorruptCheckpoint` unless every entry has a known type, its bytes are
+    what its shape takes, and all entries together are exactly the rest of the file.
+    """
+    data_start = header_nbytes(data[:LENGTH_NBYTES], file_nbytes, where)
+    if len(data) < data_start:
+        raise CorruptCheckpoint(f"header of {data_start} bytes ends after {len(data)}", path=where)
+    text = data[LENGTH_NBYTES:data_start]
+    if not text.startswith(b"{"):
+        raise CorruptCheckpoint("header is not a JSON object", path=where)
+    if text.count(b"{") > 2 * MAX_ENTRIES:
+        raise CorruptCheckpoint("header has more entries than any may have", path=where)
+    try:
+        table = _decoder.decode(text)
+        canonical = _encoder.encode(table)
+    except ValueError as error:  # malformed, mistyped, or not UTF-8
+        raise CorruptCheckpoint(shorten(error), path=where) from None
+    reject_duplicate_keys(text, canonical, where)
+    metadata = _metadata(table.pop(_METADATA, {}), where)
+    entries = [_entry(name, fields, where) for name, fields in table.items()]
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    at = 0
+    for entry in entries:
+        if entry.begin != at:
+            problem = "overlaps the one before it" if entry.begin < at else "leaves a hole before it"
+            raise CorruptCheckpoint(f"entry {entry.name[:80]!r} {problem}", path=where)
+        at = entry.end
+    if data_start + at != file_nbytes:
+        raise CorruptCheckpoint(
+            f"entries end at byte {data_start + at}, the file at {file_nbytes}", path=where
+        )
+    return Header(tuple(entries), metadata, data_start)
+
+
+def _metadata(fields: Mapping[str, object], where: str) -> dict[str, str]:
+    metadata: dict[str, str] = {}
+    for key, value in fields.items():
+        if not isinstance(value, str):
+            raise CorruptCheckpoint(f"metadata {key[:80]!r} is not text", path=where)
+        metadata[key] = value
+    return metadata
+
+
+def _entry(name: str, fields: Mapping[str, str | tuple[int, ...]], where: str) -> HeaderEntry:
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if (
+        len(fields) != 3
+        or not isinstance(dtype, str)
+        or not isinstance(shape, tuple)
+        or not isinstance(offsets, tuple)
+        or len(offsets) != 2
+    ):
+        raise CorruptCheckpoint(f"entry {name[:80]!r} is not dtype, shape and data_offsets", path=where)
+    size = SAFETENSORS_ITEMSIZE.get(dtype)
+    if size is None:
+        raise CorruptCheckpoint(f"entry {name[:80]!r} has unknown type {dtype[:40]!r}", path=where)
+    if size * math.prod(n for n in shape if n) > MAX_INT:
+        raise CorruptCheckpoint(f"entry {name[:80]!r} has a shape beyond what any array can have", path=where)
+    begin, end = offsets
+    if end - begin != size * math.prod(shape):
+        raise CorruptCheckpoint(
+            f"entry {name[:80]!r}: bytes {begin} to {end} are not what its shape takes", path=where
+        )
+    return HeaderEntry(name, dtype, shape, begin, end)

@@ -1,0 +1,198 @@
+"""The rules a manifest keeps, checked before anything in it is used.
+
+Owns relations between fields (docs/format.md lists them); types and ranges of single fields are checked while
+decoding. Everything here takes time near-linear in the size of the manifest, whatever a hostile one says.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from typing import Any, Final
+
+from holdfast.errors import CorruptCheckpoint
+from holdfast.format.checksums import HEX_DIGITS, chunk_count, is_hex
+from holdfast.format.dtypes import is_known, itemsize
+from holdfast.format.geometry import Box, TooTangled, disjoint
+from holdfast.format.records import MAX_INT, Fragment, Leaf, Part, Root
+
+MIN_CHUNK_NBYTES: Final = 4096
+MAX_CHUNK_NBYTES: Final = 1 << 30
+MAX_EXACT_INT: Final = 2**53
+"""Beyond this a JSON number may not survive other readers; larger integers are tagged strings."""
+MAX_JSON_DEPTH: Final = 330
+"""JSON brackets inside each other: 100 levels of state, up to three brackets each, and the manifest's own."""
+
+_SHARD_NAME = re.compile(r"r(\d{5})\.v(?:0|[1-9]\d{0,4})\.safetensors", re.ASCII)
+
+
+def validate_root(root: Root, where: str) -> None:
+    """`CorruptCheckpoint` unless the root keeps every rule that can be checked without its other parts."""
+    if not math.isfinite(root.created):
+        raise CorruptCheckpoint("time of creation is not a number", path=where)
+    if root.part.rank != 0:
+        raise CorruptCheckpoint(f"the root embeds the part of rank {root.part.rank}, not of 0", path=where)
+    previous = 0
+    for ref in root.parts:
+        if not previous < ref.rank < root.world:
+            raise CorruptCheckpoint(
+                f"part of rank {ref.rank} is repeated, out of order, or beyond the {root.world} ranks",
+                path=where,
+            )
+        if ref.file != f"r{ref.rank:05d}.json":
+            raise CorruptCheckpoint(
+                f"part file name {ref.file[:80]!r} is not one Holdfast writes", path=where
+            )
+        previous = ref.rank
+    alone = root.world == 1
+    names = _check_part(root.part, where, must_cover=alone)
+    _check_tree(root.tree, where, names if alone else None)
+
+
+def validate_part(part: Part, where: str) -> None:
+    """`CorruptCheckpoint` unless the part keeps every rule that can be checked without the other parts."""
+    _check_part(part, where, must_cover=False)
+
+
+def _check_part(part: Part, where: str, *, must_cover: bool) -> set[str]:
+    """Returns the names of leaves and aliases."""
+    chunk = part.chunk_nbytes
+    if not MIN_CHUNK_NBYTES <= chunk <= MAX_CHUNK_NBYTES or chunk & (chunk - 1):
+        raise CorruptCheckpoint(f"chunk size {chunk} is not a power of two in the allowed range", path=where)
+    _check_files(part, where)
+    names: set[str] = set()
+    # Byte ranges taken in each file: sorted later, so that overlaps are found among neighbours.
+    extents: list[list[tuple[int, int]]] = [[] for _ in part.files]
+    for leaf in part.leaves:
+        if leaf.name in names:
+            raise CorruptCheckpoint("leaf name appears twice", path=where, leaf=leaf.name[:1000])
+        names.add(leaf.name)
+        problem = _leaf_problem(leaf, part, extents, must_cover=must_cover)
+        if problem is not None:
+            raise CorruptCheckpoint(problem, path=where, leaf=leaf.name[:1000])
+    for file, ranges in zip(part.files, extents, strict=True):
+        ranges.sort()
+        end = 0
+        for begin, stop in ranges:
+            if begin < end:
+                raise CorruptCheckpoint(f"fragments overlap at byte {begin} of {file.name}", path=where)
+            end = stop
+    targets = frozenset(names)
+    for alias in part.aliases:
+        if alias.name in names:
+            raise CorruptCheckpoint("alias has a name that is taken", path=where, leaf=alias.name[:1000])
+        if alias.of not in targets:
+            raise CorruptCheckpoint(
+                "alias of something that is not a leaf", path=where, leaf=alias.name[:1000]
+            )
+        names.add(alias.name)
+    return names
+
+
+def _check_files(part: Part, where: str) -> None:
+    seen: set[str] = set()
+    for file in part.files:
+        match = _SHARD_NAME.fullmatch(file.name)
+        # A rank names only files of its own, so two parts can never claim the same bytes.
+        if match is None or int(match[1]) != part.rank:
+            raise CorruptCheckpoint(
+                f"shard name {file.name[:80]!r} is not one that rank {part.rank} writes", path=where
+            )
+        if file.name in seen:
+            raise CorruptCheckpoint(f"shard {file.name} is listed twice", path=where)
+        seen.add(file.name)
+        if not 8 <= file.header_nbytes <= file.nbytes:
+            raise CorruptCheckpoint(
+                f"shard {file.name} of {file.nbytes} bytes cannot have a header of {file.header_nbytes}",
+                path=where,
+            )
+
+
+def _leaf_problem(
+    leaf: Leaf, part: Part, extents: list[list[tuple[int, int]]], *, must_cover: bool
+) -> str | None:
+    """What is wrong with a leaf, or None; adds the bytes its fragments take to `extents`."""
+    if not is_known(leaf.dtype):
+        return f"unknown element type {leaf.dtype[:80]!r}"
+    size = itemsize(leaf.dtype)
+    shape = leaf.shape
+    # Zeros are left out: no library makes an empty array whose other dimensions are beyond all memory.
+    if size * math.prod(n for n in shape if n) > MAX_INT:
+        return f"shape {_brief(shape)} is beyond what any array can have"
+    held = 0
+    for fragment in leaf.fragments:
+        problem = _fragment_problem(fragment, leaf, size, part)
+        if problem is not None:
+            return problem
+        held += math.prod(fragment.shape)
+        if fragment.nbytes:
+            extents[fragment.file].append((fragment.offset, fragment.offset + fragment.nbytes))
+    if must_cover and held != math.prod(shape):
+        return f"fragments hold {held} elements, but the shape {_brief(shape)} has {math.prod(shape)}"
+    if len(leaf.fragments) > 1:
+        try:
+            if not disjoint([Box(f.start, f.shape) for f in leaf.fragments]):
+                return "two fragments hold the same elements"
+        except TooTangled as error:
+            return str(error)
+    return None
+
+
+def _fragment_problem(fragment: Fragment, leaf: Leaf, size: int, part: Part) -> str | None:
+    start, shape, whole = fragment.start, fragment.shape, leaf.shape
+    if len(start) != len(whole) or len(shape) != len(whole):
+        return f"fragment has {len(shape)} dimensions at {len(start)}, the leaf {len(whole)}"
+    # Most fragments are all of their leaf.
+    if (shape != whole or any(start)) and any(
+        s + n > limit for s, n, limit in zip(start, shape, whole, strict=True)
+    ):
+        return f"fragment at {_brief(start)} of shape {_brief(shape)} is outside of {_brief(whole)}"
+    if fragment.nbytes != size * math.prod(shape):
+        return f"{fragment.nbytes} bytes is not what {leaf.dtype} of shape {_brief(shape)} takes"
+    if fragment.file >= len(part.files):
+        return f"fragment in file number {fragment.file} of {len(part.files)}"
+    file = part.files[fragment.file]
+    if fragment.offset < file.header_nbytes or fragment.offset + fragment.nbytes > file.nbytes:
+        return (
+            f"fragment at byte {fragment.offset} of {fragment.nbytes} bytes is not in the data of {file.name}"
+        )
+    if len(fragment.chunks) != HEX_DIGITS * chunk_count(fragment.nbytes, part.chunk_nbytes):
+        return f"{len(fragment.chunks)} digits of checksums do not fit {fragment.nbytes} bytes"
+    if not is_hex(fragment.chunks):
+        return "checksums are not hexadecimal"
+    return None
+
+
+def _check_tree(tree: Any, where: str, names: Collection[str] | None) -> None:
+    """Depth, numbers and (when all names are known) references; the rest of the grammar is `state`'s."""
+    level: list[Any] = [tree]
+    depth = 1  # the manifest's own object
+    while level:
+        depth += 1
+        below: list[Any] = []
+        for node in level:
+            kind = type(node)
+            if kind is dict:
+                below.extend(node.values())
+                if "$leaf" in node and names is not None and not _refers(node, names):
+                    raise CorruptCheckpoint("the tree refers to a leaf that is not there", path=where)
+            elif kind is list:
+                below.extend(node)
+            elif kind is int and not -MAX_EXACT_INT <= node <= MAX_EXACT_INT:
+                raise CorruptCheckpoint(
+                    "the tree holds an integer beyond ±2^53 that is not tagged", path=where
+                )
+        if below and depth > MAX_JSON_DEPTH:
+            raise CorruptCheckpoint(f"JSON nested deeper than {MAX_JSON_DEPTH} levels", path=where)
+        level = below
+
+
+def _refers(node: dict[str, Any], names: Collection[str]) -> bool:
+    name = node["$leaf"]
+    return len(node) == 1 and type(name) is str and name in names
+
+
+def _brief(numbers: tuple[int, ...]) -> str:
+    text = ",".join(map(str, numbers[:8]))
+    return f"[{text},...]" if len(numbers) > 8 else f"[{text}]"

@@ -1,0 +1,38 @@
+"""Training state as a tree of named leaves: taken apart for saving, put together again, or filled in place.
+
+- `flatten`: a state -> its tree (JSON nodes), the leaves to store, and which names share memory.
+- `unflatten`, `values`, `leaf_names`: a tree -> new objects, only its values, only its leaf names.
+- `Restore`: a tree -> an existing state, arrays read straight into its own memory.
+- `empty`, `convert`: fresh arrays to read into, and the other framework's view of one.
+
+The rooms: `node` (what nodes look like), `value_encoder` and `value_decoder` (single values), `tree` (taking
+apart), `rebuild` (putting together), `restore` and `restore_torch` (filling in place), `arrays`,
+`torch_arrays` and `torch_objects` (numpy's and torch's sides). Nothing here imports torch until a state holds
+something of torch's, or a leaf saved from torch is to be built.
+"""
+
+from __future__ import annotations
+
+from holdfast.state.arrays import Framework, convert, empty
+from holdfast.state.node import Node, leaf_names
+from holdfast.state.prune import prune
+from holdfast.state.rebuild import unflatten, values
+from holdfast.state.restore import LeafMeta, Mismatch, Restore
+from holdfast.state.tree import Flat, LeafSource, flatten
+
+__all__ = [
+    "Flat",
+    "Framework",
+    "LeafMeta",
+    "LeafSource",
+    "Mismatch",
+    "Node",
+    "Restore",
+    "convert",
+    "empty",
+    "flatten",
+    "leaf_names",
+    "prune",
+    "unflatten",
+    "values",
+]

@@ -1,0 +1,166 @@
+"""The JSON form of a state tree: what a node may look like, and the few questions every reader asks of one.
+
+Owns the shape of nodes (docs/format.md has their grammar). What single values look like belongs to `values`;
+building nodes from a state to `tree`; building a state from nodes to `rebuild` and `restore`.
+
+A node is a JSON value. Anything JSON cannot say exactly is a *tagged* node: an object with one key that
+starts with ``$``. Nodes come from files, so nothing here trusts them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NoReturn, TypeAlias
+
+from holdfast.errors import CorruptCheckpoint
+
+Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
+
+MAX_DEPTH = 100
+"""Containers within containers, counted in the state. One of them takes up to three levels of JSON."""
+
+MAX_EXACT_INT = 2**53
+"""Integers beyond this are tagged: many JSON readers would round them."""
+
+ZONE_KEY = re.compile(r"[A-Za-z0-9_+\-]{1,40}(?:/[A-Za-z0-9_+\-]{1,40}){0,3}", re.ASCII)
+"""Keys of the time zone database; nothing that could climb out of it."""
+
+LEAF = "$leaf"
+TUPLE = "$tuple"
+DEQUE = "$deque"
+DICT = "$dict"
+ORDERED = "$odict"
+COUNTER = "$counter"
+STATE_DICT = "$state_dict"
+
+NAMELESS = "_"
+"""Name of a leaf or value that has no path: the state itself, or one under an empty key."""
+
+
+def corrupt(reason: str, place: str = "") -> NoReturn:
+    at = f" at {shorten(place)!r}" if place else ""
+    raise CorruptCheckpoint(f"the state tree is malformed{at}: {reason}")
+
+
+def shorten(text: object, limit: int = 120) -> str:
+    """Text for an error message, bounded however long a hostile file made it."""
+    try:
+        whole = text if isinstance(text, str) else repr(text)
+    except ValueError:  # integers of thousands of digits, numpy's times without a unit
+        whole = type(text).__name__
+    return whole if len(whole) <= limit else whole[:limit] + "..."
+
+
+def tag_of(node: Node) -> str | None:
+    """The tag of a tagged node, None for any other."""
+    if type(node) is dict and len(node) == 1:
+        (key,) = node
+        if key[:1] == "$":
+            return key
+    return None
+
+
+def leaf_of(node: Node) -> str | None:
+    """The leaf name a node refers to, None when it is not a reference."""
+    if type(node) is dict and len(node) == 1 and LEAF in node:
+        name = node[LEAF]
+        if type(name) is not str:
+            corrupt(f"a leaf reference holds {shorten(name)} where a name belongs")
+        return name
+    return None
+
+
+def pairs_of(node: Node) -> Iterator[tuple[Node, Node]] | None:
+    """Key nodes and value nodes of any kind of mapping, None when the node is not a mapping."""
+    if type(node) is not dict:
+        return None
+    tag = tag_of(node)
+    if tag is None:
+        return _plain_pairs(node)
+    if tag in (DICT, ORDERED, COUNTER):
+        return _tagged_pairs(tag, node[tag])
+    if tag == STATE_DICT:
+        return _tagged_pairs(tag, state_dict_body(node[tag])[1])
+    return None
+
+
+def items_of(node: Node) -> list[Node] | None:
+    """Element nodes of a list, tuple or deque, None for anything else."""
+    if type(node) is list:
+        return node
+    tag = tag_of(node)
+    if tag == TUPLE:
+        assert type(node) is dict
+        body = node[TUPLE]
+        if type(body) is not list:
+            corrupt(f"{TUPLE} needs a list")
+        return body
+    if tag == DEQUE:
+        assert type(node) is dict
+        return deque_body(node[DEQUE])[0]
+    return None
+
+
+def deque_body(body: Node) -> tuple[list[Node], int | None]:
+    if type(body) is not list or len(body) != 2 or type(body[0]) is not list:
+        corrupt(f"{DEQUE} needs a list of items and a length limit")
+    items, limit = body
+    assert type(items) is list
+    if limit is not None and (type(limit) is not int or not 0 <= limit <= MAX_EXACT_INT):
+        corrupt(f"{DEQUE} has the length limit {shorten(limit)}")
+    if limit is not None and len(items) > limit:
+        corrupt(f"{DEQUE} holds {len(items)} items, more than its limit of {limit}")
+    return items, limit
+
+
+def state_dict_body(body: Node) -> tuple[Node, list[Node]]:
+    """The metadata node and the pairs of an ordered dict that torch made."""
+    if type(body) is not list or not body:
+        corrupt(f"{STATE_DICT} needs its metadata and then pairs")
+    return body[0], body[1:]
+
+
+def leaf_names(tree: Node) -> Iterator[str]:
+    """Every leaf name the tree refers to, in its order (a name may come twice in a damaged tree)."""
+    return _leaf_names(tree, 0)
+
+
+def _leaf_names(node: Node, depth: int) -> Iterator[str]:
+    if depth > MAX_DEPTH:
+        corrupt(f"nested deeper than {MAX_DEPTH} levels")
+    name = leaf_of(node)
+    if name is not None:
+        yield name
+        return
+    items = items_of(node)
+    if items is not None:
+        for item in items:
+            if type(item) is dict or type(item) is list:
+                yield from _leaf_names(item, depth + 1)
+        return
+    pairs = pairs_of(node)
+    if pairs is not None:
+        for _, value in pairs:
+            if type(value) is dict or type(value) is list:
+                yield from _leaf_names(value, depth + 1)
+
+
+def holds_leaves(node: Node) -> bool:
+    return next(_leaf_names(node, 0), None) is not None
+
+
+def _plain_pairs(node: dict[str, Node]) -> Iterator[tuple[Node, Node]]:
+    for key, value in node.items():
+        if key[:1] == "$":
+            corrupt(f"key {shorten(key)!r} among others: tags stand alone")
+        yield key, value
+
+
+def _tagged_pairs(tag: str, body: Node) -> Iterator[tuple[Node, Node]]:
+    if type(body) is not list:
+        corrupt(f"{tag} needs a list of pairs")
+    for pair in body:
+        if type(pair) is not list or len(pair) != 2:
+            corrupt(f"{tag} holds {shorten(pair)} where a pair belongs")
+        yield pair[0], pair[1]

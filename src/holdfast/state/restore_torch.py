@@ -1,0 +1,328 @@
+"""Filling modules and optimizers: the plans of `restore` for what torch training is made of.
+
+Modules: parameters and buffers are read straight into their memory. `load_state_dict` is called as well when
+something else takes part: extra state, hooks, a module that overrides loading.
+
+Optimizers: parameters are matched by name, state tensors that exist already are read in place, and the rest
+goes through the optimizer's own `load_state_dict`. That casts state to the dtype of the parameter (float32
+moments of a bfloat16 parameter would lose bits), so what it cast is put right afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from holdfast.state.node import STATE_DICT, Node, items_of, leaf_of, pairs_of, state_dict_body
+from holdfast.state.rebuild import decode_key, decode_value
+from holdfast.state.targets import array_type, describe, is_array, kind_of, load_state, memory_key
+from holdfast.state.torch_arrays import destination
+from holdfast.state.torch_objects import OptimizerNames, name_of_index, optimizer_names
+
+if TYPE_CHECKING:
+    from holdfast.state.restore import Lookup, Plan, Restore
+
+
+# --- modules ------------------------------------------------------------------------------------------------
+
+
+def plan_module(restore: Restore, module: Any, node: Node, place: str) -> Plan:
+    pairs = pairs_of(node)
+    if pairs is None:
+        return restore.wrong(place, f"holds {kind_of(node)}", module, f"the module {type(module).__name__}")
+    prefix = f"{place}." if place else ""
+    state = module.state_dict()
+    live = _live_memory(module)
+    plans: dict[Any, Plan] = {}
+    seen: set[Any] = set()
+    needs_load = _customises_loading(module)
+    for key_node, item in pairs:
+        key = decode_key(key_node)
+        seen.add(key)
+        own = state.get(key)
+        name = leaf_of(item)
+        if key not in state:
+            restore.extra(f"{prefix}{key}", item)
+        elif name is None or not is_array(own) or _uninitialized(own):
+            plans[key] = restore.plan_new(item)
+            needs_load = True
+        elif not own.numel() or memory_key(destination(own)) in live:
+            plans[key] = restore.plan_leaf(own, name, f"{prefix}{key}")
+        else:
+            # A hook made this tensor up: only the module knows where its contents belong.
+            array_type(own, f"{prefix}{key}")
+            plans[key] = restore.plan_new(item)
+            needs_load = True
+    for key, own in state.items():
+        if key not in seen:
+            restore.missing(f"{prefix}{key}", own)
+    metadata = _metadata(node)
+
+    def fill(lookup: Lookup) -> Any:
+        found: OrderedDict[Any, Any] = OrderedDict((key, plan(lookup)) for key, plan in plans.items())
+        if needs_load:
+            if metadata is not None:
+                found._metadata = metadata  # type: ignore[attr-defined]
+            load_state(_Lenient(module), found, place)
+        return module
+
+    return fill
+
+
+@dataclass(frozen=True, slots=True)
+class _Lenient:
+    """A module whose loading does not mind absent keys: what is absent has been reported already."""
+
+    module: Any
+
+    def load_state_dict(self, state: Any) -> None:
+        self.module.load_state_dict(state, strict=False)
+
+
+def _live_memory(module: Any) -> set[Any]:
+    """Memory of the module's own parameters and buffers, where writing is the same as loading."""
+    own = [*module.parameters(), *module.buffers()]
+    found = {memory_key(destination(tensor)) for tensor in own if not _uninitialized(tensor)}
+    return found - {None}
+
+
+def _uninitialized(tensor: Any) -> bool:
+    from torch.nn.parameter import is_lazy
+
+    return bool(is_lazy(tensor))
+
+
+def _customises_loading(module: Any) -> bool:
+    from torch import nn
+
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return True
+    for part in module.modules():
+        if part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks:
+            return True
+        # torch's own layers override this only to upgrade the checkpoints of old versions.
+        if not type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules."):
+            return True
+    return False
+
+
+def _metadata(node: Node) -> Any:
+    if type(node) is dict and STATE_DICT in node:
+        return decode_value(state_dict_body(node[STATE_DICT])[0])
+    return None
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """An optimizer's state as it lies in the tree."""
+
+    groups: list[dict[Any, Node]]
+    members: list[list[Any]]
+    state: dict[Any, Node]
+    others: dict[Any, Node]
+
+
+def _read_saved(node: Node) -> _Saved | None:
+    top = _by_key(node)
+    group_nodes = items_of(top.pop("param_groups", None)) if top is not None else None
+    state = _by_key(top.pop("state", None)) if top is not None else None
+    if top is None or group_nodes is None or state is None:
+        return None
+    groups: list[dict[Any, Node]] = []
+    members: list[list[Any]] = []
+    for group_node in group_nodes:
+        group = _by_key(group_node)
+        names = decode_value(group.pop("params", None)) if group is not None else None
+        if group is None or type(names) is not list or not all(type(name) in (str, int) for name in names):
+            return None
+        groups.append(group)
+        members.append(names)
+    return _Saved(groups, members, state, top)
+
+
+def _by_key(node: Node) -> dict[Any, Node] | None:
+    pairs = pairs_of(node)
+    return None if pairs is None else {decode_key(key): item for key, item in pairs}
+
+
+def plan_optimizer(restore: Restore, optimizer: Any, node: Node, place: str) -> Plan:
+    current = optimizer.state_dict()
+    names = optimizer_names(optimizer, restore.parameter_names())
+    index_names = name_of_index(current, names)
+    if index_names is None:  # an optimizer with a state of its own form
+        return restore.plan_stateful(optimizer, node, place)
+    saved = _read_saved(node)
+    if saved is None:
+        return restore.wrong(place, f"holds {kind_of(node)}", optimizer, "an optimizer")
+    prefix = f"{place}." if place else ""
+    saved_key = _match(names, saved)
+    _report(restore, names, saved, saved_key, prefix)
+
+    parameters = _parameter_of_index(optimizer, current)
+    states: dict[Any, dict[Any, Plan] | Plan] = {}
+    for index, name in index_names.items():
+        item = saved.state.get(saved_key.get(name))
+        if name not in saved_key or item is None:
+            continue
+        entries = _by_key(item)
+        own = current["state"].get(index)
+        if entries is None:
+            states[index] = restore.plan_new(item)
+        else:
+            states[index] = {
+                key: _plan_entry(restore, own, key, entry, parameters[index], f"{prefix}{name}.{key}")
+                for key, entry in entries.items()
+            }
+    claimed = {key for group in saved.members for key in group}
+    shared = {key: restore.plan_new(item) for key, item in saved.state.items() if key not in claimed}
+    groups = _plan_groups(restore, current, names, saved, saved_key, place)
+    others = {key: restore.plan_new(item) for key, item in saved.others.items()}
+
+    def fill(lookup: Lookup) -> Any:
+        ready: dict[Any, Any] = {
+            index: plan(lookup) if callable(plan) else {key: entry(lookup) for key, entry in plan.items()}
+            for index, plan in states.items()
+        }
+        ready.update((key, plan(lookup)) for key, plan in shared.items())
+        whole = {key: plan(lookup) for key, plan in others.items()}
+        whole["state"] = ready
+        whole["param_groups"] = [
+            {**{key: plan(lookup) for key, plan in group.items()}, "params": packed["params"]}
+            for group, packed in zip(groups, current["param_groups"], strict=True)
+        ]
+        load_state(optimizer, whole, place)
+        _undo_casts(optimizer, ready, parameters)
+        return optimizer
+
+    return fill
+
+
+def _match(names: OptimizerNames, saved: _Saved) -> dict[str, Any]:
+    """Which saved key belongs to which parameter: by name, or by position when one side knows no names."""
+    keys = [key for group in saved.members for key in group]
+    own = names.flat()
+    known = set(keys)
+    if known.issuperset(own):
+        return {name: name for name in own}
+    nameless = all(type(key) is int for key in keys) or all(
+        key == f"param.{position}" for position, key in enumerate(keys)
+    )
+    if (nameless or not names.known) and [len(g) for g in saved.members] == [len(g) for g in names.groups]:
+        return dict(zip(own, keys, strict=True))
+    return {name: name for name in own if name in known}
+
+
+def _report(
+    restore: Restore, names: OptimizerNames, saved: _Saved, saved_key: dict[str, Any], prefix: str
+) -> None:
+    for name in names.flat():
+        if name not in saved_key:
+            restore.missing(f"{prefix}{name}", None)
+    used = set(saved_key.values())
+    for group in saved.members:
+        for key in group:
+            if key not in used:
+                restore.extra(f"{prefix}{key}", saved.state.get(key))
+
+
+def _parameter_of_index(optimizer: Any, current: Any) -> dict[Any, Any]:
+    return {
+        index: parameter
+        for group, packed in zip(optimizer.param_groups, current["param_groups"], strict=True)
+        for parameter, index in zip(group["params"], packed["params"], strict=True)
+    }
+
+
+def _plan_entry(restore: Restore, own: Any, key: Any, node: Node, parameter: Any, place: str) -> Plan:
+    """One entry of a parameter's state: in place where the optimizer has such a tensor, else a new one.
+
+    A different shape is normal (a history that grows) unless the tensor follows the parameter's shape.
+    """
+    name = leaf_of(node)
+    tensor: Any = own.get(key) if isinstance(own, dict) else None
+    if name is None or not is_array(tensor):
+        return restore.plan_new(node)
+    meta = restore.meta(name)
+    if array_type(tensor, place) == (meta.dtype, tuple(meta.shape)):
+        return restore.plan_leaf(tensor, name, place)
+    dtype, shape = array_type(tensor, place)
+    if tuple(meta.shape) != shape == tuple(parameter.shape):
+        return restore.wrong(name, str(meta), tensor, describe(dtype, shape))
+    return restore.plan_new(node)
+
+
+def _plan_groups(
+    restore: Restore,
+    current: Any,
+    names: OptimizerNames,
+    saved: _Saved,
+    saved_key: dict[str, Any],
+    place: str,
+) -> Sequence[dict[Any, Plan]]:
+    """Hyperparameters for each group of the target, from the saved group that its parameters were in."""
+    group_of = {key: number for number, members in enumerate(saved.members) for key in members}
+    plans: list[dict[Any, Plan]] = []
+    for number, (members, packed) in enumerate(zip(names.groups, current["param_groups"], strict=True)):
+        sources = {group_of[saved_key[name]] for name in members if name in saved_key}
+        if not members and number < len(saved.groups):
+            sources = {number}
+        if len(sources) == 1:
+            (source,) = sources
+            keys = [saved_key.get(name) for name in members]
+            plan = {key: restore.plan_new(item) for key, item in saved.groups[source].items()}
+            if keys != saved.members[source]:
+                plan.pop("param_names", None)  # these follow the order of the saved group
+            plans.append(plan)
+            continue
+        if sources:
+            restore.wrong(
+                f"{place}.param_groups.{number}" if place else f"param_groups.{number}",
+                f"keeps its parameters in {len(sources)} groups",
+                None,
+                "in one",
+            )
+        own = {key: value for key, value in packed.items() if key != "params"}
+        plans.append({key: _constant(value) for key, value in own.items()})
+    return plans
+
+
+def _constant(value: Any) -> Plan:
+    return lambda lookup: value
+
+
+# --- what load_state_dict changed ---------------------------------------------------------------------------
+
+
+def _undo_casts(optimizer: Any, ready: dict[Any, Any], parameters: dict[Any, Any]) -> None:
+    """Give every state tensor the bits that were saved, after `Optimizer.load_state_dict` cast it.
+
+    An optimizer that overrides `load_state_dict` may change its state on purpose, and is left alone.
+    """
+    import torch
+
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    for index, saved in ready.items():
+        parameter = parameters.get(index)
+        if parameter is not None and parameter in optimizer.state:
+            optimizer.state[parameter] = _exact(saved, optimizer.state[parameter])
+
+
+def _exact(saved: Any, loaded: Any) -> Any:
+    if type(saved) is not type(loaded):
+        return loaded  # the optimizer's own upgrade, such as a step count that became a tensor
+    if is_array(saved):
+        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        if saved.keys() != loaded.keys():
+            return loaded
+        return {key: _exact(item, loaded[key]) for key, item in saved.items()}
+    if type(saved) in (list, tuple) and len(saved) == len(loaded):
+        return type(saved)(_exact(*pair) for pair in zip(saved, loaded, strict=True))
+    # torch rebuilds every iterable from a generator, which ruins strings and forgets the limit of a deque.
+    return saved

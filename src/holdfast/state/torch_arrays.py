@@ -1,0 +1,259 @@
+"""Torch's side of leaves: which element type a tensor has, where its bytes lie, and fresh tensors to fill.
+
+Owns the mapping between logical type names and torch dtypes, and everything that knows about tensor storage.
+Modules and optimizers belong to `torch_objects`. Importing this module does not import torch; calls do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
+from holdfast.errors import UnsupportedState
+from holdfast.format import dtypes
+from holdfast.state import arrays
+from holdfast.state.value_encoder import type_name, unsupported
+
+if TYPE_CHECKING:
+    import torch
+
+TORCH_NAMES: Final[dict[str, str]] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "C32": "complex32",
+    "C64": "complex64",
+    "C128": "complex128",
+    "F4_E2M1_X2": "float4_e2m1fn_x2",
+}
+"""Logical name -> name in torch. Older torch lacks the last few."""
+
+
+def load_torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise UnsupportedState(
+            "this leaf was saved from torch, which is not installed here: pip install torch, "
+            "or read it with framework='numpy'"
+        ) from error
+    return torch
+
+
+@cache
+def _dtype_of_name() -> dict[str, Any]:
+    torch = load_torch()
+    found = {name: getattr(torch, torch_name, None) for name, torch_name in TORCH_NAMES.items()}
+    return {name: dtype for name, dtype in found.items() if dtype is not None}
+
+
+@cache
+def _name_of_dtype() -> dict[Any, str]:
+    return {dtype: name for name, dtype in _dtype_of_name().items()}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a logical name; `UnsupportedState` where this torch has none."""
+    found: torch.dtype | None = _dtype_of_name().get(name)
+    if found is None:
+        raise UnsupportedState(
+            f"this torch has no element type for {name[:60]!r}; read it with framework='numpy'"
+        )
+    return found
+
+
+# --- where bytes lie ----------------------------------------------------------------------------------------
+
+Described = tuple[str, tuple[int, ...], Source, bool]
+"""Logical name, shape, bytes, and whether the bytes are the tensor's own (not a resolved copy)."""
+
+
+@cache
+def describer() -> Callable[[Any, str], Described]:
+    """The function that describes a tensor for saving. Built once: it runs for every tensor of every save."""
+    torch = load_torch()
+    names = _name_of_dtype()
+    strided = torch.strided
+
+    def describe(tensor: Any, place: str) -> Described:
+        name = names.get(tensor.dtype)
+        if name is None or tensor.layout is not strided or tensor.is_nested:
+            raise unsupported(place, _why_not(tensor))
+        own = True
+        if tensor.is_neg() or (name[0] == "C" and tensor.is_conj()):
+            # The sign of these lives in a flag, not in memory.
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+            own = False
+        shape = tuple(tensor.shape)
+        if not tensor.is_cpu:
+            return name, shape, _device_source(tensor, place), own
+        address = tensor.data_ptr()
+        nbytes = tensor.nbytes
+        if not address and nbytes:
+            raise unsupported(place, "a tensor that has a shape but no memory")
+        if tensor.is_contiguous():
+            return name, shape, Memory(address, nbytes, tensor), own
+        return name, shape, _strided(tensor, address, shape), own
+
+    return describe
+
+
+def tensor_type(tensor: Any, place: str) -> tuple[str, tuple[int, ...]]:
+    """Logical name and shape of a tensor that is to be filled; `UnsupportedState` when it cannot be."""
+    torch = load_torch()
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        raise wrapper_refusal(tensor, place)
+    name = _name_of_dtype().get(tensor.dtype)
+    if name is None or tensor.layout is not torch.strided or tensor.is_nested:
+        raise unsupported(place, _why_not(tensor))
+    if tensor.is_meta:
+        raise unsupported(place, "a meta tensor in the target has no memory; materialise the model first")
+    return name, tuple(tensor.shape)
+
+
+def _strided(tensor: Any, address: int, shape: tuple[int, ...]) -> Strided:
+    itemsize = tensor.element_size()
+    return Strided(address, itemsize, shape, tuple(step * itemsize for step in tensor.stride()), tensor)
+
+
+def _why_not(tensor: Any) -> str:
+    if tensor.is_nested:
+        kind = "a nested tensor"
+    elif tensor.is_quantized:
+        kind = f"a quantized tensor ({tensor.dtype})"
+    elif str(tensor.layout) != "torch.strided":
+        kind = f"a tensor of layout {tensor.layout}"
+    else:
+        kind = f"a tensor of dtype {tensor.dtype}"
+    return f"{kind} has no plain bytes to store. Save its dense parts instead"
+
+
+def wrapper_refusal(tensor: object, place: str) -> UnsupportedState:
+    """The error for a tensor subclass: its bytes are not all there is to it."""
+    return unsupported(
+        place,
+        f"its type is {type_name(tensor)}, a tensor subclass that would not come back as itself. "
+        "Store the plain tensors it is made of",
+    )
+
+
+def _device_source(tensor: Any, place: str) -> Produced:
+    """Bytes of a tensor in device memory, fetched window by window into the engine's staging.
+
+    There is no device on the machines this is developed on: `window_reader` is tested with host tensors only.
+    """
+    if tensor.is_meta:
+        raise unsupported(place, "a meta tensor has no bytes; materialise the model first")
+    return Produced(tensor.nbytes, window_reader(tensor))
+
+
+def window_reader(tensor: Any) -> Callable[[memoryview, int], None]:
+    """``fill(window, offset)`` for any tensor. A copy on the device is made once if it is not contiguous."""
+    torch = load_torch()
+    flat: list[Any] = []
+
+    def fill(window: memoryview, offset: int) -> None:
+        if not flat:
+            flat.append(_as_bytes(tensor.detach().contiguous()))
+        view = torch.frombuffer(window, dtype=torch.uint8)
+        view.copy_(flat[0][offset : offset + len(window)])
+
+    return fill
+
+
+def window_writer(tensor: Any) -> Callable[[memoryview, int], None]:
+    """``drain(window, offset)`` for any contiguous tensor."""
+    torch = load_torch()
+    flat = _as_bytes(tensor.detach())
+
+    def drain(window: memoryview, offset: int) -> None:
+        # Torch takes no read-only memory, not even to read from.
+        data = np.frombuffer(window, np.uint8)
+        view = torch.from_numpy(data.copy() if window.readonly else data)
+        flat[offset : offset + len(window)].copy_(view)
+
+    return drain
+
+
+def _as_bytes(tensor: Any) -> Any:
+    torch = load_torch()
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def destination(tensor: Any) -> Destination | None:
+    """Where to read a tensor's bytes to, in place; None when it must be copied to by torch itself."""
+    if tensor.is_neg() or tensor.is_conj() or arrays.overlaps_itself(tuple(tensor.shape), tensor.stride()):
+        return None
+    if not tensor.is_cpu:
+        if tensor.is_meta or not tensor.is_contiguous():
+            return None
+        return Consumed(
+            tensor.nbytes, window_writer(tensor)
+        )  # untested without a device, as `_device_source`
+    if tensor.is_contiguous():
+        return Memory(tensor.data_ptr(), tensor.nbytes, tensor)
+    return _strided(tensor, tensor.data_ptr(), tuple(tensor.shape))
+
+
+# --- fresh tensors ------------------------------------------------------------------------------------------
+
+
+def empty(dtype: str, shape: tuple[int, ...], address_residue: int) -> tuple[Any, Memory]:
+    """`arrays.empty` for torch. Large tensors live in memory that numpy allocated, at the wanted address."""
+    torch = load_torch()
+    kind = torch_dtype(dtype)
+    itemsize = dtypes.itemsize(dtype)
+    nbytes = itemsize * math.prod(shape)
+    if nbytes < arrays.ALIGNED_FROM_NBYTES:
+        tensor = torch.empty(shape, dtype=kind)
+    else:
+        base = arrays.aligned_bytes(nbytes, address_residue, itemsize)
+        tensor = torch.from_numpy(base).view(kind).reshape(shape)
+    return tensor, Memory(tensor.data_ptr(), nbytes, tensor)
+
+
+def from_numpy(array: arrays.Array) -> Any:
+    torch = load_torch()
+    name = arrays.logical_name(array.dtype)
+    if name is None or name not in TORCH_NAMES:
+        raise UnsupportedState(f"torch has no element type for numpy's {array.dtype}; use framework='numpy'")
+    kind = torch_dtype(name)
+    # Torch cannot hold negative strides or read-only memory, and knows nothing of ml_dtypes.
+    if any(step < 0 for step in array.strides) or not array.flags.writeable:
+        array = array.copy()
+    if name in arrays.ML_DTYPES:
+        array = array.view(np.uint16 if array.itemsize == 2 else np.uint8)
+    return torch.from_numpy(array).view(kind)
+
+
+def to_numpy(tensor: Any) -> arrays.Array:
+    torch = load_torch()
+    name = _name_of_dtype().get(tensor.dtype)
+    if name is None:
+        raise UnsupportedState(f"numpy has no element type for {tensor.dtype}; use framework='torch'")
+    kind = arrays.numpy_dtype(name)
+    host = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if name in arrays.ML_DTYPES:
+        host = host.view(torch.uint16 if host.element_size() == 2 else torch.uint8)
+    array: arrays.Array = host.numpy().view(kind)
+    return array

@@ -1,0 +1,162 @@
+"""What torch modules and optimizers contribute to a state: parameter names, and name-keyed optimizer state.
+
+Owns the rule that optimizer state is keyed by *parameter name*, never by index: an index means nothing once
+a layer is added or a group reordered. Tensors themselves belong to `torch_arrays`; putting state back to
+`restore_torch`. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.state.node import MAX_DEPTH
+
+_CONTAINERS = (list, tuple, deque)
+_MAPPINGS = (dict, OrderedDict)
+
+
+def is_module(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def is_optimizer(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.optim.Optimizer)
+
+
+def is_stateful(value: object) -> bool:
+    """Whether the value brings its own state and can take it back (schedulers, loaders, scalers)."""
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterName:
+    """A parameter's name in its module, and the place of that module in the state."""
+
+    module: str
+    name: str
+
+    @property
+    def full(self) -> str:
+        return f"{self.module}.{self.name}" if self.module else self.name
+
+
+ParameterNames = dict[int, ParameterName]
+"""Names by the parameter's identity. Valid while the state that holds the parameters lives."""
+
+
+def parameter_names(state: object) -> ParameterNames:
+    """Names of all parameters of all modules in a state; the first module that holds one names it."""
+    names: ParameterNames = {}
+    for place, module in _modules(state, "", 0):
+        for name, parameter in module.named_parameters():
+            names.setdefault(id(parameter), ParameterName(place, name))
+    return names
+
+
+def _modules(value: object, place: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if depth > MAX_DEPTH:
+        return  # a cycle, which flattening reports with its place
+    prefix = f"{place}." if place else ""
+    if type(value) in _MAPPINGS:
+        for key, item in value.items():  # type: ignore[attr-defined]
+            yield from _modules(item, f"{prefix}{key}", depth + 1)
+    elif type(value) in _CONTAINERS:
+        for index, item in enumerate(value):  # type: ignore[arg-type]
+            yield from _modules(item, f"{prefix}{index}", depth + 1)
+    elif is_module(value):
+        yield place, value
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerNames:
+    """The names of an optimizer's parameters, group by group."""
+
+    groups: tuple[tuple[str, ...], ...]
+    known: bool
+    """False when no parameter has a name and all go by their position."""
+
+    def flat(self) -> list[str]:
+        return [name for group in self.groups for name in group]
+
+
+def optimizer_names(optimizer: Any, names: ParameterNames) -> OptimizerNames:
+    """A unique name per parameter: from the modules in the state, else the optimizer's, else its position."""
+    taken = Counter(key for key in optimizer.state if type(key) is str)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {id(p): names[id(p)] for p in parameters if id(p) in names}
+    bare = Counter(name.name for name in found.values())
+    chosen: dict[int, str] = {}
+    known = False
+    position = 0
+    groups = []
+    for group in optimizer.param_groups:
+        own = group.get("param_names")
+        members = []
+        for index, parameter in enumerate(group["params"]):
+            key = id(parameter)
+            if key not in chosen:
+                wanted = f"param.{position}"
+                if key in found:
+                    # Two modules may both have a `0.weight`: only then does the module's place join the name.
+                    wanted = found[key].name if bare[found[key].name] == 1 else found[key].full
+                    known = True
+                elif own is not None and index < len(own) and type(own[index]) is str:
+                    wanted = own[index]
+                    known = True
+                chosen[key] = _unique(wanted, taken)
+            members.append(chosen[key])
+            position += 1
+        groups.append(tuple(members))
+    return OptimizerNames(tuple(groups), known)
+
+
+def _unique(wanted: str, taken: Counter[str]) -> str:
+    name, count = wanted, 0
+    while name in taken:
+        count += 1
+        name = f"{wanted}~{count}"
+    taken[name] = 1
+    return name
+
+
+def named_state(state: Any, names: OptimizerNames) -> dict[Any, Any] | None:
+    """An optimizer's ``state_dict()`` with names for indices; None when it does not have torch's usual form.
+
+    ``torch.optim.Optimizer.load_state_dict`` takes the result as it is: it matches parameters by their order
+    in the groups and only asks that the keys agree.
+    """
+    index_names = name_of_index(state, names)
+    if index_names is None:
+        return None
+    by_name = {index_names.get(key, key): value for key, value in state["state"].items()}
+    groups = [
+        {**group, "params": list(members)}
+        for group, members in zip(state["param_groups"], names.groups, strict=True)
+    ]
+    return {**state, "state": by_name, "param_groups": groups}
+
+
+def name_of_index(state: Any, names: OptimizerNames) -> dict[Any, str] | None:
+    """Which name each index of a usual ``state_dict()`` stands for; None for an unusual one."""
+    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        return None
+    groups = state.get("param_groups")
+    if type(groups) is not list or len(groups) != len(names.groups):
+        return None
+    found: dict[Any, str] = {}
+    for group, members in zip(groups, names.groups, strict=True):
+        packed = group.get("params") if isinstance(group, dict) else None
+        if type(packed) is not list or len(packed) != len(members):
+            return None
+        found.update(zip(packed, members, strict=True))
+    return found

@@ -1,0 +1,338 @@
+"""From a state to its tree and named leaves: what every save does first.
+
+Owns the walk over a state: which containers are descended, how leaves are named, which of them share memory.
+Single values belong to `value_encoder`, arrays to `arrays` and `torch_arrays`. Nothing is copied here: a leaf
+describes where its bytes lie.
+
+The walk is on the path of every save, so it dispatches on exact types through one table; anything not in the
+table (modules, optimizers, stateful objects, mistakes) takes the slow way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.engine.buffers import Produced, Source
+from holdfast.errors import UnsupportedState
+from holdfast.state import arrays, torch_arrays, torch_objects, value_encoder
+from holdfast.state.arrays import Framework
+from holdfast.state.node import (
+    COUNTER,
+    DEQUE,
+    DICT,
+    LEAF,
+    MAX_DEPTH,
+    NAMELESS,
+    ORDERED,
+    STATE_DICT,
+    TUPLE,
+    Node,
+)
+from holdfast.state.value_encoder import ENCODERS, is_text, type_name, unsupported
+
+
+class LeafSource(msgspec.Struct, frozen=True, gc=False):
+    """One array to store: its name, what it is, and where its bytes come from.
+
+    Not tracked by the garbage collector: 20,000 of them would make it search the whole heap in every save.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    framework: Framework
+    source: Any  # Source; msgspec does not look inside
+
+    @property
+    def nbytes(self) -> int:
+        source: Source = self.source
+        return source.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A state taken apart: its tree, its leaves in order, and names that share another leaf's memory."""
+
+    tree: Node
+    leaves: tuple[LeafSource, ...]
+    aliases: tuple[tuple[str, str], ...]
+
+
+def flatten(state: object) -> Flat:
+    """Take a state apart. Raises `UnsupportedState`, naming the place, for what cannot be stored exactly.
+
+    >>> import numpy as np
+    >>> flat = flatten({"model": {"w": np.zeros((2, 3), np.float32)}, "step": 7})
+    >>> flat.tree
+    {'model': {'w': {'$leaf': 'model.w'}}, 'step': 7}
+    >>> [(leaf.name, leaf.dtype, leaf.shape) for leaf in flat.leaves]
+    [('model.w', 'F32', (2, 3))]
+    """
+    walk = _Walk(state)
+    tree = walk.node(state, "", 0)
+    return Flat(tree, tuple(walk.leaves), tuple(walk.aliases))
+
+
+def names_in(part: object, place: str, state: object) -> list[str]:
+    """The names that a part of a state has there; its place when there is no array in it."""
+    walk = _Walk(state)
+    walk.node(part, place, 0)
+    return [leaf.name for leaf in walk.leaves] + [name for name, _ in walk.aliases] or [place or NAMELESS]
+
+
+def component(key: object) -> str:
+    """How a dict key appears in leaf names. The tree holds the key itself."""
+    try:
+        text = key if type(key) is str else str(key)
+    except ValueError:  # integers of thousands of digits, numpy's times without a unit
+        text = type(key).__name__
+    return text if is_text(text) else text.encode("utf-8", "backslashreplace").decode()
+
+
+Walker = Callable[[Any, str, int], Node]
+
+
+class _Walk:
+    """One pass over one state. A place is the dotted path so far; a depth, the containers around."""
+
+    def __init__(self, state: object) -> None:
+        self.leaves: list[LeafSource] = []
+        self.aliases: list[tuple[str, str]] = []
+        self._state = state
+        self._used: set[str] = set()
+        # Address -> index of the first leaf there. Only a second one pays for a full comparison.
+        self._first: dict[int, int] = {}
+        # Index -> the array itself, for leaves whose source does not hold it.
+        self._arrays: dict[int, Any] = {}
+        self._exact: dict[tuple[Any, ...], str] = {}
+        self._parameters: torch_objects.ParameterNames | None = None
+        self._walkers: dict[type, Walker] = {
+            dict: self._dict,
+            list: self._list,
+            np.ndarray: self._array,
+            tuple: self._tuple,
+            set: self._set,
+            frozenset: self._frozenset,
+            OrderedDict: self._ordered,
+            Counter: self._counter,
+            deque: self._deque,
+            np.memmap: self._array,
+        }
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            self._describe = torch_arrays.describer()
+            self._walkers[torch.Tensor] = self._tensor
+            self._walkers[torch.nn.Parameter] = self._tensor
+
+    def node(self, value: object, place: str, depth: int) -> Node:
+        kind = type(value)
+        walker = self._walkers.get(kind)
+        if walker is not None:
+            return walker(value, place, depth)
+        encoder = ENCODERS.get(kind)
+        if encoder is not None:
+            return encoder(value, place)
+        return self._other(value, place, depth)
+
+    # --- containers
+
+    def _deeper(self, place: str, depth: int) -> int:
+        if depth >= MAX_DEPTH:
+            raise unsupported(
+                place[:200], f"it is nested deeper than {MAX_DEPTH} levels, or a container holds itself"
+            )
+        return depth + 1
+
+    def _dict(self, value: dict[Any, Any], place: str, depth: int) -> Node:
+        for key in value:
+            if type(key) is not str or key[:1] == "$" or not (key.isascii() or is_text(key)):
+                return {DICT: self._pairs(value.items(), place, depth)}
+        depth = self._deeper(place, depth)
+        prefix = f"{place}." if place else ""
+        walkers = self._walkers
+        slow = self.node
+        found: dict[str, Node] = {}
+        for key, item in value.items():
+            walker = walkers.get(type(item))
+            if walker is not None:
+                found[key] = walker(item, prefix + key, depth)
+            else:
+                found[key] = slow(item, prefix + key, depth)
+        return found
+
+    def _pairs(self, items: Iterable[tuple[Any, Any]], place: str, depth: int) -> list[Node]:
+        depth = self._deeper(place, depth)
+        prefix = f"{place}." if place else ""
+        found: list[Node] = []
+        for key, item in items:
+            at = prefix + component(key)
+            found.append([self._hashable(key, at, depth), self.node(item, at, depth)])
+        return found
+
+    def _items(self, items: Iterable[Any], place: str, depth: int) -> list[Node]:
+        depth = self._deeper(place, depth)
+        prefix = f"{place}." if place else ""
+        return [self.node(item, f"{prefix}{index}", depth) for index, item in enumerate(items)]
+
+    def _list(self, value: list[Any], place: str, depth: int) -> Node:
+        return self._items(value, place, depth)
+
+    def _tuple(self, value: tuple[Any, ...], place: str, depth: int) -> Node:
+        return {TUPLE: self._items(value, place, depth)}
+
+    def _deque(self, value: deque[Any], place: str, depth: int) -> Node:
+        return {DEQUE: [self._items(value, place, depth), value.maxlen]}
+
+    def _counter(self, value: Counter[Any], place: str, depth: int) -> Node:
+        return {COUNTER: self._pairs(value.items(), place, depth)}
+
+    def _ordered(self, value: OrderedDict[Any, Any], place: str, depth: int) -> Node:
+        attributes = vars(value)
+        if not attributes:
+            return {ORDERED: self._pairs(value.items(), place, depth)}
+        # Module.state_dict() hangs the versions of its modules on the dict it returns.
+        if set(attributes) != {"_metadata"}:
+            extra = ", ".join(sorted(set(attributes) - {"_metadata"}))
+            raise unsupported(place, f"an OrderedDict with attributes of its own ({extra}) would lose them")
+        known = len(self.leaves) + len(self.aliases)
+        metadata = self.node(attributes["_metadata"], f"{place}._metadata", depth + 1)
+        if len(self.leaves) + len(self.aliases) != known:
+            raise unsupported(place, "the _metadata of a state dict holds arrays")
+        return {STATE_DICT: [metadata, *self._pairs(value.items(), place, depth)]}
+
+    def _set(self, value: set[Any], place: str, depth: int) -> Node:
+        depth = self._deeper(place, depth)
+        return {"$set": [self._hashable(item, place, depth) for item in value]}
+
+    def _frozenset(self, value: frozenset[Any], place: str, depth: int) -> Node:
+        depth = self._deeper(place, depth)
+        return {"$frozenset": [self._hashable(item, place, depth) for item in value]}
+
+    def _hashable(self, value: object, place: str, depth: int) -> Node:
+        """The node of a key or of a member of a set: values, and tuples and frozensets of them."""
+        if type(value) is tuple:
+            depth = self._deeper(place, depth)
+            return {TUPLE: [self._hashable(item, place, depth) for item in value]}
+        if type(value) is frozenset:
+            return self._frozenset(value, place, depth)
+        try:
+            return value_encoder.encode(value, place)
+        except UnsupportedState as error:
+            raise unsupported(place, f"a key or a member of a set has type {type_name(value)}") from error
+
+    # --- leaves
+
+    def _tensor(self, tensor: Any, place: str, depth: int) -> Node:
+        dtype, shape, source, own = self._describe(tensor, place)
+        leaf = LeafSource(place, dtype, shape, "torch", source)
+        if own and type(source) is not Produced:
+            return self._leaf(tensor, source.address, place, leaf)  # type: ignore[union-attr]
+        index = len(self.leaves)
+        node = self._leaf(tensor, tensor.data_ptr(), place, leaf)
+        if len(self.leaves) > index:
+            self._arrays[index] = tensor
+        return node
+
+    def _array(self, array: Any, place: str, depth: int) -> Node:
+        dtype = arrays.logical_name(array.dtype)
+        if dtype is None:
+            raise unsupported(place, f"a numpy array of dtype {array.dtype}. Store its plain fields instead")
+        source = arrays.source(array)
+        return self._leaf(
+            array, source.address, place, LeafSource(place, dtype, array.shape, "numpy", source)
+        )
+
+    def _leaf(self, array: Any, address: int, place: str, leaf: LeafSource) -> Node:
+        used = self._used
+        name = place
+        if not name or name in used or not name.isascii():
+            name = self._name(place)
+            leaf = LeafSource(name, leaf.dtype, leaf.shape, leaf.framework, leaf.source)
+        used.add(name)
+        if leaf.source.nbytes and address not in self._first:
+            self._first[address] = len(self.leaves)
+            self.leaves.append(leaf)
+        else:
+            known = self._known(array, address, leaf)
+            if known is None:
+                self.leaves.append(leaf)
+            else:
+                self.aliases.append((name, known))
+        return {LEAF: name}
+
+    def _name(self, place: str) -> str:
+        wanted = component(place) or NAMELESS
+        name, count = wanted, 0
+        while name in self._used:
+            count += 1
+            name = f"{wanted}~{count}"
+        return name
+
+    def _known(self, array: Any, address: int, leaf: LeafSource) -> str | None:
+        """The leaf that already has exactly these bytes, if one has; otherwise this one is it from now on."""
+        if not leaf.source.nbytes:
+            # No memory to share, but the same object twice still comes back as one object.
+            key: tuple[Any, ...] = (id(array),)
+        else:
+            index = self._first[address]
+            first = self.leaves[index]
+            owner = self._arrays.get(index)
+            self._exact.setdefault(_identity(first.source.owner if owner is None else owner), first.name)
+            key = _identity(array)
+        known = self._exact.setdefault(key, leaf.name)
+        return None if known == leaf.name else known
+
+    # --- the rest
+
+    def _other(self, value: Any, place: str, depth: int) -> Node:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            raise torch_arrays.wrapper_refusal(value, place)
+        if isinstance(value, np.ndarray):
+            raise unsupported(
+                place, f"its type is {type_name(value)}, more than an array. Store its plain arrays instead"
+            )
+        if torch_objects.is_optimizer(value):
+            return self._optimizer(value, place, depth)
+        if torch_objects.is_stateful(value):
+            return self.node(value.state_dict(), place, self._deeper(place, depth))
+        return value_encoder.encode(value, place)
+
+    def _optimizer(self, optimizer: Any, place: str, depth: int) -> Node:
+        state = optimizer.state_dict()
+        named = torch_objects.named_state(state, torch_objects.optimizer_names(optimizer, self._names()))
+        if named is None or not all(type(key) is str and key[:1] != "$" for key in named):
+            return self.node(state, place, self._deeper(place, depth))
+        depth = self._deeper(place, depth)
+        prefix = f"{place}." if place else ""
+        return {
+            # Leaves are named after the parameter: optimizer.h.0.weight.exp_avg, without a "state" between.
+            key: self.node(item, place if key == "state" else f"{prefix}{key}", depth)
+            for key, item in named.items()
+        }
+
+    def _names(self) -> torch_objects.ParameterNames:
+        if self._parameters is None:
+            self._parameters = torch_objects.parameter_names(self._state)
+        return self._parameters
+
+
+def _identity(array: Any) -> tuple[Any, ...]:
+    """What two arrays must share to be the same bytes seen the same way."""
+    shape = tuple(array.shape)
+    if type(array) is np.ndarray or type(array) is np.memmap:
+        return array.ctypes.data, "numpy", array.dtype, shape, _steps(shape, array.strides)
+    flags = array.is_conj(), array.is_neg()
+    return array.data_ptr(), str(array.device), array.dtype, shape, _steps(shape, array.stride()), flags
+
+
+def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    # The step of a dimension of length one leads nowhere and means nothing.
+    return tuple(step if size > 1 else 0 for size, step in zip(shape, strides, strict=True))

@@ -1,0 +1,33 @@
+"""store: checkpoints on disk. The commit protocol, runs, recovery, retention, recycling, verification.
+
+`commit` is how a checkpoint becomes durable, `run` what a run's directory holds and who may change it, `checkpoint`
+an open checkpoint, `verify` the full check, `api` the calls that users know.
+"""
+
+from __future__ import annotations
+
+from holdfast.store.api import Options, load, open, save
+from holdfast.store.checkpoint import Checkpoint, LeafInfo, resolve
+from holdfast.store.commit import CheckpointInfo
+from holdfast.store.lazy import LazyLeaf
+from holdfast.store.run import WritableRun, list_steps, step_name
+from holdfast.store.shards import Problem
+from holdfast.store.verify import Report, verify
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointInfo",
+    "LazyLeaf",
+    "LeafInfo",
+    "Options",
+    "Problem",
+    "Report",
+    "WritableRun",
+    "list_steps",
+    "load",
+    "open",
+    "resolve",
+    "save",
+    "step_name",
+    "verify",
+]

@@ -1,0 +1,305 @@
+"""A committed checkpoint, opened for reading: what it holds, and its bytes on demand.
+
+Opening reads and validates the manifest only. Every later read is verified against its checksums unless told
+otherwise. An open checkpoint is held against recycling: retention may give it up, but nobody writes over it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import fnmatch
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from holdfast.engine import ALIGNMENT
+from holdfast.errors import CheckpointNotFound, IncompleteCheckpoint, StateMismatch, UnsupportedCheckpoint
+from holdfast.format.dtypes import itemsize
+from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root
+from holdfast.format.records import Leaf, Root
+from holdfast.state import Framework, LeafMeta, Restore, convert, empty, prune, unflatten, values
+from holdfast.store.commit import MANIFEST, PARTIAL, try_lock_directory
+from holdfast.store.failures import reading
+from holdfast.store.lazy import LazyLeaf
+from holdfast.store.run import RETIRED, list_steps, step_name
+from holdfast.store.shards import ShardReader, Wanted
+
+_LOCK_SECONDS = 2.0
+"""A writer holds a checkpoint that is already visible only while it syncs the directory above."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafInfo:
+    """A leaf as stored. `alias_of`: the leaf it shares its bytes with."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    framework: Framework
+    alias_of: str | None = None
+
+
+class Checkpoint:
+    """One committed checkpoint. Use as a context manager, or `close` it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._lock = _hold(path)
+        try:
+            self.root: Root = _read_root(self._directory, os.path.join(path, MANIFEST))
+            _refuse_unknown_layout(self.root, path)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._leaves: dict[str, Leaf] = {leaf.name: leaf for leaf in self.root.part.leaves}
+        self._aliases: dict[str, str] = {alias.name: alias.of for alias in self.root.part.aliases}
+        self.shards = ShardReader(self.root.part, path, self._directory)
+        self._closed = False
+
+    @property
+    def _directory(self) -> str:
+        # By descriptor, so that a rename by retention does not take the files away from under a reader.
+        return f"/proc/self/fd/{self._lock}"
+
+    @property
+    def step(self) -> int:
+        return self.root.step
+
+    @property
+    def id(self) -> str:
+        return self.root.id
+
+    @property
+    def created(self) -> float:
+        """Unix time of the save."""
+        return self.root.created
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return dict(self.root.metrics)
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, LeafInfo]:
+        """Every leaf by name, tied ones included."""
+        found = {name: _info(leaf, None) for name, leaf in self._leaves.items()}
+        found.update({name: _info(self._leaves[of], of) for name, of in self._aliases.items()})
+        return found
+
+    @functools.cached_property
+    def values(self) -> dict[str, object]:
+        """Everything that is not an array, by dotted name."""
+        return values(self.root.tree, where=os.path.join(self.path, MANIFEST))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.leaves.values() if info.alias_of is None)
+
+    @property
+    def stored_nbytes(self) -> int:
+        return sum(file.nbytes for file in self.root.part.files)
+
+    def __getitem__(self, name: str) -> LazyLeaf:
+        """A leaf by name; index it to read only that part: ``ck["model.w"][10:20]``."""
+        leaf = self._leaf(name)
+        return LazyLeaf(name, leaf, self.shards)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._leaves or name in self._aliases
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves) + len(self._aliases)
+
+    def read(
+        self,
+        select: str | Iterable[str] = "*",
+        *,
+        framework: Framework | None = None,
+        verify: bool = True,
+        progress: Callable[[int], None] | None = None,
+    ) -> dict[str, Any]:
+        """The leaves whose names match a glob (or any of several), as arrays in memory."""
+        chosen = self.select(select)
+        return self._read_fresh(chosen, framework, verify=verify, progress=progress)
+
+    def select(self, patterns: str | Iterable[str]) -> list[str]:
+        """Names of the leaves that match. A pattern that matches nothing is an error: it is a typing mistake."""
+        patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+        chosen: dict[str, None] = {}
+        for pattern in patterns:
+            matching = [name for name in self.leaves if fnmatch.fnmatchcase(name, pattern)]
+            if not matching and pattern != "*":
+                raise StateMismatch(
+                    f"no leaf of {self.path} matches {pattern!r}; `holdfast show` lists them", missing=[pattern]
+                )
+            chosen.update(dict.fromkeys(matching))
+        return list(chosen)
+
+    def load(
+        self,
+        into: object = None,
+        *,
+        select: str | Iterable[str] | None = None,
+        framework: Framework | None = None,
+        verify: bool = True,
+        strict: bool = True,
+    ) -> Any:
+        """The whole tree in fresh memory, or put back in place with `into`. See `holdfast.load`."""
+        if into is None:
+            chosen = list(self.leaves) if select is None else self.select(select)
+            arrays = self._read_fresh(chosen, framework, verify=verify)
+            tree = self.root.tree if select is None else prune(self.root.tree, set(chosen))
+            return unflatten(tree, arrays, where=os.path.join(self.path, MANIFEST))
+        if framework is not None:
+            raise TypeError("framework= goes with fresh arrays; with into= the target decides")
+        return self._restore(into, select, verify=verify, strict=strict)
+
+    def _restore(
+        self, into: object, select: str | Iterable[str] | None, *, verify: bool, strict: bool
+    ) -> object:
+        metas = {
+            leaf.name: LeafMeta(leaf.name, leaf.dtype, leaf.shape, leaf.framework)
+            for leaf in self._leaves.values()
+        }
+        restore = Restore(into, self.root.tree, metas, self._aliases)
+        chosen = None if select is None else set(self.select(select))
+        mismatch = restore.mismatch
+        if mismatch and strict and chosen is None:
+            raise StateMismatch(
+                _explain(self.path, mismatch.missing, mismatch.extra, mismatch.wrong),
+                missing=mismatch.missing,
+                extra=mismatch.extra,
+                wrong=mismatch.wrong,
+            )
+        arrays, wanted = self._fresh_wanted(restore.fresh)
+        wanted += [Wanted(self._leaf(name), place) for name, place in restore.destinations.items()]
+        self.shards.read(wanted, verify=verify, whole=len(wanted) == len(self._leaves))
+        return restore.finish(arrays)
+
+    def _read_fresh(
+        self,
+        names: Sequence[str],
+        framework: Framework | None,
+        *,
+        verify: bool,
+        progress: Callable[[int], None] | None = None,
+    ) -> dict[str, Any]:
+        stored = list(dict.fromkeys(self._aliases.get(name, name) for name in names))
+        arrays, wanted = self._fresh_wanted(stored)
+        self.shards.read(wanted, verify=verify, whole=len(stored) == len(self._leaves), progress=progress)
+        if framework is not None:
+            arrays = {name: convert(array, framework) for name, array in arrays.items()}
+        return {name: arrays[self._aliases.get(name, name)] for name in names}
+
+    def _fresh_wanted(self, names: Iterable[str]) -> tuple[dict[str, Any], list[Wanted]]:
+        arrays: dict[str, Any] = {}
+        wanted: list[Wanted] = []
+        for name in names:
+            leaf = self._leaf(name)
+            residue = leaf.fragments[0].offset % ALIGNMENT
+            arrays[name], memory = empty(leaf.dtype, leaf.shape, leaf.framework, residue)
+            wanted.append(Wanted(leaf, memory))
+        return arrays, wanted
+
+    def _leaf(self, name: str) -> Leaf:
+        try:
+            return self._leaves[self._aliases.get(name, name)]
+        except KeyError:
+            raise KeyError(f"{self.path} has no leaf {name!r}") from None
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            os.close(self._lock)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path} step {self.step}, {len(self)} leaves, {self.nbytes} bytes>"
+
+
+def resolve(path: str | os.PathLike[str]) -> str:
+    """The checkpoint a path means: itself, or the newest committed one of a run."""
+    where = os.path.abspath(os.fspath(path))
+    if where.endswith((PARTIAL, RETIRED)):
+        raise IncompleteCheckpoint("this is not a committed checkpoint: the save did not finish", path=where)
+    if os.path.exists(os.path.join(where, MANIFEST)):
+        return where
+    if not os.path.isdir(where):
+        hint = "; a save to it did not finish" if os.path.isdir(where + PARTIAL) else ""
+        raise CheckpointNotFound(f"there is no checkpoint at {where}{hint}")
+    steps = list_steps(where)
+    if steps:
+        return os.path.join(where, step_name(steps[-1]))
+    raise IncompleteCheckpoint(f"no {MANIFEST} and no checkpoints inside: not a checkpoint, nor a run with one", path=where)
+
+
+def _hold(path: str) -> int:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            lock = try_lock_directory(path, fcntl.LOCK_SH)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointNotFound(f"there is no checkpoint at {path}") from error
+        except PermissionError as error:
+            with reading(path):
+                raise error
+        if lock is not None:
+            return lock
+        if time.monotonic() > deadline:
+            raise CheckpointNotFound(f"{path} is being written by another process")
+        time.sleep(0.002)
+
+
+def _read_root(directory: str, where: str) -> Root:
+    try:
+        with reading(where), open(os.path.join(directory, MANIFEST), "rb") as file:
+            data = file.read(MAX_ROOT_NBYTES + 1)
+    except OSError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise IncompleteCheckpoint("the manifest is missing", path=where) from error
+        raise
+    return decode_root(data, where)
+
+
+def _refuse_unknown_layout(root: Root, path: str) -> None:
+    if root.world != 1 or root.parts or any(len(leaf.fragments) != 1 for leaf in root.part.leaves):
+        raise UnsupportedCheckpoint(
+            f"{path} was written by several processes, which this version of Holdfast cannot read; upgrade Holdfast"
+        )
+
+
+def _info(leaf: Leaf, alias_of: str | None) -> LeafInfo:
+    nbytes = itemsize(leaf.dtype)
+    for size in leaf.shape:
+        nbytes *= size
+    return LeafInfo(leaf.dtype, leaf.shape, nbytes, leaf.framework, alias_of)
+
+
+def _explain(path: str, missing: Sequence[str], extra: Sequence[str], wrong: Sequence[str]) -> str:
+    parts = []
+    for title, names in (
+        ("missing in the checkpoint", missing),
+        ("only in the checkpoint", extra),
+        ("different", wrong),
+    ):
+        if names:
+            shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+            parts.append(f"{title}: {shown}")
+    return f"{path} does not fit the state ({'; '.join(parts)}). Pass strict=False to restore what fits."

@@ -1,0 +1,237 @@
+"""The commit protocol: how a checkpoint becomes durable, all or nothing.
+
+For a checkpoint that shall appear at ``D`` in directory ``P``, one process:
+
+1. Make ``D.partial`` in ``P``, or rename a retired checkpoint to it to write over its files. Nobody reads a name
+   that ends in ``.partial``, so nothing before step 5 can be taken for a checkpoint.
+2. Write the shard. Its bytes come from the caller's memory; checksums are computed on the way.
+3. Write the manifest, which holds the checksums.
+4. Sync the shard, the manifest, and the directory ``D.partial``: all that the checkpoint consists of is durable.
+5. Rename ``D.partial`` to ``D``. **This is the commit.** (Replacing an old checkpoint: exchange the two names.)
+6. Sync ``P``. Now, and only now, the save is reported durable.
+
+A crash before the rename reached the disk leaves ``D.partial``, which the next writer sweeps away; after it, a whole
+checkpoint. The rename cannot reach the disk before what step 4 synced. ``D.partial`` itself needs no sync of ``P``:
+nobody relies on it until step 6 syncs the same directory.
+
+A sync that fails is final: the kernel may have dropped the dirty pages, and a second sync would lie. The save fails,
+what it left is removed, and what was there before has not been touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from holdfast import engine
+from holdfast.engine import CHUNK_NBYTES, Tuning, fs
+from holdfast.errors import CheckpointExists, RunLocked
+from holdfast.format.checksums import digest
+from holdfast.format.manifest import encode_root, shard_name
+from holdfast.format.records import Alias, Fragment, Leaf, Part, Root, ShardFile
+from holdfast.plan import ShardPlan, plan_shard
+from holdfast.state import Flat, flatten
+from holdfast.store.failures import saving
+
+MANIFEST = "manifest.json"
+PARTIAL = ".partial"
+_SHARD = shard_name(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What a save did. `nbytes` counts the leaves, `stored_nbytes` the files."""
+
+    path: str
+    step: int
+    id: str
+    created: float
+    metrics: Mapping[str, float]
+    leaves: int
+    nbytes: int
+    stored_nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One checkpoint to be committed. `spare`: a retired checkpoint of which the files may be written over."""
+
+    target: str
+    step: int
+    metrics: Mapping[str, float]
+    tuning: Tuning
+    spare: str | None = None
+    overwrite: bool = False
+
+    @property
+    def partial(self) -> str:
+        return self.target + PARTIAL
+
+    @property
+    def parent(self) -> str:
+        return os.path.dirname(self.target)
+
+    def run(self, state: object) -> CheckpointInfo:
+        """Save `state`; returns when it is durable. Otherwise raises `SaveFailed` and leaves nothing behind."""
+        began = time.perf_counter()
+        check_step(self.step)
+        flat = flatten(state)
+        plan = plan_shard(flat.leaves)
+        with saving(self.target):
+            self._refuse_existing()
+            # Choosing may write a trial file, so it comes before there is anything to clean up.
+            tuning = self.tuning
+            if plan.nbytes > tuning.small_nbytes or tuning.backend is not None:
+                tuning = replace(tuning, backend=engine.choose_backend(self.parent, tuning.backend))
+            with self._own_partial() as recycle:
+                root, manifest_nbytes = self._write(flat, plan, tuning, recycle=recycle)
+                self._publish()
+        return CheckpointInfo(
+            path=self.target,
+            step=self.step,
+            id=root.id,
+            created=root.created,
+            metrics=dict(self.metrics),
+            leaves=len(flat.leaves),
+            nbytes=sum(leaf.nbytes for leaf in flat.leaves),
+            stored_nbytes=plan.nbytes + manifest_nbytes,
+            seconds=time.perf_counter() - began,
+        )
+
+    def _refuse_existing(self) -> None:
+        if not self.overwrite and os.path.lexists(self.target):
+            raise CheckpointExists(
+                f"{self.target} exists and checkpoints are immutable: "
+                "choose another path, or pass overwrite=True to replace it atomically"
+            )
+
+    @contextlib.contextmanager
+    def _own_partial(self) -> Iterator[bool]:
+        """Step 1, and the clean-up when anything after it fails. Yields whether files are there to write over."""
+        lock = None
+        if self.spare is not None:
+            lock = try_lock_directory(self.spare)  # none: somebody still reads it
+        recycle = lock is not None
+        if self.spare is not None and lock is not None:
+            fs.rename(self.spare, self.partial)
+        else:
+            lock = self._make_partial()
+        try:
+            yield recycle
+        except BaseException:
+            # What cannot be removed now is swept by the next writer; the failure to report is the first one.
+            with contextlib.suppress(OSError):
+                fs.remove_tree(self.partial)
+            raise
+        finally:
+            os.close(lock)
+
+    def _make_partial(self) -> int:
+        try:
+            fs.mkdir(self.partial)
+        except FileExistsError:
+            # A crashed save left it, or a live one is at work: its lock tells.
+            leftover = self._lock_partial()
+            try:
+                fs.remove_tree(self.partial)
+            finally:
+                os.close(leftover)
+            fs.mkdir(self.partial)
+        return self._lock_partial()
+
+    def _lock_partial(self) -> int:
+        lock = try_lock_directory(self.partial)
+        if lock is None:
+            raise RunLocked(f"another process is saving to {self.target}; one writer per checkpoint")
+        return lock
+
+    def _write(self, flat: Flat, plan: ShardPlan, tuning: Tuning, *, recycle: bool) -> tuple[Root, int]:
+        """Steps 2 to 4."""
+        if recycle:
+            self._drop_strangers()
+        job = engine.write(
+            os.path.join(self.partial, _SHARD),
+            plan.nbytes,
+            plan.pieces(),
+            tuning=tuning,
+            recycle=recycle,
+            background=plan.nbytes > tuning.small_nbytes,
+        )
+        job.wait()
+        root = self._describe(flat, plan, job.checksums()[1:])
+        encoded = encode_root(root)
+        manifest = fs.write_file(os.path.join(self.partial, MANIFEST), encoded, recycle=recycle)
+        fs.sync([job, manifest], self.partial)
+        return root, len(encoded)
+
+    def _drop_strangers(self) -> None:
+        for name in os.listdir(self.partial):
+            if name not in (MANIFEST, _SHARD):
+                fs.unlink(os.path.join(self.partial, name))
+
+    def _describe(self, flat: Flat, plan: ShardPlan, checksums: list[str]) -> Root:
+        leaves = tuple(
+            Leaf(
+                leaf.name,
+                leaf.dtype,
+                leaf.shape,
+                leaf.framework,
+                (Fragment((0,) * len(leaf.shape), leaf.shape, 0, offset, leaf.nbytes, chunks),),
+            )
+            for leaf, offset, chunks in zip(plan.leaves, plan.offsets, checksums, strict=True)
+        )
+        shard = ShardFile(_SHARD, plan.nbytes, len(plan.header), digest(plan.header))
+        aliases = tuple(Alias(name, of) for name, of in flat.aliases)
+        return Root(
+            id=uuid.uuid4().hex,
+            step=self.step,
+            created=time.time(),
+            metrics=dict(self.metrics),
+            tree=flat.tree,
+            part=Part(0, CHUNK_NBYTES, (shard,), leaves, aliases),
+        )
+
+    def _publish(self) -> None:
+        """Steps 5 and 6. A failed sync takes the name back: a checkpoint that has failed must not be found."""
+        replaces = self.overwrite and os.path.lexists(self.target)
+        move = fs.exchange if replaces else fs.rename
+        move(self.partial, self.target)
+        try:
+            fs.sync_dir(self.parent)
+        except OSError:
+            move(self.target, self.partial)
+            raise
+        if replaces:
+            with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
+                fs.remove_tree(self.partial)
+
+
+def check_step(step: int) -> None:
+    """Steps are what directory names can hold, twelve digits."""
+    if type(step) is not int or not 0 <= step < 10**12:
+        raise ValueError(f"step must be an int from 0 to 10**12 - 1, not {step!r}")
+
+
+def try_lock_directory(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
+    """Holds a directory until the returned descriptor is closed; None when somebody else does.
+
+    Writers hold a checkpoint's directory exclusively while they write into it, readers share it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass  # held, or renamed or removed by its holder just now: not ours either way
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None

@@ -1,0 +1,65 @@
+"""From what the operating system said to what the caller should know."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast.errors import HoldfastError, ReadFailed, SaveFailed, StorageDenied, StorageFull, StorageMissing
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+def save_failed(cause: OSError, target: str) -> SaveFailed:
+    """The typed error for a save to `target` that failed with `cause`."""
+    where = os.fsdecode(cause.filename) if cause.filename else target
+    what = f"{cause.strerror or cause} at {where}"
+    safe = "earlier checkpoints are untouched"
+    error: SaveFailed
+    if cause.errno in _FULL:
+        error = StorageFull(f"no room to save {target}: {what}; {safe}. Free space or keep fewer checkpoints.")
+    elif cause.errno in _DENIED:
+        advice = (
+            "the filesystem is mounted read-only: choose another directory"
+            if cause.errno == errno.EROFS
+            else f"make it writable for user {os.geteuid()} (chown or chmod), or choose another directory"
+        )
+        error = StorageDenied(f"cannot save {target}: {what}; {advice}")
+    elif cause.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(target)):
+        error = StorageMissing(
+            f"cannot save {target}: the directory {os.path.dirname(target)} does not exist; "
+            "create it, or check that its volume is mounted"
+        )
+    else:
+        error = SaveFailed(f"the save of {target} failed and is not durable: {what}; {safe}")
+    error.errno = cause.errno
+    error.filename = where
+    return error
+
+
+@contextmanager
+def saving(target: str) -> Iterator[None]:
+    """Turns any `OSError` of the block into the typed error for a failed save."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except OSError as error:
+        raise save_failed(error, target) from error
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turns any `OSError` of the block into `ReadFailed`."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except OSError as error:
+        failed = ReadFailed(f"cannot read {path}: {error.strerror or error}")
+        failed.errno = error.errno
+        failed.filename = path
+        raise failed from error

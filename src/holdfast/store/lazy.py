@@ -1,0 +1,144 @@
+"""One leaf, read as far as it is asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from typing import Any
+
+import numpy as np
+
+from holdfast.format.dtypes import itemsize
+from holdfast.format.records import Leaf
+from holdfast.plan import rows_to_read
+from holdfast.state import Framework, empty
+from holdfast.store.shards import ShardReader
+
+_COARSE_NBYTES = 1 << 20
+"""Rows up to a chunk are read whole: the checksum covers a chunk anyway."""
+_WINDOW_NBYTES = 64 << 20
+"""Most that is held beside the result while a selection of columns is read."""
+
+
+class LazyLeaf:
+    """Behaves like an array that is not there yet: has `shape` and `dtype`, and reads what is indexed."""
+
+    def __init__(self, name: str, leaf: Leaf, shards: ShardReader) -> None:
+        self.name = name
+        self._leaf = leaf
+        self._shards = shards
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._leaf.shape
+
+    @property
+    def dtype(self) -> str:
+        """The stored element type, by its safetensors name."""
+        return self._leaf.dtype
+
+    @property
+    def framework(self) -> Framework:
+        return self._leaf.framework
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        size = itemsize(self.dtype)
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a 0-d leaf has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<LazyLeaf {self.name} {self.dtype}{list(self.shape)}>"
+
+    def __getitem__(self, index: Any) -> Any:
+        """Integers, slices (any step) and ``...``; the result is an array of the leaf's framework."""
+        key = _expand(index, len(self.shape))
+        spans = [_span(item, extent, axis) for axis, (item, extent) in enumerate(zip(key, self.shape, strict=True))]
+        box = tuple(range(span.start, span.stop) for span in spans)
+        elements = self._read_box(box)
+        inside = tuple(span.inside for span in spans)
+        return _finish(elements[inside], self.dtype, self.framework)
+
+    def _read_box(self, box: tuple[range, ...]) -> np.ndarray[Any, Any]:
+        """The elements of a box, as opaque fixed-size items: indexing moves them, nothing looks into them."""
+        size = itemsize(self.dtype)
+        item = np.dtype((np.void, size))
+        out = np.empty(tuple(len(span) for span in box), item)
+        if out.size == 0:
+            return out
+        for prefix, span in rows_to_read(self.shape, box, size, _COARSE_NBYTES):
+            depth = len(prefix)
+            row_shape = self.shape[depth + 1 :]
+            row_nbytes = size * int(np.prod(row_shape, dtype=np.int64))
+            place = tuple(at - axis.start for at, axis in zip(prefix, box, strict=False))
+            inner = tuple(slice(axis.start, axis.stop) for axis in box[depth + 1 :])
+            rows = span.nbytes // row_nbytes
+            step = max(1, _WINDOW_NBYTES // row_nbytes)
+            target = out[place] if depth < len(self.shape) else None
+            for first in range(0, rows, step):
+                count = min(step, rows - first)
+                start = span.start + first * row_nbytes
+                part = type(span)(start, start + count * row_nbytes)
+                read = np.frombuffer(self._shards.read_range(self._leaf, part), item)
+                if target is None:
+                    out[place] = read[0]
+                else:
+                    target[first : first + count] = read.reshape(count, *row_shape)[(slice(None), *inner)]
+        return out
+
+
+class _Span:
+    """One axis of an index: the range to read, and what to take out of it afterwards."""
+
+    __slots__ = ("inside", "start", "stop")
+
+    def __init__(self, start: int, stop: int, inside: int | slice) -> None:
+        self.start, self.stop, self.inside = start, stop, inside
+
+
+def _expand(index: Any, ndim: int) -> tuple[Any, ...]:
+    key = index if isinstance(index, tuple) else (index,)
+    dots = sum(item is Ellipsis for item in key)
+    if dots > 1 or len(key) - dots > ndim:
+        raise IndexError(f"bad index for an array of {ndim} dimensions: {index!r}")
+    fill = (slice(None),) * (ndim - len(key) + dots)
+    if not dots:
+        return (*key, *fill)
+    at = next(position for position, item in enumerate(key) if item is Ellipsis)
+    return (*key[:at], *fill, *key[at + 1 :])
+
+
+def _span(item: Any, extent: int, axis: int) -> _Span:
+    if isinstance(item, slice):
+        steps = range(*item.indices(extent))
+        if not steps:
+            return _Span(0, 0, slice(None))
+        low, high = min(steps[0], steps[-1]), max(steps[0], steps[-1])
+        return _Span(low, high + 1, slice(None, None, steps.step))
+    try:
+        at = operator.index(item)
+    except TypeError:
+        raise IndexError(f"a leaf is indexed by integers, slices and '...', not {type(item).__name__}") from None
+    if not -extent <= at < extent:
+        raise IndexError(f"index {at} is out of range for axis {axis} with {extent} elements")
+    at %= extent
+    return _Span(at, at + 1, 0)
+
+
+def _finish(elements: Any, dtype: str, framework: Framework) -> Any:
+    packed = np.ascontiguousarray(elements)  # a full set of integers leaves a scalar
+    shape = getattr(elements, "shape", ())
+    array, memory = empty(dtype, shape, framework)
+    if memory.nbytes:
+        ctypes.memmove(memory.address, packed.ctypes.data, memory.nbytes)
+    return array

@@ -1,0 +1,14 @@
+"""Comparisons: Holdfast measured beside what people use today, in one run, on one machine.
+
+| room | what it owns |
+|---|---|
+| `states` | the state that is saved: its shapes, its size, its bytes |
+| `peers`, `limits` | each system that saves it, made equally durable; the device's own limit |
+| `cache`, `measure` | what is read from the clock, the CPU and memory; in which order; how cold |
+| `probes` | the two costs that are not throughput: a tiny save, and `import holdfast` |
+| `results`, `bars` | what was measured, as typed records; the promises held against it |
+| `report`, `plot` | a table, a JSON document, a picture |
+| `bench` | the whole run, from options to result |
+
+Nothing below this floor knows that it exists. Nothing here is imported by ``import holdfast``.
+"""

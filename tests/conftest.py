@@ -1,0 +1,20 @@
+"""What every test gets: a clean engine environment, and hypothesis settings that fit slow disks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Many properties write real files; a deadline per example would measure the disk, not the code.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _no_engine_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend or fault chosen in the developer's shell must not decide what a test sees."""
+    for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
+        monkeypatch.delenv(name)

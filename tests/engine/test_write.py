@@ -1,0 +1,231 @@
+"""What every backend promises about writing: the file is exactly what the pieces describe."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.pieces import (
+    PAGE,
+    Bytes,
+    Spec,
+    Windows,
+    checksums,
+    fitted,
+    make_source,
+    memory_of,
+    offsets_of,
+    place,
+    random_bytes,
+    small_windows,
+    specs,
+)
+from holdfast import engine
+from holdfast.engine import CHUNK_NBYTES, Backend, Memory, Produced, Tuning, WritePiece, fs
+
+numbers = itertools.count()
+shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+def described(pieces: list[Spec], tail: int, seed: int) -> tuple[list[WritePiece], Bytes, list[Bytes]]:
+    """The pieces with memory behind them, the whole file they describe, and each piece's bytes."""
+    pieces = [fitted(spec) for spec in pieces]
+    offsets = offsets_of(pieces)
+    end = offsets[-1] + pieces[-1].nbytes if pieces else 0
+    whole = np.zeros(-(-(end + tail) // PAGE) * PAGE, np.uint8)
+    parts = []
+    for number, (spec, offset) in enumerate(zip(pieces, offsets, strict=True)):
+        parts.append(random_bytes(spec.nbytes, seed + number))
+        whole[offset : offset + spec.nbytes] = parts[-1]
+    made = [
+        WritePiece(offset, make_source(spec, offset, part))
+        for spec, offset, part in zip(pieces, offsets, parts, strict=True)
+    ]
+    return made, whole, parts
+
+
+def written(path: Path) -> Bytes:
+    return np.fromfile(path, np.uint8)
+
+
+@settings(shared_folder, max_examples=60)
+@given(
+    pieces=st.lists(specs("memory", "strided", "callback"), max_size=8),
+    tail=st.sampled_from([0, 1, 5000, 130_000]),
+    depth=st.integers(1, 4),
+    seed=st.integers(0, 1 << 30),
+)
+def test_any_pieces_are_written_exactly_as_described(
+    backend: Backend, folder: Path, pieces: list[Spec], tail: int, depth: int, seed: int
+) -> None:
+    made, whole, parts = described(pieces, tail, seed)
+    path = folder / f"any{next(numbers)}"
+    job = engine.write(path, whole.nbytes, made, tuning=small_windows(backend, depth=depth))
+    job.wait()
+    assert np.array_equal(written(path), whole)
+    assert job.checksums() == [checksums(part) for part in parts]
+    assert job.progress == whole.nbytes
+    assert job.done
+    # The small path (one copy, one write through the page cache) makes the same file.
+    job = engine.write(folder / "small", whole.nbytes, made, tuning=Tuning(backend, small_nbytes=1 << 40))
+    job.wait()
+    assert np.array_equal(written(folder / "small"), whole)
+    assert job.checksums() == [checksums(part) for part in parts]
+    path.unlink()
+    (folder / "small").unlink()
+
+
+@settings(shared_folder, max_examples=25)
+@given(before=st.integers(0, 400_000), after=st.integers(0, 100), small=st.booleans())
+def test_recycling_overwrites_in_place_and_leaves_nothing_of_the_old_file(
+    backend: Backend, folder: Path, before: int, after: int, small: bool
+) -> None:
+    path = folder / f"old{next(numbers)}"
+    path.write_bytes(b"\xff" * before)
+    inode = path.stat().st_ino
+    nbytes = after * PAGE
+    data = random_bytes(nbytes // 2, after)
+    pieces = [WritePiece(nbytes // 4, memory_of(data))]
+    tuning = small_windows(backend, small_nbytes=1 << 20 if small else 0)
+    job = engine.write(path, nbytes, pieces, tuning=tuning, recycle=True)
+    job.wait()
+    fs.sync([job])
+    expected = np.zeros(nbytes, np.uint8)
+    expected[nbytes // 4 : nbytes // 4 + data.nbytes] = data
+    assert np.array_equal(written(path), expected)
+    assert path.stat().st_ino == inode
+    path.unlink()
+
+
+@pytest.mark.parametrize("small_nbytes", [0, 1 << 20])
+def test_an_existing_file_is_never_touched_unless_it_is_recycled(
+    backend: Backend, tmp_path: Path, small_nbytes: int
+) -> None:
+    path = tmp_path / "precious"
+    path.write_bytes(b"precious")
+    job = engine.write(path, PAGE, [], tuning=small_windows(backend, small_nbytes=small_nbytes))
+    with pytest.raises(FileExistsError) as caught:
+        job.wait()
+    assert caught.value.filename == os.fspath(path)
+    assert path.read_bytes() == b"precious"
+
+
+def test_recycling_makes_the_file_when_there_is_none(backend: Backend, tmp_path: Path) -> None:
+    engine.write(tmp_path / "new", PAGE, [], tuning=small_windows(backend), recycle=True).wait()
+    assert (tmp_path / "new").read_bytes() == bytes(PAGE)
+
+
+def test_large_congruent_memory_goes_to_the_device_without_a_copy(backend: Backend, tmp_path: Path) -> None:
+    offsets = [PAGE + 40, 6 * CHUNK_NBYTES + 512, 14 * CHUNK_NBYTES]
+    arrays = [place(random_bytes(5 * CHUNK_NBYTES + n, n), offset % PAGE) for n, offset in enumerate(offsets)]
+    pieces = [WritePiece(o, memory_of(a)) for o, a in zip(offsets, arrays, strict=True)]
+    job = engine.write(tmp_path / "large", 20 * CHUNK_NBYTES, pieces, tuning=Tuning(backend))
+    job.wait()
+    direct, _, transfers = job.stats()
+    assert direct >= 0.99 * sum(array.nbytes for array in arrays)
+    assert transfers == 5  # windows of 4 MiB
+    whole = written(tmp_path / "large")
+    for offset, array in zip(offsets, arrays, strict=True):
+        assert np.array_equal(whole[offset : offset + array.nbytes], array)
+
+
+def test_memory_that_is_not_congruent_is_copied_and_still_exact(tmp_path: Path) -> None:
+    direct_backend = engine.choose_backend(tmp_path)
+    if direct_backend == "buffered":
+        pytest.skip("only direct I/O cares about addresses, and there is none here")
+    data = place(random_bytes(3 * CHUNK_NBYTES, 1), 7)
+    job = engine.write(
+        tmp_path / "f", 4 * CHUNK_NBYTES, [WritePiece(0, memory_of(data))], tuning=Tuning(direct_backend)
+    )
+    job.wait()
+    direct, staged, _ = job.stats()
+    assert (direct, staged) == (0, 4 * CHUNK_NBYTES)
+    assert np.array_equal(written(tmp_path / "f")[: data.nbytes], data)
+
+
+@pytest.mark.parametrize("small_nbytes", [0, 1 << 40])
+def test_more_segments_than_one_system_call_takes(
+    backend: Backend, tmp_path: Path, small_nbytes: int
+) -> None:
+    """A window of many middling pieces has more segments than IOV_MAX (1024)."""
+    stride, nbytes, count = 40_960, 36_864, 1300
+    base = place(random_bytes(stride * count, 3), 0)
+    pieces = [
+        WritePiece(n * stride, Memory(base.ctypes.data + n * stride, nbytes, base)) for n in range(count)
+    ]
+    tuning = Tuning(backend, window_nbytes=64 << 20, depth=1, small_nbytes=small_nbytes)
+    engine.write(tmp_path / "many", stride * count, pieces, tuning=tuning).wait()
+    expected = base.reshape(count, stride).copy()
+    expected[:, nbytes:] = 0
+    assert np.array_equal(written(tmp_path / "many"), expected.reshape(-1))
+
+
+def test_a_producer_is_asked_for_every_byte_once_and_in_order(backend: Backend, tmp_path: Path) -> None:
+    windows = Windows(random_bytes(900_001, 5))
+    pieces = [WritePiece(123, Produced(900_001, windows.fill))]
+    engine.write(tmp_path / "p", 1 << 20, pieces, tuning=small_windows(backend)).wait()
+    assert windows.covered_once()
+    assert len(windows.seen) == 14  # windows of 64 KiB: never more at once than the engine's own memory
+    assert max(nbytes for _, nbytes in windows.seen) <= 64 << 10
+
+
+def test_an_empty_file_and_pieces_of_no_bytes(backend: Backend, tmp_path: Path) -> None:
+    job = engine.write(tmp_path / "empty", 0, [], tuning=small_windows(backend))
+    job.wait()
+    assert (tmp_path / "empty").stat().st_size == 0
+    assert job.checksums() == []
+    nothing = np.empty(0, np.uint8)
+    pieces = [WritePiece(n, memory_of(nothing)) for n in (0, 0, PAGE)]
+    job = engine.write(tmp_path / "zeros", PAGE, pieces, tuning=small_windows(backend))
+    job.wait()
+    assert (tmp_path / "zeros").read_bytes() == bytes(PAGE)
+    assert job.checksums() == ["", "", ""]
+
+
+def test_writing_in_the_foreground_is_done_on_return(backend: Backend, tmp_path: Path) -> None:
+    data = random_bytes(PAGE * 40, 0)
+    job = engine.write(
+        tmp_path / "f", data.nbytes, [WritePiece(0, memory_of(data))], tuning=small_windows(backend), background=False
+    )
+    assert job.done
+    assert np.array_equal(written(tmp_path / "f"), data)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "nbytes"),
+    [((0, 50), 2 * PAGE), ((50, 0), 2 * PAGE), ((0, 2 * PAGE - 99), 2 * PAGE), ((2**64 - 50,), 2 * PAGE)],
+    ids=["overlap", "out of order", "past the end", "overflow"],
+)
+def test_descriptions_that_make_no_sense_are_refused_before_anything_is_written(
+    backend: Backend, tmp_path: Path, offsets: tuple[int, ...], nbytes: int
+) -> None:
+    data = random_bytes(100, 0)
+    with pytest.raises(ValueError, match="pieces"):
+        engine.write(
+            tmp_path / "f",
+            nbytes,
+            [WritePiece(offset, memory_of(data)) for offset in offsets],
+            tuning=small_windows(backend),
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_direct_io_refuses_a_size_it_cannot_write(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="multiple of the alignment"):
+        engine.write(tmp_path / "f", PAGE + 1, [], tuning=small_windows("threads"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [Tuning("buffered", 1000), Tuning("buffered", 0), Tuning("buffered", depth=0), Tuning("buffered", depth=257)],
+)
+def test_tuning_beyond_its_limits_is_refused(tmp_path: Path, tuning: Tuning) -> None:
+    with pytest.raises(ValueError, match="tuning"):
+        engine.write(tmp_path / "f", PAGE, [], tuning=tuning)

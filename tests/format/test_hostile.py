@@ -1,0 +1,432 @@
+"""Attacks on the parsers. Every file here carries a right digest: it was made by somebody who means harm.
+
+Each must be refused with `CorruptCheckpoint`, naming the file, in bounded time and memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.errors import CorruptCheckpoint
+from holdfast.format.manifest import (
+    Part,
+    PartRef,
+    decode_part,
+    decode_root,
+    encode_part,
+    encode_root,
+    part_ref,
+)
+from holdfast.format.shard import parse_header
+
+from . import making
+
+WHERE = "runs/a/step-000000000120/manifest.json"
+MIB = 1 << 20
+
+
+@contextmanager
+def refused(match: str, *, nbytes: int = 0, seconds: float = 10.0) -> Iterator[None]:
+    """Inside, `CorruptCheckpoint` must come up, having taken little memory beyond a few times the input."""
+    tracemalloc.start()
+    begun = time.perf_counter()
+    try:
+        with pytest.raises(CorruptCheckpoint, match=match) as caught:
+            yield
+        taken = time.perf_counter() - begun
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.path == WHERE
+    assert len(str(caught.value)) < 3000
+    assert taken < seconds
+    assert peak < 48 * nbytes + 8 * MIB
+
+
+def honest() -> dict[str, Any]:
+    """The JSON of a valid root with two leaves, an alias, and a tree of some depth."""
+    arrays = {"w": np.arange(12, dtype="<f4").reshape(3, 4), "b": np.arange(4.0)}
+    _, part = making.shard(arrays)
+    value = making.as_json(making.root(part, tree={"m": {"w": {"$leaf": "w"}, "n": [1, 2.5, "x"]}}))
+    value["part"]["aliases"] = [{"name": "tied", "of": "w"}]
+    return value
+
+
+def test_the_honest_root_is_accepted() -> None:
+    decode_root(making.seal(honest()), WHERE)
+
+
+Attack = Callable[[dict[str, Any]], object]
+
+
+def leaf(value: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = value["part"]["leaves"][0]
+    return found
+
+
+def fragment(value: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = leaf(value)["fragments"][0]
+    return found
+
+
+def file(value: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = value["part"]["files"][0]
+    return found
+
+
+def ref(**changes: Any) -> dict[str, Any]:
+    return {"rank": 1, "file": "r00001.json", "nbytes": 4096, "xxh3": "0" * 16, **changes}
+
+
+def nest(depth: int) -> Any:
+    node: Any = 0
+    for _ in range(depth):
+        node = [node]
+    return node
+
+
+def cut(value: dict[str, Any], *boxes: tuple[list[int], list[int]]) -> None:
+    """Give the first leaf (3 x 4, F32) these fragments, each in bytes of its own."""
+    file(value)["nbytes"] = 10 * MIB
+    leaf(value)["fragments"] = [
+        {
+            "start": start,
+            "shape": shape,
+            "file": 0,
+            "offset": MIB + 4096 * i,
+            "nbytes": 4 * int(np.prod(shape)),
+            "chunks": "0" * 16 * bool(np.prod(shape)),
+        }
+        for i, (start, shape) in enumerate(boxes)
+    ]
+
+
+FIELDS: dict[str, tuple[str, Attack]] = {
+    # paths
+    "path up": ("not one that rank", lambda v: file(v).update(name="../r00000.v0.safetensors")),
+    "absolute path": ("not one that rank", lambda v: file(v).update(name="/etc/passwd")),
+    "dot": ("not one that rank", lambda v: file(v).update(name=".")),
+    "nul in name": ("not one that rank", lambda v: file(v).update(name="r00000.v0.safetensors\0")),
+    "newline after name": ("not one that rank", lambda v: file(v).update(name="r00000.v0.safetensors\n")),
+    "other digits": ("not one that rank", lambda v: file(v).update(name="r0000\u0660.v0.safetensors")),
+    "another rank's file": ("not one that rank", lambda v: file(v).update(name="r00001.v0.safetensors")),
+    "second spelling": ("not one that rank", lambda v: file(v).update(name="r00000.v00.safetensors")),
+    "the manifest as shard": ("not one that rank", lambda v: file(v).update(name="manifest.json")),
+    "file twice": ("listed twice", lambda v: v["part"]["files"].append(file(v))),
+    "part path": ("part file name", lambda v: v.update(world=2, parts=[ref(file="../r00001.json")])),
+    # ranks
+    "no world": ("world", lambda v: v.update(world=0)),
+    "gigantic world": ("world", lambda v: v.update(world=10**9)),
+    "rank of the root": ("rank 1", lambda v: v["part"].update(rank=1)),
+    "part of rank 0": ("beyond", lambda v: v.update(world=2, parts=[ref(rank=0, file="r00000.json")])),
+    "part beyond world": ("beyond", lambda v: v.update(world=1, parts=[ref()])),
+    "part twice": ("repeated", lambda v: v.update(world=3, parts=[ref(), ref()])),
+    "digest of a part": ("xxh3", lambda v: v.update(world=2, parts=[ref(xxh3="Z" * 16)])),
+    # single fields
+    "negative step": ("step", lambda v: v.update(step=-1)),
+    "gigantic step": ("step", lambda v: v.update(step=2**63)),
+    "fraction of a step": ("step", lambda v: v.update(step=1.5)),
+    "no id": ("id", lambda v: v.update(id="")),
+    "id with newline": ("id", lambda v: v.update(id="0" * 31 + "\n")),
+    "field missing": ("aliases", lambda v: v["part"].pop("aliases")),
+    "unknown field": ("unknown field", lambda v: v.update(then="rm -rf /")),
+    "metric of text": ("metrics", lambda v: v.update(metrics={"loss": "import os"})),
+    "null metric": ("metrics", lambda v: v.update(metrics={"loss": None})),
+    "part is a list": ("part", lambda v: v.update(part=[])),
+    "unknown framework": ("framework", lambda v: leaf(v).update(framework="os")),
+    "chunk of nothing": ("chunk size", lambda v: v["part"].update(chunk_nbytes=0)),
+    "chunk of everything": ("chunk size", lambda v: v["part"].update(chunk_nbytes=2**62)),
+    "odd chunk": ("chunk size", lambda v: v["part"].update(chunk_nbytes=MIB + 1)),
+    # names
+    "leaf name twice": ("twice", lambda v: v["part"]["leaves"].append(leaf(v))),
+    "alias of nothing": ("not a leaf", lambda v: v["part"]["aliases"].append({"name": "x", "of": "y"})),
+    "alias of an alias": ("not a leaf", lambda v: v["part"]["aliases"].append({"name": "x", "of": "tied"})),
+    "alias of itself": ("not a leaf", lambda v: v["part"]["aliases"].append({"name": "x", "of": "x"})),
+    "alias over a leaf": ("taken", lambda v: v["part"]["aliases"].append({"name": "b", "of": "w"})),
+    "tree refers to nothing": ("not there", lambda v: v.update(tree=[{"$leaf": "x"}])),
+    "tree refers by number": ("not there", lambda v: v.update(tree=[{"$leaf": 3}])),
+    "tree refers by list": ("not there", lambda v: v.update(tree=[{"$leaf": ["w"]}])),
+    "tree refers and more": ("not there", lambda v: v.update(tree=[{"$leaf": "w", "x": 1}])),
+    # types and shapes
+    "unknown type": ("element type", lambda v: leaf(v).update(dtype="F33")),
+    "object type": ("element type", lambda v: leaf(v).update(dtype="NP:|O")),
+    "structured type": ("element type", lambda v: leaf(v).update(dtype="NP:f4,(1000000000,)f8")),
+    "gigantic type": ("element type", lambda v: leaf(v).update(dtype="NP:|S" + "9" * MIB)),
+    "negative shape": ("shape", lambda v: leaf(v).update(shape=[-3, -4])),
+    "gigantic shape": ("beyond", lambda v: leaf(v).update(shape=[2**40, 2**40])),
+    "gigantic empty shape": ("beyond", lambda v: leaf(v).update(shape=[0, 2**62, 2**62], fragments=[])),
+    "overflow to the right size": ("beyond", lambda v: leaf(v).update(shape=[3, 4, 2**62 + 1, 4])),
+    "gigantic number": ("shape|range", lambda v: leaf(v).update(shape=[10**4000])),
+    "too many dimensions": ("shape", lambda v: leaf(v).update(shape=[1] * 65)),
+    "a million dimensions": ("shape", lambda v: leaf(v).update(shape=[1] * MIB)),
+    "another shape": ("elements", lambda v: leaf(v).update(shape=[4, 4])),
+    "another type": ("takes", lambda v: leaf(v).update(dtype="F64")),
+    # fragments
+    "nothing there": ("0 elements", lambda v: leaf(v).update(fragments=[])),
+    "outside": ("outside", lambda v: fragment(v).update(start=[1, 0])),
+    "fewer dimensions": ("dimensions", lambda v: fragment(v).update(shape=[12])),
+    "more dimensions of start": ("dimensions", lambda v: fragment(v).update(start=[0, 0, 0])),
+    "wrong bytes": ("takes", lambda v: fragment(v).update(nbytes=47)),
+    "no such file": ("file number", lambda v: fragment(v).update(file=1)),
+    "file from the end": ("file", lambda v: fragment(v).update(file=-1)),
+    "in the header": ("not in the data", lambda v: fragment(v).update(offset=0)),
+    "last byte of the header": (
+        "not in the data",
+        lambda v: fragment(v).update(offset=file(v)["header_nbytes"] - 1),
+    ),
+    "beyond the end": ("not in the data", lambda v: fragment(v).update(offset=file(v)["nbytes"] - 47)),
+    "offset near overflow": ("not in the data", lambda v: fragment(v).update(offset=2**63 - 1)),
+    "offset beyond overflow": ("offset", lambda v: fragment(v).update(offset=2**64)),
+    "header beyond the file": ("header", lambda v: file(v).update(header_nbytes=file(v)["nbytes"] + 1)),
+    "no header": ("header", lambda v: file(v).update(header_nbytes=0)),
+    "header checksum": ("header_xxh3", lambda v: file(v).update(header_xxh3="x" * 16)),
+    "same bytes for two leaves": (
+        "overlap at byte",
+        lambda v: v["part"]["leaves"][1]["fragments"][0].update(offset=fragment(v)["offset"] + 4),
+    ),
+    "no checksum": ("checksums", lambda v: fragment(v).update(chunks="")),
+    "one checksum too many": ("checksums", lambda v: fragment(v).update(chunks="0" * 32)),
+    "upper-case checksum": ("hexadecimal", lambda v: fragment(v).update(chunks="A" * 16)),
+    "checksum of other digits": ("hexadecimal", lambda v: fragment(v).update(chunks="\u0663" * 16)),
+    "same elements twice": ("same elements|elements", lambda v: cut(v, ([0, 0], [3, 4]), ([0, 0], [1, 1]))),
+    "overlap of the right volume": ("same elements", lambda v: cut(v, ([0, 0], [2, 4]), ([1, 0], [1, 4]))),
+    "hole of the right volume": (
+        "same elements",
+        lambda v: cut(v, ([0, 0], [1, 4]), ([0, 0], [1, 4]), ([2, 0], [1, 4])),
+    ),
+    "a part missing": ("8 elements", lambda v: cut(v, ([0, 0], [2, 4]))),
+    # trees
+    "integer beyond 2^53": ("2\\^53", lambda v: v.update(tree={"x": 2**53 + 1})),
+    "deep list": ("nested", lambda v: v.update(tree=nest(400))),
+    "depth one too many": ("nested", lambda v: v.update(tree=nest(330))),
+}
+
+
+@pytest.mark.parametrize("attack", FIELDS)
+def test_a_field_that_lies_is_refused(attack: str) -> None:
+    match, change = FIELDS[attack]
+    value = copy.deepcopy(honest())
+    change(value)
+    data = making.seal(value)
+    with refused(match, nbytes=len(data)):
+        decode_root(data, WHERE)
+
+
+def test_the_depth_limit_is_where_it_says() -> None:
+    assert decode_root(making.seal({**honest(), "tree": nest(329)}), WHERE).tree == nest(329)
+
+
+def raw(tree: bytes) -> bytes:
+    """A root, sealed, whose tree is any bytes at all."""
+    text = json.dumps({**honest(), "xxh3": "0" * 16, "tree": "TREE"}, separators=(",", ":")).encode()
+    return making.seal(text.replace(b'"TREE"', tree))
+
+
+SYNTAX: dict[str, tuple[str, bytes]] = {
+    "deep arrays": ("nested", b"[" * 5_000_000),
+    "deep closed arrays": ("nested", b"[" * 1_000_000 + b"]" * 1_000_000),
+    "deep objects": ("nested", b'{"a":' * 1_000_000),
+    "deep tags": ("nested", b'{"$tuple":[' * 300_000),
+    "deep among strings": ("nested", b'["]]]]\\"]]",' * 300_000),
+    "duplicate key": ("twice", b'{"a":1,"a":1}'),
+    "duplicate key, escaped": ("twice", b'{"a":1,"\\u0061":2}'),
+    "duplicate key, far below": ("twice", b'[[[{"x":{"y":[{"k":1,"z":3,"k":2}]}}]]]'),
+    "duplicate among many": (
+        "twice",
+        b'{"dup":0,' + b",".join(b'"k%d":0' % i for i in range(100_000)) + b',"dup":1}',
+    ),
+    "duplicate field": ("twice", b'null,"step":7'),
+    "invalid utf-8": ("utf-8", b'"\xff\xfe"'),
+    "invalid utf-8 in key": ("utf-8", b'{"\xc0\x80":1}'),
+    "surrogate in utf-8": ("utf-8", b'"\xed\xa0\x80"'),
+    "lone surrogate": ("surrogate|truncated|malformed", b'"\\ud800"'),
+    "infinite float": ("range", b"1e999"),
+    "gigantic integer": ("range", b"9" * 5_000_000),
+    "not a number": ("malformed", b"NaN"),
+    "unfinished string": ("truncated|malformed", b'"' + b"x" * 100_000),
+    "two documents": ("part|trailing", b'0},{"x":1'),
+    "control character": ("malformed", b'"a\x00b"'),
+    "a billion laughs": ("not there", b"[" + b'{"$leaf":"lol"},' * 100_000 + b"0]"),
+}
+
+
+@pytest.mark.parametrize("attack", SYNTAX)
+def test_malformed_json_is_refused(attack: str) -> None:
+    match, tree = SYNTAX[attack]
+    data = raw(tree)
+    with refused(match, nbytes=len(data)):
+        decode_root(data, WHERE)
+
+
+def test_a_wide_tree_is_refused_before_it_takes_memory() -> None:
+    tree = b"[" + b"[]," * 8_500_000 + b"0]"
+    data = raw(tree)
+    with refused("JSON values", nbytes=2 * len(data) // 48):
+        decode_root(data, WHERE)
+    # And never written: a checkpoint that cannot be read again is none.
+    with pytest.raises(ValueError, match="exceeds the limit"):
+        encode_root(making.root(tree=json.loads(tree)))
+
+
+def test_a_manifest_beyond_the_size_limit_is_not_even_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.format.manifest.MAX_ROOT_NBYTES", MIB)
+    with refused("more than a manifest may have"):
+        decode_root(b"[" * 2 * MIB, WHERE)
+    with pytest.raises(ValueError, match="exceeds the limit"):
+        encode_root(making.root(tree="x" * 2 * MIB))
+
+
+def test_a_caller_deep_in_recursion_is_not_told_that_its_checkpoint_is_corrupt() -> None:
+    data = making.seal({**honest(), "tree": nest(300)})
+
+    def descend(levels: int) -> None:
+        if levels:
+            return descend(levels - 1)
+        decode_root(data, WHERE)
+
+    frame, used = sys._getframe(), 0
+    while frame is not None:
+        frame, used = frame.f_back, used + 1  # type: ignore[assignment]
+    with pytest.raises(RecursionError):
+        descend(sys.getrecursionlimit() - used - 100)
+    decode_root(data, WHERE)
+
+
+def test_overlaps_among_many_fragments_are_found_in_bounded_time() -> None:
+    count = 50_000
+    value = honest()
+    leaf(value).update(shape=[count, 4])
+    cut(value, *[([i, 0], [1, 4]) for i in range(count - 1)], ([0, 0], [1, 4]))
+    file(value)["nbytes"] = 1 << 40
+    data = making.seal(value)
+    with refused("same elements", nbytes=len(data)):
+        decode_root(data, WHERE)
+
+
+def test_a_tangle_of_fragments_is_given_up_in_bounded_time() -> None:
+    side = 60
+    boxes = []
+    for i in range(0, side, 2):
+        for j in range(1, side, 2):
+            boxes += [([0, i, j], [side, 1, 1]), ([j, 0, i], [1, side, 1]), ([i, j, 0], [1, 1, side])]
+    value = honest()
+    leaf(value).update(shape=[side, side, side])
+    cut(value, *boxes)
+    file(value)["nbytes"] = 1 << 40
+    # In a world of one the volume is wrong already; with more ranks the others might hold the rest.
+    value.update(world=2, parts=[ref()])
+    data = making.seal(value)
+    with refused("tangled", nbytes=len(data)):
+        decode_root(data, WHERE)
+
+
+def test_a_part_that_is_not_the_one_referred_to_is_refused() -> None:
+    mine = Part(1, MIB, (), (), ())
+    data = encode_part(mine)
+    right = part_ref(mine, data)
+    assert decode_part(data, WHERE, right) == mine
+    swapped = encode_part(Part(2, MIB, (), (), ()))
+    with refused("digest differs"):
+        decode_part(swapped, WHERE, right)
+    with refused("rank 2"):
+        decode_part(swapped, WHERE, PartRef(1, right.file, right.nbytes, swapped[9:25].decode()))
+    with refused("the root says"):
+        decode_part(data + data, WHERE, right)
+    with refused("unknown field"):
+        decode_part(encode_root(making.root()), WHERE)
+
+
+# ---- shard headers
+
+
+def header(
+    text: bytes | dict[str, Any], data_nbytes: int = 0, length: int | None = None
+) -> tuple[bytes, int]:
+    """The start of a shard file around any JSON, and the size the file claims to have."""
+    if isinstance(text, dict):
+        text = json.dumps(text).encode()
+    word = (len(text) if length is None else length).to_bytes(8, "little")
+    return word + text, 8 + len(text) + data_nbytes
+
+
+def entry(begin: int, end: int, **changes: Any) -> dict[str, Any]:
+    return {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end], **changes}
+
+
+HEADERS: dict[str, tuple[str, tuple[bytes, int]]] = {
+    "no bytes": ("too short", (b"", 0)),
+    "seven bytes": ("too short", (b"\0" * 7, 7)),
+    "length of everything": ("more than any", header({}, 0, 2**64 - 1)),
+    "length just over the limit": ("more than any", (b"\x01\xe1\xf5\x05\0\0\0\0{}", 2**40)),
+    "length beyond the file": ("in a file of", header({}, 0, 3)),
+    "length beyond what was read": ("ends after", (b"\xff\0\0\0\0\0\0\0{}", 300)),
+    "no header at all": ("not a JSON object", header(b"")),
+    "an array": ("not a JSON object", header(b"[]")),
+    "leading space": ("not a JSON object", header(b" {}")),
+    "deep nesting": ("Expected|truncated|malformed", header(b'{"a":' * 1_000_000)),
+    "deep shape": ("Expected|truncated|malformed", header(b'{"a":{"dtype":"U8","shape":' + b"[" * 1_000_000)),
+    "overlap": ("overlaps", header({"a": entry(0, 4), "b": entry(2, 6)}, 6)),
+    "the same bytes twice": ("overlaps", header({"a": entry(0, 4), "b": entry(0, 4)}, 4)),
+    "hole": ("hole", header({"a": entry(0, 4), "b": entry(5, 6)}, 6)),
+    "hole at the start": ("hole", header({"a": entry(1, 4)}, 4)),
+    "bytes left over": ("the file at", header({"a": entry(0, 4)}, 5)),
+    "bytes missing": ("the file at", header({"a": entry(0, 4)}, 3)),
+    "backwards": ("shape takes|overlaps", header({"a": entry(4, 0, shape=[4])}, 4)),
+    "negative offset": (">= 0", header({"a": entry(-4, 0)}, 4)),
+    "size of the type": ("shape takes", header({"a": entry(0, 4, dtype="F32")}, 4)),
+    "unknown type": ("unknown type", header({"a": entry(0, 4, dtype="F33")}, 4)),
+    "type of ours, not of safetensors": (
+        "unknown type",
+        header({"a": entry(0, 16, dtype="C128", shape=[1])}, 16),
+    ),
+    "gigantic shape": ("beyond", header({"a": entry(0, 0, shape=[2**40, 2**40, 0])})),
+    "shape that wraps to the size": ("beyond", header({"a": entry(0, 4, shape=[4, 2**62 + 1, 4])}, 4)),
+    "a million dimensions": ("length", header({"a": entry(0, 1, shape=[1] * 1_000_000)}, 1)),
+    "gigantic number": ("range", header(b'{"a":{"dtype":"U8","shape":[' + b"9" * 1_000_000 + b"]}}")),
+    "three offsets": ("is not dtype", header({"a": entry(0, 4, data_offsets=[0, 4, 4])}, 4)),
+    "field missing": ("is not dtype", header({"a": {"dtype": "U8", "shape": []}})),
+    "field too many": ("is not dtype", header({"a": entry(0, 4, extra="x")}, 4)),
+    "entry is a number": ("Expected", header({"a": 3})),
+    "shape is text": ("is not dtype", header({"a": entry(0, 4, shape="4")}, 4)),
+    "metadata of numbers": ("not text", header({"__metadata__": {"a": [1]}})),
+    "duplicate entry": (
+        "twice",
+        header(
+            json.dumps({"a": entry(0, 4)}).encode()[:-1] + b',"a":' + json.dumps(entry(0, 4)).encode() + b"}",
+            4,
+        ),
+    ),
+    "duplicate field": (
+        "twice",
+        header(b'{"a":{"dtype":"F32","dtype":"U8","shape":[4],"data_offsets":[0,4]}}', 4),
+    ),
+    "duplicate metadata": ("twice", header(b'{"__metadata__":{"k":"1","k":"2"}}')),
+    "metadata twice": ("twice", header(b'{"__metadata__":{"k":"1"},"__metadata__":{}}')),
+    "invalid utf-8": ("utf-8", header(b'{"__metadata__":{"k":"\xff"}}')),
+    "invalid utf-8 in a name": ("utf-8", header(b'{"\xff":{}}')),
+    "trailing bytes": ("malformed", header(b"{}\0\0")),
+    "second document": ("malformed", header(b"{}{}")),
+}
+
+
+@pytest.mark.parametrize("attack", HEADERS)
+def test_a_hostile_header_is_refused(attack: str) -> None:
+    match, (data, file_nbytes) = HEADERS[attack]
+    with refused(match, nbytes=len(data)):
+        parse_header(data, file_nbytes, WHERE)
+
+
+def test_a_header_of_countless_entries_is_refused_before_it_takes_memory() -> None:
+    data, nbytes = header(b"{" + b'"":{},' * 5_000_000 + b'"":{}}')
+    with refused("more entries", nbytes=len(data) // 4):
+        parse_header(data, nbytes, WHERE)

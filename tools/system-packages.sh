@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Makes sure the machine has what the build needs from outside Python, or says plainly what is missing.
+#
+# liburing is optional (without it there is no io_uring backend), xxHash is not. Missing packages are installed
+# by apt when this runs as root; nothing is touched when all is there.
+set -euo pipefail
+
+python=${PYTHON:-python3}
+cxx=${CXX:-c++}
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+command -v "$python" > /dev/null || fail "no $python found; Holdfast needs Python 3.10 or newer"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+  || fail "$("$python" --version) is too old; Holdfast needs Python 3.10 or newer (make PYTHON=python3.12 ...)"
+command -v "$cxx" > /dev/null || fail "no C++ compiler ($cxx) found; install g++ or clang, or set CXX"
+
+has_header() { printf '#include <%s>\n' "$1" | "$cxx" -E -x c++ - > /dev/null 2>&1; }
+has_python_headers() {
+  "$python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'
+}
+has_venv() { "$python" -c 'import ensurepip, venv' > /dev/null 2>&1; }
+
+missing_packages() {
+  has_header liburing.h || echo liburing-dev
+  has_header xxhash.h || echo libxxhash-dev
+  has_python_headers || echo python3-dev
+  [[ -x .venv/bin/python ]] || has_venv || echo python3-venv
+}
+
+mapfile -t wanted < <(missing_packages)
+if ((${#wanted[@]} == 0)); then
+  exit 0
+fi
+
+if [[ $(id -u) == 0 ]] && command -v apt-get > /dev/null; then
+  say "installing ${wanted[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  log=$(mktemp)
+  trap 'rm -f "$log"' EXIT
+  # Each package on its own, so that one that cannot be had does not take the others with it.
+  apt-get update -qq > "$log" 2>&1 || say "apt-get update failed; going on with the lists that are there"
+  for package in "${wanted[@]}"; do
+    apt-get install -y -qq --no-install-recommends "$package" >> "$log" 2>&1 \
+      || { say "could not install $package:"; tail -n 5 "$log"; }
+  done
+fi
+
+mapfile -t wanted < <(missing_packages)
+for package in "${wanted[@]}"; do
+  case $package in
+    liburing-dev)
+      say "liburing is missing: the build goes on without the io_uring backend (install liburing-dev to have it)"
+      ;;
+    libxxhash-dev) fail "xxhash.h is missing and every checkpoint needs its checksums: install libxxhash-dev, then run make again" ;;
+    python3-dev) fail "Python.h is missing: install the development files of $python (python3-dev), then run make again" ;;
+    python3-venv) fail "$python cannot create virtual environments: install python3-venv, then run make again" ;;
+  esac
+done
