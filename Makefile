@@ -38,9 +38,10 @@ help:
 
 setup: $(BUILD_STAMP)
 
-$(ENV_STAMP): requirements-dev.txt tools/system-packages.sh
+$(ENV_STAMP): requirements-dev.txt tools/system-packages.sh tools/xxhash-headers.sh
 	@PYTHON="$(PYTHON)" tools/system-packages.sh
 	@test -x $(BIN)/python || { echo "setup: creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@tools/xxhash-headers.sh $(BIN)/python
 	@echo "setup: installing the development requirements (torch is the large one)"
 	@$(PIP) install --quiet -r requirements-dev.txt
 	@touch $@

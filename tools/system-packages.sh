@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes sure the machine has what the build needs from outside Python, or says plainly what is missing.
 #
-# liburing is optional (without it there is no io_uring backend), xxHash is not. Missing packages are installed
-# by apt when this runs as root; nothing is touched when all is there.
+# Missing packages are installed by apt when this runs as root; nothing is touched when all is there. Without liburing
+# there is no io_uring backend; without xxHash's headers, tools/xxhash-headers.sh gets them with pip.
 set -euo pipefail
 
 python=${PYTHON:-python3}
@@ -54,7 +54,7 @@ for package in "${wanted[@]}"; do
     liburing-dev)
       say "liburing is missing: the build goes on without the io_uring backend (install liburing-dev to have it)"
       ;;
-    libxxhash-dev) fail "xxhash.h is missing and every checkpoint needs its checksums: install libxxhash-dev, then run make again" ;;
+    libxxhash-dev) say "xxhash.h is missing: its headers will come from the source package on the Python index" ;;
     python3-dev) fail "Python.h is missing: install the development files of $python (python3-dev), then run make again" ;;
     python3-venv) fail "$python cannot create virtual environments: install python3-venv, then run make again" ;;
   esac

@@ -178,6 +178,7 @@ class PyJob {
   Job<Result>& job() { return *job_; }
   Result& result() {
     if (!job_->done()) throw std::logic_error("the job is still running");
+    plan_.callbacks.clear();  // nobody calls them any more, and what they hold may hold this job
     try {
       return job_->result();
     } catch (const nb::python_error&) {

@@ -91,6 +91,10 @@ class SaveFailed(HoldfastError, OSError):
     After a failed sync the device's state is unknown, so Holdfast never retries that save by itself.
     """
 
+    # OSError would print its errno and filename, which callers may want, instead of the message.
+    def __str__(self) -> str:
+        return str(self.args[0])
+
 
 class StorageFull(SaveFailed):
     """The device has no room for the checkpoint. Free space, or keep fewer checkpoints (`Keep`)."""
@@ -106,6 +110,10 @@ class StorageMissing(SaveFailed, FileNotFoundError):
 
 class ReadFailed(HoldfastError, OSError):
     """The device or filesystem returned an error while reading. The bytes may still be intact: see the cause."""
+
+    # OSError would print its errno and filename, which callers may want, instead of the message.
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class EngineTimeout(HoldfastError, TimeoutError):

@@ -92,6 +92,7 @@ def test_any_json_restores_or_is_a_holdfast_error(tree: Any) -> None:
         {"$set": [1, 1.0]},
         {"$set": [{"$leaf": "w"}]},
         {"$frozenset": 3},
+        {"$set": [{"$np": ["<m8", "0100000000000000"]}]},
         {"$deque": [[1, 2], 1]},
         {"$deque": [[], -1]},
         {"$deque": [[], True]},

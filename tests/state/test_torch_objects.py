@@ -208,12 +208,40 @@ class TestModules:
         restore({"m": target}, save({"m": source}))
         assert target.weight.tolist() == [1, 2, 3]
 
+    def test_copies_made_by_a_hook_are_not_mistaken_for_the_module(self) -> None:
+        def made() -> nn.Module:
+            model = nn.Linear(2, 2)
+            model._register_state_dict_hook(
+                lambda module, state, *_: state.update({key: item.clone() for key, item in state.items()})
+            )
+            return model
+
+        source, target = made(), made()
+        restore({"m": target}, save({"m": source}))
+        assert torch.equal(target.weight, source.weight)
+
+    def test_a_module_is_told_the_version_that_was_saved(self) -> None:
+        class Versioned(nn.Linear):
+            _version = 3
+            told = None
+
+            def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+                self.told = metadata.get("version")
+                super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+        source, target = nn.Sequential(Versioned(2, 2)), nn.Sequential(Versioned(2, 2))
+        saved = save(source)
+        target[0]._version = 4
+        restore(target, saved)
+        assert target[0].told == 3
+
     def test_lazy_modules_are_materialised(self) -> None:
         source, target = nn.LazyLinear(3), nn.LazyLinear(3)
         source(torch.zeros(1, 2))
         restore({"m": target}, save({"m": source}))
         assert torch.equal(target.weight, source.weight)
 
+    @pytest.mark.filterwarnings("ignore:Complex modules")
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
     def test_modules_of_other_dtypes(self, dtype: torch.dtype) -> None:
         source, target = nn.Linear(3, 2).to(dtype), nn.Linear(3, 2).to(dtype)
@@ -352,6 +380,13 @@ class TestOptimizers:
             ours = target["optimizer"].state[getattr(target["model"], name)]["momentum_buffer"]
             theirs = source["optimizer"].state[getattr(source["model"], name)]["momentum_buffer"]
             assert torch.equal(ours, theirs)
+
+    def test_a_reordered_optimizer_keeps_its_own_order_of_names(self) -> None:
+        source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+        saved = save({"m": source, "o": torch.optim.SGD(list(source.named_parameters()))})
+        optimizer = torch.optim.SGD(list(target.named_parameters())[::-1])
+        restore({"m": target, "o": optimizer}, saved)
+        assert optimizer.param_groups[0]["param_names"] == ["bias", "weight"]
 
     def test_groups_take_the_settings_their_parameters_had(self) -> None:
         def made(names: list[list[str]], rates: list[float]) -> dict[str, Any]:

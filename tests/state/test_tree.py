@@ -124,6 +124,10 @@ class TestAliases:
         for back, tensor in zip(load(saved), state, strict=True):
             assert torch.equal(back, tensor)
 
+    def test_conjugate_views_are_tied_without_their_base_in_the_state(self) -> None:
+        base = torch.randn(3, dtype=torch.complex64)
+        assert save([base.conj(), base.conj(), torch.zeros(3), base.conj()]).aliases == {"1": "0", "3": "0"}
+
     def test_temporary_tensors_do_not_alias_by_reused_addresses(self) -> None:
         class Source:
             def state_dict(self) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """cli: the command ``holdfast``. People's side of everything below.
 
-One module per command (`ls`, `show`, `verify`, `diff`, `export`, `prune`, `doctor`, `bench`, `demo`) holds its
+A module per command (`ls`, `show`, `verify`, `diff`, `export`, `prune`, `doctor`, `bench`, `demo`) holds its
 options and what it prints. `session` is what they share: consoles, ``--json``, progress, errors, exit codes;
 `words` puts numbers into words. The work that is more than printing has rooms of its own: `listing` (what a
 run's directory holds), `windows` (leaves in bounded memory), `comparing` and `numbers` (diff), `exporting`,

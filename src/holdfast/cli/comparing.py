@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from holdfast.cli.listing import leaf_order
 from holdfast.cli.numbers import Tally
 from holdfast.cli.windows import Extent, WindowReader, windows
 from holdfast.format.dtypes import itemsize
@@ -115,7 +116,8 @@ class Comparison:
 
     def _leaf_changes(self, tallies: Mapping[tuple[str, str], Tally]) -> Iterator[LeafChange]:
         a, b = self._a, self._b
-        for name, mine in a.leaves.items():
+        for name in leaf_order(a):
+            mine = a.leaves[name]
             other = b.leaves.get(name)
             if other is None:
                 yield LeafChange(name, "only in a", a=_describe(mine))
@@ -132,9 +134,9 @@ class Comparison:
                 tally = tallies[_stored(a, name), _stored(b, name)]
                 if tally.differing:
                     yield _bits_change(name, mine, tally)
-        for name, other in b.leaves.items():
+        for name in leaf_order(b):
             if name not in a:
-                yield LeafChange(name, "only in b", b=_describe(other))
+                yield LeafChange(name, "only in b", b=_describe(b.leaves[name]))
 
 
 def value_nodes(checkpoint: Checkpoint) -> dict[str, Node]:

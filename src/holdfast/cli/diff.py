@@ -118,7 +118,7 @@ def _what(change: LeafChange) -> str:
         case "only in b":
             return f"only in B: {change.b}"
         case "bits":
-            first = f"from {words.shape(change.first)}" if change.first else ""
+            first = f"first at {words.shape(change.first)}" if change.first else ""
             odd = f"{change.not_finite:,} not finite" if change.not_finite else ""
             return ", ".join(filter(None, (first, odd))) or "differs"
         case "tied":

@@ -84,8 +84,7 @@ def _torch(found: Diagnosis) -> str:
 def _device(found: Diagnosis) -> str:
     if found.device is None:
         return ""
-    kind = {True: "rotating disk ", False: "", None: ""}[found.device.rotational]
-    return f" on {kind}{found.device.name}"
+    return f" on {found.device.name}"
 
 
 def _abilities(found: Diagnosis) -> list[tuple[str, str]]:
@@ -95,7 +94,7 @@ def _abilities(found: Diagnosis) -> list[tuple[str, str]]:
     if able is None:
         return []
     memory, offsets = words.size(able.memory_alignment), words.size(able.offset_alignment)
-    aligned = f"yes, memory aligned to {memory}, offsets to {offsets}"
+    aligned = f"yes, memory aligned to {memory}, offsets to {offsets}" if able.offset_alignment else "yes"
     return [
         ("direct I/O", aligned if able.direct else f"no: {able.direct_reason}"),
         ("io_uring", "yes" if able.uring else f"no: {able.uring_reason}"),
@@ -112,5 +111,5 @@ def _speeds(found: Diagnosis) -> list[tuple[str, str]]:
     return [
         ("durable write", f"{words.speed(speed.nbytes, speed.write_seconds)}{note}"),
         ("read", f"{words.speed(speed.nbytes, speed.read_seconds)}{note}"),
-        ("sync of 4 KiB", words.milliseconds(speed.sync_seconds)),
+        ("sync of 4 KiB", words.duration(speed.sync_seconds)),
     ]

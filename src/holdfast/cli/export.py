@@ -26,7 +26,7 @@ def export(
     """Write the leaves as one .safetensors file.
 
     The file appears whole or not at all, and every byte is verified on the way. Tied leaves are written once,
-    under their first name; the others are listed in the file's metadata, next to the step. No values.
+    under their first name; the others are listed in the file's metadata, next to the step.
     """
     with session(as_json) as out:
         import os
@@ -52,6 +52,8 @@ def _print(out: Session, done: Exported, seconds: float) -> None:
     from holdfast.cli import words
 
     amount = f"{words.count(done.leaves, 'leaf', 'leaves')}, {words.size(done.nbytes)}"
-    out.say(f"{words.plain(done.path)}: {amount} of step {done.step:,}, {words.speed(done.nbytes, seconds)}")
+    # The speed of what takes no time says nothing.
+    speed = f", {words.speed(done.nbytes, seconds)}" if done.nbytes > 100_000_000 else ""
+    out.say(f"{words.plain(done.path)}: {amount} of step {done.step:,}{speed}")
     for name, other in done.tied.items():
         out.say(f"{words.plain(name)} is tied to {words.plain(other)} and written once", style="dim")

@@ -19,7 +19,7 @@ import numpy as np
 
 from holdfast import engine
 from holdfast.cli.windows import Bytes, Extent, Span, WindowReader, windows
-from holdfast.engine import Memory, Produced, Tuning, WritePiece, fs
+from holdfast.engine import ALIGNMENT, Memory, Produced, Tuning, WritePiece, fs
 from holdfast.errors import CheckpointExists, EngineTimeout
 from holdfast.format.dtypes import carrier, itemsize
 from holdfast.format.shard import HeaderEntry, build_header, entry_name
@@ -95,13 +95,15 @@ class Export:
             pieces.append(WritePiece(at, Produced(window.nbytes, window.fill)))
             at += window.nbytes
         tuning = Tuning(backend=engine.choose_backend(os.path.dirname(path)))
-        job = engine.write(path, at, pieces, tuning=tuning)
+        # Direct I/O wants whole blocks, and readers the exact size: the zeros at the end are cut off again.
+        job = engine.write(path, -(-at // ALIGNMENT) * ALIGNMENT, pieces, tuning=tuning)
         try:
             while not _finished(job):
                 progress(job.progress)
         except BaseException:
             job.cancel()
             raise
+        os.truncate(path, at)
         fs.sync([job])
 
     def _build_header(self) -> bytes:

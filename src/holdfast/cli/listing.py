@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, ReadFailed
+from holdfast.state import leaf_names
 from holdfast.store import Checkpoint, list_steps, resolve, step_name
 from holdfast.store.commit import MANIFEST
 
@@ -75,6 +76,12 @@ def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
         if steps:
             return tuple(os.path.join(where, step_name(step)) for step in steps)
     return (resolve(where),)
+
+
+def leaf_order(checkpoint: Checkpoint) -> list[str]:
+    """Names of all leaves in the order of the state; in files they are in the order of their alignment."""
+    named = dict.fromkeys(name for name in leaf_names(checkpoint.root.tree) if name in checkpoint)
+    return [*named, *(name for name in checkpoint if name not in named)]
 
 
 def is_checkpoint(where: str) -> bool:

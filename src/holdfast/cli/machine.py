@@ -20,6 +20,8 @@ from holdfast.errors import EngineUnavailable
 _SYNCS = 20
 _HASH_NBYTES = 64 << 20
 _REPEATS = 3
+_SLOW_RATE = 400e6
+"""Bytes per second that no rotating disk exceeds."""
 VOLATILE = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "9p", "afs", "beegfs"})
 _UNSAFE_MOUNT = frozenset({"nobarrier", "barrier=0"})
@@ -70,6 +72,10 @@ class Speed:
     read_seconds: float
     sync_seconds: float
     cached: bool
+
+    @property
+    def write_rate(self) -> float:
+        return self.nbytes / self.write_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,8 @@ def _choice(where: str, able: engine.Capabilities | None, problems: list[str]) -
         problems.append(f"HOLDFAST_BACKEND={forced}: {error}")
         return Choice(None, f"HOLDFAST_BACKEND={forced} cannot be used here")
     if forced:
-        return Choice(backend, f"HOLDFAST_BACKEND={forced}; by itself it would be {able.best}")
+        itself = "as it would be by itself" if backend == able.best else f"by itself it would be {able.best}"
+        return Choice(backend, f"set by HOLDFAST_BACKEND; {itself}")
     why = {
         "uring": "direct I/O and io_uring both work here",
         "threads": f"direct I/O works, io_uring does not ({able.uring_reason})",
@@ -167,7 +174,8 @@ def _advice(
         yield f"{mount.kind} is a network filesystem: durability is what its server makes of a sync."
     if _UNSAFE_MOUNT.intersection(mount.options):
         yield "mounted without write barriers: a sync does not reach the device. Remount with barriers."
-    if device is not None and device.rotational:
+    # Virtual disks call themselves rotating, whatever they are; the speed tells.
+    if device is not None and device.rotational and speed is not None and speed.write_rate < _SLOW_RATE:
         yield "a rotating disk: keep checkpoints on an SSD where there is one."
     if able is not None and able.direct and not able.uring:
         yield f"io_uring would save CPU time, but is not available: {able.uring_reason}."
@@ -240,10 +248,12 @@ def _torch(import_it: bool) -> Torch | None:
 
 def _hash_speed() -> float:
     data = bytes(_HASH_NBYTES)
-    engine.xxh3_64(data)
-    began = time.perf_counter()
-    engine.xxh3_64(data)
-    return _HASH_NBYTES / (time.perf_counter() - began)
+    seconds = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        engine.xxh3_64(data)
+        seconds.append(time.perf_counter() - began)
+    return _HASH_NBYTES / min(seconds)
 
 
 def _measure(where: str, nbytes: int, backend: str, progress: Callable[[int], None]) -> Speed:

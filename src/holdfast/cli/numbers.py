@@ -120,7 +120,7 @@ class Tally:
 
     def _add_block(self, a: Bytes, b: Bytes, size: int) -> None:
         rows_a, rows_b = a.reshape(-1, size), b.reshape(-1, size)
-        unlike = np.flatnonzero((rows_a != rows_b).any(axis=1))
+        unlike = _unlike(a, b, size)
         if len(unlike):
             if self.first is None:
                 self.first = self.elements + int(unlike[0])
@@ -149,6 +149,16 @@ class Tally:
     def _note(self, apart: float, relative: float) -> None:
         self.max_abs = apart if self.max_abs is None else max(self.max_abs, apart)
         self.max_rel = relative if self.max_rel is None else max(self.max_rel, relative)
+
+
+def _unlike(a: Bytes, b: Bytes, size: int) -> Array:
+    """Places of the elements that differ in any bit. Where they have the size of integers, that is faster."""
+    unlike: Array
+    if size in (1, 2, 4, 8):
+        unlike = np.flatnonzero(a.view(f"u{size}") != b.view(f"u{size}"))
+    else:
+        unlike = np.flatnonzero((a.reshape(-1, size) != b.reshape(-1, size)).any(axis=1))
+    return unlike
 
 
 def _relative(left: Array, right: Array) -> float:

@@ -91,7 +91,7 @@ def _best(text: str) -> tuple[str, Literal["min", "max"], int]:
 def _prune(run: Path, keep: Keep, *, dry_run: bool) -> Pruned:
     import os
 
-    from holdfast import checkpointer
+    from holdfast.checkpointer import Kept
     from holdfast.cli.listing import is_checkpoint, leftovers, list_run
     from holdfast.engine import Tuning
     from holdfast.errors import CheckpointNotFound
@@ -101,9 +101,20 @@ def _prune(run: Path, keep: Keep, *, dry_run: bool) -> Pruned:
     if is_checkpoint(where):
         raise CheckpointNotFound(f"{where} is one checkpoint, not a run: name the directory around it")
     before = list_run(where)
-    gone = checkpointer.prune(where, keep, dry_run=dry_run)
-    if before.leftovers and not gone and not dry_run:
-        WritableRun(where, Tuning()).close()  # opening a run for writing sweeps it
+    # One that is damaged counts for no rule: were it the newest, the last whole one would go in its favour.
+    whole = [
+        Kept(entry.step, entry.created, entry.metrics)
+        for entry in before.checkpoints
+        if entry.damage is None and entry.step is not None and entry.created is not None
+    ]
+    stay = keep.chosen(whole)
+    gone = [item.step for item in whole if item.step not in stay]
+    if (gone or before.leftovers) and not dry_run:
+        writable = WritableRun(where, Tuning())  # sweeps what unfinished saves left
+        try:
+            writable.retire(gone)
+        finally:
+            writable.close()
     removed = tuple(
         Removed(entry.path, entry.step, entry.nbytes) for entry in before.checkpoints if entry.step in gone
     )

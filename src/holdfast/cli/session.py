@@ -66,7 +66,7 @@ class Session:
     @contextmanager
     def progress(self, what: str, total_nbytes: int) -> Iterator[Advance]:
         """A bar over bytes, when somebody looks. Yields the function that takes how many are done so far."""
-        if not sys.stderr.isatty():
+        if not total_nbytes or not sys.stderr.isatty():
             yield lambda nbytes: None
             return
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -115,7 +115,7 @@ def table(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()
     from rich.table import Table
 
     made = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold"
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold"
     )
     for name in columns:
         made.add_column(

@@ -29,9 +29,11 @@ def show(
     """What a checkpoint holds: facts, values, and the table of its leaves."""
     with session(as_json) as out:
         import holdfast
+        from holdfast.cli.listing import leaf_order
 
         with holdfast.open(path) as checkpoint:
-            chosen = list(checkpoint.leaves) if leaves is None else checkpoint.select(leaves)
+            matching = None if leaves is None else set(checkpoint.select(leaves))
+            chosen = [name for name in leaf_order(checkpoint) if matching is None or name in matching]
             if as_json:
                 out.emit(_document(checkpoint, chosen))
             else:
@@ -137,17 +139,12 @@ def _print_leaves(out: Session, checkpoint: Checkpoint, chosen: list[str], every
     from holdfast.cli.session import table
 
     limit = len(chosen) if everything else _MANY
-    rows = table("leaf", "dtype", "shape", "size", "from", right=("size",), fold=("leaf", "shape"))
+    rows = table("leaf", "dtype", "shape", "size", "from", right=("size",), fold=("leaf",))
     for name in chosen[:limit]:
         info = checkpoint.leaves[name]
-        origin = info.framework if info.alias_of is None else f"tied to {words.plain(info.alias_of)}"
-        rows.add_row(
-            words.plain(name),
-            words.plain(info.dtype),
-            words.shape(info.shape),
-            words.size(info.nbytes),
-            origin,
-        )
+        named = words.plain(name) + (f" = {words.plain(info.alias_of)}" if info.alias_of else "")
+        shape, size = words.shape(info.shape), words.size(info.nbytes)
+        rows.add_row(named, words.plain(info.dtype), shape, size, info.framework)
     if chosen:
         out.console.print()
         out.console.print(rows)

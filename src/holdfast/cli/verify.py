@@ -19,6 +19,7 @@ def verify(
 ) -> None:
     """Read every byte and check it. Names each damaged file and leaf; exit code 1 when there is one."""
     with session(as_json) as out:
+        import os
         import time
 
         from holdfast.cli.listing import checkpoints_of, directory_nbytes
@@ -30,23 +31,19 @@ def verify(
         with out.progress("verifying", sum(targets.values())) as advance:
             for target, nbytes in targets.items():
                 found = _verify(target, _from(done, advance))
-                done += nbytes
-                advance(done)
                 if found is not None:
                     reports.append(found)
-                    if not as_json:
-                        _print(out, found)
+                done += nbytes
+                advance(done)
+        seconds = time.perf_counter() - began
         damaged = [report for report in reports if not report.intact]
         if as_json:
-            out.emit(
-                {
-                    "path": str(path),
-                    "intact": not damaged,
-                    "checkpoints": [_document(report) for report in reports],
-                }
-            )
+            documents = [_document(report) for report in reports]
+            out.emit({"path": os.path.abspath(path), "intact": not damaged, "checkpoints": documents})
         else:
-            _summary(out, reports, len(damaged), time.perf_counter() - began)
+            for report in reports:
+                _print(out, report)
+            _summary(out, reports, len(damaged), seconds)
         out.finish(problem=bool(damaged))
 
 

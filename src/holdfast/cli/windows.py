@@ -74,6 +74,8 @@ class WindowReader:
 
     def read(self, spans: Sequence[Span], names: Sequence[str]) -> Bytes:
         """The spans' bytes, one after the other; `names` are the stored leaves that their indexes mean."""
+        if len(spans) == 1 and not spans[0].whole:
+            return self._part(spans[0], names)
         buffer: Bytes = np.empty(sum(span.nbytes for span in spans), np.uint8)
         wanted: list[Wanted] = []
         at = 0
@@ -82,8 +84,12 @@ class WindowReader:
             if span.whole:
                 wanted.append(Wanted(leaf, Memory(buffer.ctypes.data + at, span.nbytes, buffer)))
             else:
-                read = self._shards.read_range(leaf, ByteRange(span.start, span.stop))
-                buffer[at : at + span.nbytes] = np.frombuffer(read, np.uint8)
+                buffer[at : at + span.nbytes] = self._part(span, names)
             at += span.nbytes
         self._shards.read(wanted, verify=True, whole=False)
         return buffer
+
+    def _part(self, span: Span, names: Sequence[str]) -> Bytes:
+        leaf = self._leaves[names[span.index]]
+        part: Bytes = np.frombuffer(self._shards.read_range(leaf, ByteRange(span.start, span.stop)), np.uint8)
+        return part

@@ -45,7 +45,9 @@ def moment(unix_seconds: float) -> str:
         return f"{unix_seconds:.0f} s after 1970"
 
 
-def milliseconds(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    if seconds < 1e-4:
+        return f"{seconds * 1e6:.0f} \N{MICRO SIGN}s"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 

@@ -53,13 +53,16 @@ def capabilities(directory: str | os.PathLike[str]) -> Capabilities:
 
 def choose_read_backend(path: str | os.PathLike[str], forced: str | None = None) -> Backend:
     """The backend for reading an existing file. Works in directories that cannot be written."""
-    directory = os.path.dirname(path)
-    if forced or os.environ.get("HOLDFAST_BACKEND"):
-        return choose_backend(directory, forced)
     try:
-        return capabilities(directory).best
+        return choose_backend(os.path.dirname(path), forced)
     except OSError:
-        return _read_trial(path)
+        best = _read_trial(path)
+    forced = _forced(forced)
+    if forced is None or forced == best or (forced, best) == ("threads", "uring"):
+        return forced or best
+    raise EngineUnavailable(
+        f"backend {forced!r} cannot read {os.fspath(path)}; use {best!r}, or leave the choice to Holdfast"
+    )
 
 
 def _read_trial(path: str | os.PathLike[str]) -> Backend:
@@ -80,11 +83,9 @@ def _read_trial(path: str | os.PathLike[str]) -> Backend:
 
 def choose_backend(directory: str | os.PathLike[str], forced: str | None = None) -> Backend:
     """The backend for files in `directory`: forced by argument, by ``HOLDFAST_BACKEND``, or the best that works."""
-    forced = forced or os.environ.get("HOLDFAST_BACKEND") or None
+    forced = _forced(forced)
     if forced is None:
         return capabilities(directory).best
-    if forced not in BACKENDS:
-        raise EngineUnavailable(f"unknown backend {forced!r}: choose one of {', '.join(BACKENDS)}")
     if forced == "buffered":
         return "buffered"
     able = capabilities(directory)
@@ -97,4 +98,11 @@ def choose_backend(directory: str | os.PathLike[str], forced: str | None = None)
         raise EngineUnavailable(
             f"backend 'uring' is not available ({able.uring_reason}); use 'threads', or leave the choice to Holdfast"
         )
-    return cast(Backend, forced)
+    return forced
+
+
+def _forced(argument: str | None) -> Backend | None:
+    forced = argument or os.environ.get("HOLDFAST_BACKEND") or None
+    if forced is not None and forced not in BACKENDS:
+        raise EngineUnavailable(f"unknown backend {forced!r}: choose one of {', '.join(BACKENDS)}")
+    return cast("Backend | None", forced)

@@ -141,7 +141,13 @@ class WriteJob:
         return self.native.stats()
 
     def cancel(self) -> None:
+        """Stops at the next window. The sources are free again when `done`, or after `abandon`."""
         self.native.cancel()
+
+    def abandon(self) -> None:
+        """Stops, and returns when the engine has let go of the sources and the file."""
+        self.native.cancel()
+        self.native.wait(None)
 
 
 def write(

@@ -58,6 +58,18 @@ class CheckpointInfo:
     seconds: float
 
 
+@dataclass(slots=True)
+class _Partial:
+    """``D.partial`` while it is ours. `recycle`: it holds files to write over.
+
+    Not `settled`: ``D`` and ``D.partial`` have changed names, and which has which on the disk is not certain. Then
+    neither may be removed: it could be the checkpoint that is to be replaced.
+    """
+
+    recycle: bool
+    settled: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Commit:
     """One checkpoint to be committed. `spare`: a retired checkpoint of which the files may be written over."""
@@ -89,9 +101,9 @@ class Commit:
             tuning = self.tuning
             if plan.nbytes > tuning.small_nbytes or tuning.backend is not None:
                 tuning = replace(tuning, backend=engine.choose_backend(self.parent, tuning.backend))
-            with self._own_partial() as recycle:
-                root, manifest_nbytes = self._write(flat, plan, tuning, recycle=recycle)
-                self._publish()
+            with self._own_partial() as partial:
+                root, manifest_nbytes = self._write(flat, plan, tuning, recycle=partial.recycle)
+                self._publish(partial)
         return CheckpointInfo(
             path=self.target,
             step=self.step,
@@ -112,25 +124,34 @@ class Commit:
             )
 
     @contextlib.contextmanager
-    def _own_partial(self) -> Iterator[bool]:
-        """Step 1, and the clean-up when anything after it fails. Yields whether files are there to write over."""
-        lock = None
-        if self.spare is not None:
-            lock = try_lock_directory(self.spare)  # none: somebody still reads it
-        recycle = lock is not None
-        if self.spare is not None and lock is not None:
-            fs.rename(self.spare, self.partial)
-        else:
+    def _own_partial(self) -> Iterator[_Partial]:
+        """Step 1, and the clean-up when anything after it fails."""
+        lock = self._take_spare()
+        partial = _Partial(recycle=lock is not None)
+        if lock is None:
             lock = self._make_partial()
         try:
-            yield recycle
+            yield partial
         except BaseException:
             # What cannot be removed now is swept by the next writer; the failure to report is the first one.
-            with contextlib.suppress(OSError):
-                fs.remove_tree(self.partial)
+            if partial.settled:
+                with contextlib.suppress(OSError):
+                    fs.remove_tree(self.partial)
             raise
         finally:
-            os.close(lock)
+            unlock_directory(lock)
+
+    def _take_spare(self) -> int | None:
+        """Renames the spare to ``D.partial``. None: there is no spare, or somebody still reads it."""
+        lock = None if self.spare is None else try_lock_directory(self.spare)
+        if self.spare is None or lock is None:
+            return None
+        try:
+            fs.rename(self.spare, self.partial)
+        except BaseException:
+            unlock_directory(lock)
+            raise
+        return lock
 
     def _make_partial(self) -> int:
         try:
@@ -139,9 +160,11 @@ class Commit:
             # A crashed save left it, or a live one is at work: its lock tells.
             leftover = self._lock_partial()
             try:
+                # It may be the checkpoint that a crashed save has replaced: its names, before its files go.
+                fs.sync_dir(self.parent)
                 fs.remove_tree(self.partial)
             finally:
-                os.close(leftover)
+                unlock_directory(leftover)
             fs.mkdir(self.partial)
         return self._lock_partial()
 
@@ -163,7 +186,11 @@ class Commit:
             recycle=recycle,
             background=plan.nbytes > tuning.small_nbytes,
         )
-        job.wait()
+        try:
+            job.wait()
+        except BaseException:
+            job.abandon()  # an interrupt must not leave the engine reading memory that the caller goes on to change
+            raise
         root = self._describe(flat, plan, job.checksums()[1:])
         encoded = encode_root(root)
         manifest = fs.write_file(os.path.join(self.partial, MANIFEST), encoded, recycle=recycle)
@@ -197,16 +224,24 @@ class Commit:
             part=Part(0, CHUNK_NBYTES, (shard,), leaves, aliases),
         )
 
-    def _publish(self) -> None:
+    def _publish(self, partial: _Partial) -> None:
         """Steps 5 and 6. A failed sync takes the name back: a checkpoint that has failed must not be found."""
         replaces = self.overwrite and os.path.lexists(self.target)
         move = fs.exchange if replaces else fs.rename
-        move(self.partial, self.target)
+        partial.settled = False
+        try:
+            move(self.partial, self.target)
+        except OSError:
+            partial.settled = True
+            raise
         try:
             fs.sync_dir(self.parent)
         except OSError:
             move(self.target, self.partial)
+            fs.sync_dir(self.parent)  # no second try of the first: the names have changed again
+            partial.settled = True
             raise
+        partial.settled = True
         if replaces:
             with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
                 fs.remove_tree(self.partial)
@@ -219,7 +254,7 @@ def check_step(step: int) -> None:
 
 
 def try_lock_directory(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
-    """Holds a directory until the returned descriptor is closed; None when somebody else does.
+    """Holds a directory until the returned descriptor is given to `unlock_directory`; None when somebody else does.
 
     Writers hold a checkpoint's directory exclusively while they write into it, readers share it.
     """
@@ -235,3 +270,9 @@ def try_lock_directory(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
         raise
     os.close(descriptor)
     return None
+
+
+def unlock_directory(descriptor: int) -> None:
+    """Said aloud: closing alone would leave the lock to a child that was forked meanwhile, for as long as it lives."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from holdfast.engine import Tuning, fs
 from holdfast.errors import CheckpointNotFound
-from holdfast.store.commit import PARTIAL, CheckpointInfo, Commit, try_lock_directory
+from holdfast.store.commit import PARTIAL, CheckpointInfo, Commit, try_lock_directory, unlock_directory
 from holdfast.store.failures import saving
 from holdfast.store.lock import RunLock
 
@@ -104,7 +104,12 @@ class WritableRun:
                 self._remove(path)
 
     def _sweep(self) -> None:
-        for path in self._leftovers():
+        leftovers = list(self._leftovers())
+        if leftovers:
+            # Whoever left them may have been killed between a rename and its sync. Were the names lost in a power cut
+            # now, and the removals not, a checkpoint that is to stay would be without its files.
+            fs.sync_dir(self.path)
+        for path in leftovers:
             self._remove(path)
 
     def _leftovers(self) -> Iterator[str]:
@@ -122,7 +127,7 @@ class WritableRun:
                 try:
                     fs.remove_tree(path)
                 finally:
-                    os.close(lock)
+                    unlock_directory(lock)
 
 
 def _nbytes(path: str) -> int:

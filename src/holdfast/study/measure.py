@@ -115,18 +115,19 @@ def run_rounds(
     temperatures: set[Temperature] = set()
     methods: list[str] = []
     try:
-        for log in logs:
-            _start(log, directory, state)
         for round_index in range(WARM_UP, rounds + 1):
             for position, which in enumerate(turns(len(logs), round_index)):
                 log = logs[which]
+                if round_index == WARM_UP:
+                    # Not all of them beforehand: what one keeps in memory from its preparations (a buffer of
+                    # the engine, say) must not be there already when another that uses it is measured.
+                    _start(log, directory, state)
                 if not log.running:
                     continue
                 try:
                     temperature, method = _turn(log, state, directory, round_index, position, progress)
-                except (
-                    Exception
-                ) as error:  # any system may fail in its own way: it is shown, the others go on
+                except Exception as error:
+                    # Any system may fail in its own way: it is shown as failed, and the others go on.
                     log.failure = reason(error)
                 else:
                     temperatures.add(temperature)

@@ -1,0 +1,216 @@
+"""Which backend is used where: by probing, by force, and where a system forbids the best one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.pieces import PAGE, checksums, memory_of, random_bytes
+from holdfast import engine
+from holdfast.engine import BACKENDS, Capabilities, ReadPiece, Tuning, WritePiece, capabilities, choose_backend, fs
+from holdfast.engine import probe as probing
+from holdfast.errors import EngineUnavailable
+
+ABLE = Capabilities(True, "", True, "", 512, 512)
+CASES = [
+    (ABLE, "uring"),
+    (replace(ABLE, uring=False, uring_reason="forbidden here"), "threads"),
+    (replace(ABLE, direct=False, direct_reason="no such thing"), "buffered"),
+    (replace(ABLE, uring=False, uring_reason="forbidden here", direct=False, direct_reason="none"), "buffered"),
+]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, able: Capabilities) -> None:
+    monkeypatch.setattr(probing, "capabilities", lambda directory: able)
+
+
+@pytest.mark.parametrize(("able", "best"), CASES)
+def test_the_best_backend_that_works_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, able: Capabilities, best: str
+) -> None:
+    pretend(monkeypatch, able)
+    assert choose_backend(tmp_path) == best
+    assert choose_backend(tmp_path, "buffered") == "buffered"
+
+
+@pytest.mark.parametrize(("able", "best"), CASES[1:])
+def test_forcing_what_cannot_work_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, able: Capabilities, best: str
+) -> None:
+    pretend(monkeypatch, able)
+    reason = able.direct_reason or able.uring_reason
+    with pytest.raises(EngineUnavailable, match=reason):
+        choose_backend(tmp_path, "uring")
+    if not able.direct:
+        with pytest.raises(EngineUnavailable, match=reason):
+            choose_backend(tmp_path, "threads")
+
+
+def test_the_environment_forces_and_an_argument_overrules_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, ABLE)
+    monkeypatch.setenv("HOLDFAST_BACKEND", "threads")
+    assert choose_backend(tmp_path) == "threads"
+    assert choose_backend(tmp_path, "buffered") == "buffered"
+    assert engine.choose_read_backend(tmp_path / "f") == "threads"
+    monkeypatch.setenv("HOLDFAST_BACKEND", "")
+    assert choose_backend(tmp_path) == "uring"
+
+
+def test_an_unknown_backend_is_refused_and_the_known_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineUnavailable, match="'tape'.*uring, threads, buffered"):
+        choose_backend(tmp_path, "tape")
+    monkeypatch.setenv("HOLDFAST_BACKEND", "drum")
+    with pytest.raises(EngineUnavailable, match="'drum'"):
+        choose_backend(tmp_path)
+    with pytest.raises(EngineUnavailable, match="'drum'"):
+        engine.choose_read_backend(tmp_path / "f")
+
+
+def test_probing_leaves_nothing_behind(tmp_path: Path) -> None:
+    probing._known.pop(os.stat(tmp_path).st_dev, None)
+    found = capabilities(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert choose_backend(tmp_path) == found.best
+    assert bool(found.uring_reason) == (not found.uring)
+    assert bool(found.direct_reason) == (not found.direct)
+
+
+def test_a_directory_that_is_not_there_is_the_systems_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        capabilities(tmp_path / "nowhere")
+
+
+def round_trip(path: Path, backend: engine.Backend) -> None:
+    data = random_bytes(300 * PAGE, 1)
+    tuning = Tuning(backend, small_nbytes=0)
+    job = engine.write(path, data.nbytes, [WritePiece(0, memory_of(data))], tuning=tuning)
+    job.wait()
+    fs.sync([job], os.fspath(path.parent))
+    out = np.zeros_like(data)
+    assert engine.read(path, [ReadPiece(0, memory_of(out), checksums(data))], tuning=tuning) == []
+    assert np.array_equal(out, data)
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("there is no tmpfs at /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_a_filesystem_in_memory_works_with_what_the_probe_chose(in_memory: Path) -> None:
+    """Older kernels have no direct I/O on tmpfs, newer ones do; either way the choice must work."""
+    round_trip(in_memory / "f", choose_backend(in_memory))
+
+
+def test_a_job_without_a_backend_goes_through_the_page_cache(tmp_path: Path) -> None:
+    """Which can write 100 bytes more than a block, unlike direct I/O."""
+    engine.write(tmp_path / "f", PAGE + 100, [], tuning=Tuning(small_nbytes=0)).wait()
+    assert (tmp_path / "f").stat().st_size == PAGE + 100
+
+
+def test_raw_limits_are_measured_on_every_backend(backend: engine.Backend, tmp_path: Path) -> None:
+    tuning = Tuning(backend)
+    nbytes = 9 << 20
+    assert engine.raw_write(tmp_path / "f", nbytes, tuning) > 0
+    assert (tmp_path / "f").stat().st_size == nbytes
+    assert engine.raw_read(tmp_path / "f", nbytes, tuning) > 0
+
+
+# --- where the system forbids something: each in a process of its own ---------------------------------------
+
+
+def run(script: str, *arguments: object, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_where_io_uring_is_forbidden_threads_take_its_place(tmp_path: Path) -> None:
+    """What the seccomp profile of a container does: io_uring_setup fails with EPERM."""
+    if choose_backend(tmp_path) == "buffered":
+        pytest.skip("there is no direct I/O here, so neither is in question")
+    script = """
+        import ctypes, struct, sys
+        libc = ctypes.CDLL(None, use_errno=True)
+        rules = [  # load the number of the call; 425 is io_uring_setup: fail with EPERM; all others: allow
+            (0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | 1), (0x06, 0, 0, 0x7FFF0000),
+        ]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+        program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code)))
+        assert libc.prctl(38, 1, 0, 0, 0) == 0
+        assert libc.prctl(22, 2, program, 0, 0) == 0, ctypes.get_errno()
+
+        import numpy as np, holdfast
+        from holdfast.engine import capabilities, choose_backend
+        able = capabilities(sys.argv[1])
+        assert not able.uring and "not permitted" in able.uring_reason, able
+        state = {"w": np.arange(1 << 20)}
+        holdfast.save(sys.argv[1] + "/a", state)
+        assert (holdfast.load(sys.argv[1] + "/a")["w"] == state["w"]).all()
+        try:
+            holdfast.save(sys.argv[1] + "/b", state, options=holdfast.Options(backend="uring"))
+        except holdfast.EngineUnavailable as error:
+            assert "threads" in str(error), error
+        print(choose_backend(sys.argv[1]))
+    """
+    assert run(script, tmp_path) == "threads"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.fixture
+def read_only() -> Iterator[Path]:
+    """A directory anybody may read and only its owner may write, with a file of 300 pages in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        random_bytes(300 * PAGE, 5).tofile(Path(folder, "f"))
+        os.chmod(folder, 0o555)
+        yield Path(folder)
+        os.chmod(folder, 0o755)
+
+
+@pytest.mark.parametrize("forced", ["", *BACKENDS])
+def test_a_directory_that_cannot_be_written_can_still_be_read_directly(read_only: Path, forced: str) -> None:
+    expected = choose_backend(read_only)
+    if forced in ("uring", "threads") and expected not in (forced, "uring"):
+        pytest.skip(f"the probe says {forced} cannot work here")
+    script = """
+        import os, sys
+        import numpy as np
+        from holdfast.engine import Memory, ReadPiece, Tuning, capabilities, choose_read_backend, read
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        try:
+            capabilities(os.path.dirname(sys.argv[1]))
+        except PermissionError:
+            pass
+        else:
+            raise AssertionError("the directory can be written")
+        backend = choose_read_backend(sys.argv[1])
+        out = np.zeros(300 * 4096, np.uint8)
+        read(sys.argv[1], [ReadPiece(0, Memory(out.ctypes.data, out.nbytes, out))], tuning=Tuning(backend), verify=False)
+        assert out.tobytes() == open(sys.argv[1], "rb").read()
+        print(backend)
+    """
+    assert run(script, read_only / "f", HOLDFAST_BACKEND=forced) == (forced or expected)
