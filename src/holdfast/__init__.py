@@ -70,10 +70,10 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Checkpoint",
     "CheckpointExists",
     "CheckpointInfo",
     "CheckpointNotFound",
-    "Checkpoint",
     "Checkpointer",
     "CorruptCheckpoint",
     "EngineTimeout",

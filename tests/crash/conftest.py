@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import holdfast
 from holdfast.engine import BACKENDS, Backend, capabilities, faults
+
+from .tracing import Tally
 
 
 @pytest.fixture
@@ -46,6 +48,40 @@ WAYS: dict[str, holdfast.Options] = {
 def way(request: pytest.FixtureRequest) -> holdfast.Options:
     """Each way to write: every backend that this machine has, and the short cut for small states."""
     return WAYS[request.param]
+
+
+@pytest.fixture
+def spare_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny checkpoints, too, become spares with a sync of their own, as large ones do."""
+    monkeypatch.setattr("holdfast.store.run.SPARE_NOW_NBYTES", 1)
+
+
+@pytest.fixture
+def tried(record_property: Callable[[str, object], None]) -> Callable[[Tally], None]:
+    """Takes the tally of an enumeration; the sum of all is printed when the tests are done."""
+
+    def report(tally: Tally) -> None:
+        print(tally)
+        for field in ("states", "views", "recoveries"):
+            record_property(f"crash-{field}", getattr(tally, field))
+
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """From the reports, so that it also works when the tests run in several processes."""
+    sums: dict[str, int] = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if report.when == "call" and name.startswith("crash-"):
+                sums[name.removeprefix("crash-")] = sums.get(name.removeprefix("crash-"), 0) + value
+    if "states" in sums:
+        terminalreporter.write_line(
+            f"power cuts: {sums['states']} states of the disk tried ({sums['views']} as readers see them), "
+            f"{sums['recoveries']} recoveries"
+        )
+    if "faults" in sums:
+        terminalreporter.write_line(f"failing calls: {sums['faults']}; kills: {sums.get('kills', 0)}")
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from typing import Protocol
 import holdfast
 from holdfast.store import list_steps, step_name
 
-from .states import blank_state, identify, load_identity, make_state
+from .states import WIDE, blank_state, identify, load_identity, make_state
 
 BUFFERED = holdfast.Options(backend="buffered")
 
@@ -107,6 +107,7 @@ class RunRecovery:
     """A run: readers look at every checkpoint, then a new writer opens it, restores, and goes on."""
 
     name: str = "run"
+    wide: int = WIDE
 
     def visible(self, paths: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted(path for path in paths if path.startswith(f"{self.name}/step-") and "." not in path))
@@ -118,9 +119,9 @@ class RunRecovery:
                 self._read_one(os.path.join(run, step_name(step)), step, ledger)
         elif ledger.floor:
             raise Lost(f"the run is gone; step {ledger.floor} was durable")
-        restored = check_restore(run, ledger)
+        restored = check_restore(run, ledger, self.wide)
         if thorough:
-            check_goes_on(run, restored)
+            check_goes_on(run, restored, self.wide)
 
     @staticmethod
     def _read_one(path: str, step: int, ledger: Ledger) -> None:
@@ -158,9 +159,9 @@ class PathRecovery:
                 raise Lost("the next save left what the crashed one had left")
 
 
-def check_restore(run: str, ledger: Ledger) -> int:
+def check_restore(run: str, ledger: Ledger, wide: int = WIDE) -> int:
     """A new writer opens the run and restores; returns the step. Damaged checkpoints are passed over with a warning."""
-    target = blank_state()
+    target = blank_state(wide)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         with holdfast.Checkpointer(run, target, options=BUFFERED) as checkpointer:
@@ -181,12 +182,12 @@ def check_restore(run: str, ledger: Ledger) -> int:
     return restored
 
 
-def check_goes_on(run: str, restored: int) -> None:
+def check_goes_on(run: str, restored: int, wide: int = WIDE) -> None:
     """After a recovery the run takes saves again, and the next process finds them."""
     step = restored + 1
-    with holdfast.Checkpointer(run, make_state(step, 9), options=BUFFERED) as checkpointer:
+    with holdfast.Checkpointer(run, make_state(step, 9, wide), options=BUFFERED) as checkpointer:
         checkpointer.save(step)
-    target = blank_state()
+    target = blank_state(wide)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         with holdfast.Checkpointer(run, target, options=BUFFERED) as checkpointer:

@@ -9,9 +9,8 @@ import holdfast
 from holdfast.engine import faults
 from holdfast.store import step_name
 
-from .power import Disk
 from .recovery import Begun, Damaged, Durable
-from .states import blank_state, make_state
+from .states import WIDE, blank_state, make_state
 from .tracing import Recording
 
 KEEP = holdfast.Keep(last=2)
@@ -27,12 +26,15 @@ def save(
     recording: Recording, checkpointer: holdfast.Checkpointer, step: int, version: int = 0, fault: str = ""
 ) -> bool:
     """One save with its marks; False when it failed, in a way it may."""
-    checkpointer.state = make_state(step, version)
+    checkpointer.state = make_state(step, version, recording.wide)
     recording.mark(Begun(step, version))
     try:
         with recording.tracing(), faults.injected(fault), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            checkpointer.save(step)
+            try:
+                checkpointer.save(step)
+            finally:
+                recording.calls = faults.count_calls()
     except holdfast.SaveFailed:
         return False
     recording.mark(Durable(step, version))
@@ -44,9 +46,9 @@ def close(recording: Recording, checkpointer: holdfast.Checkpointer) -> None:
         checkpointer.close()
 
 
-def steady(root: Path, options: holdfast.Options, saves: int = 6) -> Recording:
+def steady(root: Path, options: holdfast.Options, saves: int = 6, wide: int = WIDE) -> Recording:
     """A new run; after the third save every one retires a checkpoint and writes over another's files."""
-    recording = Recording(root)
+    recording = Recording(root, wide)
     checkpointer = open_run(recording, None, options)
     for step in range(1, saves + 1):
         save(recording, checkpointer, step)
@@ -58,7 +60,7 @@ def same_steps_again(root: Path, options: holdfast.Options) -> Recording:
     """Steps that are saved a second time replace the first, with and without a spare to write over."""
     recording = Recording(root)
     checkpointer = open_run(recording, None, options)
-    for step, version in [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (4, 0), (4, 1), (4, 2), (5, 0)]:
+    for step, version in [(1, 0), (1, 1), (2, 0), (3, 0), (4, 0), (4, 1)]:
         save(recording, checkpointer, step, version)
     close(recording, checkpointer)
     return recording
@@ -98,6 +100,17 @@ def damage(recording: Recording, path: Path, offset: int) -> None:
     ]
 
 
+def second_life(recording: Recording, options: holdfast.Options) -> None:
+    """Whatever is at the recording's root: a new process restores from it, and saves a step twice."""
+    checkpointer = open_run(recording, blank_state(), options)
+    with recording.tracing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        restored = checkpointer.restore()
+    for version in (7, 8):
+        save(recording, checkpointer, restored + 1, version)
+    close(recording, checkpointer)
+
+
 def replaced_path(root: Path, options: holdfast.Options) -> Recording:
     """One path, saved over and over with ``overwrite=True``."""
     recording = Recording(root)
@@ -115,16 +128,11 @@ def with_failing_call(root: Path, options: holdfast.Options, fault: str) -> Reco
     checkpointer = open_run(recording, None, options)
     for step in (1, 2, 3):
         save(recording, checkpointer, step)
+    recording.start = len(recording.items)
     save(recording, checkpointer, 3, 1, fault)
+    calls = recording.calls
     save(recording, checkpointer, 3, 2)
     save(recording, checkpointer, 4)
     close(recording, checkpointer)
+    recording.calls = calls
     return recording
-
-
-def replay_all(recording: Recording) -> Disk:
-    disk = Disk(recording.root)
-    for item in recording.items:
-        if isinstance(item, faults.Event):
-            disk.replay(item)
-    return disk

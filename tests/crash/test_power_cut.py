@@ -1,33 +1,181 @@
-"""A power cut at any moment: what was reported durable comes back, and never wrong bytes."""
+"""A power cut at any moment: what was reported durable comes back, and never wrong bytes.
+
+`power` says what a file system may lose, `sequences` what a training does, `recovery` what must hold. How many states
+were tried is printed at the end of the test run.
+"""
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import holdfast
+from holdfast.engine import faults
 
 from . import sequences
-from .power import Budget
-from .recovery import PathRecovery, RunRecovery
+from .conftest import USABLE, WAYS
+from .power import Budget, Disk, Image
+from .recovery import Ledger, PathRecovery, RunRecovery
 from .tracing import Recording, Survey, Tally
 
 Sequence = Callable[[Path, holdfast.Options], Recording]
+Report = Callable[[Tally], None]
 
-@pytest.fixture(params=["spare-later", "spare-now"])
-def _spares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to recycle: a retired checkpoint waits for the next save's sync, or gets one of its own."""
-    if request.param == "spare-now":
-        monkeypatch.setattr("holdfast.store.run.SPARE_NOW_NBYTES", 1)
+SEQUENCES = [sequences.steady, sequences.same_steps_again, sequences.after_damage]
+WINDOWED = WAYS[USABLE[0]]
+SMALL = WAYS["small"]
+NAMES_ONLY = Budget(names=64, torn=1, single=False)
 
 
-@pytest.mark.usefixtures("_spares")
-@pytest.mark.parametrize(
-    "sequence", [sequences.steady, sequences.same_steps_again, sequences.after_damage], ids=lambda f: f.__name__
-)
-def test_power_cut_in_a_run(tmp_path: Path, ram: Path, way: holdfast.Options, sequence: Sequence) -> None:
+def _name(value: object) -> str:
+    return str(getattr(value, "__name__", value))
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES, ids=_name)
+def test_power_cut_in_a_run(tmp_path: Path, ram: Path, sequence: Sequence, tried: Report) -> None:
+    tally = Survey(ram, RunRecovery())(sequence(tmp_path, WINDOWED))
+    tried(tally)
+    assert tally.states > 500
+
+
+@pytest.mark.usefixtures("spare_now")
+@pytest.mark.parametrize("sequence", SEQUENCES, ids=_name)
+def test_power_cut_in_a_run_that_recycles_at_once(
+    tmp_path: Path, ram: Path, sequence: Sequence, tried: Report
+) -> None:
+    tally = Survey(ram, RunRecovery(), NAMES_ONLY)(sequence(tmp_path, WINDOWED))
+    tried(tally)
+    assert tally.states > 100
+
+
+def test_power_cut_in_a_run_of_small_states(tmp_path: Path, ram: Path, tried: Report) -> None:
+    tally = Survey(ram, RunRecovery(), NAMES_ONLY)(sequences.steady(tmp_path, SMALL))
+    tried(tally)
+    assert tally.states > 100
+
+
+@pytest.mark.parametrize("way", [USABLE[0], "small"])
+def test_power_cut_while_a_path_is_replaced(tmp_path: Path, ram: Path, way: str, tried: Report) -> None:
+    tally = Survey(ram, PathRecovery())(sequences.replaced_path(tmp_path, WAYS[way]))
+    tried(tally)
+    assert tally.states > 200
+
+
+def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: Report) -> None:
+    """A state of several transfers, of which any part may be there."""
+    wide = 50_000
+    options = holdfast.Options(backend=WINDOWED.backend, memory_nbytes=128 << 10, small_nbytes=0)
+    recording = sequences.steady(tmp_path, options, saves=3, wide=wide)
+    shard_writes = [
+        item for item in recording.items if isinstance(item, faults.Event) and item.call == "write" and item.offset
+    ]
+    assert len(shard_writes) >= 3 * 2
+    tally = Survey(ram, RunRecovery(wide=wide), Budget(names=8, torn=4, single=False))(recording)
+    tried(tally)
+    assert tally.states > 100
+
+
+@pytest.mark.parametrize("spare", ["later", "now"])
+def test_power_cut_after_a_failed_save(
+    tmp_path: Path, ram: Path, spare: str, tried: Report, request: pytest.FixtureRequest
+) -> None:
+    """First one call of a save fails, whichever; then, at any time after that, the power goes."""
+    if spare == "now":
+        request.getfixturevalue("spare_now")
+    total = Tally()
+    nth = 0
+    while True:
+        nth += 1
+        root = tmp_path / str(nth)
+        root.mkdir()
+        recording = sequences.with_failing_call(root, WINDOWED, f"any:{nth}:EIO")
+        if recording.calls < nth:
+            break  # it had no so many calls: all of them have failed once
+        total.add(Survey(ram, RunRecovery(), Budget(names=16, torn=0, single=False))(recording))
+    tried(total)
+    assert nth > 12
+
+
+def test_power_cut_after_a_killed_process_was_restarted(tmp_path: Path, ram: Path, tried: Report) -> None:
+    """SIGKILL leaves the page cache as it is: the next process works on names and bytes that are not durable yet."""
+    first = sequences.same_steps_again(tmp_path, WINDOWED)
+    total = Tally()
+    disk, ledger = Disk(tmp_path), Ledger()
+    for item in first.items:
+        if not isinstance(item, faults.Event):
+            ledger.note(item)
+            continue
+        disk.replay(item)
+        disk.live_image().write(tmp_path)
+        second = Recording(tmp_path)
+        sequences.second_life(second, WINDOWED)
+        survey = Survey(ram, RunRecovery(), Budget(names=12, torn=0, single=False))
+        total.add(survey(second, copy.deepcopy(disk), copy.deepcopy(ledger)))
+    tried(total)
+    assert total.states > 500
+
+
+def test_power_cut_in_the_recovery_from_a_power_cut(tmp_path: Path, ram: Path, tried: Report) -> None:
+    rng = random.Random(1)
+    first = sequences.same_steps_again(tmp_path, WINDOWED)
+    found: list[tuple[Image, Ledger]] = []
+    scratch, crashed = ram / "scratch", ram / "crashed"
+    scratch.mkdir()
+    crashed.mkdir()
+    Survey(
+        scratch,
+        RunRecovery(),
+        Budget(names=32, torn=0, single=False),
+        on_image=lambda image, ledger: found.append((image, copy.deepcopy(ledger))),
+    )(first)
+    total = Tally()
+    for image, ledger in rng.sample(found, 40):
+        image.write(crashed)
+        second = Recording(crashed)
+        sequences.second_life(second, WINDOWED)
+        survey = Survey(scratch, RunRecovery(), Budget(names=12, torn=0, single=False))
+        total.add(survey(second, Disk(crashed, image), ledger))
+    tried(total)
+    assert total.states > 300
+
+
+def test_every_backend_makes_the_same_operations(tmp_path: Path) -> None:
+    """So what holds for the operations of one of them holds for all."""
+    made = {}
+    for backend in USABLE:
+        root = tmp_path / backend
+        root.mkdir()
+        items = sequences.same_steps_again(root, WAYS[backend]).items
+        made[backend] = [
+            (item.call, *(path.removeprefix(str(root)) for path in (item.path, item.path2)), item.offset, item.nbytes)
+            if isinstance(item, faults.Event)
+            else item
+            for item in items
+        ]
+    for backend in USABLE:
+        assert made[backend] == made[USABLE[0]]
+
+
+@pytest.mark.crash_large
+@pytest.mark.parametrize("spare", ["later", "now"])
+@pytest.mark.parametrize("sequence", SEQUENCES, ids=_name)
+@pytest.mark.timeout(3600)
+def test_power_cut_in_every_way(
+    tmp_path: Path,
+    ram: Path,
+    way: holdfast.Options,
+    sequence: Sequence,
+    spare: str,
+    tried: Report,
+    request: pytest.FixtureRequest,
+) -> None:
+    if spare == "now":
+        request.getfixturevalue("spare_now")
     recording = sequence(tmp_path, way)
-    tally = Survey(ram, RunRecovery())(recording)
-    print(tally)
+    for seed in range(5):
+        survey = Survey(ram, RunRecovery(), Budget(names=512, torn=20), seed, thorough_every=5)
+        tried(survey(recording))

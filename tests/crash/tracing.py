@@ -13,6 +13,7 @@ from holdfast.engine.faults import Event
 
 from .power import Budget, Disk, Image
 from .recovery import Ledger, Mark, Recovery
+from .states import WIDE
 
 
 @dataclass(slots=True)
@@ -20,7 +21,12 @@ class Recording:
     """Operations under `root` and, between them, what the caller was told."""
 
     root: Path
+    wide: int = WIDE
     items: list[Event | Mark] = field(default_factory=list)
+    start: int = 0
+    """Where the interesting part begins: crashes are tried from there on."""
+    calls: int = 0
+    """Calls that passed the seam in the save that was told to fail."""
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -45,19 +51,27 @@ class Tally:
 
     operations: int = 0
     images: set[bytes] = field(default_factory=set)
-    views: set[bytes] = field(default_factory=set)
+    seen: set[bytes] = field(default_factory=set)
     recoveries: int = 0
+
+    @property
+    def states(self) -> int:
+        return len(self.images)
+
+    @property
+    def views(self) -> int:
+        return len(self.seen)
 
     def add(self, other: Tally) -> None:
         self.operations += other.operations
         self.images |= other.images
-        self.views |= other.views
+        self.seen |= other.seen
         self.recoveries += other.recoveries
 
     def __str__(self) -> str:
         return (
-            f"{self.operations} operations, {len(self.images)} distinct states of the disk "
-            f"({len(self.views)} as readers see it), {self.recoveries} recoveries"
+            f"{self.operations} operations, {self.states} distinct states of the disk "
+            f"({self.views} as readers see it), {self.recoveries} recoveries"
         )
 
 
@@ -84,6 +98,8 @@ class Survey:
                 disk.replay(item)
             else:
                 ledger.note(item)
+            if position < recording.start:
+                continue
             promised = ledger.key()
             for image in disk.crashes(self.budget, rng):
                 digest = image.digest()
@@ -91,7 +107,7 @@ class Survey:
                     continue
                 tried.add((digest, promised))
                 tally.images.add(digest)
-                tally.views.add(self._view(image))
+                tally.seen.add(self._view(image))
                 tally.recoveries += 1
                 image.write(self.scratch)
                 try:

@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from engine.pieces import PAGE, Bytes, checksums, memory_of, place, random_bytes, small_windows
-from engine.test_jobs import PATIENCE, Gate
+from engine.waiting import PATIENCE, Gate
 from holdfast import engine
 from holdfast.engine import Backend, Consumed, Memory, Produced, ReadPiece, Tuning, WritePiece, fs
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from engine.pieces import PAGE, Windows, checksums, memory_of, place, random_bytes, small_windows
+from engine.waiting import PATIENCE, Gate
 from holdfast import engine
 from holdfast.engine import (
     CHUNK_NBYTES,
@@ -23,38 +24,11 @@ from holdfast.engine import (
     Produced,
     ReadPiece,
     Tuning,
-    WriteJob,
     WritePiece,
     faults,
     fs,
 )
 from holdfast.errors import EngineTimeout
-
-PATIENCE = 30.0
-"""Seconds after which a test that waits for an event has failed."""
-
-
-class Gate:
-    """A producer that stops inside its first window until it is let through."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.reached = threading.Event()
-        self.opened = threading.Event()
-        self.windows = 0
-
-    def fill(self, window: memoryview, offset: int) -> None:
-        self.windows += 1
-        self.reached.set()
-        assert self.opened.wait(PATIENCE)
-        window[:] = bytes([7]) * len(window)
-
-    def start(self, path: Path, backend: Backend) -> WriteJob:
-        pieces = [WritePiece(0, Produced(self.nbytes, self.fill))]
-        job = engine.write(path, self.nbytes, pieces, tuning=small_windows(backend))
-        assert self.reached.wait(PATIENCE)
-        return job
-
 
 def test_submitting_returns_at_once_and_waiting_has_a_limit(backend: Backend, tmp_path: Path) -> None:
     gate = Gate(10 * PAGE)

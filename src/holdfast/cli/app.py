@@ -23,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -54,6 +55,7 @@ def holdfast(
     """Training state: durable after every step, at the speed of the disk.
 
     Where a checkpoint is wanted, a run means its newest one. Every command takes --json.
+
     Exit code 0: fine; 1: a problem was found; 2: wrong usage.
     """
 

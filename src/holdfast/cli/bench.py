@@ -22,7 +22,7 @@ class Shape(str, Enum):
 def bench(
     directory: Annotated[
         Path,
-        typer.Argument(metavar="[DIR]", show_default=False, help="On the device to measure; default: here."),
+        typer.Argument(metavar="DIR", show_default=False, help="On the device to measure; default: here."),
     ] = Path("."),
     size: Annotated[
         str | None,
@@ -46,10 +46,14 @@ def bench(
     Exit code 1 when Holdfast misses one of its promises.
     """
     with session(as_json) as out:
-        from holdfast.study.bench import BenchOptions, parse_size, run
+        from holdfast.study.bench import BenchOptions, choose, parse_size, run
+        from holdfast.study.plot import SUFFIXES
         from holdfast.study.report import render, to_json
 
         try:
+            choose(system or ())
+            if plot is not None and plot.suffix.lower() not in SUFFIXES:
+                raise ValueError(f"--plot {plot}: the suffix must be one of {', '.join(SUFFIXES)}")
             options = BenchOptions(
                 directory=directory,
                 nbytes=None if size is None else parse_size(size),
@@ -58,9 +62,12 @@ def bench(
                 systems=tuple(system or ()),
                 plot=plot,
             )
-            result = run(options, out.errors)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
+        try:
+            result = run(options, out.errors)
+        except (MemoryError, RuntimeError) as error:  # a state too large, a picture without matplotlib
+            out.fail(type(error).__name__, str(error))
         if as_json:
             print(to_json(result).decode(), end="")
         else:

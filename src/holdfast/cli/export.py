@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run: its newest.")],
     output: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
     select: Annotated[
         list[str] | None,

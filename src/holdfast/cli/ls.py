@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from holdfast.cli.listing import Entry, Leftover, Listing
 
 
-def ls(run: Annotated[Path, typer.Argument(help="A run's directory.")], as_json: Json = False) -> None:
+def ls(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")], as_json: Json = False
+) -> None:
     """The checkpoints of a run: step, time, size, metrics.
 
     Only manifests and sizes are looked at; `holdfast verify` reads everything.

@@ -139,10 +139,14 @@ def facts(rows: list[tuple[str, str]]) -> Table:
 def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would end the process here, with a code of its own; `session` knows what to do
+
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _UNBOUNDED_COLUMNS
     # Names from files are text, never markup.
-    return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
+    return Quiet(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
 def _message(error: HoldfastError | OSError) -> str:

@@ -19,7 +19,7 @@ _VALUE_WIDTH = 160
 
 
 def show(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run: its newest.")],
     leaves: Annotated[
         str | None, typer.Option("--leaves", metavar="GLOB", help="Only the leaves that match, all of them.")
     ] = None,

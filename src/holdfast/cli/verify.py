@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: all of its checkpoints.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run: all of its checkpoints.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Read every byte and check it. Names each damaged file and leaf; exit code 1 when there is one."""

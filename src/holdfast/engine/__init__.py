@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from holdfast._native import xxh3_64
 from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
-from holdfast.engine.probe import BACKENDS, Backend, Capabilities, capabilities, choose_backend, choose_read_backend
+from holdfast.engine.probe import (
+    BACKENDS,
+    Backend,
+    Capabilities,
+    capabilities,
+    choose_backend,
+    choose_read_backend,
+)
 from holdfast.engine.transfer import (
     ALIGNMENT,
     CHUNK_NBYTES,

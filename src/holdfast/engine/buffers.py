@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+
+class Memory(msgspec.Struct, frozen=True, gc=False):
     """Contiguous host memory: written and read in place, without a copy where alignment allows."""
 
     address: int

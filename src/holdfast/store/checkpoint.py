@@ -23,7 +23,7 @@ from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root
 from holdfast.format.records import Leaf, Root
 from holdfast.state import Framework, LeafMeta, Restore, convert, empty, prune, unflatten, values
 from holdfast.store.commit import MANIFEST, PARTIAL, try_lock_directory
-from holdfast.store.failures import reading
+from holdfast.store.failures import reading, require_regular
 from holdfast.store.lazy import LazyLeaf
 from holdfast.store.run import RETIRED, list_steps, step_name
 from holdfast.store.shards import ShardReader, Wanted
@@ -269,8 +269,10 @@ def _hold(path: str) -> int:
 
 def _read_root(directory: str, where: str) -> Root:
     try:
-        with reading(where), open(os.path.join(directory, MANIFEST), "rb") as file:
-            data = file.read(MAX_ROOT_NBYTES + 1)
+        with reading(where):
+            require_regular(os.path.join(directory, MANIFEST), where)
+            with open(os.path.join(directory, MANIFEST), "rb") as file:
+                data = file.read(MAX_ROOT_NBYTES + 1)
     except OSError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise IncompleteCheckpoint("the manifest is missing", path=where) from error

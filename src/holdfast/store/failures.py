@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.errors import HoldfastError, ReadFailed, SaveFailed, StorageDenied, StorageFull, StorageMissing
+from holdfast.errors import (
+    CorruptCheckpoint,
+    HoldfastError,
+    ReadFailed,
+    SaveFailed,
+    StorageDenied,
+    StorageFull,
+    StorageMissing,
+)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -63,3 +72,11 @@ def reading(path: str) -> Iterator[None]:
         failed.errno = error.errno
         failed.filename = path
         raise failed from error
+
+
+def require_regular(path: str, shown: str) -> os.stat_result:
+    """What `stat` says of a plain file. Anything else in its place (a pipe would block for ever) is damage."""
+    info = os.stat(path)
+    if not stat.S_ISREG(info.st_mode):
+        raise CorruptCheckpoint("this is not a regular file", path=shown)
+    return info

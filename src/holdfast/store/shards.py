@@ -14,7 +14,7 @@ from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
 from holdfast.format.checksums import digest
 from holdfast.format.records import Fragment, Leaf, Part, ShardFile
 from holdfast.plan import ByteRange, gaps
-from holdfast.store.failures import reading
+from holdfast.store.failures import reading, require_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class ShardReader:
     def _file_problem(self, file: ShardFile, leaf: str | None) -> Problem | None:
         with reading(self._shown_path(file)):
             try:
-                nbytes = os.stat(self._path(file)).st_size
+                nbytes = require_regular(self._path(file), self._shown_path(file)).st_size
             except FileNotFoundError:
                 return Problem(self._shown_path(file), MISSING, leaf or self._first_leaf(file, 0))
         if nbytes != file.nbytes:
