@@ -12,6 +12,7 @@
 
 #include "hash.hpp"
 #include "job.hpp"
+#include "memory.hpp"
 #include "probe.hpp"
 #include "sync.hpp"
 #include "transfer.hpp"
@@ -22,8 +23,7 @@ using namespace nb::literals;
 namespace holdfast {
 namespace {
 
-using U64Array = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using U8Array = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Numbers = std::vector<uint64_t>;
 using StridedTuple = std::tuple<uintptr_t, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
 
 struct View {
@@ -55,11 +55,12 @@ Callback python_callback(nb::object function, bool writable) {
   };
 }
 
-Plan make_plan(const U64Array& offsets, const U64Array& nbytes, const U8Array& places, const U64Array& addresses,
-               const std::vector<StridedTuple>& strided, nb::list callbacks, bool writing) {
+Plan make_plan(const Numbers& offsets, const Numbers& nbytes, const std::vector<uint8_t>& places,
+               const Numbers& addresses, const std::vector<StridedTuple>& strided, nb::list callbacks,
+               bool writing) {
   const size_t count = offsets.size();
   if (nbytes.size() != count || places.size() != count || addresses.size() != count) {
-    throw std::invalid_argument("piece arrays differ in length");
+    throw std::invalid_argument("piece columns differ in length");
   }
   Plan plan;
   plan.pieces.reserve(count);
@@ -70,8 +71,8 @@ Plan make_plan(const U64Array& offsets, const U64Array& nbytes, const U8Array& p
   size_t next_strided = 0, next_callback = 0;
   uint64_t end = 0;
   for (size_t i = 0; i < count; ++i) {
-    if (places.data()[i] > static_cast<uint8_t>(Place::zero)) throw std::invalid_argument("unknown place");
-    Piece piece{offsets.data()[i], nbytes.data()[i], static_cast<Place>(places.data()[i]), addresses.data()[i], 0};
+    if (places[i] > static_cast<uint8_t>(Place::zero)) throw std::invalid_argument("unknown place");
+    Piece piece{offsets[i], nbytes[i], static_cast<Place>(places[i]), addresses[i], 0};
     if (piece.offset < end || piece.nbytes > UINT64_MAX - piece.offset) {
       throw std::invalid_argument("pieces overlap or are out of order");
     }
@@ -196,22 +197,28 @@ class PyJob {
 
 class WriteJob : public PyJob<Written> {
  public:
-  using PyJob::PyJob;
-  // One string per piece: its chunks' checksums, 16 digits each.
+  // `header` is the plan's first piece when it is not empty; its bytes are kept here.
+  WriteJob(Plan plan, nb::bytes header, std::function<Written(const Plan&, Control&)> work, bool background)
+      : PyJob(std::move(plan), std::move(work), background), header_(std::move(header)) {}
+  // One string per piece after the header: its chunks' checksums, 16 digits each.
   nb::list checksums(uint64_t chunk) {
     const Written& written = result();
+    const auto header = static_cast<uint64_t>(header_.size());
     nb::list out;
-    size_t at = 0;
+    size_t at = chunk_count(header, chunk);
     std::string text;
-    for (const Piece& piece : plan_.pieces) {
+    for (size_t i = header > 0 ? 1 : 0; i < plan_.pieces.size(); ++i) {
       text.clear();
-      const uint64_t count = chunk_count(piece.nbytes, chunk);
+      const uint64_t count = chunk_count(plan_.pieces[i].nbytes, chunk);
       for (uint64_t c = 0; c < count; ++c) append_hex(text, written.hashes[at++]);
       out.append(nb::str(text.data(), text.size()));
     }
     return out;
   }
   sys::File take() { return std::move(result().file); }
+
+ private:
+  nb::bytes header_;
 };
 
 class ReadJob : public PyJob<Read> {
@@ -328,11 +335,20 @@ NB_MODULE(_native, m) {
 
   m.def(
       "write",
-      [](nb::handle path, uint64_t nbytes, bool recycle, U64Array offsets, U64Array lengths, U8Array places,
-         U64Array addresses, const std::vector<StridedTuple>& strided, nb::list callbacks,
-         const std::string& backend, uint64_t window, unsigned depth, uint64_t chunk, uint64_t small,
-         bool background) {
+      [](nb::handle path, uint64_t nbytes, bool recycle, nb::bytes header, const Numbers& offsets,
+         const Numbers& lengths, const std::vector<uint8_t>& places, const Numbers& addresses,
+         const std::vector<StridedTuple>& strided, nb::list callbacks, const std::string& backend, uint64_t window,
+         unsigned depth, uint64_t chunk, uint64_t small, bool background) {
         Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, true);
+        if (header.size() > 0) {
+          if (!plan.pieces.empty() && plan.pieces.front().offset < header.size()) {
+            throw std::invalid_argument("the header reaches into the first piece");
+          }
+          Piece piece;
+          piece.nbytes = header.size();
+          piece.address = reinterpret_cast<uintptr_t>(header.c_str());
+          plan.pieces.insert(plan.pieces.begin(), piece);
+        }
         if (!plan.pieces.empty() && plan.pieces.back().end() > nbytes) {
           throw std::invalid_argument("pieces reach past the end of the file");
         }
@@ -343,15 +359,15 @@ NB_MODULE(_native, m) {
         auto work = [path = fs_path(path), nbytes, recycle, tuning](const Plan& p, Control& control) {
           return write_file(path, nbytes, recycle, p, tuning, control);
         };
-        return new WriteJob(std::move(plan), std::move(work), background);  // Python owns it
+        return new WriteJob(std::move(plan), std::move(header), std::move(work), background);  // Python owns it
       },
-      "path"_a, "nbytes"_a, "recycle"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a,
-      "callbacks"_a, "backend"_a, "window"_a, "depth"_a, "chunk"_a, "small"_a, "background"_a);
+      "path"_a, "nbytes"_a, "recycle"_a, "header"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a,
+      "strided"_a, "callbacks"_a, "backend"_a, "window"_a, "depth"_a, "chunk"_a, "small"_a, "background"_a);
 
   m.def(
       "read",
-      [](nb::handle path, U64Array offsets, U64Array lengths, U8Array places, U64Array addresses,
-         const std::vector<StridedTuple>& strided, nb::list callbacks, nb::list expected,
+      [](nb::handle path, const Numbers& offsets, const Numbers& lengths, const std::vector<uint8_t>& places,
+         const Numbers& addresses, const std::vector<StridedTuple>& strided, nb::list callbacks, nb::list expected,
          const std::string& backend, uint64_t window, unsigned depth, uint64_t chunk, uint64_t small,
          bool background) {
         Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, false);
@@ -420,6 +436,17 @@ NB_MODULE(_native, m) {
   m.def("rename", on_paths(sys::rename));
   m.def("exchange", on_paths(sys::exchange));
 
+  // Bytes at an address congruent to `residue` modulo 4096, as a numpy array that owns them.
+  m.def(
+      "fresh_memory",
+      [](size_t nbytes, size_t residue) {
+        auto memory = std::make_unique<FreshMemory>(nbytes + residue % 4096);
+        auto* data = reinterpret_cast<uint8_t*>(memory->data() + residue % 4096);
+        nb::capsule owner(memory.release(),
+                          [](void* pointer) noexcept { delete static_cast<FreshMemory*>(pointer); });
+        return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {nbytes}, owner);
+      },
+      "nbytes"_a, "residue"_a);
   m.def("probe", [](nb::handle path) {
     const std::string where = fs_path(path);
     const Probe probe = probe_directory(where);

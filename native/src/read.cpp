@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "hash.hpp"
+#include "memory.hpp"
 #include "transfer.hpp"
 
 namespace holdfast {
@@ -261,6 +262,18 @@ sys::File open_for(const std::string& path, const Tuning& tuning) {
   return sys::open(path, O_RDONLY | (tuning.backend == Backend::buffered ? 0 : O_DIRECT));
 }
 
+// The caller's memory that the device will write into.
+std::vector<Populator::Range> direct_ranges(const Plan& plan, const Tuning& tuning) {
+  std::vector<Populator::Range> ranges;
+  for (const Piece& piece : plan.pieces) {
+    const Span span = direct_span(piece, piece.offset, piece.end(), tuning.effective_alignment());
+    if (span.low >= span.high) continue;
+    ranges.push_back(
+        {span.low, reinterpret_cast<char*>(piece.address + (span.low - piece.offset)), span.high - span.low});
+  }
+  return ranges;
+}
+
 // Few bytes need fewer and smaller windows, so that all of them are under way at once.
 void fit(Tuning& tuning, uint64_t wanted) {
   if (wanted >= tuning.window * tuning.depth) return;
@@ -297,6 +310,7 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
   std::vector<Slot> slots(used.depth + waiting);
   const Staging staging(slots.size() * used.window);
   Deliveries deliveries(reader, control, large);
+  Populator populator(large ? direct_ranges(plan, used) : std::vector<Populator::Range>{}, 2 * used.window);
   const auto queue = make_queue(used.backend, used.depth);  // last: drained before the memory goes
   size_t asked = 0, arrived = 0;
   const auto arrive = [&] {
@@ -312,6 +326,7 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
     const size_t place = asked % slots.size();
     if (!reader.next(slots[place], staging.data() + place * used.window)) break;
     slots[place].transfer.file = &file;
+    populator.reader_is_at(slots[place].transfer.offset);
     queue->submit(slots[place].transfer);
     ++out.stats.transfers;
   }

@@ -156,7 +156,9 @@ class Directory:
         else:
             prefixes = [2**length - 1 for length in range(count + 1)]
             singles = [bits for i in range(count) for bits in (1 << i, (2**count - 1) ^ (1 << i))]
-            masks = [*prefixes, *singles, *(rng.getrandbits(count) for _ in range(limit))][: max(limit, count + 1)]
+            masks = [*prefixes, *singles, *(rng.getrandbits(count) for _ in range(limit))][
+                : max(limit, count + 1)
+            ]
         found: dict[tuple[tuple[str, int], ...], Entries] = {}
         for mask in masks:
             entries = dict(self.durable)
@@ -191,7 +193,10 @@ class Image:
         return total.digest()
 
     def __str__(self) -> str:
-        sizes = [f"{path}/" if data is None else f"{path} ({len(data)})" for path, data in sorted(self.tree.items())]
+        sizes = [
+            f"{path}/" if data is None else f"{path} ({len(data)})"
+            for path, data in sorted(self.tree.items())
+        ]
         return ", ".join(sizes) or "nothing"
 
     def write(self, where: Path) -> None:
@@ -330,7 +335,11 @@ class Disk:
             if not isinstance(torn, File):
                 continue
             for i in range(len(torn.pending)):
-                for kept in ([*torn.pending[:i], *torn.pending[i + 1 :]], [torn.pending[i]], torn.pending[:i]):
+                for kept in (
+                    [*torn.pending[:i], *torn.pending[i + 1 :]],
+                    [torn.pending[i]],
+                    torn.pending[:i],
+                ):
                     content = render(torn.durable, kept)
                     yield self._image(names, lambda file, c=content, t=torn: c if file is t else file.live())
 

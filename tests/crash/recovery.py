@@ -82,7 +82,9 @@ class Ledger:
         return known | {self.durable[step]} if step in self.durable else known
 
     def key(self) -> tuple[object, ...]:
-        begun = tuple(sorted((step, tuple(sorted(versions))) for step, versions in self.begun.items() if versions))
+        begun = tuple(
+            sorted((step, tuple(sorted(versions))) for step, versions in self.begun.items() if versions)
+        )
         return self.floor, tuple(sorted(self.durable.items())), begun
 
     def check(self, found: tuple[int, int], where: str) -> None:
@@ -110,7 +112,9 @@ class RunRecovery:
     wide: int = WIDE
 
     def visible(self, paths: Iterable[str]) -> tuple[str, ...]:
-        return tuple(sorted(path for path in paths if path.startswith(f"{self.name}/step-") and "." not in path))
+        return tuple(
+            sorted(path for path in paths if path.startswith(f"{self.name}/step-") and "." not in path)
+        )
 
     def check(self, root: Path, ledger: Ledger, *, thorough: bool) -> None:
         run = os.path.join(root, self.name)

@@ -43,7 +43,11 @@ class WrongBytes(AssertionError):
 def identify(state: State) -> tuple[int, int]:
     """(step, version) of a state that came back. Bytes of two saves mixed, or of none, are `WrongBytes`."""
     step, version = state["step"], state["version"]
-    wanted = _bytes(make_state(step, version, len(state["wide"]))) if step >= 0 else _bytes(blank_state(len(state["wide"])))
+    wanted = (
+        _bytes(make_state(step, version, len(state["wide"])))
+        if step >= 0
+        else _bytes(blank_state(len(state["wide"])))
+    )
     if _bytes(state) != wanted:
         raise WrongBytes(f"the state says step {step} version {version}, but its arrays are not of that save")
     return step, version

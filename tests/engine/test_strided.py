@@ -105,7 +105,7 @@ def test_a_stride_larger_than_two_gigabytes(tmp_path: Path) -> None:
     "bad", [Strided(0, 0, (2,), (1,), None), Strided(0, -1, (2,), (1,), None), Strided(0, 1, (2,), (1, 1), None)]
 )
 def test_descriptions_that_make_no_sense_are_refused(tmp_path: Path, bad: Strided) -> None:
-    with pytest.raises((ValueError, OverflowError)):
+    with pytest.raises((ValueError, TypeError)):
         engine.write(tmp_path / "f", PAGE, [WritePiece(0, bad)], tuning=Tuning("buffered"))
     assert list(tmp_path.iterdir()) == []
 

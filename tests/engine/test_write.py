@@ -188,6 +188,31 @@ def test_an_empty_file_and_pieces_of_no_bytes(backend: Backend, tmp_path: Path) 
     assert job.checksums() == ["", "", ""]
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE, 40 * PAGE + 3])
+@pytest.mark.parametrize("small_nbytes", [0, 1 << 20])
+def test_a_header_comes_first_and_has_no_checksum(
+    backend: Backend, tmp_path: Path, nbytes: int, small_nbytes: int
+) -> None:
+    header, data = random_bytes(nbytes, 1).tobytes(), random_bytes(60 * PAGE, 2)
+    total = -(-(nbytes + data.nbytes) // PAGE) * PAGE
+    job = engine.write(
+        tmp_path / "f",
+        total,
+        [WritePiece(nbytes, memory_of(data))],
+        tuning=small_windows(backend, small_nbytes=small_nbytes),
+        header=header,
+    )
+    job.wait()
+    assert (tmp_path / "f").read_bytes() == (header + data.tobytes()).ljust(total, b"\0")
+    assert job.checksums() == [checksums(data)]
+
+
+def test_a_piece_inside_the_header_is_refused(backend: Backend, tmp_path: Path) -> None:
+    pieces = [WritePiece(10, memory_of(random_bytes(100, 0)))]
+    with pytest.raises(ValueError, match="pieces"):
+        engine.write(tmp_path / "f", PAGE, pieces, tuning=small_windows(backend), header=b"x" * 11)
+
+
 def test_writing_in_the_foreground_is_done_on_return(backend: Backend, tmp_path: Path) -> None:
     data = random_bytes(PAGE * 40, 0)
     job = engine.write(

@@ -10,7 +10,7 @@ from typing import Literal
 
 from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.checkpointer.retention import history
-from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, HoldfastError, ReadFailed
+from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, HoldfastError, ReadFailed, SaveFailed
 from holdfast.store import Checkpoint, CheckpointInfo, Options, WritableRun, list_steps
 
 Mode = Literal["sync"]
@@ -52,7 +52,11 @@ class Checkpointer:
         self.keep = keep or Keep()
         self._run = WritableRun(os.path.abspath(os.fspath(run)), (options or Options()).tuning())
         self._open = True
-        self._history: list[Kept] = history(self._run.path)
+        try:
+            self._history: list[Kept] = history(self._run.path)
+        except BaseException:
+            self._run.close()
+            raise
 
     @property
     def path(self) -> str:
@@ -115,8 +119,13 @@ class Checkpointer:
         # After going back to an older step, the one just saved is not the last by number; it stays all the same.
         stay = self.keep.chosen(self._history) | {newest}
         gone = [item.step for item in self._history if item.step not in stay]
-        self._history = [item for item in self._history if item.step in stay]
-        self._run.retire(gone)
+        try:
+            self._run.retire(gone)
+        except SaveFailed as error:
+            # The save itself is durable. What could not be taken away stays a candidate for the next time.
+            warnings.warn(f"step {newest} is saved, but an old checkpoint could not be retired: {error}", RuntimeWarning, stacklevel=3)
+            gone = [step for step in gone if not os.path.isdir(self._run.path_of(step))]
+        self._history = [item for item in self._history if item.step not in gone]
 
     def _check_open(self) -> None:
         if not self._open:

@@ -6,18 +6,18 @@ import os
 
 from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.engine import Tuning
-from holdfast.errors import CorruptCheckpoint, ReadFailed
+from holdfast.errors import CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint
 from holdfast.store import Checkpoint, WritableRun, list_steps, step_name
 
 
 def history(run: str) -> list[Kept]:
-    """The run's intact checkpoints in order of step. One whose manifest is damaged is nobody's candidate."""
+    """The run's intact checkpoints in order of step. One that cannot be opened is nobody's candidate."""
     found = []
     for step in list_steps(run):
         try:
             with Checkpoint(os.path.join(run, step_name(step))) as checkpoint:
                 found.append(Kept(step, checkpoint.created, checkpoint.metrics))
-        except (CorruptCheckpoint, ReadFailed):
+        except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint):
             continue
     return found
 

@@ -49,14 +49,17 @@ def bench(
         from holdfast.study.bench import BenchOptions, choose, parse_size, run
         from holdfast.study.plot import SUFFIXES
         from holdfast.study.report import render, to_json
+        from holdfast.study.states import shapes_of
 
         try:
             choose(system or ())
+            nbytes = None if size is None else parse_size(size)
+            shapes_of(shape.value, nbytes)
             if plot is not None and plot.suffix.lower() not in SUFFIXES:
                 raise ValueError(f"--plot {plot}: the suffix must be one of {', '.join(SUFFIXES)}")
             options = BenchOptions(
                 directory=directory,
-                nbytes=None if size is None else parse_size(size),
+                nbytes=nbytes,
                 shape=shape.value,
                 rounds=repeat,
                 systems=tuple(system or ()),

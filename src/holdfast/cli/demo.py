@@ -17,7 +17,7 @@ def demo(
             "--dir", help="Keep the runs in this directory; default: a temporary one, removed at the end."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=2, help="Training steps.")] = 40,
+    steps: Annotated[int | None, typer.Option("--steps", min=2, help="Training steps.")] = None,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="The race against torch.save.")] = True,
     as_json: Json = False,
 ) -> None:
@@ -27,6 +27,7 @@ def demo(
     """
     with session(as_json) as out:
         import importlib.util
+        from dataclasses import replace
 
         from rich.console import Console
 
@@ -34,12 +35,11 @@ def demo(
 
         if importlib.util.find_spec("torch") is None:
             out.fail("TorchMissing", "the demo trains with torch, which is not installed: pip install torch")
-        options = DemoOptions(
-            directory=directory,
-            steps=steps,
-            kill_at=max(2, steps * 23 // 40),
-            race_repeats=3 if speed else 0,
-        )
+        options = DemoOptions(directory=directory)
+        if steps is not None:
+            options = replace(options, steps=steps, kill_at=max(2, steps * options.kill_at // options.steps))
+        if not speed:
+            options = replace(options, race_repeats=0)
         try:
             report = tell(options, Console(stderr=as_json))
         except DemoFailed as error:

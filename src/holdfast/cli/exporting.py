@@ -70,9 +70,7 @@ class Export:
         with saving(path):
             _refuse_existing(path, force)
             directory = os.path.dirname(path)
-            temporary = os.path.join(
-                directory, f".{os.path.basename(path)[:200]}.{uuid.uuid4().hex[:12]}.partial"
-            )
+            temporary = os.path.join(directory, f".holdfast-export-{uuid.uuid4().hex[:12]}.partial")
             try:
                 self._write(temporary, progress)
                 _refuse_existing(path, force)

@@ -137,8 +137,9 @@ class Tally:
             apart = np.maximum(left, right).astype(np.uint64) - np.minimum(left, right).astype(np.uint64)
             self._note(int(apart.max()), _relative(left.astype(float), right.astype(float)))
             return
-        if left.dtype.itemsize < 8:
-            left, right = left.astype(float), right.astype(float)  # exact, and differences do not overflow
+        # Exact, and differences do not overflow; long doubles are wider already.
+        wide = np.result_type(left.dtype, np.complex128 if left.dtype.kind == "c" else np.float64)
+        left, right = left.astype(wide), right.astype(wide)
         finite = np.isfinite(left) & np.isfinite(right)
         self.not_finite += int(np.count_nonzero(~finite))
         left, right = left[finite], right[finite]

@@ -168,7 +168,7 @@ def _rules(rules: dict[str, object]) -> str:
         said.append(f"every {rules['every']} steps")
     if isinstance(rules["best"], tuple):
         metric, direction, count = rules["best"]
-        said.append(f"the {count} with the {direction} {metric}")
+        said.append(f"the best {count} by {metric} ({direction})")
     if rules["seconds"] is not None:
         said.append(f"one every {rules['seconds']:g} s")
     return "keep " + ", ".join(said)

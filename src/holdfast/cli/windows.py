@@ -55,12 +55,11 @@ def windows(leaves: Iterable[Extent], limit: int = WINDOW_NBYTES) -> Iterator[tu
         step = max(limit // leaf.itemsize, 1) * leaf.itemsize if leaf.itemsize else limit
         for start in range(0, leaf.nbytes, step):
             stop = min(start + step, leaf.nbytes)
-            span = Span(index, start, stop, whole=stop - start == leaf.nbytes)
-            if span.nbytes == step:
-                yield (span,)
-            else:
-                gathered.append(span)
-                room -= span.nbytes
+            gathered.append(Span(index, start, stop, whole=stop - start == leaf.nbytes))
+            room -= stop - start
+            if room <= 0 or stop < leaf.nbytes:
+                yield tuple(gathered)
+                gathered, room = [], limit
     if gathered:
         yield tuple(gathered)
 
@@ -78,15 +77,25 @@ class WindowReader:
             return self._part(spans[0], names)
         buffer: Bytes = np.empty(sum(span.nbytes for span in spans), np.uint8)
         wanted: list[Wanted] = []
+        first: dict[str, int] = {}  # leaf -> where in the buffer it goes: none is read twice
+        again: list[tuple[slice, int]] = []
         at = 0
         for span in spans:
-            leaf = self._leaves[names[span.index]]
-            if span.whole:
-                wanted.append(Wanted(leaf, Memory(buffer.ctypes.data + at, span.nbytes, buffer)))
+            name = names[span.index]
+            place = slice(at, at + span.nbytes)
+            if not span.whole:
+                buffer[place] = self._part(span, names)
+            elif name in first:
+                again.append((place, first[name]))
             else:
-                buffer[at : at + span.nbytes] = self._part(span, names)
+                first[name] = at
+                wanted.append(
+                    Wanted(self._leaves[name], Memory(buffer.ctypes.data + at, span.nbytes, buffer))
+                )
             at += span.nbytes
         self._shards.read(wanted, verify=True, whole=False)
+        for place, start in again:
+            buffer[place] = buffer[start : start + place.stop - place.start]
         return buffer
 
     def _part(self, span: Span, names: Sequence[str]) -> Bytes:

@@ -11,6 +11,7 @@ from holdfast.engine.transfer import WriteJob
 
 __all__ = [
     "PendingFile",
+    "anchor",
     "exchange",
     "make_directories",
     "mkdir",
@@ -38,11 +39,12 @@ def sync(written: Sequence[WriteJob | PendingFile], directory: str | None = None
 
 
 def make_directories(path: str) -> None:
-    """``mkdir -p`` of which every new entry is durable."""
+    """``mkdir -p``, after which every name on the way is durable."""
     missing = []
-    while not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
+    at = path
+    while not os.path.isdir(at):
+        missing.append(at)
+        at = os.path.dirname(at)
     for directory in reversed(missing):
         try:
             mkdir(directory)
@@ -50,7 +52,30 @@ def make_directories(path: str) -> None:
             # Another process made it meanwhile, which serves as well; anything else in its place does not.
             if not os.path.isdir(directory):
                 raise
-        sync_dir(os.path.dirname(directory))
+    anchor(path)
+
+
+def anchor(directory: str, *, once: bool = False) -> None:
+    """Makes the names on the way to a directory durable; with `once`, only the first time that this process asks.
+
+    Whoever made them may not have synced them, or was killed before: what is durable inside of a directory would be
+    lost with its name.
+    """
+    at = os.path.realpath(directory)
+    while not os.path.ismount(at):
+        info = os.stat(at)
+        identity = (info.st_dev, info.st_ino)
+        if once and identity in _anchored:
+            return
+        at = os.path.dirname(at)
+        try:
+            sync_dir(at)
+        except PermissionError:
+            return  # where we may not even look, others have put us
+        _anchored.add(identity)
+
+
+_anchored: set[tuple[int, int]] = set()
 
 
 def remove_tree(path: str) -> None:

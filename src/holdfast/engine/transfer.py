@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -72,13 +73,13 @@ _StridedTuple = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrays:
-    """Pieces in the form the native side takes: columns, and the odd ones on the side, in order of appearance."""
+class _Columns:
+    """Pieces in the form the native side takes; the odd ones on the side, in order of appearance."""
 
-    offsets: np.ndarray[tuple[int], np.dtype[np.uint64]]
-    nbytes: np.ndarray[tuple[int], np.dtype[np.uint64]]
-    places: np.ndarray[tuple[int], np.dtype[np.uint8]]
-    addresses: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    offsets: list[int]
+    nbytes: list[int]
+    places: list[int]
+    addresses: list[int]
     strided: list[_StridedTuple]
     callbacks: list[Callable[[memoryview, int], None]]
 
@@ -86,8 +87,7 @@ class _Arrays:
 _PLACES: dict[type, int] = {Memory: 0, Strided: 1, Produced: 2, Consumed: 2, Unkept: 3, Padding: 4}
 
 
-def _columns(pieces: Sequence[WritePiece] | Sequence[ReadPiece]) -> _Arrays:
-    ends = [piece.source if isinstance(piece, WritePiece) else piece.destination for piece in pieces]
+def _columns(offsets: list[int], ends: Sequence[Source | Destination | Padding | Unkept]) -> _Columns:
     strided: list[_StridedTuple] = []
     callbacks: list[Callable[[memoryview, int], None]] = []
     addresses = [0] * len(ends)
@@ -100,14 +100,8 @@ def _columns(pieces: Sequence[WritePiece] | Sequence[ReadPiece]) -> _Arrays:
             callbacks.append(end.fill)
         elif isinstance(end, Consumed):
             callbacks.append(end.drain)
-    return _Arrays(
-        np.array([piece.offset for piece in pieces], np.uint64),
-        np.array([end.nbytes for end in ends], np.uint64),
-        np.array([_PLACES[type(end)] for end in ends], np.uint8),
-        np.array(addresses, np.uint64),
-        strided,
-        callbacks,
-    )
+    nbytes = [end.nbytes for end in ends]
+    return _Columns(offsets, nbytes, [_PLACES[type(end)] for end in ends], addresses, strided, callbacks)
 
 
 class WriteJob:
@@ -156,18 +150,20 @@ def write(
     pieces: Sequence[WritePiece],
     *,
     tuning: Tuning,
+    header: bytes = b"",
     recycle: bool = False,
     background: bool = True,
 ) -> WriteJob:
-    """Starts writing `pieces` (sorted by offset; gaps become zeros) as the whole content of the file.
+    """Starts writing `pieces` (sorted by offset; gaps become zeros) as the whole content of the file, after `header`.
 
     Without a backend in `tuning` the page cache is used, as it is for small files in any case. With `recycle` an existing file is overwritten in place. ``background=False`` does the work before returning.
     """
-    columns = _columns(pieces)
+    columns = _columns([piece.offset for piece in pieces], [piece.source for piece in pieces])
     native = _native.write(
         path,
         nbytes,
         recycle,
+        header,
         columns.offsets,
         columns.nbytes,
         columns.places,
@@ -194,7 +190,7 @@ def read(
     progress: Callable[[int], None] | None = None,
 ) -> list[Damage]:
     """Reads `pieces` (sorted by offset) and returns the chunks that fail verification, none being the rule."""
-    columns = _columns(pieces)
+    columns = _columns([piece.offset for piece in pieces], [piece.destination for piece in pieces])
     native = _native.read(
         path,
         columns.offsets,
@@ -215,6 +211,11 @@ def read(
         assert progress is not None
         progress(native.progress())
     return [Damage(piece, chunk) for piece, chunk in native.damage()]
+
+
+def fresh_bytes(nbytes: int, address_residue: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Uninitialised memory to load into, at an address congruent to the residue modulo `ALIGNMENT`."""
+    return _native.fresh_memory(nbytes, address_residue)
 
 
 def raw_write(path: str | os.PathLike[str], nbytes: int, tuning: Tuning | None = None) -> float:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from holdfast.engine import ALIGNMENT, Memory, WritePiece
 from holdfast.format.dtypes import carrier, itemsize
 from holdfast.format.shard import HeaderEntry, build_header, entry_name, pad_name
@@ -33,17 +31,8 @@ class ShardPlan:
     offsets: tuple[int, ...]
 
     def pieces(self) -> list[WritePiece]:
-        """What the engine writes, in file order: the header, then every leaf."""
-        return [
-            WritePiece(0, memory_of(self.header)),
-            *(WritePiece(offset, leaf.source) for leaf, offset in zip(self.leaves, self.offsets, strict=True)),
-        ]
-
-
-def memory_of(data: bytes) -> Memory:
-    """The memory of an immutable bytes object."""
-    view = np.frombuffer(data, np.uint8)
-    return Memory(view.ctypes.data, len(data), view)
+        """What the engine writes after the header, in file order."""
+        return [WritePiece(offset, leaf.source) for leaf, offset in zip(self.leaves, self.offsets, strict=True)]
 
 
 def plan_shard(leaves: Sequence[LeafSource]) -> ShardPlan:

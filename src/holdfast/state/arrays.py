@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from holdfast.engine import fresh_bytes
 from holdfast.engine.buffers import Memory, Strided
 from holdfast.errors import UnsupportedState
 from holdfast.format import dtypes
@@ -21,6 +22,8 @@ Framework = Literal["torch", "numpy"]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PAGE: Final = 4096
+ENGINE_FROM_NBYTES = 4 << 20
+"""From here on huge pages matter, and whether they come cheaply is the engine's to find out."""
 ALIGNED_FROM_NBYTES: Final = 64 * 1024
 """Smaller arrays pass through staging anyway, so their address does not matter."""
 
@@ -165,7 +168,7 @@ def scalar_dtype(code: str) -> np.dtype[Any] | None:
 def source(array: Array) -> Memory | Strided:
     """The bytes of an array, in place."""
     address: int = array.ctypes.data
-    if array.flags.c_contiguous:
+    if array.flags.c_contiguous or not array.nbytes:  # elements of no bytes lie nowhere, whatever their strides
         return Memory(address, array.nbytes, array)
     return Strided(address, array.itemsize, array.shape, array.strides, array)
 
@@ -214,9 +217,11 @@ def empty(
 
 
 def aligned_bytes(nbytes: int, address_residue: int, alignment: int) -> Array:
-    """`nbytes` fresh bytes at an address congruent to the residue. numpy asks for huge pages by itself."""
+    """`nbytes` fresh bytes at an address congruent to the residue."""
     if address_residue % alignment:
         address_residue = 0
+    if nbytes >= ENGINE_FROM_NBYTES:
+        return fresh_bytes(nbytes, address_residue)
     base: Array = np.empty(nbytes + PAGE, np.uint8)
     skip = (address_residue - base.ctypes.data) % PAGE
     return base[skip : skip + nbytes]

@@ -12,7 +12,7 @@ there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from holdfast.state.node import (
     pairs_of,
     shorten,
 )
+from holdfast.state.prune import prune
 from holdfast.state.rebuild import decode, decode_key
 from holdfast.state.targets import (
     MAPPINGS,
@@ -94,9 +95,10 @@ class Mismatch:
         ]
         return "\n  ".join(["checkpoint and target do not fit", *parts])
 
-    def error(self) -> StateMismatch:
+    def error(self, where: str = "") -> StateMismatch:
         return StateMismatch(
-            f"{self}\n  Nothing has been changed. Fix the target, or pass strict=False to restore what fits.",
+            f"{where}{': ' if where else ''}{self}\n"
+            "  Nothing has been changed. Fix the target, or pass strict=False to restore what fits.",
             missing=self.missing,
             extra=self.extra,
             wrong=self.wrong,
@@ -136,11 +138,18 @@ class Restore:
 
     Read every leaf of `destinations` to where it says, and every leaf of `fresh` into a new array; then call
     `finish` with the new arrays. Leaves that are in neither do not fit (see `mismatch`) and need no reading.
+    With `only`, every place that holds none of these leaves stays as it is.
     """
 
     def __init__(
-        self, into: object, tree: Node, leaves: Mapping[str, LeafMeta], aliases: Mapping[str, str]
+        self,
+        into: object,
+        tree: Node,
+        leaves: Mapping[str, LeafMeta],
+        aliases: Mapping[str, str],
+        only: Collection[str] | None = None,
     ) -> None:
+        self._only = only
         self._leaves = leaves
         self._aliases = aliases
         self._missing: list[str] = []
@@ -174,15 +183,26 @@ class Restore:
     # --- reports, for this module and restore_torch
 
     def missing(self, place: str, target: object) -> Plan:
-        self._missing.extend(names_in(target, place, self._state))
+        if self._only is None:
+            self._missing.extend(names_in(target, place, self._state))
         return lambda lookup: target
 
     def extra(self, place: str, node: Node) -> None:
-        self._extra.extend(list(leaf_names(node)) or [place or NAMELESS])
+        if self._only is None:
+            self._extra.extend(list(leaf_names(node)) or [place or NAMELESS])
+        else:
+            self._extra.extend(name for name in leaf_names(node) if name in self._only)
 
     def wrong(self, place: str, found: str, target: object, wanted: str) -> Plan:
         self._wrong.append(f"{place or NAMELESS}: checkpoint {found}, target {wanted}")
         return lambda lookup: target
+
+    def leaves_out(self, node: Node) -> bool:
+        """Whether nothing of this node is to be restored."""
+        return self._only is not None and not any(name in self._only for name in leaf_names(node))
+
+    def takes_all(self, node: Node) -> bool:
+        return self._only is None or all(name in self._only for name in leaf_names(node))
 
     def parameter_names(self) -> torch_objects.ParameterNames:
         if self._parameters is None:
@@ -204,6 +224,8 @@ class Restore:
             raise unsupported(
                 place[:200], f"nested deeper than {MAX_DEPTH} levels, or a container holds itself"
             )
+        if self.leaves_out(node):
+            return lambda lookup: target
         if is_array(target):
             return self._plan_array(target, node, place)
         if type(target) in MAPPINGS or type(target) in SEQUENCES:
@@ -212,6 +234,8 @@ class Restore:
             from holdfast.state import restore_torch
 
             return restore_torch.plan_module(self, target, node, place)
+        if torch_objects.is_stateful(target) and not self.takes_all(node):
+            return self.wrong(place, "has only some of its leaves selected", target, "takes all or none")
         if torch_objects.is_optimizer(target):
             from holdfast.state import restore_torch
 
@@ -222,6 +246,8 @@ class Restore:
 
     def plan_new(self, node: Node, target: object = None) -> Plan:
         """Build what the node says, reusing containers of `target`; its leaves are read into new arrays."""
+        if self._only is not None and not self.takes_all(node):
+            node = prune(node, self._only)
         for name in leaf_names(node):
             self._want(name)
         return lambda lookup: assign(target, decode(node, lookup))

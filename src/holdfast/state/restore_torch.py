@@ -43,6 +43,8 @@ def plan_module(restore: Restore, module: Any, node: Node, place: str) -> Plan:
         seen.add(key)
         own = state.get(key)
         name = leaf_of(item)
+        if restore.leaves_out(item):
+            continue
         if key not in state:
             restore.extra(f"{prefix}{key}", item)
         elif name is None or not is_array(own) or _uninitialized(own):

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.engine import Backend, Tuning
+from holdfast.errors import CheckpointExists
 from holdfast.state import Framework
 from holdfast.store.checkpoint import Checkpoint, resolve
-from holdfast.store.commit import CheckpointInfo, Commit
+from holdfast.store.commit import MANIFEST, PARTIAL, CheckpointInfo, Commit
+from holdfast.store.failures import saving
+from holdfast.store.run import RETIRED
+
+_SHARD = re.compile(r"r[0-9]{5}\.v[0-9]+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to write. The defaults are right unless `holdfast doctor` says otherwise.
 
-    `backend` forces one of ``uring``, ``threads``, ``buffered``; `memory_nbytes` bounds the staging memory of a save;
-    files up to `small_nbytes` go through the page cache, where latency counts more than throughput.
+    `backend` forces one of ``uring``, ``threads``, ``buffered``; `memory_nbytes` bounds the staging memory of a
+    save; files up to `small_nbytes` go through the page cache, where latency counts more than throughput.
     """
 
     backend: Backend | None = None
@@ -44,8 +50,9 @@ def save(
 ) -> CheckpointInfo:
     """Write one checkpoint directory at `path`; when this returns it survives a power cut.
 
-    `state` is any nesting of dicts, lists and tuples with torch tensors, numpy arrays, plain values, and objects that
-    have ``state_dict``/``load_state_dict`` (modules, optimizers, schedulers).
+    `state` is any nesting of dicts, lists and tuples with torch tensors, numpy arrays, plain values, and objects
+    that have ``state_dict``/``load_state_dict`` (modules, optimizers, schedulers). ``overwrite=True`` replaces the
+    checkpoint that is there, at once and whole, but never anything else.
 
     >>> import holdfast, numpy, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -54,6 +61,10 @@ def save(
     {'w': array([0, 1, 2]), 'epoch': 7}
     """
     target = os.path.abspath(os.fspath(path))
+    if target.endswith((PARTIAL, RETIRED)):
+        raise ValueError(f"{target}: names that end so mark what is no checkpoint; choose another")
+    if overwrite:
+        _refuse_stranger(target)
     tuning = (options or Options()).tuning()
     return Commit(target, step, dict(metrics or {}), tuning, overwrite=overwrite).run(state)
 
@@ -71,7 +82,7 @@ def load(
 
     Without `into` the tree comes back in fresh memory: torch tensors for what was saved from torch, numpy arrays
     otherwise, or all of one kind with ``framework="torch" | "numpy"``. `select`, a glob or several, takes only the
-    leaves that match.
+    leaves that match; with `into`, all else in the target stays as it is.
 
     With `into` the state is restored in place, straight from the device into the memory of its tensors; modules,
     optimizers and other objects get their ``load_state_dict``. Leaves that are missing, extra or of another shape are
@@ -85,3 +96,17 @@ def load(
 def open(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint (of a run: the newest) without reading its arrays."""
     return Checkpoint(resolve(path))
+
+
+def _refuse_stranger(target: str) -> None:
+    """A run, somebody's home, a file: what is not a checkpoint is not ours to replace."""
+    if not os.path.lexists(target):
+        return
+    with saving(target):
+        plain = os.path.isdir(target) and not os.path.islink(target)
+        names = os.listdir(target) if plain else []
+    # One that has lost its manifest is known by its shards.
+    if not plain or (MANIFEST not in names and not all(map(_SHARD.fullmatch, names))):
+        raise CheckpointExists(
+            f"{target} is not a checkpoint, and overwrite=True replaces nothing else: choose another path"
+        )

@@ -24,7 +24,6 @@ import contextlib
 import fcntl
 import os
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -97,6 +96,7 @@ class Commit:
         plan = plan_shard(flat.leaves)
         with saving(self.target):
             self._refuse_existing()
+            fs.anchor(self.parent, once=True)
             # Choosing may write a trial file, so it comes before there is anything to clean up.
             tuning = self.tuning
             if plan.nbytes > tuning.small_nbytes or tuning.backend is not None:
@@ -147,6 +147,8 @@ class Commit:
         if self.spare is None or lock is None:
             return None
         try:
+            if os.path.lexists(self.partial):
+                self._remove_leftover()
             fs.rename(self.spare, self.partial)
         except BaseException:
             unlock_directory(lock)
@@ -157,16 +159,19 @@ class Commit:
         try:
             fs.mkdir(self.partial)
         except FileExistsError:
-            # A crashed save left it, or a live one is at work: its lock tells.
-            leftover = self._lock_partial()
-            try:
-                # It may be the checkpoint that a crashed save has replaced: its names, before its files go.
-                fs.sync_dir(self.parent)
-                fs.remove_tree(self.partial)
-            finally:
-                unlock_directory(leftover)
+            self._remove_leftover()
             fs.mkdir(self.partial)
         return self._lock_partial()
+
+    def _remove_leftover(self) -> None:
+        """Removes what a failed or crashed save left. A live one may be at work there: the lock tells."""
+        leftover = self._lock_partial()
+        try:
+            # It may be the checkpoint that such a save has replaced: its names must be durable before its files go.
+            fs.sync_dir(self.parent)
+            fs.remove_tree(self.partial)
+        finally:
+            unlock_directory(leftover)
 
     def _lock_partial(self) -> int:
         lock = try_lock_directory(self.partial)
@@ -183,6 +188,7 @@ class Commit:
             plan.nbytes,
             plan.pieces(),
             tuning=tuning,
+            header=plan.header,
             recycle=recycle,
             background=plan.nbytes > tuning.small_nbytes,
         )
@@ -191,7 +197,7 @@ class Commit:
         except BaseException:
             job.abandon()  # an interrupt must not leave the engine reading memory that the caller goes on to change
             raise
-        root = self._describe(flat, plan, job.checksums()[1:])
+        root = self._describe(flat, plan, job.checksums())
         encoded = encode_root(root)
         manifest = fs.write_file(os.path.join(self.partial, MANIFEST), encoded, recycle=recycle)
         fs.sync([job, manifest], self.partial)
@@ -216,7 +222,7 @@ class Commit:
         shard = ShardFile(_SHARD, plan.nbytes, len(plan.header), digest(plan.header))
         aliases = tuple(Alias(name, of) for name, of in flat.aliases)
         return Root(
-            id=uuid.uuid4().hex,
+            id=os.urandom(16).hex(),
             step=self.step,
             created=time.time(),
             metrics=dict(self.metrics),

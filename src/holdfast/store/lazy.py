@@ -74,7 +74,7 @@ class LazyLeaf:
         size = itemsize(self.dtype)
         item = np.dtype((np.void, size))
         out = np.empty(tuple(len(span) for span in box), item)
-        if out.size == 0:
+        if out.nbytes == 0:
             return out
         for prefix, span in rows_to_read(self.shape, box, size, _COARSE_NBYTES):
             depth = len(prefix)

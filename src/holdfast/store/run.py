@@ -75,6 +75,7 @@ class WritableRun:
         # The commit has synced the run's directory, and with it the new names of what was retired before.
         self._settle(self._unsynced)
         self._unsynced = []
+        self._remove_stuck()
         return info
 
     def retire(self, steps: list[int]) -> None:
@@ -101,6 +102,12 @@ class WritableRun:
             if self._spare is None:
                 self._spare = path
             else:
+                self._remove(path)
+
+    def _remove_stuck(self) -> None:
+        """Tries again to remove what a reader held when its turn came: a long training must not fill the disk with it."""
+        for path in self._leftovers():
+            if path.endswith(RETIRED) and path != self._spare:
                 self._remove(path)
 
     def _sweep(self) -> None:

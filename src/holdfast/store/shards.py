@@ -15,6 +15,7 @@ from holdfast.format.checksums import digest
 from holdfast.format.records import Fragment, Leaf, Part, ShardFile
 from holdfast.plan import ByteRange, gaps
 from holdfast.store.failures import reading, require_regular
+from holdfast.store.hold import Hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,11 @@ class Problem:
 
 
 class ShardReader:
-    """The shards of one part. `shown` is the directory to name in errors, `directory` the one to open."""
+    """The shards of one part, in the directory that `hold` holds for as long as anything can be read."""
 
-    def __init__(self, part: Part, shown: str, directory: str, tuning: Tuning | None = None) -> None:
+    def __init__(self, part: Part, hold: Hold, tuning: Tuning | None = None) -> None:
         self._part = part
-        self._shown = shown
-        self._directory = directory
+        self._hold = hold
         self._tuning = tuning or Tuning()
 
     def read(
@@ -142,7 +142,8 @@ class ShardReader:
     ) -> list[engine.Damage]:
         path = self._path(file)
         with reading(self._shown_path(file)):
-            tuning = replace(self._tuning, backend=engine.choose_read_backend(path, self._tuning.backend))
+            beside = os.path.join(self._hold.directory, file.name)
+            tuning = replace(self._tuning, backend=engine.choose_read_backend(beside, self._tuning.backend))
             return engine.read(
                 path,
                 pieces,
@@ -182,10 +183,10 @@ class ShardReader:
         return [Problem(self._shown_path(file), "the shard's header does not match its checksum", None)]
 
     def _path(self, file: ShardFile) -> str:
-        return os.path.join(self._directory, file.name)
+        return self._hold.file(file.name)
 
     def _shown_path(self, file: ShardFile) -> str:
-        return os.path.join(self._shown, file.name)
+        return os.path.join(self._hold.path, file.name)
 
 
 MISSING = "the file is missing"

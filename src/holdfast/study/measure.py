@@ -143,6 +143,8 @@ def run_rounds(
 
 
 _OPERATIONS: tuple[Operation, ...] = ("save", "load")
+_WARM_COPIES = 2
+"""Enough for those that go through the page cache: a copy there, and one of their own."""
 
 
 def _start(log: _Log, directory: Path, state: State) -> None:
@@ -167,6 +169,7 @@ def _turn(
     room.mkdir()
     # What others left behind (dirty pages, blocks to discard) is finished before the clock starts.
     os.sync()
+    cache.warm_memory(_WARM_COPIES * state.nbytes)
     progress(round_index, peer.title, "save")
     try:
         saved, cost = cost_of(lambda: peer.save(room / "saved", state))
@@ -176,6 +179,7 @@ def _turn(
     try:
         log.samples["save"].append(_sample(peer, saved, cost, round_index, position, None))
         temperature, method = cache.chill(files_below(saved.path))
+        cache.warm_memory(_WARM_COPIES * state.nbytes)
         progress(round_index, peer.title, "load")
         loaded, cost = cost_of(lambda: peer.load(saved))
         log.samples["load"].append(_sample(peer, loaded, cost, round_index, position, temperature))

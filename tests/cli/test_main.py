@@ -1,0 +1,191 @@
+"""The command itself: help, version, exit codes, errors, interruption."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast import __version__
+
+from .support import command, damage_manifest, make_run, step_path
+
+COMMANDS = ("ls", "show", "verify", "diff", "export", "prune", "doctor", "bench", "demo")
+
+
+def python(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("diff", "--help")], ids=" ".join)
+def test_help_and_version_need_neither_numpy_nor_torch(arguments: tuple[str, ...]) -> None:
+    code = """
+import atexit, sys
+atexit.register(lambda: print("heavy:", [name for name in ("numpy", "torch") if name in sys.modules]))
+from holdfast.cli import main
+main()
+"""
+    result = python(code, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.rstrip().endswith("heavy: []")
+
+
+def test_version() -> None:
+    assert command("--version").out == f"holdfast {__version__}\n"
+
+
+def test_runs_as_a_module() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (0, f"holdfast {__version__}\n")
+
+
+def test_without_a_command_it_shows_help_and_counts_as_wrong_usage() -> None:
+    outcome = command()
+    assert outcome.code == 2
+    for name in COMMANDS:
+        assert name in outcome.out + outcome.err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_json(name: str) -> None:
+    outcome = command(name, "--help")
+    assert outcome.code == 0
+    assert "--json" in outcome.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("nonsense",), ("ls",), ("ls", "a", "b"), ("show", "x", "--nonsense"), ("diff", "a"), ("export", "a")],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_with_2_and_says_why(arguments: tuple[str, ...]) -> None:
+    outcome = command(*arguments)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert "Usage" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ls", "{missing}"),
+        ("show", "{missing}"),
+        ("verify", "{missing}"),
+        ("diff", "{missing}", "{missing}"),
+        ("export", "{missing}", "{missing}.safetensors"),
+        ("prune", "{missing}"),
+        ("doctor", "{missing}"),
+        ("bench", "{missing}"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+@pytest.mark.parametrize("kind", ["nothing", "file"])
+def test_a_path_with_nothing_or_a_file_at_it_is_one_clear_line(
+    arguments: tuple[str, ...], kind: str, tmp_path: Path
+) -> None:
+    missing = tmp_path / "elsewhere"
+    if kind == "file":
+        missing.write_text("not a directory")
+    filled = [argument.format(missing=missing) for argument in arguments]
+    outcome = command(*filled)
+    assert outcome.code == 1
+    assert outcome.out == ""
+    assert outcome.err.startswith("holdfast: ")
+    assert outcome.err.count("\n") == 1
+    assert str(missing) in outcome.err
+
+    as_json = command(*filled, "--json")
+    assert as_json.code == 1
+    assert as_json.err == ""
+    error = as_json.document["error"]
+    assert str(missing) in error["message"]
+    assert error["type"] in ("CheckpointNotFound", "FileNotFoundError", "NotADirectoryError")
+    assert [path.name for path in tmp_path.iterdir()] == (["elsewhere"] if kind == "file" else [])
+
+
+def test_a_corrupt_checkpoint_is_one_line_and_in_json_names_its_file(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1])
+    damage_manifest(step_path(run, 1))
+    outcome = command("show", run)
+    assert outcome.code == 1
+    assert "Traceback" not in outcome.err
+    assert outcome.err.count("\n") == 1
+    error = command("show", run, "--json").document["error"]
+    assert error["type"] == "CorruptCheckpoint"
+    assert error["path"] == str(step_path(run, 1) / "manifest.json")
+
+
+def test_a_directory_that_is_neither_run_nor_checkpoint_says_so(tmp_path: Path) -> None:
+    outcome = command("show", tmp_path)
+    assert outcome.code == 1
+    assert "not a checkpoint" in outcome.err
+
+
+BLOCKED = """
+import signal, sys
+import holdfast.store
+def block(*args, **kwargs):
+    print("ready", flush=True)
+    signal.pause()
+holdfast.store.verify = block
+from holdfast.cli import main
+sys.argv = ["holdfast", "verify", *sys.argv[1:]]
+main()
+"""
+
+
+def test_ctrl_c_exits_with_130_and_says_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1])
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKED, str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (130, "", "")
+
+
+@pytest.mark.parametrize("extra", [(), ("--json",)], ids=["text", "json"])
+def test_a_reader_that_goes_away_is_no_error_to_complain_about(
+    extra: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", range(1, 4))
+    code = """
+import os, sys
+read, write = os.pipe()
+os.close(read)
+os.dup2(write, 1)
+from holdfast.cli import main
+sys.argv = ["holdfast", "ls", *sys.argv[1:]]
+main()
+"""
+    result = python(code, str(run), *extra)
+    assert result.returncode == 141
+    assert result.stderr == ""
+
+
+def test_progress_bars_keep_off_what_is_no_terminal(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1])
+    result = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", "verify", str(run), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert json.loads(result.stdout)["intact"] is True

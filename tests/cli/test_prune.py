@@ -1,0 +1,151 @@
+"""``holdfast prune``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import holdfast
+
+from .support import command, damage_manifest, make_run, make_state, run_names, step_path, truncate
+
+
+def steps(run: Path) -> list[int]:
+    return [int(name[5:]) for name in run_names(run)]
+
+
+def test_keeps_the_last_three_unless_told_otherwise(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    outcome = command("prune", run)
+    assert outcome.code == 0
+    assert steps(run) == [3, 4, 5]
+    assert "rules: keep the last 3" in outcome.out
+    assert "kept: step 3, 4, 5" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("rules", "stay"),
+    [
+        (["--last", "1"], [5]),
+        (["--last", "1", "--every", "2"], [2, 4, 5]),
+        (["--last", "1", "--best", "loss:max:2"], [1, 2, 5]),
+        (["--last", "1", "--best", "loss:min:2"], [4, 5]),
+        (["--last", "1", "--seconds", "1000000"], [1, 5]),
+        (["--last", "100"], [1, 2, 3, 4, 5]),
+    ],
+)
+def test_a_checkpoint_stays_if_any_rule_wants_it(rules: list[str], stay: list[int], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    document = command("prune", run, *rules, "--json").document
+    assert steps(run) == stay
+    assert document["kept"] == stay
+    assert [item["step"] for item in document["removed"]] == [
+        step for step in range(1, 6) if step not in stay
+    ]
+    for step in stay:
+        assert command("verify", step_path(run, step)).code == 0
+
+
+def test_json_holds_what_was_done(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1, 2])
+    nbytes = sum(file.stat().st_size for file in step_path(run, 1).iterdir())
+    document = command("prune", run, "--last", "1", "--best", "a:b:max:3", "--json").document
+    assert document == {
+        "path": str(run),
+        "dry_run": False,
+        "rules": {"last": 1, "every": None, "best": ["a:b", "max", 3], "seconds": None},
+        "removed": [{"path": str(step_path(run, 1)), "step": 1, "nbytes": nbytes}],
+        "swept": [],
+        "kept": [2],
+        "damaged": [],
+        "held": [],
+        "freed_nbytes": nbytes,
+    }
+
+
+def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    shutil.copytree(step_path(run, 5), run / "step-000000000006.partial")
+    before = sorted(run.rglob("*"))
+    outcome = command("prune", run, "--last", "2", "--dry-run")
+    assert outcome.code == 0
+    assert sorted(run.rglob("*")) == before
+    assert "would go" in outcome.out
+    document = command("prune", run, "--last", "2", "-n", "--json").document
+    assert [item["step"] for item in document["removed"]] == [1, 2, 3]
+    assert document["dry_run"] is True
+
+
+def test_what_unfinished_saves_left_goes_too(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1, 2])
+    shutil.copytree(step_path(run, 2), run / "step-000000000003.partial")
+    document = command("prune", run, "--json").document
+    assert steps(run) == [1, 2]
+    assert [Path(item["path"]).name for item in document["swept"]] == ["step-000000000003.partial"]
+    assert document["freed_nbytes"] == document["swept"][0]["nbytes"] > 0
+
+
+def test_damaged_checkpoints_stay_and_count_for_no_rule(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    truncate(step_path(run, 5))
+    damage_manifest(step_path(run, 4))
+    document = command("prune", run, "--last", "1", "--json").document
+    assert steps(run) == [3, 4, 5]  # 3 is the last one that is whole
+    assert document["damaged"] == [4, 5]
+
+
+def test_a_run_that_is_being_written_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with holdfast.Checkpointer(run, make_state(), keep=holdfast.Keep(last=10)):
+        outcome = command("prune", run, "--last", "1", "--json")
+        assert outcome.code == 1
+        assert outcome.document["error"]["type"] == "RunLocked"
+    assert steps(run) == [1, 2, 3, 4, 5]
+
+
+def test_one_that_somebody_reads_is_held_and_reported(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1, 2])
+    with holdfast.open(step_path(run, 1)) as reader:
+        document = command("prune", run, "--last", "1", "--json").document
+        assert [Path(path).name for path in document["held"]] == ["step-000000000001.retired"]
+        assert document["freed_nbytes"] == 0
+        assert reader.read("model.b")["model.b"].tolist() == [1.0] * 20
+    assert "step-000000000001.retired" in run_names(run)
+    command("prune", run)
+    assert steps(run) == [2]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ["--last", "0"],
+        ["--every", "0"],
+        ["--seconds", "-1"],
+        ["--best", "loss"],
+        ["--best", "loss:least:2"],
+        ["--best", "loss:min:x"],
+        ["--best", "loss:min:0"],
+        ["--best", ":min:2"],
+    ],
+    ids=" ".join,
+)
+def test_rules_that_make_no_sense_are_wrong_usage(rules: list[str], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1, 2])
+    assert command("prune", run, *rules).code == 2
+    assert steps(run) == [1, 2]
+
+
+def test_a_checkpoint_is_no_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1])
+    outcome = command("prune", step_path(run, 1))
+    assert outcome.code == 1
+    assert "not a run" in outcome.err
+
+
+def test_a_directory_without_checkpoints_stays_untouched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("do not delete")
+    outcome = command("prune", tmp_path)
+    assert outcome.code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

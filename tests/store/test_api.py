@@ -1,0 +1,276 @@
+"""`save`, `load`, `open`: what the calls take, return and refuse."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+import holdfast
+from holdfast import Checkpointer, Options
+from holdfast.store import step_name
+from store.samples import bits
+
+
+def shard(path: Path) -> Path:
+    return path / "r00000.v0.safetensors"
+
+
+# --- saving -------------------------------------------------------------------------------------------------
+
+
+def test_a_save_tells_what_it_did(tmp_path: Path) -> None:
+    before = time.time()
+    state = {"w": np.zeros((100, 10), np.float32), "tied": None}
+    state["tied"] = state["w"]
+    info = holdfast.save(tmp_path / "c", state, step=12, metrics={"loss": 0.5, "bad": math.nan, "top": math.inf})
+    assert info.path == os.fspath(tmp_path / "c")
+    assert (info.step, info.leaves, info.nbytes) == (12, 1, 4000)
+    assert info.stored_nbytes == sum(file.stat().st_size for file in (tmp_path / "c").iterdir())
+    assert re.fullmatch(r"[0-9a-f]{32}", info.id)
+    assert before <= info.created <= time.time()
+    assert 0 < info.seconds < 60
+    with holdfast.open(tmp_path / "c") as opened:
+        assert (opened.step, opened.id, opened.created) == (12, info.id, info.created)
+        assert opened.metrics["loss"] == 0.5
+        assert math.isnan(opened.metrics["bad"])
+        assert opened.metrics["top"] == math.inf
+
+
+def test_a_checkpoint_is_two_files_and_nothing_else(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"w": np.zeros(5)})
+    assert sorted(os.listdir(tmp_path)) == ["c"]
+    assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "r00000.v0.safetensors"]
+
+
+def test_every_shard_opens_with_the_safetensors_package(tmp_path: Path, options: Options) -> None:
+    state = {
+        "model": {"w": torch.randn(300, 500), "t": torch.randn(200, 300).T, "half": torch.ones(3).bfloat16()},
+        "n": np.arange(7),
+        "complex": np.array([1 + 2j]),
+    }
+    holdfast.save(tmp_path / "c", state, options=options)
+    with safe_open(shard(tmp_path / "c"), "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+        names = [name for name in opened.keys() if not name.startswith("__pad__")]  # noqa: SIM118
+        assert sorted(names) == ["complex", "model.half", "model.t", "model.w", "n"]
+        for name in ("w", "t", "half"):
+            assert torch.equal(opened.get_tensor(f"model.{name}"), state["model"][name])
+        assert opened.get_tensor("n").tolist() == list(range(7))
+        assert opened.get_tensor("complex").tolist() == [[1.0, 2.0]]  # 128 bits have no name of their own there
+
+
+def test_checkpoints_are_immutable(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"w": 1})
+    for existing in (tmp_path / "c", tmp_path):
+        with pytest.raises(holdfast.CheckpointExists, match="overwrite=True"):
+            holdfast.save(existing, {"w": 2})
+    assert holdfast.load(tmp_path / "c") == {"w": 1}
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_overwriting_replaces_a_checkpoint_whole(tmp_path: Path, small: bool) -> None:
+    options = Options() if small else Options(small_nbytes=0)
+    old = {"w": np.arange(300_000), "only": np.ones(3)}
+    holdfast.save(tmp_path / "c", old, step=1)
+    with holdfast.open(tmp_path / "c") as reader:
+        new = holdfast.save(tmp_path / "c", {"w": np.arange(5)}, step=2, overwrite=True, options=options)
+        # Who has the old one open goes on reading it.
+        assert np.array_equal(reader.load()["w"], old["w"])
+    with holdfast.open(tmp_path / "c") as opened:
+        assert opened.id == new.id
+        assert list(opened) == ["w"]
+    assert np.array_equal(holdfast.load(tmp_path / "c")["w"], np.arange(5))
+    holdfast.save(tmp_path / "c", {"w": 3}, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["c"]
+    holdfast.save(tmp_path / "new", {"w": 3}, overwrite=True)  # nothing there: as without
+
+
+def test_a_checkpoint_that_lost_its_manifest_can_be_overwritten(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"w": np.arange(5)})
+    (tmp_path / "c" / "manifest.json").unlink()
+    holdfast.save(tmp_path / "c", {"w": 3}, overwrite=True)
+    assert holdfast.load(tmp_path / "c") == {"w": 3}
+
+
+def test_overwriting_never_takes_away_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+    home, run, file, link = (tmp_path / name for name in ("home", "run", "file", "link"))
+    (home / "deep").mkdir(parents=True)
+    (home / "deep" / "thesis.tex").write_text("years of work")
+    (home / "model.safetensors").write_text("somebody's")
+    with Checkpointer(run, {"w": np.arange(3)}) as checkpointer:
+        checkpointer.save(1)
+    file.write_text("a file")
+    link.symlink_to(run / step_name(1))
+    for target in (home, run, file, link):
+        with pytest.raises(holdfast.CheckpointExists, match="not a checkpoint"):
+            holdfast.save(target, {"w": 2}, overwrite=True)
+    assert (home / "deep" / "thesis.tex").read_text() == "years of work"
+    assert file.read_text() == "a file"
+    assert np.array_equal(holdfast.load(run)["w"], np.arange(3))
+
+
+def test_saving_into_a_directory_that_does_not_exist_says_so(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.StorageMissing, match=re.escape(os.fspath(tmp_path / "a" / "b"))):
+        holdfast.save(tmp_path / "a" / "b" / "c", {"w": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [-1, 10**12, True, 1.0, "1", None])
+def test_steps_are_small_integers(tmp_path: Path, step: object) -> None:
+    with pytest.raises(ValueError, match="step"):
+        holdfast.save(tmp_path / "c", {}, step=step)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["c.partial", "c.retired"])
+def test_names_that_mark_unfinished_saves_cannot_be_taken(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="choose another"):
+        holdfast.save(tmp_path / name, {})
+
+
+def test_the_backend_can_be_forced_by_option_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(holdfast.EngineUnavailable, match="'tape'"):
+        holdfast.save(tmp_path / "c", {}, options=Options(backend="tape"))  # type: ignore[arg-type]
+    monkeypatch.setenv("HOLDFAST_BACKEND", "drum")
+    with pytest.raises(holdfast.EngineUnavailable, match="'drum'"):
+        holdfast.save(tmp_path / "c", {"w": np.zeros(1 << 20)})
+    assert list(tmp_path.iterdir()) == []
+    holdfast.save(tmp_path / "c", {"w": np.zeros(1 << 20)}, options=Options(backend="buffered"))
+    with pytest.raises(holdfast.EngineUnavailable, match="'drum'"):
+        holdfast.load(tmp_path / "c")
+
+
+@pytest.mark.parametrize("memory_nbytes", [0, 1, 100 << 10, 5 << 20, 1 << 30])
+def test_any_budget_of_memory_works(tmp_path: Path, memory_nbytes: int) -> None:
+    data = np.arange(1 << 19)
+    options = Options(memory_nbytes=memory_nbytes, small_nbytes=0)
+    tuning = options.tuning()
+    assert tuning.window_nbytes * tuning.depth <= max(memory_nbytes, 128 << 10)
+    holdfast.save(tmp_path / "c", {"w": data.reshape(512, -1).T}, options=options)
+    assert np.array_equal(holdfast.load(tmp_path / "c")["w"], data.reshape(512, -1).T)
+
+
+# --- opening and loading ------------------------------------------------------------------------------------
+
+
+def test_nothing_at_a_path(tmp_path: Path) -> None:
+    for call in (holdfast.open, holdfast.load, holdfast.verify):
+        with pytest.raises(holdfast.CheckpointNotFound, match="no checkpoint"):
+            call(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(holdfast.IncompleteCheckpoint, match="not a checkpoint, nor a run"):
+        holdfast.load(tmp_path / "empty")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(holdfast.CheckpointNotFound):
+        holdfast.load(tmp_path / "file")
+
+
+def test_a_run_means_its_newest_checkpoint(tmp_path: Path) -> None:
+    state = {"w": np.zeros(3)}
+    with Checkpointer(tmp_path / "run", state) as checkpointer:
+        for step in (5, 12, 120):
+            state["w"][:] = step
+            checkpointer.save(step)
+        with holdfast.open(tmp_path / "run") as opened:
+            assert opened.step == 120
+            assert opened.path == os.fspath(tmp_path / "run" / step_name(120))
+        assert holdfast.load(tmp_path / "run")["w"][0] == 120
+        assert holdfast.load(tmp_path / "run" / step_name(12))["w"][0] == 12
+
+
+def test_an_open_checkpoint_tells_what_it_holds(tmp_path: Path) -> None:
+    weight = torch.zeros(3, 4, dtype=torch.bfloat16)
+    state = {"model": {"w": weight, "tied": weight}, "data": [np.zeros(2), "shuffled"], "epoch": 3, "seeds": [1, 2]}
+    holdfast.save(tmp_path / "c", state, step=9)
+    with holdfast.open(tmp_path / "c") as opened:
+        assert opened.step == 9
+        assert set(opened.leaves) == set(opened) == {"model.w", "model.tied", "data.0"}
+        assert len(opened) == 3
+        assert opened.leaves["model.w"] == holdfast.LeafInfo("BF16", (3, 4), 24, "torch")
+        assert opened.leaves["model.tied"] == holdfast.LeafInfo("BF16", (3, 4), 24, "torch", "model.w")
+        assert opened.leaves["data.0"] == holdfast.LeafInfo("F64", (2,), 16, "numpy")
+        assert opened.values == {"data.1": "shuffled", "epoch": 3, "seeds": [1, 2]}
+        assert opened.nbytes == 40
+        assert "model.w" in opened
+        assert "model.x" not in opened
+        assert "step 9, 3 leaves, 40 bytes" in repr(opened)
+        with pytest.raises(KeyError, match=r"model\.x"):
+            opened["model.x"]
+
+
+@pytest.fixture
+def selectable(tmp_path: Path) -> Path:
+    state = {
+        "model": {"w": np.arange(3), "b": np.arange(4)},
+        "optimizer": {"m": np.arange(5), "steps": 7},
+        "list": [np.zeros(1), np.ones(1)],
+        "epoch": 3,
+    }
+    holdfast.save(tmp_path / "c", state)
+    return tmp_path / "c"
+
+
+def test_select_takes_only_what_matches(selectable: Path) -> None:
+    found = holdfast.load(selectable, select="model.*")
+    assert list(found) == ["model"]
+    assert found["model"]["b"].tolist() == [0, 1, 2, 3]
+    assert list(holdfast.load(selectable, select=["model.w", "optimizer.*"])) == ["model", "optimizer"]
+    # In a sequence the place of an element means something, so what is left out leaves a gap.
+    first, second = holdfast.load(selectable, select="list.1")["list"]
+    assert first is None
+    assert second.tolist() == [1]
+
+
+def test_read_gives_the_selected_leaves_by_name(selectable: Path) -> None:
+    with holdfast.open(selectable) as opened:
+        found = opened.read("*.?")
+        assert sorted(found) == ["list.0", "list.1", "model.b", "model.w", "optimizer.m"]
+        assert isinstance(opened.read("model.w", framework="torch")["model.w"], torch.Tensor)
+        assert sorted(opened.read()) == sorted(opened.leaves)
+        assert opened.read([]) == {}
+
+
+def test_a_pattern_that_matches_nothing_is_a_mistake(selectable: Path) -> None:
+    for patterns in ("modle.*", ["model.*", "nope"]):
+        with pytest.raises(holdfast.StateMismatch, match="matches") as caught:
+            holdfast.load(selectable, select=patterns)
+        assert caught.value.missing in (("modle.*",), ("nope",))
+
+
+def test_only_selected_bytes_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not selected may be damaged, and nobody notices."""
+    holdfast.save(tmp_path / "c", {"a": np.arange(1 << 17), "b": np.arange(1 << 17) + 1})
+    with holdfast.open(tmp_path / "c") as opened:
+        offsets = {leaf.name: leaf.fragments[0].offset for leaf in opened.root.part.leaves}
+    with shard(tmp_path / "c").open("r+b") as file:
+        file.seek(offsets["b"])
+        file.write(b"\xff")
+    assert np.array_equal(holdfast.load(tmp_path / "c", select="a")["a"], np.arange(1 << 17))
+    with pytest.raises(holdfast.CorruptCheckpoint, match="'b'") as caught:
+        holdfast.load(tmp_path / "c")
+    assert (caught.value.leaf, caught.value.path) == ("b", os.fspath(shard(tmp_path / "c")))
+    # Not verifying is a choice, and then the bytes are what they are.
+    found = holdfast.load(tmp_path / "c", verify=False)
+    assert found["b"][0] != 1
+    assert bits(found["a"]) == bits(np.arange(1 << 17))
+
+
+def test_progress_counts_the_bytes(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"w": np.zeros(1 << 22)})
+    told: list[int] = []
+    with holdfast.open(tmp_path / "c") as opened:
+        opened.read(progress=told.append)
+    assert told == sorted(told)
+    assert all(0 <= done <= opened.stored_nbytes for done in told)
