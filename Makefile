@@ -5,7 +5,6 @@
 #   make check    ruff, mypy --strict, import-linter, clang-format
 #   make format   let ruff and clang-format rewrite the files
 #   make build    rebuild the native module after a change in native/ (seconds)
-#   make stubs    write src/holdfast/_native.pyi from the built module
 #   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
 #   make clean    remove what was built;  make distclean  removes .venv too
 #
@@ -31,7 +30,7 @@ NATIVE := $(wildcard native/src/*.cpp native/src/*.hpp)
 # A top-level file that comes or goes changes what the editable install has to know.
 TOP := $(wildcard src/holdfast/__init__.py src/holdfast/*/__init__.py)
 
-.PHONY: help setup build stubs demo test check format bench clean distclean
+.PHONY: help setup build demo test check format bench clean distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
@@ -62,11 +61,6 @@ $(BUILD_STAMP): $(ENV_STAMP) pyproject.toml CMakeLists.txt $(NATIVE) $(TOP)
 # Always runs, needs no network: what one uses while working on native/.
 build: $(ENV_STAMP)
 	$(call install,--no-deps -e .)
-
-stubs: setup
-	$(BIN)/python -m nanobind.stubgen -m holdfast._native -o src/holdfast/_native.pyi
-	$(BIN)/ruff check --fix --quiet src/holdfast/_native.pyi
-	$(BIN)/ruff format --quiet src/holdfast/_native.pyi
 
 demo: setup
 	$(BIN)/holdfast demo $(ARGS)

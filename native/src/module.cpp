@@ -342,7 +342,7 @@ NB_MODULE(_native, m) {
         Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, true);
         if (header.size() > 0) {
           if (!plan.pieces.empty() && plan.pieces.front().offset < header.size()) {
-            throw std::invalid_argument("the header reaches into the first piece");
+            throw std::invalid_argument("pieces reach into the header");
           }
           Piece piece;
           piece.nbytes = header.size();

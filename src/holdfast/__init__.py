@@ -19,7 +19,7 @@ Names are imported when first used, so that ``import holdfast`` costs nothing.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.checkpointer import Checkpointer, Keep
@@ -47,7 +47,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "holdfast.checkpointer": ("Checkpointer", "Keep"),
-    "holdfast.store": ("Checkpoint", "CheckpointInfo", "LeafInfo", "Options", "load", "open", "save", "verify"),
+    "holdfast.store": (
+        "Checkpoint",
+        "CheckpointInfo",
+        "LeafInfo",
+        "Options",
+        "load",
+        "open",
+        "save",
+        "verify",
+    ),
     "holdfast.errors": (
         "CheckpointExists",
         "CheckpointNotFound",
@@ -99,7 +108,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import holdfast
-from holdfast.engine import faults
+from holdfast.engine import faults, fs
 
-from .scenarios import SCENARIOS, Replacing, SameStep, Scenario
-from .states import load_identity
+from .recovery import leftovers
+from .scenarios import SCENARIOS, Recycling, Replacing, SameStep, Scenario
+from .states import blank_state, identify, load_identity, make_state
 
 Record = Callable[[str, object], None]
 
@@ -48,14 +50,6 @@ def act_under(fault: str, scenario: Scenario) -> holdfast.SaveFailed | None:
 def scenario(request: pytest.FixtureRequest) -> type[Scenario]:
     found: type[Scenario] = request.param
     return found
-
-
-@pytest.fixture(params=["spare-later", "spare-now"])
-def _spares(request: pytest.FixtureRequest, scenario: type[Scenario]) -> None:
-    if request.param == "spare-now":
-        if not issubclass(scenario, SameStep.__bases__[0]):
-            pytest.skip("nothing is recycled outside of a run")
-        request.getfixturevalue("spare_now")
 
 
 @pytest.mark.parametrize("code", ["EIO", "ENOSPC"])
@@ -117,3 +111,124 @@ def test_a_device_that_dies_at_each_call(
         if nth < calls // 2:
             assert error is not None
     record_property("crash-faults", calls)
+
+
+@pytest.mark.usefixtures("spare_now")
+@pytest.mark.parametrize("scenario", [Recycling, SameStep], indirect=True)
+@pytest.mark.parametrize("lasting", ["", "+"])
+def test_each_call_failing_where_spares_are_made_at_once(
+    ram: Path, way: holdfast.Options, scenario: type[Scenario], lasting: str, record_property: Record
+) -> None:
+    calls = count_calls(scenario, ram / "healthy", way)
+    for nth in range(1, calls + 1):
+        place = ram / str(nth)
+        place.mkdir()
+        case = scenario(place, way)
+        error = act_under(f"any:{nth}:EIO{lasting}", case)
+        if not lasting:
+            case.check(failed=error is not None)
+        case.check_readable()
+        case.again()
+        case.close()
+    record_property("crash-faults", calls)
+
+
+@pytest.mark.parametrize("scenario", [Replacing, SameStep], indirect=True)
+def test_a_replaced_checkpoint_survives_a_failed_commit_that_cannot_be_undone(
+    ram: Path, way: holdfast.Options, scenario: type[Scenario]
+) -> None:
+    """The sync fails, and then the exchange back: which of the two is on the disk nobody knows, so both stay."""
+    case = scenario(ram, way)
+    assert act_under("sync_dir:2:EIO,exchange:2:EIO", case) is not None
+    case.check_readable()
+    (partial,) = case.leftovers()
+    found = load_identity_of_leftover(ram, partial)
+    assert found[1] == 0 or found == (1, 0)  # the old one, whole
+    case.again()
+    case.close()
+
+
+def load_identity_of_leftover(root: Path, name: str) -> tuple[int, int]:
+    """Moves a leftover to where it can be read, reads it, and moves it back."""
+    (where,) = root.rglob(name)
+    shown = where.with_name("moved")
+    where.rename(shown)
+    try:
+        return load_identity(str(shown))
+    finally:
+        shown.rename(where)
+
+
+def test_interrupted_between_commit_and_sync_keeps_what_was_replaced(
+    ram: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at the worst moment: the names are exchanged, and not durable."""
+    case = Replacing(ram, holdfast.Options())
+    real = fs.exchange
+
+    def exchange(a: str, b: str) -> None:
+        real(a, b)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fs, "exchange", exchange)
+    with pytest.raises(KeyboardInterrupt):
+        case.act()
+    monkeypatch.undo()
+    case.check_readable()
+    assert load_identity_of_leftover(ram, "model.partial") == (1, 0)
+    case.again()
+
+
+@pytest.mark.parametrize("lasting", ["", "+"])
+@pytest.mark.parametrize("code", ["EIO", "ENOSPC"])
+def test_each_call_failing_while_a_run_is_opened(
+    ram: Path, code: str, lasting: str, record_property: Record
+) -> None:
+    """Opening makes directories and sweeps. Failed, it lets go of the lock; what is there can be opened later."""
+
+    def prepare(root: Path) -> str:
+        run = root / "new" / "run"
+        os.makedirs(run)
+        with holdfast.Checkpointer(run, make_state(1)) as checkpointer:
+            checkpointer.save(1)
+        for name in ("step-000000000002.partial", "step-000000000003.retired"):
+            shutil.copytree(run / "step-000000000001", run / name)
+        return str(run)
+
+    run = prepare(ram / "healthy")
+    with faults.injected("any:1000000:EIO"):
+        holdfast.Checkpointer(run, None).close()
+        calls = faults.count_calls()
+    assert calls > 6
+    for nth in range(1, calls + 1):
+        run = prepare(ram / str(nth))
+        with faults.injected(f"any:{nth}:{code}{lasting}"):
+            try:
+                holdfast.Checkpointer(run, None).close()
+            except holdfast.SaveFailed as error:
+                assert isinstance(error, holdfast.StorageFull) == (code == "ENOSPC")
+        target = blank_state()
+        with holdfast.Checkpointer(run, target) as checkpointer:
+            assert checkpointer.restore() == 1
+            assert identify(target) == (1, 0)
+            assert leftovers(run) == []
+    record_property("crash-faults", calls)
+
+
+def test_each_call_failing_while_a_new_run_is_made(ram: Path, record_property: Record) -> None:
+    nth = 0
+    failed = True
+    while failed:
+        nth += 1
+        run = ram / str(nth) / "deep" / "run"
+        failed = False
+        with faults.injected(f"any:{nth}:EIO"):
+            try:
+                holdfast.Checkpointer(run, None).close()
+            except holdfast.SaveFailed:
+                failed = True
+        with holdfast.Checkpointer(run, make_state(1)) as checkpointer:
+            checkpointer.save(1)
+        assert load_identity(str(run)) == (1, 0)
+    assert nth > 5
+    record_property("crash-faults", nth)

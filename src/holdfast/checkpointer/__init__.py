@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from holdfast.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpointer.keep import Keep, Kept
-from holdfast.checkpointer.retention import prune
 
-__all__ = ["Checkpointer", "Keep", "Kept", "prune"]
+__all__ = ["Checkpointer", "Keep", "Kept"]

@@ -98,6 +98,9 @@ class Checkpointer:
         for candidate in reversed(candidates):
             try:
                 with Checkpoint(self._run.path_of(candidate)) as checkpoint:
+                    if checkpoint.step != candidate:
+                        reason = f"it is a checkpoint of step {checkpoint.step}, put in the place of another"
+                        raise CorruptCheckpoint(reason, path=checkpoint.path)
                     checkpoint.load(self.state)
                 return candidate
             except (CorruptCheckpoint, ReadFailed) as error:
@@ -111,7 +114,8 @@ class Checkpointer:
                 raise CheckpointNotFound(f"run {self.path} has no checkpoint of step {candidate}") from None
         if failures:
             raise CorruptCheckpoint(
-                f"none of the {len(failures)} checkpoints is intact, the newest: {failures[0]}", path=self.path
+                f"none of the {len(failures)} checkpoints is intact, the newest: {failures[0]}",
+                path=self.path,
             ) from failures[0]
         return 0
 
@@ -123,7 +127,11 @@ class Checkpointer:
             self._run.retire(gone)
         except SaveFailed as error:
             # The save itself is durable. What could not be taken away stays a candidate for the next time.
-            warnings.warn(f"step {newest} is saved, but an old checkpoint could not be retired: {error}", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"step {newest} is saved, but an old checkpoint could not be retired: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
             gone = [step for step in gone if not os.path.isdir(self._run.path_of(step))]
         self._history = [item for item in self._history if item.step not in gone]
 

@@ -118,21 +118,12 @@ def _entry(path: str, step: int | None) -> Entry:
                 checkpoint.created,
                 len(checkpoint),
                 checkpoint.metrics,
-                _missing_bytes(checkpoint),
+                _visible_damage(checkpoint),
             )
     except (CorruptCheckpoint, ReadFailed) as error:
         return Entry(path, step, nbytes, damage=getattr(error, "reason", str(error)))
 
 
-def _missing_bytes(checkpoint: Checkpoint) -> str | None:
-    """The damage that shows without reading: a shard that is gone or cut off."""
-    for file in checkpoint.root.part.files:
-        try:
-            nbytes = os.stat(os.path.join(checkpoint.path, file.name)).st_size
-        except FileNotFoundError:
-            if not os.path.isdir(checkpoint.path):
-                raise CheckpointNotFound(f"{checkpoint.path} was removed") from None
-            return f"{file.name} is missing"
-        if nbytes != file.nbytes:
-            return f"{file.name} has {nbytes} bytes instead of {file.nbytes}"
-    return None
+def _visible_damage(checkpoint: Checkpoint) -> str | None:
+    problem = checkpoint.shards.visible_damage()
+    return None if problem is None else f"{os.path.basename(problem.file)}: {problem.reason}"

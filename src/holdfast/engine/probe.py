@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 from holdfast import _native
 from holdfast.errors import EngineUnavailable
@@ -103,6 +103,9 @@ def choose_backend(directory: str | os.PathLike[str], forced: str | None = None)
 
 def _forced(argument: str | None) -> Backend | None:
     forced = argument or os.environ.get("HOLDFAST_BACKEND") or None
-    if forced is not None and forced not in BACKENDS:
+    for known in BACKENDS:
+        if forced == known:
+            return known
+    if forced is not None:
         raise EngineUnavailable(f"unknown backend {forced!r}: choose one of {', '.join(BACKENDS)}")
-    return cast("Backend | None", forced)
+    return None

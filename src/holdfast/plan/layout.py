@@ -32,7 +32,9 @@ class ShardPlan:
 
     def pieces(self) -> list[WritePiece]:
         """What the engine writes after the header, in file order."""
-        return [WritePiece(offset, leaf.source) for leaf, offset in zip(self.leaves, self.offsets, strict=True)]
+        return [
+            WritePiece(offset, leaf.source) for leaf, offset in zip(self.leaves, self.offsets, strict=True)
+        ]
 
 
 def plan_shard(leaves: Sequence[LeafSource]) -> ShardPlan:
@@ -58,9 +60,7 @@ def plan_shard(leaves: Sequence[LeafSource]) -> ShardPlan:
             pad_to(at + _gap(leaf, at))
         stored = carrier(leaf.dtype)
         end = at + leaf.nbytes
-        entries.append(
-            HeaderEntry(entry_name(leaf.name), stored.name, (*leaf.shape, *stored.tail), at, end)
-        )
+        entries.append(HeaderEntry(entry_name(leaf.name), stored.name, (*leaf.shape, *stored.tail), at, end))
         begins.append(at)
         at = end
     pad_to(-(-at // ALIGNMENT) * ALIGNMENT)

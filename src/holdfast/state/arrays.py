@@ -168,7 +168,9 @@ def scalar_dtype(code: str) -> np.dtype[Any] | None:
 def source(array: Array) -> Memory | Strided:
     """The bytes of an array, in place."""
     address: int = array.ctypes.data
-    if array.flags.c_contiguous or not array.nbytes:  # elements of no bytes lie nowhere, whatever their strides
+    if (
+        array.flags.c_contiguous or not array.nbytes
+    ):  # elements of no bytes lie nowhere, whatever their strides
         return Memory(address, array.nbytes, array)
     return Strided(address, array.itemsize, array.shape, array.strides, array)
 

@@ -1,7 +1,7 @@
 """store: checkpoints on disk. The commit protocol, runs, recovery, retention, recycling, verification.
 
 `commit` is how a checkpoint becomes durable, `run` what a run's directory holds and who may change it, `checkpoint`
-an open checkpoint, `verify` the full check, `api` the calls that users know.
+an open checkpoint, `verification` the full check, `api` the calls that users know.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from holdfast.store.commit import CheckpointInfo
 from holdfast.store.lazy import LazyLeaf
 from holdfast.store.run import WritableRun, list_steps, step_name
 from holdfast.store.shards import Problem
-from holdfast.store.verify import Report, verify
+from holdfast.store.verification import Report, verify
 
 __all__ = [
     "Checkpoint",

@@ -128,7 +128,8 @@ class Checkpoint:
             matching = [name for name in self.leaves if fnmatch.fnmatchcase(name, pattern)]
             if not matching and pattern != "*":
                 raise StateMismatch(
-                    f"no leaf of {self.path} matches {pattern!r}; `holdfast show` lists them", missing=[pattern]
+                    f"no leaf of {self.path} matches {pattern!r}; `holdfast show` lists them",
+                    missing=[pattern],
                 )
             chosen.update(dict.fromkeys(matching))
         return list(chosen)
@@ -170,7 +171,9 @@ class Checkpoint:
         if restore.mismatch:
             # From holdfast.load, past Checkpoint.load, to the line that asked for it.
             warnings.warn(
-                f"{self.path}: {restore.mismatch}\n  All else has been restored.", RuntimeWarning, stacklevel=4
+                f"{self.path}: {restore.mismatch}\n  All else has been restored.",
+                RuntimeWarning,
+                stacklevel=4,
             )
         return restored
 
@@ -234,7 +237,9 @@ def resolve(path: str | os.PathLike[str]) -> str:
     steps = list_steps(where)
     if steps:
         return os.path.join(where, step_name(steps[-1]))
-    raise IncompleteCheckpoint(f"no {MANIFEST} and no checkpoints inside: not a checkpoint, nor a run with one", path=where)
+    raise IncompleteCheckpoint(
+        f"no {MANIFEST} and no checkpoints inside: not a checkpoint, nor a run with one", path=where
+    )
 
 
 def _read_root(directory: str, where: str) -> Root:

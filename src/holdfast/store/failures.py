@@ -29,7 +29,9 @@ def save_failed(cause: OSError, target: str) -> SaveFailed:
     safe = "earlier checkpoints are untouched"
     error: SaveFailed
     if cause.errno in _FULL:
-        error = StorageFull(f"no room to save {target}: {what}; {safe}. Free space or keep fewer checkpoints.")
+        error = StorageFull(
+            f"no room to save {target}: {what}; {safe}. Free space or keep fewer checkpoints."
+        )
     elif cause.errno in _DENIED:
         advice = (
             "the filesystem is mounted read-only: choose another directory"

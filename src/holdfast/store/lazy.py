@@ -63,7 +63,9 @@ class LazyLeaf:
     def __getitem__(self, index: Any) -> Any:
         """Integers, slices (any step) and ``...``; the result is an array of the leaf's framework."""
         key = _expand(index, len(self.shape))
-        spans = [_span(item, extent, axis) for axis, (item, extent) in enumerate(zip(key, self.shape, strict=True))]
+        spans = [
+            _span(item, extent, axis) for axis, (item, extent) in enumerate(zip(key, self.shape, strict=True))
+        ]
         box = tuple(range(span.start, span.stop) for span in spans)
         elements = self._read_box(box)
         inside = tuple(span.inside for span in spans)
@@ -81,7 +83,7 @@ class LazyLeaf:
             row_shape = self.shape[depth + 1 :]
             row_nbytes = size * int(np.prod(row_shape, dtype=np.int64))
             place = tuple(at - axis.start for at, axis in zip(prefix, box, strict=False))
-            inner = tuple(slice(axis.start, axis.stop) for axis in box[depth + 1 :])
+            inner = (slice(None), *(slice(axis.start, axis.stop) for axis in box[depth + 1 :]))
             rows = span.nbytes // row_nbytes
             step = max(1, _WINDOW_NBYTES // row_nbytes)
             target = out[place] if depth < len(self.shape) else None
@@ -93,7 +95,7 @@ class LazyLeaf:
                 if target is None:
                     out[place] = read[0]
                 else:
-                    target[first : first + count] = read.reshape(count, *row_shape)[(slice(None), *inner)]
+                    target[first : first + count] = read.reshape((count, *row_shape))[inner]
         return out
 
 
@@ -128,7 +130,9 @@ def _span(item: Any, extent: int, axis: int) -> _Span:
     try:
         at = operator.index(item)
     except TypeError:
-        raise IndexError(f"a leaf is indexed by integers, slices and '...', not {type(item).__name__}") from None
+        raise IndexError(
+            f"a leaf is indexed by integers, slices and '...', not {type(item).__name__}"
+        ) from None
     if not -extent <= at < extent:
         raise IndexError(f"index {at} is out of range for axis {axis} with {extent} elements")
     at %= extent

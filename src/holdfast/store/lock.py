@@ -7,6 +7,7 @@ The file says who the holder is. Such locks do not exclude two writers in the sa
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -30,7 +31,9 @@ class RunLock:
         self._key = (info.st_dev, info.st_ino)
         # Opening and closing the file elsewhere in this process would drop the kernel's lock: look here first.
         if _held.get(self._key) == os.getpid():
-            raise RunLocked(f"run {run} is open for writing in this process already; close that Checkpointer first")
+            raise RunLocked(
+                f"run {run} is open for writing in this process already; close that Checkpointer first"
+            )
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -40,8 +43,10 @@ class RunLock:
             raise RunLocked(f"run {run} is being written by {holder}; one writer per run") from error
         _held[self._key] = os.getpid()
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(me).encode(), 0)
+        # On a full disk the lock holds all the same, only without a name; and a restore must still be possible.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(me).encode(), 0)
 
     def release(self) -> None:
         if self._file >= 0 and _held.get(self._key) == os.getpid():

@@ -32,7 +32,8 @@ def step_name(step: int) -> str:
 def list_steps(run: str) -> list[int]:
     """Steps of the committed checkpoints, oldest first. Needs no lock."""
     try:
-        names = os.listdir(run)
+        with os.scandir(run) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFound(f"there is no run at {run}") from error
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
@@ -88,6 +89,7 @@ class WritableRun:
             retired = []
             for step in steps:
                 path = self.path_of(step)
+                self._make_way(path + RETIRED)
                 fs.rename(path, path + RETIRED)
                 retired.append(path + RETIRED)
             if retired and self._spare is None and _nbytes(retired[-1]) >= SPARE_NOW_NBYTES:
@@ -95,6 +97,14 @@ class WritableRun:
                 self._settle(retired)
             else:
                 self._unsynced += retired
+
+    def _make_way(self, retired: str) -> None:
+        """Removes a namesake that somebody has been reading since it was retired: what readers opened, they keep."""
+        if os.path.lexists(retired):
+            if retired == self._spare:
+                self._spare = None
+            self._unsynced = [path for path in self._unsynced if path != retired]
+            fs.remove_tree(retired)
 
     def _settle(self, retired: list[str]) -> None:
         """Of retired checkpoints whose names are durable, keeps one as the spare and removes the others."""

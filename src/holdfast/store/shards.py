@@ -78,6 +78,10 @@ class ShardReader:
                 found += self._read_file(file, in_file, verify=verify, whole=whole, progress=progress)
         return found
 
+    def visible_damage(self) -> Problem | None:
+        """The damage that shows without reading: a shard that is gone, or has another size."""
+        return next(filter(None, (self._file_problem(file, None) for file in self._part.files)), None)
+
     def read_range(self, leaf: Leaf, span: ByteRange, *, verify: bool = True) -> memoryview:
         """Some bytes of a leaf. What is read is rounded out to chunks, so that it can be verified."""
         (fragment,) = leaf.fragments
@@ -98,7 +102,7 @@ class ShardReader:
             kind = IncompleteCheckpoint if problem.reason == MISSING else CorruptCheckpoint
             raise kind(problem.reason, path=problem.file, leaf=problem.leaf)
         inner = span.start - outer.start
-        return memoryview(buffer)[inner : inner + span.nbytes]
+        return buffer[inner : inner + span.nbytes].data
 
     def _read_file(
         self,
@@ -121,7 +125,10 @@ class ShardReader:
             taken = [ByteRange(f.offset, f.offset + f.nbytes) for f, _ in in_file]
             padding = list(gaps(taken, file.header_nbytes, file.nbytes))
             merged = sorted(
-                [*zip(pieces, names, strict=True), *((ReadPiece(p.start, Padding(p.nbytes)), None) for p in padding)],
+                [
+                    *zip(pieces, names, strict=True),
+                    *((ReadPiece(p.start, Padding(p.nbytes)), None) for p in padding),
+                ],
                 key=lambda item: item[0].offset,
             )
             pieces = [piece for piece, _ in merged]

@@ -32,8 +32,8 @@ from holdfast.study.results import WARM_UP, BenchResult, ImportCost, Latency, Ma
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DISK_COPIES = 4
 """At once on disk: one new checkpoint, and up to three of the recycling run while it is saving."""
-_MEMORY_COPIES = 3.5
-"""At once in memory: the state, what was loaded, what the greediest peer needs on the way, and some air."""
+_MEMORY_COPIES = 5
+"""At once in memory: the state, what was loaded, what the greediest peer needs on the way, the ballast."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,19 +36,6 @@ def chill(files: Sequence[Path]) -> tuple[Temperature, str]:
     return "cold", method
 
 
-def warm_memory(nbytes: int) -> None:
-    """Take and give back so much memory, so that the next to ask for it finds it at hand.
-
-    A virtual machine whose host takes back unused memory pays for its return page by page, up to seconds per
-    GiB: a cost of that host, not of the system being measured, and whoever came first after a pause would pay
-    for all. Does nothing that matters elsewhere.
-    """
-    with mmap.mmap(-1, max(nbytes, mmap.PAGESIZE)) as block:
-        view = np.frombuffer(block, np.uint8)
-        view[:: mmap.PAGESIZE] = 1
-        del view  # the mapping cannot be closed while it is looked at
-
-
 def resident_fraction(files: Sequence[Path]) -> float | None:
     """Which share of the files' pages is in memory; None where the kernel will not say."""
     pages = resident = 0

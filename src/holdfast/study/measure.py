@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.study import cache
+from holdfast.study.ballast import Ballast
 from holdfast.study.peers import Done, Peer, difference, files_below, remove
 from holdfast.study.results import WARM_UP, Operation, Row, Sample, Temperature
 from holdfast.study.states import State
@@ -114,6 +115,7 @@ def run_rounds(
     logs = [_Log(peer) for peer in peers]
     temperatures: set[Temperature] = set()
     methods: list[str] = []
+    ballast = Ballast(_BALLAST_COPIES * state.nbytes)
     try:
         for round_index in range(WARM_UP, rounds + 1):
             for position, which in enumerate(turns(len(logs), round_index)):
@@ -125,7 +127,9 @@ def run_rounds(
                 if not log.running:
                     continue
                 try:
-                    temperature, method = _turn(log, state, directory, round_index, position, progress)
+                    temperature, method = _turn(
+                        log, state, directory, round_index, position, progress, ballast
+                    )
                 except Exception as error:
                     # Any system may fail in its own way: it is shown as failed, and the others go on.
                     log.failure = reason(error)
@@ -133,6 +137,7 @@ def run_rounds(
                     temperatures.add(temperature)
                     methods.append(method)
     finally:
+        ballast.close()
         for log in logs:
             if log.started:
                 log.peer.stop()
@@ -143,7 +148,7 @@ def run_rounds(
 
 
 _OPERATIONS: tuple[Operation, ...] = ("save", "load")
-_WARM_COPIES = 2
+_BALLAST_COPIES = 2
 """Enough for those that go through the page cache: a copy there, and one of their own."""
 
 
@@ -161,7 +166,13 @@ def _start(log: _Log, directory: Path, state: State) -> None:
 
 
 def _turn(
-    log: _Log, state: State, directory: Path, round_index: int, position: int, progress: Progress
+    log: _Log,
+    state: State,
+    directory: Path,
+    round_index: int,
+    position: int,
+    progress: Progress,
+    ballast: Ballast,
 ) -> tuple[Temperature, str]:
     peer = log.peer
     # A new directory for each: filesystems place files by their directory, and some systems make one anyway.
@@ -169,19 +180,19 @@ def _turn(
     room.mkdir()
     # What others left behind (dirty pages, blocks to discard) is finished before the clock starts.
     os.sync()
-    cache.warm_memory(_WARM_COPIES * state.nbytes)
     progress(round_index, peer.title, "save")
     try:
-        saved, cost = cost_of(lambda: peer.save(room / "saved", state))
+        with ballast.let_go():
+            saved, cost = cost_of(lambda: peer.save(room / "saved", state))
     except Exception:
         remove(room)  # half a file may be as large as a whole one
         raise
     try:
         log.samples["save"].append(_sample(peer, saved, cost, round_index, position, None))
         temperature, method = cache.chill(files_below(saved.path))
-        cache.warm_memory(_WARM_COPIES * state.nbytes)
         progress(round_index, peer.title, "load")
-        loaded, cost = cost_of(lambda: peer.load(saved))
+        with ballast.let_go():
+            loaded, cost = cost_of(lambda: peer.load(saved))
         log.samples["load"].append(_sample(peer, loaded, cost, round_index, position, temperature))
         if loaded.leaves is not None and not log.verified:
             wrong = difference(state, loaded.leaves)

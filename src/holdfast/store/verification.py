@@ -13,6 +13,7 @@ from holdfast.format.records import ShardFile
 from holdfast.format.shard import HeaderEntry, entry_name, is_pad, parse_header
 from holdfast.store.checkpoint import Checkpoint, resolve
 from holdfast.store.commit import MANIFEST
+from holdfast.store.failures import reading
 from holdfast.store.shards import Problem, Wanted
 
 
@@ -43,7 +44,12 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | No
     with checkpoint:
         part = checkpoint.root.part
         wanted = [Wanted(leaf, Unkept(sum(f.nbytes for f in leaf.fragments))) for leaf in part.leaves]
-        problems = checkpoint.shards.problems(wanted, verify=True, whole=True, progress=progress)
+        try:
+            problems = checkpoint.shards.problems(wanted, verify=True, whole=True, progress=progress)
+        except ReadFailed as error:
+            problems = [Problem(os.fsdecode(error.filename), str(error))]
+        except CorruptCheckpoint as error:
+            problems = [Problem(error.path or where, error.reason, error.leaf)]
         damaged = {problem.file for problem in problems if problem.leaf is None}
         for index, file in enumerate(part.files):
             shown = os.path.join(where, file.name)
@@ -51,16 +57,18 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | No
                 problems += _header_problems(checkpoint, index, file, shown)
         ours = {MANIFEST, *(file.name for file in part.files), *(ref.file for ref in checkpoint.root.parts)}
         strangers = tuple(sorted(set(os.listdir(where)) - ours))
-        return Report(where, checkpoint.step, len(checkpoint), checkpoint.stored_nbytes, tuple(problems), strangers)
+        return Report(
+            where, checkpoint.step, len(checkpoint), checkpoint.stored_nbytes, tuple(problems), strangers
+        )
 
 
 def _header_problems(checkpoint: Checkpoint, index: int, file: ShardFile, shown: str) -> list[Problem]:
     """What safetensors readers see must be what the manifest says."""
     try:
-        with open(shown, "rb") as opened:
+        with reading(shown), open(shown, "rb") as opened:
             header = parse_header(opened.read(file.header_nbytes), file.nbytes, shown)
-    except CorruptCheckpoint as error:
-        return [Problem(shown, error.reason)]
+    except (CorruptCheckpoint, ReadFailed) as error:
+        return [Problem(shown, getattr(error, "reason", str(error)))]
     expected = {
         HeaderEntry(
             entry_name(leaf.name),

@@ -1,0 +1,110 @@
+"""What a run must look like, restated as plainly as possible; and ways to damage a real one."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast import Keep
+from holdfast.checkpointer import Kept
+
+SHARD = "r00000.v0.safetensors"
+
+
+def wanted(keep: Keep, history: Sequence[Kept]) -> set[int]:
+    """The steps that stay: one rule after the other, each in the words of its documentation."""
+    stay: set[int] = set()
+    for place, item in enumerate(history):
+        newer = len(history) - place - 1
+        if newer < keep.last:
+            stay.add(item.step)
+        if keep.every is not None and item.step % keep.every == 0:
+            stay.add(item.step)
+    if keep.best is not None:
+        metric, direction, count = keep.best
+        rated = [item for item in history if not math.isnan(item.metrics.get(metric, math.nan))]
+        for item in rated:
+            mine = item.metrics[metric]
+            better = [
+                other
+                for other in rated
+                if (other.metrics[metric] < mine if direction == "min" else other.metrics[metric] > mine)
+                or (other.metrics[metric] == mine and other.step > item.step)
+            ]
+            if len(better) < count:
+                stay.add(item.step)
+    if keep.seconds is not None:
+        last = -math.inf
+        for item in history:
+            if item.created >= last + keep.seconds or last == -math.inf:
+                stay.add(item.step)
+                last = item.created
+    return stay
+
+
+@dataclass
+class Entry:
+    """One checkpoint that should be there. `candidate`: the writer counts it among those to keep."""
+
+    version: int
+    metrics: Mapping[str, float]
+    damage: str | None = None
+    candidate: bool = True
+
+
+@dataclass
+class Model:
+    keep: Keep
+    entries: dict[int, Entry] = field(default_factory=dict)
+
+    def save(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        self.entries[step] = Entry(version, metrics)
+        known = [
+            Kept(number, 0.0, entry.metrics) for number, entry in sorted(self.entries.items()) if entry.candidate
+        ]
+        stay = wanted(self.keep, known) | {step}
+        for item in known:
+            if item.step not in stay:
+                del self.entries[item.step]
+
+    def restore(self) -> tuple[int | None, list[int]]:
+        """The step to come back to (None: none of them is whole; 0 when there are none), and those passed over."""
+        passed = []
+        for step in sorted(self.entries, reverse=True):
+            if self.entries[step].damage is None:
+                return step, passed
+            passed.append(step)
+            self.entries[step].candidate = False
+        return (None if passed else 0), passed
+
+    def reopen(self) -> None:
+        """A new process sees at once what is damaged, as far as that shows without reading all bytes."""
+        for entry in self.entries.values():
+            entry.candidate = entry.damage in (None, "shard")
+
+    @property
+    def last_durable(self) -> int | None:
+        return max((step for step, entry in self.entries.items() if entry.candidate), default=None)
+
+
+def hurt(checkpoint: Path, kind: str) -> None:
+    """Damages a checkpoint on disk: "shard", "manifest", "missing" or "truncated"."""
+    shard = checkpoint / SHARD
+    if kind == "manifest":
+        data = bytearray((checkpoint / "manifest.json").read_bytes())
+        data[len(data) // 3] ^= 1
+        (checkpoint / "manifest.json").write_bytes(data)
+    elif kind == "missing":
+        shard.unlink()
+    elif kind == "truncated":
+        os.truncate(shard, shard.stat().st_size // 2)
+    else:
+        assert kind == "shard"
+        with shard.open("r+b") as file:
+            file.seek(4096 + 3)  # the header is one block, data follows
+            byte = file.read(1)[0]
+            file.seek(4096 + 3)
+            file.write(bytes([byte ^ 0x40]))

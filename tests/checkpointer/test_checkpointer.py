@@ -1,0 +1,273 @@
+"""The training loop: saving, resuming, keeping, and what happens when checkpoints are damaged."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from checkpointer.model import hurt
+from holdfast import Checkpointer, Keep
+from holdfast.store import step_name
+
+DAMAGE = ["shard", "manifest", "missing", "truncated"]
+
+
+def blank() -> dict[str, Any]:
+    return {"w": np.zeros(1000), "note": "", "epoch": 0}
+
+
+def at(step: int) -> dict[str, Any]:
+    return {"w": np.full(1000, float(step)), "note": f"after {step}", "epoch": step}
+
+
+def set_state(state: dict[str, Any], step: int) -> None:
+    state["w"][:] = step
+    state["note"], state["epoch"] = f"after {step}", step
+
+
+def is_at(state: dict[str, Any], step: int) -> bool:
+    return bool((state["w"] == step).all()) and (state["note"], state["epoch"]) == (f"after {step}", step)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Steps 1 to 5, all kept."""
+    state = blank()
+    with Checkpointer(tmp_path / "run", state, keep=Keep(last=10)) as checkpointer:
+        for step in range(1, 6):
+            set_state(state, step)
+            checkpointer.save(step, {"loss": 1 / step})
+    return tmp_path / "run"
+
+
+def test_a_loop_that_is_interrupted_again_and_again_ends_like_one_that_is_not(tmp_path: Path) -> None:
+    def train(run: Path, stop: int) -> tuple[int, bytes]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(30, 30)
+        optimizer = torch.optim.Adam(model.parameters())
+        steps = {"seen": 0}
+        with Checkpointer(run, {"model": model, "optimizer": optimizer, "steps": steps}) as checkpointer:
+            start = checkpointer.restore()
+            for step in range(start, stop):
+                optimizer.zero_grad()
+                model(torch.arange(30.0) * (step + 1)).square().mean().backward()
+                optimizer.step()
+                steps["seen"] += 1
+                checkpointer.save(step + 1)
+        assert steps["seen"] == stop
+        return start, b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
+
+    starts = [train(tmp_path / "often", stop)[0] for stop in (2, 5, 6)]
+    assert starts == [0, 2, 5]
+    start, often = train(tmp_path / "often", 9)
+    assert start == 6
+    assert often == train(tmp_path / "once", 9)[1]
+
+
+def test_a_new_run_starts_at_nothing(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "deep" / "er" / "run", blank()) as checkpointer:
+        assert checkpointer.restore() == 0
+        assert checkpointer.steps == []
+        assert checkpointer.last_durable is None
+        assert checkpointer.path == os.fspath(tmp_path / "deep" / "er" / "run")
+
+
+def test_a_save_is_durable_and_counted_when_it_returns(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, at(1)) as checkpointer:
+        info = checkpointer.save(1, {"loss": 0.5})
+        assert info is not None
+        assert (info.step, info.metrics) == (1, {"loss": 0.5})
+        assert info.path == os.fspath(tmp_path / step_name(1))
+        assert checkpointer.last_durable == 1
+        assert checkpointer.steps == [1]
+        assert is_at(holdfast.load(tmp_path), 1)
+
+
+def test_restoring_brings_back_the_newest(run: Path) -> None:
+    state = blank()
+    with Checkpointer(run, state) as checkpointer:
+        assert checkpointer.last_durable == 5
+        assert checkpointer.restore() == 5
+        assert is_at(state, 5)
+        assert checkpointer.restore(2) == 2
+        assert is_at(state, 2)
+        with pytest.raises(holdfast.CheckpointNotFound, match="no checkpoint of step 7"):
+            checkpointer.restore(7)
+
+
+def test_every_skips_the_steps_between(tmp_path: Path) -> None:
+    state = blank()
+    with Checkpointer(tmp_path, state, every=3, keep=Keep(last=9)) as checkpointer:
+        saved = [step for step in range(1, 10) if checkpointer.save(step) is not None]
+        assert saved == checkpointer.steps == [3, 6, 9]
+
+
+@pytest.mark.parametrize("arguments", [{"every": 0}, {"every": -1}, {"mode": "async"}])
+def test_arguments_that_make_no_sense_are_refused_before_anything_is_made(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        Checkpointer(tmp_path / "run", blank(), **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [-1, 10**12])
+def test_a_step_that_no_name_can_hold_is_refused(tmp_path: Path, step: int) -> None:
+    with Checkpointer(tmp_path, blank()) as checkpointer:
+        with pytest.raises(ValueError, match="step"):
+            checkpointer.save(step)
+        assert checkpointer.steps == []
+
+
+# --- keeping ------------------------------------------------------------------------------------------------
+
+
+def test_three_stay_unless_told_otherwise(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, at(0)) as checkpointer:
+        for step in range(8):
+            checkpointer.save(step)
+        assert checkpointer.steps == [5, 6, 7]
+
+
+def test_the_best_by_a_metric_stay(tmp_path: Path) -> None:
+    losses = [0.9, 0.2, math.nan, 0.1, 0.8, 0.7, 0.6]
+    with Checkpointer(tmp_path, at(0), keep=Keep(last=1, best=("loss", "min", 2))) as checkpointer:
+        for step, loss in enumerate(losses):
+            checkpointer.save(step, {"loss": loss})
+        assert checkpointer.steps == [1, 3, 6]
+    # The next process knows the metrics, too.
+    with Checkpointer(tmp_path, at(0), keep=Keep(last=1, best=("loss", "min", 2))) as checkpointer:
+        checkpointer.save(7, {"loss": 0.15})
+        assert checkpointer.steps == [3, 7]
+
+
+def test_going_back_keeps_what_was_just_saved(run: Path) -> None:
+    state = blank()
+    with Checkpointer(run, state, keep=Keep(last=2)) as checkpointer:
+        checkpointer.restore(1)
+        set_state(state, 77)
+        checkpointer.save(2)
+        assert checkpointer.steps == [2, 4, 5]
+        assert checkpointer.restore(2) == 2
+        assert is_at(state, 77)
+
+
+def test_saving_a_step_again_replaces_it(run: Path) -> None:
+    state = at(99)
+    with Checkpointer(run, state, keep=Keep(last=10)) as checkpointer:
+        checkpointer.save(5)
+        assert checkpointer.steps == [1, 2, 3, 4, 5]
+    assert is_at(holdfast.load(run), 99)
+
+
+def test_nothing_but_checkpoints_and_the_lock_is_left_after_closing(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, at(0), keep=Keep(last=1)) as checkpointer:
+        for step in range(6):
+            checkpointer.save(step)
+    assert sorted(os.listdir(tmp_path)) == [".lock", step_name(5)]
+
+
+# --- damage -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run: Path, kind: str) -> None:
+    hurt(run / step_name(5), kind)
+    state = blank()
+    with Checkpointer(run, state, keep=Keep(last=2)) as checkpointer:
+        with pytest.warns(RuntimeWarning, match="passing over step 5") as caught:
+            assert checkpointer.restore() == 4
+        assert caught[0].filename == __file__
+        assert is_at(state, 4)
+        assert checkpointer.last_durable == 4
+        # Training goes on from there and reaches the damaged step again: it is replaced.
+        set_state(state, 50)
+        checkpointer.save(5)
+        assert checkpointer.steps == [4, 5]
+    state = blank()
+    with warnings.catch_warnings(), Checkpointer(run, state) as checkpointer:
+        warnings.simplefilter("error")
+        assert checkpointer.restore() == 5
+        assert is_at(state, 50)
+
+
+def test_a_damaged_checkpoint_takes_no_place_among_those_to_keep(run: Path) -> None:
+    hurt(run / step_name(5), "shard")
+    state = blank()
+    with Checkpointer(run, state, keep=Keep(last=2)) as checkpointer:
+        with pytest.warns(RuntimeWarning, match="passing over"):
+            assert checkpointer.restore() == 4
+        checkpointer.save(6)
+        # Two intact ones stay; the damaged one is left to be looked at.
+        assert checkpointer.steps == [4, 5, 6]
+
+
+def test_several_damaged_ones_are_passed_over_one_by_one(run: Path) -> None:
+    for step, kind in zip((5, 4, 3), DAMAGE, strict=False):
+        hurt(run / step_name(step), kind)
+    state = blank()
+    with Checkpointer(run, state) as checkpointer:
+        with pytest.warns(RuntimeWarning) as caught:
+            assert checkpointer.restore() == 2
+        assert [f"step {step}" in str(w.message) for step, w in zip((5, 4, 3), caught, strict=True)] == [True] * 3
+        assert is_at(state, 2)
+
+
+def test_when_none_is_whole_it_is_an_error_and_never_a_fresh_start(run: Path) -> None:
+    for step in range(1, 6):
+        hurt(run / step_name(step), DAMAGE[step % 4])
+    with Checkpointer(run, blank()) as checkpointer:
+        with (
+            pytest.warns(RuntimeWarning, match="passing over"),
+            pytest.raises(holdfast.CorruptCheckpoint, match="none of the 5 checkpoints is intact"),
+        ):
+            checkpointer.restore()
+        assert checkpointer.steps == [1, 2, 3, 4, 5]  # all still there to be looked at
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_step_asked_for_by_number_is_that_step_or_an_error(run: Path, kind: str) -> None:
+    hurt(run / step_name(5), kind)
+    with Checkpointer(run, blank()) as checkpointer, pytest.raises(holdfast.CorruptCheckpoint):
+        checkpointer.restore(5)
+
+
+def test_a_state_that_does_not_fit_is_an_error_not_damage(run: Path) -> None:
+    with Checkpointer(run, {"w": np.zeros(3)}) as checkpointer, pytest.raises(holdfast.StateMismatch):
+        checkpointer.restore()
+
+
+# --- closing ------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_checkpointer_refuses_and_can_be_closed_again(run: Path) -> None:
+    checkpointer = Checkpointer(run, blank())
+    checkpointer.close()
+    checkpointer.close()
+    for call in (lambda: checkpointer.save(6), checkpointer.restore):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    with Checkpointer(run, blank()) as another:
+        assert another.steps == [1, 2, 3, 4, 5]
+
+
+def test_an_exception_in_the_loop_lets_go_of_the_run(run: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Checkpointer(run, blank()):
+        _ = 1 / 0
+    Checkpointer(run, blank()).close()
+
+
+def test_a_failure_while_opening_lets_go_of_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("holdfast.checkpointer.checkpointer.history", lambda path: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Checkpointer(run, blank())
+    Checkpointer(run, blank()).close()

@@ -1,0 +1,82 @@
+"""Which checkpoints stay: each rule by itself, all together against a plain restatement, and bad rules refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointer.model import wanted
+from holdfast import Keep
+from holdfast.checkpointer import Kept
+
+
+def kept(*steps: int, **metrics: float) -> list[Kept]:
+    return [Kept(step, float(step), metrics) for step in steps]
+
+
+losses = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-3, 3).map(float)
+histories = st.lists(
+    st.tuples(st.integers(0, 200), st.floats(0, 1e6), st.dictionaries(st.sampled_from(["loss", "acc"]), losses)),
+    unique_by=lambda row: row[0],
+    max_size=20,
+).map(lambda rows: [Kept(*row) for row in sorted(rows, key=lambda row: row[0])])
+keeps = st.builds(
+    Keep,
+    last=st.integers(1, 5),
+    every=st.none() | st.integers(1, 50),
+    best=st.none() | st.tuples(st.sampled_from(["loss", "acc"]), st.sampled_from(["min", "max"]), st.integers(1, 4)),
+    seconds=st.none() | st.floats(1, 1e5),
+)
+
+
+@given(keeps, histories)
+def test_what_stays_is_what_any_rule_wants(keep: Keep, history: list[Kept]) -> None:
+    assert keep.chosen(history) == wanted(keep, history)
+
+
+@given(keeps, histories)
+def test_the_newest_always_stays(keep: Keep, history: list[Kept]) -> None:
+    assert not history or history[-1].step in keep.chosen(history)
+
+
+@given(keeps, histories)
+def test_pruning_twice_is_pruning_once(keep: Keep, history: list[Kept]) -> None:
+    """What stayed must not fall at the next save because others are gone."""
+    once = keep.chosen(history)
+    assert keep.chosen([item for item in history if item.step in once]) == once
+
+
+def test_each_rule_by_itself() -> None:
+    history = kept(*range(1, 11))
+    assert Keep(last=2).chosen(history) == {9, 10}
+    assert Keep(last=1, every=4).chosen(history) == {4, 8, 10}
+    assert Keep(last=1, seconds=3.0).chosen(history) == {1, 4, 7, 10}
+    scored = [Kept(step, 0.0, {"loss": loss}) for step, loss in enumerate([3.0, 1.0, 2.0, math.nan, -math.inf, 5.0])]
+    assert Keep(last=1, best=("loss", "min", 2)).chosen(scored) == {4, 1, 5}
+    assert Keep(last=1, best=("loss", "max", 1)).chosen(scored) == {5}
+    assert Keep(last=1, best=("accuracy", "max", 3)).chosen(scored) == {5}  # a metric nobody reported
+    assert Keep().chosen([]) == set()
+
+
+def test_of_equals_the_newer_is_the_better() -> None:
+    assert Keep(last=1, best=("loss", "min", 1)).chosen(kept(1, 2, 3, loss=0.5)) == {3}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"last": 0},
+        {"every": 0},
+        {"best": ("loss", "lowest", 1)},
+        {"best": ("loss", "min", 0)},
+        {"seconds": 0.0},
+        {"seconds": math.nan},
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(rules: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Keep"):
+        Keep(**rules)

@@ -1,0 +1,123 @@
+"""Retired checkpoints lend their files to new ones, but never files that somebody reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from checkpointer.model import SHARD
+from holdfast import Checkpointer, Keep
+from holdfast.engine import faults
+from holdfast.store import step_name
+
+LARGE, SMALL = 1 << 20, 100  # elements: 8 MiB becomes a spare at once, 800 bytes with the next save
+
+
+def inode(run: Path, step: int) -> int:
+    return (run / step_name(step) / SHARD).stat().st_ino
+
+
+def recycled(events: list[faults.Event]) -> bool:
+    """Whether a retired checkpoint was taken to be written over; an equal inode alone could be chance."""
+    return any(
+        event.call == "rename" and event.path.endswith(".retired") and event.path2.endswith(".partial")
+        for event in events
+    )
+
+
+@pytest.mark.parametrize(("size", "delay"), [(LARGE, 2), (SMALL, 3)], ids=["large", "small"])
+def test_in_the_long_run_every_save_writes_over_old_files(tmp_path: Path, size: int, delay: int) -> None:
+    state = {"w": np.zeros(size)}
+    with Checkpointer(tmp_path, state, keep=Keep(last=1)) as checkpointer:
+        inodes = []
+        for step in range(8):
+            state["w"][:] = step
+            with faults.traced() as events:
+                checkpointer.save(step)
+            inodes.append(inode(tmp_path, step))
+            assert recycled(events) == (step >= delay)
+            assert holdfast.verify(tmp_path / step_name(step)).intact
+            assert (holdfast.load(tmp_path)["w"] == step).all()
+        for step in range(delay, 8):
+            assert inodes[step] == inodes[step - delay]
+
+
+@pytest.mark.parametrize("backend", ["uring", "threads", "buffered"])
+def test_files_of_other_sizes_are_written_over_exactly(tmp_path: Path, backend: holdfast.Options) -> None:
+    options = holdfast.Options(backend=backend, small_nbytes=0)  # type: ignore[arg-type]
+    try:
+        checkpointer = Checkpointer(tmp_path, {}, keep=Keep(last=1), options=options)
+        checkpointer.save(0)
+    except holdfast.EngineUnavailable as error:
+        checkpointer.close()
+        pytest.skip(str(error))
+    rng = np.random.default_rng(0)
+    with checkpointer:
+        for step, (elements, words) in enumerate(
+            [(LARGE, 3), (LARGE // 2, 90_000), (LARGE * 2, 1), (10, 500), (LARGE, 0), (LARGE, 10), (0, 0), (7, 7)], 1
+        ):
+            state = {"w": rng.random(elements), "text": "x" * words}
+            checkpointer.state = state
+            checkpointer.save(step)
+            assert holdfast.verify(tmp_path / step_name(step)).intact
+            found = holdfast.load(tmp_path)
+            assert np.array_equal(found["w"], state["w"])
+            assert found["text"] == state["text"]
+
+
+def test_what_somebody_reads_is_not_written_over(tmp_path: Path) -> None:
+    state = {"w": np.zeros(LARGE)}
+    with Checkpointer(tmp_path, state, keep=Keep(last=1)) as checkpointer:
+        checkpointer.save(0)
+        with holdfast.open(tmp_path / step_name(0)) as reader:
+            leaf = reader["w"]
+            for step in range(1, 5):
+                state["w"][:] = step
+                checkpointer.save(step)
+                assert (leaf[:] == 0).all()
+            assert (reader.load()["w"] == 0).all()
+        state["w"][:] = 5
+        checkpointer.save(5)
+        assert (holdfast.load(tmp_path)["w"] == 5).all()
+
+
+def test_strangers_in_a_retired_checkpoint_do_not_survive_in_a_new_one(tmp_path: Path) -> None:
+    state = {"w": np.zeros(LARGE)}
+    with Checkpointer(tmp_path, state, keep=Keep(last=1)) as checkpointer:
+        checkpointer.save(0)
+        (tmp_path / step_name(0) / "notes.txt").write_text("mine")
+        checkpointer.save(1)
+        with faults.traced() as events:
+            checkpointer.save(2)
+        assert recycled(events)
+        assert sorted(path.name for path in (tmp_path / step_name(2)).iterdir()) == ["manifest.json", SHARD]
+
+
+def test_a_spare_that_vanished_is_no_obstacle(tmp_path: Path) -> None:
+    state = {"w": np.zeros(LARGE)}
+    with Checkpointer(tmp_path, state, keep=Keep(last=1)) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.save(1)
+        (spare,) = tmp_path.glob("*.retired")
+        for file in spare.iterdir():
+            file.unlink()
+        spare.rmdir()
+        checkpointer.save(2)
+        assert checkpointer.steps == [2]
+    assert holdfast.verify(tmp_path).intact
+
+
+def test_a_spare_with_files_missing_is_no_obstacle(tmp_path: Path) -> None:
+    state = {"w": np.arange(float(LARGE))}
+    with Checkpointer(tmp_path, state, keep=Keep(last=1)) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.save(1)
+        (spare,) = tmp_path.glob("*.retired")
+        (spare / SHARD).unlink()
+        (spare / "manifest.json").unlink()
+        checkpointer.save(2)
+    assert holdfast.verify(tmp_path).intact
+    assert np.array_equal(holdfast.load(tmp_path)["w"], state["w"])

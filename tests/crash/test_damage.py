@@ -1,0 +1,347 @@
+"""Damage of any kind, anywhere: a typed error that names file and leaf, or the checkpoint before it with a warning."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.format.manifest import decode_root
+from holdfast.store import step_name
+
+from .states import blank_state, identify, make_state
+
+MANIFEST = "manifest.json"
+SHARD = "r00000.v0.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A stretch of a shard, and the leaf whose bytes it holds; None for header and padding."""
+
+    start: int
+    stop: int
+    leaf: str | None
+
+
+def regions(checkpoint: Path) -> list[Region]:
+    """Everything that a shard consists of, in order, without gaps."""
+    part = decode_root((checkpoint / MANIFEST).read_bytes(), "test").part
+    (shard,) = part.files
+    data = (checkpoint / SHARD).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = len(data[: 8 + length].rstrip(b" "))
+    found = [Region(0, 8, None), Region(8, text, None), Region(text, shard.header_nbytes, None)]
+    at = shard.header_nbytes
+    for leaf in sorted(part.leaves, key=lambda leaf: leaf.fragments[0].offset):
+        (fragment,) = leaf.fragments
+        if fragment.offset > at:
+            found.append(Region(at, fragment.offset, None))
+        found.append(Region(fragment.offset, fragment.offset + fragment.nbytes, leaf.name))
+        at = fragment.offset + fragment.nbytes
+    if at < shard.nbytes:
+        found.append(Region(at, shard.nbytes, None))
+    assert all(before.stop == after.start for before, after in zip(found, found[1:], strict=False))
+    return [region for region in found if region.start < region.stop]
+
+
+def flip(path: Path, offset: int, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        old = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([old ^ 1 << bit]))
+
+
+def assert_corrupt(checkpoint: Path, file: str, leaf: str | None) -> None:
+    with pytest.raises(holdfast.CorruptCheckpoint) as caught:
+        holdfast.load(checkpoint)
+    assert caught.value.path == str(checkpoint / file)
+    assert caught.value.leaf == leaf
+    assert str(checkpoint / file) in str(caught.value)
+    if leaf is not None:
+        assert repr(leaf) in str(caught.value)
+
+
+@pytest.fixture
+def checkpoint(ram: Path) -> Path:
+    path = ram / "checkpoint"
+    holdfast.save(path, make_state(1))
+    return path
+
+
+# --- flipped bits ------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_in_any_byte_of_a_shard_names_file_and_leaf(checkpoint: Path) -> None:
+    """Every byte, each with another bit in turn, and every bit at the edges of what it consists of."""
+    stretches = regions(checkpoint)
+    assert {region.leaf for region in stretches} == {None, "wide", "narrow.u8", "narrow.f64"}
+    for region in stretches:
+        edges = {region.start, region.start + 1, region.stop - 1}
+        for offset in range(region.start, region.stop):
+            for bit in range(8) if offset in edges else (offset * 5 % 8,):
+                flip(checkpoint / SHARD, offset, bit)
+                assert_corrupt(checkpoint, SHARD, region.leaf)
+                flip(checkpoint / SHARD, offset, bit)
+    assert identify(holdfast.load(checkpoint)) == (1, 0)
+
+
+def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(checkpoint: Path) -> None:
+    manifest = checkpoint / MANIFEST
+    for offset in range(manifest.stat().st_size):
+        bit = offset * 3 % 8
+        flip(manifest, offset, bit)
+        assert_corrupt(checkpoint, MANIFEST, None)
+        flip(manifest, offset, bit)
+    assert identify(holdfast.load(checkpoint)) == (1, 0)
+
+
+def test_a_flipped_bit_in_a_large_shard_is_found_in_its_chunk(tmp_path: Path) -> None:
+    """Several chunks and windows, read past the page cache where there is a way."""
+    path = tmp_path / "large"
+    holdfast.save(path, make_state(1, 0, wide=900_000))
+    for region in regions(path):
+        middle = (region.start + region.stop) // 2
+        for offset in sorted(
+            {region.start, middle, region.stop - 1, *range(region.start, region.stop, 500_001)}
+        ):
+            flip(path / SHARD, offset, offset % 8)
+            assert_corrupt(path, SHARD, region.leaf)
+            report = holdfast.verify(path)
+            assert {(p.file, p.leaf) for p in report.problems} == {(str(path / SHARD), region.leaf)}
+            flip(path / SHARD, offset, offset % 8)
+    assert holdfast.verify(path).intact
+
+
+def test_verify_finds_every_flipped_bit_and_raises_nothing(checkpoint: Path) -> None:
+    for region in regions(checkpoint):
+        for offset in {region.start, (region.start + region.stop) // 2, region.stop - 1}:
+            flip(checkpoint / SHARD, offset, 6)
+            report = holdfast.verify(checkpoint)
+            assert not report.intact
+            assert {problem.file for problem in report.problems} == {str(checkpoint / SHARD)}
+            assert region.leaf in {problem.leaf for problem in report.problems}
+            flip(checkpoint / SHARD, offset, 6)
+    for offset in range(0, (checkpoint / MANIFEST).stat().st_size, 97):
+        flip(checkpoint / MANIFEST, offset, 6)
+        report = holdfast.verify(checkpoint)
+        assert [problem.file for problem in report.problems] == [str(checkpoint / MANIFEST)]
+        flip(checkpoint / MANIFEST, offset, 6)
+    assert holdfast.verify(checkpoint).intact
+
+
+def test_verify_lists_all_that_is_damaged(checkpoint: Path) -> None:
+    for region in regions(checkpoint):
+        if region.leaf is not None:
+            flip(checkpoint / SHARD, region.start, 0)
+    found = {problem.leaf for problem in holdfast.verify(checkpoint).problems}
+    assert found == {"wide", "narrow.u8", "narrow.f64"}
+
+
+def test_what_is_not_damaged_can_still_be_read(checkpoint: Path) -> None:
+    (wide,) = (region for region in regions(checkpoint) if region.leaf == "wide")
+    flip(checkpoint / SHARD, wide.start, 0)
+    with holdfast.open(checkpoint) as opened:
+        read = opened.read("narrow.*")
+        assert read["narrow.f64"].tobytes() == make_state(1)["narrow"]["f64"].tobytes()
+        with pytest.raises(holdfast.CorruptCheckpoint):
+            opened["wide"][1:2]
+
+
+def test_a_flipped_bit_reaches_no_slice(checkpoint: Path) -> None:
+    """Also where only a part of a leaf is asked for, and the damage is in another part of its chunk."""
+    (wide,) = (region for region in regions(checkpoint) if region.leaf == "wide")
+    flip(checkpoint / SHARD, wide.stop - 1, 7)
+    with holdfast.open(checkpoint) as opened, pytest.raises(holdfast.CorruptCheckpoint) as caught:
+        opened["wide"][0:4]
+    assert caught.value.leaf == "wide"
+
+
+# --- files that are not what they were ---------------------------------------------------------------------------
+
+
+def truncate(nbytes_of: Callable[[int], int]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        os.truncate(path, nbytes_of(path.stat().st_size))
+
+    return damage
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def append(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"\n")
+
+
+def append_block(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(bytes(4096))
+
+
+def make_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def take_from_other(path: Path) -> None:
+    """The file of the same name out of a checkpoint of the same layout."""
+    other = path.parent.with_name("other")
+    holdfast.save(other, make_state(7), step=7)
+    shutil.copyfile(other / path.name, path)
+
+
+FILE_DAMAGE: dict[str, Callable[[Path], None]] = {
+    "empty": truncate(lambda nbytes: 0),
+    "one byte": truncate(lambda nbytes: 1),
+    "seven bytes": truncate(lambda nbytes: 7),
+    "a block": truncate(lambda nbytes: min(4096, nbytes - 1)),
+    "half": truncate(lambda nbytes: nbytes // 2),
+    "a sector short": truncate(lambda nbytes: nbytes - 512),
+    "a byte short": truncate(lambda nbytes: nbytes - 1),
+    "a byte more": append,
+    "a block more": append_block,
+    "zeros": zero,
+    "missing": Path.unlink,
+    "a directory": make_directory,
+    "of another checkpoint": take_from_other,
+}
+
+
+def blamed(file: str, damage: Callable[[Path], None]) -> str:
+    """The file that an error names: a manifest of another checkpoint is whole, it is the shard that does not fit it."""
+    return SHARD if damage is take_from_other else file
+
+
+IN_SHARD_AND_MANIFEST = pytest.mark.parametrize("file", [SHARD, MANIFEST])
+EACH_DAMAGE = pytest.mark.parametrize("damage", FILE_DAMAGE.values(), ids=FILE_DAMAGE)
+
+
+@IN_SHARD_AND_MANIFEST
+@EACH_DAMAGE
+def test_a_damaged_file_is_a_typed_error(checkpoint: Path, file: str, damage: Callable[[Path], None]) -> None:
+    damage(checkpoint / file)
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        holdfast.load(checkpoint)
+    # Of what is not even a file, the system says why it cannot be read.
+    kinds = (
+        (holdfast.ReadFailed, holdfast.CorruptCheckpoint)
+        if damage is make_directory
+        else holdfast.CorruptCheckpoint
+    )
+    assert isinstance(caught.value, kinds)
+    missing = damage is Path.unlink
+    assert isinstance(caught.value, holdfast.IncompleteCheckpoint) == missing
+    if not (missing and file == MANIFEST):
+        assert str(checkpoint / blamed(file, damage)) in str(caught.value)
+
+
+@IN_SHARD_AND_MANIFEST
+@EACH_DAMAGE
+def test_verify_reports_a_damaged_file(checkpoint: Path, file: str, damage: Callable[[Path], None]) -> None:
+    damage(checkpoint / file)
+    if file == MANIFEST and damage is Path.unlink:
+        with pytest.raises(holdfast.IncompleteCheckpoint):  # there is nothing at that path to report on
+            holdfast.verify(checkpoint)
+        return
+    report = holdfast.verify(checkpoint)
+    assert not report.intact
+    assert {problem.file for problem in report.problems} == {str(checkpoint / blamed(file, damage))}
+
+
+@IN_SHARD_AND_MANIFEST
+@EACH_DAMAGE
+def test_a_restore_falls_back_with_a_warning(ram: Path, file: str, damage: Callable[[Path], None]) -> None:
+    run = ram / "run"
+    with holdfast.Checkpointer(run, None) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.state = make_state(step)
+            checkpointer.save(step)
+    damage(run / step_name(3) / file)
+    target = blank_state()
+    with holdfast.Checkpointer(run, target) as checkpointer:
+        with pytest.warns(RuntimeWarning, match="passing over step 3") as told:
+            assert checkpointer.restore() == 2
+        assert identify(target) == (2, 0)
+        assert any(str(run / step_name(3)) in str(warning.message) for warning in told)
+        # What was passed over is replaced by the next save of that step.
+        checkpointer.state = make_state(3, 1)
+        checkpointer.save(3)
+        checkpointer.state = target = blank_state()
+        assert checkpointer.restore() == 3
+        assert identify(target) == (3, 1)
+
+
+def test_a_missing_shard_names_the_leaf_that_needs_it(checkpoint: Path) -> None:
+    (checkpoint / SHARD).unlink()
+    with pytest.raises(holdfast.IncompleteCheckpoint) as caught:
+        holdfast.load(checkpoint)
+    assert caught.value.path == str(checkpoint / SHARD)
+    assert caught.value.leaf in {"wide", "narrow.u8", "narrow.f64"}
+
+
+def test_a_truncated_shard_names_the_first_leaf_that_is_cut(checkpoint: Path) -> None:
+    leaves = [region for region in regions(checkpoint) if region.leaf is not None]
+    for region in reversed(leaves):
+        os.truncate(checkpoint / SHARD, region.stop - 1)
+        assert_corrupt(checkpoint, SHARD, region.leaf)
+
+
+def test_both_files_of_another_checkpoint_are_not_that_step(ram: Path) -> None:
+    """A directory put in another's place is whole in itself; in a run, it is not the step its name says."""
+    run = ram / "run"
+    with holdfast.Checkpointer(run, None) as checkpointer:
+        for step in (1, 2):
+            checkpointer.state = make_state(step)
+            checkpointer.save(step)
+    shutil.rmtree(run / step_name(2))
+    shutil.copytree(run / step_name(1), run / step_name(2))
+    target = blank_state()
+    with holdfast.Checkpointer(run, target) as checkpointer:
+        with pytest.warns(RuntimeWarning, match="passing over step 2"):
+            assert checkpointer.restore() == 1
+        assert identify(target) == (1, 0)
+
+
+def test_when_nothing_is_whole_a_restore_says_so_and_starts_nothing(ram: Path) -> None:
+    run = ram / "run"
+    with holdfast.Checkpointer(run, None) as checkpointer:
+        for step in (1, 2):
+            checkpointer.state = make_state(step)
+            checkpointer.save(step)
+    flip(run / step_name(1) / SHARD, 5000, 0)
+    (run / step_name(2) / MANIFEST).unlink()
+    with (
+        holdfast.Checkpointer(run, blank_state()) as checkpointer,
+        pytest.warns(RuntimeWarning),
+        pytest.raises(holdfast.CorruptCheckpoint, match="none of the 2 checkpoints is intact"),
+    ):
+        checkpointer.restore()
+    assert (run / step_name(1) / SHARD).exists()  # left for somebody to look at
+
+
+def test_strangers_in_a_run_do_no_harm(ram: Path) -> None:
+    run = ram / "run"
+    with holdfast.Checkpointer(run, make_state(1)) as checkpointer:
+        checkpointer.save(1)
+    (run / "notes.txt").write_text("mine")
+    (run / "step-000000000002").write_text("a file, not a checkpoint")
+    (run / "step-3").mkdir()
+    (run / "step-000000000009.partial.old").mkdir()
+    target = blank_state()
+    with holdfast.Checkpointer(run, target) as checkpointer:
+        assert checkpointer.restore() == 1
+        assert identify(target) == (1, 0)
+        checkpointer.state = make_state(3)
+        checkpointer.save(3)
+    assert (run / "notes.txt").read_text() == "mine"
+    assert (run / "step-3").is_dir()
+    assert (run / "step-000000000009.partial.old").is_dir()

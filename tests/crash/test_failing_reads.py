@@ -1,0 +1,153 @@
+"""Every call of a read fails once: an error that says so, or an older checkpoint with a warning. Never wrong bytes."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.engine import faults
+from holdfast.store import step_name
+
+from .conftest import USABLE
+from .states import blank_state, identify, make_state
+
+Record = Callable[[str, object], None]
+
+LARGE = 700_000
+"""Elements; above what is read through the page cache in one go, so that direct reads in windows are tried too."""
+
+
+@pytest.fixture(params=[100, LARGE], ids=["small", "windows"])
+def wide(request: pytest.FixtureRequest) -> int:
+    width: int = request.param
+    return width
+
+
+@pytest.fixture(params=USABLE)
+def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_BACKEND", request.param)
+
+
+@pytest.fixture
+def run(tmp_path: Path, wide: int) -> Path:
+    """Two checkpoints."""
+    where = tmp_path / "run"
+    with holdfast.Checkpointer(where, None) as checkpointer:
+        for step in (1, 2):
+            checkpointer.state = make_state(step, 0, wide)
+            checkpointer.save(step)
+    return where
+
+
+def count_calls(read: Callable[[], object]) -> int:
+    with faults.injected("any:1000000:EIO"):
+        read()
+        return faults.count_calls()
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("action", ["EIO", "short"])
+def test_each_call_of_a_load_failing(run: Path, wide: int, action: str, record_property: Record) -> None:
+    path = run / step_name(2)
+    fresh = count_calls(lambda: holdfast.load(path))
+    assert fresh >= 2
+    for nth in range(1, fresh + 1):
+        for into in (None, blank_state(wide)):
+            with faults.injected(f"any:{nth}:{action}"):
+                try:
+                    loaded = holdfast.load(path, into)
+                except holdfast.ReadFailed as error:
+                    assert action == "EIO"
+                    assert error.errno == errno.EIO
+                    assert str(path) in str(error)
+                    continue
+            assert action == "short"
+            assert identify(loaded) == (2, 0)
+            assert into is None or identify(into) == (2, 0)
+    record_property("crash-faults", 2 * fresh)
+
+
+@pytest.mark.usefixtures("_backend")
+def test_each_call_of_a_restore_failing(run: Path, wide: int, record_property: Record) -> None:
+    """One bad read costs the newest checkpoint, with a warning, not the restore."""
+    with holdfast.Checkpointer(run, blank_state(wide)) as checkpointer:
+        calls = count_calls(checkpointer.restore)
+        for nth in range(1, calls + 1):
+            checkpointer.state = target = blank_state(wide)
+            with faults.injected(f"any:{nth}:EIO"), pytest.warns(RuntimeWarning, match="passing over step 2"):
+                assert checkpointer.restore() == 1
+            assert identify(target) == (1, 0)
+    record_property("crash-faults", calls)
+
+
+@pytest.mark.usefixtures("_backend")
+def test_a_device_that_reads_nothing_is_an_error_not_a_new_start(run: Path, wide: int) -> None:
+    with holdfast.Checkpointer(run, blank_state(wide)) as checkpointer:
+        with (
+            faults.injected("read:1:EIO+"),
+            pytest.warns(RuntimeWarning),
+            pytest.raises(holdfast.HoldfastError),
+        ):
+            checkpointer.restore()
+        assert checkpointer.restore() == 2
+
+
+@pytest.mark.usefixtures("_backend")
+def test_a_slice_that_cannot_be_read_is_an_error(run: Path, wide: int) -> None:
+    with holdfast.open(run / step_name(2)) as checkpoint:
+        calls = count_calls(lambda: checkpoint["wide"][3:70])
+        for nth in range(1, calls + 1):
+            with faults.injected(f"any:{nth}:EIO"), pytest.raises(holdfast.ReadFailed, match="safetensors"):
+                checkpoint["wide"][3:70]
+            with faults.injected(f"any:{nth}:short"):
+                part = checkpoint["wide"][3:70]
+            assert part.tobytes() == make_state(2, 0, wide)["wide"][3:70].tobytes()
+
+
+@pytest.mark.parametrize("wide", [100], indirect=True)
+def test_an_unreadable_manifest_is_passed_over(run: Path, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read by Python itself, not through the seam."""
+    newest = (run / step_name(2)).stat().st_ino
+
+    def failing(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if Path(path).parent.stat().st_ino == newest:
+            raise OSError(errno.EIO, "injected", path)
+        return builtins.open(path, *args, **kwargs)
+
+    monkeypatch.setattr("holdfast.store.checkpoint.open", failing, raising=False)
+    with pytest.raises(holdfast.ReadFailed) as caught:
+        holdfast.load(run / step_name(2))
+    assert str(run / step_name(2)) in str(caught.value)
+    target = blank_state(wide)
+    with holdfast.Checkpointer(run, target) as checkpointer, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert checkpointer.restore() == 1
+    assert any("passing over step 2" in str(warning.message) for warning in told)
+    assert identify(target) == (1, 0)
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("wide", [LARGE], indirect=True)
+def test_reads_that_all_fall_short_still_give_every_byte(run: Path, wide: int) -> None:
+    for nth in (1, 2):
+        with faults.injected(",".join(f"read:{number}:short" for number in range(nth, 40, 2))):
+            assert identify(holdfast.load(run / step_name(2))) == (2, 0)
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("wide", [LARGE], indirect=True)
+def test_writes_that_all_fall_short_still_store_every_byte(tmp_path: Path, wide: int) -> None:
+    for nth in (1, 2):
+        with faults.injected(",".join(f"write:{number}:short" for number in range(nth, 40, 2))):
+            holdfast.save(tmp_path / str(nth), make_state(nth, 0, wide))
+        loaded = holdfast.load(tmp_path / str(nth))
+        assert identify(loaded) == (nth, 0)
+        assert np.isnan(loaded["wide"]).any()

@@ -1,0 +1,140 @@
+"""SIGKILL at every system call of a training that saves: the run recovers, and goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.engine import faults
+
+from .children import Pipe, forked
+from .recovery import Begun, Durable, Ledger, PathRecovery, Recovery, RunRecovery
+from .states import WIDE, make_state
+
+Record = Callable[[str, object], None]
+
+SAVES = [(1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (5, 0), (5, 1)]
+"""Steps and versions: new ones, replaced ones, and from the third on others retired and recycled."""
+
+
+def train(
+    pipe: Pipe,
+    root: Path,
+    options: holdfast.Options,
+    fault: str,
+    wide: int = WIDE,
+    saves: Sequence[tuple[int, int]] = SAVES,
+) -> None:
+    """Saves in a run, and tells of each save before it begins and when it is durable."""
+    faults.install(*faults.parse(fault))
+    checkpointer = holdfast.Checkpointer(root / "run", None, keep=holdfast.Keep(last=2), options=options)
+    for step, version in saves:
+        checkpointer.state = make_state(step, version, wide)
+        pipe.send(Begun(step, version))
+        checkpointer.save(step)
+        pipe.send(Durable(step, version))
+    checkpointer.close()
+
+
+def replace(pipe: Pipe, root: Path, options: holdfast.Options, fault: str) -> None:
+    """Saves to one path, over and over."""
+    faults.install(*faults.parse(fault))
+    for version in range(3):
+        pipe.send(Begun(1, version))
+        holdfast.save(root / "model", make_state(1, version), step=1, overwrite=True, options=options)
+        pipe.send(Durable(1, version))
+
+
+def kill_at_each_call(
+    root: Path, work: Callable[[Pipe, Path, int], None], recovery: Recovery
+) -> tuple[int, Ledger]:
+    """Runs `work` in child after child, each killed one call later, until one gets through; how many were killed."""
+    nth = 0
+    while True:
+        nth += 1
+        place = root / str(nth)
+        place.mkdir()
+        with forked(lambda pipe, place=place, nth=nth: work(pipe, place, nth)) as child:
+            ledger = Ledger()
+            for mark in child.pipe.drain():
+                ledger.note(mark)
+            code = child.wait()
+        recovery.check(place, ledger, thorough=True)
+        if code == 0:
+            return nth - 1, ledger
+        assert code == -signal.SIGKILL
+        shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("spare", ["later", "now"])
+def test_killed_at_each_call_of_a_training(
+    ram: Path, way: holdfast.Options, spare: str, request: pytest.FixtureRequest, record_property: Record
+) -> None:
+    if spare == "now":
+        request.getfixturevalue("spare_now")
+    killed, ledger = kill_at_each_call(
+        ram, lambda pipe, place, nth: train(pipe, place, way, f"any:{nth}:kill"), RunRecovery()
+    )
+    assert killed > 60
+    assert ledger.floor == SAVES[-1][0]
+    record_property("crash-kills", killed)
+
+
+def test_killed_at_each_call_while_a_path_is_replaced(
+    ram: Path, way: holdfast.Options, record_property: Record
+) -> None:
+    killed, ledger = kill_at_each_call(
+        ram, lambda pipe, place, nth: replace(pipe, place, way, f"any:{nth}:kill"), PathRecovery()
+    )
+    assert killed > 25
+    assert ledger.durable == {1: 2}
+    record_property("crash-kills", killed)
+
+
+def test_killed_at_each_transfer_of_a_large_state(
+    tmp_path: Path, way: holdfast.Options, record_property: Record
+) -> None:
+    """On a real device, with several windows under way."""
+    wide = 150_000
+    options = dataclasses.replace(way, memory_nbytes=128 << 10, small_nbytes=0)
+    killed, _ = kill_at_each_call(
+        tmp_path,
+        lambda pipe, place, nth: train(pipe, place, options, f"write:{nth}:kill", wide, SAVES[:3]),
+        RunRecovery(wide=wide),
+    )
+    assert killed >= 3 * (wide * 4 // (64 << 10))
+    record_property("crash-kills", killed)
+
+
+def test_killed_while_it_sweeps(ram: Path, record_property: Record) -> None:
+    """Recovery itself, killed at each call, leaves what the next recovery can use."""
+    nth = 0
+    code = -signal.SIGKILL
+    while code == -signal.SIGKILL:
+        nth += 1
+        place = ram / str(nth)
+        place.mkdir()
+        with forked(lambda pipe, place=place: train(pipe, place, holdfast.Options(), "any:40:kill")) as child:
+            ledger = Ledger()
+            for mark in child.pipe.drain():
+                ledger.note(mark)
+            assert child.wait() == -signal.SIGKILL
+
+        def recover(pipe: Pipe, place: Path = place, nth: int = nth) -> None:
+            faults.install(faults.Fault("any", nth, "kill"))
+            holdfast.Checkpointer(place / "run", None).close()
+
+        assert any(name.endswith(".partial") for name in os.listdir(place / "run"))
+        with forked(recover) as child:
+            code = child.wait()
+        RunRecovery().check(place, ledger, thorough=True)
+    assert code == 0
+    assert nth > 3
+    record_property("crash-kills", nth - 1)

@@ -1,0 +1,144 @@
+"""Large states, many leaves, little memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.engine import choose_backend
+
+MIB = 1 << 20
+
+
+def in_own_process(script: str, *arguments: object, timeout: float = 100) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+MEASURE = """
+    import sys
+    import numpy as np
+    import holdfast
+
+    def kib(field):
+        with open("/proc/self/status") as file:
+            return int(next(line for line in file if line.startswith(field)).split()[1])
+
+    def growth(work):
+        '''Peak of resident memory during the work, above what was there before, in MiB.'''
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        before = kib("VmRSS")
+        work()
+        return (kib("VmHWM") - before) / 1024
+"""
+
+
+@pytest.mark.parametrize("backend", [None, "buffered"])
+def test_a_save_takes_little_memory_whatever_the_size(tmp_path: Path, backend: str | None) -> None:
+    """512 MiB, half of it transposed, so that it cannot go from its own memory to the device."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the peak of memory cannot be reset here")
+    script = (
+        MEASURE
+        + """
+    side = 1 << 13
+    state = {
+        "plain": np.full((side, side), 1.5, np.float32),
+        "transposed": np.arange(side * side, dtype=np.float32).reshape(side, side).T,
+    }
+    options = holdfast.Options(backend=None if sys.argv[2] == "None" else sys.argv[2])
+    holdfast.save(sys.argv[1] + "/small", {"w": np.zeros(3)})  # imports and first-time costs are not the save's
+    print("save", growth(lambda: holdfast.save(sys.argv[1] + "/c", state, options=options)))
+    target = {name: np.empty_like(array) for name, array in state.items()}
+    for array in target.values():
+        array[...] = 0
+    print("load", growth(lambda: holdfast.load(sys.argv[1] + "/c", into=target)))
+    assert np.array_equal(target["transposed"], state["transposed"])
+    """
+    )
+    found = dict(line.split() for line in in_own_process(script, tmp_path, backend).splitlines())
+    assert float(found["save"]) <= 256
+    assert float(found["load"]) <= 256
+
+
+def test_twenty_thousand_leaves(tmp_path: Path, options: holdfast.Options) -> None:
+    rng = np.random.default_rng(0)
+    whole = rng.integers(0, 1 << 62, (20_000, 40))
+    state = {"model": {f"block.{n}.weight": whole[n] for n in range(20_000)}}
+    info = holdfast.save(tmp_path / "c", state, options=options)
+    assert info.leaves == 20_000
+    found = holdfast.load(tmp_path / "c")["model"]
+    assert list(found) == list(state["model"])
+    assert np.array_equal(np.stack(list(found.values())), whole)
+    with holdfast.open(tmp_path / "c") as opened:
+        assert np.array_equal(opened["model.block.19999.weight"][3:5], whole[19_999, 3:5])
+
+
+def test_many_large_leaves_each_find_their_congruent_place(tmp_path: Path) -> None:
+    """Views into one buffer at every residue: the worst case for the layout."""
+    base = torch.arange(40 * MIB // 4, dtype=torch.int32)
+    state = {str(n): base[n * MIB // 4 + n * 13 :][: 100_000 + n] for n in range(30)}
+    holdfast.save(tmp_path / "c", state)
+    found = holdfast.load(tmp_path / "c")
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor)
+
+
+def test_a_state_of_numpy_alone_never_imports_torch(tmp_path: Path) -> None:
+    script = """
+        import sys
+        import numpy as np
+        import holdfast
+        state = {"w": np.arange(10), "b": [1, "x"]}
+        holdfast.save(sys.argv[1] + "/c", state)
+        found = holdfast.load(sys.argv[1] + "/c")
+        assert (found["w"] == state["w"]).all()
+        holdfast.load(sys.argv[1] + "/c", into=state)
+        with holdfast.open(sys.argv[1] + "/c") as opened:
+            opened["w"][2:3]
+        assert holdfast.verify(sys.argv[1] + "/c").intact
+        with holdfast.Checkpointer(sys.argv[1] + "/run", state) as checkpointer:
+            checkpointer.save(1)
+            checkpointer.restore()
+        print([name for name in ("torch", "jax", "tensorflow", "sklearn") if name in sys.modules])
+    """
+    assert in_own_process(script, tmp_path).strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_leaf_of_five_gigabytes_for_real(tmp_path: Path) -> None:
+    """On a real device: offsets beyond 32 bits in writing, reading, slicing, verifying and in safetensors."""
+    from safetensors import safe_open
+
+    assert choose_backend(tmp_path) in ("uring", "threads", "buffered")
+    count = (5 << 30) // 8 + 1
+    array = np.arange(count)
+    small = np.arange(1000)
+    holdfast.save(tmp_path / "c", {"large": array, "small": small})
+    assert holdfast.verify(tmp_path / "c").intact
+    with holdfast.open(tmp_path / "c") as opened:
+        assert opened["large"][-3:].tolist() == [count - 3, count - 2, count - 1]
+        far = (1 << 32) // 8
+        assert opened["large"][far - 1 : far + 1].tolist() == [far - 1, far]
+    with safe_open(tmp_path / "c" / "r00000.v0.safetensors", "np") as file:
+        assert file.get_slice("large")[count - 1 : count].tolist() == [count - 1]
+    target = {"large": np.zeros(count, np.int64), "small": np.zeros(1000, np.int64)}
+    holdfast.load(tmp_path / "c", into=target)
+    assert np.array_equal(target["large"], array)
+    assert np.array_equal(target["small"], small)
