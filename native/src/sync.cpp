@@ -1,5 +1,6 @@
 #include "sync.hpp"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -26,10 +27,13 @@ class ThreadRing {
     if (owner_ == ::getpid()) return usable_ ? &ring_ : nullptr;
     drop();
     owner_ = ::getpid();
+    pending = 0;
     usable_ = io_uring_queue_init(kEntries, &ring_, 0) == 0;
     if (usable_) io_uring_ring_dontfork(&ring_);
     return usable_ ? &ring_ : nullptr;
   }
+
+  unsigned pending = 0;  // submitted, or to be, and not yet seen to end
 
  private:
   void drop() {
@@ -47,46 +51,73 @@ class ThreadRing {
   bool usable_ = false;
 };
 
+ThreadRing& thread_ring() {
+  thread_local ThreadRing ring;
+  return ring;
+}
+
+constexpr uint64_t kNotAnItem = UINT64_MAX;
+
+bool start_by_ring(const sys::File& file) {
+  io_uring* ring = thread_ring().get();
+  io_uring_sqe* sqe = ring != nullptr ? io_uring_get_sqe(ring) : nullptr;
+  if (sqe == nullptr) return false;
+  io_uring_prep_sync_file_range(sqe, file.fd(), 0, 0, SYNC_FILE_RANGE_WRITE);
+  io_uring_sqe_set_data64(sqe, kNotAnItem);
+  ++thread_ring().pending;
+  // Should it not be taken now, it goes along with the next submission.
+  io_uring_submit(ring);
+  return true;
+}
+
 // Fills `results` with 0 or -errno per item; false when there is no ring to do it with.
 bool sync_by_ring(const std::vector<Syncing>& items, std::vector<std::optional<int>>& results) {
-  thread_local ThreadRing keeper;
-  io_uring* ring = items.size() <= kEntries ? keeper.get() : nullptr;
-  if (ring == nullptr) return false;
-  unsigned count = 0;
+  io_uring* ring = thread_ring().get();
+  if (ring == nullptr || io_uring_sq_space_left(ring) < items.size() + 1) return false;
+  unsigned& pending = thread_ring().pending;
+  // Nothing after this one starts before what was submitted earlier has ended.
+  io_uring_sqe* barrier = io_uring_get_sqe(ring);
+  io_uring_prep_nop(barrier);
+  io_uring_sqe_set_flags(barrier, IOSQE_IO_DRAIN);
+  io_uring_sqe_set_data64(barrier, kNotAnItem);
+  ++pending;
   for (size_t i = 0; i < items.size(); ++i) {
     if (results[i]) continue;
     io_uring_sqe* sqe = io_uring_get_sqe(ring);
     io_uring_prep_fsync(sqe, items[i].file.fd(), items[i].is_directory ? 0 : IORING_FSYNC_DATASYNC);
     io_uring_sqe_set_data64(sqe, i);
-    ++count;
+    ++pending;
   }
-  unsigned submitted = 0;
-  while (submitted < count) {
-    const int result = io_uring_submit(ring);
+  while (pending > 0) {
+    // One wait for all: being woken for each of them would cost as much as a sync.
+    const int result = io_uring_submit_and_wait(ring, pending);
     if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY) {
       throw sys::Error{-result, sys::Call::sync, items[0].file.path()};
     }
-    if (result > 0) submitted += static_cast<unsigned>(result);
-  }
-  while (count > 0) {
     io_uring_cqe* cqe = nullptr;
-    const int result = io_uring_wait_cqe(ring, &cqe);
-    if (result == -EINTR || result == -EAGAIN) continue;
-    if (result < 0) throw sys::Error{-result, sys::Call::sync, items[0].file.path()};
-    results[io_uring_cqe_get_data64(cqe)] = cqe->res;
-    io_uring_cqe_seen(ring, cqe);
-    --count;
+    while (io_uring_peek_cqe(ring, &cqe) == 0) {
+      const uint64_t item = io_uring_cqe_get_data64(cqe);
+      if (item != kNotAnItem) results[item] = cqe->res;
+      io_uring_cqe_seen(ring, cqe);
+      --pending;
+    }
   }
   return true;
 }
 
 #else
 
+bool start_by_ring(const sys::File&) { return false; }
+
 bool sync_by_ring(const std::vector<Syncing>&, std::vector<std::optional<int>>&) { return false; }
 
 #endif
 
 }  // namespace
+
+void start_writeback(const sys::File& file) {
+  if (!start_by_ring(file)) ::sync_file_range(file.fd(), 0, 0, SYNC_FILE_RANGE_WRITE);
+}
 
 void sync_together(std::vector<Syncing> items) {
   std::vector<std::optional<int>> results(items.size());

@@ -47,7 +47,7 @@ struct Plan {
 struct Tuning {
   Backend backend = Backend::buffered;
   uint64_t alignment = 4096;   // of addresses, offsets and lengths in direct I/O
-  uint64_t window = 4U << 20;  // bytes per transfer
+  uint64_t window = 8U << 20;  // bytes per transfer
   unsigned depth = 8;          // transfers under way; depth * window is all the memory a job uses
   uint64_t chunk = 1U << 20;   // bytes per checksum
   uint64_t small = 1U << 20;   // files up to this size skip direct I/O: its latency costs more than a copy

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "hash.hpp"
+#include "sync.hpp"
 #include "transfer.hpp"
 
 namespace holdfast {
@@ -160,8 +161,7 @@ void write_small(uint64_t nbytes, Writer& writer, Written& out) {
     if (done == 0) throw sys::Error{EIO, sys::Call::write, out.file.path()};
     transfer.advance(static_cast<uint64_t>(done));
   }
-  // Start the write-back, so that the syncs of a checkpoint's files share one journal commit.
-  ::sync_file_range(out.file.fd(), 0, 0, SYNC_FILE_RANGE_WRITE);
+  start_writeback(out.file);
   writer.hash_up_to(nbytes);
   out.stats.transfers = 1;
 }

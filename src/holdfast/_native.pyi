@@ -9,7 +9,6 @@ import numpy as np
 _Path = str | PathLike[str]
 _Strided = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 _Move = Callable[[memoryview, int], None]
-_Written = WriteJob | PendingFile
 
 class WriteJob:
     def wait(self, timeout: float | None = None) -> bool: ...
@@ -30,6 +29,8 @@ class ReadJob:
 
 class PendingFile:
     def __init__(self, path: _Path, data: bytes, recycle: bool) -> None: ...
+
+_Written = WriteJob | PendingFile
 
 def xxh3_64(arg: bytes | bytearray | memoryview, /) -> int: ...
 def write(

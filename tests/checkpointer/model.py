@@ -60,18 +60,22 @@ class Model:
     keep: Keep
     entries: dict[int, Entry] = field(default_factory=dict)
 
-    def save(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+    def save(self, step: int, version: int, metrics: Mapping[str, float]) -> int:
+        """Returns how many checkpoints were given up for it."""
         self.entries[step] = Entry(version, metrics)
         known = [
-            Kept(number, 0.0, entry.metrics) for number, entry in sorted(self.entries.items()) if entry.candidate
+            Kept(number, 0.0, entry.metrics)
+            for number, entry in sorted(self.entries.items())
+            if entry.candidate
         ]
         stay = wanted(self.keep, known) | {step}
-        for item in known:
-            if item.step not in stay:
-                del self.entries[item.step]
+        gone = [item.step for item in known if item.step not in stay]
+        for number in gone:
+            del self.entries[number]
+        return len(gone)
 
     def restore(self) -> tuple[int | None, list[int]]:
-        """The step to come back to (None: none of them is whole; 0 when there are none), and those passed over."""
+        """The step to come back to (None: none is whole; 0: there are none), and those passed over."""
         passed = []
         for step in sorted(self.entries, reverse=True):
             if self.entries[step].damage is None:

@@ -217,7 +217,9 @@ def test_several_damaged_ones_are_passed_over_one_by_one(run: Path) -> None:
     with Checkpointer(run, state) as checkpointer:
         with pytest.warns(RuntimeWarning) as caught:
             assert checkpointer.restore() == 2
-        assert [f"step {step}" in str(w.message) for step, w in zip((5, 4, 3), caught, strict=True)] == [True] * 3
+        assert [f"step {step}" in str(w.message) for step, w in zip((5, 4, 3), caught, strict=True)] == [
+            True
+        ] * 3
         assert is_at(state, 2)
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: each rule by itself, all together against a plain restatement, and bad rules refused."""
+"""Which checkpoints stay: each rule by itself, and all together against a plain restatement of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def kept(*steps: int, **metrics: float) -> list[Kept]:
 
 losses = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-3, 3).map(float)
 histories = st.lists(
-    st.tuples(st.integers(0, 200), st.floats(0, 1e6), st.dictionaries(st.sampled_from(["loss", "acc"]), losses)),
+    st.tuples(
+        st.integers(0, 200), st.floats(0, 1e6), st.dictionaries(st.sampled_from(["loss", "acc"]), losses)
+    ),
     unique_by=lambda row: row[0],
     max_size=20,
 ).map(lambda rows: [Kept(*row) for row in sorted(rows, key=lambda row: row[0])])
@@ -28,7 +30,8 @@ keeps = st.builds(
     Keep,
     last=st.integers(1, 5),
     every=st.none() | st.integers(1, 50),
-    best=st.none() | st.tuples(st.sampled_from(["loss", "acc"]), st.sampled_from(["min", "max"]), st.integers(1, 4)),
+    best=st.none()
+    | st.tuples(st.sampled_from(["loss", "acc"]), st.sampled_from(["min", "max"]), st.integers(1, 4)),
     seconds=st.none() | st.floats(1, 1e5),
 )
 
@@ -55,7 +58,9 @@ def test_each_rule_by_itself() -> None:
     assert Keep(last=2).chosen(history) == {9, 10}
     assert Keep(last=1, every=4).chosen(history) == {4, 8, 10}
     assert Keep(last=1, seconds=3.0).chosen(history) == {1, 4, 7, 10}
-    scored = [Kept(step, 0.0, {"loss": loss}) for step, loss in enumerate([3.0, 1.0, 2.0, math.nan, -math.inf, 5.0])]
+    scored = [
+        Kept(step, 0.0, {"loss": loss}) for step, loss in enumerate([3.0, 1.0, 2.0, math.nan, -math.inf, 5.0])
+    ]
     assert Keep(last=1, best=("loss", "min", 2)).chosen(scored) == {4, 1, 5}
     assert Keep(last=1, best=("loss", "max", 1)).chosen(scored) == {5}
     assert Keep(last=1, best=("accuracy", "max", 3)).chosen(scored) == {5}  # a metric nobody reported

@@ -57,7 +57,17 @@ def test_files_of_other_sizes_are_written_over_exactly(tmp_path: Path, backend: 
     rng = np.random.default_rng(0)
     with checkpointer:
         for step, (elements, words) in enumerate(
-            [(LARGE, 3), (LARGE // 2, 90_000), (LARGE * 2, 1), (10, 500), (LARGE, 0), (LARGE, 10), (0, 0), (7, 7)], 1
+            [
+                (LARGE, 3),
+                (LARGE // 2, 90_000),
+                (LARGE * 2, 1),
+                (10, 500),
+                (LARGE, 0),
+                (LARGE, 10),
+                (0, 0),
+                (7, 7),
+            ],
+            1,
         ):
             state = {"w": rng.random(elements), "text": "x" * words}
             checkpointer.state = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import select
@@ -11,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 SECONDS = 60.0
@@ -114,3 +116,47 @@ def run_forked(work: Callable[[Pipe], None]) -> list[Any]:
         said = child.pipe.drain()
         assert child.wait() == 0, f"the child failed after saying {said}"
         return said
+
+
+# --- places that only a child can have ------------------------------------------------------------
+
+_NEW_MOUNTS, _NEW_USERS = 0x0002_0000, 0x1000_0000
+_PRIVATE, _READ_ONLY, _REMOUNT = (1 << 14) | (1 << 18), 1, 32
+
+
+class NotPermitted(Exception):
+    """This machine does not let us mount."""
+
+
+def mount_small(where: Path, nbytes: int) -> None:
+    """Gives this process, and no other, a file system of that size at `where`, for as long as it lives."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(_NEW_MOUNTS if user == 0 else _NEW_MOUNTS | _NEW_USERS) != 0:
+        raise NotPermitted(os.strerror(ctypes.get_errno()))
+    if user != 0:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    target = os.fsencode(where)
+    for source, place, kind, flags, options in (
+        (None, b"/", None, _PRIVATE, None),
+        (b"tmpfs", target, b"tmpfs", 0, b"size=%d" % nbytes),
+    ):
+        if libc.mount(source, place, kind, ctypes.c_ulong(flags), options) != 0:
+            raise NotPermitted(os.strerror(ctypes.get_errno()))
+
+
+def make_read_only(where: Path) -> None:
+    """Of what `mount_small` has mounted."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(None, os.fsencode(where), None, ctypes.c_ulong(_REMOUNT | _READ_ONLY), None) != 0:
+        raise OSError(ctypes.get_errno(), "remount")
+
+
+def become_nobody() -> None:
+    """Gives up root, for whom permissions mean nothing."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)

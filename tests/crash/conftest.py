@@ -38,7 +38,7 @@ def _usable() -> list[Backend]:
 USABLE = _usable()
 
 WAYS: dict[str, holdfast.Options] = {
-    # Without a small limit even a tiny state takes the way of the large ones: preallocated, in windows, direct.
+    # Without a small limit even a tiny state goes the way of large ones: preallocated, in windows, direct.
     **{backend: holdfast.Options(backend=backend, small_nbytes=0) for backend in USABLE},
     "small": holdfast.Options(),
 }

@@ -1,31 +1,33 @@
 """What a power cut may leave: a file system that keeps its word and not an inch more.
 
-The engine's seam records every operation that changes the file system (`holdfast.engine.faults.traced`). Replayed into a
-`Disk`, at any point between two operations `Disk.crashes` gives the directory trees that a machine could find when it
-comes up again. The method is that of ALICE (Pillai et al., OSDI 2014); the rules are POSIX's, not those of one file system.
+The engine's seam records every operation that changes the file system (`holdfast.engine.faults.traced`).
+Replayed into a `Disk`, at any point between two operations `Disk.crashes` gives the directory trees that a
+machine could find when it comes up again. The method is that of ALICE (Pillai et al., OSDI 2014); the rules are
+those of POSIX, not of one file system.
 
 Objects and names
-    Files and directories are objects. A name is an entry in a directory object and points to an object, so what was
-    written through ``a.partial/f`` is in ``a/f`` after a rename of the directory.
+    Files and directories are objects. A name is an entry in a directory object and points to an object, so
+    what was written through ``a.partial/f`` is in ``a/f`` after a rename of the directory.
 
 What is certain
-    ``sync(file)``      all earlier data and sizes of that file object; neither its name nor anything else.
-    ``sync_dir(d)``     all earlier changes of the entries of that directory object; neither its own name in its parent
-                        nor what its entries point to.
+    ``sync(file)``   all earlier data and sizes of that file object; neither its name nor anything else.
+    ``sync_dir(d)``  all earlier changes of the entries of that directory object; neither its own name in its
+                     parent nor what its entries point to.
 
 What is pending (everything since): each of these has reached the disk or not, by itself, in any order
-    a write             sector by sector (512 bytes); or page by page (4096).
-    a size              truncate, fallocate, or growth by a write. A file may have grown without its data: the new part
-                        then reads as zeros, or, unless it was preallocated, as whatever the device held there before.
-    an entry            create, mkdir, rename, exchange, unlink, rmdir. Each is atomic, and builds on the changes that
-                        gave its names their objects: no name can be moved on the disk before it is there. Other than
-                        that, a later one may be there and an earlier one not, also within one directory.
+    a write          sector by sector (512 bytes), or page by page (4096).
+    a size           truncate, fallocate, or growth by a write. A file may have grown without its data: the
+                     new part then reads as zeros or, unless it was preallocated, as what the device held.
+    an entry         create, mkdir, rename, exchange, unlink, rmdir. Each is atomic, and builds on the changes
+                     that gave its names their objects: no name can be moved on the disk before it is there.
+                     Other than that, a later one may be there and an earlier one not, in one directory too.
 
-A crash inside of an operation is a crash right after it, with any part of it lost. Not here: objects that were synced and
-come back different. That is damage, and `test_damage` is about it.
+A crash inside of an operation is a crash right after it, with any part of it lost. Not here: objects that
+were synced and come back different. That is damage, and `test_damage` is about it.
 
-All subsets of pending entry changes are tried as long as there are few; sectors are lost and kept one at a time,
-all together, and at random from a seeded generator (`Budget`).
+All subsets of pending entry changes are tried as long as there are few; sectors are lost and kept one at a
+time, all together, and at random from a seeded generator (`Budget`). `test_power_model` shows that the model
+can lose all of the above, `test_planted_bugs` that protocols which rely on what it can lose are caught.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ Entries = dict[str, int]
 """Name -> number of the object."""
 
 
-# --- pending changes of a file -----------------------------------------------------------------------------------
+# --- pending changes of a file --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +112,12 @@ class File:
         return render(self.durable, self.pending)
 
 
-# --- pending changes of a directory ------------------------------------------------------------------------------
+# --- pending changes of a directory ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of entries: names as they were, and as they are after it. Applies only where they are as they were."""
+    """A change of entries: names as they were, and as they are then. Applies only to names as they were."""
 
     before: Mapping[str, int | None]
     after: Mapping[str, int | None]
@@ -146,7 +148,7 @@ class Directory:
         self.pending = []
 
     def variants(self, limit: int, rng: random.Random) -> list[Entries]:
-        """Every distinct set of entries that may be found; a sample of `limit` when there are too many changes."""
+        """Every distinct set of entries that may be found; a sample of `limit` if there are too many."""
         count = len(self.pending)
         if count == 0:
             return [self.durable]
@@ -176,7 +178,7 @@ class Directory:
         return numbers
 
 
-# --- the whole disk ----------------------------------------------------------------------------------------------
+# --- the whole disk -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +346,7 @@ class Disk:
                     yield self._image(names, lambda file, c=content, t=torn: c if file is t else file.live())
 
     def _namespaces(self, limit: int, rng: random.Random) -> Iterator[dict[int, Entries]]:
-        """What the directories may hold, all of them taken together: each number of a directory -> its entries."""
+        """What all directories together may hold: number of the directory -> its entries."""
         choices = {n: self._nodes[n].variants(limit, rng) for n in self._reachable_directories()}
         if math.prod(map(len, choices.values())) <= limit:
             for combination in itertools.product(*choices.values()):
@@ -362,7 +364,7 @@ class Disk:
             yield {n: rng.choice(variants) for n, variants in choices.items()}
 
     def _reachable_directories(self) -> list[int]:
-        """Directories that some crash may show. What was removed for certain is gone, and its pending changes with it."""
+        """Directories that some crash may show. What was removed for certain is gone with all its changes."""
         found, ahead = [], [0]
         while ahead:
             number = ahead.pop()

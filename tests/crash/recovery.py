@@ -1,4 +1,4 @@
-"""What must hold after a crash: a ledger of what was promised, and the two recoveries that are held against it."""
+"""What must hold after a crash: a ledger of promises, and the two recoveries that are held against it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lost(AssertionError):
     """Something that was reported durable did not come back."""
 
 
-# --- what was promised, and when ---------------------------------------------------------------------------------
+# --- what was promised, and when ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Ledger:
             raise Lost(f"{where}: version {version} of step {step} came back, only {self.may_be(step)} may")
 
 
-# --- recovering --------------------------------------------------------------------------------------------------
+# --- recovering -----------------------------------------------------------------------------------
 
 
 class Recovery(Protocol):
@@ -164,7 +164,7 @@ class PathRecovery:
 
 
 def check_restore(run: str, ledger: Ledger, wide: int = WIDE) -> int:
-    """A new writer opens the run and restores; returns the step. Damaged checkpoints are passed over with a warning."""
+    """A new writer opens the run and restores; returns the step. What is damaged is passed over."""
     target = blank_state(wide)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

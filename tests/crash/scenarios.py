@@ -1,4 +1,4 @@
-"""Saves to be made to fail: what is durable before, the save itself, and what must hold after it, failed or not."""
+"""Saves to be made to fail: what is durable before, the save, and what must hold after it, failed or not."""
 
 from __future__ import annotations
 

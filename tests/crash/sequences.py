@@ -76,7 +76,7 @@ def _saves(root: Path, options: holdfast.Options, saves: list[tuple[int, int]]) 
 
 
 def after_damage(root: Path, options: holdfast.Options) -> Recording:
-    """The newest checkpoint turns out damaged; training falls back, and saves that step and later ones anew."""
+    """The newest checkpoint turns out damaged; training falls back, and saves that step and others anew."""
     recording = Recording(root)
     checkpointer = open_run(recording, None, options)
     for step in (1, 2, 3):

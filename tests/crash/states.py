@@ -1,4 +1,4 @@
-"""States that say who they are: from the bytes alone one can tell which save they come from, and whether all of them do."""
+"""States that say who they are: from the bytes alone one can tell which save they come from, and if all do."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import holdfast
 State = dict[str, Any]
 
 WIDE = 1000
-"""Elements of the largest leaf: small enough that thousands of checkpoints take seconds, more than one block."""
+"""Elements of the largest leaf: so few that thousands of checkpoints take seconds, yet several sectors."""
 
 
 def make_state(step: int, version: int = 0, wide: int = WIDE) -> State:
-    """The state of `step`; `version` tells apart saves of the same step. All bits of the floats are in use, NaNs too."""
+    """The state of `step`; `version` tells apart saves of one step. Floats of all bit patterns, NaNs too."""
     salt = (step * 1_000_003 + version * 7919) & 0xFFFFFFFF
     bits = np.arange(wide, dtype=np.uint32) * np.uint32(2_654_435_761) + np.uint32(salt)
     return {

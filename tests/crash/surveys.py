@@ -33,7 +33,7 @@ def survey_failing(root: Path, scratch: Path, options: holdfast.Options) -> Tall
 
 
 def survey_killed(root: Path, scratch: Path, options: holdfast.Options) -> Tally:
-    """A process is killed after each operation; another one takes over; at any time after that, the power goes."""
+    """A process is killed after each operation, another takes over, and at any time then the power goes."""
     first = sequences.brief(root, options)
     total = Tally()
     disk, ledger = Disk(root), Ledger()

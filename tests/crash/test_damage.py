@@ -1,7 +1,8 @@
-"""Damage of any kind, anywhere: a typed error that names file and leaf, or the checkpoint before it with a warning."""
+"""Damage of any kind, anywhere: a typed error that names file and leaf, or the checkpoint before it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def regions(checkpoint: Path) -> list[Region]:
         at = fragment.offset + fragment.nbytes
     if at < shard.nbytes:
         found.append(Region(at, shard.nbytes, None))
-    assert all(before.stop == after.start for before, after in zip(found, found[1:], strict=False))
+    assert all(before.stop == after.start for before, after in itertools.pairwise(found))
     return [region for region in found if region.start < region.stop]
 
 
@@ -75,16 +76,16 @@ def checkpoint(ram: Path) -> Path:
     return path
 
 
-# --- flipped bits ------------------------------------------------------------------------------------------------
+# --- flipped bits ---------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_in_any_byte_of_a_shard_names_file_and_leaf(checkpoint: Path) -> None:
-    """Every byte, each with another bit in turn, and every bit at the edges of what it consists of."""
+def test_a_flipped_bit_anywhere_in_a_shard_names_file_and_leaf(checkpoint: Path) -> None:
+    """Every third byte, with a bit in turn, and every bit at the edges of what the file consists of."""
     stretches = regions(checkpoint)
     assert {region.leaf for region in stretches} == {None, "wide", "narrow.u8", "narrow.f64"}
     for region in stretches:
-        edges = {region.start, region.start + 1, region.stop - 1}
-        for offset in range(region.start, region.stop):
+        edges = {region.start, region.stop - 1}
+        for offset in sorted({*edges, *range(region.start, region.stop, 3)}):
             for bit in range(8) if offset in edges else (offset * 5 % 8,):
                 flip(checkpoint / SHARD, offset, bit)
                 assert_corrupt(checkpoint, SHARD, region.leaf)
@@ -163,7 +164,7 @@ def test_a_flipped_bit_reaches_no_slice(checkpoint: Path) -> None:
     assert caught.value.leaf == "wide"
 
 
-# --- files that are not what they were ---------------------------------------------------------------------------
+# --- files that are not what they were ------------------------------------------------------------
 
 
 def truncate(nbytes_of: Callable[[int], int]) -> Callable[[Path], None]:
@@ -217,7 +218,7 @@ FILE_DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 def blamed(file: str, damage: Callable[[Path], None]) -> str:
-    """The file that an error names: a manifest of another checkpoint is whole, it is the shard that does not fit it."""
+    """The file that an error names. A manifest of another checkpoint is whole: the shard does not fit it."""
     return SHARD if damage is take_from_other else file
 
 

@@ -55,7 +55,7 @@ def replace(pipe: Pipe, root: Path, options: holdfast.Options, fault: str) -> No
 def kill_at_each_call(
     root: Path, work: Callable[[Pipe, Path, int], None], recovery: Recovery
 ) -> tuple[int, Ledger]:
-    """Runs `work` in child after child, each killed one call later, until one gets through; how many were killed."""
+    """Runs `work` in child after child, each killed one call later, until one gets through."""
     nth = 0
     while True:
         nth += 1

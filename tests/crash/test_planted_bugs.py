@@ -1,4 +1,4 @@
-"""Protocols with a step left out or out of order are caught: were they not, the enumeration would prove nothing."""
+"""Protocols with a step left out or out of order are caught. Were they not, surveys would prove nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def catches(recovery: Recovery, recording: Recording, scratch: Path) -> None:
         Survey(scratch, recovery, Budget(names=64, torn=2))(recording)
 
 
-# --- syncs that are missing --------------------------------------------------------------------------------------
+# --- syncs that are missing -----------------------------------------------------------------------
 
 
 def no_sync_of_the_shard(patch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_recycling_before_the_retirement_is_durable_is_caught(
     catches(RunRecovery(), recording, ram)
 
 
-# --- steps in the wrong order ------------------------------------------------------------------------------------
+# --- steps in the wrong order ---------------------------------------------------------------------
 
 
 def commit_before_sync(patch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_wrong_order_is_caught(
     catches(RunRecovery() if kind == "run" else PathRecovery(), recording, ram)
 
 
-# --- failures that are taken lightly -----------------------------------------------------------------------------
+# --- failures that are taken lightly --------------------------------------------------------------
 
 
 def test_a_failed_sync_that_is_ignored_is_caught(

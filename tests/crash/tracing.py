@@ -35,7 +35,7 @@ class Recording:
             with faults.traced() as events:
                 yield
         finally:
-            # Also of a save that failed. What happens above the root makes the root durable, which the model assumes.
+            # Also of a save that failed. What happens above the root makes it durable, as the model assumes.
             self.items += [event for event in events if event.path.startswith(f"{self.root}")]
 
     def mark(self, mark: Mark) -> None:

@@ -1,7 +1,7 @@
 """Random transfers, and a model of what they must do: hypothesis strategies for pieces, numpy for the bytes.
 
-A `Spec` says how a piece looks; `make_source` and `make_target` give it memory. The model of a file is one numpy
-array of its bytes.
+A `Spec` says how a piece looks; `make_source` and `make_target` give it memory. The model of a file is one
+numpy array of its bytes.
 """
 
 from __future__ import annotations

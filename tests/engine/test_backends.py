@@ -16,7 +16,16 @@ import pytest
 
 from engine.pieces import PAGE, checksums, memory_of, random_bytes
 from holdfast import engine
-from holdfast.engine import BACKENDS, Capabilities, ReadPiece, Tuning, WritePiece, capabilities, choose_backend, fs
+from holdfast.engine import (
+    BACKENDS,
+    Capabilities,
+    ReadPiece,
+    Tuning,
+    WritePiece,
+    capabilities,
+    choose_backend,
+    fs,
+)
 from holdfast.engine import probe as probing
 from holdfast.errors import EngineUnavailable
 
@@ -25,7 +34,10 @@ CASES = [
     (ABLE, "uring"),
     (replace(ABLE, uring=False, uring_reason="forbidden here"), "threads"),
     (replace(ABLE, direct=False, direct_reason="no such thing"), "buffered"),
-    (replace(ABLE, uring=False, uring_reason="forbidden here", direct=False, direct_reason="none"), "buffered"),
+    (
+        replace(ABLE, uring=False, uring_reason="forbidden here", direct=False, direct_reason="none"),
+        "buffered",
+    ),
 ]
 
 
@@ -70,7 +82,7 @@ def test_the_environment_forces_and_an_argument_overrules_it(
 def test_an_unknown_backend_is_refused_and_the_known_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(EngineUnavailable, match="'tape'.*uring, threads, buffered"):
+    with pytest.raises(EngineUnavailable, match=r"'tape'.*uring, threads, buffered"):
         choose_backend(tmp_path, "tape")
     monkeypatch.setenv("HOLDFAST_BACKEND", "drum")
     with pytest.raises(EngineUnavailable, match="'drum'"):
@@ -209,7 +221,8 @@ def test_a_directory_that_cannot_be_written_can_still_be_read_directly(read_only
             raise AssertionError("the directory can be written")
         backend = choose_read_backend(sys.argv[1])
         out = np.zeros(300 * 4096, np.uint8)
-        read(sys.argv[1], [ReadPiece(0, Memory(out.ctypes.data, out.nbytes, out))], tuning=Tuning(backend), verify=False)
+        piece = ReadPiece(0, Memory(out.ctypes.data, out.nbytes, out))
+        read(sys.argv[1], [piece], tuning=Tuning(backend), verify=False)
         assert out.tobytes() == open(sys.argv[1], "rb").read()
         print(backend)
     """

@@ -9,7 +9,18 @@ import pytest
 
 from engine.pieces import PAGE, checksums, memory_of, place, random_bytes
 from holdfast import engine
-from holdfast.engine import CHUNK_NBYTES, Backend, Consumed, Damage, Memory, Padding, ReadPiece, Strided, Tuning, Unkept
+from holdfast.engine import (
+    CHUNK_NBYTES,
+    Backend,
+    Consumed,
+    Damage,
+    Memory,
+    Padding,
+    ReadPiece,
+    Strided,
+    Tuning,
+    Unkept,
+)
 
 FAR = 5 << 30
 

@@ -1,6 +1,6 @@
 """A fork while direct I/O is under way (data-loader workers do that) harms neither side.
 
-The fork happens inside a callback of the job itself, so transfers of the windows around it are under way for sure.
+The fork happens inside a callback of the job itself, so transfers of the windows around it are under way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNT = 6
 
 
 def child(work: Callable[[], bool]) -> int:
-    """Forks; the child does the work, within a limit of time, and never comes back to pytest. Returns its id."""
+    """Forks; the child does the work, in limited time, and never comes back to pytest. Returns its id."""
     pid = os.fork()
     if pid == 0:
         _in_child(work)
@@ -44,7 +44,7 @@ def status(pid: int) -> int:
 
 
 def interleaved() -> tuple[list[Bytes], list[int], list[int], int]:
-    """Large arrays with a page for a callback between them: arrays, their offsets, the callbacks', the total."""
+    """Large arrays and a page for a callback between them: arrays, offsets, the callbacks' offsets, total."""
     step = LARGE + PAGE
     arrays = [place(random_bytes(LARGE, n), 0) for n in range(COUNT)]
     offsets = [n * step for n in range(COUNT)]
@@ -52,7 +52,7 @@ def interleaved() -> tuple[list[Bytes], list[int], list[int], int]:
 
 
 def test_forks_during_a_write(backend: Backend, tmp_path: Path) -> None:
-    """Each child sees the memory as it was, scribbles over its own copy, and the file is exact all the same."""
+    """Each child sees the memory as it was and scribbles over its own copy; the file is exact anyway."""
     arrays, offsets, calls, nbytes = interleaved()
     known = [engine.xxh3_64(array) for array in arrays]
     children: list[int] = []

@@ -30,6 +30,7 @@ from holdfast.engine import (
 )
 from holdfast.errors import EngineTimeout
 
+
 def test_submitting_returns_at_once_and_waiting_has_a_limit(backend: Backend, tmp_path: Path) -> None:
     gate = Gate(10 * PAGE)
     job = gate.start(tmp_path / "f", backend)
@@ -86,7 +87,7 @@ def test_an_interrupt_while_waiting_leaves_the_job_running(backend: Backend, tmp
     job = engine.write(
         tmp_path / "f", 40 * PAGE, [WritePiece(0, Produced(40 * PAGE, fill))], tuning=small_windows(backend)
     )
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come as soon as the event is set
         waiting.set()
         job.wait(PATIENCE)
     assert not job.done
@@ -268,7 +269,10 @@ def test_many_jobs_at_once(backend: Backend, tmp_path: Path) -> None:
     arrays = [place(random_bytes(3 * CHUNK_NBYTES + n * PAGE, n), 0) for n in range(12)]
     jobs = [
         engine.write(
-            tmp_path / f"{n}", array.nbytes, [WritePiece(0, memory_of(array))], tuning=Tuning(backend, small_nbytes=0)
+            tmp_path / f"{n}",
+            array.nbytes,
+            [WritePiece(0, memory_of(array))],
+            tuning=Tuning(backend, small_nbytes=0),
         )
         for n, array in enumerate(arrays)
     ]

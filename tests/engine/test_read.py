@@ -1,4 +1,4 @@
-"""What every backend promises about reading: the bytes asked for, where they were asked to go, and no silent damage."""
+"""What every backend promises about reading: the bytes asked for, where asked, and no silent damage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,17 @@ from engine.pieces import (
     specs,
 )
 from holdfast import engine
-from holdfast.engine import CHUNK_NBYTES, Backend, Consumed, Damage, Memory, Padding, ReadPiece, Tuning, Unkept
+from holdfast.engine import (
+    CHUNK_NBYTES,
+    Backend,
+    Consumed,
+    Damage,
+    Memory,
+    Padding,
+    ReadPiece,
+    Tuning,
+    Unkept,
+)
 
 numbers = itertools.count()
 shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -62,7 +72,7 @@ def asked(
     return made, targets
 
 
-@settings(shared_folder, max_examples=60)
+@settings(shared_folder, max_examples=700)
 @given(
     pieces=st.lists(specs(*ALL), max_size=8),
     chosen=st.lists(st.booleans(), min_size=8, max_size=8),
@@ -99,9 +109,11 @@ def test_any_subset_of_pieces_arrives_exactly(
     path.unlink()
 
 
-@settings(shared_folder, max_examples=40)
+@settings(shared_folder, max_examples=500)
 @given(
-    pieces=st.lists(specs(*ALL), min_size=1, max_size=6).filter(lambda found: any(s.nbytes >= 16 for s in found)),
+    pieces=st.lists(specs(*ALL), min_size=1, max_size=6).filter(
+        lambda found: any(s.nbytes >= 16 for s in found)
+    ),
     chunk_nbytes=chunk_sizes,
     data=st.data(),
 )
@@ -113,8 +125,9 @@ def test_damage_is_reported_for_exactly_the_piece_and_chunk_it_is_in(
     made, _ = asked(pieces, offsets, whole, chunk_nbytes)
     hurt = data.draw(
         st.sets(
-            st.sampled_from([n for n, spec in enumerate(pieces) if spec.nbytes])
-            .flatmap(lambda n: st.tuples(st.just(n), st.integers(0, pieces[n].nbytes - 1))),
+            st.sampled_from([n for n, spec in enumerate(pieces) if spec.nbytes]).flatmap(
+                lambda n: st.tuples(st.just(n), st.integers(0, pieces[n].nbytes - 1))
+            ),
             min_size=1,
             max_size=4,
         )
@@ -124,7 +137,9 @@ def test_damage_is_reported_for_exactly_the_piece_and_chunk_it_is_in(
         broken[offsets[number] + inside] ^= 0x10
     broken.tofile(path)
     found = engine.read(path, made, tuning=small_windows(backend), chunk_nbytes=chunk_nbytes)
-    chunked = [spec.kind != "padding" for spec in pieces]  # padding has no checksums, so only the piece is told
+    chunked = [
+        spec.kind != "padding" for spec in pieces
+    ]  # padding has no checksums, so only the piece is told
     assert {(d.piece, d.chunk if chunked[d.piece] else None) for d in found} == {
         (number, inside // chunk_nbytes if chunked[number] else None) for number, inside in hurt
     }

@@ -26,7 +26,9 @@ def views(draw: st.DrawFn, *, writable: bool) -> Any:
     shape = draw(st.lists(st.integers(0, 9), max_size=4))
     itemsize = draw(itemsizes)
     base = np.frombuffer(
-        bytearray(random_bytes(itemsize * int(np.prod(shape, dtype=int)), draw(st.integers(0, 99))).tobytes()),
+        bytearray(
+            random_bytes(itemsize * int(np.prod(shape, dtype=int)), draw(st.integers(0, 99))).tobytes()
+        ),
         np.dtype((np.void, itemsize)),
     ).reshape(shape)
     steps = [draw(st.sampled_from([1, 1, 2, 3, -1, -2])) for _ in shape]
@@ -48,7 +50,7 @@ def bytes_of(view: Any) -> Bytes:
     return np.frombuffer(np.ascontiguousarray(view).tobytes(), np.uint8)
 
 
-@settings(shared_folder, max_examples=150)
+@settings(shared_folder, max_examples=2000)
 @given(view=views(writable=False), offset=st.integers(0, 2 * PAGE))
 def test_gathering_equals_numpy(folder: Path, view: Any, offset: int) -> None:
     """Windows of one page cut items and rows anywhere."""
@@ -64,7 +66,7 @@ def test_gathering_equals_numpy(folder: Path, view: Any, offset: int) -> None:
     path.unlink()
 
 
-@settings(shared_folder, max_examples=150)
+@settings(shared_folder, max_examples=2000)
 @given(view=views(writable=True), offset=st.integers(0, 2 * PAGE), seed=st.integers(0, 99))
 def test_scattering_equals_numpy_and_touches_nothing_else(
     folder: Path, view: Any, offset: int, seed: int
@@ -102,7 +104,8 @@ def test_a_stride_larger_than_two_gigabytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [Strided(0, 0, (2,), (1,), None), Strided(0, -1, (2,), (1,), None), Strided(0, 1, (2,), (1, 1), None)]
+    "bad",
+    [Strided(0, 0, (2,), (1,), None), Strided(0, -1, (2,), (1,), None), Strided(0, 1, (2,), (1, 1), None)],
 )
 def test_descriptions_that_make_no_sense_are_refused(tmp_path: Path, bad: Strided) -> None:
     with pytest.raises((ValueError, TypeError)):

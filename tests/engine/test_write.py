@@ -54,7 +54,7 @@ def written(path: Path) -> Bytes:
     return np.fromfile(path, np.uint8)
 
 
-@settings(shared_folder, max_examples=60)
+@settings(shared_folder, max_examples=700)
 @given(
     pieces=st.lists(specs("memory", "strided", "callback"), max_size=8),
     tail=st.sampled_from([0, 1, 5000, 130_000]),
@@ -81,7 +81,7 @@ def test_any_pieces_are_written_exactly_as_described(
     (folder / "small").unlink()
 
 
-@settings(shared_folder, max_examples=25)
+@settings(shared_folder, max_examples=300)
 @given(before=st.integers(0, 400_000), after=st.integers(0, 100), small=st.booleans())
 def test_recycling_overwrites_in_place_and_leaves_nothing_of_the_old_file(
     backend: Backend, folder: Path, before: int, after: int, small: bool
@@ -216,7 +216,11 @@ def test_a_piece_inside_the_header_is_refused(backend: Backend, tmp_path: Path) 
 def test_writing_in_the_foreground_is_done_on_return(backend: Backend, tmp_path: Path) -> None:
     data = random_bytes(PAGE * 40, 0)
     job = engine.write(
-        tmp_path / "f", data.nbytes, [WritePiece(0, memory_of(data))], tuning=small_windows(backend), background=False
+        tmp_path / "f",
+        data.nbytes,
+        [WritePiece(0, memory_of(data))],
+        tuning=small_windows(backend),
+        background=False,
     )
     assert job.done
     assert np.array_equal(written(tmp_path / "f"), data)
@@ -249,7 +253,12 @@ def test_direct_io_refuses_a_size_it_cannot_write(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "tuning",
-    [Tuning("buffered", 1000), Tuning("buffered", 0), Tuning("buffered", depth=0), Tuning("buffered", depth=257)],
+    [
+        Tuning("buffered", 1000),
+        Tuning("buffered", 0),
+        Tuning("buffered", depth=0),
+        Tuning("buffered", depth=257),
+    ],
 )
 def test_tuning_beyond_its_limits_is_refused(tmp_path: Path, tuning: Tuning) -> None:
     with pytest.raises(ValueError, match="tuning"):

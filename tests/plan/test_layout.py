@@ -20,7 +20,21 @@ from holdfast.plan import ShardPlan, plan_shard
 from holdfast.plan.layout import LARGE_NBYTES
 from holdfast.state import LeafSource
 
-DTYPES = ["BOOL", "U8", "I16", "F16", "BF16", "F32", "I64", "F64", "C64", "C128", "F8_E4M3", "NP:<U5", "NP:|S3"]
+DTYPES = [
+    "BOOL",
+    "U8",
+    "I16",
+    "F16",
+    "BF16",
+    "F32",
+    "I64",
+    "F64",
+    "C64",
+    "C128",
+    "F8_E4M3",
+    "NP:<U5",
+    "NP:|S3",
+]
 
 
 @st.composite
@@ -124,7 +138,11 @@ def fake(name: str, nbytes: int, address: int) -> LeafSource:
 
 def test_leaves_of_several_gigabytes_are_laid_out_without_touching_them() -> None:
     gigabyte = 1 << 30
-    leaves = [fake("a", 5 * gigabyte + 3, 0x7000_0123), fake("b", 7 * gigabyte, 0x9_0000_0456), fake("c", 10, 64)]
+    leaves = [
+        fake("a", 5 * gigabyte + 3, 0x7000_0123),
+        fake("b", 7 * gigabyte, 0x9_0000_0456),
+        fake("c", 10, 64),
+    ]
     plan = plan_shard(leaves)
     offsets = dict(zip((leaf.name for leaf in plan.leaves), plan.offsets, strict=True))
     assert offsets["a"] % ALIGNMENT == 0x123

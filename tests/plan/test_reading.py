@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_too_much_is_read_only_where_rows_are_short(
         # Down to single rows: what is left over is inside the innermost dimension that is read whole.
         assert total == needed
     # Spans come in the order of the file and never overlap, so that nothing is read twice.
-    assert all(a.stop <= b.start for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(spans))
 
 
 def test_whole_rows_of_a_large_array_are_one_range() -> None:
@@ -82,7 +83,9 @@ def test_offsets_beyond_four_gigabytes() -> None:
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 700), st.integers(0, 3000))
-def test_rounding_out_covers_the_range_with_whole_chunks(start: int, nbytes: int, chunk: int, more: int) -> None:
+def test_rounding_out_covers_the_range_with_whole_chunks(
+    start: int, nbytes: int, chunk: int, more: int
+) -> None:
     span = ByteRange(start, start + nbytes)
     limit = span.stop + more
     outer = span.rounded_out(chunk, limit)

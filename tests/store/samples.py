@@ -11,27 +11,33 @@ import torch
 
 SHAPE = (6, 4)
 
+
+def _split(names: str) -> list[str]:
+    return names.split()
+
+
 NUMPY_TYPES = [
     np.dtype(code)
-    for code in (
-        "?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", "<c8", "<c16", ">f4", ">i8",
-        "M8[ns]", "m8[s]", "U5", "S3", "g", "V7", "V0",
+    for code in _split(
+        "? u1 i1 <u2 <i2 <u4 <i4 <u8 <i8 <f2 <f4 <f8 <c8 <c16 >f4 >i8 M8[ns] m8[s] U5 S3 g V7 V0"
     )
-]  # fmt: skip
+]
 
-TORCH_TYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
-    torch.float4_e2m1fn_x2,
-]  # fmt: skip
+TORCH_TYPES: list[torch.dtype] = [
+    getattr(torch, name)
+    for name in _split(
+        "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 "
+        "complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
+        "float8_e8m0fnu float4_e2m1fn_x2"
+    )
+]
 
 
 def random_array(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int = 0) -> Any:
     """Every bit random, so that NaNs come with all payloads and signs. Only a bool has but two values."""
     count = int(np.prod(shape, dtype=np.int64))
     rng = np.random.default_rng(seed)
-    if dtype == bool:
+    if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
     if not dtype.itemsize * count:
         return np.empty(shape, dtype)

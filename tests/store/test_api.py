@@ -30,7 +30,9 @@ def test_a_save_tells_what_it_did(tmp_path: Path) -> None:
     before = time.time()
     state = {"w": np.zeros((100, 10), np.float32), "tied": None}
     state["tied"] = state["w"]
-    info = holdfast.save(tmp_path / "c", state, step=12, metrics={"loss": 0.5, "bad": math.nan, "top": math.inf})
+    info = holdfast.save(
+        tmp_path / "c", state, step=12, metrics={"loss": 0.5, "bad": math.nan, "top": math.inf}
+    )
     assert info.path == os.fspath(tmp_path / "c")
     assert (info.step, info.leaves, info.nbytes) == (12, 1, 4000)
     assert info.stored_nbytes == sum(file.stat().st_size for file in (tmp_path / "c").iterdir())
@@ -64,7 +66,9 @@ def test_every_shard_opens_with_the_safetensors_package(tmp_path: Path, options:
         for name in ("w", "t", "half"):
             assert torch.equal(opened.get_tensor(f"model.{name}"), state["model"][name])
         assert opened.get_tensor("n").tolist() == list(range(7))
-        assert opened.get_tensor("complex").tolist() == [[1.0, 2.0]]  # 128 bits have no name of their own there
+        assert opened.get_tensor("complex").tolist() == [
+            [1.0, 2.0]
+        ]  # 128 bits have no name of their own there
 
 
 def test_checkpoints_are_immutable(tmp_path: Path) -> None:
@@ -190,7 +194,12 @@ def test_a_run_means_its_newest_checkpoint(tmp_path: Path) -> None:
 
 def test_an_open_checkpoint_tells_what_it_holds(tmp_path: Path) -> None:
     weight = torch.zeros(3, 4, dtype=torch.bfloat16)
-    state = {"model": {"w": weight, "tied": weight}, "data": [np.zeros(2), "shuffled"], "epoch": 3, "seeds": [1, 2]}
+    state = {
+        "model": {"w": weight, "tied": weight},
+        "data": [np.zeros(2), "shuffled"],
+        "epoch": 3,
+        "seeds": [1, 2],
+    }
     holdfast.save(tmp_path / "c", state, step=9)
     with holdfast.open(tmp_path / "c") as opened:
         assert opened.step == 9
@@ -247,9 +256,7 @@ def test_a_pattern_that_matches_nothing_is_a_mistake(selectable: Path) -> None:
         assert caught.value.missing in (("modle.*",), ("nope",))
 
 
-def test_only_selected_bytes_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_selected_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not selected may be damaged, and nobody notices."""
     holdfast.save(tmp_path / "c", {"a": np.arange(1 << 17), "b": np.arange(1 << 17) + 1})
     with holdfast.open(tmp_path / "c") as opened:

@@ -97,7 +97,7 @@ def test_a_checkpoint_can_be_read_by_who_may_not_write_it() -> None:
             import numpy as np
             import holdfast
             from holdfast.engine import probe
-            assert holdfast.verify(sys.argv[1]).intact  # imports all there is to import, while that is allowed
+            assert holdfast.verify(sys.argv[1]).intact  # imports all there is, while that is allowed
             probe._known.clear()
             if os.geteuid() == 0:
                 os.setgroups([])

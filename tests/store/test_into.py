@@ -64,7 +64,8 @@ class Training:
             value for entry in self.optimizer.state_dict()["state"].values() for value in entry.values()
         ]
         groups = [
-            {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.state_dict()["param_groups"]
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.state_dict()["param_groups"]
         ]
         return (
             [tensor.numpy().tobytes() if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors],
@@ -142,7 +143,13 @@ def test_framework_and_into_exclude_each_other(tmp_path: Path) -> None:
 
 
 def odd_target() -> dict[str, Any]:
-    return {"same": np.zeros(3), "shape": np.zeros(5), "dtype": np.zeros(4, np.float32), "new": np.zeros(2), "n": 0}
+    return {
+        "same": np.zeros(3),
+        "shape": np.zeros(5),
+        "dtype": np.zeros(4, np.float32),
+        "new": np.zeros(2),
+        "n": 0,
+    }
 
 
 @pytest.fixture
@@ -159,7 +166,10 @@ def test_what_does_not_fit_is_listed_before_anything_is_touched(odd: Path) -> No
     error = caught.value
     assert error.missing == ("new",)
     assert error.extra == ("gone",)
-    assert error.wrong == ("shape: checkpoint F64[4], target F64[5]", "dtype: checkpoint F64[4], target F32[4]")
+    assert error.wrong == (
+        "shape: checkpoint F64[4], target F64[5]",
+        "dtype: checkpoint F64[4], target F32[4]",
+    )
     for text in (str(odd), "new", "gone", "shape: checkpoint F64[4], target F64[5]", "strict=False"):
         assert text in str(error)
     assert target["n"] == 0
@@ -193,7 +203,11 @@ def test_selected_leaves_are_restored_and_nothing_else(tmp_path: Path) -> None:
     saved.train(0, 2)
     target.train(0, 1)
     holdfast.save(tmp_path / "c", saved.state)
-    untouched = target.optimizer.state_dict()["param_groups"], target.counts["epoch"], target.counts["history"][:]
+    untouched = (
+        target.optimizer.state_dict()["param_groups"],
+        target.counts["epoch"],
+        target.counts["history"][:],
+    )
     before = target.model.norm.weight.detach().clone()
     holdfast.load(tmp_path / "c", into=target.state, select=["model.embed.*", "counts.seen"])
     assert torch.equal(target.model.embed.weight, saved.model.embed.weight)

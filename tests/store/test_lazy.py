@@ -41,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[holdfast.C
         yield opened, arrays
 
 
-@settings(max_examples=150)
+@settings(max_examples=2000)
 @given(data=st.data())
 def test_any_index_gives_what_numpy_gives(
     saved: tuple[holdfast.Checkpoint, dict[str, Any]], data: st.DataObject
@@ -58,7 +58,8 @@ def test_an_index_need_not_be_a_plain_integer(saved: tuple[holdfast.Checkpoint, 
 
 
 @pytest.mark.parametrize(
-    "index", [(0, 0, 0), 37, -38, (0, 41), 1.5, "a", None, [1, 2], np.array([1]), (..., ...), (slice(None), 99)]
+    "index",
+    [(0, 0, 0), 37, -38, (0, 41), 1.5, "a", None, [1, 2], np.array([1]), (..., ...), (slice(None), 99)],
 )
 def test_an_index_that_makes_no_sense_is_an_index_error(
     saved: tuple[holdfast.Checkpoint, dict[str, Any]], index: Any
@@ -67,7 +68,9 @@ def test_an_index_that_makes_no_sense_is_an_index_error(
         saved[0]["matrix"][index]
 
 
-def test_a_leaf_that_is_not_read_yet_knows_its_form(saved: tuple[holdfast.Checkpoint, dict[str, Any]]) -> None:
+def test_a_leaf_that_is_not_read_yet_knows_its_form(
+    saved: tuple[holdfast.Checkpoint, dict[str, Any]],
+) -> None:
     leaf = saved[0]["tall"]
     assert (leaf.name, leaf.shape, leaf.dtype, leaf.framework) == ("tall", (300, 5000), "I32", "numpy")
     assert (leaf.ndim, len(leaf), leaf.nbytes) == (2, 300, 6_000_000)

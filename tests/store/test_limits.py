@@ -62,7 +62,7 @@ def test_a_save_takes_little_memory_whatever_the_size(tmp_path: Path, backend: s
         "transposed": np.arange(side * side, dtype=np.float32).reshape(side, side).T,
     }
     options = holdfast.Options(backend=None if sys.argv[2] == "None" else sys.argv[2])
-    holdfast.save(sys.argv[1] + "/small", {"w": np.zeros(3)})  # imports and first-time costs are not the save's
+    holdfast.save(sys.argv[1] + "/small", {"w": np.zeros(3)})  # first-time costs are not the save's
     print("save", growth(lambda: holdfast.save(sys.argv[1] + "/c", state, options=options)))
     target = {name: np.empty_like(array) for name, array in state.items()}
     for array in target.values():

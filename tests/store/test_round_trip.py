@@ -56,7 +56,9 @@ def test_every_element_type_in_every_layout(tmp_path: Path, options: holdfast.Op
     assert verify(tmp_path / "c").intact
 
 
-def test_every_layout_in_sizes_that_cross_windows_and_chunks(tmp_path: Path, options: holdfast.Options) -> None:
+def test_every_layout_in_sizes_that_cross_windows_and_chunks(
+    tmp_path: Path, options: holdfast.Options
+) -> None:
     """1.5 MiB each: several windows, more than one checksum, and large enough for a congruent place."""
     rows, columns = 768, 512
     numpy_base = random_array(np.dtype("<f4"), (rows, columns), 1)
@@ -69,7 +71,9 @@ def test_every_layout_in_sizes_that_cross_windows_and_chunks(tmp_path: Path, opt
         "odd": random_array(np.dtype("u1"), (rows * columns * 4 + 1,), 6)[1:],
         "bf16": torch_base,
         "transposed": random_tensor(torch.float32, (rows, columns), 7).T,
-        "channels_last": random_tensor(torch.float32, (8, 48, 32, 32), 8).contiguous(memory_format=torch.channels_last),
+        "channels_last": random_tensor(torch.float32, (8, 48, 32, 32), 8).contiguous(
+            memory_format=torch.channels_last
+        ),
         "expanded": random_tensor(torch.float32, (1, columns), 9).expand(rows, columns),
         "small": np.float32([1.5]),
     }
@@ -89,7 +93,8 @@ def test_nan_payloads_signs_and_zeros_survive(tmp_path: Path) -> None:
 
 def test_values_of_every_kind_lie_beside_arrays(tmp_path: Path) -> None:
     state = {
-        "epoch": 7, "big": 10**40, "rate": 0.1, "nothing": None, "yes": True, "name": "é\x00", "raw": b"\xff\x00",
+        "epoch": 7, "big": 10**40, "rate": 0.1, "nothing": None, "yes": True, "name": "é\x00",
+        "raw": b"\xff\x00",
         "tuple": (1, [2.5, (3,)]), "set": {1, 2}, 5: "int key", (1, "k"): "tuple key", "inf": math.inf,
         "complex": 1 - 2j, "scalar": np.float32(0.1), "dtype": torch.bfloat16, "array": np.arange(3),
     }  # fmt: skip
@@ -97,7 +102,9 @@ def test_values_of_every_kind_lie_beside_arrays(tmp_path: Path) -> None:
     assert_same(holdfast.load(tmp_path / "c"), state)
 
 
-@pytest.mark.parametrize("state", [{}, [], (), None, 3, "text", np.float64(2), np.arange(4), torch.arange(4), [np.zeros(2)]])
+@pytest.mark.parametrize(
+    "state", [{}, [], (), None, 3, "text", np.float64(2), np.arange(4), torch.arange(4), [np.zeros(2)]]
+)
 def test_a_state_need_not_be_a_dict(tmp_path: Path, state: Any) -> None:
     holdfast.save(tmp_path / "c", state)
     assert_same(holdfast.load(tmp_path / "c"), state)
@@ -105,7 +112,13 @@ def test_a_state_need_not_be_a_dict(tmp_path: Path, state: Any) -> None:
 
 def test_views_that_share_memory_come_back_with_their_own_bytes(tmp_path: Path) -> None:
     base = torch.arange(100.0)
-    state = {"all": base, "front": base[:50], "back": base[50:], "matrix": base.view(10, 10), "column": base.view(10, 10)[:, 3]}
+    state = {
+        "all": base,
+        "front": base[:50],
+        "back": base[50:],
+        "matrix": base.view(10, 10),
+        "column": base.view(10, 10)[:, 3],
+    }
     holdfast.save(tmp_path / "c", state)
     assert_same(holdfast.load(tmp_path / "c"), state)
 
@@ -156,7 +169,11 @@ def test_framework_turns_everything_into_torch(tmp_path: Path) -> None:
 
 
 def test_framework_turns_everything_into_numpy(tmp_path: Path) -> None:
-    state = {str(kind): random_tensor(kind, (5, 4)) for kind in TORCH_TYPES if kind not in (torch.complex32, torch.float4_e2m1fn_x2)}
+    state = {
+        str(kind): random_tensor(kind, (5, 4))
+        for kind in TORCH_TYPES
+        if kind not in (torch.complex32, torch.float4_e2m1fn_x2)
+    }
     holdfast.save(tmp_path / "c", state)
     found = holdfast.load(tmp_path / "c", framework="numpy")
     assert all(isinstance(value, np.ndarray) for value in found.values())

@@ -20,8 +20,8 @@ class Checkpointer:
     """Saves `state` into a run directory and restores it from there. One per run and training.
 
     `state` is any nesting of dicts, lists and tuples with tensors, arrays, values, and objects that have
-    ``state_dict``/``load_state_dict``; each save takes them as they are then. `every` skips steps that are not its
-    multiple. ``mode="sync"``: a save that returned is durable.
+    ``state_dict``/``load_state_dict``; each save takes them as they are then. `every` skips steps that are
+    not its multiple. ``mode="sync"``: a save that returned is durable.
 
     >>> import holdfast, numpy, tempfile
     >>> state = {"w": numpy.zeros(3)}
@@ -87,10 +87,10 @@ class Checkpointer:
         return info
 
     def restore(self, step: int | None = None) -> int:
-        """Puts the newest intact checkpoint back into the state and returns its step; 0 when there is none yet.
+        """Puts the newest intact checkpoint back into the state and returns its step; 0 for a new run.
 
-        A damaged checkpoint is passed over with a warning. When checkpoints exist but none is whole, that is an
-        error, never a silent start from nothing. With `step`, exactly that checkpoint.
+        A damaged checkpoint is passed over with a warning. When checkpoints exist but none is whole, that is
+        an error, never a silent start from nothing. With `step`, exactly that checkpoint.
         """
         self._check_open()
         candidates = self.steps if step is None else [step]
@@ -120,7 +120,7 @@ class Checkpointer:
         return 0
 
     def _apply_keep(self, newest: int) -> None:
-        # After going back to an older step, the one just saved is not the last by number; it stays all the same.
+        # After going back to an older step, the one just saved is not the last by number; it stays anyway.
         stay = self.keep.chosen(self._history) | {newest}
         gone = [item.step for item in self._history if item.step not in stay]
         try:

@@ -12,7 +12,8 @@ from holdfast.store import Checkpoint, list_steps, step_name
 def history(run: str) -> list[Kept]:
     """The run's checkpoints in order of step, as far as they look intact without being read.
 
-    One that is visibly damaged is nobody's candidate: were it the newest, the last whole one would go in its favour.
+    One that is visibly damaged is nobody's candidate: were it the newest, the last whole one would go in its
+    favour.
     """
     found = []
     for step in list_steps(run):

@@ -1,8 +1,8 @@
 """engine: bytes between memory and the device, as fast as the device allows.
 
-The Python face of the C++ core (``native/``). It owns transfers (`write`, `read`), checksums, the choice of backend
-(`choose_backend`), durable file-system operations (`fs`) and the fault seam that tests use (`faults`). It knows
-nothing of tensors, checkpoints or runs.
+The Python face of the C++ core (``native/``). It owns transfers (`write`, `read`), checksums, the choice of
+backend (`choose_backend`), durable file-system operations (`fs`) and the fault seam that tests use
+(`faults`). It knows nothing of tensors, checkpoints or runs.
 """
 
 from __future__ import annotations

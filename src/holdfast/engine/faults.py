@@ -1,8 +1,9 @@
 """Making the system fail on purpose, to prove what happens then. For tests and drills, never on by itself.
 
-A fault is written ``call:nth:action``: the nth call of that kind (``any`` counts all kinds together) fails with an
-errno name (``EIO``, ``ENOSPC``), falls ``short``, or ``kill``s the process; a trailing ``+`` keeps failing from
-there on. Several are joined by commas: ``HOLDFAST_FAULTS=sync:3:kill`` in the environment kills at the third sync.
+A fault is written ``call:nth:action``: the nth call of that kind (``any`` counts all kinds together) fails
+with an errno name (``EIO``, ``ENOSPC``), falls ``short``, or ``kill``s the process; a trailing ``+`` keeps
+failing from there on. Several are joined by commas: ``HOLDFAST_FAULTS=sync:3:kill`` in the environment kills
+at the third sync.
 """
 
 from __future__ import annotations

@@ -56,15 +56,16 @@ def make_directories(path: str) -> None:
 
 
 def anchor(directory: str, *, once: bool = False) -> None:
-    """Makes the names on the way to a directory durable; with `once`, only the first time that this process asks.
+    """Makes the names on the way to a directory durable; with `once`, only when this process first asks.
 
-    Whoever made them may not have synced them, or was killed before: what is durable inside of a directory would be
-    lost with its name.
+    Whoever made them may not have synced them, or was killed before: what is durable inside of a directory
+    would be lost with its name.
     """
+    if once and _identity(directory) in _anchored:
+        return
     at = os.path.realpath(directory)
     while not os.path.ismount(at):
-        info = os.stat(at)
-        identity = (info.st_dev, info.st_ino)
+        identity = _identity(at)
         if once and identity in _anchored:
             return
         at = os.path.dirname(at)
@@ -76,6 +77,11 @@ def anchor(directory: str, *, once: bool = False) -> None:
 
 
 _anchored: set[tuple[int, int]] = set()
+
+
+def _identity(path: str) -> tuple[int, int]:
+    info = os.stat(path)
+    return info.st_dev, info.st_ino
 
 
 def remove_tree(path: str) -> None:

@@ -82,7 +82,7 @@ def _read_trial(path: str | os.PathLike[str]) -> Backend:
 
 
 def choose_backend(directory: str | os.PathLike[str], forced: str | None = None) -> Backend:
-    """The backend for files in `directory`: forced by argument, by ``HOLDFAST_BACKEND``, or the best that works."""
+    """The backend for files in `directory`: the forced one (or ``HOLDFAST_BACKEND``), else the best there."""
     forced = _forced(forced)
     if forced is None:
         return capabilities(directory).best
@@ -96,7 +96,8 @@ def choose_backend(directory: str | os.PathLike[str], forced: str | None = None)
         )
     if forced == "uring" and not able.uring:
         raise EngineUnavailable(
-            f"backend 'uring' is not available ({able.uring_reason}); use 'threads', or leave the choice to Holdfast"
+            f"backend 'uring' is not available ({able.uring_reason}); "
+            "use 'threads', or leave the choice to Holdfast"
         )
     return forced
 

@@ -1,7 +1,7 @@
 """Jobs: writing and reading one file at a time through the native core.
 
-`write` starts a job that fills a whole file from pieces of memory; `read` fills memory from pieces of a file and
-verifies them. What the pieces mean is the caller's business.
+`write` starts a job that fills a whole file from pieces of memory; `read` fills memory from pieces of a file
+and verifies them. What the pieces mean is the caller's business.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tuning:
     """How the engine works. The defaults suit NVMe drives; `window * depth` is all the memory a job takes."""
 
     backend: Backend | None = None
-    window_nbytes: int = 4 << 20
+    window_nbytes: int = 8 << 20
     depth: int = 8
     small_nbytes: int = 1 << 20
 
@@ -154,9 +154,10 @@ def write(
     recycle: bool = False,
     background: bool = True,
 ) -> WriteJob:
-    """Starts writing `pieces` (sorted by offset; gaps become zeros) as the whole content of the file, after `header`.
+    """Starts writing a whole file: `header`, then `pieces` (sorted by offset; gaps become zeros).
 
-    Without a backend in `tuning` the page cache is used, as it is for small files in any case. With `recycle` an existing file is overwritten in place. ``background=False`` does the work before returning.
+    Without a backend in `tuning` the page cache is used, as it is for small files in any case. With `recycle`
+    an existing file is overwritten in place. ``background=False`` does the work before returning.
     """
     columns = _columns([piece.offset for piece in pieces], [piece.source for piece in pieces])
     native = _native.write(
@@ -189,7 +190,7 @@ def read(
     verify: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> list[Damage]:
-    """Reads `pieces` (sorted by offset) and returns the chunks that fail verification, none being the rule."""
+    """Reads `pieces` (sorted by offset) and returns the chunks that fail verification: none, as a rule."""
     columns = _columns([piece.offset for piece in pieces], [piece.destination for piece in pieces])
     native = _native.read(
         path,

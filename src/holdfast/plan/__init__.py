@@ -1,6 +1,7 @@
 """plan: which bytes go where in which shard, and which bytes of a shard a reader needs.
 
-Pure arithmetic on descriptions; nothing here reads or writes. Single-process for now: one shard on one volume.
+Pure arithmetic on descriptions; nothing here reads or writes. Single-process for now: one shard on one
+volume.
 """
 
 from __future__ import annotations

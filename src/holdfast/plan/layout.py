@@ -1,9 +1,10 @@
 """The layout of one shard: where each leaf lies in the file.
 
-A tensor's address is not ours to choose, but its place in the file is. Large leaves get a file offset congruent to
-their address modulo the alignment of direct I/O, so that all but their ragged ends goes from their own memory to
-the device without a copy; the gap this may need is an entry of zeros, since safetensors allows no holes. Small leaves
-lie packed together before them, widest elements first, so that each is aligned to its element without gaps.
+A tensor's address is not ours to choose, but its place in the file is. Large leaves get a file offset
+congruent to their address modulo the alignment of direct I/O, so that all but their ragged ends goes from
+their own memory to the device without a copy; the gap this may need is an entry of zeros, since safetensors
+allows no holes. Small leaves lie packed together before them, widest elements first, so that each is aligned
+to its element without gaps.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _element_alignment(leaf: LeafSource) -> int:
 
 
 def _gap(leaf: LeafSource, at: int) -> int:
-    # Data starts at a multiple of the alignment, so offsets from there and from the file's start are congruent.
+    # Data starts at a multiple of the alignment: offsets from there and from the file's start are congruent.
     if isinstance(leaf.source, Memory):
         return int((leaf.source.address - at) % ALIGNMENT)
     return -at % _LINE

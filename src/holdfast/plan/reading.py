@@ -1,6 +1,7 @@
 """Which bytes of a leaf a request needs.
 
-A request is a range along the first dimensions; checksums are per chunk, so what is read is rounded out to chunks.
+A request is a range along the first dimensions; checksums are per chunk, so what is read is rounded out to
+chunks.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def rows_to_read(
 ) -> Iterator[tuple[tuple[int, ...], ByteRange]]:
     """Cuts a box of a C-order array into byte ranges, each with the index prefix of the rows it holds.
 
-    Yields ``(prefix, bytes)``: the bytes cover ``array[prefix][box[k].start:box[k].stop]`` in full rows, ``k`` being
-    the prefix's length. It goes into a dimension only where its rows are larger than `coarse_nbytes`, since
-    reading a little too much is cheaper than many small reads.
+    Yields ``(prefix, bytes)``: the bytes cover ``array[prefix][box[k].start:box[k].stop]`` in full rows,
+    ``k`` being the prefix's length. It goes into a dimension only where its rows are larger than
+    `coarse_nbytes`, since reading a little too much is cheaper than many small reads.
     """
     yield from _descend((), 0, shape, box, itemsize, coarse_nbytes)
 

@@ -1,7 +1,7 @@
 """store: checkpoints on disk. The commit protocol, runs, recovery, retention, recycling, verification.
 
-`commit` is how a checkpoint becomes durable, `run` what a run's directory holds and who may change it, `checkpoint`
-an open checkpoint, `verification` the full check, `api` the calls that users know.
+`commit` is how a checkpoint becomes durable, `run` what a run's directory holds and who may change it,
+`checkpoint` an open checkpoint, `verification` the full check, `api` the calls that users know.
 """
 
 from __future__ import annotations

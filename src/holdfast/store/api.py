@@ -23,16 +23,16 @@ _SHARD = re.compile(r"r[0-9]{5}\.v[0-9]+\.safetensors")
 class Options:
     """How to write. The defaults are right unless `holdfast doctor` says otherwise.
 
-    `backend` forces one of ``uring``, ``threads``, ``buffered``; `memory_nbytes` bounds the staging memory of a
-    save; files up to `small_nbytes` go through the page cache, where latency counts more than throughput.
+    `backend` forces one of ``uring``, ``threads``, ``buffered``; `memory_nbytes` bounds the staging memory of
+    a save; files up to `small_nbytes` go through the page cache, where latency counts more than throughput.
     """
 
     backend: Backend | None = None
-    memory_nbytes: int = 32 << 20
+    memory_nbytes: int = 64 << 20
     small_nbytes: int = 1 << 20
 
     def tuning(self) -> Tuning:
-        window = 4 << 20
+        window = 8 << 20
         depth = max(2, min(64, self.memory_nbytes // window))
         if self.memory_nbytes < 2 * window:
             window = max(64 << 10, self.memory_nbytes // 2 // 4096 * 4096)
@@ -50,9 +50,9 @@ def save(
 ) -> CheckpointInfo:
     """Write one checkpoint directory at `path`; when this returns it survives a power cut.
 
-    `state` is any nesting of dicts, lists and tuples with torch tensors, numpy arrays, plain values, and objects
-    that have ``state_dict``/``load_state_dict`` (modules, optimizers, schedulers). ``overwrite=True`` replaces the
-    checkpoint that is there, at once and whole, but never anything else.
+    `state` is any nesting of dicts, lists and tuples with torch tensors, numpy arrays, plain values, and
+    objects that have ``state_dict``/``load_state_dict`` (modules, optimizers, schedulers). ``overwrite=True``
+    replaces the checkpoint that is there, at once and whole, but never anything else.
 
     >>> import holdfast, numpy, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -80,14 +80,15 @@ def load(
 ) -> Any:
     """Read a checkpoint (of a run: the newest) back, bit for bit.
 
-    Without `into` the tree comes back in fresh memory: torch tensors for what was saved from torch, numpy arrays
-    otherwise, or all of one kind with ``framework="torch" | "numpy"``. `select`, a glob or several, takes only the
-    leaves that match; with `into`, all else in the target stays as it is.
+    Without `into` the tree comes back in fresh memory: torch tensors for what was saved from torch, numpy
+    arrays otherwise, or all of one kind with ``framework="torch" | "numpy"``. `select`, a glob or several,
+    takes only the leaves that match; with `into`, all else in the target stays as it is.
 
-    With `into` the state is restored in place, straight from the device into the memory of its tensors; modules,
-    optimizers and other objects get their ``load_state_dict``. Leaves that are missing, extra or of another shape are
-    a `StateMismatch` before anything is touched; ``strict=False`` restores what fits and warns about the rest. Should
-    the checkpoint turn out damaged while it is read, `CorruptCheckpoint` is raised and part of `into` is overwritten.
+    With `into` the state is restored in place, straight from the device into the memory of its tensors;
+    modules, optimizers and other objects get their ``load_state_dict``. Leaves that are missing, extra or of
+    another shape are a `StateMismatch` before anything is touched; ``strict=False`` restores what fits and
+    warns about the rest. Should the checkpoint turn out damaged while it is read, `CorruptCheckpoint` is
+    raised and part of `into` is overwritten.
     """
     with Checkpoint(resolve(path)) as checkpoint:
         return checkpoint.load(into, select=select, framework=framework, verify=verify, strict=strict)

@@ -29,6 +29,10 @@ from holdfast.store.run import RETIRED, list_steps, step_name
 from holdfast.store.shards import ShardReader, Wanted
 
 
+_MAX_REPLACED = 100
+"""Times that a checkpoint is opened in vain because another took its place meanwhile."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeafInfo:
     """A leaf as stored. `alias_of`: the leaf it shares its bytes with."""
@@ -45,14 +49,7 @@ class Checkpoint:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._hold = Hold(path)
-        try:
-            self.root: Root = _read_root(self._hold.directory, os.path.join(path, MANIFEST))
-            _refuse_unknown_layout(self.root, path)
-            self._hold.pin(file.name for file in self.root.part.files)
-        except BaseException:
-            self._hold.close()
-            raise
+        self._hold, self.root = _open(path)
         self._leaves: dict[str, Leaf] = {leaf.name: leaf for leaf in self.root.part.leaves}
         self._aliases: dict[str, str] = {alias.name: alias.of for alias in self.root.part.aliases}
         self.shards = ShardReader(self.root.part, self._hold)
@@ -121,7 +118,8 @@ class Checkpoint:
         return self._read_fresh(chosen, framework, verify=verify, progress=progress)
 
     def select(self, patterns: str | Iterable[str]) -> list[str]:
-        """Names of the leaves that match. A pattern that matches nothing is an error: it is a typing mistake."""
+        """Names of the leaves that match. A pattern that matches nothing is an error: it is a typing
+        mistake."""
         patterns = [patterns] if isinstance(patterns, str) else list(patterns)
         chosen: dict[str, None] = {}
         for pattern in patterns:
@@ -255,10 +253,31 @@ def _read_root(directory: str, where: str) -> Root:
     return decode_root(data, where)
 
 
+def _open(path: str) -> tuple[Hold, Root]:
+    """Holds a checkpoint and reads its manifest. One that is replaced at this very moment is opened anew."""
+    for _ in range(_MAX_REPLACED):
+        hold = Hold(path)
+        try:
+            root = _read_root(hold.directory, os.path.join(path, MANIFEST))
+            _refuse_unknown_layout(root, path)
+            if hold.pin(file.name for file in root.part.files) or hold.current:
+                return hold, root
+        except IncompleteCheckpoint:
+            if hold.current:
+                hold.close()
+                raise
+        except BaseException:
+            hold.close()
+            raise
+        hold.close()
+    raise CheckpointNotFound(f"{path} is being replaced all the time")
+
+
 def _refuse_unknown_layout(root: Root, path: str) -> None:
     if root.world != 1 or root.parts or any(len(leaf.fragments) != 1 for leaf in root.part.leaves):
         raise UnsupportedCheckpoint(
-            f"{path} was written by several processes, which this version of Holdfast cannot read; upgrade Holdfast"
+            f"{path} was written by several processes, which this version of Holdfast cannot read; "
+            "upgrade Holdfast"
         )
 
 

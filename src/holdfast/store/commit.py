@@ -2,20 +2,20 @@
 
 For a checkpoint that shall appear at ``D`` in directory ``P``, one process:
 
-1. Make ``D.partial`` in ``P``, or rename a retired checkpoint to it to write over its files. Nobody reads a name
-   that ends in ``.partial``, so nothing before step 5 can be taken for a checkpoint.
+1. Make ``D.partial`` in ``P``, or rename a retired checkpoint to it to write over its files. Nobody reads a
+   name that ends in ``.partial``, so nothing before step 5 can be taken for a checkpoint.
 2. Write the shard. Its bytes come from the caller's memory; checksums are computed on the way.
 3. Write the manifest, which holds the checksums.
-4. Sync the shard, the manifest, and the directory ``D.partial``: all that the checkpoint consists of is durable.
-5. Rename ``D.partial`` to ``D``. **This is the commit.** (Replacing an old checkpoint: exchange the two names.)
+4. Sync the shard, the manifest, and the directory ``D.partial``: all there is to the checkpoint is durable.
+5. Rename ``D.partial`` to ``D``. **This is the commit.** (Replacing an old one: exchange the two names.)
 6. Sync ``P``. Now, and only now, the save is reported durable.
 
-A crash before the rename reached the disk leaves ``D.partial``, which the next writer sweeps away; after it, a whole
-checkpoint. The rename cannot reach the disk before what step 4 synced. ``D.partial`` itself needs no sync of ``P``:
-nobody relies on it until step 6 syncs the same directory.
+A crash before the rename reached the disk leaves ``D.partial``, which the next writer sweeps away; after it,
+a whole checkpoint. The rename cannot reach the disk before what step 4 synced. ``D.partial`` itself needs no
+sync of ``P``: nobody relies on it until step 6 syncs the same directory.
 
-A sync that fails is final: the kernel may have dropped the dirty pages, and a second sync would lie. The save fails,
-what it left is removed, and what was there before has not been touched.
+A sync that fails is final: the kernel may have dropped the dirty pages, and a second sync would lie. The save
+fails, what it left is removed, and what was there before has not been touched.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class CheckpointInfo:
 class _Partial:
     """``D.partial`` while it is ours. `recycle`: it holds files to write over.
 
-    Not `settled`: ``D`` and ``D.partial`` have changed names, and which has which on the disk is not certain. Then
-    neither may be removed: it could be the checkpoint that is to be replaced.
+    Not `settled`: ``D`` and ``D.partial`` have changed names, and which has which on the disk is not certain.
+    Then neither may be removed: it could be the checkpoint that is to be replaced.
     """
 
     recycle: bool
@@ -71,7 +71,7 @@ class _Partial:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One checkpoint to be committed. `spare`: a retired checkpoint of which the files may be written over."""
+    """One checkpoint to be committed. `spare`: a retired one whose files may be written over."""
 
     target: str
     step: int
@@ -89,7 +89,7 @@ class Commit:
         return os.path.dirname(self.target)
 
     def run(self, state: object) -> CheckpointInfo:
-        """Save `state`; returns when it is durable. Otherwise raises `SaveFailed` and leaves nothing behind."""
+        """Save `state`; returns when it is durable. Else raises `SaveFailed` and leaves nothing behind."""
         began = time.perf_counter()
         check_step(self.step)
         flat = flatten(state)
@@ -167,7 +167,7 @@ class Commit:
         """Removes what a failed or crashed save left. A live one may be at work there: the lock tells."""
         leftover = self._lock_partial()
         try:
-            # It may be the checkpoint that such a save has replaced: its names must be durable before its files go.
+            # It may be what such a save has replaced: its names must be durable before its files go.
             fs.sync_dir(self.parent)
             fs.remove_tree(self.partial)
         finally:
@@ -195,7 +195,7 @@ class Commit:
         try:
             job.wait()
         except BaseException:
-            job.abandon()  # an interrupt must not leave the engine reading memory that the caller goes on to change
+            job.abandon()  # the engine must not go on reading memory that the caller goes on to change
             raise
         root = self._describe(flat, plan, job.checksums())
         encoded = encode_root(root)
@@ -231,7 +231,7 @@ class Commit:
         )
 
     def _publish(self, partial: _Partial) -> None:
-        """Steps 5 and 6. A failed sync takes the name back: a checkpoint that has failed must not be found."""
+        """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found."""
         replaces = self.overwrite and os.path.lexists(self.target)
         move = fs.exchange if replaces else fs.rename
         partial.settled = False
@@ -260,7 +260,7 @@ def check_step(step: int) -> None:
 
 
 def try_lock_directory(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
-    """Holds a directory until the returned descriptor is given to `unlock_directory`; None when somebody else does.
+    """Holds a directory until the descriptor is given to `unlock_directory`; None when somebody else does.
 
     Writers hold a checkpoint's directory exclusively while they write into it, readers share it.
     """
@@ -268,6 +268,8 @@ def try_lock_directory(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
+            if kind == fcntl.LOCK_EX:
+                _exclusive.add(descriptor)
             return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass  # held, or renamed or removed by its holder just now: not ours either way
@@ -279,6 +281,19 @@ def try_lock_directory(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
 
 
 def unlock_directory(descriptor: int) -> None:
-    """Said aloud: closing alone would leave the lock to a child that was forked meanwhile, for as long as it lives."""
+    """Said aloud: closing alone would leave the lock to a child forked meanwhile, for as long as it lives."""
+    _exclusive.discard(descriptor)
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
+
+
+_exclusive: set[int] = set()
+
+
+def _leave_locks_to_the_parent() -> None:
+    """In a forked child: were the parent killed while it writes, the child would hold its directories."""
+    while _exclusive:
+        os.close(_exclusive.pop())
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_the_parent)

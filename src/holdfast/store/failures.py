@@ -77,7 +77,7 @@ def reading(path: str) -> Iterator[None]:
 
 
 def require_regular(path: str, shown: str) -> os.stat_result:
-    """What `stat` says of a plain file. Anything else in its place (a pipe would block for ever) is damage."""
+    """What `stat` says of a plain file. Anything else in its place (a pipe would block) is damage."""
     info = os.stat(path)
     if not stat.S_ISREG(info.st_mode):
         raise CorruptCheckpoint("this is not a regular file", path=shown)

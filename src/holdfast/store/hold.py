@@ -1,8 +1,7 @@
-"""A reader's hold on a checkpoint: nobody writes over it, and a rename or removal takes nothing away from it."""
+"""A reader's hold on a checkpoint: nobody writes over it, and renaming or removing it takes nothing away."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import time
@@ -33,12 +32,29 @@ class Hold:
             raise ValueError(f"the checkpoint {self.path} has been closed")
         return f"/proc/self/fd/{self._descriptor}"
 
-    def pin(self, names: Iterable[str]) -> None:
-        """Keeps these files within reach even when they are removed: replacing a checkpoint does that."""
+    @property
+    def current(self) -> bool:
+        """Whether the path still leads here: nothing has been replaced, retired or removed so far."""
+        if self._descriptor is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def pin(self, names: Iterable[str]) -> bool:
+        """Keeps these files within reach even when they are removed: replacing a checkpoint does that.
+
+        Returns whether all of them were there. What is missing is for the reader to find out, who knows what it was
+        needed for.
+        """
+        complete = True
         for name in names:
-            # What is missing is for the reader to find out, who knows what it was needed for.
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 self._files[name] = os.open(f"{self.directory}/{name}", os.O_PATH | os.O_CLOEXEC)
+            except FileNotFoundError:
+                complete = False
+        return complete
 
     def file(self, name: str) -> str:
         """The path to open a file by."""

@@ -1,8 +1,9 @@
 """One writer per run: the lock that a dead process cannot keep.
 
-A POSIX record lock on ``.lock`` in the run's directory. The kernel drops it when its process ends, however that
-happens, and does not hand it to forked children, so data-loader workers that outlive their parent do not hold it.
-The file says who the holder is. Such locks do not exclude two writers in the same process; a table here does.
+A POSIX record lock on ``.lock`` in the run's directory. The kernel drops it when its process ends, however
+that happens, and does not hand it to forked children, so data-loader workers that outlive their parent do not
+hold it. The file says who the holder is. Such locks do not exclude two writers in the same process; a table
+here does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from types import TracebackType
 from holdfast.errors import RunLocked
 
 LOCK_FILE = ".lock"
-# (device, inode) of every run this process holds, with the process that took it: a forked child starts with none.
+# (device, inode) of every run this process holds, and the process that took it: a forked child has none.
 _held: dict[tuple[int, int], int] = {}
 
 
@@ -29,7 +30,7 @@ class RunLock:
         path = os.path.join(run, LOCK_FILE)
         info = os.stat(run)
         self._key = (info.st_dev, info.st_ino)
-        # Opening and closing the file elsewhere in this process would drop the kernel's lock: look here first.
+        # Opening and closing the file again in this process would drop the kernel's lock: look here first.
         if _held.get(self._key) == os.getpid():
             raise RunLocked(
                 f"run {run} is open for writing in this process already; close that Checkpointer first"
@@ -43,7 +44,7 @@ class RunLock:
             raise RunLocked(f"run {run} is being written by {holder}; one writer per run") from error
         _held[self._key] = os.getpid()
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        # On a full disk the lock holds all the same, only without a name; and a restore must still be possible.
+        # On a full disk the lock holds all the same, only nameless; and a restore must still be possible.
         with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps(me).encode(), 0)

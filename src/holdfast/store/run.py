@@ -1,8 +1,8 @@
 """A run: a directory holding the checkpoints of one training. Listing, recovery, retention, recycling.
 
-Names in a run: ``step-000000000120`` is a checkpoint, ``….partial`` a save that did not finish, ``….retired`` a
-checkpoint that retention has given up and whose files the next save may write over. Only the process that holds the
-run's lock changes anything here.
+Names in a run: ``step-000000000120`` is a checkpoint, ``….partial`` a save that did not finish, ``….retired``
+a checkpoint that retention has given up and whose files the next save may write over. Only the process that
+holds the run's lock changes anything here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from holdfast.store.lock import RunLock
 
 RETIRED = ".retired"
 SPARE_NOW_NBYTES = 4 << 20
-"""A retired checkpoint of this size is worth a sync of its own to become a spare at once; a smaller one waits for
-the next save's, since that sync would cost it more than the files it saves."""
+"""A retired checkpoint of this size is worth a sync of its own to become a spare at once; a smaller one waits
+for the next save's, since that sync would cost it more than the files it saves."""
 _STEP = re.compile(r"step-([0-9]{12})")
 
 
@@ -80,10 +80,10 @@ class WritableRun:
         return info
 
     def retire(self, steps: list[int]) -> None:
-        """Takes checkpoints out of the run. One of them becomes a spare, whose files a later save writes over.
+        """Takes checkpoints out of the run. One becomes a spare, whose files a later save writes over.
 
-        Its new name must be durable before that: were the rename lost in a crash after the files were written over,
-        the run would show a checkpoint with another one's bytes.
+        Its new name must be durable before that: were the rename lost in a crash after the files were written
+        over, the run would show a checkpoint with another one's bytes.
         """
         with saving(self.path):
             retired = []
@@ -99,7 +99,7 @@ class WritableRun:
                 self._unsynced += retired
 
     def _make_way(self, retired: str) -> None:
-        """Removes a namesake that somebody has been reading since it was retired: what readers opened, they keep."""
+        """Removes a namesake that somebody has been reading since: what readers opened, they keep."""
         if os.path.lexists(retired):
             if retired == self._spare:
                 self._spare = None
@@ -115,7 +115,7 @@ class WritableRun:
                 self._remove(path)
 
     def _remove_stuck(self) -> None:
-        """Tries again to remove what a reader held when its turn came: a long training must not fill the disk with it."""
+        """Tries again what a reader prevented when its turn came: a long training must not collect it."""
         for path in self._leftovers():
             if path.endswith(RETIRED) and path != self._spare:
                 self._remove(path)
@@ -123,8 +123,8 @@ class WritableRun:
     def _sweep(self) -> None:
         leftovers = list(self._leftovers())
         if leftovers:
-            # Whoever left them may have been killed between a rename and its sync. Were the names lost in a power cut
-            # now, and the removals not, a checkpoint that is to stay would be without its files.
+            # Whoever left them may have been killed between a rename and its sync. Were the names lost in a
+            # power cut now, and the removals not, a checkpoint that is to stay would be without its files.
             fs.sync_dir(self.path)
         for path in leftovers:
             self._remove(path)
@@ -137,7 +137,7 @@ class WritableRun:
 
     @staticmethod
     def _remove(path: str) -> None:
-        """Removes a directory nobody needs. One that somebody reads, or that resists, is left for the next sweep."""
+        """Removes a directory nobody needs. One that is read, or that resists, is left for the next time."""
         with contextlib.suppress(OSError):
             lock = try_lock_directory(path)
             if lock is not None:

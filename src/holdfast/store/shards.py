@@ -51,7 +51,7 @@ class ShardReader:
         whole: bool,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Reads leaves; raises `CorruptCheckpoint` naming file and leaf. `whole`: header and padding are checked too."""
+        """Reads leaves; `CorruptCheckpoint` names file and leaf. `whole`: checks header and padding, too."""
         for problem in self.problems(wanted, verify=verify, whole=whole, progress=progress):
             kind = IncompleteCheckpoint if problem.reason == MISSING else CorruptCheckpoint
             raise kind(problem.reason, path=problem.file, leaf=problem.leaf)

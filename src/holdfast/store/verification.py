@@ -19,7 +19,7 @@ from holdfast.store.shards import Problem, Wanted
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found. `strangers` are files that do not belong to the checkpoint: harmless, but not ours."""
+    """What `verify` found. `strangers` are files that do not belong there: harmless, but not ours."""
 
     path: str
     step: int | None

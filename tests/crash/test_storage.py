@@ -1,0 +1,340 @@
+"""Storage that refuses: full, read-only, another's, not there. The error says what to do; nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.engine import faults
+from holdfast.store import list_steps, step_name
+
+from .children import NotPermitted, Pipe, become_nobody, forked, make_read_only, mount_small, run_forked
+from .recovery import leftovers
+from .states import blank_state, identify, load_identity, make_state
+
+WIDE = 50_000
+STATE_NBYTES = 4 * WIDE
+DISK_NBYTES = 1 << 20
+KEEP_ALL = holdfast.Keep(last=1000)
+WAYS = {"small": holdfast.Options(), "windows": holdfast.Options(small_nbytes=0)}
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that other users can reach, unlike pytest's own."""
+    made = Path(tempfile.mkdtemp(prefix="holdfast-test-"))
+    made.chmod(0o755)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made)
+
+
+def on_small_disk(where: Path, work: Callable[[Pipe], None]) -> list[object]:
+    """Runs `work` in a child for which `where` is a file system of `DISK_NBYTES`."""
+
+    def mounted(pipe: Pipe) -> None:
+        try:
+            mount_small(where, DISK_NBYTES)
+        except NotPermitted as error:
+            pipe.send(f"not permitted: {error}")
+            return
+        work(pipe)
+
+    said = run_forked(mounted)
+    if said and str(said[0]).startswith("not permitted"):
+        pytest.skip(f"{said[0]}; the injected twin of this test runs instead")
+    return said
+
+
+def fill_run(run: Path, options: holdfast.Options) -> tuple[holdfast.Checkpointer, holdfast.StorageFull, int]:
+    """Saves until there is no room. Also returns the error, and the bytes that were free before that save."""
+    checkpointer = holdfast.Checkpointer(run, None, keep=KEEP_ALL, options=options)
+    for step in range(1, 100):
+        checkpointer.state = make_state(step, 0, WIDE)
+        free = free_nbytes(run)
+        try:
+            checkpointer.save(step)
+        except holdfast.StorageFull as error:
+            return checkpointer, error, free
+    raise AssertionError("a disk without end")
+
+
+def fill_up(path: Path) -> None:
+    """Takes all the room there is."""
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+def free_nbytes(where: Path) -> int:
+    info = os.statvfs(where)
+    return info.f_bavail * info.f_frsize
+
+
+def check_still_good(run: Path, checkpointer: holdfast.Checkpointer, failed: int) -> None:
+    assert list_steps(str(run)) == list(range(1, failed))
+    for step in range(1, failed):
+        assert load_identity(str(run / step_name(step))) == (step, 0)
+    assert leftovers(run) == []
+    checkpointer.state = target = blank_state(WIDE)
+    assert checkpointer.restore() == failed - 1
+    assert identify(target) == (failed - 1, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_full_disk_keeps_what_is_there_and_gets_its_space_back(ram: Path, way: str) -> None:
+    def work(pipe: Pipe) -> None:
+        run = ram / "run"
+        checkpointer, error, free = fill_run(run, WAYS[way])
+        failed = list_steps(str(run))[-1] + 1
+        assert failed > 3
+        assert step_name(failed) in str(error)
+        assert "earlier checkpoints are untouched" in str(error)
+        assert "Free space or keep fewer checkpoints" in str(error)
+        check_still_good(run, checkpointer, failed)
+        assert free_nbytes(run) == free  # all that the failed save took is back
+        shutil.rmtree(run / step_name(1))
+        checkpointer.state = make_state(failed, 1, WIDE)
+        checkpointer.save(failed)
+        assert load_identity(str(run)) == (failed, 1)
+        pipe.send("good")
+
+    assert on_small_disk(ram, work) == ["good"]
+
+
+def test_a_full_disk_can_be_restored_from(ram: Path) -> None:
+    """Not a single byte free, as after a crash that the logs have caused: recovery needs none."""
+
+    def work(pipe: Pipe) -> None:
+        run = ram / "run"
+        checkpointer, _, _ = fill_run(run, WAYS["small"])
+        failed = list_steps(str(run))[-1]
+        checkpointer.close()
+        (run / step_name(failed)).rename(run / f"{step_name(failed)}.partial")  # as if its save had crashed
+        (run / ".lock").unlink()
+        fill_up(ram / "filler")
+        assert free_nbytes(run) == 0
+        target = blank_state(WIDE)
+        with holdfast.Checkpointer(run, target, keep=KEEP_ALL) as checkpointer:
+            check_still_good(run, checkpointer, failed)
+        (ram / "filler").unlink()
+        with holdfast.Checkpointer(
+            run, make_state(failed, 1, WIDE), keep=holdfast.Keep(last=2)
+        ) as checkpointer:
+            checkpointer.save(failed)
+        assert list_steps(str(run)) == [failed - 1, failed]
+        assert load_identity(str(run)) == (failed, 1)
+        pipe.send("good")
+
+    assert on_small_disk(ram, work) == ["good"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT"])
+@pytest.mark.parametrize("call", ["fallocate", "write"])
+def test_a_device_that_says_it_is_full(ram: Path, way: str, code: str, call: str) -> None:
+    """The twin of the real full disk, for where nothing can be mounted; also for quotas."""
+    if (way, call) == ("small", "fallocate"):
+        call = "open"  # small files are not preallocated; a new one needs room for its inode all the same
+    run = ram / "run"
+    with holdfast.Checkpointer(run, None, keep=KEEP_ALL, options=WAYS[way]) as checkpointer:
+        for step in (1, 2):
+            checkpointer.state = make_state(step, 0, WIDE)
+            checkpointer.save(step)
+        checkpointer.state = make_state(3, 0, WIDE)
+        with faults.injected(f"{call}:1:{code}+"), pytest.raises(holdfast.StorageFull, match="Free space"):
+            checkpointer.save(3)
+        check_still_good(run, checkpointer, 3)
+        checkpointer.state = make_state(3, 1, WIDE)
+        checkpointer.save(3)
+    assert load_identity(str(run)) == (3, 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_limit_on_file_sizes_fails_the_save_and_nothing_else(ram: Path, way: str) -> None:
+    """``ulimit -f``, as batch systems set it. A real failure of the kernel's, which anybody can have."""
+
+    def work(pipe: Pipe) -> None:
+        run = ram / "run"
+        checkpointer = holdfast.Checkpointer(run, make_state(1, 0, 100), keep=KEEP_ALL, options=WAYS[way])
+        checkpointer.save(1)
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (STATE_NBYTES // 2, hard))
+        checkpointer.state = make_state(2, 0, WIDE)
+        with pytest.raises(holdfast.SaveFailed, match="File too large") as caught:
+            checkpointer.save(2)
+        assert "earlier checkpoints are untouched" in str(caught.value)
+        assert leftovers(run) == []
+        assert list_steps(str(run)) == [1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        checkpointer.save(2)
+        assert load_identity(str(run)) == (2, 0)
+        pipe.send("good")
+
+    assert run_forked(work) == ["good"]
+
+
+# --- permissions ----------------------------------------------------------------------------------
+
+
+def as_nobody(work: Callable[[Pipe], None], warm: Path) -> list[object]:
+    """Runs `work` as a user who owns nothing. Modules are imported before: maybe only root can read them."""
+
+    def child(pipe: Pipe) -> None:
+        warm_up(warm)
+        become_nobody()
+        work(pipe)
+
+    return run_forked(child)
+
+
+def warm_up(warm: Path) -> None:
+    """Every module that saving, loading and failing need."""
+    with holdfast.Checkpointer(warm / "run", make_state(1)) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.restore()
+    with faults.injected("mkdir:1:EACCES"), pytest.raises(holdfast.StorageDenied):
+        holdfast.save(warm / "denied", make_state(1))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_unwritable_directory_says_whom_to_give_it_to(place: Path, tmp_path: Path, way: str) -> None:
+    holdfast.save(place / "old", make_state(1))
+    place.chmod(0o555)
+
+    def work(pipe: Pipe) -> None:
+        with pytest.raises(holdfast.StorageDenied) as caught:
+            holdfast.save(place / "new", make_state(2), options=WAYS[way])
+        assert isinstance(caught.value, PermissionError)
+        with pytest.raises(holdfast.StorageDenied) as for_run:
+            holdfast.Checkpointer(place / "run", make_state(2), options=WAYS[way])
+        assert identify(holdfast.load(place / "old")) == (1, 0)
+        assert sorted(os.listdir(place)) == ["old"]
+        pipe.send(str(caught.value))
+        pipe.send(str(for_run.value))
+
+    user = 65534 if os.getuid() == 0 else os.getuid()
+    messages = as_nobody(work, tmp_path)
+    assert len(messages) == 2
+    for message in messages:
+        assert str(place) in str(message)
+        assert f"make it writable for user {user} (chown or chmod), or choose another directory" in str(
+            message
+        )
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to somebody else")
+def test_a_run_of_another_owner_says_whom_to_give_it_to(place: Path, tmp_path: Path) -> None:
+    """Made by root in a container, continued by a user outside."""
+    run = place / "run"
+    with holdfast.Checkpointer(run, make_state(1)) as checkpointer:
+        checkpointer.save(1)
+
+    def work(pipe: Pipe) -> None:
+        with pytest.raises(holdfast.StorageDenied) as caught:
+            holdfast.Checkpointer(run, make_state(2))
+        pipe.send(str(caught.value))
+        assert identify(holdfast.load(run)) == (1, 0)
+
+    (message,) = as_nobody(work, tmp_path)
+    assert "make it writable for user 65534 (chown or chmod)" in str(message)
+    assert list_steps(str(run)) == [1]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to somebody else")
+def test_a_checkpoint_that_may_not_be_read_is_an_error_that_names_it(place: Path, tmp_path: Path) -> None:
+    holdfast.save(place / "old", make_state(1))
+    (place / "old" / "r00000.v0.safetensors").chmod(0o600)
+
+    def work(pipe: Pipe) -> None:
+        with pytest.raises(holdfast.ReadFailed, match="Permission denied") as caught:
+            holdfast.load(place / "old")
+        pipe.send(str(caught.value))
+
+    (message,) = as_nobody(work, tmp_path)
+    assert str(place / "old" / "r00000.v0.safetensors") in str(message)
+
+
+def test_a_read_only_file_system_is_named_as_such_and_can_be_read(ram: Path) -> None:
+    def work(pipe: Pipe) -> None:
+        holdfast.save(ram / "old", make_state(1))
+        with holdfast.Checkpointer(ram / "run", make_state(1)) as checkpointer:
+            checkpointer.save(1)
+        make_read_only(ram)
+        for options in WAYS.values():
+            with pytest.raises(holdfast.StorageDenied, match="mounted read-only: choose another directory"):
+                holdfast.save(ram / "new", make_state(2), options=options)
+        with pytest.raises(holdfast.StorageDenied, match="mounted read-only"):
+            holdfast.Checkpointer(ram / "run", make_state(2))
+        assert identify(holdfast.load(ram / "old")) == (1, 0)
+        assert identify(holdfast.load(ram / "run")) == (1, 0)
+        assert holdfast.verify(ram / "old").intact
+        pipe.send("good")
+
+    assert on_small_disk(ram, work) == ["good"]
+
+
+def test_a_device_that_turns_read_only_is_named_as_such(ram: Path) -> None:
+    """The twin of the above, injected; ext4 does this after an error."""
+    holdfast.save(ram / "old", make_state(1))
+    with faults.injected("mkdir:1:EROFS"), pytest.raises(holdfast.StorageDenied, match="mounted read-only"):
+        holdfast.save(ram / "new", make_state(2))
+    assert identify(holdfast.load(ram / "old")) == (1, 0)
+
+
+# --- nothing there --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_missing_directory_says_to_create_it(ram: Path, way: str) -> None:
+    with pytest.raises(holdfast.StorageMissing) as caught:
+        holdfast.save(ram / "not" / "there" / "new", make_state(1), options=WAYS[way])
+    assert isinstance(caught.value, FileNotFoundError)
+    assert f"the directory {ram / 'not' / 'there'} does not exist; create it" in str(caught.value)
+    assert "mounted" in str(caught.value)
+    assert os.listdir(ram) == []
+
+
+def test_a_run_makes_its_own_directories(ram: Path) -> None:
+    with holdfast.Checkpointer(ram / "not" / "there" / "run", make_state(1)) as checkpointer:
+        checkpointer.save(1)
+    assert load_identity(str(ram / "not" / "there" / "run")) == (1, 0)
+
+
+def test_a_file_in_the_way_is_an_error_and_stays(ram: Path) -> None:
+    (ram / "file").write_text("mine")
+    for save in (
+        lambda: holdfast.save(ram / "file" / "new", make_state(1)),
+        lambda: holdfast.Checkpointer(ram / "file", make_state(1)),
+        lambda: holdfast.Checkpointer(ram / "file" / "run", make_state(1)),
+        lambda: holdfast.save(ram / "file", make_state(1)),
+    ):
+        with pytest.raises(holdfast.HoldfastError) as caught:
+            save()
+        assert str(ram / "file") in str(caught.value)
+    assert (ram / "file").read_text() == "mine"
+
+
+def test_a_run_that_vanishes_under_its_writer_fails_the_save(ram: Path) -> None:
+    """A volume that was unmounted, a directory that somebody removed."""
+    with holdfast.Checkpointer(ram / "run", make_state(1)) as checkpointer:
+        checkpointer.save(1)
+        shutil.rmtree(ram / "run")
+        with pytest.raises(holdfast.StorageMissing, match="check that its volume is mounted"):
+            checkpointer.save(2)
+
+
+def test_a_child_that_hangs_is_noticed() -> None:
+    """Of these tests themselves: no wait is without an end."""
+    with forked(lambda pipe: signal.pause()) as child, pytest.raises(TimeoutError):
+        child.wait(0.1)

@@ -1,0 +1,33 @@
+"""The examples in the documentation of the code run, and print what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import holdfast
+
+SOURCE = Path(holdfast.__file__).parent
+MODULES = sorted(
+    ".".join(("holdfast", *file.relative_to(SOURCE).with_suffix("").parts))
+    for file in SOURCE.rglob("*.py")
+    if file.name != "__init__.py" and ">>>" in file.read_text("utf-8")
+)
+
+
+def test_the_documented_calls_have_examples() -> None:
+    assert {"holdfast.store.api", "holdfast.checkpointer.checkpointer", "holdfast.checkpointer.keep"} <= set(
+        MODULES
+    )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_do_what_they_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = doctest.testmod(importlib.import_module(name), verbose=False)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,69 @@
+"""`import holdfast` is cheap and brings nothing along that was not asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+HEAVY = ["torch", "numpy", "jax", "tensorflow", "sklearn", "ml_dtypes", "safetensors", "matplotlib"]
+SELDOM = [*HEAVY, "msgspec", "typer", "rich", "holdfast._native", "holdfast.store", "holdfast.engine"]
+
+
+def loaded_after(script: str, names: list[str]) -> list[str]:
+    code = (
+        f"{textwrap.dedent(script)}\nimport sys\nprint(*[name for name in {names!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    assert loaded_after("import holdfast", SELDOM) == []
+
+
+def test_errors_can_be_caught_without_importing_anything() -> None:
+    script = """
+        import holdfast
+        try:
+            pass
+        except holdfast.HoldfastError:
+            pass
+    """
+    assert loaded_after(script, SELDOM) == []
+
+
+@pytest.mark.parametrize(
+    "module", ["engine", "format", "state", "plan", "store", "checkpointer", "study", "cli"]
+)
+def test_no_floor_imports_a_framework(module: str) -> None:
+    frameworks = [name for name in HEAVY if name != "numpy"]
+    assert loaded_after(f"import holdfast.{module}", frameworks) == []
+
+
+def test_every_module_can_be_imported_without_a_framework() -> None:
+    script = """
+        import importlib, pkgutil, sys
+        REFUSED = ("torch", "jax", "tensorflow", "sklearn", "ml_dtypes", "safetensors", "matplotlib")
+        class Refuse:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in REFUSED:
+                    raise ImportError(f"{name} was imported")
+        sys.meta_path.insert(0, Refuse())
+        import holdfast
+        for module in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    """
+    assert loaded_after(script, ["torch"]) == []
+
+
+def test_no_floor_imports_one_above_it() -> None:
+    """Import contracts check the source; this checks what happens."""
+    floors = ["engine", "format", "state", "plan", "store", "checkpointer"]
+    for number, floor in enumerate(floors):
+        above = [f"holdfast.{name}" for name in floors[number + 1 :]]
+        assert loaded_after(f"import holdfast.{floor}", above) == [], floor

@@ -1,0 +1,104 @@
+"""The names users may rely on, and what they promise about each other."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import inspect
+
+import pytest
+
+import holdfast
+from holdfast import errors
+
+CALLS = {"load", "open", "save", "verify"}
+TYPES = {"Checkpoint", "CheckpointInfo", "Checkpointer", "Keep", "LeafInfo", "Options"}
+
+# Every error, and the builtin that a caller who knows nothing of Holdfast would catch.
+ERRORS = {
+    "HoldfastError": Exception,
+    "CorruptCheckpoint": ValueError,
+    "IncompleteCheckpoint": FileNotFoundError,
+    "CheckpointNotFound": FileNotFoundError,
+    "CheckpointExists": FileExistsError,
+    "UnsupportedCheckpoint": NotImplementedError,
+    "StateMismatch": ValueError,
+    "UnsupportedState": TypeError,
+    "RunLocked": BlockingIOError,
+    "SaveFailed": OSError,
+    "StorageFull": OSError,
+    "StorageDenied": PermissionError,
+    "StorageMissing": FileNotFoundError,
+    "ReadFailed": OSError,
+    "EngineTimeout": TimeoutError,
+    "EngineUnavailable": RuntimeError,
+}
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert set(holdfast.__all__) == CALLS | TYPES | set(ERRORS)
+    assert len(holdfast.__all__) == len(set(holdfast.__all__))
+    assert set(holdfast.__all__) <= set(dir(holdfast))
+
+
+@pytest.mark.parametrize("name", sorted(CALLS | TYPES | set(ERRORS)))
+def test_every_public_name_resolves_and_is_documented(name: str) -> None:
+    found = getattr(holdfast, name)
+    assert found.__name__ == name
+    assert inspect.getdoc(found)
+    assert getattr(importlib.import_module(found.__module__), name) is found
+    assert getattr(holdfast, name) is found  # the second time, without the detour
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'sav'"):
+        _ = holdfast.sav
+    with pytest.raises(ImportError):
+        exec("from holdfast import sav")
+
+
+def test_star_import_works_and_brings_what_all_says() -> None:
+    namespace: dict[str, object] = {}
+    exec("from holdfast import *", namespace)
+    assert set(holdfast.__all__) <= set(namespace)
+
+
+def test_every_error_there_is_is_public() -> None:
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    assert defined == set(ERRORS)
+
+
+@pytest.mark.parametrize(("name", "builtin"), ERRORS.items())
+def test_every_error_is_ours_and_a_builtin_one(name: str, builtin: type[Exception]) -> None:
+    error = getattr(holdfast, name)
+    assert issubclass(error, holdfast.HoldfastError)
+    assert issubclass(error, builtin)
+    if name != "HoldfastError":
+        assert any(base.__name__ in vars(builtins) and base is not Exception for base in error.__mro__)
+        # Its documentation says more than its name: what happened, and what to do about it.
+        assert len(inspect.getdoc(error) or "") > 60
+
+
+@pytest.mark.parametrize("name", sorted(set(ERRORS) - {"CorruptCheckpoint", "IncompleteCheckpoint"}))
+def test_every_error_carries_its_message(name: str) -> None:
+    assert "what happened" in str(getattr(holdfast, name)("what happened"))
+
+
+def test_corruption_names_file_and_leaf() -> None:
+    error = holdfast.CorruptCheckpoint("a bit is wrong", path="/run/x", leaf="model.w")
+    assert (error.reason, error.path, error.leaf) == ("a bit is wrong", "/run/x", "model.w")
+    assert str(error) == "corrupt checkpoint in /run/x, leaf 'model.w': a bit is wrong"
+    assert isinstance(holdfast.IncompleteCheckpoint("missing"), holdfast.CorruptCheckpoint)
+
+
+def test_the_signatures_of_the_calls() -> None:
+    """Keyword-only from the second argument on, so that they can grow."""
+    assert str(inspect.signature(holdfast.open)) == "(path: 'str | os.PathLike[str]') -> 'Checkpoint'"
+    for call, positional in ((holdfast.save, ["path", "state"]), (holdfast.load, ["path", "into"])):
+        parameters = inspect.signature(call).parameters.values()
+        assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
+    assert holdfast.__version__
