@@ -1,4 +1,4 @@
-"""Holdfast keeps training state safe: durable after every step, at the speed of the disk, restorable anywhere.
+"""Training state kept safe: durable after every step, at the speed of the disk, restorable anywhere.
 
     import holdfast
 
@@ -10,8 +10,9 @@
         train_one_step()
         ckpt.save(step + 1)
 
-Floors, each using only those below: `cli` and `study`; `checkpointer` (the training loop); `store` (commit protocol,
-runs); `plan` (which bytes go where); `state` (trees and arrays); `format` (files); `engine` (the device, in C++).
+Floors, each using only those below: `cli` and `study`; `checkpointer` (the training loop); `store` (commit
+protocol, runs); `plan` (which bytes go where); `state` (trees and arrays); `format` (files); `engine` (the device,
+in C++).
 
 Names are imported when first used, so that ``import holdfast`` costs nothing.
 """

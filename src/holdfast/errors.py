@@ -101,7 +101,7 @@ class StorageFull(SaveFailed):
 
 
 class StorageDenied(SaveFailed, PermissionError):
-    """The directory cannot be written by this user (read-only, wrong owner). The message says what to change."""
+    """This user cannot write there (read-only, wrong owner). The message says what to change."""
 
 
 class StorageMissing(SaveFailed, FileNotFoundError):
@@ -109,7 +109,7 @@ class StorageMissing(SaveFailed, FileNotFoundError):
 
 
 class ReadFailed(HoldfastError, OSError):
-    """The device or filesystem returned an error while reading. The bytes may still be intact: see the cause."""
+    """The device or filesystem failed while reading. The bytes may still be intact: see the cause."""
 
     # OSError would print its errno and filename, which callers may want, instead of the message.
     def __str__(self) -> str:

@@ -2,8 +2,8 @@
 
 The engine's seam records every operation that changes the file system (`holdfast.engine.faults.traced`).
 Replayed into a `Disk`, at any point between two operations `Disk.crashes` gives the directory trees that a
-machine could find when it comes up again. The method is that of ALICE (Pillai et al., OSDI 2014); the rules are
-those of POSIX, not of one file system.
+machine could find when it comes up again. The method is that of ALICE (Pillai et al., OSDI 2014); the rules
+are those of POSIX, not of one file system.
 
 Objects and names
     Files and directories are objects. A name is an entry in a directory object and points to an object, so

@@ -1,4 +1,4 @@
-"""States that say who they are: from the bytes alone one can tell which save they come from, and if all do."""
+"""States that say who they are: the bytes alone tell which save they come from, and whether all do."""
 
 from __future__ import annotations
 

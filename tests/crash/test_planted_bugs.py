@@ -197,5 +197,5 @@ def test_without_a_planted_bug_nothing_is_caught(tmp_path: Path, ram: Path) -> N
     (tmp_path / "run").mkdir()
     (tmp_path / "path").mkdir()
     budget = Budget(names=64, torn=2)
-    Survey(ram, RunRecovery(), budget)(sequences.steady(tmp_path / "run", holdfast.Options()))
+    Survey(ram, RunRecovery(), budget)(sequences.steady(tmp_path / "run", holdfast.Options(), saves=3))
     Survey(ram, PathRecovery(), budget)(sequences.replaced_path(tmp_path / "path", holdfast.Options()))

@@ -72,7 +72,7 @@ def asked(
     return made, targets
 
 
-@settings(shared_folder, max_examples=700)
+@settings(shared_folder, max_examples=100)
 @given(
     pieces=st.lists(specs(*ALL), max_size=8),
     chosen=st.lists(st.booleans(), min_size=8, max_size=8),
@@ -109,7 +109,7 @@ def test_any_subset_of_pieces_arrives_exactly(
     path.unlink()
 
 
-@settings(shared_folder, max_examples=500)
+@settings(shared_folder, max_examples=70)
 @given(
     pieces=st.lists(specs(*ALL), min_size=1, max_size=6).filter(
         lambda found: any(s.nbytes >= 16 for s in found)

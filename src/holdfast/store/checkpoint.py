@@ -28,7 +28,6 @@ from holdfast.store.lazy import LazyLeaf
 from holdfast.store.run import RETIRED, list_steps, step_name
 from holdfast.store.shards import ShardReader, Wanted
 
-
 _MAX_REPLACED = 100
 """Times that a checkpoint is opened in vain because another took its place meanwhile."""
 

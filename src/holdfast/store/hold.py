@@ -45,8 +45,8 @@ class Hold:
     def pin(self, names: Iterable[str]) -> bool:
         """Keeps these files within reach even when they are removed: replacing a checkpoint does that.
 
-        Returns whether all of them were there. What is missing is for the reader to find out, who knows what it was
-        needed for.
+        Returns whether all of them were there. What is missing is for the reader to find out, who knows what
+        it was needed for.
         """
         complete = True
         for name in names:

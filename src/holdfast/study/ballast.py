@@ -1,9 +1,9 @@
 """Memory that is held between measurements and let go just before each.
 
-A virtual machine whose host takes back unused memory pays for its return page by page, up to seconds per GiB.
-That is a cost of that host, not of the system being measured, and it would fall on whoever comes first after a
-pause. What is let go here is at hand for the next few moments, for everybody alike; on other machines it makes no
-difference.
+A virtual machine whose host takes back unused memory pays for its return page by page, up to seconds per
+GiB. That is a cost of that host, not of the system being measured, and it would fall on whoever comes first
+after a pause. What is let go here is at hand for the next few moments, for everybody alike; on other machines
+it makes no difference.
 """
 
 from __future__ import annotations

@@ -1,0 +1,364 @@
+#include <fcntl.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind.hpp"
+#include "job.hpp"
+#include "memory.hpp"
+#include "sync.hpp"
+#include "transfer.hpp"
+
+namespace holdfast {
+
+using namespace nb::literals;
+
+namespace {
+
+using Numbers = std::vector<uint64_t>;
+using StridedTuple = std::tuple<uintptr_t, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
+
+// Device memory: the engine's thread borrows the interpreter for one window.
+Callback python_callback(nb::object function, bool writable) {
+  // Copies and the last release happen under the GIL: plans are built and destroyed by Python calls.
+  return [function, writable](char* window, uint64_t nbytes, uint64_t offset) {
+    nb::gil_scoped_acquire gil;
+    nb::object view = nb::steal(
+        PyMemoryView_FromMemory(window, static_cast<Py_ssize_t>(nbytes), writable ? PyBUF_WRITE : PyBUF_READ));
+    if (!view.is_valid()) throw nb::python_error();
+    try {
+      function(view, offset);
+    } catch (nb::python_error&) {
+      // The traceback keeps the view, but the window behind it goes with the job.
+      if (!nb::steal(PyObject_CallMethod(view.ptr(), "release", nullptr)).is_valid()) PyErr_Clear();
+      throw;
+    }
+    view.attr("release")();
+  };
+}
+
+Plan make_plan(const Numbers& offsets, const Numbers& nbytes, const std::vector<uint8_t>& places,
+               const Numbers& addresses, const std::vector<StridedTuple>& strided, nb::list callbacks,
+               bool writing) {
+  const size_t count = offsets.size();
+  if (nbytes.size() != count || places.size() != count || addresses.size() != count) {
+    throw std::invalid_argument("piece columns differ in length");
+  }
+  Plan plan;
+  plan.pieces.reserve(count);
+  for (const auto& [address, itemsize, shape, strides] : strided) {
+    plan.strided.emplace_back(address, itemsize, shape, strides);
+  }
+  for (nb::handle function : callbacks) plan.callbacks.push_back(python_callback(nb::borrow(function), writing));
+  size_t next_strided = 0, next_callback = 0;
+  uint64_t end = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (places[i] > static_cast<uint8_t>(Place::zero)) throw std::invalid_argument("unknown place");
+    Piece piece{offsets[i], nbytes[i], static_cast<Place>(places[i]), addresses[i], 0};
+    if (piece.offset < end || piece.nbytes > UINT64_MAX - piece.offset) {
+      throw std::invalid_argument("pieces overlap or are out of order");
+    }
+    if (piece.place == Place::strided) piece.index = next_strided++;
+    if (piece.place == Place::callback) piece.index = next_callback++;
+    end = piece.end();
+    plan.pieces.push_back(piece);
+  }
+  if (next_strided != plan.strided.size() || next_callback != plan.callbacks.size()) {
+    throw std::invalid_argument("places and descriptions do not match");
+  }
+  return plan;
+}
+
+Tuning make_tuning(const std::string& backend, uint64_t window, unsigned depth, uint64_t chunk, uint64_t small) {
+  Tuning tuning;
+  if (backend == "uring") {
+    tuning.backend = Backend::uring;
+  } else if (backend == "threads") {
+    tuning.backend = Backend::threads;
+  } else if (backend == "buffered") {
+    tuning.backend = Backend::buffered;
+  } else {
+    throw std::invalid_argument("unknown backend " + backend);
+  }
+  if (window == 0 || window % tuning.alignment != 0 || depth == 0 || depth > 256 || chunk == 0) {
+    throw std::invalid_argument("bad engine tuning");
+  }
+  tuning.window = window;
+  tuning.depth = depth;
+  tuning.chunk = chunk;
+  tuning.small = small;
+  return tuning;
+}
+
+void append_hex(std::string& out, uint64_t value) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  for (int shift = 60; shift >= 0; shift -= 4) out.push_back(kDigits[(value >> shift) & 15]);
+}
+
+uint64_t parse_hex(const char* text) {
+  uint64_t value = 0;
+  for (int i = 0; i < 16; ++i) {
+    const char c = text[i];
+    const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+    if (digit < 0) throw std::invalid_argument("checksum is not hexadecimal");
+    value = value << 4 | static_cast<uint64_t>(digit);
+  }
+  return value;
+}
+
+std::vector<uint64_t> parse_expected(const Plan& plan, nb::list expected, uint64_t chunk) {
+  std::vector<uint64_t> out;
+  if (expected.size() == 0) return out;
+  if (expected.size() != plan.pieces.size()) throw std::invalid_argument("checksums and pieces differ in number");
+  for (size_t i = 0; i < plan.pieces.size(); ++i) {
+    const char* text = nb::cast<const char*>(expected[i]);
+    // Padding has no checksum: it must be zero. Its places in the list are filled up.
+    const uint64_t count = chunk_count(plan.pieces[i].nbytes, chunk);
+    if (plan.pieces[i].place == Place::zero) {
+      out.resize(out.size() + count);
+      continue;
+    }
+    if (std::strlen(text) != count * 16) throw std::invalid_argument("a piece has the wrong number of checksums");
+    for (uint64_t c = 0; c < count; ++c) out.push_back(parse_hex(text + c * 16));
+  }
+  return out;
+}
+
+// Waits without the GIL, in slices, so that Ctrl-C is heard.
+template <typename Result>
+bool wait(Job<Result>& job, std::optional<double> timeout) {
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  for (;;) {
+    double slice = 0.1;
+    if (timeout) slice = std::min(slice, *timeout - std::chrono::duration<double>(Clock::now() - start).count());
+    bool done = false;
+    {
+      nb::gil_scoped_release release;
+      done = job.wait_for(std::chrono::duration<double>(std::max(slice, 0.0)));
+    }
+    if (done) return true;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (timeout && slice <= 0) return false;
+  }
+}
+
+template <typename Result>
+class PyJob {
+ public:
+  PyJob(Plan plan, std::function<Result(const Plan&, Control&)> work, bool background) : plan_(std::move(plan)) {
+    nb::gil_scoped_release release;
+    job_ =
+        std::make_unique<Job<Result>>([this, work](Control& control) { return work(plan_, control); }, background);
+  }
+  ~PyJob() {
+    // The thread may be waiting for the GIL in a callback.
+    nb::gil_scoped_release release;
+    job_.reset();
+  }
+  PyJob(const PyJob&) = delete;
+  PyJob& operator=(const PyJob&) = delete;
+  Job<Result>& job() { return *job_; }
+  Result& result() {
+    if (!job_->done()) throw std::logic_error("the job is still running");
+    plan_.callbacks.clear();  // nobody calls them any more, and what they hold may hold this job
+    try {
+      return job_->result();
+    } catch (const nb::python_error&) {
+      // A callback's exception is handed over once: kept here, its traceback would keep this job alive for good.
+      job_->replace_error(
+          std::make_exception_ptr(std::runtime_error("the job failed; its error was raised already")));
+      throw;
+    }
+  }
+
+ protected:
+  Plan plan_;
+  std::unique_ptr<Job<Result>> job_;
+};
+
+class WriteJob : public PyJob<Written> {
+ public:
+  // `header` is the plan's first piece when it is not empty; its bytes are kept here.
+  WriteJob(Plan plan, nb::bytes header, std::function<Written(const Plan&, Control&)> work, bool background)
+      : PyJob(std::move(plan), std::move(work), background), header_(std::move(header)) {}
+  // One string per piece after the header: its chunks' checksums, 16 digits each.
+  nb::list checksums(uint64_t chunk) {
+    const Written& written = result();
+    const auto header = static_cast<uint64_t>(header_.size());
+    nb::list out;
+    size_t at = chunk_count(header, chunk);
+    std::string text;
+    for (size_t i = header > 0 ? 1 : 0; i < plan_.pieces.size(); ++i) {
+      text.clear();
+      const uint64_t count = chunk_count(plan_.pieces[i].nbytes, chunk);
+      for (uint64_t c = 0; c < count; ++c) append_hex(text, written.hashes[at++]);
+      out.append(nb::str(text.data(), text.size()));
+    }
+    return out;
+  }
+  sys::File take() { return std::move(result().file); }
+
+ private:
+  nb::bytes header_;
+};
+
+class ReadJob : public PyJob<Read> {
+ public:
+  using PyJob::PyJob;
+};
+
+std::tuple<uint64_t, uint64_t, uint64_t> stats_tuple(const Stats& stats) {
+  return {stats.direct_nbytes, stats.staged_nbytes, stats.transfers};
+}
+
+// A small file written whole; the caller syncs it together with others.
+class PendingFile {
+ public:
+  PendingFile(const std::string& path, nb::handle data, bool recycle) {
+    const View view(data);
+    Piece piece;
+    piece.nbytes = static_cast<uint64_t>(view.buffer.len);
+    piece.address = reinterpret_cast<uintptr_t>(view.buffer.buf);
+    Plan plan;
+    plan.pieces.push_back(piece);
+    Tuning tuning;
+    tuning.small = UINT64_MAX;
+    tuning.chunk = UINT64_MAX / 2;
+    Control control;
+    nb::gil_scoped_release release;
+    file_ = write_file(path, piece.nbytes, recycle, plan, tuning, control).file;
+  }
+  sys::File take() { return std::move(file_); }
+
+ private:
+  sys::File file_;
+};
+
+}  // namespace
+
+void bind_jobs(nb::module_& m) {
+  nb::class_<WriteJob>(m, "WriteJob")
+      .def(
+          "wait", [](WriteJob& self, std::optional<double> timeout) { return wait(self.job(), timeout); },
+          "timeout"_a = nb::none())
+      .def("done", [](WriteJob& self) { return self.job().done(); })
+      .def("progress", [](WriteJob& self) { return self.job().progress(); })
+      .def("cancel", [](WriteJob& self) { self.job().cancel(); })
+      .def("check", [](WriteJob& self) { self.result(); })
+      .def("stats", [](WriteJob& self) { return stats_tuple(self.result().stats); })
+      .def("checksums", &WriteJob::checksums);
+
+  nb::class_<ReadJob>(m, "ReadJob")
+      .def(
+          "wait", [](ReadJob& self, std::optional<double> timeout) { return wait(self.job(), timeout); },
+          "timeout"_a = nb::none())
+      .def("done", [](ReadJob& self) { return self.job().done(); })
+      .def("progress", [](ReadJob& self) { return self.job().progress(); })
+      .def("cancel", [](ReadJob& self) { self.job().cancel(); })
+      .def("stats", [](ReadJob& self) { return stats_tuple(self.result().stats); })
+      .def("damage", [](ReadJob& self) {
+        std::vector<std::pair<size_t, uint64_t>> out;
+        for (const Damage& damage : self.result().damage) out.emplace_back(damage.piece, damage.chunk);
+        return out;
+      });
+
+  m.def(
+      "write",
+      [](nb::handle path, uint64_t nbytes, bool recycle, nb::bytes header, const Numbers& offsets,
+         const Numbers& lengths, const std::vector<uint8_t>& places, const Numbers& addresses,
+         const std::vector<StridedTuple>& strided, nb::list callbacks, const std::string& backend, uint64_t window,
+         unsigned depth, uint64_t chunk, uint64_t small, bool background) {
+        Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, true);
+        if (header.size() > 0) {
+          if (!plan.pieces.empty() && plan.pieces.front().offset < header.size()) {
+            throw std::invalid_argument("pieces reach into the header");
+          }
+          Piece piece;
+          piece.nbytes = header.size();
+          piece.address = reinterpret_cast<uintptr_t>(header.c_str());
+          plan.pieces.insert(plan.pieces.begin(), piece);
+        }
+        if (!plan.pieces.empty() && plan.pieces.back().end() > nbytes) {
+          throw std::invalid_argument("pieces reach past the end of the file");
+        }
+        const Tuning tuning = make_tuning(backend, window, depth, chunk, small);
+        if (nbytes > small && nbytes % tuning.effective_alignment() != 0) {
+          throw std::invalid_argument("direct I/O wants a file size that is a multiple of the alignment");
+        }
+        auto work = [path = fs_path(path), nbytes, recycle, tuning](const Plan& p, Control& control) {
+          return write_file(path, nbytes, recycle, p, tuning, control);
+        };
+        return new WriteJob(std::move(plan), std::move(header), std::move(work), background);  // Python owns it
+      },
+      "path"_a, "nbytes"_a, "recycle"_a, "header"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a,
+      "strided"_a, "callbacks"_a, "backend"_a, "window"_a, "depth"_a, "chunk"_a, "small"_a, "background"_a);
+
+  m.def(
+      "read",
+      [](nb::handle path, const Numbers& offsets, const Numbers& lengths, const std::vector<uint8_t>& places,
+         const Numbers& addresses, const std::vector<StridedTuple>& strided, nb::list callbacks, nb::list expected,
+         const std::string& backend, uint64_t window, unsigned depth, uint64_t chunk, uint64_t small,
+         bool background) {
+        Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, false);
+        const Tuning tuning = make_tuning(backend, window, depth, chunk, small);
+        auto work = [path = fs_path(path), hashes = parse_expected(plan, expected, chunk), tuning](
+                        const Plan& p, Control& control) { return read_file(path, p, hashes, tuning, control); };
+        return new ReadJob(std::move(plan), std::move(work), background);
+      },
+      "path"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a, "expected"_a,
+      "backend"_a, "window"_a, "depth"_a, "chunk"_a, "small"_a, "background"_a);
+
+  const auto raw = [](auto function) {
+    return
+        [function](nb::handle path, uint64_t nbytes, const std::string& backend, uint64_t window, unsigned depth) {
+          const Tuning tuning = make_tuning(backend, window, depth, 1, 0);
+          const std::string where = fs_path(path);
+          nb::gil_scoped_release release;
+          return function(where, nbytes, tuning);
+        };
+  };
+  m.def("raw_write", raw(raw_write), "path"_a, "nbytes"_a, "backend"_a, "window"_a, "depth"_a);
+  m.def("raw_read", raw(raw_read), "path"_a, "nbytes"_a, "backend"_a, "window"_a, "depth"_a);
+
+  nb::class_<PendingFile>(m, "PendingFile")
+      .def(
+          "__init__",
+          [](PendingFile* self, nb::handle path, nb::handle data, bool recycle) {
+            new (self) PendingFile(fs_path(path), data, recycle);
+          },
+          "path"_a, "data"_a, "recycle"_a);
+  // Files are closed whatever the outcome: after a failed sync there is nothing left to ask them.
+  m.def(
+      "sync",
+      [](nb::list written, std::optional<nb::object> directory) {
+        std::vector<Syncing> items;
+        for (nb::handle item : written) {
+          items.push_back({nb::isinstance<WriteJob>(item) ? nb::cast<WriteJob&>(item).take()
+                                                          : nb::cast<PendingFile&>(item).take(),
+                           false});
+          if (!items.back().file.is_open()) throw std::logic_error("this file has been synced already");
+        }
+        if (directory) items.push_back({sys::open(fs_path(*directory), O_RDONLY | O_DIRECTORY), true});
+        nb::gil_scoped_release release;
+        sync_together(std::move(items));
+      },
+      "written"_a, "directory"_a = nb::none());
+
+  // Bytes at an address congruent to `residue` modulo 4096, as a numpy array that owns them.
+  m.def(
+      "fresh_memory",
+      [](size_t nbytes, size_t residue) {
+        auto memory = std::make_unique<FreshMemory>(nbytes + residue % 4096);
+        auto* data = reinterpret_cast<uint8_t*>(memory->data() + residue % 4096);
+        nb::capsule owner(memory.release(),
+                          [](void* pointer) noexcept { delete static_cast<FreshMemory*>(pointer); });
+        return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {nbytes}, owner);
+      },
+      "nbytes"_a, "residue"_a);
+}
+
+}  // namespace holdfast
