@@ -11,8 +11,8 @@
         ckpt.save(step + 1)
 
 Floors, each using only those below: `cli` and `study`; `checkpointer` (the training loop); `store` (commit
-protocol, runs); `plan` (which bytes go where); `state` (trees and arrays); `format` (files); `engine` (the device,
-in C++).
+protocol, runs); `plan` (which bytes go where); `state` (trees and arrays); `format` (files); `engine` (the
+device, in C++).
 
 Names are imported when first used, so that ``import holdfast`` costs nothing.
 """

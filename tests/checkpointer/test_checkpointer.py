@@ -119,9 +119,9 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("step", [-1, 10**12])
-def test_a_step_that_no_name_can_hold_is_refused(tmp_path: Path, step: int) -> None:
-    with Checkpointer(tmp_path, blank()) as checkpointer:
+@pytest.mark.parametrize("step", [-1, 10**12, 2.5, True, "7"])
+def test_a_step_that_no_name_can_hold_is_refused_and_never_skipped(tmp_path: Path, step: Any) -> None:
+    with Checkpointer(tmp_path, blank(), every=3) as checkpointer:
         with pytest.raises(ValueError, match="step"):
             checkpointer.save(step)
         assert checkpointer.steps == []

@@ -18,7 +18,7 @@ def kept(*steps: int, **metrics: float) -> list[Kept]:
     return [Kept(step, float(step), metrics) for step in steps]
 
 
-losses = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-3, 3).map(float)
+losses = st.sampled_from([1.0, 2.0, 3.0, math.nan, math.inf, -math.inf]) | st.floats()
 histories = st.lists(
     st.tuples(
         st.integers(0, 200), st.floats(0, 1e6), st.dictionaries(st.sampled_from(["loss", "acc"]), losses)
@@ -65,6 +65,15 @@ def test_each_rule_by_itself() -> None:
     assert Keep(last=1, best=("loss", "max", 1)).chosen(scored) == {5}
     assert Keep(last=1, best=("accuracy", "max", 3)).chosen(scored) == {5}  # a metric nobody reported
     assert Keep().chosen([]) == set()
+
+
+@pytest.mark.parametrize("direction", ["min", "max"])
+def test_a_loss_that_is_not_a_number_is_never_the_best(direction: Any) -> None:
+    history = [
+        Kept(step, 0.0, {"loss": loss}) for step, loss in enumerate([math.nan, 2.0, math.nan, 2.5, 2.2])
+    ]
+    best = {"min": 1, "max": 3}[direction]
+    assert Keep(last=1, best=("loss", direction, 1)).chosen(history) == {best, 4}
 
 
 def test_of_equals_the_newer_is_the_better() -> None:

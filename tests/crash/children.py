@@ -87,7 +87,7 @@ class Child:
 
 
 @contextlib.contextmanager
-def forked(work: Callable[[Pipe], None]) -> Iterator[Child]:
+def forked(work: Callable[..., None], *arguments: object) -> Iterator[Child]:
     """Runs `work` in a forked child, which never returns into the test; it is gone when the block ends."""
     pipe = Pipe(*os.pipe())
     pid = os.fork()
@@ -95,7 +95,7 @@ def forked(work: Callable[[Pipe], None]) -> Iterator[Child]:
         code = 1
         try:
             os.close(pipe.reader)
-            work(pipe)
+            work(pipe, *arguments)
             code = 0
         except BaseException:
             traceback.print_exc()

@@ -37,148 +37,16 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from holdfast.engine.faults import Event
 
-SECTOR = 512
-PAGE = 4096
-ZEROS = b"\0"
-GARBAGE = b"\xa5"
+from .objects import Directory, Entries, File, Resize, atoms_of_write, tearing
 
-Entries = dict[str, int]
-"""Name -> number of the object."""
-
-
-# --- pending changes of a file --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Sector:
-    """A part of a write that reaches the disk whole or not at all."""
-
-    offset: int
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Resize:
-    """A change of size. `reserved`: what it adds is known to read as zeros."""
-
-    nbytes: int
-    reserved: bool
-
-
-Atom = Sector | Resize
-
-
-def atoms_of_write(offset: int, data: bytes, size_before: int) -> Iterator[Atom]:
-    if offset + len(data) > size_before:
-        yield Resize(offset + len(data), reserved=False)
-    at = 0
-    while at < len(data):
-        stop = min(len(data), at + SECTOR - (offset + at) % SECTOR)
-        yield Sector(offset + at, data[at:stop])
-        at = stop
-
-
-def render(base: bytes, atoms: Iterable[Atom], fill: bytes = ZEROS) -> bytes:
-    """The content after these changes. `fill` is what an unwritten, unreserved part reads as."""
-    content = bytearray(base)
-    for atom in atoms:
-        if isinstance(atom, Resize):
-            grown = atom.nbytes - len(content)
-            content[atom.nbytes :] = b""
-            content += (ZEROS if atom.reserved else fill) * grown
-        else:
-            content += fill * (atom.offset - len(content))
-            content[atom.offset : atom.offset + len(atom.data)] = atom.data
-    return bytes(content)
-
-
-@dataclass(slots=True)
-class File:
-    durable: bytes = b""
-    pending: list[Atom] = field(default_factory=list)
-    size: int = 0  # as the running system sees it
-
-    def sync(self) -> None:
-        self.durable = self.live()
-        self.pending = []
-
-    def live(self) -> bytes:
-        return render(self.durable, self.pending)
-
-
-# --- pending changes of a directory ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change of entries: names as they were, and as they are then. Applies only to names as they were."""
-
-    before: Mapping[str, int | None]
-    after: Mapping[str, int | None]
-
-    def apply(self, entries: Entries) -> None:
-        if any(entries.get(name) != number for name, number in self.before.items()):
-            return  # builds on a change that has not reached the disk
-        for name, number in self.after.items():
-            if number is None:
-                entries.pop(name, None)
-            else:
-                entries[name] = number
-
-
-@dataclass(slots=True)
-class Directory:
-    durable: Entries = field(default_factory=dict)
-    pending: list[Change] = field(default_factory=list)
-    live: Entries = field(default_factory=dict)
-
-    def change(self, before: Mapping[str, int | None], after: Mapping[str, int | None]) -> None:
-        made = Change(before, after)
-        made.apply(self.live)
-        self.pending.append(made)
-
-    def sync(self) -> None:
-        self.durable = dict(self.live)
-        self.pending = []
-
-    def variants(self, limit: int, rng: random.Random) -> list[Entries]:
-        """Every distinct set of entries that may be found; a sample of `limit` if there are too many."""
-        count = len(self.pending)
-        if count == 0:
-            return [self.durable]
-        masks: Iterable[int]
-        if 2**count <= limit:
-            masks = range(2**count)
-        else:
-            prefixes = [2**length - 1 for length in range(count + 1)]
-            singles = [bits for i in range(count) for bits in (1 << i, (2**count - 1) ^ (1 << i))]
-            masks = [*prefixes, *singles, *(rng.getrandbits(count) for _ in range(limit))][
-                : max(limit, count + 1)
-            ]
-        found: dict[tuple[tuple[str, int], ...], Entries] = {}
-        for mask in masks:
-            entries = dict(self.durable)
-            for i, change in enumerate(self.pending):
-                if mask >> i & 1:
-                    change.apply(entries)
-            found[tuple(sorted(entries.items()))] = entries
-        return list(found.values())
-
-    def mentioned(self) -> set[int]:
-        """Objects that may be found here."""
-        numbers = set(self.durable.values())
-        for change in self.pending:
-            numbers |= {number for number in change.after.values() if number is not None}
-        return numbers
-
-
-# --- the whole disk -------------------------------------------------------------------------------
+_Object = TypeVar("_Object", File, Directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +99,17 @@ class Disk:
     def __init__(self, root: Path, image: Image | None = None) -> None:
         """`image`: what was there, and durable, before the trace."""
         self._root = os.fspath(root)
-        self._nodes: dict[int, File | Directory] = {0: Directory()}
+        self._directories: dict[int, Directory] = {0: Directory()}
+        self._files: dict[int, File] = {}
         self._opened: dict[str, File] = {}
         self._numbers = itertools.count(1)
         for path, content in sorted((image.tree if image else {}).items()):
             parent, name = self._parent(os.path.join(self._root, path))
-            node = Directory() if content is None else File(content, size=len(content))
-            parent.change({name: None}, {name: self._add(node)})
+            if content is None:
+                parent.change({name: None}, {name: self._add(self._directories, Directory())})
+            else:
+                file = File(content, size=len(content))
+                parent.change({name: None}, {name: self._add(self._files, file)})
             parent.sync()
 
     # Replaying.
@@ -247,7 +119,7 @@ class Disk:
             case "open":
                 if event.creates:
                     parent, name = self._parent(event.path)
-                    parent.change({name: None}, {name: self._add(File())})
+                    parent.change({name: None}, {name: self._add(self._files, File())})
                 # Files are written and synced through the descriptor, whatever happens to the name.
                 self._opened[event.path] = self._file(event.path)
             case "write":
@@ -269,7 +141,7 @@ class Disk:
                 self._directory(event.path).sync()
             case "mkdir":
                 parent, name = self._parent(event.path)
-                parent.change({name: None}, {name: self._add(Directory())})
+                parent.change({name: None}, {name: self._add(self._directories, Directory())})
             case "unlink" | "rmdir":
                 parent, name = self._parent(event.path)
                 parent.change({name: parent.live[name]}, {name: None})
@@ -284,112 +156,95 @@ class Disk:
             case _:
                 raise NotImplementedError(event.call)
 
-    def _add(self, node: File | Directory) -> int:
+    def _add(self, to: dict[int, _Object], made: _Object) -> int:
         number = next(self._numbers)
-        self._nodes[number] = node
+        to[number] = made
         return number
-
-    def _lookup(self, path: str) -> File | Directory:
-        relative = os.path.relpath(path, self._root)
-        if relative.startswith(".."):
-            raise ValueError(f"{path} is outside of the modelled directory")
-        node = self._nodes[0]
-        for name in [] if relative == "." else relative.split("/"):
-            assert isinstance(node, Directory)
-            node = self._nodes[node.live[name]]
-        return node
 
     def _parent(self, path: str) -> tuple[Directory, str]:
         return self._directory(os.path.dirname(path)), os.path.basename(path)
 
     def _directory(self, path: str) -> Directory:
-        node = self._lookup(path)
-        assert isinstance(node, Directory)
-        return node
+        relative = os.path.relpath(path, self._root)
+        if relative.startswith(".."):
+            raise ValueError(f"{path} is outside of the modelled directory")
+        found = self._directories[0]
+        for name in [] if relative == "." else relative.split("/"):
+            found = self._directories[found.live[name]]
+        return found
 
     def _file(self, path: str) -> File:
-        node = self._lookup(path)
-        assert isinstance(node, File)
-        return node
+        parent, name = self._parent(path)
+        return self._files[parent.live[name]]
 
     # Crashing.
 
     def live_image(self) -> Image:
         """What the running system sees, and a process finds that is started after another was killed."""
-        names = {n: node.live for n, node in self._nodes.items() if isinstance(node, Directory)}
-        return self._image(names, File.live)
+        return self._image(self._live(), File.live)
 
     def crashes(self, budget: Budget, rng: random.Random) -> Iterator[Image]:
         """Trees that a power cut now may leave. Not all of them differ."""
         for names in self._namespaces(budget.names, rng):
             yield self._image(names, lambda file: file.durable)
             yield self._image(names, File.live)
-            if any(isinstance(self._nodes[n], File) and self._nodes[n].pending for n in self._found(names)):
+            if any(file.pending for file in self._shown(names)):
                 for _ in range(budget.torn):
-                    yield self._image(names, _tearing(rng))
+                    yield self._image(names, tearing(rng))
         if budget.single:
-            yield from self._one_at_a_time()
+            names = self._live()
+            for torn in self._shown(names):
+                for content in torn.losing_one():
+                    yield self._image(names, _replacing(torn, content))
 
-    def _one_at_a_time(self) -> Iterator[Image]:
-        names = {n: node.live for n, node in self._nodes.items() if isinstance(node, Directory)}
-        for number in sorted(self._found(names)):
-            torn = self._nodes[number]
-            if not isinstance(torn, File):
-                continue
-            for i in range(len(torn.pending)):
-                for kept in (
-                    [*torn.pending[:i], *torn.pending[i + 1 :]],
-                    [torn.pending[i]],
-                    torn.pending[:i],
-                ):
-                    content = render(torn.durable, kept)
-                    yield self._image(names, lambda file, c=content, t=torn: c if file is t else file.live())
+    def _live(self) -> dict[int, Entries]:
+        return {number: directory.live for number, directory in self._directories.items()}
 
     def _namespaces(self, limit: int, rng: random.Random) -> Iterator[dict[int, Entries]]:
         """What all directories together may hold: number of the directory -> its entries."""
-        choices = {n: self._nodes[n].variants(limit, rng) for n in self._reachable_directories()}
+        reachable = self._reachable()
+        choices = {number: directory.variants(limit, rng) for number, directory in reachable.items()}
         if math.prod(map(len, choices.values())) <= limit:
             for combination in itertools.product(*choices.values()):
                 yield dict(zip(choices, combination, strict=True))
             return
         # Too many: all lost, all there, each directory's variants with the others as they are, and a sample.
-        durable = {n: self._nodes[n].durable for n in choices}
-        live = {n: self._nodes[n].live for n in choices}
-        yield durable
+        live = {number: directory.live for number, directory in reachable.items()}
+        yield {number: directory.durable for number, directory in reachable.items()}
         yield live
         for number, variants in choices.items():
             for entries in variants:
                 yield {**live, number: entries}
         for _ in range(limit):
-            yield {n: rng.choice(variants) for n, variants in choices.items()}
+            yield {number: rng.choice(variants) for number, variants in choices.items()}
 
-    def _reachable_directories(self) -> list[int]:
+    def _reachable(self) -> dict[int, Directory]:
         """Directories that some crash may show. What was removed for certain is gone with all its changes."""
-        found, ahead = [], [0]
+        found: dict[int, Directory] = {}
+        ahead = [0]
         while ahead:
             number = ahead.pop()
-            node = self._nodes[number]
-            if isinstance(node, Directory) and number not in found:
-                found.append(number)
-                ahead += sorted(node.mentioned())
+            if number in self._directories and number not in found:
+                found[number] = self._directories[number]
+                ahead += sorted(found[number].mentioned())
         return found
 
-    def _found(self, names: Mapping[int, Entries]) -> set[int]:
+    def _shown(self, names: Mapping[int, Entries]) -> list[File]:
+        """The files that can be found under these names."""
         found, ahead = set(), [0]
         while ahead:
             number = ahead.pop()
             found.add(number)
             ahead += names.get(number, {}).values()
-        return found
+        return [self._files[number] for number in sorted(found) if number in self._files]
 
     def _image(self, names: Mapping[int, Entries], content: Callable[[File], bytes]) -> Image:
         tree: dict[str, bytes | None] = {}
 
         def descend(number: int, prefix: str) -> None:
             for name, child in names[number].items():
-                node = self._nodes[child]
-                if isinstance(node, File):
-                    tree[prefix + name] = content(node)
+                if child in self._files:
+                    tree[prefix + name] = content(self._files[child])
                 else:
                     tree[prefix + name] = None
                     descend(child, f"{prefix}{name}/")
@@ -398,26 +253,9 @@ class Disk:
         return Image(tree)
 
 
-def _tearing(rng: random.Random) -> Callable[[File], bytes]:
-    """Loses a random part of what is pending; each call of the result draws anew."""
-
-    def torn(file: File) -> bytes:
-        if not file.pending:
-            return file.durable
-        chance = rng.choice((0.1, 0.5, 0.9))
-        unit = rng.choice((SECTOR, PAGE))
-        fate: dict[int, bool] = {}  # by unit: a page is lost as a whole
-        kept: list[Atom] = []
-        for atom in file.pending:
-            if isinstance(atom, Sector):
-                stays = fate.setdefault(atom.offset // unit, rng.random() < chance)
-            else:
-                stays = rng.random() < chance
-            if stays:
-                kept.append(atom)
-        return render(file.durable, kept, rng.choice((ZEROS, GARBAGE)))
-
-    return torn
+def _replacing(torn: File, content: bytes) -> Callable[[File], bytes]:
+    """Everything as it is, but one file with that content."""
+    return lambda file: content if file is torn else file.live()
 
 
 def clear(where: Path) -> None:

@@ -55,13 +55,13 @@ def scenario(request: pytest.FixtureRequest) -> type[Scenario]:
 
 @pytest.mark.parametrize("code", ["EIO", "ENOSPC"])
 def test_each_call_failing(
-    ram: Path, way: holdfast.Options, scenario: type[Scenario], code: str, record_property: Record
+    fast: Path, way: holdfast.Options, scenario: type[Scenario], code: str, record_property: Record
 ) -> None:
-    calls = count_calls(scenario, ram / "healthy", way)
+    calls = count_calls(scenario, fast / "healthy", way)
     assert calls >= 8
     descriptors = open_descriptors()
     for nth in range(1, calls + 1):
-        place = ram / str(nth)
+        place = fast / str(nth)
         place.mkdir()
         case = scenario(place, way)
         error = act_under(f"any:{nth}:{code}", case)
@@ -80,13 +80,13 @@ def test_each_call_failing(
 
 
 def test_each_write_falling_short(
-    ram: Path, way: holdfast.Options, scenario: type[Scenario], record_property: Record
+    fast: Path, way: holdfast.Options, scenario: type[Scenario], record_property: Record
 ) -> None:
     """A short count is no error: the rest is written, and the save succeeds."""
-    writes = count_calls(scenario, ram / "healthy", way, "write")
+    writes = count_calls(scenario, fast / "healthy", way, "write")
     assert writes >= 2
     for nth in range(1, writes + 1):
-        place = ram / str(nth)
+        place = fast / str(nth)
         place.mkdir()
         case = scenario(place, way)
         assert act_under(f"write:{nth}:short", case) is None
@@ -96,12 +96,12 @@ def test_each_write_falling_short(
 
 
 def test_a_device_that_dies_at_each_call(
-    ram: Path, way: holdfast.Options, scenario: type[Scenario], record_property: Record
+    fast: Path, way: holdfast.Options, scenario: type[Scenario], record_property: Record
 ) -> None:
     """From one call on every one fails, the clean-up's too. When the device is back, so is everything."""
-    calls = count_calls(scenario, ram / "healthy", way)
+    calls = count_calls(scenario, fast / "healthy", way)
     for nth in range(1, calls + 1):
-        place = ram / str(nth)
+        place = fast / str(nth)
         place.mkdir()
         case = scenario(place, way)
         error = act_under(f"any:{nth}:EIO+", case)
@@ -117,11 +117,11 @@ def test_a_device_that_dies_at_each_call(
 @pytest.mark.parametrize("scenario", [Recycling, SameStep], indirect=True)
 @pytest.mark.parametrize("lasting", ["", "+"])
 def test_each_call_failing_where_spares_are_made_at_once(
-    ram: Path, way: holdfast.Options, scenario: type[Scenario], lasting: str, record_property: Record
+    fast: Path, way: holdfast.Options, scenario: type[Scenario], lasting: str, record_property: Record
 ) -> None:
-    calls = count_calls(scenario, ram / "healthy", way)
+    calls = count_calls(scenario, fast / "healthy", way)
     for nth in range(1, calls + 1):
-        place = ram / str(nth)
+        place = fast / str(nth)
         place.mkdir()
         case = scenario(place, way)
         error = act_under(f"any:{nth}:EIO{lasting}", case)
@@ -135,14 +135,14 @@ def test_each_call_failing_where_spares_are_made_at_once(
 
 @pytest.mark.parametrize("scenario", [Replacing, SameStep], indirect=True)
 def test_a_replaced_checkpoint_survives_a_failed_commit_that_cannot_be_undone(
-    ram: Path, way: holdfast.Options, scenario: type[Scenario]
+    fast: Path, way: holdfast.Options, scenario: type[Scenario]
 ) -> None:
     """The sync fails, then the exchange back: which of the two is on the disk nobody knows, so both stay."""
-    case = scenario(ram, way)
+    case = scenario(fast, way)
     assert act_under("sync_dir:2:EIO,exchange:2:EIO", case) is not None
     case.check_readable()
     (partial,) = case.leftovers()
-    found = load_identity_of_leftover(ram, partial)
+    found = load_identity_of_leftover(fast, partial)
     assert found[1] == 0 or found == (1, 0)  # the old one, whole
     case.again()
     case.close()
@@ -160,10 +160,10 @@ def load_identity_of_leftover(root: Path, name: str) -> tuple[int, int]:
 
 
 def test_interrupted_between_commit_and_sync_keeps_what_was_replaced(
-    ram: Path, monkeypatch: pytest.MonkeyPatch
+    fast: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C at the worst moment: the names are exchanged, and not durable."""
-    case = Replacing(ram, holdfast.Options())
+    case = Replacing(fast, holdfast.Options())
     real = fs.exchange
 
     def exchange(a: str, b: str) -> None:
@@ -175,14 +175,14 @@ def test_interrupted_between_commit_and_sync_keeps_what_was_replaced(
         case.act()
     monkeypatch.undo()
     case.check_readable()
-    assert load_identity_of_leftover(ram, "model.partial") == (1, 0)
+    assert load_identity_of_leftover(fast, "model.partial") == (1, 0)
     case.again()
 
 
 @pytest.mark.parametrize("lasting", ["", "+"])
 @pytest.mark.parametrize("code", ["EIO", "ENOSPC"])
 def test_each_call_failing_while_a_run_is_opened(
-    ram: Path, code: str, lasting: str, record_property: Record
+    fast: Path, code: str, lasting: str, record_property: Record
 ) -> None:
     """Opening makes directories and sweeps. Failed, it lets go of the lock, and can be tried again."""
 
@@ -195,13 +195,13 @@ def test_each_call_failing_while_a_run_is_opened(
             shutil.copytree(run / "step-000000000001", run / name)
         return str(run)
 
-    run = prepare(ram / "healthy")
+    run = prepare(fast / "healthy")
     with faults.injected("any:1000000:EIO"):
         holdfast.Checkpointer(run, None).close()
         calls = faults.count_calls()
     assert calls > 6
     for nth in range(1, calls + 1):
-        run = prepare(ram / str(nth))
+        run = prepare(fast / str(nth))
         expected = holdfast.StorageFull if code == "ENOSPC" else holdfast.SaveFailed
         with faults.injected(f"any:{nth}:{code}{lasting}"), contextlib.suppress(expected):
             holdfast.Checkpointer(run, None).close()
@@ -213,12 +213,12 @@ def test_each_call_failing_while_a_run_is_opened(
     record_property("crash-faults", calls)
 
 
-def test_each_call_failing_while_a_new_run_is_made(ram: Path, record_property: Record) -> None:
+def test_each_call_failing_while_a_new_run_is_made(fast: Path, record_property: Record) -> None:
     nth = 0
     failed = True
     while failed:
         nth += 1
-        run = ram / str(nth) / "deep" / "run"
+        run = fast / str(nth) / "deep" / "run"
         failed = False
         with faults.injected(f"any:{nth}:EIO"):
             try:

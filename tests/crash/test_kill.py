@@ -62,7 +62,7 @@ def kill_at_each_call(
         nth += 1
         place = root / str(nth)
         place.mkdir()
-        with forked(lambda pipe, place=place, nth=nth: work(pipe, place, nth)) as child:
+        with forked(work, place, nth) as child:
             ledger = Ledger()
             for mark in child.pipe.drain():
                 ledger.note(mark)
@@ -74,9 +74,11 @@ def kill_at_each_call(
         shutil.rmtree(place)
 
 
-def test_killed_at_each_call_of_a_training(ram: Path, way: holdfast.Options, record_property: Record) -> None:
+def test_killed_at_each_call_of_a_training(
+    fast: Path, way: holdfast.Options, record_property: Record
+) -> None:
     killed, ledger = kill_at_each_call(
-        ram, lambda pipe, place, nth: train(pipe, place, way, f"any:{nth}:kill"), RunRecovery()
+        fast, lambda pipe, place, nth: train(pipe, place, way, f"any:{nth}:kill"), RunRecovery()
     )
     assert killed > 60
     assert ledger.floor == SAVES[-1][0]
@@ -84,20 +86,20 @@ def test_killed_at_each_call_of_a_training(ram: Path, way: holdfast.Options, rec
 
 
 @pytest.mark.usefixtures("spare_now")
-def test_killed_at_each_call_of_a_training_that_recycles_at_once(ram: Path, record_property: Record) -> None:
+def test_killed_at_each_call_of_a_training_that_recycles_at_once(fast: Path, record_property: Record) -> None:
     options = WAYS[USABLE[0]]
     killed, _ = kill_at_each_call(
-        ram, lambda pipe, place, nth: train(pipe, place, options, f"any:{nth}:kill"), RunRecovery()
+        fast, lambda pipe, place, nth: train(pipe, place, options, f"any:{nth}:kill"), RunRecovery()
     )
     assert killed > 60
     record_property("crash-kills", killed)
 
 
 def test_killed_at_each_call_while_a_path_is_replaced(
-    ram: Path, way: holdfast.Options, record_property: Record
+    fast: Path, way: holdfast.Options, record_property: Record
 ) -> None:
     killed, ledger = kill_at_each_call(
-        ram, lambda pipe, place, nth: replace(pipe, place, way, f"any:{nth}:kill"), PathRecovery()
+        fast, lambda pipe, place, nth: replace(pipe, place, way, f"any:{nth}:kill"), PathRecovery()
     )
     assert killed > 25
     assert ledger.durable == {1: 2}
@@ -119,26 +121,27 @@ def test_killed_at_each_transfer_of_a_large_state(
     record_property("crash-kills", killed)
 
 
-def test_killed_while_it_sweeps(ram: Path, record_property: Record) -> None:
+def open_and_close(pipe: Pipe, run: Path, nth: int) -> None:
+    faults.install(faults.Fault("any", nth, "kill"))
+    holdfast.Checkpointer(run, None).close()
+
+
+def test_killed_while_it_sweeps(fast: Path, record_property: Record) -> None:
     """Recovery itself, killed at each call, leaves what the next recovery can use."""
     nth = 0
     code = -signal.SIGKILL
     while code == -signal.SIGKILL:
         nth += 1
-        place = ram / str(nth)
+        place = fast / str(nth)
         place.mkdir()
-        with forked(lambda pipe, place=place: train(pipe, place, holdfast.Options(), "any:40:kill")) as child:
+        with forked(train, place, holdfast.Options(), "any:40:kill") as child:
             ledger = Ledger()
             for mark in child.pipe.drain():
                 ledger.note(mark)
             assert child.wait() == -signal.SIGKILL
 
-        def recover(pipe: Pipe, place: Path = place, nth: int = nth) -> None:
-            faults.install(faults.Fault("any", nth, "kill"))
-            holdfast.Checkpointer(place / "run", None).close()
-
         assert any(name.endswith(".partial") for name in os.listdir(place / "run"))
-        with forked(recover) as child:
+        with forked(open_and_close, place / "run", nth) as child:
             code = child.wait()
         RunRecovery().check(place, ledger, thorough=True)
     assert code == 0

@@ -8,7 +8,8 @@ from pathlib import Path
 from holdfast.engine import faults, fs
 from holdfast.engine.faults import Event
 
-from .power import GARBAGE, Budget, Disk, Image, image_of, render
+from .objects import GARBAGE, render
+from .power import Budget, Disk, Image, image_of
 
 ROOT = Path("/model")
 OLD, NEW = b"o" * 1024, b"n" * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -122,35 +123,31 @@ def test_two_writers_in_one_process_are_refused_too(ram: Path) -> None:
 # --- one writer per path --------------------------------------------------------------------------
 
 
+def save_on_a_word(pipe: Pipe, path: Path, version: int, start: tuple[int, int]) -> None:
+    os.close(start[1])
+    os.read(start[0], 1)  # returns when the parent closes its end
+    try:
+        holdfast.save(path, make_state(1, version), step=1)
+        pipe.send(version)
+    except (holdfast.RunLocked, holdfast.CheckpointExists, holdfast.SaveFailed) as error:
+        pipe.send(type(error).__name__)
+
+
 def test_two_saves_to_one_path_at_once_make_one_whole_checkpoint(ram: Path) -> None:
     """Many times, from four processes that begin on a word: one wins, the others say so, nothing is left."""
     path = ram / "model"
-    for attempt in range(15):
-        start_reader, start_writer = os.pipe()
-
-        def save(pipe: Pipe, version: int, start: tuple[int, int]) -> None:
+    for _ in range(15):
+        start = os.pipe()
+        with contextlib.ExitStack() as stack:
+            children = [
+                stack.enter_context(forked(save_on_a_word, path, version, start)) for version in range(4)
+            ]
+            os.close(start[0])
             os.close(start[1])
-            os.read(start[0], 1)  # returns when the parent closes its end
-            try:
-                holdfast.save(path, make_state(1, version), step=1)
-                pipe.send(version)
-            except (holdfast.RunLocked, holdfast.CheckpointExists, holdfast.SaveFailed) as error:
-                pipe.send(type(error).__name__)
-
-        children = []
-        for version in range(4):
-            context = forked(lambda pipe, v=version, s=(start_reader, start_writer): save(pipe, v, s))
-            children.append((context, context.__enter__()))
-        os.close(start_reader)
-        os.close(start_writer)
-        said = []
-        for context, child in children:
-            said.append(child.pipe.receive())
-            assert child.wait() == 0
-            context.__exit__(None, None, None)
-        winners = [item for item in said if isinstance(item, int)]
-        assert len(winners) == 1, (attempt, said)
-        assert load_identity(str(path)) == (1, winners[0])
+            said = [child.pipe.receive() for child in children]
+            assert [child.wait() for child in children] == [0] * 4
+        (winner,) = (item for item in said if isinstance(item, int))
+        assert load_identity(str(path)) == (1, winner)
         assert os.listdir(ram) == ["model"]
         fs.remove_tree(str(path))
 
@@ -162,7 +159,7 @@ def test_a_save_in_progress_is_not_swept_by_another(ram: Path, monkeypatch: pyte
     def write_file(path: str, data: bytes, *, recycle: bool = False) -> object:
         """In the middle of the first save, a second one is tried."""
         monkeypatch.undo()
-        with forked(lambda pipe: _refused(ram / "model", pipe)) as other:
+        with forked(_refused, ram / "model") as other:
             assert other.pipe.receive() == "RunLocked"
         return real(path, data, recycle=recycle)
 
@@ -171,7 +168,7 @@ def test_a_save_in_progress_is_not_swept_by_another(ram: Path, monkeypatch: pyte
     assert load_identity(str(ram / "model")) == (1, 0)
 
 
-def _refused(path: Path, pipe: Pipe) -> None:
+def _refused(pipe: Pipe, path: Path) -> None:
     with pytest.raises(holdfast.RunLocked, match=f"another process is saving to {path}"):
         holdfast.save(path, make_state(2), step=2)
     pipe.send("RunLocked")

@@ -188,6 +188,28 @@ def test_a_failed_job_keeps_nothing_alive(backend: Backend, tmp_path: Path) -> N
     assert device() is None
 
 
+def test_a_finished_job_lets_go_of_producers_that_hold_it(backend: Backend, tmp_path: Path) -> None:
+    """No garbage collector sees through the native side, so a circle through it must not last."""
+
+    class Device:
+        job: object = None
+
+        def fill(self, window: memoryview, offset: int) -> None:
+            window[:] = bytes(len(window))
+
+    def attempt() -> weakref.ref[Device]:
+        device = Device()
+        pieces = [WritePiece(0, Produced(PAGE, device.fill))]
+        job = engine.write(tmp_path / "f", PAGE, pieces, tuning=small_windows(backend))
+        device.job = job.native
+        job.wait(PATIENCE)
+        return weakref.ref(device)
+
+    device = attempt()
+    gc.collect()
+    assert device() is None
+
+
 def test_a_window_cannot_be_used_after_its_callback(backend: Backend, tmp_path: Path) -> None:
     kept: list[memoryview] = []
     pieces = [WritePiece(0, Produced(PAGE, lambda window, offset: kept.append(window)))]

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 import holdfast
-from holdfast import Checkpointer, Options
+from holdfast import Checkpointer, Options, engine
 from holdfast.store import step_name
 from store.samples import bits
 
@@ -132,6 +132,22 @@ def test_steps_are_small_integers(tmp_path: Path, step: object) -> None:
     with pytest.raises(ValueError, match="step"):
         holdfast.save(tmp_path / "c", {}, step=step)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_an_interrupted_save_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    def interrupted(job: engine.WriteJob, timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    options = Options() if small else Options(small_nbytes=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.WriteJob, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            holdfast.save(tmp_path / "c", {"w": np.zeros(1 << 20)}, options=options)
+    assert list(tmp_path.iterdir()) == []
+    holdfast.save(tmp_path / "c", {"w": np.zeros(1 << 20)}, options=options)
 
 
 @pytest.mark.parametrize("name", ["c.partial", "c.retired"])

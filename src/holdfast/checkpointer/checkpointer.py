@@ -11,7 +11,7 @@ from typing import Literal
 from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.checkpointer.retention import history
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, HoldfastError, ReadFailed, SaveFailed
-from holdfast.store import Checkpoint, CheckpointInfo, Options, WritableRun, list_steps
+from holdfast.store import Checkpoint, CheckpointInfo, Options, WritableRun, check_step, list_steps
 
 Mode = Literal["sync"]
 
@@ -78,6 +78,7 @@ class Checkpointer:
         When it fails (`SaveFailed`, `StorageFull`), earlier checkpoints are untouched and training may go on.
         """
         self._check_open()
+        check_step(step)
         if step % self.every:
             return None
         info = self._run.save(step, self.state, dict(metrics or {}))

@@ -117,8 +117,7 @@ class Checkpoint:
         return self._read_fresh(chosen, framework, verify=verify, progress=progress)
 
     def select(self, patterns: str | Iterable[str]) -> list[str]:
-        """Names of the leaves that match. A pattern that matches nothing is an error: it is a typing
-        mistake."""
+        """Names of the leaves that match. A pattern that matches nothing is an error: a typing mistake."""
         patterns = [patterns] if isinstance(patterns, str) else list(patterns)
         chosen: dict[str, None] = {}
         for pattern in patterns:
