@@ -154,11 +154,7 @@ class PyJob {
     job_ =
         std::make_unique<Job<Result>>([this, work](Control& control) { return work(plan_, control); }, background);
   }
-  ~PyJob() {
-    // The thread may be waiting for the GIL in a callback.
-    nb::gil_scoped_release release;
-    job_.reset();
-  }
+  ~PyJob() { stop(); }
   PyJob(const PyJob&) = delete;
   PyJob& operator=(const PyJob&) = delete;
   Job<Result>& job() { return *job_; }
@@ -176,6 +172,13 @@ class PyJob {
   }
 
  protected:
+  // Ends the thread. A class that owns memory the plan refers to calls it before that memory goes.
+  void stop() {
+    // The thread may be waiting for the GIL in a callback.
+    nb::gil_scoped_release release;
+    job_.reset();
+  }
+
   Plan plan_;
   std::unique_ptr<Job<Result>> job_;
 };
@@ -185,6 +188,7 @@ class WriteJob : public PyJob<Written> {
   // `header` is the plan's first piece when it is not empty; its bytes are kept here.
   WriteJob(Plan plan, nb::bytes header, std::function<Written(const Plan&, Control&)> work, bool background)
       : PyJob(std::move(plan), std::move(work), background), header_(std::move(header)) {}
+  ~WriteJob() { stop(); }
   // One string per piece after the header: its chunks' checksums, 16 digits each.
   nb::list checksums(uint64_t chunk) {
     const Written& written = result();

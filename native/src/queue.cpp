@@ -105,11 +105,24 @@ class ThreadQueue final : public Queue {
   std::vector<std::thread> threads_;
 };
 
+// One transfer at a time, in the caller's thread: for so little that starting a thread would be most of the work.
+class InlineQueue final : public Queue {
+ public:
+  void submit(Transfer& transfer) override {
+    const auto move = transfer.is_write ? sys::pwritev : sys::preadv;
+    transfer.result =
+        move(*transfer.file, transfer.iov.data(), static_cast<int>(transfer.iov.size()), transfer.offset);
+    transfer.done = true;
+  }
+  void wait(Transfer&) override {}
+};
+
 }  // namespace
 
 std::unique_ptr<Queue> make_uring_queue(unsigned depth);  // uring.cpp
 
 std::unique_ptr<Queue> make_queue(Backend backend, unsigned depth) {
+  if (depth == 1) return std::make_unique<InlineQueue>();
   if (backend == Backend::uring) return make_uring_queue(depth);
   // The page cache takes data as fast as two threads copy it; a device wants more under way.
   return std::make_unique<ThreadQueue>(backend == Backend::threads ? std::min(depth, 8U) : 2U);

@@ -277,6 +277,11 @@ std::vector<Populator::Range> direct_ranges(const Plan& plan, const Tuning& tuni
 // Few bytes need fewer and smaller windows, so that all of them are under way at once.
 void fit(Tuning& tuning, uint64_t wanted) {
   if (wanted >= tuning.window * tuning.depth) return;
+  if (tuning.backend == Backend::buffered && wanted <= tuning.window) {
+    tuning.window = std::max<uint64_t>(64U << 10, align_up(wanted, 64U << 10));
+    tuning.depth = 1;
+    return;
+  }
   tuning.window =
       std::min(tuning.window, std::max<uint64_t>(64U << 10, align_up(wanted / tuning.depth, 64U << 10)));
   tuning.depth = static_cast<unsigned>(std::min<uint64_t>(tuning.depth, wanted / tuning.window + 1));

@@ -35,7 +35,6 @@ class ThreadRing {
 
   unsigned pending = 0;  // submitted, or to be, and not yet seen to end
 
- private:
   void drop() {
     if (!usable_) return;
     usable_ = false;
@@ -44,8 +43,10 @@ class ThreadRing {
     } else {
       ::close(ring_.ring_fd);
     }
+    owner_ = -1;
   }
 
+ private:
   io_uring ring_{};
   pid_t owner_ = -1;
   bool usable_ = false;
@@ -92,6 +93,7 @@ bool sync_by_ring(const std::vector<Syncing>& items, std::vector<std::optional<i
     // One wait for all: being woken for each of them would cost as much as a sync.
     const int result = io_uring_submit_and_wait(ring, pending);
     if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY) {
+      thread_ring().drop();  // what may still end on it belongs to nobody
       throw sys::Error{-result, sys::Call::sync, items[0].file.path()};
     }
     io_uring_cqe* cqe = nullptr;
