@@ -317,16 +317,16 @@ void bind_jobs(nb::module_& m) {
       "backend"_a, "window"_a, "depth"_a, "chunk"_a, "small"_a, "background"_a);
 
   const auto raw = [](auto function) {
-    return
-        [function](nb::handle path, uint64_t nbytes, const std::string& backend, uint64_t window, unsigned depth) {
-          const Tuning tuning = make_tuning(backend, window, depth, 1, 0);
-          const std::string where = fs_path(path);
-          nb::gil_scoped_release release;
-          return function(where, nbytes, tuning);
-        };
+    return [function](nb::handle path, uint64_t nbytes, const std::string& backend, uint64_t window,
+                      unsigned depth, bool huge_pages) {
+      const Tuning tuning = make_tuning(backend, window, depth, 1, 0);
+      const std::string where = fs_path(path);
+      nb::gil_scoped_release release;
+      return function(where, nbytes, tuning, huge_pages ? Staging::Pages::huge : Staging::Pages::normal);
+    };
   };
-  m.def("raw_write", raw(raw_write), "path"_a, "nbytes"_a, "backend"_a, "window"_a, "depth"_a);
-  m.def("raw_read", raw(raw_read), "path"_a, "nbytes"_a, "backend"_a, "window"_a, "depth"_a);
+  m.def("raw_write", raw(raw_write), "path"_a, "nbytes"_a, "backend"_a, "window"_a, "depth"_a, "huge_pages"_a);
+  m.def("raw_read", raw(raw_read), "path"_a, "nbytes"_a, "backend"_a, "window"_a, "depth"_a, "huge_pages"_a);
 
   nb::class_<PendingFile>(m, "PendingFile")
       .def(

@@ -11,10 +11,10 @@ namespace {
 // Larger than any cache, so that the device fetches from memory as it does in a real save.
 constexpr uint64_t kBuffer = 128U << 20;
 
-double run(const sys::File& file, uint64_t nbytes, bool is_write, const Tuning& tuning) {
+double run(const sys::File& file, uint64_t nbytes, bool is_write, const Tuning& tuning, Staging::Pages pages) {
   const uint64_t buffer =
       align_up(std::max(std::min(nbytes, kBuffer), tuning.depth * tuning.window), tuning.window);
-  const Staging memory(buffer, Staging::Pages::huge);
+  const Staging memory(buffer, pages);
   std::memset(memory.data(), 0x5a, buffer);
   std::vector<Transfer> slots(tuning.depth);
   const auto queue = make_queue(tuning.backend, tuning.depth);
@@ -41,14 +41,14 @@ int direct_flag(const Tuning& tuning) { return tuning.backend == Backend::buffer
 
 }  // namespace
 
-double raw_write(const std::string& path, uint64_t nbytes, const Tuning& tuning) {
+double raw_write(const std::string& path, uint64_t nbytes, const Tuning& tuning, Staging::Pages pages) {
   const sys::File file = sys::open(path, O_WRONLY | O_CREAT | O_EXCL | direct_flag(tuning));
-  return run(file, align_down(nbytes, tuning.alignment), true, tuning);
+  return run(file, align_down(nbytes, tuning.alignment), true, tuning, pages);
 }
 
-double raw_read(const std::string& path, uint64_t nbytes, const Tuning& tuning) {
+double raw_read(const std::string& path, uint64_t nbytes, const Tuning& tuning, Staging::Pages pages) {
   const sys::File file = sys::open(path, O_RDONLY | direct_flag(tuning));
-  return run(file, align_down(std::min(nbytes, sys::size(file)), tuning.alignment), false, tuning);
+  return run(file, align_down(std::min(nbytes, sys::size(file)), tuning.alignment), false, tuning, pages);
 }
 
 }  // namespace holdfast

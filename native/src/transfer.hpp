@@ -135,7 +135,7 @@ inline constexpr size_t kMaxDamage = 4096;
 Read read_file(const std::string& path, const Plan& plan, const std::vector<uint64_t>& expected,
                const Tuning& tuning, Control& control);
 
-double raw_write(const std::string& path, uint64_t nbytes, const Tuning& tuning);
-double raw_read(const std::string& path, uint64_t nbytes, const Tuning& tuning);
+double raw_write(const std::string& path, uint64_t nbytes, const Tuning& tuning, Staging::Pages pages);
+double raw_read(const std::string& path, uint64_t nbytes, const Tuning& tuning, Staging::Pages pages);
 
 }  // namespace holdfast

@@ -18,7 +18,12 @@ namespace {
 class UringQueue final : public Queue {
  public:
   explicit UringQueue(unsigned depth) {
-    const int result = io_uring_queue_init(depth, &ring_, 0);
+    int result = -EINVAL;
+#ifdef IORING_SETUP_DEFER_TASKRUN
+    // One thread submits and reaps, so completions need not interrupt it: they are run when it asks for them.
+    result = io_uring_queue_init(depth, &ring_, IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN);
+#endif
+    if (result == -EINVAL) result = io_uring_queue_init(depth, &ring_, 0);  // before Linux 6.1
     if (result < 0) throw sys::Error{-result, sys::Call::open, "io_uring"};
     // A forked data-loader worker must not share the ring's memory with us.
     io_uring_ring_dontfork(&ring_);

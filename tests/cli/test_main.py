@@ -139,7 +139,7 @@ import holdfast.store
 def block(*args, **kwargs):
     print("ready", flush=True)
     signal.pause()
-holdfast.store.verification = block
+holdfast.store.verify = block
 from holdfast.cli import main
 sys.argv = ["holdfast", "verify", *sys.argv[1:]]
 main()

@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Ballast:
-    """`nbytes` of touched memory, in huge pages where there are some: they serve requests of either kind."""
+    """`nbytes` of touched memory."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = max(nbytes, mmap.PAGESIZE)
@@ -39,8 +39,6 @@ class Ballast:
 
     def _take(self) -> None:
         self._block = mmap.mmap(-1, self._nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._block.madvise(mmap.MADV_HUGEPAGE)
         view = np.frombuffer(self._block, np.uint8)
         view[:: mmap.PAGESIZE] = 1
         del view  # a mapping that is looked at cannot be closed

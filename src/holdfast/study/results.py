@@ -20,6 +20,7 @@ WARM_UP = 0
 """The round that is not timed."""
 
 RAW = "raw"
+RAW_HUGE = "raw-huge"
 FIO = "fio"
 HOLDFAST = "holdfast"
 RECYCLED = "holdfast-recycled"
