@@ -45,6 +45,7 @@ LOAD_SPEEDS = {
 }
 TITLES = {
     results.RAW: "raw device limit",
+    results.RAW_HUGE: "raw, huge pages",
     results.HOLDFAST: "Holdfast",
     results.RECYCLED: "Holdfast, recycling",
     results.FIO: "fio (raw, again)",

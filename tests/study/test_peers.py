@@ -14,7 +14,7 @@ from holdfast.study import peers, results, states
 from holdfast.study.limits import Fio, RawDevice, every_peer
 from holdfast.study.peers import Peer
 
-STORING = [peer for peer in every_peer() if peer.key not in (results.RAW, results.FIO)]
+STORING = [peer for peer in every_peer() if peer.key not in (results.RAW, results.RAW_HUGE, results.FIO)]
 IN_PYTHON = [peer for peer in STORING if not isinstance(peer, peers.Holdfast)]
 
 
@@ -27,6 +27,7 @@ def test_every_system_of_the_comparison_is_there_once() -> None:
     assert len(keys) == len(set(keys))
     assert set(keys) == {
         results.RAW,
+        results.RAW_HUGE,
         results.FIO,
         results.HOLDFAST,
         results.RECYCLED,

@@ -143,9 +143,9 @@ def every_peer() -> tuple[Peer, ...]:
 
     return (
         RawDevice(),
-        RawHugePages(),
         peers.Holdfast(),
         peers.RecycledHoldfast(),
+        RawHugePages(),
         Fio(),
         peers.Safetensors(),
         peers.TorchSaveWithoutCrc(),
