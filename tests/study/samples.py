@@ -21,6 +21,7 @@ MIB = 1 << 20
 
 SAVE_SPEEDS = {
     results.RAW: 2.00,
+    results.RAW_HUGE: 2.50,
     results.HOLDFAST: 1.92,
     results.RECYCLED: 1.97,
     results.FIO: 2.02,
@@ -33,6 +34,7 @@ SAVE_SPEEDS = {
 }
 LOAD_SPEEDS = {
     results.RAW: 2.20,
+    results.RAW_HUGE: 3.00,
     results.HOLDFAST: 2.05,
     results.RECYCLED: 2.06,
     results.FIO: 2.25,
