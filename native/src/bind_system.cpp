@@ -53,7 +53,7 @@ void bind_system(nb::module_& m) {
   m.def("mkdir", on_path([](const std::string& path) { sys::mkdir(path); }));
   m.def("rmdir", on_path(sys::rmdir));
   m.def("unlink", on_path(sys::unlink));
-  m.def("sync_dir", on_path(sys::sync_dir));
+  m.def("sync_dir", on_path([](const std::string& path) { sys::sync_dir(path); }));
   m.def("rename", on_paths(sys::rename));
   m.def("exchange", on_paths(sys::exchange));
 

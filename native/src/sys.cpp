@@ -154,16 +154,19 @@ void sync(const File& file) {
   fail_if_told(Call::sync, file.path());
   // fdatasync also flushes the size and the extents, all that reading the data back needs.
   check(::fdatasync(file.fd()), Call::sync, file.path());
-  observe_sync(Call::sync, file);
+  record({Call::sync, file.path(), {}, 0, 0, {}, 0, false});
+}
+
+void sync_dir(const File& directory) {
+  fail_if_told(Call::sync_dir, directory.path());
+  check(::fsync(directory.fd()), Call::sync_dir, directory.path());
+  record({Call::sync_dir, directory.path(), {}, 0, 0, {}, 0, false});
 }
 
 void sync_dir(const std::string& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   check(fd, Call::sync_dir, path);
-  File file(fd, path);
-  fail_if_told(Call::sync_dir, path);
-  check(::fsync(fd), Call::sync_dir, path);
-  observe_sync(Call::sync_dir, file);
+  sync_dir(File(fd, path));
 }
 
 void rename(const std::string& from, const std::string& to) {
@@ -220,8 +223,6 @@ void observe_write(const File& file, const iovec* iov, int count, uint64_t offse
           result,
           false});
 }
-
-void observe_sync(Call call, const File& file) { record({call, file.path(), {}, 0, 0, {}, 0, false}); }
 
 namespace {
 template <typename Transfer>

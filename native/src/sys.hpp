@@ -52,6 +52,7 @@ File open(const std::string& path, int flags, mode_t mode = 0644);
 void fallocate(const File& file, uint64_t nbytes);
 void truncate(const File& file, uint64_t nbytes);
 void sync(const File& file);
+void sync_dir(const File& directory);
 void sync_dir(const std::string& path);
 void rename(const std::string& from, const std::string& to);
 void exchange(const std::string& a, const std::string& b);
@@ -70,8 +71,6 @@ ssize_t preadv(const File& file, const iovec* iov, int count, uint64_t offset);
 // "pretend the call returned this"), `observe` after the completion.
 std::optional<ssize_t> intercept(Call call, uint64_t nbytes);
 void observe_write(const File& file, const iovec* iov, int count, uint64_t offset, ssize_t result);
-
-void observe_sync(Call call, const File& file);
 
 // --- for tests -----------------------------------------------------------------------------------------------
 
