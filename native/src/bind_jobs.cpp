@@ -129,7 +129,7 @@ std::vector<uint64_t> parse_expected(const Plan& plan, nb::list expected, uint64
 
 // Waits without the GIL, in slices, so that Ctrl-C is heard.
 template <typename Result>
-bool wait(Job<Result>& job, std::optional<double> timeout) {
+bool wait(Job<Result>& job, std::optional<double> timeout, uint64_t nbytes = UINT64_MAX) {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
   for (;;) {
@@ -138,7 +138,7 @@ bool wait(Job<Result>& job, std::optional<double> timeout) {
     bool done = false;
     {
       nb::gil_scoped_release release;
-      done = job.wait_for(std::chrono::duration<double>(std::max(slice, 0.0)));
+      done = job.wait_for_nbytes(nbytes, std::chrono::duration<double>(std::max(slice, 0.0)));
     }
     if (done) return true;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -249,6 +249,12 @@ void bind_jobs(nb::module_& m) {
       .def(
           "wait", [](WriteJob& self, std::optional<double> timeout) { return wait(self.job(), timeout); },
           "timeout"_a = nb::none())
+      .def(
+          "wait_for_nbytes",
+          [](WriteJob& self, uint64_t nbytes, std::optional<double> timeout) {
+            return wait(self.job(), timeout, nbytes);
+          },
+          "nbytes"_a, "timeout"_a = nb::none())
       .def("done", [](WriteJob& self) { return self.job().done(); })
       .def("progress", [](WriteJob& self) { return self.job().progress(); })
       .def("cancel", [](WriteJob& self) { self.job().cancel(); })
@@ -315,6 +321,30 @@ void bind_jobs(nb::module_& m) {
       },
       "path"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a, "expected"_a,
       "backend"_a, "window"_a, "depth"_a, "chunk"_a, "small"_a, "background"_a);
+
+  // Copies pieces to `destination` + their offsets, which the caller has made room for.
+  m.def(
+      "copy",
+      [](uintptr_t destination, const Numbers& offsets, const Numbers& lengths, const std::vector<uint8_t>& places,
+         const Numbers& addresses, const std::vector<StridedTuple>& strided, nb::list callbacks) {
+        const Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, true);
+        nb::gil_scoped_release release;
+        copy_pieces(plan, reinterpret_cast<char*>(destination));
+      },
+      "destination"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a);
+  m.def(
+      "fingerprints",
+      [](const Numbers& addresses, const Numbers& lengths) {
+        if (addresses.size() != lengths.size())
+          throw std::invalid_argument("addresses and lengths differ in number");
+        std::vector<uint64_t> out(addresses.size());
+        nb::gil_scoped_release release;
+        for (size_t i = 0; i < out.size(); ++i) {
+          out[i] = fingerprint(reinterpret_cast<const char*>(addresses[i]), lengths[i]);
+        }
+        return out;
+      },
+      "addresses"_a, "lengths"_a);
 
   const auto raw = [](auto function) {
     return [function](nb::handle path, uint64_t nbytes, const std::string& backend, uint64_t window,

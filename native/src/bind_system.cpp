@@ -26,6 +26,8 @@ sys::Fault make_fault(const std::string& call, uint64_t nth, const std::string& 
     fault.action = sys::Fault::Action::short_count;
   } else if (action == "kill") {
     fault.action = sys::Fault::Action::kill;
+  } else if (action == "slow") {
+    fault.action = sys::Fault::Action::slow;
   } else {
     throw std::invalid_argument("unknown action " + action);
   }

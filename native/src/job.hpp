@@ -4,10 +4,8 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <thread>
 
@@ -42,12 +40,14 @@ class Job {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  bool wait_for(std::chrono::duration<double> seconds) {
-    std::unique_lock lock(mutex_);
-    return finished_.wait_for(lock, seconds, [&] { return done_; });
+  bool wait_for(std::chrono::duration<double> seconds) { return wait_for_nbytes(UINT64_MAX, seconds); }
+  // Until so many bytes are done, or all that ever will be.
+  bool wait_for_nbytes(uint64_t nbytes, std::chrono::duration<double> seconds) {
+    std::unique_lock lock(control_.mutex);
+    return control_.changed.wait_for(lock, seconds, [&] { return done_ || control_.done_nbytes >= nbytes; });
   }
   bool done() {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(control_.mutex);
     return done_;
   }
   // Only after it is done; throws what the work threw.
@@ -68,17 +68,16 @@ class Job {
     } catch (...) {
       error = std::current_exception();
     }
-    std::lock_guard lock(mutex_);
+    // Under the lock to the end: whoever sees `done_` may destroy this object.
+    std::lock_guard lock(control_.mutex);
     result_ = std::move(result);
     error_ = error;
     done_ = true;
-    finished_.notify_all();
+    control_.changed.notify_all();
   }
 
   Work work_;
   Control control_;
-  std::mutex mutex_;
-  std::condition_variable finished_;
   bool done_ = false;
   std::optional<Result> result_;
   std::exception_ptr error_;

@@ -225,7 +225,7 @@ class Deliveries {
  private:
   void deliver(const Slot& slot) {
     reader_.deliver(slot);
-    control_.done_nbytes += slot.nbytes;
+    control_.advance(slot.nbytes);
   }
 
   void work() {

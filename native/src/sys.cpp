@@ -9,8 +9,10 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cerrno>
 #include <mutex>
+#include <thread>
 
 namespace holdfast::sys {
 namespace {
@@ -42,7 +44,7 @@ struct Verdict {
 Verdict decide(Call call) {
   Seam& s = seam();
   if (!s.active.load(std::memory_order_relaxed)) return {};
-  std::lock_guard lock(s.mutex);
+  std::unique_lock lock(s.mutex);
   if (s.faults.empty()) return {};
   const uint64_t of_kind = ++s.seen[static_cast<size_t>(call)];
   const uint64_t of_any = ++s.seen_any;
@@ -51,6 +53,12 @@ Verdict decide(Call call) {
     const uint64_t count = fault.call ? of_kind : of_any;
     if (count != fault.nth && !(fault.lasting && count > fault.nth)) continue;
     if (fault.action == Fault::Action::kill) ::raise(SIGKILL);
+    if (fault.action == Fault::Action::slow) {
+      const std::chrono::milliseconds delay(fault.code);
+      lock.unlock();
+      std::this_thread::sleep_for(delay);
+      return {};
+    }
     return {true, fault.action == Fault::Action::short_count ? 0 : fault.code};
   }
   return {};

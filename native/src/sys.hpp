@@ -78,7 +78,7 @@ void observe_write(const File& file, const iovec* iov, int count, uint64_t offse
 struct Fault {
   std::optional<Call> call;  // nullopt: any
   uint64_t nth = 1;
-  enum class Action { error, short_count, kill } action = Action::error;
+  enum class Action { error, short_count, kill, slow } action = Action::error;
   int code = 0;          // errno for Action::error
   bool lasting = false;  // also every later call of that kind
 };

@@ -4,9 +4,11 @@
 #include <sys/mman.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <mutex>
 #include <new>
 #include <string>
 #include <vector>
@@ -65,6 +67,16 @@ struct Stats {
 struct Control {
   std::atomic<uint64_t> done_nbytes{0};
   std::atomic<bool> cancelled{false};
+  std::mutex mutex;
+  std::condition_variable changed;  // more bytes done, or the job has ended
+
+  void advance(uint64_t nbytes) {
+    {
+      std::lock_guard lock(mutex);
+      done_nbytes += nbytes;
+    }
+    changed.notify_all();
+  }
 };
 
 // Thrown when `Control::cancelled` was seen.
@@ -134,6 +146,12 @@ inline constexpr size_t kMaxDamage = 4096;
 // Reads the pieces of `plan`. `expected`: checksums as `write_file` returned them, empty for no verification.
 Read read_file(const std::string& path, const Plan& plan, const std::vector<uint64_t>& expected,
                const Tuning& tuning, Control& control);
+
+// Copies every piece of `plan` to `destination` + its offset: memory, strided or fetched.
+void copy_pieces(const Plan& plan, char* destination);
+// A hash over a sample of the memory: all of it up to 4 KiB, else cache lines spread evenly from end to end. A
+// dense change (an optimizer's step) shows; a change of a few elements may not.
+uint64_t fingerprint(const char* data, uint64_t nbytes);
 
 double raw_write(const std::string& path, uint64_t nbytes, const Tuning& tuning, Staging::Pages pages);
 double raw_read(const std::string& path, uint64_t nbytes, const Tuning& tuning, Staging::Pages pages);

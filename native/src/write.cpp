@@ -186,7 +186,7 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
       ::sync_file_range(out.file.fd(), static_cast<off_t>(end - slot.nbytes), static_cast<off_t>(slot.nbytes),
                         SYNC_FILE_RANGE_WRITE);
     }
-    control.done_nbytes += slot.nbytes;
+    control.advance(slot.nbytes);
     slot.nbytes = 0;
   };
 
@@ -221,7 +221,7 @@ Written write_file(const std::string& path, uint64_t nbytes, bool recycle, const
   Writer writer(plan, used, out);
   if (small) {
     write_small(nbytes, writer, out);
-    control.done_nbytes += nbytes;
+    control.advance(nbytes);
   } else {
     write_windows(nbytes, used, writer, out, control);
   }

@@ -70,7 +70,7 @@ def entries_of(plan: ShardPlan) -> tuple[HeaderEntry, ...]:
 
 @given(leaves=leaf_lists())
 def test_every_byte_of_a_shard_has_exactly_one_place(leaves: list[LeafSource]) -> None:
-    plan = plan_shard(leaves)
+    plan = plan_shard([leaves])
     assert sorted(leaf.name for leaf in plan.leaves) == sorted(leaf.name for leaf in leaves)
     assert plan.nbytes % ALIGNMENT == 0
     assert len(plan.header) % ALIGNMENT == 0
@@ -88,7 +88,7 @@ def test_every_byte_of_a_shard_has_exactly_one_place(leaves: list[LeafSource]) -
 
 @given(leaves=leaf_lists())
 def test_the_header_describes_every_leaf_where_it_is_written(leaves: list[LeafSource]) -> None:
-    plan = plan_shard(leaves)
+    plan = plan_shard([leaves])
     found = {entry.name: entry for entry in entries_of(plan) if not is_pad(entry.name)}
     assert set(found) == {leaf.name for leaf in leaves}
     for leaf, offset in zip(plan.leaves, plan.offsets, strict=True):
@@ -101,7 +101,7 @@ def test_the_header_describes_every_leaf_where_it_is_written(leaves: list[LeafSo
 
 @given(leaves=leaf_lists())
 def test_large_leaves_lie_where_they_can_be_written_without_a_copy(leaves: list[LeafSource]) -> None:
-    plan = plan_shard(leaves)
+    plan = plan_shard([leaves])
     for leaf, offset in zip(plan.leaves, plan.offsets, strict=True):
         if leaf.nbytes < LARGE_NBYTES:
             continue
@@ -113,7 +113,7 @@ def test_large_leaves_lie_where_they_can_be_written_without_a_copy(leaves: list[
 
 @given(leaves=leaf_lists())
 def test_small_leaves_lie_packed_and_aligned_to_their_elements(leaves: list[LeafSource]) -> None:
-    plan = plan_shard(leaves)
+    plan = plan_shard([leaves])
     end = len(plan.header)
     for leaf, offset in zip(plan.leaves, plan.offsets, strict=True):
         if leaf.nbytes >= LARGE_NBYTES:
@@ -126,7 +126,7 @@ def test_small_leaves_lie_packed_and_aligned_to_their_elements(leaves: list[Leaf
 
 @given(leaves=leaf_lists())
 def test_padding_is_less_than_a_block_per_large_leaf(leaves: list[LeafSource]) -> None:
-    plan = plan_shard(leaves)
+    plan = plan_shard([leaves])
     pads = [entry for entry in entries_of(plan) if is_pad(entry.name)]
     assert all(0 < entry.end - entry.begin < ALIGNMENT for entry in pads)
     assert len(pads) <= sum(leaf.nbytes >= LARGE_NBYTES for leaf in leaves) + 1
@@ -143,7 +143,7 @@ def test_leaves_of_several_gigabytes_are_laid_out_without_touching_them() -> Non
         fake("b", 7 * gigabyte, 0x9_0000_0456),
         fake("c", 10, 64),
     ]
-    plan = plan_shard(leaves)
+    plan = plan_shard([leaves])
     offsets = dict(zip((leaf.name for leaf in plan.leaves), plan.offsets, strict=True))
     assert offsets["a"] % ALIGNMENT == 0x123
     assert offsets["b"] % ALIGNMENT == 0x456
@@ -157,7 +157,7 @@ def test_leaves_of_several_gigabytes_are_laid_out_without_touching_them() -> Non
 
 
 def test_the_largest_leaf_a_machine_could_address() -> None:
-    plan = plan_shard([fake("huge", 1 << 46, 0x1000)])
+    plan = plan_shard([[fake("huge", 1 << 46, 0x1000)]])
     assert plan.offsets[0] % ALIGNMENT == 0
     assert parse_header(plan.header, plan.nbytes, "the plan").entries[0].end == 1 << 46
 
@@ -165,7 +165,7 @@ def test_the_largest_leaf_a_machine_could_address() -> None:
 @pytest.mark.parametrize("name", ["__metadata__", "__pad__.0", "leaf:x", "frag:1:x", "plain", "", "ünï☃"])
 def test_names_that_mean_something_to_safetensors_do_not_collide(name: str) -> None:
     large = fake("other", LARGE_NBYTES, 5)
-    plan = plan_shard([LeafSource(name, "U8", (3,), "numpy", Memory(64, 3, None)), large])
+    plan = plan_shard([[LeafSource(name, "U8", (3,), "numpy", Memory(64, 3, None)), large]])
     entries = entries_of(plan)
     assert len({entry.name for entry in entries}) == len(entries) == 4  # two leaves, two pads
 
@@ -182,7 +182,7 @@ def test_safetensors_opens_what_is_written(sizes: list[int], kind: type) -> None
         LeafSource(f"x{n}", names[kind], array.shape, "numpy", Memory(array.ctypes.data, array.nbytes, array))
         for n, array in enumerate(arrays)
     ]
-    plan = plan_shard(leaves)
+    plan = plan_shard([leaves])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "s.safetensors")
         engine.write(path, plan.nbytes, plan.pieces(), tuning=Tuning("buffered"), header=plan.header).wait()

@@ -11,6 +11,7 @@ from typing import Literal
 from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.checkpointer.retention import history
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, HoldfastError, ReadFailed, SaveFailed
+from holdfast.state import flatten
 from holdfast.store import Checkpoint, CheckpointInfo, Options, WritableRun, check_step, list_steps
 
 Mode = Literal["sync"]
@@ -81,7 +82,7 @@ class Checkpointer:
         check_step(step)
         if step % self.every:
             return None
-        info = self._run.save(step, self.state, dict(metrics or {}))
+        info = self._run.save(step, dict(metrics or {}), flatten(self.state))
         others = [item for item in self._history if item.step != step]
         self._history = sorted([*others, Kept(step, info.created, info.metrics)], key=lambda item: item.step)
         self._apply_keep(step)

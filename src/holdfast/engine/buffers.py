@@ -42,6 +42,7 @@ class Produced:
 
     nbytes: int
     fill: Callable[[memoryview, int], None]
+    owner: object = None
 
 
 @dataclass(frozen=True, slots=True)

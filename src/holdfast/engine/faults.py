@@ -1,8 +1,8 @@
 """Making the system fail on purpose, to prove what happens then. For tests and drills, never on by itself.
 
 A fault is written ``call:nth:action``: the nth call of that kind (``any`` counts all kinds together) fails
-with an errno name (``EIO``, ``ENOSPC``), falls ``short``, or ``kill``s the process; a trailing ``+`` keeps
-failing from there on. Several are joined by commas: ``HOLDFAST_FAULTS=sync:3:kill`` in the environment kills
+with an errno name (``EIO``, ``ENOSPC``), falls ``short``, is ``slow250`` milliseconds late, or ``kill``s the
+process; a trailing ``+`` keeps failing from there on. Several are joined by commas: ``HOLDFAST_FAULTS=sync:3:kill`` in the environment kills
 at the third sync.
 """
 
@@ -36,8 +36,8 @@ CALLS = (
 class Fault:
     call: str
     nth: int
-    action: str  # "error", "short" or "kill"
-    code: int = 0
+    action: str  # "error", "short", "slow" or "kill"
+    code: int = 0  # errno of an error, milliseconds of delay
     lasting: bool = False
 
 
@@ -65,6 +65,8 @@ def parse(text: str) -> list[Fault]:
                 raise ValueError(f"unknown call {call!r}")
             if action in ("short", "kill"):
                 faults.append(Fault(call, int(nth), action, lasting=lasting))
+            elif action.startswith("slow"):
+                faults.append(Fault(call, int(nth), "slow", int(action[4:]), lasting))
             else:
                 faults.append(Fault(call, int(nth), "error", getattr(errno, action), lasting))
         except (ValueError, AttributeError) as error:

@@ -126,6 +126,13 @@ class WriteJob:
             raise EngineTimeout(f"the write did not finish within {timeout} s; it goes on in the background")
         self.native.check()
 
+    def wait_for_nbytes(self, nbytes: int, timeout: float | None = None) -> bool:
+        """Whether so many bytes of the file, from its start, have left their sources in time.
+
+        Also true once the job has ended, however it ended: it reads no memory any more.
+        """
+        return self.native.wait_for_nbytes(nbytes, timeout)
+
     def checksums(self) -> list[str]:
         """Per piece, the checksums of its chunks: 16 hexadecimal digits each."""
         return self.native.checksums(CHUNK_NBYTES)
@@ -212,6 +219,27 @@ def read(
         assert progress is not None
         progress(native.progress())
     return [Damage(piece, chunk) for piece, chunk in native.damage()]
+
+
+def copy(pieces: Sequence[WritePiece], buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    """Copies sources (sorted by offset) into `buffer`, each to its offset there."""
+    if pieces and pieces[-1].offset + pieces[-1].source.nbytes > buffer.nbytes:
+        raise ValueError("the pieces reach past the end of the buffer")
+    columns = _columns([piece.offset for piece in pieces], [piece.source for piece in pieces])
+    _native.copy(
+        buffer.ctypes.data,
+        columns.offsets,
+        columns.nbytes,
+        columns.places,
+        columns.addresses,
+        columns.strided,
+        columns.callbacks,
+    )
+
+
+def fingerprints(memory: Sequence[Memory]) -> list[int]:
+    """A hash over a sample of each: enough to notice that an optimizer went over it, at next to no cost."""
+    return _native.fingerprints([item.address for item in memory], [item.nbytes for item in memory])
 
 
 def fresh_bytes(nbytes: int, address_residue: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -38,13 +38,11 @@ class ShardPlan:
         ]
 
 
-def plan_shard(leaves: Sequence[LeafSource]) -> ShardPlan:
-    """Place all leaves in one shard. The order in the file is the order of the result's `leaves`."""
-    small = [leaf for leaf in leaves if leaf.nbytes < LARGE_NBYTES]
-    large = [leaf for leaf in leaves if leaf.nbytes >= LARGE_NBYTES]
-    small.sort(key=_element_alignment, reverse=True)
-    ordered = (*small, *large)
+def plan_shard(groups: Sequence[Sequence[LeafSource]]) -> ShardPlan:
+    """Place all leaves in one shard. The order in the file is the order of the result's `leaves`.
 
+    Group follows group: the engine writes a file from its start, so what must leave memory first comes first.
+    """
     entries: list[HeaderEntry] = []
     begins: list[int] = []
     at = pads = 0
@@ -56,21 +54,30 @@ def plan_shard(leaves: Sequence[LeafSource]) -> ShardPlan:
             at = target
             pads += 1
 
-    for leaf in ordered:
-        if leaf.nbytes >= LARGE_NBYTES:
-            pad_to(at + _gap(leaf, at))
-        stored = carrier(leaf.dtype)
-        end = at + leaf.nbytes
-        entries.append(HeaderEntry(entry_name(leaf.name), stored.name, (*leaf.shape, *stored.tail), at, end))
-        begins.append(at)
-        at = end
+    ordered: list[LeafSource] = []
+    for group in groups:
+        pad_to(at + -at % _LINE)
+        small = [leaf for leaf in group if leaf.nbytes < LARGE_NBYTES]
+        small.sort(key=_element_alignment, reverse=True)
+        ordered += small
+        ordered += [leaf for leaf in group if leaf.nbytes >= LARGE_NBYTES]
+        for leaf in ordered[len(begins) :]:
+            if leaf.nbytes >= LARGE_NBYTES:
+                pad_to(at + _gap(leaf, at))
+            stored = carrier(leaf.dtype)
+            end = at + leaf.nbytes
+            entries.append(
+                HeaderEntry(entry_name(leaf.name), stored.name, (*leaf.shape, *stored.tail), at, end)
+            )
+            begins.append(at)
+            at = end
     pad_to(-(-at // ALIGNMENT) * ALIGNMENT)
 
-    torch = any(leaf.framework == "torch" for leaf in leaves)
+    torch = any(leaf.framework == "torch" for leaf in ordered)
     # "format" is what Hugging Face's loaders look for.
     header = build_header(entries, {"format": "pt" if torch else "np"})
     start = len(header)
-    return ShardPlan(header, start + at, ordered, tuple(start + begin for begin in begins))
+    return ShardPlan(header, start + at, tuple(ordered), tuple(start + begin for begin in begins))
 
 
 def _element_alignment(leaf: LeafSource) -> int:

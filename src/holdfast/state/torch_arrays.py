@@ -160,11 +160,49 @@ def wrapper_refusal(tensor: object, place: str) -> UnsupportedState:
 def _device_source(tensor: Any, place: str) -> Produced:
     """Bytes of a tensor in device memory, fetched window by window into the engine's staging.
 
-    There is no device on the machines this is developed on: `window_reader` is tested with host tensors only.
+    There is no device on the machines this is developed on: `window_reader` is tested with host tensors only,
+    `_cuda_reader` not at all.
     """
     if tensor.is_meta:
         raise unsupported(place, "a meta tensor has no bytes; materialise the model first")
-    return Produced(tensor.nbytes, window_reader(tensor))
+    fill = _cuda_reader(tensor) if tensor.is_cuda else window_reader(tensor)
+    return Produced(tensor.nbytes, fill, tensor)
+
+
+def _cuda_reader(tensor: Any) -> Callable[[memoryview, int], None]:
+    """``fill(window, offset)`` beside the training: through pinned memory, on a stream of its own.
+
+    What the training has queued by now must have happened before the first byte is fetched, and nothing it
+    queues later must be waited for: hence the event, recorded here.
+    """
+    torch = load_torch()
+    queued = torch.cuda.current_stream(tensor.device).record_event()
+    flat: list[Any] = []
+
+    def fill(window: memoryview, offset: int) -> None:
+        stream, pinned = _cuda_lane(tensor.device)
+        target = np.frombuffer(window, np.uint8)
+        with torch.cuda.stream(stream):
+            stream.wait_event(queued)
+            if not flat:
+                flat.append(_as_bytes(tensor.detach().contiguous()))
+            for start in range(0, len(window), len(pinned)):
+                part = pinned[: min(len(pinned), len(window) - start)]
+                part.copy_(flat[0][offset + start : offset + start + len(part)], non_blocking=True)
+                stream.synchronize()
+                target[start : start + len(part)] = part.numpy()
+
+    return fill
+
+
+_CUDA_LANE_NBYTES = 8 << 20
+
+
+@cache
+def _cuda_lane(device: Any) -> tuple[Any, Any]:
+    """A stream of its own and pinned memory, one of each per device: one save is under way at a time."""
+    torch = load_torch()
+    return torch.cuda.Stream(device), torch.empty(_CUDA_LANE_NBYTES, dtype=torch.uint8, pin_memory=True)
 
 
 def window_reader(tensor: Any) -> Callable[[memoryview, int], None]:

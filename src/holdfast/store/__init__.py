@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from holdfast.store.api import Options, load, open, save
 from holdfast.store.checkpoint import Checkpoint, LeafInfo, resolve
-from holdfast.store.commit import CheckpointInfo, check_step
+from holdfast.store.commit import CheckpointInfo, Watch, check_step
 from holdfast.store.lazy import LazyLeaf
 from holdfast.store.run import WritableRun, list_steps, step_name
 from holdfast.store.shards import Problem
@@ -22,6 +22,7 @@ __all__ = [
     "Options",
     "Problem",
     "Report",
+    "Watch",
     "WritableRun",
     "check_step",
     "list_steps",

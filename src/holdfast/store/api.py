@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.engine import Backend, Tuning
 from holdfast.errors import CheckpointExists
-from holdfast.state import Framework
+from holdfast.state import Framework, flatten
 from holdfast.store.checkpoint import Checkpoint, resolve
 from holdfast.store.commit import MANIFEST, PARTIAL, CheckpointInfo, Commit
 from holdfast.store.failures import saving
@@ -66,7 +66,7 @@ def save(
     if overwrite:
         _refuse_stranger(target)
     tuning = (options or Options()).tuning()
-    return Commit(target, step, dict(metrics or {}), tuning, overwrite=overwrite).run(state)
+    return Commit(target, step, dict(metrics or {}), tuning, overwrite=overwrite).run(flatten(state))
 
 
 def load(

@@ -24,22 +24,31 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast import engine
-from holdfast.engine import CHUNK_NBYTES, Tuning, fs
+from holdfast.engine import CHUNK_NBYTES, Tuning, WriteJob, fs
 from holdfast.errors import CheckpointExists, RunLocked
 from holdfast.format.checksums import digest
 from holdfast.format.manifest import encode_root, shard_name
 from holdfast.format.records import Alias, Fragment, Leaf, Part, Root, ShardFile
 from holdfast.plan import ShardPlan, plan_shard
-from holdfast.state import Flat, flatten
+from holdfast.state import Flat, LeafSource
 from holdfast.store.failures import saving
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 _SHARD = shard_name(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Where the time of a commit went: bytes to the device, syncs of the files, and all the rest."""
+
+    write: float
+    sync: float
+    commit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,17 @@ class CheckpointInfo:
     nbytes: int
     stored_nbytes: int
     seconds: float
+    phases: Seconds
+
+
+class Watch:
+    """What a caller wants to know, and to do, while a commit is under way. This one wants nothing."""
+
+    def writing(self, plan: ShardPlan, job: WriteJob) -> None:
+        """The engine reads the sources from now on."""
+
+    def written(self) -> None:
+        """The engine has let go of the sources. What is raised here fails the save."""
 
 
 @dataclass(slots=True)
@@ -88,12 +108,16 @@ class Commit:
     def parent(self) -> str:
         return os.path.dirname(self.target)
 
-    def run(self, state: object) -> CheckpointInfo:
-        """Save `state`; returns when it is durable. Else raises `SaveFailed` and leaves nothing behind."""
+    def run(
+        self, flat: Flat, groups: Sequence[Sequence[LeafSource]] | None = None, watch: Watch | None = None
+    ) -> CheckpointInfo:
+        """Save a state taken apart; returns when it is durable. Else raises and leaves nothing behind.
+
+        `groups`: the same leaves in the order in which they shall leave memory.
+        """
         began = time.perf_counter()
         check_step(self.step)
-        flat = flatten(state)
-        plan = plan_shard(flat.leaves)
+        plan = plan_shard([flat.leaves] if groups is None else groups)
         with saving(self.target):
             self._refuse_existing()
             fs.anchor(self.parent, once=True)
@@ -102,8 +126,14 @@ class Commit:
             if plan.nbytes > tuning.small_nbytes or tuning.backend is not None:
                 tuning = replace(tuning, backend=engine.choose_backend(self.parent, tuning.backend))
             with self._own_partial() as partial:
-                root, manifest_nbytes = self._write(flat, plan, tuning, recycle=partial.recycle)
+                writing = time.perf_counter()
+                root, manifest_nbytes, synced = self._write(
+                    flat, plan, tuning, watch or Watch(), recycle=partial.recycle
+                )
+                syncing = time.perf_counter()
                 self._publish(partial)
+        ended = time.perf_counter()
+        phases = Seconds(syncing - writing - synced, synced, ended - began - (syncing - writing))
         return CheckpointInfo(
             path=self.target,
             step=self.step,
@@ -113,7 +143,8 @@ class Commit:
             leaves=len(flat.leaves),
             nbytes=sum(leaf.nbytes for leaf in flat.leaves),
             stored_nbytes=plan.nbytes + manifest_nbytes,
-            seconds=time.perf_counter() - began,
+            seconds=ended - began,
+            phases=phases,
         )
 
     def _refuse_existing(self) -> None:
@@ -179,8 +210,10 @@ class Commit:
             raise RunLocked(f"another process is saving to {self.target}; one writer per checkpoint")
         return lock
 
-    def _write(self, flat: Flat, plan: ShardPlan, tuning: Tuning, *, recycle: bool) -> tuple[Root, int]:
-        """Steps 2 to 4."""
+    def _write(
+        self, flat: Flat, plan: ShardPlan, tuning: Tuning, watch: Watch, *, recycle: bool
+    ) -> tuple[Root, int, float]:
+        """Steps 2 to 4. Returns the manifest, its size, and the seconds that the syncs took."""
         if recycle:
             self._drop_strangers()
         job = engine.write(
@@ -193,15 +226,18 @@ class Commit:
             background=plan.nbytes > tuning.small_nbytes,
         )
         try:
+            watch.writing(plan, job)
             job.wait()
+            watch.written()
         except BaseException:
             job.abandon()  # the engine must not go on reading memory that the caller goes on to change
             raise
         root = self._describe(flat, plan, job.checksums())
         encoded = encode_root(root)
         manifest = fs.write_file(os.path.join(self.partial, MANIFEST), encoded, recycle=recycle)
+        began = time.perf_counter()
         fs.sync([job, manifest], self.partial)
-        return root, len(encoded)
+        return root, len(encoded), time.perf_counter() - began
 
     def _drop_strangers(self) -> None:
         for name in os.listdir(self.partial):

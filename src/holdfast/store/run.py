@@ -10,11 +10,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.engine import Tuning, fs
 from holdfast.errors import CheckpointNotFound
-from holdfast.store.commit import PARTIAL, CheckpointInfo, Commit, try_lock_directory, unlock_directory
+from holdfast.state import Flat, LeafSource
+from holdfast.store.commit import (
+    PARTIAL,
+    CheckpointInfo,
+    Commit,
+    Watch,
+    try_lock_directory,
+    unlock_directory,
+)
 from holdfast.store.failures import saving
 from holdfast.store.lock import RunLock
 
@@ -67,12 +75,20 @@ class WritableRun:
     def path_of(self, step: int) -> str:
         return os.path.join(self.path, step_name(step))
 
-    def save(self, step: int, state: object, metrics: Mapping[str, float]) -> CheckpointInfo:
+    def save(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        flat: Flat,
+        groups: Sequence[Sequence[LeafSource]] | None = None,
+        watch: Watch | None = None,
+    ) -> CheckpointInfo:
         """Commits one checkpoint. One of the same step is replaced: it was damaged, or training went back."""
         spare, self._spare = self._spare, None
         if spare is not None and not os.path.isdir(spare):
             spare = None
-        info = Commit(self.path_of(step), step, metrics, self.tuning, spare, overwrite=True).run(state)
+        commit = Commit(self.path_of(step), step, metrics, self.tuning, spare, overwrite=True)
+        info = commit.run(flat, groups, watch)
         # The commit has synced the run's directory, and with it the new names of what was retired before.
         self._settle(self._unsynced)
         self._unsynced = []
