@@ -9,8 +9,8 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cerrno>
+#include <chrono>
 #include <mutex>
 #include <thread>
 

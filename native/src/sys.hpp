@@ -79,7 +79,7 @@ struct Fault {
   std::optional<Call> call;  // nullopt: any
   uint64_t nth = 1;
   enum class Action { error, short_count, kill, slow } action = Action::error;
-  int code = 0;          // errno for Action::error
+  int code = 0;          // errno of an error, milliseconds of a delay
   bool lasting = false;  // also every later call of that kind
 };
 

@@ -2,8 +2,8 @@
 
 A fault is written ``call:nth:action``: the nth call of that kind (``any`` counts all kinds together) fails
 with an errno name (``EIO``, ``ENOSPC``), falls ``short``, is ``slow250`` milliseconds late, or ``kill``s the
-process; a trailing ``+`` keeps failing from there on. Several are joined by commas: ``HOLDFAST_FAULTS=sync:3:kill`` in the environment kills
-at the third sync.
+process; a trailing ``+`` keeps failing from there on. Several are joined by commas:
+``HOLDFAST_FAULTS=sync:3:kill`` in the environment kills at the third sync.
 """
 
 from __future__ import annotations
