@@ -11,8 +11,8 @@ import pytest
 import holdfast
 from holdfast import errors
 
-CALLS = {"load", "open", "save", "verify"}
-TYPES = {"Checkpoint", "CheckpointInfo", "Checkpointer", "Keep", "LeafInfo", "Options"}
+CALLS = {"load", "open", "rng", "save", "stable", "verify"}
+TYPES = {"Checkpoint", "CheckpointInfo", "Checkpointer", "Keep", "LeafInfo", "Options", "Saving"}
 
 # Every error, and the builtin that a caller who knows nothing of Holdfast would catch.
 ERRORS = {
@@ -26,6 +26,7 @@ ERRORS = {
     "UnsupportedState": TypeError,
     "RunLocked": BlockingIOError,
     "SaveFailed": OSError,
+    "MutatedDuringSave": OSError,
     "StorageFull": OSError,
     "StorageDenied": PermissionError,
     "StorageMissing": FileNotFoundError,

@@ -23,7 +23,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.checkpointer import Checkpointer, Keep
+    from holdfast import data as data
+    from holdfast.checkpointer import Checkpointer, Keep, Saving, stable
     from holdfast.errors import (
         CheckpointExists,
         CheckpointNotFound,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         EngineUnavailable,
         HoldfastError,
         IncompleteCheckpoint,
+        MutatedDuringSave,
         ReadFailed,
         RunLocked,
         SaveFailed,
@@ -42,12 +44,14 @@ if TYPE_CHECKING:
         UnsupportedCheckpoint,
         UnsupportedState,
     )
+    from holdfast.state.rng import rng
     from holdfast.store import Checkpoint, CheckpointInfo, LeafInfo, Options, load, open, save, verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "holdfast.checkpointer": ("Checkpointer", "Keep"),
+    "holdfast.checkpointer": ("Checkpointer", "Keep", "Saving", "stable"),
+    "holdfast.state.rng": ("rng",),
     "holdfast.store": (
         "Checkpoint",
         "CheckpointInfo",
@@ -66,6 +70,7 @@ _HOMES = {
         "EngineUnavailable",
         "HoldfastError",
         "IncompleteCheckpoint",
+        "MutatedDuringSave",
         "ReadFailed",
         "RunLocked",
         "SaveFailed",
@@ -92,10 +97,12 @@ __all__ = [
     "IncompleteCheckpoint",
     "Keep",
     "LeafInfo",
+    "MutatedDuringSave",
     "Options",
     "ReadFailed",
     "RunLocked",
     "SaveFailed",
+    "Saving",
     "StateMismatch",
     "StorageDenied",
     "StorageFull",
@@ -104,12 +111,16 @@ __all__ = [
     "UnsupportedState",
     "load",
     "open",
+    "rng",
     "save",
+    "stable",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":
+        return importlib.import_module("holdfast.data")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
@@ -119,4 +130,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_HOME_OF, "data"})

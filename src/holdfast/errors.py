@@ -96,6 +96,19 @@ class SaveFailed(HoldfastError, OSError):
         return str(self.args[0])
 
 
+class MutatedDuringSave(SaveFailed):
+    """Weights changed while they were being written, without a hooked optimizer's step to announce it.
+
+    That save failed, nothing wrong was stored, and training goes on. Bracket the change with
+    ``with checkpointer.update():``, give the optimizer to the Checkpointer (``optimizers=``), or use
+    ``mode="snapshot"``. `leaves` names what changed.
+    """
+
+    def __init__(self, message: str, *, leaves: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.leaves = tuple(leaves)
+
+
 class StorageFull(SaveFailed):
     """The device has no room for the checkpoint. Free space, or keep fewer checkpoints (`Keep`)."""
 

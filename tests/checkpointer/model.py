@@ -59,6 +59,8 @@ class Entry:
 class Model:
     keep: Keep
     entries: dict[int, Entry] = field(default_factory=dict)
+    superseded: set[int] = field(default_factory=set)
+    """Later than the step that training went back to: the next save gives them up."""
 
     def save(self, step: int, version: int, metrics: Mapping[str, float]) -> int:
         """Returns how many checkpoints were given up for it."""
@@ -66,10 +68,12 @@ class Model:
         known = [
             Kept(number, 0.0, entry.metrics)
             for number, entry in sorted(self.entries.items())
-            if entry.candidate
+            if entry.candidate and (number == step or number not in self.superseded)
         ]
         stay = wanted(self.keep, known) | {step}
         gone = [item.step for item in known if item.step not in stay]
+        gone += sorted((self.superseded & set(self.entries)) - {step})
+        self.superseded = set()
         for number in gone:
             del self.entries[number]
         return len(gone)
@@ -79,13 +83,18 @@ class Model:
         passed = []
         for step in sorted(self.entries, reverse=True):
             if self.entries[step].damage is None:
+                self.superseded = set()
                 return step, passed
             passed.append(step)
             self.entries[step].candidate = False
         return (None if passed else 0), passed
 
+    def restore_one(self, step: int) -> None:
+        self.superseded = {other for other in self.entries if other > step}
+
     def reopen(self) -> None:
         """A new process sees at once what is damaged, as far as that shows without reading all bytes."""
+        self.superseded = set()
         for entry in self.entries.values():
             entry.candidate = entry.damage in (None, "shard")
 

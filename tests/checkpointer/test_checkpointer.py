@@ -41,7 +41,7 @@ def is_at(state: dict[str, Any], step: int) -> bool:
 def run(tmp_path: Path) -> Path:
     """Steps 1 to 5, all kept."""
     state = blank()
-    with Checkpointer(tmp_path / "run", state, keep=Keep(last=10)) as checkpointer:
+    with Checkpointer(tmp_path / "run", state, keep=Keep(last=10), mode="sync") as checkpointer:
         for step in range(1, 6):
             set_state(state, step)
             checkpointer.save(step, {"loss": 1 / step})
@@ -54,7 +54,9 @@ def test_a_loop_that_is_interrupted_again_and_again_ends_like_one_that_is_not(tm
         model = torch.nn.Linear(30, 30)
         optimizer = torch.optim.Adam(model.parameters())
         steps = {"seen": 0}
-        with Checkpointer(run, {"model": model, "optimizer": optimizer, "steps": steps}) as checkpointer:
+        with Checkpointer(
+            run, {"model": model, "optimizer": optimizer, "steps": steps}, mode="sync"
+        ) as checkpointer:
             start = checkpointer.restore()
             for step in range(start, stop):
                 optimizer.zero_grad()
@@ -73,7 +75,7 @@ def test_a_loop_that_is_interrupted_again_and_again_ends_like_one_that_is_not(tm
 
 
 def test_a_new_run_starts_at_nothing(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "deep" / "er" / "run", blank()) as checkpointer:
+    with Checkpointer(tmp_path / "deep" / "er" / "run", blank(), mode="sync") as checkpointer:
         assert checkpointer.restore() == 0
         assert checkpointer.steps == []
         assert checkpointer.last_durable is None
@@ -81,9 +83,10 @@ def test_a_new_run_starts_at_nothing(tmp_path: Path) -> None:
 
 
 def test_a_save_is_durable_and_counted_when_it_returns(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, at(1)) as checkpointer:
-        info = checkpointer.save(1, {"loss": 0.5})
-        assert info is not None
+    with Checkpointer(tmp_path, at(1), mode="sync") as checkpointer:
+        saving = checkpointer.save(1, {"loss": 0.5})
+        assert saving is not None
+        info = saving.wait()
         assert (info.step, info.metrics) == (1, {"loss": 0.5})
         assert info.path == os.fspath(tmp_path / step_name(1))
         assert checkpointer.last_durable == 1
@@ -93,11 +96,12 @@ def test_a_save_is_durable_and_counted_when_it_returns(tmp_path: Path) -> None:
 
 def test_restoring_brings_back_the_newest(run: Path) -> None:
     state = blank()
-    with Checkpointer(run, state) as checkpointer:
+    with Checkpointer(run, state, mode="sync") as checkpointer:
         assert checkpointer.last_durable == 5
         assert checkpointer.restore() == 5
         assert is_at(state, 5)
-        assert checkpointer.restore(2) == 2
+        with pytest.warns(RuntimeWarning, match="going back to step 2"):
+            assert checkpointer.restore(2) == 2
         assert is_at(state, 2)
         with pytest.raises(holdfast.CheckpointNotFound, match="no checkpoint of step 7"):
             checkpointer.restore(7)
@@ -105,12 +109,24 @@ def test_restoring_brings_back_the_newest(run: Path) -> None:
 
 def test_every_skips_the_steps_between(tmp_path: Path) -> None:
     state = blank()
-    with Checkpointer(tmp_path, state, every=3, keep=Keep(last=9)) as checkpointer:
+    with Checkpointer(tmp_path, state, every=3, keep=Keep(last=9), mode="sync") as checkpointer:
         saved = [step for step in range(1, 10) if checkpointer.save(step) is not None]
         assert saved == checkpointer.steps == [3, 6, 9]
 
 
-@pytest.mark.parametrize("arguments", [{"every": 0}, {"every": -1}, {"mode": "async"}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"every": 0},
+        {"every": -1},
+        {"every": "often"},
+        {"mode": "async"},
+        {"on_error": "ignore"},
+        {"timeout": 0},
+        {"mtbf": "6h"},
+        {"budget": 2},
+    ],
+)
 def test_arguments_that_make_no_sense_are_refused_before_anything_is_made(
     tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
@@ -121,7 +137,7 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_is_made(
 
 @pytest.mark.parametrize("step", [-1, 10**12, 2.5, True, "7"])
 def test_a_step_that_no_name_can_hold_is_refused_and_never_skipped(tmp_path: Path, step: Any) -> None:
-    with Checkpointer(tmp_path, blank(), every=3) as checkpointer:
+    with Checkpointer(tmp_path, blank(), every=3, mode="sync") as checkpointer:
         with pytest.raises(ValueError, match="step"):
             checkpointer.save(step)
         assert checkpointer.steps == []
@@ -131,7 +147,7 @@ def test_a_step_that_no_name_can_hold_is_refused_and_never_skipped(tmp_path: Pat
 
 
 def test_three_stay_unless_told_otherwise(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, at(0)) as checkpointer:
+    with Checkpointer(tmp_path, at(0), mode="sync") as checkpointer:
         for step in range(8):
             checkpointer.save(step)
         assert checkpointer.steps == [5, 6, 7]
@@ -139,40 +155,56 @@ def test_three_stay_unless_told_otherwise(tmp_path: Path) -> None:
 
 def test_the_best_by_a_metric_stay(tmp_path: Path) -> None:
     losses = [0.9, 0.2, math.nan, 0.1, 0.8, 0.7, 0.6]
-    with Checkpointer(tmp_path, at(0), keep=Keep(last=1, best=("loss", "min", 2))) as checkpointer:
+    with Checkpointer(
+        tmp_path, at(0), keep=Keep(last=1, best=("loss", "min", 2)), mode="sync"
+    ) as checkpointer:
         for step, loss in enumerate(losses):
             checkpointer.save(step, {"loss": loss})
         assert checkpointer.steps == [1, 3, 6]
     # The next process knows the metrics, too.
-    with Checkpointer(tmp_path, at(0), keep=Keep(last=1, best=("loss", "min", 2))) as checkpointer:
+    with Checkpointer(
+        tmp_path, at(0), keep=Keep(last=1, best=("loss", "min", 2)), mode="sync"
+    ) as checkpointer:
         checkpointer.save(7, {"loss": 0.15})
         assert checkpointer.steps == [3, 7]
 
 
-def test_going_back_keeps_what_was_just_saved(run: Path) -> None:
+def test_going_back_gives_up_what_came_later_once_something_new_is_durable(run: Path) -> None:
     state = blank()
-    with Checkpointer(run, state, keep=Keep(last=2)) as checkpointer:
-        checkpointer.restore(1)
+    with Checkpointer(run, state, keep=Keep(last=2), mode="sync") as checkpointer:
+        with pytest.warns(RuntimeWarning, match="the first save removes the later checkpoints"):
+            checkpointer.restore(1)
+        assert checkpointer.steps == [1, 2, 3, 4, 5]
         set_state(state, 77)
         checkpointer.save(2)
-        assert checkpointer.steps == [2, 4, 5]
-        assert checkpointer.restore(2) == 2
+        assert checkpointer.steps == [1, 2]
+        assert checkpointer.restore() == 2
         assert is_at(state, 77)
+
+
+def test_going_back_and_forth_again_removes_nothing(run: Path) -> None:
+    state = blank()
+    with Checkpointer(run, state, keep=Keep(last=10), mode="sync") as checkpointer:
+        with pytest.warns(RuntimeWarning, match="removes the later"):
+            checkpointer.restore(1)
+        assert checkpointer.restore() == 5
+        checkpointer.save(6)
+        assert checkpointer.steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_saving_a_step_again_replaces_it(run: Path) -> None:
     state = at(99)
-    with Checkpointer(run, state, keep=Keep(last=10)) as checkpointer:
+    with Checkpointer(run, state, keep=Keep(last=10), mode="sync") as checkpointer:
         checkpointer.save(5)
         assert checkpointer.steps == [1, 2, 3, 4, 5]
     assert is_at(holdfast.load(run), 99)
 
 
-def test_nothing_but_checkpoints_and_the_lock_is_left_after_closing(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, at(0), keep=Keep(last=1)) as checkpointer:
+def test_nothing_but_checkpoints_the_lock_and_the_events_is_left_after_closing(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, at(0), keep=Keep(last=1), mode="sync") as checkpointer:
         for step in range(6):
             checkpointer.save(step)
-    assert sorted(os.listdir(tmp_path)) == [".lock", step_name(5)]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "events.jsonl", step_name(5)]
 
 
 # --- damage -------------------------------------------------------------------------------------------------
@@ -182,7 +214,7 @@ def test_nothing_but_checkpoints_and_the_lock_is_left_after_closing(tmp_path: Pa
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run: Path, kind: str) -> None:
     hurt(run / step_name(5), kind)
     state = blank()
-    with Checkpointer(run, state, keep=Keep(last=2)) as checkpointer:
+    with Checkpointer(run, state, keep=Keep(last=2), mode="sync") as checkpointer:
         with pytest.warns(RuntimeWarning, match="passing over step 5") as caught:
             assert checkpointer.restore() == 4
         assert caught[0].filename == __file__
@@ -193,7 +225,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run: Path, kind: str
         checkpointer.save(5)
         assert checkpointer.steps == [4, 5]
     state = blank()
-    with warnings.catch_warnings(), Checkpointer(run, state) as checkpointer:
+    with warnings.catch_warnings(), Checkpointer(run, state, mode="sync") as checkpointer:
         warnings.simplefilter("error")
         assert checkpointer.restore() == 5
         assert is_at(state, 50)
@@ -202,7 +234,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run: Path, kind: str
 def test_a_damaged_checkpoint_takes_no_place_among_those_to_keep(run: Path) -> None:
     hurt(run / step_name(5), "shard")
     state = blank()
-    with Checkpointer(run, state, keep=Keep(last=2)) as checkpointer:
+    with Checkpointer(run, state, keep=Keep(last=2), mode="sync") as checkpointer:
         with pytest.warns(RuntimeWarning, match="passing over"):
             assert checkpointer.restore() == 4
         checkpointer.save(6)
@@ -214,7 +246,7 @@ def test_several_damaged_ones_are_passed_over_one_by_one(run: Path) -> None:
     for step, kind in zip((5, 4, 3), DAMAGE, strict=False):
         hurt(run / step_name(step), kind)
     state = blank()
-    with Checkpointer(run, state) as checkpointer:
+    with Checkpointer(run, state, mode="sync") as checkpointer:
         with pytest.warns(RuntimeWarning) as caught:
             assert checkpointer.restore() == 2
         assert [f"step {step}" in str(w.message) for step, w in zip((5, 4, 3), caught, strict=True)] == [
@@ -226,7 +258,7 @@ def test_several_damaged_ones_are_passed_over_one_by_one(run: Path) -> None:
 def test_when_none_is_whole_it_is_an_error_and_never_a_fresh_start(run: Path) -> None:
     for step in range(1, 6):
         hurt(run / step_name(step), DAMAGE[step % 4])
-    with Checkpointer(run, blank()) as checkpointer:
+    with Checkpointer(run, blank(), mode="sync") as checkpointer:
         with (
             pytest.warns(RuntimeWarning, match="passing over"),
             pytest.raises(holdfast.CorruptCheckpoint, match="none of the 5 checkpoints is intact"),
@@ -238,12 +270,15 @@ def test_when_none_is_whole_it_is_an_error_and_never_a_fresh_start(run: Path) ->
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_step_asked_for_by_number_is_that_step_or_an_error(run: Path, kind: str) -> None:
     hurt(run / step_name(5), kind)
-    with Checkpointer(run, blank()) as checkpointer, pytest.raises(holdfast.CorruptCheckpoint):
+    with Checkpointer(run, blank(), mode="sync") as checkpointer, pytest.raises(holdfast.CorruptCheckpoint):
         checkpointer.restore(5)
 
 
 def test_a_state_that_does_not_fit_is_an_error_not_damage(run: Path) -> None:
-    with Checkpointer(run, {"w": np.zeros(3)}) as checkpointer, pytest.raises(holdfast.StateMismatch):
+    with (
+        Checkpointer(run, {"w": np.zeros(3)}, mode="sync") as checkpointer,
+        pytest.raises(holdfast.StateMismatch),
+    ):
         checkpointer.restore()
 
 
@@ -251,25 +286,25 @@ def test_a_state_that_does_not_fit_is_an_error_not_damage(run: Path) -> None:
 
 
 def test_a_closed_checkpointer_refuses_and_can_be_closed_again(run: Path) -> None:
-    checkpointer = Checkpointer(run, blank())
+    checkpointer = Checkpointer(run, blank(), mode="sync")
     checkpointer.close()
     checkpointer.close()
     for call in (lambda: checkpointer.save(6), checkpointer.restore):
         with pytest.raises(ValueError, match="closed"):
             call()
-    with Checkpointer(run, blank()) as another:
+    with Checkpointer(run, blank(), mode="sync") as another:
         assert another.steps == [1, 2, 3, 4, 5]
 
 
 def test_an_exception_in_the_loop_lets_go_of_the_run(run: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Checkpointer(run, blank()):
+    with pytest.raises(ZeroDivisionError), Checkpointer(run, blank(), mode="sync"):
         _ = 1 / 0
-    Checkpointer(run, blank()).close()
+    Checkpointer(run, blank(), mode="sync").close()
 
 
 def test_a_failure_while_opening_lets_go_of_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr("holdfast.checkpointer.checkpointer.history", lambda path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            Checkpointer(run, blank())
-    Checkpointer(run, blank()).close()
+            Checkpointer(run, blank(), mode="sync")
+    Checkpointer(run, blank(), mode="sync").close()

@@ -55,7 +55,9 @@ class Runs(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.checkpointer = Checkpointer(self.run, self.state, keep=self.model.keep, options=self.way)
+        self.checkpointer = Checkpointer(
+            self.run, self.state, keep=self.model.keep, options=self.way, mode="sync"
+        )
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
@@ -101,7 +103,11 @@ class Runs(RuleBasedStateMachine):
             with pytest.raises(holdfast.CorruptCheckpoint):
                 self.checkpointer.restore(step)
         else:
-            assert self.checkpointer.restore(step) == step
+            self.model.restore_one(step)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert self.checkpointer.restore(step) == step
+            assert len(caught) == bool(self.model.superseded)
             assert self.is_version(self.state, entry.version)
 
     @precondition(lambda self: any(entry.damage is None for entry in self.model.entries.values()))

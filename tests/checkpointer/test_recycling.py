@@ -31,7 +31,7 @@ def recycled(events: list[faults.Event]) -> bool:
 @pytest.mark.parametrize(("size", "delay"), [(LARGE, 2), (SMALL, 3)], ids=["large", "small"])
 def test_in_the_long_run_every_save_writes_over_old_files(tmp_path: Path, size: int, delay: int) -> None:
     state = {"w": np.zeros(size)}
-    with Checkpointer(tmp_path, state, keep=Keep(last=1)) as checkpointer:
+    with Checkpointer(tmp_path, state, keep=Keep(last=1), mode="sync") as checkpointer:
         inodes = []
         for step in range(8):
             state["w"][:] = step
@@ -49,7 +49,7 @@ def test_in_the_long_run_every_save_writes_over_old_files(tmp_path: Path, size: 
 def test_files_of_other_sizes_are_written_over_exactly(tmp_path: Path, backend: holdfast.Options) -> None:
     options = holdfast.Options(backend=backend, small_nbytes=0)  # type: ignore[arg-type]
     try:
-        checkpointer = Checkpointer(tmp_path, {}, keep=Keep(last=1), options=options)
+        checkpointer = Checkpointer(tmp_path, {}, keep=Keep(last=1), options=options, mode="sync")
         checkpointer.save(0)
     except holdfast.EngineUnavailable as error:
         checkpointer.close()
@@ -80,7 +80,7 @@ def test_files_of_other_sizes_are_written_over_exactly(tmp_path: Path, backend: 
 
 def test_what_somebody_reads_is_not_written_over(tmp_path: Path) -> None:
     state = {"w": np.zeros(LARGE)}
-    with Checkpointer(tmp_path, state, keep=Keep(last=1)) as checkpointer:
+    with Checkpointer(tmp_path, state, keep=Keep(last=1), mode="sync") as checkpointer:
         checkpointer.save(0)
         with holdfast.open(tmp_path / step_name(0)) as reader:
             leaf = reader["w"]
@@ -96,7 +96,7 @@ def test_what_somebody_reads_is_not_written_over(tmp_path: Path) -> None:
 
 def test_strangers_in_a_retired_checkpoint_do_not_survive_in_a_new_one(tmp_path: Path) -> None:
     state = {"w": np.zeros(LARGE)}
-    with Checkpointer(tmp_path, state, keep=Keep(last=1)) as checkpointer:
+    with Checkpointer(tmp_path, state, keep=Keep(last=1), mode="sync") as checkpointer:
         checkpointer.save(0)
         (tmp_path / step_name(0) / "notes.txt").write_text("mine")
         checkpointer.save(1)
@@ -108,7 +108,7 @@ def test_strangers_in_a_retired_checkpoint_do_not_survive_in_a_new_one(tmp_path:
 
 def test_a_spare_that_vanished_is_no_obstacle(tmp_path: Path) -> None:
     state = {"w": np.zeros(LARGE)}
-    with Checkpointer(tmp_path, state, keep=Keep(last=1)) as checkpointer:
+    with Checkpointer(tmp_path, state, keep=Keep(last=1), mode="sync") as checkpointer:
         checkpointer.save(0)
         checkpointer.save(1)
         (spare,) = tmp_path.glob("*.retired")
@@ -122,7 +122,7 @@ def test_a_spare_that_vanished_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_a_spare_with_files_missing_is_no_obstacle(tmp_path: Path) -> None:
     state = {"w": np.arange(float(LARGE))}
-    with Checkpointer(tmp_path, state, keep=Keep(last=1)) as checkpointer:
+    with Checkpointer(tmp_path, state, keep=Keep(last=1), mode="sync") as checkpointer:
         checkpointer.save(0)
         checkpointer.save(1)
         (spare,) = tmp_path.glob("*.retired")

@@ -55,7 +55,7 @@ def make_state(scale: float = 1.0) -> dict[str, Any]:
 
 def make_run(path: Path, steps: Sequence[int] = (1, 2, 3, 4, 5)) -> Path:
     state = make_state()
-    with holdfast.Checkpointer(path, state, keep=holdfast.Keep(last=100)) as checkpointer:
+    with holdfast.Checkpointer(path, state, keep=holdfast.Keep(last=100), mode="sync") as checkpointer:
         for step in steps:
             state["model"]["b"][:] = step
             checkpointer.save(step, metrics={"loss": 10.0 / step})

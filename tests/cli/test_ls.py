@@ -43,7 +43,7 @@ def test_json_holds_every_fact(tmp_path: Path) -> None:
 
 
 def test_metrics_that_are_no_json_numbers_are_text(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", {"w": np.zeros(1)}) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", {"w": np.zeros(1)}, mode="sync") as checkpointer:
         checkpointer.save(1, metrics={"loss": math.nan, "norm": math.inf})
     (entry,) = command("ls", tmp_path / "run", "--json").document["checkpoints"]
     assert entry["metrics"] == {"loss": "nan", "norm": "inf"}
@@ -111,7 +111,7 @@ def test_a_single_checkpoint_lists_itself(tmp_path: Path) -> None:
 
 
 def test_a_name_with_terminal_commands_is_shown_escaped(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", {"w": np.zeros(1)}) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", {"w": np.zeros(1)}, mode="sync") as checkpointer:
         checkpointer.save(1, metrics={"a\x1b[2Jb": 1.0})
     outcome = command("ls", tmp_path / "run")
     assert "\x1b" not in outcome.out

@@ -98,7 +98,7 @@ def test_damaged_checkpoints_stay_and_count_for_no_rule(tmp_path: Path) -> None:
 
 def test_a_run_that_is_being_written_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    with holdfast.Checkpointer(run, make_state(), keep=holdfast.Keep(last=10)):
+    with holdfast.Checkpointer(run, make_state(), keep=holdfast.Keep(last=10), mode="sync"):
         outcome = command("prune", run, "--last", "1", "--json")
         assert outcome.code == 1
         assert outcome.document["error"]["type"] == "RunLocked"

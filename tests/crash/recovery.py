@@ -168,7 +168,7 @@ def check_restore(run: str, ledger: Ledger, wide: int = WIDE) -> int:
     target = blank_state(wide)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        with holdfast.Checkpointer(run, target, options=BUFFERED) as checkpointer:
+        with holdfast.Checkpointer(run, target, options=BUFFERED, mode="sync") as checkpointer:
             try:
                 restored = checkpointer.restore()
             except holdfast.CorruptCheckpoint as error:
@@ -189,12 +189,12 @@ def check_restore(run: str, ledger: Ledger, wide: int = WIDE) -> int:
 def check_goes_on(run: str, restored: int, wide: int = WIDE) -> None:
     """After a recovery the run takes saves again, and the next process finds them."""
     step = restored + 1
-    with holdfast.Checkpointer(run, make_state(step, 9, wide), options=BUFFERED) as checkpointer:
+    with holdfast.Checkpointer(run, make_state(step, 9, wide), options=BUFFERED, mode="sync") as checkpointer:
         checkpointer.save(step)
     target = blank_state(wide)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        with holdfast.Checkpointer(run, target, options=BUFFERED) as checkpointer:
+        with holdfast.Checkpointer(run, target, options=BUFFERED, mode="sync") as checkpointer:
             again = checkpointer.restore()
     if again < step or (again == step and identify(target) != (step, 9)):
         raise Lost(f"step {step} was saved after the recovery, and {again} came back")

@@ -113,7 +113,9 @@ class InRun(Scenario):
 
     def prepare(self) -> None:
         self.run = str(self.root / "run")
-        self.checkpointer = holdfast.Checkpointer(self.run, None, keep=self.keep, options=self.options)
+        self.checkpointer = holdfast.Checkpointer(
+            self.run, None, keep=self.keep, options=self.options, mode="sync"
+        )
         for step in self.earlier:
             self.checkpointer.state = make_state(step)
             self.checkpointer.save(step)
@@ -155,7 +157,7 @@ class InRun(Scenario):
         self.check(failed=False)
         self.checkpointer.close()
         target = blank_state()
-        with holdfast.Checkpointer(self.run, target, options=self.options) as reopened:
+        with holdfast.Checkpointer(self.run, target, options=self.options, mode="sync") as reopened:
             assert leftovers(self.run) == []
             assert reopened.restore() == self.step
             assert identify(target) == (self.step, 1)

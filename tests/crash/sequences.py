@@ -19,7 +19,7 @@ SHARD = "r00000.v0.safetensors"
 
 def open_run(recording: Recording, state: object, options: holdfast.Options) -> holdfast.Checkpointer:
     with recording.tracing():
-        return holdfast.Checkpointer(recording.root / "run", state, keep=KEEP, options=options)
+        return holdfast.Checkpointer(recording.root / "run", state, keep=KEEP, options=options, mode="sync")
 
 
 def save(

@@ -262,13 +262,13 @@ def test_verify_reports_a_damaged_file(checkpoint: Path, file: str, damage: Call
 @EACH_DAMAGE
 def test_a_restore_falls_back_with_a_warning(ram: Path, file: str, damage: Callable[[Path], None]) -> None:
     run = ram / "run"
-    with holdfast.Checkpointer(run, None) as checkpointer:
+    with holdfast.Checkpointer(run, None, mode="sync") as checkpointer:
         for step in (1, 2, 3):
             checkpointer.state = make_state(step)
             checkpointer.save(step)
     damage(run / step_name(3) / file)
     target = blank_state()
-    with holdfast.Checkpointer(run, target) as checkpointer:
+    with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
         with pytest.warns(RuntimeWarning, match="passing over step 3") as told:
             assert checkpointer.restore() == 2
         assert identify(target) == (2, 0)
@@ -299,14 +299,14 @@ def test_a_truncated_shard_names_the_first_leaf_that_is_cut(checkpoint: Path) ->
 def test_both_files_of_another_checkpoint_are_not_that_step(ram: Path) -> None:
     """A directory put in another's place is whole in itself; in a run, it is not the step its name says."""
     run = ram / "run"
-    with holdfast.Checkpointer(run, None) as checkpointer:
+    with holdfast.Checkpointer(run, None, mode="sync") as checkpointer:
         for step in (1, 2):
             checkpointer.state = make_state(step)
             checkpointer.save(step)
     shutil.rmtree(run / step_name(2))
     shutil.copytree(run / step_name(1), run / step_name(2))
     target = blank_state()
-    with holdfast.Checkpointer(run, target) as checkpointer:
+    with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
         with pytest.warns(RuntimeWarning, match="passing over step 2"):
             assert checkpointer.restore() == 1
         assert identify(target) == (1, 0)
@@ -314,14 +314,14 @@ def test_both_files_of_another_checkpoint_are_not_that_step(ram: Path) -> None:
 
 def test_when_nothing_is_whole_a_restore_says_so_and_starts_nothing(ram: Path) -> None:
     run = ram / "run"
-    with holdfast.Checkpointer(run, None) as checkpointer:
+    with holdfast.Checkpointer(run, None, mode="sync") as checkpointer:
         for step in (1, 2):
             checkpointer.state = make_state(step)
             checkpointer.save(step)
     flip(run / step_name(1) / SHARD, 5000, 0)
     (run / step_name(2) / MANIFEST).unlink()
     with (
-        holdfast.Checkpointer(run, blank_state()) as checkpointer,
+        holdfast.Checkpointer(run, blank_state(), mode="sync") as checkpointer,
         pytest.warns(RuntimeWarning),
         pytest.raises(holdfast.CorruptCheckpoint, match="none of the 2 checkpoints is intact"),
     ):
@@ -331,14 +331,14 @@ def test_when_nothing_is_whole_a_restore_says_so_and_starts_nothing(ram: Path) -
 
 def test_strangers_in_a_run_do_no_harm(ram: Path) -> None:
     run = ram / "run"
-    with holdfast.Checkpointer(run, make_state(1)) as checkpointer:
+    with holdfast.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
     (run / "notes.txt").write_text("mine")
     (run / "step-000000000002").write_text("a file, not a checkpoint")
     (run / "step-3").mkdir()
     (run / "step-000000000009.partial.old").mkdir()
     target = blank_state()
-    with holdfast.Checkpointer(run, target) as checkpointer:
+    with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
         assert checkpointer.restore() == 1
         assert identify(target) == (1, 0)
         checkpointer.state = make_state(3)

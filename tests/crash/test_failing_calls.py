@@ -189,7 +189,7 @@ def test_each_call_failing_while_a_run_is_opened(
     def prepare(root: Path) -> str:
         run = root / "new" / "run"
         os.makedirs(run)
-        with holdfast.Checkpointer(run, make_state(1)) as checkpointer:
+        with holdfast.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
             checkpointer.save(1)
         for name in ("step-000000000002.partial", "step-000000000003.retired"):
             shutil.copytree(run / "step-000000000001", run / name)
@@ -197,16 +197,16 @@ def test_each_call_failing_while_a_run_is_opened(
 
     run = prepare(fast / "healthy")
     with faults.injected("any:1000000:EIO"):
-        holdfast.Checkpointer(run, None).close()
+        holdfast.Checkpointer(run, None, mode="sync").close()
         calls = faults.count_calls()
     assert calls > 6
     for nth in range(1, calls + 1):
         run = prepare(fast / str(nth))
         expected = holdfast.StorageFull if code == "ENOSPC" else holdfast.SaveFailed
         with faults.injected(f"any:{nth}:{code}{lasting}"), contextlib.suppress(expected):
-            holdfast.Checkpointer(run, None).close()
+            holdfast.Checkpointer(run, None, mode="sync").close()
         target = blank_state()
-        with holdfast.Checkpointer(run, target) as checkpointer:
+        with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
             assert checkpointer.restore() == 1
             assert identify(target) == (1, 0)
             assert leftovers(run) == []
@@ -222,10 +222,10 @@ def test_each_call_failing_while_a_new_run_is_made(fast: Path, record_property: 
         failed = False
         with faults.injected(f"any:{nth}:EIO"):
             try:
-                holdfast.Checkpointer(run, None).close()
+                holdfast.Checkpointer(run, None, mode="sync").close()
             except holdfast.SaveFailed:
                 failed = True
-        with holdfast.Checkpointer(run, make_state(1)) as checkpointer:
+        with holdfast.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
             checkpointer.save(1)
         assert load_identity(str(run)) == (1, 0)
     assert nth > 5

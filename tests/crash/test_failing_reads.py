@@ -40,7 +40,7 @@ def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def run(tmp_path: Path, wide: int) -> Path:
     """Two checkpoints."""
     where = tmp_path / "run"
-    with holdfast.Checkpointer(where, None) as checkpointer:
+    with holdfast.Checkpointer(where, None, mode="sync") as checkpointer:
         for step in (1, 2):
             checkpointer.state = make_state(step, 0, wide)
             checkpointer.save(step)
@@ -76,7 +76,7 @@ def test_each_call_of_a_load_failing(run: Path, wide: int, action: str, record_p
 @pytest.mark.usefixtures("_backend")
 def test_each_call_of_a_restore_failing(run: Path, wide: int, record_property: Record) -> None:
     """One bad read costs the newest checkpoint, with a warning, not the restore."""
-    with holdfast.Checkpointer(run, blank_state(wide)) as checkpointer:
+    with holdfast.Checkpointer(run, blank_state(wide), mode="sync") as checkpointer:
         calls = count_calls(checkpointer.restore)
         for nth in range(1, calls + 1):
             checkpointer.state = target = blank_state(wide)
@@ -88,7 +88,7 @@ def test_each_call_of_a_restore_failing(run: Path, wide: int, record_property: R
 
 @pytest.mark.usefixtures("_backend")
 def test_a_device_that_reads_nothing_is_an_error_not_a_new_start(run: Path, wide: int) -> None:
-    with holdfast.Checkpointer(run, blank_state(wide)) as checkpointer:
+    with holdfast.Checkpointer(run, blank_state(wide), mode="sync") as checkpointer:
         with (
             faults.injected("read:1:EIO+"),
             pytest.warns(RuntimeWarning),
@@ -125,7 +125,10 @@ def test_an_unreadable_manifest_is_passed_over(run: Path, wide: int, monkeypatch
         holdfast.load(run / step_name(2))
     assert str(run / step_name(2)) in str(caught.value)
     target = blank_state(wide)
-    with holdfast.Checkpointer(run, target) as checkpointer, warnings.catch_warnings(record=True) as told:
+    with (
+        holdfast.Checkpointer(run, target, mode="sync") as checkpointer,
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always")
         assert checkpointer.restore() == 1
     assert any("passing over step 2" in str(warning.message) for warning in told)

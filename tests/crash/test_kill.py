@@ -35,7 +35,9 @@ def train(
 ) -> None:
     """Saves in a run, and tells of each save before it begins and when it is durable."""
     faults.install(*faults.parse(fault))
-    checkpointer = holdfast.Checkpointer(root / "run", None, keep=holdfast.Keep(last=2), options=options)
+    checkpointer = holdfast.Checkpointer(
+        root / "run", None, keep=holdfast.Keep(last=2), options=options, mode="sync"
+    )
     for step, version in saves:
         checkpointer.state = make_state(step, version, wide)
         pipe.send(Begun(step, version))
@@ -123,7 +125,7 @@ def test_killed_at_each_transfer_of_a_large_state(
 
 def open_and_close(pipe: Pipe, run: Path, nth: int) -> None:
     faults.install(faults.Fault("any", nth, "kill"))
-    holdfast.Checkpointer(run, None).close()
+    holdfast.Checkpointer(run, None, mode="sync").close()
 
 
 def test_killed_while_it_sweeps(fast: Path, record_property: Record) -> None:

@@ -58,7 +58,7 @@ def on_small_disk(where: Path, work: Callable[[Pipe], None]) -> list[object]:
 
 def fill_run(run: Path, options: holdfast.Options) -> tuple[holdfast.Checkpointer, holdfast.StorageFull, int]:
     """Saves until there is no room. Also returns the error, and the bytes that were free before that save."""
-    checkpointer = holdfast.Checkpointer(run, None, keep=KEEP_ALL, options=options)
+    checkpointer = holdfast.Checkpointer(run, None, keep=KEEP_ALL, options=options, mode="sync")
     for step in range(1, 100):
         checkpointer.state = make_state(step, 0, WIDE)
         free = free_nbytes(run)
@@ -125,11 +125,11 @@ def test_a_full_disk_can_be_restored_from(ram: Path) -> None:
         fill_up(ram / "filler")
         assert free_nbytes(run) == 0
         target = blank_state(WIDE)
-        with holdfast.Checkpointer(run, target, keep=KEEP_ALL) as checkpointer:
+        with holdfast.Checkpointer(run, target, keep=KEEP_ALL, mode="sync") as checkpointer:
             check_still_good(run, checkpointer, failed)
         (ram / "filler").unlink()
         with holdfast.Checkpointer(
-            run, make_state(failed, 1, WIDE), keep=holdfast.Keep(last=2)
+            run, make_state(failed, 1, WIDE), keep=holdfast.Keep(last=2), mode="sync"
         ) as checkpointer:
             checkpointer.save(failed)
         assert list_steps(str(run)) == [failed - 1, failed]
@@ -147,7 +147,7 @@ def test_a_device_that_says_it_is_full(ram: Path, way: str, code: str, call: str
     if (way, call) == ("small", "fallocate"):
         call = "open"  # small files are not preallocated; a new one needs room for its inode all the same
     run = ram / "run"
-    with holdfast.Checkpointer(run, None, keep=KEEP_ALL, options=WAYS[way]) as checkpointer:
+    with holdfast.Checkpointer(run, None, keep=KEEP_ALL, options=WAYS[way], mode="sync") as checkpointer:
         for step in (1, 2):
             checkpointer.state = make_state(step, 0, WIDE)
             checkpointer.save(step)
@@ -166,7 +166,9 @@ def test_a_limit_on_file_sizes_fails_the_save_and_nothing_else(ram: Path, way: s
 
     def work(pipe: Pipe) -> None:
         run = ram / "run"
-        checkpointer = holdfast.Checkpointer(run, make_state(1, 0, 100), keep=KEEP_ALL, options=WAYS[way])
+        checkpointer = holdfast.Checkpointer(
+            run, make_state(1, 0, 100), keep=KEEP_ALL, options=WAYS[way], mode="sync"
+        )
         checkpointer.save(1)
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (STATE_NBYTES // 2, hard))
@@ -200,7 +202,7 @@ def as_nobody(work: Callable[[Pipe], None], warm: Path) -> list[object]:
 
 def warm_up(warm: Path) -> None:
     """Every module that saving, loading and failing need."""
-    with holdfast.Checkpointer(warm / "run", make_state(1)) as checkpointer:
+    with holdfast.Checkpointer(warm / "run", make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
         checkpointer.restore()
     with faults.injected("mkdir:1:EACCES"), pytest.raises(holdfast.StorageDenied):
@@ -217,7 +219,7 @@ def test_an_unwritable_directory_says_whom_to_give_it_to(place: Path, tmp_path: 
             holdfast.save(place / "new", make_state(2), options=WAYS[way])
         assert isinstance(caught.value, PermissionError)
         with pytest.raises(holdfast.StorageDenied) as for_run:
-            holdfast.Checkpointer(place / "run", make_state(2), options=WAYS[way])
+            holdfast.Checkpointer(place / "run", make_state(2), options=WAYS[way], mode="sync")
         assert identify(holdfast.load(place / "old")) == (1, 0)
         assert sorted(os.listdir(place)) == ["old"]
         pipe.send(str(caught.value))
@@ -237,12 +239,12 @@ def test_an_unwritable_directory_says_whom_to_give_it_to(place: Path, tmp_path: 
 def test_a_run_of_another_owner_says_whom_to_give_it_to(place: Path, tmp_path: Path) -> None:
     """Made by root in a container, continued by a user outside."""
     run = place / "run"
-    with holdfast.Checkpointer(run, make_state(1)) as checkpointer:
+    with holdfast.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
 
     def work(pipe: Pipe) -> None:
         with pytest.raises(holdfast.StorageDenied) as caught:
-            holdfast.Checkpointer(run, make_state(2))
+            holdfast.Checkpointer(run, make_state(2), mode="sync")
         pipe.send(str(caught.value))
         assert identify(holdfast.load(run)) == (1, 0)
 
@@ -268,14 +270,14 @@ def test_a_checkpoint_that_may_not_be_read_is_an_error_that_names_it(place: Path
 def test_a_read_only_file_system_is_named_as_such_and_can_be_read(ram: Path) -> None:
     def work(pipe: Pipe) -> None:
         holdfast.save(ram / "old", make_state(1))
-        with holdfast.Checkpointer(ram / "run", make_state(1)) as checkpointer:
+        with holdfast.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
             checkpointer.save(1)
         make_read_only(ram)
         for options in WAYS.values():
             with pytest.raises(holdfast.StorageDenied, match="mounted read-only: choose another directory"):
                 holdfast.save(ram / "new", make_state(2), options=options)
         with pytest.raises(holdfast.StorageDenied, match="mounted read-only"):
-            holdfast.Checkpointer(ram / "run", make_state(2))
+            holdfast.Checkpointer(ram / "run", make_state(2), mode="sync")
         assert identify(holdfast.load(ram / "old")) == (1, 0)
         assert identify(holdfast.load(ram / "run")) == (1, 0)
         assert holdfast.verify(ram / "old").intact
@@ -306,7 +308,7 @@ def test_a_missing_directory_says_to_create_it(ram: Path, way: str) -> None:
 
 
 def test_a_run_makes_its_own_directories(ram: Path) -> None:
-    with holdfast.Checkpointer(ram / "not" / "there" / "run", make_state(1)) as checkpointer:
+    with holdfast.Checkpointer(ram / "not" / "there" / "run", make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
     assert load_identity(str(ram / "not" / "there" / "run")) == (1, 0)
 
@@ -315,8 +317,8 @@ def test_a_file_in_the_way_is_an_error_and_stays(ram: Path) -> None:
     (ram / "file").write_text("mine")
     for save in (
         lambda: holdfast.save(ram / "file" / "new", make_state(1)),
-        lambda: holdfast.Checkpointer(ram / "file", make_state(1)),
-        lambda: holdfast.Checkpointer(ram / "file" / "run", make_state(1)),
+        lambda: holdfast.Checkpointer(ram / "file", make_state(1), mode="sync"),
+        lambda: holdfast.Checkpointer(ram / "file" / "run", make_state(1), mode="sync"),
         lambda: holdfast.save(ram / "file", make_state(1)),
     ):
         with pytest.raises(holdfast.HoldfastError) as caught:
@@ -327,7 +329,7 @@ def test_a_file_in_the_way_is_an_error_and_stays(ram: Path) -> None:
 
 def test_a_run_that_vanishes_under_its_writer_fails_the_save(ram: Path) -> None:
     """A volume that was unmounted, a directory that somebody removed."""
-    with holdfast.Checkpointer(ram / "run", make_state(1)) as checkpointer:
+    with holdfast.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
         shutil.rmtree(ram / "run")
         with pytest.raises(holdfast.StorageMissing, match="check that its volume is mounted"):

@@ -29,7 +29,7 @@ def hold_run(run: Path) -> Callable[[Pipe], None]:
     """Opens a run for writing, says so, and keeps it until it is ended."""
 
     def work(pipe: Pipe) -> None:
-        checkpointer = holdfast.Checkpointer(run, make_state(1))
+        checkpointer = holdfast.Checkpointer(run, make_state(1), mode="sync")
         checkpointer.save(1)
         pipe.send(os.getpid())
         signal.pause()
@@ -45,7 +45,7 @@ def test_a_second_writer_is_told_who_holds_the_run(ram: Path) -> None:
     with forked(hold_run(run)) as holder:
         assert holder.pipe.receive() == holder.pid
         with pytest.raises(holdfast.RunLocked) as caught:
-            holdfast.Checkpointer(run, make_state(2))
+            holdfast.Checkpointer(run, make_state(2), mode="sync")
         assert isinstance(caught.value, BlockingIOError)
         assert f"process {holder.pid} on {socket.gethostname()}" in str(caught.value)
         assert str(run) in str(caught.value)
@@ -60,7 +60,7 @@ def test_the_lock_of_a_killed_process_is_free_at_once(ram: Path) -> None:
         holder.pipe.receive()
         holder.kill()
         target = blank_state()
-        with holdfast.Checkpointer(run, target) as checkpointer:
+        with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
             assert checkpointer.restore() == 1
             checkpointer.save(2)
 
@@ -70,7 +70,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_lock(ram: Pat
     run = ram / "run"
 
     def parent(pipe: Pipe) -> None:
-        checkpointer = holdfast.Checkpointer(run, make_state(1))
+        checkpointer = holdfast.Checkpointer(run, make_state(1), mode="sync")
         checkpointer.save(1)
         worker = os.fork()
         if worker == 0:
@@ -85,19 +85,19 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_lock(ram: Pat
         try:
             child.kill()
             os.kill(worker, 0)  # it lives
-            with holdfast.Checkpointer(run, blank_state()) as checkpointer:
+            with holdfast.Checkpointer(run, blank_state(), mode="sync") as checkpointer:
                 assert checkpointer.restore() == 1
         finally:
             os.kill(worker, signal.SIGKILL)
 
 
 def test_a_forked_child_cannot_write_to_its_parents_run(ram: Path) -> None:
-    with holdfast.Checkpointer(ram / "run", make_state(1)) as checkpointer:
+    with holdfast.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
 
         def child(pipe: Pipe) -> None:
             with pytest.raises(holdfast.RunLocked, match=f"process {os.getppid()} on"):
-                holdfast.Checkpointer(ram / "run", make_state(2))
+                holdfast.Checkpointer(ram / "run", make_state(2), mode="sync")
             checkpointer.close()  # what it inherited: must not give up the parent's lock
             pipe.send("refused")
 
@@ -110,13 +110,13 @@ def test_a_forked_child_cannot_write_to_its_parents_run(ram: Path) -> None:
 
 
 def test_two_writers_in_one_process_are_refused_too(ram: Path) -> None:
-    with holdfast.Checkpointer(ram / "run", make_state(1)) as checkpointer:
+    with holdfast.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
         with pytest.raises(holdfast.RunLocked, match="in this process already"):
-            holdfast.Checkpointer(ram / "run", make_state(2))
+            holdfast.Checkpointer(ram / "run", make_state(2), mode="sync")
         checkpointer.save(1)
         with forked(hold_run(ram / "run")) as other:
             assert other.wait() == 1  # the refusal did not cost us the lock
-    with holdfast.Checkpointer(ram / "run", make_state(2)) as checkpointer:
+    with holdfast.Checkpointer(ram / "run", make_state(2), mode="sync") as checkpointer:
         checkpointer.save(2)
 
 
@@ -185,7 +185,7 @@ def test_a_reader_goes_on_when_its_checkpoint_is_retired(
     if spare == "now":
         request.getfixturevalue("spare_now")
     run = ram / "run"
-    with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE) as checkpointer:
+    with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
         checkpointer.save(1)
         reader = holdfast.open(run / step_name(1))
         inode = os.stat(run / step_name(1) / "r00000.v0.safetensors").st_ino
@@ -214,7 +214,7 @@ def test_a_reader_in_another_process_goes_on_too(ram: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
             pipe.send(identify(reader.load()))
 
-    with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE) as checkpointer:
+    with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
         checkpointer.save(1)
         with forked(read) as reader:
             assert reader.pipe.receive() == "open"
@@ -277,7 +277,9 @@ def test_forks_during_saves_harm_neither_side(tmp_path: Path, way: holdfast.Opti
     forker = threading.Thread(target=fork_on)
     forker.start()
     try:
-        with holdfast.Checkpointer(run, state, keep=holdfast.Keep(last=2), options=way) as checkpointer:
+        with holdfast.Checkpointer(
+            run, state, keep=holdfast.Keep(last=2), options=way, mode="sync"
+        ) as checkpointer:
             for step in range(1, 13):
                 state.update(make_state(step, 0, wide))
                 checkpointer.save(step)
@@ -323,7 +325,7 @@ def test_a_child_forked_during_a_save_that_was_killed_does_not_stop_the_next_one
     run = ram / "run"
 
     def parent(pipe: Pipe) -> None:
-        checkpointer = holdfast.Checkpointer(run, make_state(1))
+        checkpointer = holdfast.Checkpointer(run, make_state(1), mode="sync")
         checkpointer.save(1)
         real = fs.write_file
 
@@ -343,7 +345,7 @@ def test_a_child_forked_during_a_save_that_was_killed_does_not_stop_the_next_one
             child.kill()
             assert leftovers(run) == [f"{step_name(2)}.partial"]
             target = blank_state()
-            with holdfast.Checkpointer(run, target) as checkpointer:
+            with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
                 assert checkpointer.restore() == 1
                 assert leftovers(run) == []
                 checkpointer.state = make_state(2, 1)

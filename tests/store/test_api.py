@@ -109,7 +109,7 @@ def test_overwriting_never_takes_away_what_is_not_a_checkpoint(tmp_path: Path) -
     (home / "deep").mkdir(parents=True)
     (home / "deep" / "thesis.tex").write_text("years of work")
     (home / "model.safetensors").write_text("somebody's")
-    with Checkpointer(run, {"w": np.arange(3)}) as checkpointer:
+    with Checkpointer(run, {"w": np.arange(3)}, mode="sync") as checkpointer:
         checkpointer.save(1)
     file.write_text("a file")
     link.symlink_to(run / step_name(1))
@@ -197,7 +197,7 @@ def test_nothing_at_a_path(tmp_path: Path) -> None:
 
 def test_a_run_means_its_newest_checkpoint(tmp_path: Path) -> None:
     state = {"w": np.zeros(3)}
-    with Checkpointer(tmp_path / "run", state) as checkpointer:
+    with Checkpointer(tmp_path / "run", state, mode="sync") as checkpointer:
         for step in (5, 12, 120):
             state["w"][:] = step
             checkpointer.save(step)

@@ -112,7 +112,7 @@ def test_a_state_of_numpy_alone_never_imports_torch(tmp_path: Path) -> None:
         with holdfast.open(sys.argv[1] + "/c") as opened:
             opened["w"][2:3]
         assert holdfast.verify(sys.argv[1] + "/c").intact
-        with holdfast.Checkpointer(sys.argv[1] + "/run", state) as checkpointer:
+        with holdfast.Checkpointer(sys.argv[1] + "/run", state, mode="sync") as checkpointer:
             checkpointer.save(1)
             checkpointer.restore()
         print([name for name in ("torch", "jax", "tensorflow", "sklearn") if name in sys.modules])

@@ -1,8 +1,10 @@
-"""checkpointer: the training loop's side. When to save, what to keep, where to resume."""
+"""checkpointer: the training loop's side. When to save, what waits for what, what stays, where to resume."""
 
 from __future__ import annotations
 
 from holdfast.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpointer.keep import Keep, Kept
+from holdfast.checkpointer.ownership import stable
+from holdfast.checkpointer.saving import Saving
 
-__all__ = ["Checkpointer", "Keep", "Kept"]
+__all__ = ["Checkpointer", "Keep", "Kept", "Saving", "stable"]

@@ -1,35 +1,72 @@
-"""`Checkpointer`: durable checkpoints of a training loop, and resuming from the newest one that is whole."""
+"""`Checkpointer`: durable checkpoints of a training loop, and resuming from the newest one that is whole.
+
+Owns the order of things: what a call of `save` does on the training's thread, what runs beside it, who waits
+for what, and when an error is told. What may be read in place is `ownership`'s, the copies are `staging`'s,
+one save under way is `saving`'s, when to save is `schedule`'s, which checkpoints stay is `keep`'s.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal, get_args
 
+from holdfast.checkpointer import drilling
+from holdfast.checkpointer.events import (
+    EventLog,
+    Failed,
+    Opened,
+    PassedOver,
+    Phases,
+    Preempted,
+    Restored,
+    Saved,
+)
 from holdfast.checkpointer.keep import Keep, Kept
+from holdfast.checkpointer.ownership import Hooks, find_optimizers, owners
+from holdfast.checkpointer.preemption import Preemption
 from holdfast.checkpointer.retention import history
+from holdfast.checkpointer.saving import Saving
+from holdfast.checkpointer.schedule import Cost, Schedule, make_schedule
+from holdfast.checkpointer.staging import Division, Staging
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, HoldfastError, ReadFailed, SaveFailed
-from holdfast.state import flatten
+from holdfast.state import Flat, LeafSource, flatten
 from holdfast.store import Checkpoint, CheckpointInfo, Options, WritableRun, check_step, list_steps
 
-Mode = Literal["sync"]
+Mode = Literal["overlap", "snapshot", "sync"]
+OnError = Literal["raise", "warn"]
 
 
 class Checkpointer:
     """Saves `state` into a run directory and restores it from there. One per run and training.
 
     `state` is any nesting of dicts, lists and tuples with tensors, arrays, values, and objects that have
-    ``state_dict``/``load_state_dict``; each save takes them as they are then. `every` skips steps that are
-    not its multiple. ``mode="sync"``: a save that returned is durable.
+    ``state_dict``/``load_state_dict``; each save takes them as they are then.
+
+    `mode`: with ``"overlap"`` a save returns at once, and is written while the next forward and backward run;
+    an optimizer's next step waits for what it would change. ``"snapshot"`` returns when every byte has left
+    the state's memory: what fits `Options.memory_nbytes` is copied at once, the rest goes at the disk's pace.
+    It is what ``"overlap"`` does, with a notice, for a state without an optimizer. ``"sync"`` returns when
+    the checkpoint is durable.
+
+    `every`: steps, a time such as ``"30s"``, or ``"auto"``: as often as `budget`, a share of the time,
+    allows, or best for failures every `mtbf` seconds. `optimizers`: those to hook, if not all in `state`.
+    `on_error`: whether a save that failed in the background is raised by the next call, or warned of.
+    `timeout`: seconds after which training waits no longer for a device. With `preemption`, SIGTERM and
+    SIGUSR1 make the next call of `save` save and end the process with exit code 0.
 
     >>> import holdfast, numpy, tempfile
     >>> state = {"w": numpy.zeros(3)}
-    >>> with holdfast.Checkpointer(tempfile.mkdtemp(), state) as ckpt:
+    >>> with holdfast.Checkpointer(tempfile.mkdtemp(), state, mode="snapshot") as ckpt:
     ...     for step in range(ckpt.restore(), 5):
     ...         state["w"] += 1
     ...         _ = ckpt.save(step + 1)
+    ...     ckpt.wait()
     ...     ckpt.steps
     [3, 4, 5]
     """
@@ -39,29 +76,66 @@ class Checkpointer:
         run: str | os.PathLike[str],
         state: object,
         *,
-        every: int = 1,
+        every: int | str = 1,
         keep: Keep | None = None,
-        mode: Mode = "sync",
+        mode: Mode = "overlap",
         options: Options | None = None,
+        optimizers: Sequence[Any] | None = None,
+        budget: float = 0.03,
+        mtbf: float | str | None = None,
+        on_error: OnError = "raise",
+        timeout: float = 600.0,
+        preemption: bool = True,
     ) -> None:
-        if mode != "sync":
-            raise ValueError(f"mode must be 'sync', not {mode!r}")
-        if every < 1:
-            raise ValueError("every must be at least 1")
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(map(repr, get_args(Mode)))}, not {mode!r}")
+        if on_error not in get_args(OnError):
+            raise ValueError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be positive seconds, not {timeout!r}")
+        options = options or Options()
         self.state = state
-        self.every = every
         self.keep = keep or Keep()
-        self._run = WritableRun(os.path.abspath(os.fspath(run)), (options or Options()).tuning())
+        self._mode: Mode = mode
+        self._given_optimizers = None if optimizers is None else list(optimizers)
+        self._on_error = on_error
+        self._timeout = timeout
+        self._schedule = make_schedule(every, budget=budget, mtbf=mtbf)
+        self._bracketed = False
+        self._noticed = False
+        self._pid = os.getpid()
+        self._in_flight: Saving | None = None
+        self._stalled = 0.0
+        self._overlapped = False
+        self._superseded: list[int] = []
+        path = os.path.abspath(os.fspath(run))
+        self._drill = drilling.join(path)
+        self._run = WritableRun(self._drill.path if self._drill else path, options.tuning())
         self._open = True
         try:
             self._history: list[Kept] = history(self._run.path)
         except BaseException:
             self._run.close()
             raise
+        self._staging = Staging(options.snapshot_nbytes)
+        self._hooks = Hooks(self._before_step)
+        self._hooks.attach(self._optimizers() if mode == "overlap" else ())
+        self._events = EventLog(self._run.path)
+        self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, every))
+        self._preemption = Preemption() if preemption else None
+
+    # --- what there is
 
     @property
     def path(self) -> str:
         return self._run.path
+
+    @property
+    def mode(self) -> Mode:
+        """The mode at work: ``"overlap"`` is ``"snapshot"`` while nothing announces changes of weights."""
+        if self._mode == "overlap" and not self._hooks.optimizers and not self._bracketed:
+            return "snapshot"
+        return self._mode
 
     @property
     def steps(self) -> list[int]:
@@ -71,60 +145,181 @@ class Checkpointer:
     @property
     def last_durable(self) -> int | None:
         """The newest step that survives a power cut now."""
-        return self._history[-1].step if self._history else None
+        known = self._history
+        return known[-1].step if known else None
 
-    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> CheckpointInfo | None:
-        """Makes the state after `step` completed steps durable; None when `every` skips it.
+    @property
+    def schedule(self) -> Schedule:
+        """When saves are made; `explain` says why."""
+        return self._schedule
 
-        When it fails (`SaveFailed`, `StorageFull`), earlier checkpoints are untouched and training may go on.
+    @property
+    def events(self) -> EventLog:
+        """What happened, newest last; also in ``events.jsonl`` in the run."""
+        return self._events
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal has asked this process to end. The next `save` does so."""
+        return self._preemption is not None and self._preemption.received is not None
+
+    def progress(self) -> str:
+        """One line: what is under way, and what is durable."""
+        durable = "nothing durable yet" if self.last_durable is None else f"step {self.last_durable} durable"
+        saving = self._in_flight
+        if saving is None or saving.done:
+            return f"idle, {durable}"
+        done, total = saving.progress
+        share = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB written" if total else "starting"
+        return f"saving step {saving.step}: {share}, {durable}"
+
+    # --- saving
+
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Saving | None:
+        """Saves the state after `step` completed steps; None when `every` skips it.
+
+        A save that failed in the background is raised by the next call, once (`SaveFailed`, `StorageFull`,
+        `MutatedDuringSave`); that call has begun its own save nevertheless. Earlier checkpoints are untouched
+        by a failure, and training may go on.
         """
-        self._check_open()
+        self._check_usable()
         check_step(step)
-        if step % self.every:
+        now = time.monotonic()
+        self._schedule.stepped(step, now, self._stalled, self._overlapped)
+        self._stalled = 0.0
+        try:
+            return self._save(step, dict(metrics or {}), now)
+        finally:
+            self._stalled += time.monotonic() - now
+            self._overlapped = self._in_flight is not None and not self._in_flight.done
+
+    def _save(self, step: int, metrics: dict[str, float], now: float) -> Saving | None:
+        signal = self._preemption.received if self._preemption is not None else None
+        if self._drill is not None:
+            self._drill.completed(step)
+        earlier = self._in_flight
+        if signal is None and not self._schedule.due(step, now):
+            self._tell(earlier)
             return None
-        info = self._run.save(step, dict(metrics or {}), flatten(self.state))
+        self._finish_earlier(step, earlier)
+        saving = self._start(step, metrics)
+        if signal is not None:
+            self._obey(saving, signal)
+        self._tell(earlier)
+        if self._mode == "sync":
+            saving.wait()
+        return saving
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when all that was saved is durable. Raises what failed in the background."""
+        self._check_usable()
+        saving = self._in_flight
+        if saving is not None and not saving.done:
+            saving.wait(timeout)
+        self._tell(saving)
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Brackets a change of the weights that no hooked optimizer makes: waits until it does no harm."""
+        self._check_usable()
+        self._bracketed = True
+        self._release(None)
+        yield
+
+    def _start(self, step: int, metrics: dict[str, float]) -> Saving:
+        began = time.perf_counter()
+        if self._drill is not None:
+            self._drill.saving(step)
+        flat = flatten(self.state)
+        division = self._divide(flat)
+        stage_seconds = time.perf_counter() - began
+
+        def commit(saving: Saving) -> CheckpointInfo:
+            return self._commit(saving, flat, metrics, stage_seconds)
+
+        saving = Saving(step, division, commit)
+        self._in_flight = saving
+        self._schedule.started(step, time.monotonic())
+        if self._mode == "sync":
+            saving.run()
+        else:
+            saving.start()
+            saving.leave_urgent(self._timeout)
+        saving.add_stall(time.perf_counter() - began)
+        return saving
+
+    def _divide(self, flat: Flat) -> Division:
+        if self._mode == "sync":
+            return Division(urgent=list(flat.leaves))
+        if self._mode == "overlap":
+            self._hooks.attach(self._optimizers())
+            self._notice()
+            if self.mode == "overlap":
+                return self._staging.divide(
+                    flat.leaves, owners(self.state, self._hooks, bracketed=self._bracketed).of
+                )
+        return self._staging.divide(flat.leaves, _nobody)
+
+    def _notice(self) -> None:
+        if self.mode != "overlap" and not self._noticed:
+            self._noticed = True
+            warnings.warn(
+                "the state holds no optimizer whose steps could be waited for, so saves copy it first "
+                '(mode="snapshot"). To overlap, give optimizers=[...] to the Checkpointer, or bracket what '
+                "changes the weights with `with checkpointer.update():`",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+    def _commit(
+        self, saving: Saving, flat: Flat, metrics: dict[str, float], stage_seconds: float
+    ) -> CheckpointInfo:
+        """All that happens to a save after it has been started; on its own thread, as a rule."""
+        step = saving.step
+        in_place, copied = saving.in_place_nbytes, saving.copied_nbytes
+        try:
+            info = self._run.save(step, metrics, flat, saving.groups.groups(), saving)
+        except BaseException as error:
+            self._events.add(
+                Failed(step, time.time(), self.mode, type(error).__name__, str(error), saving.stall_seconds)
+            )
+            if self._drill is not None:
+                self._drill.failed(step)
+            raise
+        if self._drill is not None:
+            self._drill.durable(step, info.path)
+        began = time.perf_counter()
         others = [item for item in self._history if item.step != step]
         self._history = sorted([*others, Kept(step, info.created, info.metrics)], key=lambda item: item.step)
         self._apply_keep(step)
+        retention = time.perf_counter() - began
+        phases = Phases(stage_seconds, info.phases.write, info.phases.sync, info.phases.commit + retention)
+        stall = saving.stall_seconds
+        self._events.add(
+            Saved(
+                step=step,
+                time=time.time(),
+                mode=self.mode,
+                nbytes=info.nbytes,
+                stored_nbytes=info.stored_nbytes,
+                leaves=info.leaves,
+                seconds=phases,
+                stall_seconds=stall,
+                in_place_nbytes=in_place,
+                copied_nbytes=copied,
+            )
+        )
+        self._schedule.finished(Cost(step, stall, phases.total, info.nbytes))
         return info
-
-    def restore(self, step: int | None = None) -> int:
-        """Puts the newest intact checkpoint back into the state and returns its step; 0 for a new run.
-
-        A damaged checkpoint is passed over with a warning. When checkpoints exist but none is whole, that is
-        an error, never a silent start from nothing. With `step`, exactly that checkpoint.
-        """
-        self._check_open()
-        candidates = self.steps if step is None else [step]
-        failures: list[HoldfastError] = []
-        for candidate in reversed(candidates):
-            try:
-                with Checkpoint(self._run.path_of(candidate)) as checkpoint:
-                    if checkpoint.step != candidate:
-                        reason = f"it is a checkpoint of step {checkpoint.step}, put in the place of another"
-                        raise CorruptCheckpoint(reason, path=checkpoint.path)
-                    checkpoint.load(self.state)
-                return candidate
-            except (CorruptCheckpoint, ReadFailed) as error:
-                if step is not None:
-                    raise
-                failures.append(error)
-                # It stays on disk to be looked at, but takes no place among those to keep.
-                self._history = [item for item in self._history if item.step != candidate]
-                warnings.warn(f"passing over step {candidate}: {error}", RuntimeWarning, stacklevel=2)
-            except CheckpointNotFound:
-                raise CheckpointNotFound(f"run {self.path} has no checkpoint of step {candidate}") from None
-        if failures:
-            raise CorruptCheckpoint(
-                f"none of the {len(failures)} checkpoints is intact, the newest: {failures[0]}",
-                path=self.path,
-            ) from failures[0]
-        return 0
 
     def _apply_keep(self, newest: int) -> None:
         # After going back to an older step, the one just saved is not the last by number; it stays anyway.
+        superseded = [step for step in self._superseded if step != newest]
+        self._superseded = []
+        self._history = [item for item in self._history if item.step not in superseded]
         stay = self.keep.chosen(self._history) | {newest}
         gone = [item.step for item in self._history if item.step not in stay]
+        gone += [step for step in superseded if os.path.isdir(self._run.path_of(step))]
         try:
             self._run.retire(gone)
         except SaveFailed as error:
@@ -137,15 +332,142 @@ class Checkpointer:
             gone = [step for step in gone if not os.path.isdir(self._run.path_of(step))]
         self._history = [item for item in self._history if item.step not in gone]
 
-    def _check_open(self) -> None:
+    # --- who waits for what
+
+    def _before_step(self, owner: int) -> None:
+        """An optimizer is about to change what it owns."""
+        if self._open:
+            self._release(owner)
+
+    def _release(self, owner: int | None) -> None:
+        saving = self._in_flight
+        if saving is not None and not saving.done:
+            before = saving.stall_seconds
+            saving.release(owner, self._timeout)
+            self._stalled += saving.stall_seconds - before
+
+    def _finish_earlier(self, step: int, earlier: Saving | None) -> None:
+        """One save at a time: the earlier one ends first, or this one is not made."""
+        if earlier is None or earlier.done:
+            return
+        if not earlier.join(self._timeout):
+            raise SaveFailed(
+                f"step {step} was not saved: the save of step {earlier.step} is still under way after "
+                f"{self._timeout:g} s. Earlier checkpoints are untouched; look at the device (`holdfast "
+                "doctor`), or save less often"
+            )
+
+    def _tell(self, saving: Saving | None) -> None:
+        """Raises, or warns of, what went wrong in a save that has ended."""
+        error = saving.take_error() if saving is not None else None
+        if error is None:
+            return
+        if self._on_error == "raise" or not isinstance(error, Exception):
+            raise error
+        warnings.warn(f"{type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
+
+    def _obey(self, saving: Saving, signal: str) -> None:
+        saving.wait()
+        self._events.add(Preempted(saving.step, time.time(), signal))
+        self.close()
+        raise SystemExit(0)
+
+    def _optimizers(self) -> list[Any]:
+        return find_optimizers(self.state, self._given_optimizers)
+
+    # --- restoring
+
+    def restore(self, step: int | None = None) -> int:
+        """Puts the newest intact checkpoint back into the state and returns its step; 0 for a new run.
+
+        A damaged checkpoint is passed over with a warning. When checkpoints exist but none is whole, that is
+        an error, never a silent start from nothing. With `step`, exactly that checkpoint; should newer ones
+        exist, training goes back on them: the first save removes them.
+        """
+        self._check_usable()
+        self._release(None)
+        self.wait()
+        if self._drill is not None:
+            self._drill.restoring()
+        present = self.steps
+        candidates = present if step is None else [step]
+        failures: list[HoldfastError] = []
+        for candidate in reversed(candidates):
+            began = time.perf_counter()
+            try:
+                with Checkpoint(self._run.path_of(candidate)) as checkpoint:
+                    if checkpoint.step != candidate:
+                        reason = f"it is a checkpoint of step {checkpoint.step}, put in the place of another"
+                        raise CorruptCheckpoint(reason, path=checkpoint.path)
+                    checkpoint.load(self.state)
+                    nbytes = sum(leaf.nbytes for leaf in checkpoint.leaves.values())
+            except (CorruptCheckpoint, ReadFailed) as error:
+                if step is not None:
+                    raise
+                failures.append(error)
+                # It stays on disk to be looked at, but takes no place among those to keep.
+                self._history = [item for item in self._history if item.step != candidate]
+                self._events.add(PassedOver(candidate, time.time(), str(error)))
+                warnings.warn(f"passing over step {candidate}: {error}", RuntimeWarning, stacklevel=2)
+            except CheckpointNotFound:
+                raise CheckpointNotFound(f"run {self.path} has no checkpoint of step {candidate}") from None
+            else:
+                self._events.add(Restored(candidate, time.time(), nbytes, time.perf_counter() - began))
+                if self._drill is not None:
+                    self._drill.restored(candidate, self._run.path_of(candidate))
+                self._go_back_to(candidate, present if step is not None else [])
+                return candidate
+        if failures:
+            raise CorruptCheckpoint(
+                f"none of the {len(failures)} checkpoints is intact, the newest: {failures[0]}",
+                path=self.path,
+            ) from failures[0]
+        if self._drill is not None:
+            self._drill.restored(0, None)
+        return 0
+
+    def _go_back_to(self, step: int, present: list[int]) -> None:
+        self._superseded = [other for other in present if other > step]
+        if self._superseded:
+            warnings.warn(
+                f"going back to step {step}: the first save removes the later checkpoints "
+                f"({', '.join(map(str, self._superseded))})",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    # --- the end
+
+    def _check_usable(self) -> None:
         if not self._open:
             raise ValueError("this Checkpointer is closed")
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this Checkpointer belongs to process {self._pid}, of which this is a forked child: "
+                "only that process may use it"
+            )
 
     def close(self) -> None:
-        """Gives up the run's lock. What was saved stays."""
-        if self._open:
+        """Finishes what is under way and gives up the run's lock. Raises what failed in the background."""
+        if not self._open or os.getpid() != self._pid:
+            return
+        saving = self._in_flight
+        try:
+            if saving is not None and not saving.join(self._timeout):
+                raise SaveFailed(
+                    f"the save of step {saving.step} is still under way after {self._timeout:g} s and may "
+                    "never become durable; earlier checkpoints are untouched"
+                )
+            self._tell(saving)
+        finally:
             self._open = False
-            self._run.close()
+            self._hooks.detach()
+            self._staging.clear()
+            if self._preemption is not None:
+                self._preemption.close()
+            self._events.close()
+            if saving is None or saving.done:
+                self._run.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -153,4 +475,14 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as failure:  # the error that ends the block is the one to see
+            warnings.warn(f"{type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=2)
+
+
+def _nobody(leaf: LeafSource) -> None:
+    return None

@@ -7,8 +7,9 @@
 
 The rooms: `node` (what nodes look like), `value_encoder` and `value_decoder` (single values), `tree` (taking
 apart), `rebuild` (putting together), `restore` and `restore_torch` (filling in place), `arrays`,
-`torch_arrays` and `torch_objects` (numpy's and torch's sides). Nothing here imports torch until a state holds
-something of torch's, or a leaf saved from torch is to be built.
+`torch_arrays` and `torch_objects` (numpy's and torch's sides), `rng` (random number generators as an object
+with a state; imported from there, since the function has the room's name). Nothing here imports torch until a
+state holds something of torch's, or a leaf saved from torch is to be built.
 """
 
 from __future__ import annotations

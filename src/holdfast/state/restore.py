@@ -6,7 +6,7 @@ is the store's: it fills `destinations` and reads `fresh`, then hands the fresh 
 
 Target and tree are walked side by side, so a place is matched with a place and names never need to be parsed.
 Each place becomes a *plan*: a function that is given the arrays once they are read and returns what belongs
-there.
+there. Plans run in the order of the tree, but for objects that ask to be restored last.
 """
 
 from __future__ import annotations
@@ -158,6 +158,7 @@ class Restore:
         self._direct: dict[str, Landing] = {}
         self._by_memory: dict[tuple[Any, ...], str] = {}
         self._fresh: dict[str, None] = {}
+        self._last: list[Callable[[], None]] = []
         self._state = into
         self._parameters: torch_objects.ParameterNames | None = None
         self.destinations: dict[str, Destination] = {}
@@ -178,7 +179,10 @@ class Restore:
             return landing.target if landing is not None and landing.direct else arrays[name]
 
         self._tell_autograd()
-        return self._plan(lookup)
+        restored = self._plan(lookup)
+        for load in self._last:
+            load()
+        return restored
 
     # --- reports, for this module and restore_torch
 
@@ -233,7 +237,8 @@ class Restore:
         if torch_objects.is_module(target):
             from holdfast.state import restore_torch
 
-            return restore_torch.plan_module(self, target, node, place)
+            inner = restore_torch.plan_module(self, torch_objects.plain_module(target), node, place)
+            return lambda lookup: (inner(lookup), target)[1]
         if torch_objects.is_stateful(target) and not self.takes_all(node):
             return self.wrong(place, "has only some of its leaves selected", target, "takes all or none")
         if torch_objects.is_optimizer(target):
@@ -253,10 +258,19 @@ class Restore:
         return lambda lookup: assign(target, decode(node, lookup))
 
     def plan_stateful(self, target: Any, node: Node, place: str) -> Plan:
+        """Hand an object its state; one that says ``restore_last = True`` gets it after all others.
+
+        Random number generators say so: others draw from them while they load.
+        """
         build = self.plan_new(node)
+        last = getattr(target, "restore_last", False) is True
 
         def load(lookup: Lookup) -> Any:
-            load_state(target, build(lookup), place)
+            state = build(lookup)
+            if last:
+                self._last.append(lambda: load_state(target, state, place))
+            else:
+                load_state(target, state, place)
             return target
 
         return load

@@ -29,6 +29,11 @@ def is_optimizer(value: object) -> bool:
     return torch is not None and isinstance(value, torch.optim.Optimizer)
 
 
+def plain_module(module: Any) -> Any:
+    """The module that `torch.compile` wrapped: its names should not depend on being compiled."""
+    return getattr(module, "_orig_mod", module)
+
+
 def is_stateful(value: object) -> bool:
     """Whether the value brings its own state and can take it back (schedulers, loaders, scalers)."""
     return (
@@ -57,23 +62,36 @@ ParameterNames = dict[int, ParameterName]
 def parameter_names(state: object) -> ParameterNames:
     """Names of all parameters of all modules in a state; the first module that holds one names it."""
     names: ParameterNames = {}
-    for place, module in _modules(state, "", 0):
+    for place, module in modules_in(state):
         for name, parameter in module.named_parameters():
             names.setdefault(id(parameter), ParameterName(place, name))
     return names
 
 
-def _modules(value: object, place: str, depth: int) -> Iterator[tuple[str, Any]]:
+def modules_in(state: object) -> Iterator[tuple[str, Any]]:
+    """The modules of a state and their places."""
+    for place, value in _objects(state, "", 0):
+        if is_module(value):
+            yield place, plain_module(value)
+
+
+def optimizers_in(state: object) -> Iterator[Any]:
+    """The optimizers of a state."""
+    return (value for _, value in _objects(state, "", 0) if is_optimizer(value))
+
+
+def _objects(value: object, place: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """What stands in the containers of a state."""
     if depth > MAX_DEPTH:
         return  # a cycle, which flattening reports with its place
     prefix = f"{place}." if place else ""
     if type(value) in _MAPPINGS:
         for key, item in value.items():  # type: ignore[attr-defined]
-            yield from _modules(item, f"{prefix}{key}", depth + 1)
+            yield from _objects(item, f"{prefix}{key}", depth + 1)
     elif type(value) in _CONTAINERS:
         for index, item in enumerate(value):  # type: ignore[arg-type]
-            yield from _modules(item, f"{prefix}{index}", depth + 1)
-    elif is_module(value):
+            yield from _objects(item, f"{prefix}{index}", depth + 1)
+    else:
         yield place, value
 
 

@@ -302,6 +302,7 @@ class _Walk:
         if torch_objects.is_optimizer(value):
             return self._optimizer(value, place, depth)
         if torch_objects.is_stateful(value):
+            value = torch_objects.plain_module(value) if torch_objects.is_module(value) else value
             return self.node(value.state_dict(), place, self._deeper(place, depth))
         return value_encoder.encode(value, place)
 

@@ -16,6 +16,8 @@ from holdfast.store.commit import MANIFEST, PARTIAL, CheckpointInfo, Commit
 from holdfast.store.failures import saving
 from holdfast.store.run import RETIRED
 
+_STAGING_NBYTES = 64 << 20
+"""All that the engine can use: eight windows under way."""
 _SHARD = re.compile(r"r[0-9]{5}\.v[0-9]+\.safetensors")
 
 
@@ -23,17 +25,24 @@ _SHARD = re.compile(r"r[0-9]{5}\.v[0-9]+\.safetensors")
 class Options:
     """How to write. The defaults are right unless `holdfast doctor` says otherwise.
 
-    `backend` forces one of ``uring``, ``threads``, ``buffered``; `memory_nbytes` bounds the staging memory of
-    a save; files up to `small_nbytes` go through the page cache, where latency counts more than throughput.
+    `backend` forces one of ``uring``, ``threads``, ``buffered``; `memory_nbytes` bounds the memory of a save:
+    what the engine stages through, and beyond that the copies a `Checkpointer` makes of what training may
+    change meanwhile. Files up to `small_nbytes` go through the page cache, where latency counts more than
+    throughput.
     """
 
     backend: Backend | None = None
-    memory_nbytes: int = 64 << 20
+    memory_nbytes: int = 256 << 20
     small_nbytes: int = 1 << 20
+
+    @property
+    def snapshot_nbytes(self) -> int:
+        """What is left for copies."""
+        return max(0, self.memory_nbytes - _STAGING_NBYTES)
 
     def tuning(self) -> Tuning:
         window = 8 << 20
-        depth = max(2, min(64, self.memory_nbytes // window))
+        depth = max(2, min(_STAGING_NBYTES, self.memory_nbytes) // window)
         if self.memory_nbytes < 2 * window:
             window = max(64 << 10, self.memory_nbytes // 2 // 4096 * 4096)
         return Tuning(self.backend, window, depth, self.small_nbytes)

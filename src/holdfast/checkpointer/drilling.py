@@ -1,0 +1,229 @@
+"""What a Checkpointer does while `holdfast drill` runs its script: it works elsewhere, and keeps a diary.
+
+The drill sets ``HOLDFAST_DRILL`` to a directory. A Checkpointer made in such a process puts its run there
+instead of where the script says, so that a drill never touches a real run, and appends one line to the
+diary for everything a judge must know: what the training had completed, what was durable, which bits it had.
+All else is as without a drill. With ``HOLDFAST_DRILL_KILL`` the process also dies at a chosen call of the
+engine, in the middle of a save or of a restore, where nobody outside could aim.
+
+Without the variable `join` gives None and nothing of this happens. The drill itself, which reads the diary,
+is `holdfast.study.drill`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from holdfast.state import Node
+    from holdfast.store import Checkpoint
+
+What = Literal["opened", "restoring", "restored", "completed", "saving", "durable", "failed"]
+KillIn = Literal["restoring", "saving"]
+
+DIRECTORY = "HOLDFAST_DRILL"
+KILL = "HOLDFAST_DRILL_KILL"
+DIARY = "diary.jsonl"
+RUNS = "runs"
+_PHASES: dict[str, KillIn] = {"restoring": "restoring", "saving": "saving"}
+_SETS = frozenset({"$set", "$frozenset"})
+
+
+class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the diary. `at` is the system's monotonic clock, which all processes share.
+
+    Lines about a checkpoint have its `digest`; behind it in the same line stands `Contents`. `calls`: of the
+    engine in a restore that was to be killed and was not. `mode`: how a save that begins is made.
+    """
+
+    what: What
+    run: str
+    at: float
+    pid: int
+    step: int | None = None
+    digest: str | None = None
+    calls: int | None = None
+    mode: str | None = None
+
+
+class Contents(msgspec.Struct, frozen=True):
+    """A digest for each leaf and each value of a checkpoint, in the manifest's order."""
+
+    leaves: dict[str, str]
+    values: dict[str, str]
+
+
+class Observed(Mark, frozen=True, omit_defaults=True, kw_only=True):
+    """A line about a checkpoint, whole."""
+
+    contents: Contents
+
+
+class Kill(msgspec.Struct, frozen=True):
+    """Die at the nth call of the engine: after `restore` began, or in the first save of `step` or later."""
+
+    phase: KillIn
+    nth: int
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.phase}:{self.nth}:{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Kill:
+        try:
+            phase, nth, step = text.split(":")
+            return cls(_PHASES[phase], int(nth), int(step))
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{KILL}={text!r} (want restoring:NTH:0 or saving:NTH:STEP): {error}") from error
+
+
+def join(run: str) -> Drill | None:
+    """The drill under way in this process, for the run that a script named; None when there is none."""
+    directory = os.environ.get(DIRECTORY)
+    return Drill(directory, run, os.environ.get(KILL)) if directory else None
+
+
+def relocate(directory: str, run: str) -> str:
+    """Where a drill in `directory` has the run that a script calls `run`: the same place every time."""
+    from holdfast.format.checksums import digest
+
+    run = os.path.abspath(run)
+    name = os.path.basename(run) or "run"
+    return os.path.join(os.path.abspath(directory), RUNS, f"{name}-{digest(os.fsencode(run))[:8]}")
+
+
+class Drill:
+    """A run under a drill. `path` is where it really is; each method writes one line of the diary.
+
+    `completed` comes at every call of save, also of a step that `every` skips; then `saving` when a save
+    begins, and `durable` or `failed` when it has ended, before retention can take the checkpoint away.
+    """
+
+    def __init__(self, directory: str, run: str, kill: str | None) -> None:
+        self.path = relocate(directory, run)
+        self._name = os.path.basename(self.path)
+        self._kill = Kill.parse(kill) if kill else None
+        os.makedirs(directory, exist_ok=True)
+        self._diary = os.open(
+            os.path.join(directory, DIARY), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
+        self._mark("opened")
+        # From here on: opening a run sweeps what the last process left, which is part of resuming.
+        self._arm("restoring")
+
+    def restoring(self) -> None:
+        self._mark("restoring")
+
+    def restored(self, step: int, checkpoint: str | None) -> None:
+        """The state is as after `step` steps; `checkpoint` is the directory it came from, if any."""
+        calls = self._disarm("restoring")
+        if checkpoint is None:
+            self._mark("restored", step, calls=calls)
+        else:
+            self._observe("restored", step, checkpoint, calls=calls)
+
+    def completed(self, step: int) -> None:
+        """Training has done `step` steps."""
+        self._mark("completed", step)
+
+    def saving(self, step: int, mode: str | None = None) -> None:
+        """A save begins, in the Checkpointer's `mode`: it decides how much may be lost while it lasts."""
+        self._mark("saving", step, mode=mode)
+        if self._kill is not None and step >= self._kill.step:
+            self._arm("saving")
+
+    def durable(self, step: int, checkpoint: str) -> None:
+        self._observe("durable", step, checkpoint)
+
+    def failed(self, step: int) -> None:
+        """The save of this step has failed; the training knows."""
+        self._mark("failed", step)
+
+    def _arm(self, phase: KillIn) -> None:
+        if self._kill is None or self._kill.phase != phase:
+            return
+        from holdfast.engine import faults
+
+        faults.install(faults.Fault("any", self._kill.nth, "kill"))
+        if phase == "saving":
+            self._kill = None  # armed once; should this save have fewer calls, the next one has the others
+
+    def _disarm(self, phase: KillIn) -> int | None:
+        """The restore is over. How many calls it took helps to aim better the next time."""
+        if self._kill is None or self._kill.phase != phase:
+            return None
+        from holdfast.engine import faults
+
+        calls = faults.count_calls()
+        faults.install()
+        self._kill = None
+        return calls
+
+    def _mark(
+        self, what: What, step: int | None = None, *, calls: int | None = None, mode: str | None = None
+    ) -> None:
+        self._write(Mark(what, self._name, _now(), os.getpid(), step, calls=calls, mode=mode))
+
+    def _observe(self, what: What, step: int, checkpoint: str, *, calls: int | None = None) -> None:
+        from holdfast.format.checksums import digest
+        from holdfast.store import Checkpoint
+
+        at = _now()  # reading the manifest is the drill's time, not the save's
+        with Checkpoint(checkpoint) as opened:
+            contents = contents_of(opened)
+        whole = digest(msgspec.json.encode(contents, order="deterministic"))
+        self._write(
+            Observed(what, self._name, at, os.getpid(), step, digest=whole, calls=calls, contents=contents)
+        )
+
+    def _write(self, mark: Mark) -> None:
+        # One call: lines of several threads do not mix, and a kill leaves at most the last line unfinished.
+        os.write(self._diary, msgspec.json.encode(mark) + b"\n")
+
+
+def contents_of(checkpoint: Checkpoint) -> Contents:
+    """What a checkpoint holds, from its manifest alone: the checksums there cover every byte.
+
+    Two checkpoints have equal contents when they hold the same state, wherever its bytes lie in the files.
+    """
+    from holdfast.format.checksums import digest
+    from holdfast.state import flatten
+
+    part = checkpoint.root.part
+    leaves = {
+        leaf.name: digest(
+            f"{leaf.dtype}{leaf.shape}{[(piece.start, piece.chunks) for piece in leaf.fragments]}".encode()
+        )
+        for leaf in part.leaves
+    }
+    leaves.update({alias.name: f"tied to {alias.of}" for alias in part.aliases})
+    values = {name: digest(_canonical(flatten(value).tree)) for name, value in checkpoint.values.items()}
+    return Contents(leaves, values)
+
+
+def _canonical(node: Node) -> bytes:
+    """Equal for equal values. Members of a set have no order: Python gives them another in each process."""
+    return msgspec.json.encode(_sorted_sets(node), order="deterministic")
+
+
+def _sorted_sets(node: Node) -> Node:
+    if isinstance(node, list):
+        return [_sorted_sets(item) for item in node]
+    if isinstance(node, dict):
+        plain = {key: _sorted_sets(item) for key, item in node.items()}
+        for key in plain.keys() & _SETS:
+            members = plain[key]
+            if isinstance(members, list):
+                plain[key] = sorted(members, key=msgspec.json.encode)
+        return plain
+    return node
+
+
+def _now() -> float:
+    import time
+
+    return time.monotonic()

@@ -1,0 +1,69 @@
+"""Noticing that memory changed while a save was reading it.
+
+Two witnesses. Torch counts the in-place operations on each tensor, but fused optimizers, ``.data`` and
+foreign code do not count; so a fingerprint, a hash over a sample of the bytes, is taken as well, which shows
+any update that goes over a whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast import engine
+from holdfast.engine import Memory
+from holdfast.state import LeafSource
+
+
+@dataclass(slots=True)
+class _Watched:
+    leaves: list[LeafSource]
+    versions: list[int | None]
+    plain: list[LeafSource]
+    fingerprints: list[int]
+
+
+class Guard:
+    """What the leaves read in place looked like when the save began, by owner."""
+
+    def __init__(self, in_place: Mapping[int, list[LeafSource]]) -> None:
+        self._watched = {owner: _look(leaves) for owner, leaves in in_place.items()}
+
+    def take(self, owner: int | None = None) -> list[str]:
+        """Names of an owner's leaves (None: of everybody's) that have changed. Each owner is looked at once:
+        after that it may change them."""
+        wanted = list(self._watched) if owner is None else [owner] if owner in self._watched else []
+        return [name for key in wanted for name in _changed(self._watched.pop(key))]
+
+
+def _look(leaves: list[LeafSource]) -> _Watched:
+    plain = [leaf for leaf in leaves if type(leaf.source) is Memory]
+    return _Watched(
+        leaves,
+        [_version(leaf.source.owner) for leaf in leaves],
+        plain,
+        engine.fingerprints([leaf.source for leaf in plain]),
+    )
+
+
+def _changed(before: _Watched) -> list[str]:
+    after = _look(before.leaves)
+    names = {
+        leaf.name
+        for leaf, old, new in zip(before.leaves, before.versions, after.versions, strict=True)
+        if old != new
+    } | {
+        leaf.name
+        for leaf, old, new in zip(before.plain, before.fingerprints, after.fingerprints, strict=True)
+        if old != new
+    }
+    return [leaf.name for leaf in before.leaves if leaf.name in names]
+
+
+def _version(array: Any) -> int | None:
+    try:
+        version: int | None = getattr(array, "_version", None)
+    except RuntimeError:  # tensors made in inference mode do not count
+        return None
+    return version

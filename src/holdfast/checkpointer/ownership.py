@@ -1,0 +1,241 @@
+"""Which leaves may be read where they lie while training goes on, and who must wait before changing them.
+
+A leaf may stay in place when something announces every change of it: an optimizer whose steps are hooked owns
+its parameters and its state; the user's `Checkpointer.update` brackets parameters that no optimizer owns; and
+`stable` is the user's word. Frozen parameters of a module that is being trained do not change at all. All
+else (statistics that forward updates, averages, the user's own arrays) is copied at save time.
+
+What is owned is told by address, since a module's ``state_dict`` hands out new tensor objects each time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+
+from holdfast.engine import Memory, Strided
+from holdfast.state import LeafSource
+from holdfast.state.torch_objects import is_module, is_optimizer, modules_in, optimizers_in
+
+T = TypeVar("T")
+
+UPDATE = -1
+"""Owner of what `Checkpointer.update` brackets."""
+NOBODY = -2
+"""Owner of what is promised not to change before the next hooked step."""
+
+_HOST = "cpu"
+
+
+class Hooks:
+    """The optimizers that announce their steps. `before_step(owner)` runs before each changes anything."""
+
+    def __init__(self, before_step: Callable[[int], None]) -> None:
+        # Weak: an optimizer that outlives its Checkpointer must not keep it, and its run's lock.
+        self._before_step = weakref.WeakMethod(before_step)
+        self._optimizers: list[Any] = []
+        self._handles: list[Any] = []
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """An owner is the index of an optimizer here."""
+        return self._optimizers
+
+    def attach(self, optimizers: Iterable[Any]) -> None:
+        """Hooks those that are not yet. One that cannot be is left out, and its tensors are copied."""
+        for given in optimizers:
+            optimizer = _innermost(given)
+            if any(optimizer is known for known in self._optimizers):
+                continue
+            register = getattr(optimizer, "register_step_pre_hook", None)
+            if register is None or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                continue
+            self._handles.append(register(self._hook(len(self._optimizers))))
+            self._optimizers.append(optimizer)
+
+    def _hook(self, owner: int) -> Callable[[Any, Any, Any], None]:
+        before_step = self._before_step
+        pid = os.getpid()
+
+        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+            call = before_step()
+            if call is not None and os.getpid() == pid:  # a forked child has its own copy of everything
+                call(owner)
+
+        return hook
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._optimizers = []
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer that really steps, inside of wrappers that keep it as ``.optimizer``."""
+    for _ in range(8):
+        inner = getattr(optimizer, "optimizer", None)
+        if not is_optimizer(inner):
+            break
+        optimizer = inner
+    return optimizer
+
+
+class Owners:
+    """Who owns which memory at the time of one save."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[int, int, int]]] = {}
+        self._starts: dict[str, list[int]] = {}
+
+    def add(self, tensor: Any, owner: int) -> None:
+        device, start, stop = _extent(tensor)
+        if stop > start:
+            self._found.setdefault(device, []).append((start, stop, owner))
+
+    def seal(self) -> None:
+        for device, found in self._found.items():
+            found.sort()
+            self._starts[device] = [start for start, _, _ in found]
+
+    def of(self, leaf: LeafSource) -> int | None:
+        """The owner of all of a leaf's memory; None when nobody is."""
+        source = leaf.source
+        if type(source) is Memory:
+            device, start, stop = _HOST, source.address, source.address + source.nbytes
+        elif type(source) is Strided:
+            device, start, stop = _HOST, *_span(source.address, source.itemsize, source.shape, source.strides)
+        else:
+            device, start, stop = _extent(source.owner)
+        at = bisect_right(self._starts.get(device, ()), start) - 1
+        if at >= 0:
+            _, end, owner = self._found[device][at]
+            if stop <= end:
+                return owner
+        return None
+
+
+def owners(state: object, hooks: Hooks, *, bracketed: bool) -> Owners:
+    """Who owns what now. `bracketed`: the user announces changes of parameters that no optimizer owns."""
+    found = Owners()
+    owned: set[int] = set()
+    for index, optimizer in enumerate(hooks.optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                found.add(parameter, index)
+                owned.add(id(parameter))
+        for tensor in _tensors(list(optimizer.state.values())):
+            found.add(tensor, index)
+    for _, module in modules_in(state):
+        parameters = list(module.parameters())
+        trained = bracketed or any(id(parameter) in owned for parameter in parameters)
+        for parameter in parameters:
+            if id(parameter) in owned:
+                continue
+            if not parameter.requires_grad and trained:
+                found.add(parameter, NOBODY)
+            elif parameter.requires_grad and bracketed:
+                found.add(parameter, UPDATE)
+    if bracketed:
+        for tensor in _tensors(state):
+            if tensor.requires_grad:
+                found.add(tensor, UPDATE)
+    for array in _stable_arrays():
+        found.add(array, NOBODY)
+    found.seal()
+    return found
+
+
+def find_optimizers(state: object, given: Iterable[Any] | None) -> list[Any]:
+    return list(optimizers_in(state)) if given is None else list(given)
+
+
+# --- the user's word ----------------------------------------------------------------------------------------
+
+_stable: dict[int, weakref.ref[Any]] = {}
+
+
+def stable(x: T) -> T:
+    """Promises that the arrays of `x` change only between a step of a hooked optimizer and the next save.
+
+    They are then read in place instead of being copied: for averages of weights that are updated right after
+    the optimizer's step, or large tables that never change. Returns `x`.
+
+    >>> import holdfast, numpy
+    >>> table = holdfast.stable(numpy.zeros(1000))
+    """
+    for array in _arrays(x):
+        key = id(array)
+        _stable[key] = weakref.ref(array, lambda _, key=key: _stable.pop(key, None))  # type: ignore[misc]
+    return x
+
+
+def _arrays(x: object) -> Iterator[Any]:
+    torch = sys.modules.get("torch")
+    if isinstance(x, np.ndarray) or (torch is not None and isinstance(x, torch.Tensor)):
+        yield x
+    elif isinstance(x, dict):
+        for item in x.values():
+            yield from _arrays(item)
+    elif isinstance(x, (list, tuple)):
+        for item in x:
+            yield from _arrays(item)
+    elif is_module(x):
+        yield from x.parameters()  # type: ignore[attr-defined]
+        yield from x.buffers()  # type: ignore[attr-defined]
+    else:
+        raise TypeError(f"stable() takes arrays, tensors, modules, and containers of them, not {type(x)}")
+
+
+def _stable_arrays() -> Iterator[Any]:
+    for reference in list(_stable.values()):
+        array = reference()
+        if array is not None:
+            yield array
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def _tensors(value: object) -> Iterator[Any]:
+    """The tensors in nested containers."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _extent(array: Any) -> tuple[str, int, int]:
+    """Device, first and last address of an array's memory. Empty for what has none."""
+    if hasattr(array, "data_ptr"):
+        if array.is_meta or array.layout is not sys.modules["torch"].strided:
+            return _HOST, 0, 0
+        device = _HOST if array.is_cpu else str(array.device)
+        if array.is_contiguous():
+            start = array.data_ptr()
+            return device, start, start + array.nbytes
+        itemsize = array.element_size()
+        steps = tuple(step * itemsize for step in array.stride())
+        return device, *_span(array.data_ptr(), itemsize, tuple(array.shape), steps)
+    return _HOST, *_span(array.ctypes.data, array.itemsize, array.shape, array.strides)
+
+
+def _span(address: int, itemsize: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, int]:
+    if not math.prod(shape):
+        return address, address
+    reach = [(size - 1) * step for size, step in zip(shape, steps, strict=True)]
+    return address + sum(r for r in reach if r < 0), address + sum(r for r in reach if r > 0) + itemsize

@@ -1,0 +1,238 @@
+"""One save on its way: the part of the training's thread, and the part that runs beside it.
+
+The training's thread takes the state apart, starts a `Saving`, and goes on. The commit runs on a thread of
+its own (in ``mode="sync"``, on the caller's). Whoever is about to change what is read in place calls
+`release`, which waits until those bytes have left memory and makes sure that they were still the ones to be
+saved.
+
+The thread is not a daemon: an interpreter that ends waits for the checkpoint that is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from holdfast.checkpointer.guard import Guard
+from holdfast.checkpointer.ownership import NOBODY
+from holdfast.checkpointer.staging import Division
+from holdfast.engine import WriteJob
+from holdfast.errors import EngineTimeout, MutatedDuringSave, SaveFailed
+from holdfast.plan import ShardPlan
+from holdfast.store import CheckpointInfo, Watch
+
+
+class Saving(Watch):
+    """A save that was started. It is durable once `wait` has returned."""
+
+    def __init__(self, step: int, division: Division, commit: Callable[[Saving], CheckpointInfo]) -> None:
+        self.step = step
+        self._division = division
+        self._guard = Guard(division.in_place)
+        self._commit = commit
+        self._lock = threading.Lock()
+        self._reading = threading.Event()
+        self._ended = threading.Event()
+        self._job: WriteJob | None = None
+        self._plan_nbytes = 0
+        self._ends: dict[int, int] = {}
+        self._urgent_end = 0
+        self._changed: list[str] = []
+        self._given_up: str | None = None
+        self._info: CheckpointInfo | None = None
+        self._error: BaseException | None = None
+        self._reported = False
+        self._stalled = 0.0
+        self._stalling_since: float | None = None
+
+    # --- for everybody
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> CheckpointInfo:
+        """Returns when the checkpoint is durable, and raises what went wrong."""
+        with self.stalling():
+            ended = self._ended.wait(timeout)
+        if not ended:
+            raise EngineTimeout(f"step {self.step} was not durable within {timeout} s; its save goes on")
+        error = self.take_error()
+        if error is not None:
+            raise error
+        if self._info is None:
+            raise SaveFailed(f"the save of step {self.step} failed; its error was raised already")
+        return self._info
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that have left memory, and all bytes."""
+        return (0 if self._job is None else self._job.progress), self._plan_nbytes
+
+    def __repr__(self) -> str:
+        how = "under way" if not self.done else "durable" if self._info is not None else "failed"
+        return f"<save of step {self.step}, {how}>"
+
+    # --- for the Checkpointer
+
+    @property
+    def in_place_nbytes(self) -> int:
+        return sum(leaf.nbytes for group in self._division.in_place.values() for leaf in group)
+
+    @property
+    def copied_nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self._division.copied)
+
+    @property
+    def groups(self) -> Division:
+        return self._division
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long training has waited for it so far."""
+        since = self._stalling_since
+        return self._stalled + (time.perf_counter() - since if since is not None else 0.0)
+
+    def add_stall(self, seconds: float) -> None:
+        self._stalled += seconds
+
+    @contextmanager
+    def stalling(self) -> Iterator[None]:
+        """The training's thread waits in this block."""
+        began = self._stalling_since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stalling_since = None
+            self._stalled += time.perf_counter() - began
+
+    def run(self) -> None:
+        """The commit, on this thread. Whatever happens is told by `take_error`, never raised here."""
+        try:
+            self._info = self._commit(self)
+        except BaseException as error:
+            self._error = error if self._given_up is None else self._abandoned(self._given_up)
+            self._error.__cause__ = self._error.__cause__ or (None if self._error is error else error)
+        finally:
+            self._job = None  # with it go the references to the caller's arrays
+            self._division = Division()
+            self._ended.set()
+            self._reading.set()
+
+    def start(self) -> None:
+        """The commit, beside the training."""
+        thread = threading.Thread(target=self.run, name=f"holdfast-step-{self.step}", daemon=False)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads: the interpreter is ending
+            self.run()
+
+    def join(self, timeout: float | None) -> bool:
+        """Waits for the end, well or not."""
+        with self.stalling():
+            return self._ended.wait(timeout)
+
+    def take_error(self) -> BaseException | None:
+        """What went wrong, to the first who asks."""
+        with self._lock:
+            if not self._ended.is_set() or self._reported:
+                return None
+            self._reported = True
+            return self._error
+
+    def release(self, owner: int | None, timeout: float) -> None:
+        """Waits until the leaves of an owner (None: all that are in place) have left memory.
+
+        When they have not in time, the save is given up rather than the training held up: what it goes on to
+        read may change, so nothing of it is committed.
+        """
+        if self.done:
+            return
+        with self.stalling():
+            end = time.monotonic() + timeout
+            if self._reading.wait(timeout):
+                job = self._job
+                left = job is None or job.wait_for_nbytes(self._end(owner), max(0.0, end - time.monotonic()))
+            else:
+                left = False
+        if not left:
+            self.give_up(f"its bytes had not left memory after {timeout:g} s")
+            return
+        with self._lock:
+            self._changed += self._guard.take(owner)
+            if owner is not None:
+                self._changed += self._guard.take(NOBODY)
+
+    def leave_urgent(self, timeout: float) -> None:
+        """Waits until all that could not be copied has left memory."""
+        if self._division.urgent:
+            end = time.monotonic() + timeout
+            try:
+                if self._reading.wait(timeout):
+                    job = self._job
+                    if job is None or job.wait_for_nbytes(self._urgent_end, max(0.0, end - time.monotonic())):
+                        return
+            except BaseException:  # Ctrl-C: the caller goes on to change what has not been read
+                self.give_up("it was interrupted before the state had left memory")
+                raise
+            self.give_up(f"its bytes had not left memory after {timeout:g} s")
+
+    def give_up(self, why: str) -> None:
+        """It shall not become a checkpoint. Ends soon; one that has been committed meanwhile stays."""
+        with self._lock:
+            self._given_up = why
+            job = self._job
+        if job is not None:
+            job.cancel()
+
+    def _end(self, owner: int | None) -> int:
+        if owner is None:
+            return max([*self._ends.values(), 0])
+        return max(self._ends.get(owner, 0), self._ends.get(NOBODY, 0))
+
+    # --- Watch: called by the commit
+
+    def writing(self, plan: ShardPlan, job: WriteJob) -> None:
+        owner_of = {id(leaf): owner for owner, group in self._division.in_place.items() for leaf in group}
+        urgent = {id(leaf) for leaf in self._division.urgent}
+        for leaf, offset in zip(plan.leaves, plan.offsets, strict=True):
+            owner = owner_of.get(id(leaf))
+            if owner is not None:
+                self._ends[owner] = max(self._ends.get(owner, 0), offset + leaf.nbytes)
+            elif id(leaf) in urgent:
+                self._urgent_end = max(self._urgent_end, offset + leaf.nbytes)
+        with self._lock:
+            self._plan_nbytes = plan.nbytes
+            self._job = job
+            given_up = self._given_up
+        if given_up is not None:
+            job.cancel()
+        self._reading.set()
+
+    def written(self) -> None:
+        with self._lock:
+            self._changed += self._guard.take()
+            given_up = self._given_up
+        if given_up is not None:
+            raise self._abandoned(given_up)
+        if self._changed:
+            raise self._mutated(self._changed)
+
+    def _mutated(self, leaves: list[str]) -> MutatedDuringSave:
+        more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
+        return MutatedDuringSave(
+            f"the save of step {self.step} failed: {', '.join(leaves[:3])}{more} changed meanwhile, "
+            "outside of a hooked optimizer's step. Earlier checkpoints are untouched. Bracket such changes "
+            "with `with checkpointer.update():`, give their optimizer as optimizers=[...], "
+            'or use mode="snapshot"',
+            leaves=leaves,
+        )
+
+    def _abandoned(self, why: str) -> SaveFailed:
+        return SaveFailed(
+            f"the save of step {self.step} was given up: {why}. Earlier checkpoints are untouched; "
+            "look at the device (`holdfast doctor`), or save less often"
+        )
