@@ -10,6 +10,7 @@ Loading another object's state may draw random numbers, so `Restore` loads this 
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import sys
 import warnings
@@ -41,9 +42,9 @@ def rng(*generators: object, **named: object) -> Rng:
     >>> augmentation = random.Random(7)
     >>> state = {"rng": holdfast.rng(augment=augmentation)}
     >>> saved = holdfast.save(tempfile.mkdtemp() + "/checkpoint", state)
-    >>> drawn = random.random(), augmentation.gauss()
+    >>> drawn = random.random(), augmentation.gauss(0, 1)
     >>> _ = holdfast.load(saved.path, into=state)
-    >>> drawn == (random.random(), augmentation.gauss())
+    >>> drawn == (random.random(), augmentation.gauss(0, 1))
     True
 
     Generators must be the same in number, name and kind as when the state was saved. Accelerator devices need
@@ -116,6 +117,11 @@ class Rng:
                     f"generator {name!r} was a {saved[name]['kind']} when it was saved and is a {kind.name} "
                     "now: their numbers have nothing in common. No generator has been changed"
                 )
+        if "torch" in state and importlib.util.find_spec("torch") is None:
+            raise StateMismatch(
+                "torch's random numbers were saved and torch is not installed here. Install it, or leave "
+                "holdfast.rng() out of what is restored. No generator has been changed"
+            )
         own = np.random.get_state(legacy=False)["bit_generator"]
         if state["numpy"]["bit_generator"] != own:
             raise StateMismatch(

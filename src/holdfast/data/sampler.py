@@ -1,0 +1,145 @@
+"""`Sampler`: the order of a dataset's samples, epoch by epoch, as a function of a seed.
+
+Owns the permutation of an epoch and its split among ranks. Nothing here draws from a global generator, so the
+order of any epoch can be told without having gone through those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.data import seeding
+from holdfast.data.seeding import check_seed
+from holdfast.errors import StateMismatch
+
+Uneven = Literal["pad", "drop"]
+
+
+class Sampler:
+    """Indices of a dataset, shuffled anew in every epoch, that continue where they stopped.
+
+    Iterating gives the rest of the current epoch; then the next one begins. `source` is the dataset or its
+    length. The order depends on `seed` and the number of the epoch only.
+
+    With `world` ranks, each gets every `world`-th index of the common order, beginning with its `rank`, and
+    all get equally many. Where the length does not divide: ``uneven="pad"`` gives every sample to some rank
+    and repeats the first of the order to fill up; ``"drop"`` leaves the last of the order out of this epoch.
+
+    >>> sampler = Sampler(5, seed=3)
+    >>> first = [next(iter(sampler)), next(iter(sampler))]
+    >>> state = sampler.state_dict()
+    >>> rest = list(sampler)
+    >>> sorted(first + rest), sampler.epoch
+    ([0, 1, 2, 3, 4], 1)
+    >>> again = Sampler(5, seed=3)
+    >>> again.load_state_dict(state)
+    >>> list(again) == rest
+    True
+
+    The position is that of the indices handed out. A ``DataLoader`` with workers asks for them ahead of the
+    training: `Loader` counts what was delivered instead.
+    """
+
+    def __init__(
+        self,
+        source: Sized | int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        uneven: Uneven = "pad",
+    ) -> None:
+        self.length = source if isinstance(source, int) else len(source)
+        if self.length < 0:
+            raise ValueError("the length of a dataset cannot be negative")
+        if world < 1 or not 0 <= rank < world:
+            raise ValueError(f"rank must be between 0 and world - 1, not {rank} of {world}")
+        if uneven not in ("pad", "drop"):
+            raise ValueError(f"uneven must be 'pad' or 'drop', not {uneven!r}")
+        self.shuffle = shuffle
+        self.seed = check_seed(seed)
+        self.rank = rank
+        self.world = world
+        self.uneven = uneven
+        self.epoch = 0
+        self.position = 0
+        """Indices of this epoch handed out to this rank."""
+        self._order: tuple[tuple[int, int], npt.NDArray[np.int64]] | None = None
+
+    def __len__(self) -> int:
+        """Indices per epoch and rank."""
+        whole, rest = divmod(self.length, self.world)
+        return whole + (rest > 0 and self.uneven == "pad")
+
+    def order(self, epoch: int, seed: int | None = None) -> npt.NDArray[np.int64]:
+        """The indices of an epoch for this rank, by another seed if one is given. Changes no position."""
+        if self.shuffle:
+            source = seeding.stream(self.seed if seed is None else seed, seeding.ORDER, epoch)
+            # RandomState: its methods are frozen for good, while those of numpy.random.Generator may change.
+            everything = np.random.RandomState(np.random.PCG64(source)).permutation(self.length)
+        else:
+            everything = np.arange(self.length)
+        total = len(self) * self.world
+        if total > self.length:
+            everything = np.resize(everything, total)  # repeats from its beginning
+        return everything[:total][self.rank :: self.world].astype(np.int64, copy=False)
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < len(self):
+            self.position += 1
+            yield int(self._current()[self.position - 1])
+        self.epoch += 1
+        self.position = 0
+
+    def _current(self) -> npt.NDArray[np.int64]:
+        key = (self.seed, self.epoch)
+        if self._order is None or self._order[0] != key:
+            self._order = key, self.order(self.epoch)
+        return self._order[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, epoch and position, and what they are only valid for. The same on every rank."""
+        return {"seed": self.seed, "epoch": self.epoch, "position": self.position, "order": self.describe()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue there. The saved seed takes the place of the given one, so that the order goes on."""
+        check_order(state["order"], self.describe())
+        self.seed = check_seed(state["seed"])
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+
+    def describe(self) -> dict[str, Any]:
+        """What must be the same for a position to mean the same sample."""
+        return {
+            "length": self.length,
+            "shuffle": self.shuffle,
+            "world": self.world,
+            "uneven": self.uneven,
+        }
+
+
+_WORDS = {
+    "length": "samples in the dataset",
+    "batches": "batches per epoch",
+    "world": "ranks (world)",
+}
+
+
+def check_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise `StateMismatch` when a saved position would mean other samples here."""
+    different = [key for key in {**saved, **own} if saved.get(key) != own.get(key)]
+    if different:
+        listed = "; ".join(
+            f"{_WORDS.get(key, key)}: {saved.get(key)} when saved, {own.get(key)} now" for key in different
+        )
+        raise StateMismatch(
+            f"the saved position is in another order of samples ({listed}). Build dataset and loader as they "
+            "were. To go on with other ones from the start of an epoch, leave the loader out of the restored "
+            "state and set its `epoch`. The loader has not been changed",
+            wrong=different,
+        )
