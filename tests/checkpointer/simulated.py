@@ -19,13 +19,15 @@ def at(value: Seconds, step: int) -> float:
 @dataclass
 class Training:
     """`step` is a step by itself. A save stalls for `stall`, then writes `write` seconds beside the steps,
-    which go slower by the share `slow` meanwhile. `failing` saves never become durable."""
+    which go slower by the share `slow` meanwhile. `failing` saves never become durable. Of the stall, the
+    share `told` is known when the save is durable."""
 
     schedule: Schedule
     step: Seconds = 1.0
     stall: Seconds = 0.0
     write: Seconds = 0.0
     slow: float = 0.0
+    told: float = 1.0
     failing: Callable[[int], bool] = lambda step: False
     stride: int = 1
     now: float = 1000.0
@@ -70,7 +72,7 @@ class Training:
         if write > 0:
             self._in_flight = (step, began, write, stall)
         elif not self.failing(step):
-            self.schedule.finished(Cost(step, stall, stall))
+            self.schedule.finished(Cost(step, stall * self.told, stall))
 
     def _beside(self, work: float) -> float:
         """Seconds that `work` takes, some of it beside the save in flight."""
@@ -84,7 +86,7 @@ class Training:
         else:
             self._in_flight = None
             if not self.failing(step):
-                self.schedule.finished(Cost(step, stall, stall + at(self.write, step)))
+                self.schedule.finished(Cost(step, stall * self.told, stall + at(self.write, step)))
         return shared + work - shared / (1 + self.slow)
 
     def overhead(self, since: int) -> float:

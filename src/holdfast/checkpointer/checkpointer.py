@@ -34,7 +34,14 @@ from holdfast.checkpointer.retention import history
 from holdfast.checkpointer.saving import Saving
 from holdfast.checkpointer.schedule import Cost, Schedule, make_schedule
 from holdfast.checkpointer.staging import Division, Staging
-from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, HoldfastError, ReadFailed, SaveFailed
+from holdfast.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    EngineTimeout,
+    HoldfastError,
+    ReadFailed,
+    SaveFailed,
+)
 from holdfast.state import Flat, LeafSource, flatten
 from holdfast.store import Checkpoint, CheckpointInfo, Options, WritableRun, check_step, list_steps
 
@@ -207,15 +214,15 @@ class Checkpointer:
             self._obey(saving, signal)
         self._tell(earlier)
         if self._mode == "sync":
-            saving.wait()
+            self._tell(saving)
         return saving
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns when all that was saved is durable. Raises what failed in the background."""
         self._check_usable()
         saving = self._in_flight
-        if saving is not None and not saving.done:
-            saving.wait(timeout)
+        if saving is not None and not saving.join(timeout):
+            raise EngineTimeout(f"step {saving.step} was not durable within {timeout} s; its save goes on")
         self._tell(saving)
 
     @contextmanager
@@ -240,12 +247,13 @@ class Checkpointer:
         saving = Saving(step, division, commit)
         self._in_flight = saving
         self._schedule.started(step, time.monotonic())
-        if self._mode == "sync":
-            saving.run()
-        else:
-            saving.start()
-            saving.leave_urgent(self._timeout)
         saving.add_stall(time.perf_counter() - began)
+        with saving.stalling():
+            if self._mode == "sync":
+                saving.run()
+            else:
+                saving.start()
+                saving.leave_urgent(self._timeout)
         return saving
 
     def _divide(self, flat: Flat) -> Division:

@@ -30,9 +30,16 @@ class Guard:
     def __init__(self, in_place: Mapping[int, list[LeafSource]]) -> None:
         self._watched = {owner: _look(leaves) for owner, leaves in in_place.items()}
 
+    @property
+    def owners(self) -> set[int]:
+        """Those whose leaves have not been looked at again."""
+        return set(self._watched)
+
     def take(self, owner: int | None = None) -> list[str]:
-        """Names of an owner's leaves (None: of everybody's) that have changed. Each owner is looked at once:
-        after that it may change them."""
+        """Names of an owner's leaves (None: of everybody's) that have changed.
+
+        Each owner is looked at once: after that it may change them.
+        """
         wanted = list(self._watched) if owner is None else [owner] if owner in self._watched else []
         return [name for key in wanted for name in _changed(self._watched.pop(key))]
 

@@ -30,6 +30,7 @@ class Saving(Watch):
     def __init__(self, step: int, division: Division, commit: Callable[[Saving], CheckpointInfo]) -> None:
         self.step = step
         self._division = division
+        self._urgent = bool(division.urgent)
         self._guard = Guard(division.in_place)
         self._commit = commit
         self._lock = threading.Lock()
@@ -41,6 +42,7 @@ class Saving(Watch):
         self._urgent_end = 0
         self._changed: list[str] = []
         self._given_up: str | None = None
+        self._hopeless = False
         self._info: CheckpointInfo | None = None
         self._error: BaseException | None = None
         self._reported = False
@@ -144,46 +146,54 @@ class Saving(Watch):
             return self._error
 
     def release(self, owner: int | None, timeout: float) -> None:
-        """Waits until the leaves of an owner (None: all that are in place) have left memory.
+        """Returns when an owner (None: everybody) may change its leaves: they have left memory.
 
-        When they have not in time, the save is given up rather than the training held up: what it goes on to
-        read may change, so nothing of it is committed.
+        The last owner waits until the checkpoint is durable. Its change completes a step, and no step shall
+        be completed before the checkpoint of an earlier one is safe: a crash then costs one step, not two.
+
+        When the bytes have not left in time, the save is given up rather than the training held up: what it
+        goes on to read may change, so nothing of it is committed.
         """
-        if self.done:
+        if self.done or self._hopeless:
             return
+        end = time.monotonic() + timeout
         with self.stalling():
-            end = time.monotonic() + timeout
-            if self._reading.wait(timeout):
-                job = self._job
-                left = job is None or job.wait_for_nbytes(self._end(owner), max(0.0, end - time.monotonic()))
-            else:
-                left = False
-        if not left:
-            self.give_up(f"its bytes had not left memory after {timeout:g} s")
-            return
-        with self._lock:
-            self._changed += self._guard.take(owner)
-            if owner is not None:
-                self._changed += self._guard.take(NOBODY)
+            if not self._leave(self._end(owner) if self._reading.wait(timeout) else None, end):
+                self.give_up(f"its bytes had not left memory after {timeout:g} s")
+                return
+            with self._lock:
+                self._changed += self._guard.take(owner)
+                if owner is not None:
+                    self._changed += self._guard.take(NOBODY)
+                last = not self._guard.owners
+            if last and not self._ended.wait(max(0.0, end - time.monotonic())):
+                self._hopeless = True  # it may become durable yet, but nobody waits for that any more
 
     def leave_urgent(self, timeout: float) -> None:
         """Waits until all that could not be copied has left memory."""
-        if self._division.urgent:
-            end = time.monotonic() + timeout
-            try:
-                if self._reading.wait(timeout):
-                    job = self._job
-                    if job is None or job.wait_for_nbytes(self._urgent_end, max(0.0, end - time.monotonic())):
-                        return
-            except BaseException:  # Ctrl-C: the caller goes on to change what has not been read
-                self.give_up("it was interrupted before the state had left memory")
-                raise
+        if not self._urgent:
+            return
+        end = time.monotonic() + timeout
+        try:
+            left = self._leave(self._urgent_end if self._reading.wait(timeout) else None, end)
+        except BaseException:  # Ctrl-C: the caller goes on to change what has not been read
+            self.give_up("it was interrupted before the state had left memory")
+            raise
+        if not left:
             self.give_up(f"its bytes had not left memory after {timeout:g} s")
+
+    def _leave(self, nbytes: int | None, end: float) -> bool:
+        """Whether so many bytes of the file have left in time; None: it was not even begun."""
+        job = self._job
+        if nbytes is None:
+            return False
+        return job is None or job.wait_for_nbytes(nbytes, max(0.0, end - time.monotonic()))
 
     def give_up(self, why: str) -> None:
         """It shall not become a checkpoint. Ends soon; one that has been committed meanwhile stays."""
         with self._lock:
             self._given_up = why
+            self._hopeless = True
             job = self._job
         if job is not None:
             job.cancel()

@@ -31,8 +31,7 @@ FIRST_PROBES_CALLS, PROBE_CALLS = 8, 50
 """When saves leave no step undisturbed for so long, one is left alone, to know what it takes by itself."""
 CALM_SAVES = 5
 """A shorter interval has to be the answer for so many saves in a row before it is taken."""
-_MAX_BESIDE = 65
-_MAX_INTERVAL = 10**9
+_MAX_BESIDE, _MAX_INTERVAL = 65, 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +148,19 @@ def daly_interval(cost: float, mtbf: float) -> float:
 
 @dataclass(slots=True)
 class _Save:
-    """One save, and the steps that ran beside it (seconds per step, the latest)."""
+    """One save, what training stalled since, and the steps beside it (seconds per step, the latest)."""
 
     step: int
     began: float
+    stalled: float = 0.0
     cost: Cost | None = None
     beside: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_BESIDE))
     beside_steps: int = 0
     slowdown: float | None = None
+
+    def stall(self) -> float:
+        # The steps may know of more than was counted when it became durable: who waited last is told last.
+        return max(self.stalled, self.cost.stall_seconds if self.cost is not None else 0.0)
 
     def slowdown_against(self, alone: float) -> float:
         if self.slowdown is not None or not self.beside:
@@ -208,7 +212,7 @@ class Auto(Schedule):
         self._since_alone = 0
         self._saves: deque[_Save] = deque(maxlen=MAX_SAVES + 1)
         self._finished = 0
-        self._in_flight = False
+        self._in_flight = self._fresh = False  # fresh: the next call tells what its start took
         self._targets: deque[int] = deque(maxlen=CALM_SAVES)
         self._interval: int | None = None
 
@@ -224,10 +228,8 @@ class Auto(Schedule):
 
     def due(self, step: int, now: float) -> bool:
         with self._lock:
-            if self._in_flight:
-                return False
-            if not self._saves:
-                return True
+            if self._in_flight or not self._saves:
+                return not self._in_flight
             last = self._saves[-1]
             if (
                 step <= last.step
@@ -237,12 +239,16 @@ class Auto(Schedule):
                 return step - last.step >= self._interval and self._since_alone < PROBE_CALLS
             if last.cost is None:  # it failed, and nothing is known yet
                 return step - last.step > MIN_ALONE
-            worst = max(last.cost.stall_seconds, last.cost.busy_seconds)
-            return self._since_alone < FIRST_PROBES_CALLS and self.budget * (now - last.began) >= worst
+            worst = max(last.stall(), last.cost.busy_seconds)
+            work = now - last.began - worst
+            return self._since_alone < FIRST_PROBES_CALLS and self.budget * work >= worst
 
     def stepped(self, step: int, now: float, stalled_seconds: float, saving: bool) -> None:
         with self._lock:
             last, self._last = self._last, (step, now)
+            if self._saves and (saving or self._fresh):
+                self._saves[-1].stalled += stalled_seconds
+            self._fresh = False
             if not saving:
                 self._in_flight = False  # also when it failed, and nobody said that it finished
             if last is None or step <= last[0] or now < last[1]:
@@ -276,7 +282,7 @@ class Auto(Schedule):
             if self._saves and self._saves[-1].cost is None:
                 self._saves.pop()  # it failed
             self._saves.append(_Save(step, now))
-            self._in_flight = True
+            self._in_flight = self._fresh = True
 
     def finished(self, cost: Cost) -> None:
         with self._lock:
@@ -308,14 +314,14 @@ class Auto(Schedule):
 
     def _measure(self) -> Measured | None:
         alone = self._step_seconds()
-        known = [(save, save.cost) for save in self._costed() if save.cost is not None]
+        known = self._costed()
         if alone is None or not known:
             return None
         return Measured(
             alone,
-            median(cost.stall_seconds for _, cost in known),
-            median(save.slowdown_against(alone) for save, _ in known),
-            median(cost.busy_seconds for _, cost in known),
+            median(save.stall() for save in known),
+            median(save.slowdown_against(alone) for save in known),
+            median(save.cost.busy_seconds for save in known if save.cost is not None),
         )
 
     def _target(self, found: Measured) -> int:
@@ -334,7 +340,7 @@ class Auto(Schedule):
             self._interval = max([target, *(old for old in self._targets if old <= near)])
 
     def _explanation(self) -> str:
-        goal = f"budget {_percent(self.budget)}"
+        goal = f"budget {100 * self.budget:.3g}%"
         if self.mtbf is not None:
             goal = f"a failure every {_say(self.mtbf)}, {goal}"
         found, chosen = self._measure(), self._interval
@@ -346,19 +352,18 @@ class Auto(Schedule):
         overhead = found.cost / (chosen * found.alone)
         lines = [
             f"auto ({goal}): {'measuring, for now ' if self.measuring else ''}{_every(chosen)}",
-            f"  that is about {_say(chosen * found.alone)}, at an overhead of {_percent(overhead)}",
+            f"  that is about {_say(chosen * found.alone)}, at an overhead of {100 * overhead:.3g}%",
             f"  a step takes {_say(found.alone)} (median of {len(self._alone)} with no save in flight)",
             f"  a save costs {_say(found.cost)}: {_say(found.stall)} stall, {_say(found.slowdown)} slowdown "
             f"of steps beside it (medians of {_count(len(self._costed()), 'save')})",
             f"  it is durable after {_say(found.busy)}: at least {_count(found.durable_steps, 'step')} apart",
         ]
         if self.mtbf is not None:
-            best = daly_interval(found.cost, self.mtbf)
-            lines.append(f"  the optimum for this failure rate (Daly) is {_say(best)}")
+            best = _say(daly_interval(found.cost, self.mtbf))
+            lines.append(f"  the optimum for this failure rate (Daly) is {best}")
             if overhead > self.budget:
                 lines.append(
-                    f"  it is over the budget of {_percent(self.budget)} and is taken all the same: "
-                    "saving less often would lose more to failures"
+                    "  over the budget, taken all the same: saving less often loses more to failures"
                 )
         return "\n".join(lines)
 
@@ -388,10 +393,6 @@ def _say(seconds: float) -> str:
 
 def _every(steps: int) -> str:
     return "every step" if steps == 1 else f"every {steps:,} steps"
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.3g}%"
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,0 +1,303 @@
+"""How a training ends while a checkpoint is under way: finished or given up cleanly, never hanging."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast import Checkpointer, Keep, Options
+from holdfast.engine import faults
+
+TIMEOUT = 60
+
+PRELUDE = """
+import os, signal, sys, threading, time
+import torch, holdfast
+from holdfast.engine import faults
+torch.manual_seed(0)
+model = torch.nn.Linear(600, 600)
+optimizer = torch.optim.AdamW(model.parameters())
+def train():
+    optimizer.zero_grad()
+    model(torch.ones(1, 600)).sum().backward()
+    optimizer.step()
+state = {"model": model, "optimizer": optimizer}
+options = holdfast.Options(backend="threads", memory_nbytes=2 << 20)
+ckpt = holdfast.Checkpointer(sys.argv[1], state, options=options)
+start = ckpt.restore()
+train()
+"""
+
+
+def run(script: str, folder: Path, **extra: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(script), os.fspath(folder)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        **extra,
+    )
+
+
+SLOW = 'faults.install(*faults.parse("write:1:slow100+"))\n'
+
+
+def test_the_interpreter_ends_after_the_checkpoint_under_way_is_durable(tmp_path: Path) -> None:
+    done = run(SLOW + "ckpt.save(1)\nassert ckpt.last_durable is None", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert holdfast.open(tmp_path).step == 1
+
+
+def test_an_exception_in_the_loop_is_what_is_seen_and_the_checkpoint_is_finished(tmp_path: Path) -> None:
+    script = """
+    with ckpt:
+        ckpt.save(1)
+        raise RuntimeError("the loss is NaN")
+    """
+    done = run(SLOW + textwrap.dedent(script), tmp_path)
+    assert done.returncode == 1
+    assert "the loss is NaN" in done.stderr.splitlines()[-1]
+    assert holdfast.open(tmp_path).step == 1
+
+
+def test_an_exception_is_not_hidden_by_a_save_that_fails_too(tmp_path: Path) -> None:
+    script = """
+    faults.install(*faults.parse("sync:1:EIO+"))
+    with ckpt:
+        ckpt.save(1)
+        raise RuntimeError("the loss is NaN")
+    """
+    done = run(script, tmp_path)
+    assert done.returncode == 1
+    assert "the loss is NaN" in done.stderr.splitlines()[-1]
+    assert "SaveFailed" in done.stderr
+
+
+def test_an_interrupt_in_the_loop_finishes_the_checkpoint(tmp_path: Path) -> None:
+    script = """
+    with ckpt:
+        ckpt.save(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    """
+    done = run(SLOW + textwrap.dedent(script), tmp_path)
+    assert done.returncode == -signal.SIGINT
+    assert holdfast.open(tmp_path).step == 1
+
+
+def test_an_interrupt_while_the_step_waits_changes_nothing_of_the_save(tmp_path: Path) -> None:
+    script = """
+    before = model.weight.detach().clone()
+    ckpt.save(1)
+    threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT)).start()
+    try:
+        train()
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise SystemExit("it did not wait")
+    ckpt.close()
+    assert torch.equal(holdfast.load(sys.argv[1])["model"]["weight"], before)
+    """
+    done = run(SLOW.replace("slow100", "slow400") + textwrap.dedent(script), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_interrupt_while_the_state_is_still_leaving_gives_that_save_up(tmp_path: Path) -> None:
+    """The caller goes on to change what has not been read, so none of it may become a checkpoint."""
+    script = """
+    loose = {"w": torch.zeros(1 << 20)}
+    loose = holdfast.Checkpointer(sys.argv[1] + "-2", loose, mode="snapshot", options=options)
+    threading.Timer(0.15, lambda: signal.raise_signal(signal.SIGINT)).start()
+    try:
+        loose.save(1)
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise SystemExit("it did not wait")
+    loose.state["w"] += 1
+    try:
+        loose.close()
+    except holdfast.SaveFailed as error:
+        assert "interrupted" in str(error), error
+    else:
+        raise SystemExit("nothing was said")
+    assert loose.steps == []
+    """
+    done = run(SLOW + textwrap.dedent(script), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("workers", [2])
+def test_forked_workers_during_a_save_harm_nobody(tmp_path: Path, workers: int) -> None:
+    script = f"""
+    class Squares(torch.utils.data.Dataset):
+        def __len__(self): return 32
+        def __getitem__(self, i):
+            try:
+                ckpt.save(99)
+            except RuntimeError as error:
+                assert "forked child" in str(error)
+            else:
+                raise SystemExit("a child may not save")
+            train()  # its own copy: no hook waits here
+            return i * i
+    for step in range(1, 4):
+        ckpt.save(step)
+        loader = torch.utils.data.DataLoader(
+            Squares(), 8, num_workers={workers}, multiprocessing_context="fork"
+        )
+        assert sum(int(batch.sum()) for batch in loader) == sum(i * i for i in range(32))
+        train()
+    ckpt.close()
+    assert threading.active_count() == 1, threading.enumerate()
+    """
+    done = run(SLOW.replace("slow100", "slow30") + textwrap.dedent(script), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert holdfast.verify(tmp_path).problems == ()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_preemption_finishes_the_step_saves_and_exits_with_0(tmp_path: Path, number: signal.Signals) -> None:
+    script = f"""
+    ckpt.close()
+    ckpt = holdfast.Checkpointer(sys.argv[1], state, every=1000)
+    for step in range(1, 100):
+        train()
+        if step == 3:
+            os.kill(os.getpid(), {int(number)})
+            assert ckpt.preempted
+        ckpt.save(step)
+    """
+    done = run(script, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert holdfast.open(tmp_path).step == 3
+    assert number.name in (tmp_path / "events.jsonl").read_text().splitlines()[-1]
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+    script = "os.kill(os.getpid(), signal.SIGTERM)\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(30)"
+    assert run(script, tmp_path).returncode == -signal.SIGTERM
+
+
+def test_a_signal_that_somebody_else_handles_is_left_to_them(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with Checkpointer(tmp_path, {"w": np.zeros(3)}, mode="sync") as ckpt:
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard == [signal.SIGUSR1]
+            assert not ckpt.preempted
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_without_preemption_no_handler_is_installed(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"w": np.zeros(3)}, preemption=False):
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# --- a device that fails or crawls --------------------------------------------------------------------------
+
+
+def training(folder: Path, **arguments: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Checkpointer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(600, 600)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = Options(backend="threads", memory_nbytes=2 << 20)
+    state = {"model": model, "optimizer": optimizer}
+    return model, optimizer, Checkpointer(folder, state, keep=Keep(last=99), options=options, **arguments)
+
+
+def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 600)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("fault", ["write:3:EIO", "sync:3:EIO", "rename:2:EIO", "any:12:ENOSPC"])
+def test_a_failure_in_the_background_is_told_once_and_training_goes_on(tmp_path: Path, fault: str) -> None:
+    model, optimizer, ckpt = training(tmp_path)
+    told: list[holdfast.SaveFailed] = []
+    with ckpt, faults.injected(fault):
+        for step in range(1, 7):
+            step_of(model, optimizer)
+            try:
+                ckpt.save(step)
+            except holdfast.SaveFailed as error:
+                told.append(error)
+        try:
+            ckpt.wait()
+        except holdfast.SaveFailed as error:
+            told.append(error)
+    assert len(told) == 1
+    assert isinstance(told[0].__cause__, OSError)
+    failed = [event.step for event in ckpt.events if type(event).__name__ == "Failed"]
+    assert ckpt.steps == [step for step in range(1, 7) if step not in failed]
+    assert len(failed) == 1
+    assert all(holdfast.verify(tmp_path / f"step-{step:012d}").problems == () for step in ckpt.steps)
+
+
+def test_every_failed_save_is_told_of_and_the_last_durable_one_stays(tmp_path: Path) -> None:
+    model, optimizer, ckpt = training(tmp_path, on_error="warn")
+    ckpt.save(1)
+    ckpt.wait()
+    with faults.injected("sync:1:EIO+"), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(2, 6):
+            step_of(model, optimizer)
+            ckpt.save(step)
+        ckpt.wait()
+    assert len(told) == 4
+    for step, warning in zip(range(2, 6), told, strict=True):
+        assert "SaveFailed" in str(warning.message)
+        assert f"step-{step:012d}" in str(warning.message)
+    assert (ckpt.last_durable, ckpt.steps) == (1, [1])
+    ckpt.save(6)
+    ckpt.close()
+    assert ckpt.steps == [1, 6]
+
+
+def test_a_device_that_slows_down_holds_training_up_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    model, optimizer, ckpt = training(tmp_path, timeout=0.2)
+    step_of(model, optimizer)
+    before = model.weight.detach().clone()
+    with faults.injected("write:1:slow1500"):
+        ckpt.save(1)
+        step_of(model, optimizer)
+        assert not torch.equal(model.weight, before)  # it went on
+        with pytest.raises(holdfast.SaveFailed, match="step 2 was not saved: the save of step 1"):
+            ckpt.save(2)
+        deadline = time.monotonic() + TIMEOUT
+        while "idle" not in ckpt.progress():
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.01)
+    with pytest.raises(holdfast.SaveFailed, match=r"step 1 was given up: its bytes had not left memory"):
+        ckpt.save(3)
+    ckpt.close()
+    assert ckpt.steps == [3]
+    assert torch.equal(holdfast.load(tmp_path)["model"]["weight"], model.weight)
+
+
+def test_waiting_has_a_timeout(tmp_path: Path) -> None:
+    _, _, ckpt = training(tmp_path)
+    with faults.injected("write:1:slow500"), ckpt:
+        saving = ckpt.save(1)
+        assert saving is not None
+        with pytest.raises(holdfast.EngineTimeout, match="step 1 was not durable within"):
+            ckpt.wait(timeout=0.05)
+        assert saving.wait().step == 1
