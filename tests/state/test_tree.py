@@ -208,3 +208,27 @@ def test_torch_imported_after_holdfast_is_noticed() -> None:
         "assert flat.leaves[0].framework == 'torch'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_is_restored_last_is_asked_last() -> None:
+    """An object's ``state_dict`` may draw random numbers; the generator's state must be the one after."""
+    drawn: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def state_dict(self) -> dict[str, Any]:
+            drawn.append(self.name)
+            return {"drawn": list(drawn), "w": np.zeros(2)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    class Last(Part):
+        restore_last = True
+
+    flat = flatten({"rng": Last("rng"), "data": [Part("data")]})
+    assert drawn == ["data", "rng"]
+    assert list(flat.tree) == ["rng", "data"]
+    assert flat.tree["rng"]["drawn"] == ["data", "rng"]
+    assert [leaf.name for leaf in flat.leaves] == ["data.0.w", "rng.w"]

@@ -77,6 +77,7 @@ def flatten(state: object) -> Flat:
     """
     walk = _Walk(state)
     tree = walk.node(state, "", 0)
+    walk.finish()
     return Flat(tree, tuple(walk.leaves), tuple(walk.aliases))
 
 
@@ -84,6 +85,7 @@ def names_in(part: object, place: str, state: object) -> list[str]:
     """The names that a part of a state has there; its place when there is no array in it."""
     walk = _Walk(state)
     walk.node(part, place, 0)
+    walk.finish()
     return [leaf.name for leaf in walk.leaves] + [name for name, _ in walk.aliases] or [place or NAMELESS]
 
 
@@ -112,6 +114,7 @@ class _Walk:
         # Index -> the array itself, for leaves whose source does not hold it.
         self._arrays: dict[int, Any] = {}
         self._exact: dict[tuple[Any, ...], str] = {}
+        self._last: list[Callable[[], None]] = []
         self._parameters: torch_objects.ParameterNames | None = None
         self._walkers: dict[type, Walker] = {
             dict: self._dict,
@@ -140,6 +143,11 @@ class _Walk:
         if encoder is not None:
             return encoder(value, place)
         return self._other(value, place, depth)
+
+    def finish(self) -> None:
+        """Asks those that are to be asked last. What others do in ``state_dict`` may draw random numbers."""
+        for ask in self._last:
+            ask()
 
     # --- containers
 
@@ -303,8 +311,24 @@ class _Walk:
             return self._optimizer(value, place, depth)
         if torch_objects.is_stateful(value):
             value = torch_objects.plain_module(value) if torch_objects.is_module(value) else value
-            return self.node(value.state_dict(), place, self._deeper(place, depth))
+            depth = self._deeper(place, depth)
+            if getattr(value, "restore_last", False) is True:
+                return self._ask_last(value, place, depth)
+            return self.node(value.state_dict(), place, depth)
         return value_encoder.encode(value, place)
+
+    def _ask_last(self, value: Any, place: str, depth: int) -> Node:
+        """For what is restored last (`holdfast.rng`): its node is filled when all others have been asked."""
+        node: dict[str, Node] = {}
+
+        def ask() -> None:
+            found = self.node(value.state_dict(), place, depth)
+            if type(found) is not dict:
+                raise unsupported(place, "the state of what is restored last must be a dict")
+            node.update(found)
+
+        self._last.append(ask)
+        return node
 
     def _optimizer(self, optimizer: Any, place: str, depth: int) -> Node:
         state = optimizer.state_dict()
