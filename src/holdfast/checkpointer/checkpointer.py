@@ -121,12 +121,12 @@ class Checkpointer:
         self._open = True
         try:
             self._history: list[Kept] = history(self._run.path)
+            self._staging = Staging(options.snapshot_nbytes)
+            self._hooks = Hooks(self._before_step)
+            self._hooks.attach(self._optimizers() if mode == "overlap" else ())
         except BaseException:
             self._run.close()
             raise
-        self._staging = Staging(options.snapshot_nbytes)
-        self._hooks = Hooks(self._before_step)
-        self._hooks.attach(self._optimizers() if mode == "overlap" else ())
         self._events = EventLog(self._run.path)
         self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, every))
         self._preemption = Preemption() if preemption else None

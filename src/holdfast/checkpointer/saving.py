@@ -32,7 +32,7 @@ class Saving(Watch):
         self._division = division
         self._urgent = bool(division.urgent)
         self._guard = Guard(division.in_place)
-        self._commit = commit
+        self._commit: Callable[[Saving], CheckpointInfo] | None = commit
         self._lock = threading.Lock()
         self._reading = threading.Event()
         self._ended = threading.Event()
@@ -113,13 +113,16 @@ class Saving(Watch):
 
     def run(self) -> None:
         """The commit, on this thread. Whatever happens is told by `take_error`, never raised here."""
+        commit, self._commit = self._commit, None
+        assert commit is not None, "a save runs once"
         try:
-            self._info = self._commit(self)
+            self._info = commit(self)
         except BaseException as error:
             self._error = error if self._given_up is None else self._abandoned(self._given_up)
             self._error.__cause__ = self._error.__cause__ or (None if self._error is error else error)
         finally:
-            self._job = None  # with it go the references to the caller's arrays
+            del commit  # with these go the references to the caller's arrays
+            self._job = None
             self._division = Division()
             self._ended.set()
             self._reading.set()
