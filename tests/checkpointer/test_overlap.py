@@ -118,10 +118,10 @@ def test_each_step_is_stored_as_it_was_while_training_runs_on(
         assert same(stored(tmp_path, step, make), wanted[step])
 
 
-def test_gradient_accumulation_waits_only_at_the_step(tmp_path: Path, slow_device: None) -> None:
+def test_gradient_accumulation_waits_only_at_the_step(tmp_path: Path, crawling_device: None) -> None:
     model = layer_stack()
     optimizer = torch.optim.AdamW(model.parameters())
-    with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}, options=SMALL_WINDOWS) as ckpt:
+    with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}, options=ONE_WINDOW) as ckpt:
         train_step(model, 0).backward()
         optimizer.step()
         saving = ckpt.save(1)
@@ -129,8 +129,7 @@ def test_gradient_accumulation_waits_only_at_the_step(tmp_path: Path, slow_devic
             train_step(model, micro).backward()
             assert not saving.done  # type: ignore[union-attr]
         optimizer.step()
-        ckpt.wait()
-        assert saving.wait().step == 1  # type: ignore[union-attr]
+        assert saving.done  # type: ignore[union-attr]
 
 
 def test_several_optimizers_schedulers_a_scaler_and_an_average(tmp_path: Path, slow_device: None) -> None:

@@ -258,7 +258,7 @@ class Checkpointer:
 
     def _divide(self, flat: Flat) -> Division:
         if self._mode == "sync":
-            return Division(urgent=list(flat.leaves))
+            return Division()  # nobody else runs until all is over
         if self._mode == "overlap":
             self._hooks.attach(self._optimizers())
             self._notice()
@@ -286,7 +286,8 @@ class Checkpointer:
         step = saving.step
         in_place, copied = saving.in_place_nbytes, saving.copied_nbytes
         try:
-            info = self._run.save(step, metrics, flat, saving.groups.groups(), saving)
+            groups = None if self._mode == "sync" else saving.groups
+            info = self._run.save(step, metrics, flat, groups, saving)
         except BaseException as error:
             self._events.add(
                 Failed(step, time.time(), self.mode, type(error).__name__, str(error), saving.stall_seconds)

@@ -21,6 +21,7 @@ from holdfast.checkpointer.staging import Division
 from holdfast.engine import WriteJob
 from holdfast.errors import EngineTimeout, MutatedDuringSave, SaveFailed
 from holdfast.plan import ShardPlan
+from holdfast.state import LeafSource
 from holdfast.store import CheckpointInfo, Watch
 
 
@@ -89,8 +90,9 @@ class Saving(Watch):
         return sum(leaf.nbytes for leaf in self._division.copied)
 
     @property
-    def groups(self) -> Division:
-        return self._division
+    def groups(self) -> list[list[LeafSource]]:
+        """The leaves in the order in which they shall leave memory."""
+        return self._division.groups()
 
     @property
     def stall_seconds(self) -> float:
@@ -211,7 +213,8 @@ class Saving(Watch):
     def writing(self, plan: ShardPlan, job: WriteJob) -> None:
         owner_of = {id(leaf): owner for owner, group in self._division.in_place.items() for leaf in group}
         urgent = {id(leaf) for leaf in self._division.urgent}
-        for leaf, offset in zip(plan.leaves, plan.offsets, strict=True):
+        watched = owner_of or urgent
+        for leaf, offset in zip(plan.leaves, plan.offsets, strict=True) if watched else ():
             owner = owner_of.get(id(leaf))
             if owner is not None:
                 self._ends[owner] = max(self._ends.get(owner, 0), offset + leaf.nbytes)
