@@ -4,10 +4,21 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace holdfast {
 
 uint64_t xxh3(const void* data, size_t nbytes);
+
+// Blocks to be hashed, each by itself, and what came of it.
+struct Hashing {
+  const char* data;
+  size_t nbytes;
+  uint64_t value = 0;
+};
+enum class Instructions { best, common };  // of this processor; or those that every one of its kind has
+// The same as `xxh3` of each, sooner.
+void xxh3_each(std::vector<Hashing>& blocks, Instructions instructions = Instructions::best);
 
 // For bytes that exist only piece by piece (gathered, or fetched from a device).
 class StreamHash {

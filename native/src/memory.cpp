@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <new>
@@ -18,16 +19,30 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t kHugePage = 2U << 20;
 constexpr size_t kPage = 4096;
-constexpr size_t kStep = 1U << 20;
 
 // Zeroing a huge page takes a tenth of this. In a virtual machine whose host takes back free memory, huge pages
 // are what it takes first, and each then costs hundreds of faults in the host; small pages are more often still
-// there.
-constexpr auto kSlow = std::chrono::microseconds(1500);
-constexpr auto kRemember = std::chrono::seconds(2);
+// there. But small ones cost more to get, to hand to the device and for the device to fill: together about as much
+// as a huge page that takes this long. One page may also be slow by chance, several hardly.
+constexpr auto kSlow = std::chrono::milliseconds(3);
+constexpr int kTrials = 3;
+constexpr auto kRemember = std::chrono::milliseconds(500);
 std::atomic<Clock::rep> slow_until{0};
 
 uintptr_t up(uintptr_t value, size_t to) { return (value + to - 1) / to * to; }
+
+bool populate(uintptr_t low, uintptr_t high) {
+  return ::madvise(reinterpret_cast<void*>(low), high - low, MADV_POPULATE_WRITE) == 0;
+}
+
+// Whether all of the first few huge pages are slow. They are not wasted: they will be filled like the others.
+bool huge_pages_are_slow(uintptr_t first, uintptr_t end) {
+  for (int i = 0; i < kTrials && first + kHugePage <= end; ++i, first += kHugePage) {
+    const auto began = Clock::now();
+    if (!populate(first, first + kHugePage) || Clock::now() - began <= kSlow) return false;
+  }
+  return true;
+}
 
 }  // namespace
 
@@ -38,12 +53,8 @@ FreshMemory::FreshMemory(size_t nbytes) : nbytes_(nbytes) {
   const uintptr_t first = up(start, kHugePage);
   if (first + kHugePage > start + nbytes || Clock::now().time_since_epoch().count() < slow_until) return;
   ::madvise(data_, nbytes, MADV_HUGEPAGE);
-  // The trial page is not wasted: it will be filled like the others.
-  const auto began = Clock::now();
-  const int result = ::madvise(reinterpret_cast<void*>(first), kHugePage, MADV_POPULATE_WRITE);
-  const auto ended = Clock::now();
-  if (result == 0 && ended - began > kSlow) {
-    slow_until = (ended + kRemember).time_since_epoch().count();
+  if (huge_pages_are_slow(first, start + nbytes)) {
+    slow_until = (Clock::now() + kRemember).time_since_epoch().count();
     ::madvise(data_, nbytes, MADV_NOHUGEPAGE);
   }
 }
@@ -59,13 +70,16 @@ struct Populator::State {
 
   void work() {
     for (const Range& range : ranges) {
-      for (size_t at = 0; at < range.nbytes && !stop; at += kStep) {
-        if (range.position + at < reader + margin) continue;
-        const size_t count = std::min(kStep, range.nbytes - at);
-        // Only whole pages inside the range: what shares a page with a neighbour is not ours to touch.
-        const uintptr_t low = up(reinterpret_cast<uintptr_t>(range.data) + at, kPage);
-        const uintptr_t high = (reinterpret_cast<uintptr_t>(range.data) + at + count) / kPage * kPage;
-        if (low < high && ::madvise(reinterpret_cast<void*>(low), high - low, MADV_POPULATE_WRITE) != 0) return;
+      const uintptr_t start = reinterpret_cast<uintptr_t>(range.data);
+      const uintptr_t end = start + range.nbytes;
+      // Steps end where huge pages do, and cover only whole pages inside the range: what shares one with a
+      // neighbour is not ours to touch.
+      for (uintptr_t at = start, next; at < end && !stop; at = next) {
+        next = std::min(up(at + 1, kHugePage), end);
+        if (range.position + (at - start) < reader + margin) continue;
+        const uintptr_t low = up(at, kPage);
+        const uintptr_t high = next / kPage * kPage;
+        if (low < high && !populate(low, high)) return;
       }
     }
   }

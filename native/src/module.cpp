@@ -1,5 +1,7 @@
 // The Python module: errors, checksums, and the parts bound elsewhere.
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "bind.hpp"
 #include "hash.hpp"
@@ -32,6 +34,20 @@ void translate(const std::exception_ptr& pointer, void*) {
   }
 }
 
+// `common`: with the instructions that every processor of this kind has, as on the oldest of them.
+nb::list xxh3_64_each(nb::list blocks, bool common) {
+  std::vector<std::unique_ptr<View>> views;
+  std::vector<Hashing> hashing;
+  for (nb::handle block : blocks) {
+    const Py_buffer& buffer = views.emplace_back(std::make_unique<View>(block))->buffer;
+    hashing.push_back({static_cast<const char*>(buffer.buf), static_cast<size_t>(buffer.len)});
+  }
+  xxh3_each(hashing, common ? Instructions::common : Instructions::best);
+  nb::list values;
+  for (const Hashing& done : hashing) values.append(done.value);
+  return values;
+}
+
 }  // namespace
 }  // namespace holdfast
 
@@ -43,6 +59,7 @@ NB_MODULE(_native, m) {
     const View view(data);
     return xxh3(view.buffer.buf, static_cast<size_t>(view.buffer.len));
   });
+  m.def("xxh3_64_each", &xxh3_64_each);
   bind_jobs(m);
   bind_system(m);
 }

@@ -144,6 +144,14 @@ class Reader {
   }
 
   void verify_up_to(uint64_t high) {
+    due_.clear();
+    due_at_.clear();
+    collect(high);
+    xxh3_each(due_);
+    for (size_t i = 0; i < due_.size(); ++i) compare(due_at_[i].piece, due_at_[i].chunk, due_[i].value);
+  }
+
+  void collect(uint64_t high) {
     const auto& pieces = plan_.pieces;
     for (; hash_piece_ < pieces.size(); ++hash_piece_, hash_chunk_ = 0) {
       const Piece& piece = pieces[hash_piece_];
@@ -156,7 +164,8 @@ class Reader {
         const uint64_t from = hash_chunk_ * tuning_.chunk;
         const uint64_t to = std::min(from + tuning_.chunk, piece.nbytes);
         if (piece.offset + to > high) return;
-        compare(hash_piece_, hash_chunk_, xxh3(reinterpret_cast<const char*>(piece.address) + from, to - from));
+        due_.push_back({reinterpret_cast<const char*>(piece.address) + from, to - from});
+        due_at_.push_back({hash_piece_, hash_chunk_});
       }
     }
   }
@@ -187,6 +196,8 @@ class Reader {
   uint64_t at_ = 0;
   size_t hash_piece_ = 0;
   uint64_t hash_chunk_ = 0;
+  std::vector<Hashing> due_;
+  std::vector<Damage> due_at_;  // whose checksum each is to be compared with
 };
 
 // Delivers windows in the order they are handed over, on a thread of its own or at once.

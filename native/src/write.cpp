@@ -60,6 +60,15 @@ class Writer {
 
   // Checksums of the chunks of in-memory pieces that end at or before `high`.
   void hash_up_to(uint64_t high) {
+    due_.clear();
+    due_at_.clear();
+    collect(high);
+    xxh3_each(due_);
+    for (size_t i = 0; i < due_.size(); ++i) out_.hashes[due_at_[i]] = due_[i].value;
+  }
+
+ private:
+  void collect(uint64_t high) {
     const auto& pieces = plan_.pieces;
     for (; hash_piece_ < pieces.size(); ++hash_piece_, hash_chunk_ = 0) {
       const Piece& piece = pieces[hash_piece_];
@@ -72,13 +81,12 @@ class Writer {
         const uint64_t from = hash_chunk_ * tuning_.chunk;
         const uint64_t to = std::min(from + tuning_.chunk, piece.nbytes);
         if (piece.offset + to > high) return;
-        out_.hashes[first_hash_[hash_piece_] + hash_chunk_] =
-            xxh3(reinterpret_cast<const char*>(piece.address) + from, to - from);
+        due_.push_back({reinterpret_cast<const char*>(piece.address) + from, to - from});
+        due_at_.push_back(first_hash_[hash_piece_] + hash_chunk_);
       }
     }
   }
 
- private:
   void close_run() {
     if (staging_ != run_start_) iov_->push_back({run_start_, static_cast<size_t>(staging_ - run_start_)});
     out_.stats.staged_nbytes += static_cast<uint64_t>(staging_ - run_start_);
@@ -137,6 +145,8 @@ class Writer {
   size_t current_ = 0;
   size_t hash_piece_ = 0;
   uint64_t hash_chunk_ = 0;
+  std::vector<Hashing> due_;
+  std::vector<uint64_t> due_at_;  // where in `hashes` each belongs
   char* staging_ = nullptr;
   char* run_start_ = nullptr;
   std::vector<iovec>* iov_ = nullptr;

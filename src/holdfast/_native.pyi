@@ -34,6 +34,7 @@ class PendingFile:
 _Written = WriteJob | PendingFile
 
 def xxh3_64(arg: bytes | bytearray | memoryview, /) -> int: ...
+def xxh3_64_each(arg0: list[bytes], arg1: bool, /) -> list[int]: ...
 def write(
     path: _Path,
     nbytes: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdfast.engine import xxh3_64
+from holdfast.engine import xxh3_64, xxh3_64_each
 
 # Of the bytes 0, 1, 2, ... 250, 0, 1, ...; computed with the reference library (`xxhsum -H3`).
 KNOWN = {
@@ -46,3 +46,37 @@ def test_what_is_not_one_run_of_bytes_is_refused() -> None:
         xxh3_64("text")
     with pytest.raises((BufferError, ValueError)):
         xxh3_64(memoryview(bytes(10))[::2])
+
+
+def _blocks(*lengths: int) -> list[bytes]:
+    rng = np.random.default_rng(sum(lengths))
+    return [rng.bytes(length) for length in lengths]
+
+
+@pytest.mark.parametrize("common_instructions", [False, True])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (),
+        (5000,),
+        (4096,) * 4,  # four in step, each ending with its last block
+        (8191, 8192, 8193, 8256),  # around the ends of a block and of a stripe
+        (4097, 70_000, 5121, 1 << 20),  # in step as far as the shortest goes
+        (100_000, 0, 3, 240, 241, 4095, 50_000, 60_000, 70_000, 80_000),  # short ones between, one left over
+    ],
+)
+def test_many_at_once_are_hashed_as_one_by_one(lengths: tuple[int, ...], common_instructions: bool) -> None:
+    blocks = _blocks(*lengths)
+    assert xxh3_64_each(blocks, common_instructions) == [xxh3_64(block) for block in blocks]
+
+
+@pytest.mark.parametrize("common_instructions", [False, True])
+def test_every_byte_of_every_lane_counts(common_instructions: bool) -> None:
+    blocks = _blocks(*[6000] * 4)
+    before = xxh3_64_each(blocks, common_instructions)
+    for lane in range(4):
+        for at in (0, 1023, 1024, 5119, 5120, 5999):
+            changed = list(blocks)
+            changed[lane] = bytes([*blocks[lane][:at], blocks[lane][at] ^ 1, *blocks[lane][at + 1 :]])
+            after = xxh3_64_each(changed, common_instructions)
+            assert [a == b for a, b in zip(after, before, strict=True)] == [n != lane for n in range(4)]

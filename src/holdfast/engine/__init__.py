@@ -7,7 +7,7 @@ backend (`choose_backend`), durable file-system operations (`fs`) and the fault 
 
 from __future__ import annotations
 
-from holdfast._native import xxh3_64
+from holdfast._native import xxh3_64, xxh3_64_each
 from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
 from holdfast.engine.probe import (
     BACKENDS,
@@ -66,4 +66,5 @@ __all__ = [
     "read",
     "write",
     "xxh3_64",
+    "xxh3_64_each",
 ]
