@@ -28,7 +28,7 @@ BUILD_STAMP := $(VENV)/.holdfast-build
 
 NATIVE := $(wildcard native/src/*.cpp native/src/*.hpp)
 # A top-level file that comes or goes changes what the editable install has to know.
-TOP := $(wildcard src/holdfast/__init__.py src/holdfast/*/__init__.py)
+TOP := $(wildcard src/holdfast/__init__.py src/holdfast/*/__init__.py src/holdfast/*/*/__init__.py)
 
 .PHONY: help setup build demo test check format bench clean distclean
 

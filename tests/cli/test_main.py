@@ -14,7 +14,7 @@ from holdfast import __version__
 
 from .support import command, damage_manifest, make_run, step_path
 
-COMMANDS = ("ls", "show", "verify", "diff", "export", "prune", "doctor", "bench", "demo")
+COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "drill", "doctor", "bench", "demo")
 
 
 def python(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -82,6 +82,7 @@ def test_wrong_usage_exits_with_2_and_says_why(arguments: tuple[str, ...]) -> No
     [
         ("ls", "{missing}"),
         ("show", "{missing}"),
+        ("stats", "{missing}"),
         ("verify", "{missing}"),
         ("diff", "{missing}", "{missing}"),
         ("export", "{missing}", "{missing}.safetensors"),

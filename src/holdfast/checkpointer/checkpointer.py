@@ -236,7 +236,7 @@ class Checkpointer:
     def _start(self, step: int, metrics: dict[str, float]) -> Saving:
         began = time.perf_counter()
         if self._drill is not None:
-            self._drill.saving(step)
+            self._drill.saving(step, self.mode)
         flat = flatten(self.state)
         division = self._divide(flat)
         stage_seconds = time.perf_counter() - began

@@ -1,10 +1,10 @@
 """cli: the command ``holdfast``. People's side of everything below.
 
-A module per command (`ls`, `show`, `verify`, `diff`, `export`, `prune`, `doctor`, `bench`, `demo`) holds its
-options and what it prints. `session` is what they share: consoles, ``--json``, progress, errors, exit codes;
-`words` puts numbers into words. The work that is more than printing has rooms of its own: `listing` (what a
-run's directory holds), `windows` (leaves in bounded memory), `comparing` and `numbers` (diff), `exporting`,
-`machine` (doctor).
+A module per command (`ls`, `show`, `verify`, `diff`, `stats`, `export`, `prune`, `drill`, `doctor`, `bench`,
+`demo`) holds its options and what it prints. `session` is what they share: consoles, ``--json``, progress,
+errors, exit codes; `words` puts numbers into words. The work that is more than printing has rooms of its own:
+`listing` (what a run's directory holds), `windows` (leaves in bounded memory), `comparing` and `numbers`
+(diff), `summing` (stats), `exporting`, `machine` (doctor).
 
 Modules of commands import what they need when they are called, so that ``holdfast --help`` answers at once.
 """

@@ -12,10 +12,12 @@ from holdfast.cli.bench import bench
 from holdfast.cli.demo import demo
 from holdfast.cli.diff import diff
 from holdfast.cli.doctor import doctor
+from holdfast.cli.drill import drill
 from holdfast.cli.export import export
 from holdfast.cli.ls import ls
 from holdfast.cli.prune import prune
 from holdfast.cli.show import show
+from holdfast.cli.stats import stats
 from holdfast.cli.verify import verify
 
 app = typer.Typer(
@@ -30,14 +32,18 @@ app = typer.Typer(
 _LOOK = "Look"
 _CHANGE = "Take out and clear away"
 _MACHINE = "This machine"
+_TRAINING = "Your training"
 
 for _panel, _commands in (
-    (_LOOK, (ls, show, verify, diff)),
+    (_LOOK, (ls, show, stats, verify, diff)),
     (_CHANGE, (export, prune)),
     (_MACHINE, (doctor, bench, demo)),
 ):
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
+
+# What follows the first word of the drilled command is that command's, also where it looks like an option.
+app.command(rich_help_panel=_TRAINING, context_settings={"allow_interspersed_args": False})(drill)
 
 
 def _print_version(wanted: bool) -> None:

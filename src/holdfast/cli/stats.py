@@ -1,0 +1,198 @@
+"""``holdfast stats RUN``: what the run's events tell. The sums are `summing`'s, the picture the study's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.session import Json, Session, session
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from holdfast.checkpointer.events import Event, Saved
+    from holdfast.cli.summing import Spread, Summary
+
+_NOTHING = "-"
+
+
+def stats(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw a .png or .svg.")] = None,
+    last: Annotated[int, typer.Option("--last", min=0, help="How many of the latest events to list.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """How the saves of a run went: speed, phases, and what training waited.
+
+    Reads the run's events.jsonl, which also a training under way is writing.
+    """
+    with session(as_json) as out:
+        from holdfast.checkpointer.events import read_events
+        from holdfast.cli.summing import summarise
+        from holdfast.study import stats_plot
+
+        if plot is not None and plot.suffix.lower() not in stats_plot.SUFFIXES:
+            raise typer.BadParameter(
+                f"--plot {plot}: the suffix must be one of {', '.join(stats_plot.SUFFIXES)}"
+            )
+        where = os.path.abspath(run)
+        events, skipped = read_events(where)
+        if not events:
+            out.fail("NoEvents", _why_none(where, skipped), path=where)
+        found = summarise(events)
+        latest = events[len(events) - min(last, len(events)) :]
+        if plot is not None:
+            try:
+                stats_plot.draw(events, plot, name=os.path.basename(where))
+            except (RuntimeError, ValueError) as error:  # no matplotlib, or no save to draw
+                out.fail(type(error).__name__, str(error))
+        if as_json:
+            picture = None if plot is None else os.path.abspath(plot)
+            out.emit(
+                {"path": where, "summary": found, "skipped_lines": skipped, "latest": latest, "plot": picture}
+            )
+        else:
+            _print(out, where, found, latest, skipped)
+            if plot is not None:
+                out.say(f"drawn: {plot}", style="dim")
+        out.finish(problem=False)
+
+
+def _why_none(where: str, skipped: int) -> str:
+    from holdfast.checkpointer.events import EVENTS_NAME
+    from holdfast.cli import words
+    from holdfast.cli.listing import is_checkpoint
+    from holdfast.store import list_steps
+
+    if is_checkpoint(where):
+        return f"{where} is a checkpoint; events belong to a run: holdfast stats {os.path.dirname(where)}"
+    if skipped:
+        lines = words.count(skipped, "line")
+        return f"{where}: {EVENTS_NAME} has {lines}, and none that this version knows"
+    if list_steps(where):
+        return (
+            f"{where} has checkpoints but no {EVENTS_NAME}: a Checkpointer writes it from its first save on. "
+            "`holdfast ls` lists the checkpoints"
+        )
+    return f"{where} is not a run: it holds neither checkpoints nor {EVENTS_NAME}"
+
+
+def _print(out: Session, where: str, found: Summary, latest: list[Event], skipped: int) -> None:
+    from holdfast.cli import words
+    from holdfast.cli.session import facts
+
+    out.console.print(facts(_facts(where, found)))
+    out.console.print()
+    rows = _measurements(found)
+    if rows.row_count:
+        out.console.print(rows)
+        out.console.print()
+    for event in latest:
+        text, style = _line(event)
+        out.say(f"{words.moment(event.time)}  {words.plain(text)}", style=style)
+    if skipped:
+        noun = words.count(skipped, "line")
+        out.say(f"{noun} passed over: torn by a crash, or not of this version", style="dim")
+
+
+def _facts(where: str, found: Summary) -> list[tuple[str, str]]:
+    from holdfast.cli import words
+
+    period = f"{words.moment(found.first_time)} to {words.moment(found.last_time)}"
+    rows = [("run", words.plain(where)), ("events", f"{found.events:,}, {period}")]
+    if found.trainings > 1:
+        rows.append(("trainings", f"{found.trainings:,}: begun, or begun again"))
+    saves = found.saves
+    if saves is None:
+        rows.append(("saves", "none durable" + (f", {found.failed:,} failed" if found.failed else "")))
+    else:
+        steps = f"step {saves.first_step:,} to {saves.last_step:,}"
+        rows.append(("saves", f"{saves.count:,} durable, {found.failed:,} failed; {steps}"))
+        in_place = ""
+        if saves.in_place_nbytes + saves.copied_nbytes:
+            share = saves.in_place_nbytes / (saves.in_place_nbytes + saves.copied_nbytes)
+            in_place = f"; {share:.0%} read in place"
+        leaves = words.count(saves.leaves, "leaf", "leaves")
+        rows.append(("state", f"{words.size(saves.state_nbytes)} in {leaves}{in_place}"))
+        rows.append(("written", words.size(saves.stored_nbytes)))
+    if found.stall_share is not None:
+        rows.append(("stall", f"{found.stall_share:.2%} of the time between saves"))
+    if found.restores is not None:
+        rows.append(("restores", f"{found.restores.count:,}, {words.size(found.restores.nbytes)} read"))
+    if found.passed_over:
+        rows.append(("passed over", words.count(found.passed_over, "damaged checkpoint")))
+    if found.preempted:
+        rows.append(("preempted", f"{found.preempted:,} times" if found.preempted > 1 else "once"))
+    return rows
+
+
+def _measurements(found: Summary) -> Table:
+    from holdfast.cli import words
+    from holdfast.cli.session import table
+
+    columns = ("median", "lowest", "95%", "highest", "total")
+    made = table("", *columns, right=columns)
+
+    def seconds(name: str, values: Spread | None) -> None:
+        if values is not None:
+            ends = (values.median, values.low, values.p95, values.high, values.total)
+            made.add_row(name, *map(words.duration, ends))
+
+    saves = found.saves
+    if saves is not None:
+        rate = saves.gb_per_second
+        told = [
+            f"{value:.2f}" if value >= 0.095 else f"{value:.2g}"
+            for value in (rate.median, rate.low, rate.high)
+        ]
+        made.add_row("GB/s", told[0], told[1], _NOTHING, told[2], _NOTHING)
+        for phase in ("stage", "write", "sync", "commit"):
+            seconds(phase, getattr(saves.seconds, phase))
+        seconds("until durable", saves.seconds.total)
+    seconds("stall", found.stall_seconds)
+    if saves is not None:
+        seconds("between saves", saves.between_seconds)
+    if saves is not None and saves.between_steps is not None:
+        steps = saves.between_steps
+        made.add_row(
+            "  in steps",
+            *(f"{value:,.4g}" for value in (steps.median, steps.low, steps.p95, steps.high)),
+            _NOTHING,
+        )
+    if found.restores is not None:
+        seconds("restore", found.restores.seconds)
+    return made
+
+
+def _line(event: Event) -> tuple[str, str]:
+    """What happened, in a line, and its style."""
+    from holdfast.checkpointer.events import Failed, Opened, PassedOver, Preempted, Restored, Saved
+    from holdfast.cli import words
+
+    if isinstance(event, Saved):
+        return f"step {event.step}  saved {_saved(event)}", ""
+    if isinstance(event, Failed):
+        return f"step {event.step}  failed, {event.error}: {words.shortened(event.message, 300)}", "red"
+    if isinstance(event, Restored):
+        took = f"in {words.duration(event.seconds)}, {words.speed(event.nbytes, event.seconds)}"
+        return f"step {event.step}  restored {words.size(event.nbytes)} {took}", ""
+    if isinstance(event, PassedOver):
+        return f"step {event.step}  passed over: {words.shortened(event.reason, 300)}", "yellow"
+    if isinstance(event, Preempted):
+        return f"step {event.step}  preempted by {event.signal}", "yellow"
+    assert isinstance(event, Opened)
+    return f"opened by process {event.pid} on {event.host}, mode {event.mode}, every {event.every}", "dim"
+
+
+def _saved(event: Saved) -> str:
+    from holdfast.cli import words
+
+    spent = event.seconds
+    phases = ", ".join(
+        f"{name} {words.duration(getattr(spent, name))}" for name in ("stage", "write", "sync", "commit")
+    )
+    took = f"in {words.duration(spent.total)} ({phases}), {words.speed(event.nbytes, spent.total)}"
+    return f"{words.size(event.nbytes)} {took}, stall {words.duration(event.stall_seconds)}"

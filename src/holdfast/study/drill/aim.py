@@ -1,0 +1,117 @@
+"""When to kill: moments drawn at random over the whole training, some of them inside a save or a restore.
+
+A moment is a place in the training (steps, and a share of the next one), not a time of day, so that kills
+spread over the run however slow its starts are, and training always gets on between them. A save or restore
+of a small state is over before anyone outside could notice it; there the process is told beforehand to die
+at the nth call of the engine (`Kill`). Long ones are hit by the clock as well.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.checkpointer.drilling import Kill
+from holdfast.study.drill.child import Trigger
+from holdfast.study.drill.diary import Diary
+
+Kind = Literal["saving", "restoring", "training"]
+
+_ROTATION: tuple[Kind, ...] = ("saving", "training", "restoring", "training")
+_SHORT_SECONDS = 0.05
+"""A phase shorter than this cannot be hit by the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """`place`: steps completed, and the share of the next one. `share`: how far into the save or restore."""
+
+    kind: Kind
+    place: float
+    share: float
+    coin: bool
+
+
+@dataclass(slots=True)
+class Lengths:
+    """How long things take, from the undisturbed run; corrected as restores are seen."""
+
+    first_step: int
+    last_step: int
+    last_save: int
+    step_seconds: float
+    save_seconds: float
+    save_calls: int
+    restore_seconds: float
+    restore_calls: int
+    own_process: bool
+
+
+def draw(times: int, lengths: Lengths, seed: int) -> list[Aim]:
+    """So many moments, in the order in which training comes past them."""
+    rng = random.Random(seed)
+    kinds = [_ROTATION[number % len(_ROTATION)] for number in range(times)]
+    rng.shuffle(kinds)
+    if kinds[0] == "restoring":  # nothing to restore yet
+        other = next(number for number, kind in enumerate(kinds) if kind != "restoring")
+        kinds[0], kinds[other] = kinds[other], kinds[0]
+    places = sorted(rng.uniform(lengths.first_step, lengths.last_step) for _ in kinds)
+    return [
+        Aim(kind, place, rng.random(), rng.random() < 0.5) for kind, place in zip(kinds, places, strict=True)
+    ]
+
+
+def arrange(aim: Aim, lengths: Lengths) -> tuple[Trigger | None, Kill | None]:
+    """The two ways to carry out a kill: a trigger pulled from outside, or the process's own hand."""
+    match aim.kind:
+        case "training":
+            part = aim.place - math.floor(aim.place)
+            return _Moment(
+                lambda diary: _at(diary) >= math.floor(aim.place), part * lengths.step_seconds
+            ), None
+        case "saving":
+            step = min(math.ceil(aim.place), lengths.last_save)
+            if _by_call(aim, lengths, lengths.save_seconds):
+                return None, Kill("saving", 1 + int(aim.share * lengths.save_calls), step)
+            return _Moment(lambda diary: _saves(diary, step), aim.share * lengths.save_seconds), None
+        case "restoring":
+            if _by_call(aim, lengths, lengths.restore_seconds):
+                # Should it have fewer calls than thought, it dies right behind it.
+                return _Moment(lambda diary: _at(diary) >= 0, 0.0), Kill(
+                    "restoring", 1 + int(aim.share * lengths.restore_calls)
+                )
+            return _Moment(lambda diary: bool(diary.accounts), aim.share * lengths.restore_seconds), None
+
+
+class _Moment:
+    """So long after something has been seen."""
+
+    def __init__(self, seen: Callable[[Diary], bool], delay: float) -> None:
+        self._seen = seen
+        self._delay = delay
+        self._due: float | None = None
+
+    def __call__(self, diary: Diary, now: float) -> bool:
+        if self._due is None and self._seen(diary):
+            self._due = now + self._delay
+        return self._due is not None and now >= self._due
+
+
+def _by_call(aim: Aim, lengths: Lengths, seconds: float) -> bool:
+    # Behind a launcher the script is not ours alone: its own death would be the launcher's to handle.
+    return lengths.own_process and (seconds < _SHORT_SECONDS or aim.coin)
+
+
+def _at(diary: Diary) -> int:
+    return max(
+        (account.position for account in diary.accounts.values() if account.position is not None), default=-1
+    )
+
+
+def _saves(diary: Diary, step: int) -> bool:
+    return any(
+        account.begun_at is not None and account.begun[-1] >= step for account in diary.accounts.values()
+    )

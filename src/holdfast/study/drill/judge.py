@@ -1,0 +1,150 @@
+"""Two trainings held against each other: every checkpoint both have seen, and the last one byte by byte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from holdfast.checkpointer.drilling import RUNS, contents_of
+from holdfast.format.records import Leaf
+from holdfast.store import Checkpoint, step_name
+from holdfast.study.drill.diary import Sight
+
+_WINDOW_NBYTES = 4 << 20
+_NAMED = 20
+"""Differing leaves that are named; their number is always whole."""
+
+Reference = Mapping[tuple[str, int], Sight]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first step whose checkpoint differs, and what in it does, in the order of the manifest.
+
+    `after_kill`: the kill behind which it was seen, 0 when none had happened yet.
+    """
+
+    run: str
+    step: int
+    kind: Literal["leaf", "value"]
+    name: str
+    names: tuple[str, ...]
+    leaves: int
+    leaves_in_all: int
+    values: int
+    after_kill: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """All checkpoints that both trainings made, by step."""
+
+    compared: int
+    differing: int
+    first: Difference | None
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The last checkpoints of one run, from the files: `equal` says every leaf's bytes and every value."""
+
+    run: str
+    step: int
+    reference_step: int
+    leaves: int
+    nbytes: int
+    differing: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return self.step == self.reference_step and not self.differing
+
+
+def index(sights: Iterable[Sight]) -> dict[tuple[str, int], Sight]:
+    """By run and step; where a step was done again, the last time counts."""
+    return {(sight.run, sight.step): sight for sight in sights}
+
+
+def agree(reference: Reference, seen: Iterable[tuple[int, Sight]]) -> Agreement:
+    """`seen`: what the other training's diaries saw, each with the number of kills before."""
+    compared: set[tuple[str, int]] = set()
+    differing: dict[tuple[str, int], tuple[int, Sight]] = {}
+    for kills, sight in seen:
+        key = sight.run, sight.step
+        if key in reference:
+            compared.add(key)
+            if reference[key].digest != sight.digest:
+                differing.setdefault(key, (kills, sight))
+    first = min(differing, key=lambda key: key[1], default=None)
+    if first is None:
+        return Agreement(len(compared), 0, None)
+    kills, sight = differing[first]
+    return Agreement(len(compared), len(differing), _difference(reference[first], sight, kills))
+
+
+def _difference(mine: Sight, other: Sight, kills: int) -> Difference:
+    a, b = mine.contents(), other.contents()
+    leaves, values = list(_unlike(a.leaves, b.leaves)), list(_unlike(a.values, b.values))
+    names = (*leaves, *values)
+    return Difference(
+        run=mine.run,
+        step=mine.step,
+        kind="leaf" if leaves else "value",
+        name=names[0],
+        names=names[:_NAMED],
+        leaves=len(leaves),
+        leaves_in_all=len(a.leaves),
+        values=len(values),
+        after_kill=kills,
+    )
+
+
+def _unlike(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[str]:
+    yield from (name for name, digest in a.items() if b.get(name) != digest)
+    yield from (name for name in b if name not in a)
+
+
+def compare_last(reference: Path, other: Path, run: str, reference_step: int, step: int) -> Final:
+    """The last checkpoint of a run in two stages, byte by byte, in bounded memory."""
+    paths = [
+        str(stage / RUNS / run / step_name(number))
+        for stage, number in ((reference, reference_step), (other, step))
+    ]
+    with Checkpoint(paths[0]) as mine, Checkpoint(paths[1]) as its:
+        a, b = contents_of(mine), contents_of(its)
+        differing = dict.fromkeys([*_unlike(a.leaves, b.leaves), *_unlike(a.values, b.values)])
+        nbytes = 0
+        stored = {leaf.name: leaf for leaf in its.root.part.leaves}
+        for leaf in mine.root.part.leaves:
+            twin = stored.get(leaf.name)
+            if twin is None or leaf.name in differing:
+                continue
+            # Equal checksums already; but nobody needs to trust a checksum who has both files.
+            if not _same_bytes(mine, leaf, its, twin):
+                differing[leaf.name] = None
+            nbytes += sum(fragment.nbytes for fragment in leaf.fragments)
+        return Final(run, step, reference_step, len(a.leaves), nbytes, tuple(differing))
+
+
+def _same_bytes(a: Checkpoint, mine: Leaf, b: Checkpoint, its: Leaf) -> bool:
+    with ExitStack() as stack:
+        for left, right in zip(mine.fragments, its.fragments, strict=True):
+            files = [
+                stack.enter_context(
+                    open(os.path.join(opened.path, opened.root.part.files[piece.file].name), "rb")
+                )
+                for opened, piece in ((a, left), (b, right))
+            ]
+            for start in range(0, left.nbytes, _WINDOW_NBYTES):
+                nbytes = min(_WINDOW_NBYTES, left.nbytes - start)
+                parts = [
+                    os.pread(file.fileno(), nbytes, piece.offset + start)
+                    for file, piece in zip(files, (left, right), strict=True)
+                ]
+                if parts[0] != parts[1] or len(parts[0]) != nbytes:
+                    return False
+    return True

@@ -1,0 +1,297 @@
+"""The parts of a drill by themselves: moments, diaries, comparisons, causes, processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import holdfast
+from holdfast.checkpointer.drilling import DIARY, RUNS, Contents, Kill, Mark, Observed, What
+from holdfast.study.drill.aim import Lengths, arrange, draw
+from holdfast.study.drill.causes import causes
+from holdfast.study.drill.child import Stage
+from holdfast.study.drill.diary import Account, Diary, Sight
+from holdfast.study.drill.judge import Difference, agree, compare_last, index
+
+SHORT = Lengths(
+    first_step=0,
+    last_step=100,
+    last_save=100,
+    step_seconds=0.2,
+    save_seconds=0.01,
+    save_calls=10,
+    restore_seconds=0.01,
+    restore_calls=3,
+    own_process=True,
+)
+
+
+def lengths(**changed: float | bool) -> Lengths:
+    fields = {name: getattr(SHORT, name) for name in SHORT.__dataclass_fields__}
+    return Lengths(**{**fields, **changed})
+
+
+# --- moments ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 10, 200])
+def test_moments_are_drawn_by_the_seed_and_spread_over_the_training(times: int) -> None:
+    aims = draw(times, SHORT, seed=3)
+    assert len(aims) == times
+    assert draw(times, SHORT, seed=3) == aims
+    assert times == 1 or draw(times, SHORT, seed=4) != aims
+    places = [aim.place for aim in aims]
+    assert places == sorted(places)
+    assert 0 <= places[0] <= places[-1] <= 100
+    assert aims[0].kind != "restoring"
+    if times >= 3:
+        assert {aim.kind for aim in aims} == {"saving", "restoring", "training"}
+    if times == 200:
+        assert places[0] < 10
+        assert places[-1] > 90
+
+
+def test_a_short_save_is_hit_by_its_own_calls_and_a_long_one_also_by_the_clock() -> None:
+    saves = [aim for aim in draw(100, SHORT, seed=0) if aim.kind == "saving"]
+    assert all(arrange(aim, SHORT)[1] is not None for aim in saves)
+    found = {arrange(aim, lengths(save_seconds=2.0))[1] is None for aim in saves}
+    assert found == {True, False}
+    # Behind a launcher nobody kills itself.
+    assert all(arrange(aim, lengths(own_process=False))[1] is None for aim in saves)
+
+
+def test_a_kill_in_a_save_falls_on_any_of_its_calls_and_never_behind_the_last_save() -> None:
+    late = lengths(last_save=50)
+    kills = [arrange(aim, late)[1] for aim in draw(400, late, seed=1) if aim.kind == "saving"]
+    assert {kill.nth for kill in kills if kill is not None} == set(range(1, 11))
+    assert max(kill.step for kill in kills if kill is not None) == 50
+
+
+def test_a_moment_between_saves_comes_so_long_after_its_step(tmp_path: Path) -> None:
+    aim = next(aim for aim in draw(10, SHORT, seed=0) if aim.kind == "training")
+    step, part = divmod(aim.place, 1)
+    trigger, kill = arrange(aim, SHORT)
+    assert kill is None
+    assert trigger is not None
+    diary = Diary(tmp_path / DIARY)
+    diary.accounts["run"] = account = Account("run", 1, 0.0)
+    assert not trigger(diary, 0.0)
+    account.completed = int(step) - 1
+    assert not trigger(diary, 10.0)
+    account.completed = int(step)
+    assert not trigger(diary, 20.0)
+    assert not trigger(diary, 20.0 + part * 0.2 - 0.001)
+    assert trigger(diary, 20.0 + part * 0.2 + 0.001)
+
+
+# --- diaries ------------------------------------------------------------------------------------------
+
+
+def line(what: What, step: int | None = None, *, mode: str | None = None, digest: str | None = None) -> bytes:
+    mark = Mark(what, "run", 1.0, 7, step, digest=digest, mode=mode)
+    return msgspec.json.encode(mark) + b"\n"
+
+
+def test_a_line_that_a_kill_cut_short_is_neither_read_nor_in_the_way(tmp_path: Path) -> None:
+    path = tmp_path / DIARY
+    diary = Diary(path)
+    diary.follow()
+    assert diary.phase == "starting"
+    whole = line("opened") + line("restored", 0) + line("completed", 1)
+    path.write_bytes(whole + line("saving", 1)[:-9])
+    diary.follow()
+    assert diary.phase == "training"
+    diary.close()
+    assert path.read_bytes() == whole
+
+    following = Diary(path)
+    with path.open("ab") as file:
+        file.write(line("opened") + line("restoring"))
+    following.follow()
+    assert following.phase == "restoring"
+    assert following.accounts["run"].completed is None  # the start before is another start's diary
+
+
+def test_a_line_that_comes_in_two_parts_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / DIARY
+    diary = Diary(path)
+    data = line("opened") + line("saving", 3)
+    for cut in range(len(data)):
+        path.write_bytes(data[: cut + 1])
+        diary.follow()
+    assert diary.accounts["run"].begun == [3]
+    assert diary.phase == "saving"
+
+
+def account(*marks: tuple[What, int], mode: str | None = None) -> Account:
+    made = Account("run", 1, 0.0)
+    for number, (what, step) in enumerate(marks):
+        made.note(Mark(what, "run", float(number), 1, step, mode=mode if what == "saving" else None))
+    return made
+
+
+FIRST: tuple[tuple[What, int], ...] = (
+    ("restored", 4),
+    ("completed", 5),
+    ("saving", 5),
+    ("durable", 5),
+    ("completed", 6),
+    ("saving", 6),
+)
+
+
+def test_what_must_survive_a_kill() -> None:
+    assert account().due == 0
+    assert account(("restored", 4)).due == 4
+    assert account(*FIRST[:3]).due == 4  # in its first save
+    assert account(*FIRST[:4]).due == 5
+    assert account(*FIRST).due == 5
+    assert account(*FIRST).completed == 6
+    # One save at a time: that of step 7 has begun, so that of step 6 has ended, whoever noticed it.
+    assert account(*FIRST, ("completed", 7), ("saving", 7)).due == 6
+
+
+def test_a_step_ends_when_the_save_before_it_is_durable_except_where_saves_only_copy() -> None:
+    marks: tuple[tuple[What, int], ...] = (*FIRST, ("completed", 7))
+    assert account(*marks, mode="overlap").due == 6
+    assert account(*marks, mode="sync").due == 6
+    assert account(*marks, mode="snapshot").due == 5
+
+
+def test_a_save_that_failed_need_not_survive() -> None:
+    assert account(*FIRST, ("failed", 6), ("completed", 7), ("saving", 7)).due == 5
+    assert account(*FIRST, ("failed", 6)).phase == "training"
+
+
+# --- comparisons --------------------------------------------------------------------------------------
+
+
+def sights(path: Path, steps: dict[int, dict[str, str]]) -> list[Sight]:
+    """A diary of durable steps, each with a digest for each leaf."""
+    diary = Diary(path)
+    with path.open("wb") as file:
+        for step, leaves in steps.items():
+            digest = str(sorted(leaves.items()))
+            found = Observed(
+                "durable", "run", 1.0, 1, step, digest=digest, contents=Contents(leaves, {"n": "1"})
+            )
+            file.write(msgspec.json.encode(found) + b"\n")
+    diary.follow()
+    return diary.sights
+
+
+def test_the_first_step_that_differs_is_named_with_its_leaves_in_order(tmp_path: Path) -> None:
+    mine = sights(tmp_path / "a", {step: {"a": "0", "w": "1", "v": "2"} for step in range(1, 6)})
+    good = {"a": "0", "w": "1", "v": "2"}
+    other = sights(tmp_path / "b", {2: good, 5: {"a": "9"}, 4: {"a": "0", "w": "8", "x": "7"}, 9: {"a": "9"}})
+    agreement = agree(index(mine), [(number, sight) for number, sight in enumerate(other)])
+    assert (agreement.compared, agreement.differing) == (3, 2)
+    first = agreement.first
+    assert first is not None
+    assert (first.step, first.name, first.names, first.after_kill) == (4, "w", ("w", "v", "x"), 2)
+    assert (first.leaves, first.leaves_in_all, first.values) == (3, 3, 0)
+    assert agree(index(mine), [(0, sight) for sight in mine]).first is None
+
+
+def test_last_checkpoints_are_compared_by_their_bytes_not_by_their_checksums(tmp_path: Path) -> None:
+    import numpy as np
+
+    for stage in ("a", "b"):
+        (tmp_path / stage / RUNS / "run").mkdir(parents=True)
+        state = {"w": np.arange(2_000_000.0), "b": np.zeros(3), "lr": 0.1}
+        holdfast.save(tmp_path / stage / RUNS / "run" / "step-000000000003", state)
+    same = compare_last(tmp_path / "a", tmp_path / "b", "run", 3, 3)
+    assert (same.equal, same.leaves, same.nbytes) == (True, 2, 16_000_024)
+
+    path = tmp_path / "b" / RUNS / "run" / "step-000000000003"
+    with holdfast.open(path) as opened:
+        leaf = next(leaf for leaf in opened.root.part.leaves if leaf.name == "w")
+    with (path / "r00000.v0.safetensors").open("r+b") as file:
+        file.seek(leaf.fragments[0].offset + 9_000_000)
+        file.write(b"\xff")
+    assert compare_last(tmp_path / "a", tmp_path / "b", "run", 3, 3).differing == ("w",)
+
+
+# --- causes -------------------------------------------------------------------------------------------
+
+
+def likely(names: list[str], state: list[str], *, undisturbed_too: bool = False) -> str:
+    found = Difference("run", 3, "leaf", names[0], tuple(names), len(names), len(state), 0, 1)
+    return causes(found, state, undisturbed_too=undisturbed_too)[0]
+
+
+def test_the_likeliest_cause_follows_from_what_differs_and_what_is_missing() -> None:
+    weights = ["model.0.weight", "optimizer.0.weight.exp_avg"]
+    assert "holdfast.rng()" in likely(weights, weights)
+    assert "order of the data is not in the state" in likely(weights, [*weights, "rng.torch"])
+    assert "loader.position: the place in the data" in likely(
+        ["loader.position"], [*weights, "loader.position"]
+    )
+    assert "rng.torch: a random number generator is in the state" in likely(["rng.torch"], ["rng.torch"])
+    assert "started_time depends on the clock" in likely(["started_time"], [*weights, "started_time"])
+    counted = ["rng.torch", "model.1.num_batches_tracked"]
+    assert "order of the data is not in the state" in likely(weights, counted)
+    complete = ["rng.torch", "data.epoch"]
+    assert "is a buffer" in likely(["model.1.running_mean"], [*complete, "model.1.running_mean"])
+    assert "the optimizer or schedule" in likely(["optimizer.lr"], [*complete, "optimizer.lr"])
+    assert "add up in any order" in likely(weights, [*weights, *complete])
+    assert "seeds that are not fixed" in likely(weights, weights, undisturbed_too=True)
+    assert "rng.python.words belongs to a generator" in likely(
+        ["rng.python.words"], complete, undisturbed_too=True
+    )
+
+
+# --- processes ----------------------------------------------------------------------------------------
+
+
+def test_no_process_outlives_a_start(tmp_path: Path) -> None:
+    script = f"sleep 600 & echo $! > {tmp_path}/pid; exit 3"
+    start = Stage(tmp_path / "stage", ("bash", "-c", script), 60).start(1)
+    assert (start.exit_code, start.killed, start.timed_out, start.finished) == (3, False, False, False)
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_kill_takes_the_whole_group_and_counts_as_a_kill(tmp_path: Path) -> None:
+    script = f"sleep 600 & echo $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; wait"
+    stage = Stage(tmp_path / "stage", ("bash", "-c", script), 60)
+    start = stage.start(1, trigger=lambda diary, now: (tmp_path / "pid").exists())
+    assert (start.killed, start.timed_out, start.finished) == (True, False, False)
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    start = Stage(tmp_path / "stage", ("sleep", "600"), 0.2).start(1)
+    assert (start.killed, start.timed_out, start.finished) == (False, True, False)
+    assert start.seconds < 60
+
+
+def test_the_end_of_what_a_start_complained_of_is_kept(tmp_path: Path) -> None:
+    code = "import sys; [print('line', n, file=sys.stderr) for n in range(100)]; print('result')"
+    start = Stage(tmp_path / "stage", (sys.executable, "-c", code), 60).start(4)
+    assert start.finished
+    assert start.errors.splitlines()[-1] == "line 99"
+    assert len(start.errors.splitlines()) < 30
+    assert (tmp_path / "stage" / "start-004.out").read_text() == "result\n"
+
+
+def test_the_kill_of_an_earlier_start_is_not_handed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DRILL_KILL", "saving:1:1")
+    show = ("bash", "-c", "echo ${HOLDFAST_DRILL_KILL-none} $HOLDFAST_DRILL")
+    stage = Stage(tmp_path / "stage", show, 60)
+    stage.start(1)
+    stage.start(2, kill=Kill("saving", 2, 5))
+    found = [(tmp_path / "stage" / f"start-00{number}.out").read_text().split() for number in (1, 2)]
+    assert found == [["none", str(tmp_path / "stage")], ["saving:2:5", str(tmp_path / "stage")]]
+
+
+def alive(pid: int) -> bool:
+    """A killed process that nobody has reaped yet is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
