@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from holdfast.study import bench as study
+from holdfast.study import training, training_report
 from holdfast.study.report import from_json
+from study.training_samples import result, row, rows
 
 from .support import command
 
@@ -82,3 +85,91 @@ def test_too_little_room_is_said_in_one_line(tmp_path: Path) -> None:
     assert outcome.code == 1
     assert outcome.err.count("\n") == 1
     assert "smaller --size" in outcome.err
+
+
+class TestTraining:
+    """``--training``: the same wiring, to another measurement."""
+
+    def test_options_reach_the_benchmark(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[training.TrainingOptions] = []
+
+        def record(options: training.TrainingOptions, console: Console) -> Any:
+            seen.append(options)
+            raise MemoryError("too large")
+
+        monkeypatch.setattr(training, "run", record)
+        plot = tmp_path / "x.png"
+        model = ("--size", "8M", "--layers", "1", "--width", "64", "--batch", "2", "--sequence", "16")
+        how = ("--steps", "4", "--repeat", "3", "--no-sweep", "--restarts", "1", "--system", "overlap")
+        outcome = command("bench", "--training", tmp_path, *model, *how, "--plot", plot)
+        assert (outcome.code, outcome.err) == (1, "holdfast: too large\n")
+        command("bench", "--training", "--quick", tmp_path, "--steps", "1")
+        command("bench", "--training", tmp_path)
+        assert seen == [
+            training.TrainingOptions(
+                directory=tmp_path,
+                nbytes=8 << 20,
+                layers=1,
+                width=64,
+                batch=2,
+                sequence=16,
+                rounds=3,
+                steps=4,
+                systems=("overlap",),
+                sweep=False,
+                restarts=1,
+                plot=plot,
+            ),
+            replace(training.QUICK, directory=tmp_path, steps=1),
+            training.TrainingOptions(directory=tmp_path),
+        ]
+
+    @pytest.mark.parametrize(
+        ("stall", "code"), [(0.01, 0), (0.5, 1)], ids=["promises kept", "a promise broken"]
+    )
+    def test_the_result_is_printed_and_a_broken_promise_is_exit_code_1(
+        self, stall: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = result(rows(overlap=row("overlap", stall=stall)))
+        monkeypatch.setattr(training, "run", lambda options, console: found)
+        text = command("bench", "--training", tmp_path)
+        assert text.code == code
+        assert "Holdfast, overlap" in text.out
+        document = command("bench", "--training", tmp_path, "--json")
+        assert document.code == code
+        assert training_report.from_json(document.out.encode()) == found
+        assert document.document["format"] == "holdfast-bench-training/1"
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            ("--training", "--shape", "gpt2"),
+            ("--training", "--size", "abc"),
+            ("--training", "--size", "1"),
+            ("--training", "--layers", "0"),
+            ("--training", "--width", "100"),
+            ("--training", "--layers", "48", "--width", "1600"),
+            ("--training", "--batch", "0"),
+            ("--training", "--sequence", "2000"),
+            ("--training", "--steps", "0"),
+            ("--training", "--restarts", "-1"),
+            ("--training", "--system", "pickle"),
+            ("--training", "--plot", "x.txt"),
+            ("--quick",),
+            ("--layers", "2"),
+            ("--no-sweep",),
+            ("--restarts", "0"),
+        ],
+        ids=" ".join,
+    )
+    def test_options_that_make_no_sense_are_wrong_usage(
+        self, options: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        outcome = command("bench", tmp_path, *options)
+        assert outcome.code == 2
+        assert outcome.out == ""
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_option_of_a_training_without_one_is_named(self, tmp_path: Path) -> None:
+        outcome = command("bench", tmp_path, "--layers", "2", "--no-sweep")
+        assert "--layers, --no-sweep only with --training" in " ".join(outcome.err.split())
