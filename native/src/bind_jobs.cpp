@@ -6,71 +6,18 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "bind.hpp"
+#include "bind_plan.hpp"
 #include "job.hpp"
 #include "memory.hpp"
 #include "sync.hpp"
 #include "transfer.hpp"
+#include "whole.hpp"
 
 namespace holdfast {
 
 using namespace nb::literals;
 
 namespace {
-
-using Numbers = std::vector<uint64_t>;
-using StridedTuple = std::tuple<uintptr_t, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
-
-// Device memory: the engine's thread borrows the interpreter for one window.
-Callback python_callback(nb::object function, bool writable) {
-  // Copies and the last release happen under the GIL: plans are built and destroyed by Python calls.
-  return [function, writable](char* window, uint64_t nbytes, uint64_t offset) {
-    nb::gil_scoped_acquire gil;
-    nb::object view = nb::steal(
-        PyMemoryView_FromMemory(window, static_cast<Py_ssize_t>(nbytes), writable ? PyBUF_WRITE : PyBUF_READ));
-    if (!view.is_valid()) throw nb::python_error();
-    try {
-      function(view, offset);
-    } catch (nb::python_error&) {
-      // The traceback keeps the view, but the window behind it goes with the job.
-      if (!nb::steal(PyObject_CallMethod(view.ptr(), "release", nullptr)).is_valid()) PyErr_Clear();
-      throw;
-    }
-    view.attr("release")();
-  };
-}
-
-Plan make_plan(const Numbers& offsets, const Numbers& nbytes, const std::vector<uint8_t>& places,
-               const Numbers& addresses, const std::vector<StridedTuple>& strided, nb::list callbacks,
-               bool writing) {
-  const size_t count = offsets.size();
-  if (nbytes.size() != count || places.size() != count || addresses.size() != count) {
-    throw std::invalid_argument("piece columns differ in length");
-  }
-  Plan plan;
-  plan.pieces.reserve(count);
-  for (const auto& [address, itemsize, shape, strides] : strided) {
-    plan.strided.emplace_back(address, itemsize, shape, strides);
-  }
-  for (nb::handle function : callbacks) plan.callbacks.push_back(python_callback(nb::borrow(function), writing));
-  size_t next_strided = 0, next_callback = 0;
-  uint64_t end = 0;
-  for (size_t i = 0; i < count; ++i) {
-    if (places[i] > static_cast<uint8_t>(Place::zero)) throw std::invalid_argument("unknown place");
-    Piece piece{offsets[i], nbytes[i], static_cast<Place>(places[i]), addresses[i], 0};
-    if (piece.offset < end || piece.nbytes > UINT64_MAX - piece.offset) {
-      throw std::invalid_argument("pieces overlap or are out of order");
-    }
-    if (piece.place == Place::strided) piece.index = next_strided++;
-    if (piece.place == Place::callback) piece.index = next_callback++;
-    end = piece.end();
-    plan.pieces.push_back(piece);
-  }
-  if (next_strided != plan.strided.size() || next_callback != plan.callbacks.size()) {
-    throw std::invalid_argument("places and descriptions do not match");
-  }
-  return plan;
-}
 
 Tuning make_tuning(const std::string& backend, uint64_t window, unsigned depth, uint64_t chunk, uint64_t small) {
   Tuning tuning;
@@ -91,11 +38,6 @@ Tuning make_tuning(const std::string& backend, uint64_t window, unsigned depth, 
   tuning.chunk = chunk;
   tuning.small = small;
   return tuning;
-}
-
-void append_hex(std::string& out, uint64_t value) {
-  constexpr char kDigits[] = "0123456789abcdef";
-  for (int shift = 60; shift >= 0; shift -= 4) out.push_back(kDigits[(value >> shift) & 15]);
 }
 
 uint64_t parse_hex(const char* text) {
@@ -193,18 +135,13 @@ class WriteJob : public PyJob<Written> {
   nb::list checksums(uint64_t chunk) {
     const Written& written = result();
     const auto header = static_cast<uint64_t>(header_.size());
-    nb::list out;
-    size_t at = chunk_count(header, chunk);
-    std::string text;
-    for (size_t i = header > 0 ? 1 : 0; i < plan_.pieces.size(); ++i) {
-      text.clear();
-      const uint64_t count = chunk_count(plan_.pieces[i].nbytes, chunk);
-      for (uint64_t c = 0; c < count; ++c) append_hex(text, written.hashes[at++]);
-      out.append(nb::str(text.data(), text.size()));
-    }
-    return out;
+    return checksum_texts(plan_, header > 0 ? 1 : 0, written.hashes.data() + chunk_count(header, chunk), chunk);
   }
   sys::File take() { return std::move(result().file); }
+  // Without a sync: the file is not wanted any more. A job that failed has closed it already.
+  void close() {
+    if (!job_->failed()) take();
+  }
 
  private:
   nb::bytes header_;
@@ -222,19 +159,14 @@ std::tuple<uint64_t, uint64_t, uint64_t> stats_tuple(const Stats& stats) {
 // A small file written whole; the caller syncs it together with others.
 class PendingFile {
  public:
-  PendingFile(const std::string& path, nb::handle data, bool recycle) {
-    const View view(data);
-    Piece piece;
-    piece.nbytes = static_cast<uint64_t>(view.buffer.len);
-    piece.address = reinterpret_cast<uintptr_t>(view.buffer.buf);
-    Plan plan;
-    plan.pieces.push_back(piece);
-    Tuning tuning;
-    tuning.small = UINT64_MAX;
-    tuning.chunk = UINT64_MAX / 2;
-    Control control;
+  PendingFile(sys::File file, nb::handle data, nb::handle more) : file_(std::move(file)) {
+    const View first(data), second(more);
+    std::vector<iovec> parts;
+    for (const View* view : {&first, &second}) {
+      if (view->buffer.len > 0) parts.push_back({view->buffer.buf, static_cast<size_t>(view->buffer.len)});
+    }
     nb::gil_scoped_release release;
-    file_ = write_file(path, piece.nbytes, recycle, plan, tuning, control).file;
+    write_whole(file_, std::move(parts));
   }
   sys::File take() { return std::move(file_); }
 
@@ -258,6 +190,7 @@ void bind_jobs(nb::module_& m) {
       .def("done", [](WriteJob& self) { return self.job().done(); })
       .def("progress", [](WriteJob& self) { return self.job().progress(); })
       .def("cancel", [](WriteJob& self) { self.job().cancel(); })
+      .def("close", &WriteJob::close)
       .def("check", [](WriteJob& self) { self.result(); })
       .def("stats", [](WriteJob& self) { return stats_tuple(self.result().stats); })
       .def("checksums", &WriteJob::checksums);
@@ -332,6 +265,26 @@ void bind_jobs(nb::module_& m) {
         copy_pieces(plan, reinterpret_cast<char*>(destination));
       },
       "destination"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a);
+  // `nbytes` of data made of the pieces, each at its offset with zeros between, and the checksums of each.
+  m.def(
+      "pack",
+      [](uint64_t nbytes, uint64_t chunk, const Numbers& offsets, const Numbers& lengths,
+         const std::vector<uint8_t>& places, const Numbers& addresses, const std::vector<StridedTuple>& strided,
+         nb::list callbacks) {
+        const Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, true);
+        if (chunk == 0 || (!plan.pieces.empty() && plan.pieces.back().end() > nbytes)) {
+          throw std::invalid_argument("pieces reach past the end of the data");
+        }
+        nb::object packed = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes)));
+        if (!packed.is_valid()) throw nb::python_error();
+        std::vector<uint64_t> hashes;
+        {
+          nb::gil_scoped_release release;  // nobody else knows these bytes yet
+          hashes = pack_pieces(plan, PyBytes_AS_STRING(packed.ptr()), nbytes, chunk);
+        }
+        return nb::make_tuple(packed, checksum_texts(plan, 0, hashes.data(), chunk));
+      },
+      "nbytes"_a, "chunk"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a);
   m.def(
       "fingerprints",
       [](const Numbers& addresses, const Numbers& lengths) {
@@ -361,22 +314,29 @@ void bind_jobs(nb::module_& m) {
   nb::class_<PendingFile>(m, "PendingFile")
       .def(
           "__init__",
-          [](PendingFile* self, nb::handle path, nb::handle data, bool recycle) {
-            new (self) PendingFile(fs_path(path), data, recycle);
+          [](PendingFile* self, nb::handle path, nb::handle data, bool recycle, nb::handle more) {
+            const std::string where = fs_path(path);
+            sys::File file;
+            {
+              nb::gil_scoped_release release;
+              file = sys::open(where, O_WRONLY | O_CREAT | (recycle ? 0 : O_EXCL));
+            }
+            new (self) PendingFile(std::move(file), data, more);
           },
-          "path"_a, "data"_a, "recycle"_a);
+          "path"_a, "data"_a, "recycle"_a, "more"_a = nb::bytes("", 0));
   // Files are closed whatever the outcome: after a failed sync there is nothing left to ask them.
   m.def(
       "sync",
       [](nb::list written, std::optional<nb::object> directory) {
         std::vector<Syncing> items;
+        // First, while the device is still at work on the files' bytes, which it was told to start on.
+        if (directory) items.push_back({sys::open(fs_path(*directory), O_RDONLY | O_DIRECTORY), true});
         for (nb::handle item : written) {
           items.push_back({nb::isinstance<WriteJob>(item) ? nb::cast<WriteJob&>(item).take()
                                                           : nb::cast<PendingFile&>(item).take(),
                            false});
           if (!items.back().file.is_open()) throw std::logic_error("this file has been synced already");
         }
-        if (directory) items.push_back({sys::open(fs_path(*directory), O_RDONLY | O_DIRECTORY), true});
         nb::gil_scoped_release release;
         sync_together(std::move(items));
       },

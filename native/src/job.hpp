@@ -55,6 +55,7 @@ class Job {
     if (error_) std::rethrow_exception(error_);
     return *result_;
   }
+  [[nodiscard]] bool failed() const { return error_ != nullptr; }  // only after it is done
   void replace_error(std::exception_ptr error) { error_ = std::move(error); }
   [[nodiscard]] uint64_t progress() const { return control_.done_nbytes; }
   void cancel() { control_.cancelled = true; }

@@ -107,9 +107,12 @@ def hurt(checkpoint: Path, kind: str) -> None:
     """Damages a checkpoint on disk: "shard", "manifest", "missing" or "truncated"."""
     shard = checkpoint / SHARD
     if kind == "manifest":
-        data = bytearray((checkpoint / "manifest.json").read_bytes())
-        data[len(data) // 3] ^= 1
-        (checkpoint / "manifest.json").write_bytes(data)
+        # A small one has it in the shard's header.
+        plain = checkpoint / "manifest.json"
+        path, place = (plain, 300) if plain.exists() else (shard, 1000)
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1
+        path.write_bytes(data)
     elif kind == "missing":
         shard.unlink()
     elif kind == "truncated":

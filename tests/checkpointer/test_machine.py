@@ -148,7 +148,11 @@ class Runs(RuleBasedStateMachine):
     def verify(self, step: int) -> None:
         entry = self.model.entries.get(step)
         if entry is not None:
-            assert holdfast.verify(self.run / step_name(step)).intact == (entry.damage is None)
+            try:
+                intact = holdfast.verify(self.run / step_name(step)).intact
+            except holdfast.IncompleteCheckpoint:  # a small one that lost its only file
+                intact = entry.damage != "missing"
+            assert intact == (entry.damage is None)
 
     @invariant()
     def the_run_holds_what_it_should(self) -> None:

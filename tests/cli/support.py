@@ -53,9 +53,17 @@ def make_state(scale: float = 1.0) -> dict[str, Any]:
     }
 
 
-def make_run(path: Path, steps: Sequence[int] = (1, 2, 3, 4, 5)) -> Path:
+TWO_FILES = holdfast.Options(small_nbytes=0)
+"""Writes even a tiny state as a large one: shard and manifest."""
+
+
+def make_run(
+    path: Path, steps: Sequence[int] = (1, 2, 3, 4, 5), options: holdfast.Options | None = None
+) -> Path:
     state = make_state()
-    with holdfast.Checkpointer(path, state, keep=holdfast.Keep(last=100), mode="sync") as checkpointer:
+    with holdfast.Checkpointer(
+        path, state, keep=holdfast.Keep(last=100), mode="sync", options=options
+    ) as checkpointer:
         for step in steps:
             state["model"]["b"][:] = step
             checkpointer.save(step, metrics={"loss": 10.0 / step})
@@ -73,7 +81,8 @@ def flip(path: Path, offset: int) -> None:
 
 
 def damage_manifest(checkpoint: Path) -> None:
-    flip(checkpoint / "manifest.json", 200)
+    """Of a small one, which has it in the header of its shard."""
+    flip(checkpoint / SHARD, 200)
 
 
 def damage_leaf(checkpoint: Path, name: str) -> None:
@@ -88,4 +97,4 @@ def truncate(checkpoint: Path) -> None:
 
 
 def run_names(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir() if path.name != ".lock")
+    return sorted(path.name for path in run.iterdir() if path.name not in (".lock", "events.jsonl"))

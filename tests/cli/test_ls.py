@@ -10,7 +10,7 @@ import numpy as np
 
 import holdfast
 
-from .support import SHARD, command, damage_leaf, damage_manifest, make_run, step_path, truncate
+from .support import SHARD, TWO_FILES, command, damage_leaf, damage_manifest, make_run, step_path, truncate
 
 
 def test_lists_checkpoints_in_order_of_step(tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ def test_does_not_read_arrays(tmp_path: Path) -> None:
 
 
 def test_a_step_without_a_manifest_is_damaged(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [1, 2])
+    run = make_run(tmp_path / "run", [1, 2], TWO_FILES)
     (step_path(run, 2) / "manifest.json").unlink()
     document = command("ls", run, "--json").document
     assert document["checkpoints"][1]["step"] == 2
-    assert "missing" in document["checkpoints"][1]["damage"]
+    assert "no manifest" in document["checkpoints"][1]["damage"]
 
 
 def test_leftovers_are_mentioned_and_are_no_problem(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast import __version__
 
-from .support import command, damage_manifest, make_run, step_path
+from .support import SHARD, command, damage_manifest, make_run, step_path
 
 COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "drill", "doctor", "bench", "demo")
 
@@ -125,7 +125,7 @@ def test_a_corrupt_checkpoint_is_one_line_and_in_json_names_its_file(tmp_path: P
     assert outcome.err.count("\n") == 1
     error = command("show", run, "--json").document["error"]
     assert error["type"] == "CorruptCheckpoint"
-    assert error["path"] == str(step_path(run, 1) / "manifest.json")
+    assert error["path"] == str(step_path(run, 1) / SHARD)
 
 
 def test_a_directory_that_is_neither_run_nor_checkpoint_says_so(tmp_path: Path) -> None:

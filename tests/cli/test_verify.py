@@ -8,6 +8,7 @@ import holdfast
 
 from .support import (
     SHARD,
+    TWO_FILES,
     command,
     damage_leaf,
     damage_manifest,
@@ -63,21 +64,21 @@ def test_json_lists_problems(tmp_path: Path) -> None:
     (problem,) = one["problems"]
     assert (problem["file"], problem["leaf"]) == (str(step_path(run, 1) / SHARD), "model.w")
     assert "checksum" in problem["reason"]
-    assert two["problems"][0]["file"].endswith("manifest.json")
+    assert two["problems"][0]["file"] == str(step_path(run, 2) / SHARD)
     assert "bytes" in three["problems"][0]["reason"]
     assert (four["intact"], four["strangers"]) == (True, ["stranger.txt"])
 
 
 def test_a_missing_manifest_in_a_run_is_damage_of_that_checkpoint_only(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [1, 2])
+    run = make_run(tmp_path / "run", [1, 2], TWO_FILES)
     (step_path(run, 1) / "manifest.json").unlink()
     document = command("verify", run, "--json").document
     assert [item["intact"] for item in document["checkpoints"]] == [False, True]
-    assert "missing" in document["checkpoints"][0]["problems"][0]["reason"]
+    assert "no manifest" in document["checkpoints"][0]["problems"][0]["reason"]
 
 
 def test_a_missing_shard_names_it(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [1])
+    run = make_run(tmp_path / "run", [1], TWO_FILES)
     (step_path(run, 1) / SHARD).unlink()
     (problem,) = command("verify", run, "--json").document["checkpoints"][0]["problems"]
     assert problem["file"] == str(step_path(run, 1) / SHARD)

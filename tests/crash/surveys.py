@@ -27,7 +27,7 @@ def survey_failing(root: Path, scratch: Path, options: holdfast.Options) -> Tall
         place.mkdir()
         recording = sequences.with_failing_call(place, options, f"any:{nth}:EIO")
         if recording.calls < nth:
-            assert nth > 10
+            assert nth > 7
             return total  # it had no so many calls: each has failed once
         total.add(Survey(scratch, RunRecovery(), FEW)(recording))
 

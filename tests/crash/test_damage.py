@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.format.manifest import decode_root
 from holdfast.store import step_name
 
 from .states import blank_state, identify, make_state
 
 MANIFEST = "manifest.json"
 SHARD = "r00000.v0.safetensors"
+TWO_FILES = holdfast.Options(backend="buffered", small_nbytes=0)
+"""Writes even a tiny state as a large one: shard and manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Region:
 
 def regions(checkpoint: Path) -> list[Region]:
     """Everything that a shard consists of, in order, without gaps."""
-    part = decode_root((checkpoint / MANIFEST).read_bytes(), "test").part
+    with holdfast.open(checkpoint) as opened:
+        part = opened.root.part
     (shard,) = part.files
     data = (checkpoint / SHARD).read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -71,8 +73,18 @@ def assert_corrupt(checkpoint: Path, file: str, leaf: str | None) -> None:
 
 @pytest.fixture
 def checkpoint(ram: Path) -> Path:
+    """Of two files."""
     path = ram / "checkpoint"
+    holdfast.save(path, make_state(1), options=TWO_FILES)
+    return path
+
+
+@pytest.fixture
+def single(ram: Path) -> Path:
+    """Of one file."""
+    path = ram / "single"
     holdfast.save(path, make_state(1))
+    assert os.listdir(path) == [SHARD]
     return path
 
 
@@ -101,6 +113,26 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(checkpoint: Path) -> N
         assert_corrupt(checkpoint, MANIFEST, None)
         flip(manifest, offset, bit)
     assert identify(holdfast.load(checkpoint)) == (1, 0)
+
+
+def test_a_flipped_bit_in_any_byte_of_a_checkpoint_of_one_file_is_found(single: Path) -> None:
+    """Every byte: header with the manifest, leaves, padding."""
+    for region in regions(single):
+        for offset in range(region.start, region.stop):
+            bit = offset * 5 % 8
+            flip(single / SHARD, offset, bit)
+            assert_corrupt(single, SHARD, region.leaf)
+            flip(single / SHARD, offset, bit)
+    assert identify(holdfast.load(single)) == (1, 0)
+
+
+def test_verify_finds_flipped_bits_in_a_checkpoint_of_one_file(single: Path) -> None:
+    for offset in range(0, (single / SHARD).stat().st_size, 37):
+        flip(single / SHARD, offset, 6)
+        report = holdfast.verify(single)
+        assert {problem.file for problem in report.problems} == {str(single / SHARD)}
+        flip(single / SHARD, offset, 6)
+    assert holdfast.verify(single).intact
 
 
 def test_a_flipped_bit_in_a_large_shard_is_found_in_its_chunk(tmp_path: Path) -> None:
@@ -196,7 +228,7 @@ def make_directory(path: Path) -> None:
 def take_from_other(path: Path) -> None:
     """The file of the same name out of a checkpoint of the same layout."""
     other = path.parent.with_name("other")
-    holdfast.save(other, make_state(7), step=7)
+    holdfast.save(other, make_state(7), step=7, options=TWO_FILES)
     shutil.copyfile(other / path.name, path)
 
 
@@ -249,20 +281,52 @@ def test_a_damaged_file_is_a_typed_error(checkpoint: Path, file: str, damage: Ca
 @EACH_DAMAGE
 def test_verify_reports_a_damaged_file(checkpoint: Path, file: str, damage: Callable[[Path], None]) -> None:
     damage(checkpoint / file)
-    if file == MANIFEST and damage is Path.unlink:
-        with pytest.raises(holdfast.IncompleteCheckpoint):  # there is nothing at that path to report on
-            holdfast.verify(checkpoint)
-        return
     report = holdfast.verify(checkpoint)
     assert not report.intact
-    assert {problem.file for problem in report.problems} == {str(checkpoint / blamed(file, damage))}
+    # Without a manifest by itself, it could be in the shard.
+    shown = SHARD if file == MANIFEST and damage is Path.unlink else blamed(file, damage)
+    assert {problem.file for problem in report.problems} == {str(checkpoint / shown)}
+
+
+@pytest.mark.parametrize("name", [name for name in FILE_DAMAGE if name != "of another checkpoint"])
+def test_a_damaged_checkpoint_of_one_file_is_a_typed_error(single: Path, name: str) -> None:
+    FILE_DAMAGE[name](single / SHARD)
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        holdfast.load(single)
+    missing = name == "missing"
+    assert isinstance(caught.value, holdfast.CorruptCheckpoint)
+    assert isinstance(caught.value, holdfast.IncompleteCheckpoint) == missing
+    if missing:
+        with pytest.raises(holdfast.IncompleteCheckpoint):  # there is nothing at that path to report on
+            holdfast.verify(single)
+    else:
+        assert caught.value.path == str(single / SHARD)
+        assert {problem.file for problem in holdfast.verify(single).problems} == {str(single / SHARD)}
+
+
+@EACH_DAMAGE
+def test_a_restore_falls_back_from_a_single_file(ram: Path, damage: Callable[[Path], None]) -> None:
+    run = ram / "run"
+    with holdfast.Checkpointer(run, None, mode="sync") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.state = make_state(step)
+            checkpointer.save(step)
+    damage(run / step_name(3) / SHARD)
+    target = blank_state()
+    with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
+        with pytest.warns(RuntimeWarning, match="passing over step 3"):
+            assert checkpointer.restore() == 2
+        assert identify(target) == (2, 0)
+        checkpointer.state = make_state(3, 1)
+        checkpointer.save(3)
+    assert identify(holdfast.load(run / step_name(3))) == (3, 1)
 
 
 @IN_SHARD_AND_MANIFEST
 @EACH_DAMAGE
 def test_a_restore_falls_back_with_a_warning(ram: Path, file: str, damage: Callable[[Path], None]) -> None:
     run = ram / "run"
-    with holdfast.Checkpointer(run, None, mode="sync") as checkpointer:
+    with holdfast.Checkpointer(run, None, mode="sync", options=TWO_FILES) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.state = make_state(step)
             checkpointer.save(step)
@@ -314,7 +378,7 @@ def test_both_files_of_another_checkpoint_are_not_that_step(ram: Path) -> None:
 
 def test_when_nothing_is_whole_a_restore_says_so_and_starts_nothing(ram: Path) -> None:
     run = ram / "run"
-    with holdfast.Checkpointer(run, None, mode="sync") as checkpointer:
+    with holdfast.Checkpointer(run, None, mode="sync", options=TWO_FILES) as checkpointer:
         for step in (1, 2):
             checkpointer.state = make_state(step)
             checkpointer.save(step)

@@ -58,7 +58,7 @@ def test_each_call_failing(
     fast: Path, way: holdfast.Options, scenario: type[Scenario], code: str, record_property: Record
 ) -> None:
     calls = count_calls(scenario, fast / "healthy", way)
-    assert calls >= 8
+    assert calls >= 7
     descriptors = open_descriptors()
     for nth in range(1, calls + 1):
         place = fast / str(nth)
@@ -84,7 +84,7 @@ def test_each_write_falling_short(
 ) -> None:
     """A short count is no error: the rest is written, and the save succeeds."""
     writes = count_calls(scenario, fast / "healthy", way, "write")
-    assert writes >= 2
+    assert writes >= 1
     for nth in range(1, writes + 1):
         place = fast / str(nth)
         place.mkdir()
@@ -139,7 +139,9 @@ def test_a_replaced_checkpoint_survives_a_failed_commit_that_cannot_be_undone(
 ) -> None:
     """The sync fails, then the exchange back: which of the two is on the disk nobody knows, so both stay."""
     case = scenario(fast, way)
-    assert act_under("sync_dir:2:EIO,exchange:2:EIO", case) is not None
+    # The names in a spare are durable already; a new directory is synced before the one that holds it.
+    nth = 1 if scenario is SameStep else 2
+    assert act_under(f"sync_dir:{nth}:EIO,exchange:2:EIO", case) is not None
     case.check_readable()
     (partial,) = case.leftovers()
     found = load_identity_of_leftover(fast, partial)

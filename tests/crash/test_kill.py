@@ -136,7 +136,7 @@ def test_killed_while_it_sweeps(fast: Path, record_property: Record) -> None:
         nth += 1
         place = fast / str(nth)
         place.mkdir()
-        with forked(train, place, holdfast.Options(), "any:40:kill") as child:
+        with forked(train, place, holdfast.Options(), "write:4:kill") as child:
             ledger = Ledger()
             for mark in child.pipe.drain():
                 ledger.note(mark)

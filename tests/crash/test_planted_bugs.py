@@ -13,6 +13,7 @@ import pytest
 import holdfast
 from holdfast.engine import fs
 from holdfast.store import commit
+from holdfast.store.partial import PARTIAL, Partial
 
 from . import sequences
 from .conftest import USABLE, WAYS
@@ -70,6 +71,8 @@ def no_sync_of_the_parent(patch: pytest.MonkeyPatch) -> None:
 def test_a_missing_sync_is_caught(
     tmp_path: Path, ram: Path, monkeypatch: pytest.MonkeyPatch, plant: Plant, way: str, kind: str
 ) -> None:
+    if way == "small" and plant is no_sync_of_the_manifest:
+        pytest.skip("there is one file: the bug is that of the shard")
     plant(monkeypatch)
     sequence = sequences.steady if kind == "run" else sequences.replaced_path
     recording = sequence(tmp_path, WAYS[way])
@@ -95,12 +98,12 @@ def test_recycling_before_the_retirement_is_durable_is_caught(
 def commit_before_sync(patch: pytest.MonkeyPatch) -> None:
     """The rename first; everything is synced before the save is reported all the same."""
     real_sync, real_sync_dir = fs.sync, fs.sync_dir
-    deferred: list[tuple[Sequence[Any], str]] = []
+    deferred: list[tuple[Sequence[Any], str | None]] = []
 
     def sync_dir(path: str) -> None:
         while deferred:
             written, directory = deferred.pop()
-            real_sync(written, directory.removesuffix(commit.PARTIAL))
+            real_sync(written, directory and directory.removesuffix(PARTIAL))
         real_sync_dir(path)
 
     patch.setattr(fs, "sync", lambda written, directory: deferred.append((written, directory)))
@@ -156,17 +159,17 @@ def test_cleaning_up_while_the_names_are_uncertain_is_caught(
 ) -> None:
     """After a failed sync the exchange may be on the disk and its reversal not."""
 
-    def publish(self: commit.Commit, partial: object) -> None:
+    def publish(self: commit.Commit, partial: Partial) -> None:
         replaces = os.path.lexists(self.target)
         move = fs.exchange if replaces else fs.rename
-        move(self.partial, self.target)
+        move(partial.path, self.target)
         try:
             fs.sync_dir(self.parent)
         except OSError:
-            move(self.target, self.partial)
+            move(self.target, partial.path)
             raise
         if replaces:
-            fs.remove_tree(self.partial)
+            fs.remove_tree(partial.path)
 
     monkeypatch.setattr(commit.Commit, "_publish", publish)
     recording = sequences.with_failing_call(tmp_path, WINDOWED, "sync_dir:2:EIO")

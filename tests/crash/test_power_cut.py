@@ -54,7 +54,7 @@ def test_power_cut_in_a_run_that_recycles_at_once(
 
 
 def test_power_cut_in_a_run_of_small_states(tmp_path: Path, ram: Path, tried: Report) -> None:
-    tally = Survey(ram, RunRecovery(), NAMES_ONLY)(sequences.steady(tmp_path, SMALL))
+    tally = Survey(ram, RunRecovery(), Budget(names=64))(sequences.steady(tmp_path, SMALL))
     tried(tally)
     assert tally.states > 100
 

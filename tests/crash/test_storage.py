@@ -102,7 +102,8 @@ def test_a_full_disk_keeps_what_is_there_and_gets_its_space_back(ram: Path, way:
         assert "earlier checkpoints are untouched" in str(error)
         assert "Free space or keep fewer checkpoints" in str(error)
         check_still_good(run, checkpointer, failed)
-        assert free_nbytes(run) == free  # all that the failed save took is back
+        # All that the failed save took is back, but for the page of events.jsonl that tells of it.
+        assert free - 4096 <= free_nbytes(run) <= free
         shutil.rmtree(run / step_name(1))
         checkpointer.state = make_state(failed, 1, WIDE)
         checkpointer.save(failed)

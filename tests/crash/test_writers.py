@@ -156,12 +156,12 @@ def test_a_save_in_progress_is_not_swept_by_another(ram: Path, monkeypatch: pyte
     """The second finds the first one's ``.partial``, sees that it is alive, and leaves it alone."""
     real = fs.write_file
 
-    def write_file(path: str, data: bytes, *, recycle: bool = False) -> object:
+    def write_file(path: str, data: bytes, more: bytes = b"", *, recycle: bool = False) -> object:
         """In the middle of the first save, a second one is tried."""
         monkeypatch.undo()
         with forked(_refused, ram / "model") as other:
             assert other.pipe.receive() == "RunLocked"
-        return real(path, data, recycle=recycle)
+        return real(path, data, more, recycle=recycle)
 
     monkeypatch.setattr(fs, "write_file", write_file)
     holdfast.save(ram / "model", make_state(1), step=1)
@@ -299,12 +299,12 @@ def test_a_child_forked_during_a_save_does_not_lock_the_checkpoint(
     worker = -1
     real = fs.write_file
 
-    def write_file(path: str, data: bytes, *, recycle: bool = False) -> object:
+    def write_file(path: str, data: bytes, more: bytes = b"", *, recycle: bool = False) -> object:
         nonlocal worker
         worker = os.fork()
         if worker == 0:
             signal.pause()
-        return real(path, data, recycle=recycle)
+        return real(path, data, more, recycle=recycle)
 
     monkeypatch.setattr(fs, "write_file", write_file)
     try:
@@ -329,12 +329,12 @@ def test_a_child_forked_during_a_save_that_was_killed_does_not_stop_the_next_one
         checkpointer.save(1)
         real = fs.write_file
 
-        def write_file(path: str, data: bytes, *, recycle: bool = False) -> object:
+        def write_file(path: str, data: bytes, more: bytes = b"", *, recycle: bool = False) -> object:
             if os.fork() == 0:
                 pipe.send(os.getpid())
                 signal.pause()
             signal.pause()  # until the test, which has heard of the worker, kills us
-            return real(path, data, recycle=recycle)
+            return real(path, data, more, recycle=recycle)
 
         fs.write_file = write_file  # type: ignore[assignment] # of this child only
         checkpointer.save(2)

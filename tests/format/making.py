@@ -123,7 +123,7 @@ def write_checkpoint(
 def many_leaves(count: int) -> Root:
     """A root as large as a state of many small tensors makes it."""
     nbytes = 4096
-    file = ShardFile(shard_name(0, 0), 4096 + count * nbytes, 4096, "0" * 16)
+    file = ShardFile(shard_name(0, 0), 4096 + count * nbytes, 4096, "1" * 16)
     leaves = tuple(
         Leaf(
             f"model.layers.{i // 16}.block.{i % 16}.weight",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import holdfast
 from holdfast.format.checksums import digest
 from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE
 from holdfast.format.manifest import (
@@ -84,6 +85,23 @@ def test_the_reader_in_the_doc_reads_every_array_bit_for_bit(
     assert state["model"]["head"] is state["model"]["w"]
     assert state["epoch"] == 3
     assert all(same(a, b) for a, b in zip(state["rest"], list(ARRAYS.values())[2:], strict=True))
+
+
+def test_the_reader_in_the_doc_reads_a_checkpoint_of_one_file(
+    reader: SimpleNamespace, tmp_path: Path
+) -> None:
+    state = {name: ARRAYS[name] for name in ("model.b", "flags", "nan", "complex", "words", "__metadata__")}
+    holdfast.save(tmp_path / "c", {**state, "note": 'say "yes"'}, step=7)
+    (file,) = (tmp_path / "c").iterdir()
+    root, arrays = reader.read_checkpoint(tmp_path / "c")
+    assert root["step"] == 7
+    assert all(same(arrays[name], array) for name, array in state.items())
+    assert reader.rebuild(root["tree"], arrays)["note"] == 'say "yes"'
+    good = file.read_bytes()
+    for offset in [*range(200), 3000, root["part"]["leaves"][0]["fragments"][0]["offset"]]:
+        file.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
+        with pytest.raises(ValueError, match="damaged"):
+            reader.read_checkpoint(tmp_path / "c")
 
 
 def test_the_reader_in_the_doc_knows_every_type_the_page_names(reader: SimpleNamespace) -> None:

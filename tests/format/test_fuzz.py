@@ -5,6 +5,7 @@ No other exception may ever come up, whatever the bytes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_fuzz_any_value_in_any_field(changes: list[tuple[tuple[Any, ...], Any]])
         try:
             for key in path[:-1]:
                 node = node[key]
-            node[path[-1]] = new
+            node[path[-1]] = copy.deepcopy(new)  # examples share their containers
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took this place away
     decodes_or_is_refused(making.seal(value))

@@ -74,7 +74,7 @@ def parts(draw: st.DrawFn, rank: int = 0) -> Part:
     aliases = tuple(Alias(f"tied.{i}.{leaf.name}", leaf.name) for i, leaf in enumerate(leaves[:2]))
     taken = {leaf.name for leaf in leaves}
     files = tuple(
-        ShardFile(shard_name(rank, i), end + 4096, header, f"{i:016x}")
+        ShardFile(shard_name(rank, i), end + 4096, header, f"{i + 1:016x}")
         for i, (header, end) in enumerate(zip(headers, ends, strict=True))
     )
     return Part(rank, chunk, files, tuple(leaves), tuple(a for a in aliases if a.name not in taken))
@@ -179,7 +179,7 @@ def test_leaves_over_four_gibibytes_keep_their_offsets() -> None:
         "w", "F64", (rows, columns), "torch", (Fragment((0, 0), (rows, columns), 0, 4096, nbytes, chunks),)
     )
     after = Leaf("b", "U8", (1,), "torch", (Fragment((0,), (1,), 0, 4096 + nbytes, 1, "0" * 16),))
-    files = (ShardFile(shard_name(0, 0), 4096 + nbytes + 1, 4096, "0" * 16),)
+    files = (ShardFile(shard_name(0, 0), 4096 + nbytes + 1, 4096, "1" * 16),)
     root = making.root(Part(0, making.CHUNK, files, (huge, after), ()))
     assert nbytes == 1 << 35
     assert decode_root(encode_root(root), "here") == root

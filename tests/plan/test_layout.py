@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import tempfile
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from holdfast import engine
 from holdfast.engine import ALIGNMENT, Memory, Produced, Strided, Tuning
 from holdfast.format.dtypes import carrier, itemsize
 from holdfast.format.shard import HeaderEntry, is_pad, parse_header
-from holdfast.plan import ShardPlan, plan_shard
+from holdfast.plan import ShardPlan, arrange, plan_shard
 from holdfast.plan.layout import LARGE_NBYTES
 from holdfast.state import LeafSource
 
@@ -190,3 +192,50 @@ def test_safetensors_opens_what_is_written(sizes: list[int], kind: type) -> None
             assert opened.metadata() == {"format": "np"}
             for n, array in enumerate(arrays):
                 assert np.array_equal(opened.get_tensor(f"x{n}"), array)
+
+
+# --- what is arranged again and again -----------------------------------------------------------------------
+
+
+def some_leaves(prefix: str = "") -> list[LeafSource]:
+    arrays = {"b": np.zeros(7, np.uint8), "w": np.ones((3, 5)), "h": np.ones(9, np.float16)}
+    return [
+        LeafSource(prefix + name, dtype, array.shape, "numpy", Memory(array.ctypes.data, array.nbytes, array))
+        for (name, array), dtype in zip(arrays.items(), ("U8", "F64", "F16"), strict=True)
+    ]
+
+
+def test_the_same_leaves_again_get_the_same_places_and_their_own_memory() -> None:
+    first, second = some_leaves(), some_leaves()
+    once, again = arrange([first]), arrange([second])
+    assert (again.table, again.begins, again.nbytes) == (once.table, once.begins, once.nbytes)
+    assert [leaf.name for leaf in again.leaves] == [leaf.name for leaf in once.leaves] == ["w", "h", "b"]
+    assert all(any(leaf is own for own in second) for leaf in again.leaves)
+
+
+def test_what_is_remembered_of_an_arrangement_keeps_no_array_alive() -> None:
+    leaves = some_leaves("kept.")
+    array = weakref.ref(leaves[1].source.owner)
+    arrange([leaves])
+    del leaves
+    gc.collect()
+    assert array() is None
+
+
+def test_other_groups_names_types_or_shapes_are_other_arrangements() -> None:
+    leaves = some_leaves()
+    together, apart = arrange([leaves]), arrange([leaves[:1], leaves[1:]])
+    assert [leaf.name for leaf in apart.leaves] == ["b", "w", "h"]
+    assert together.begins != apart.begins
+    assert set(arrange([some_leaves("x.")]).table) != set(together.table)
+    (other,) = (leaf for leaf in leaves if leaf.name == "w")
+    reshaped = LeafSource("w", "F64", (15,), "numpy", other.source)
+    assert arrange([[reshaped]]).table["w"].shape == (15,)
+    assert arrange([[other]]).table["w"].shape == (3, 5)
+
+
+def test_more_kinds_of_states_than_are_remembered_are_all_right() -> None:
+    for _ in range(2):
+        for number in range(40):
+            layout = arrange([some_leaves(f"{number}.")])
+            assert [leaf.name for leaf in layout.leaves] == [f"{number}.{name}" for name in "whb"]

@@ -237,7 +237,9 @@ def test_a_state_that_is_none_changes_no_generator() -> None:
         target.load_state_dict({"step": 1})
 
 
-@pytest.mark.parametrize("wrong", [random.SystemRandom(), np.random.PCG64(1), 5, random], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", [random.SystemRandom(), np.random.PCG64(1), 5, random], ids=lambda wrong: type(wrong).__name__
+)
 def test_unknown_generators_are_refused_at_once(wrong: object) -> None:
     with pytest.raises(UnsupportedState, match=r"generator 'aug' is a .* It takes"):
         holdfast.rng(aug=wrong)

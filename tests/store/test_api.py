@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -46,10 +47,61 @@ def test_a_save_tells_what_it_did(tmp_path: Path) -> None:
         assert opened.metrics["top"] == math.inf
 
 
-def test_a_checkpoint_is_two_files_and_nothing_else(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"w": np.zeros(5)})
+@pytest.mark.parametrize("elements", [5, 120_000])
+def test_a_small_checkpoint_is_one_file_and_nothing_else(tmp_path: Path, elements: int) -> None:
+    info = holdfast.save(tmp_path / "c", {"w": np.zeros(elements)})
+    assert sorted(os.listdir(tmp_path)) == ["c"]
+    assert os.listdir(tmp_path / "c") == ["r00000.v0.safetensors"]
+    assert info.stored_nbytes == os.path.getsize(shard(tmp_path / "c")) <= Options().small_nbytes
+
+
+def test_a_large_checkpoint_is_two_files_and_nothing_else(tmp_path: Path) -> None:
+    nbytes = 1 << 20  # data of just the limit: with the header it is more
+    holdfast.save(tmp_path / "c", {"w": np.zeros(nbytes, np.uint8)})
     assert sorted(os.listdir(tmp_path)) == ["c"]
     assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "r00000.v0.safetensors"]
+
+
+def test_small_arrays_with_many_values_are_two_files(tmp_path: Path) -> None:
+    """What counts is the file, and the values would be in it."""
+    state = {"w": np.zeros(5), "words": ["word"] * 200_000}
+    holdfast.save(tmp_path / "c", state)
+    assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "r00000.v0.safetensors"]
+    assert holdfast.load(tmp_path / "c")["words"] == state["words"]
+
+
+def test_a_header_longer_than_first_thought_says_where_everything_is(tmp_path: Path) -> None:
+    state = {"w": np.arange(5), "text": 'a "quoted\\" text\x00é' * 500, "v": np.arange(7.0)}
+    holdfast.save(tmp_path / "c", state)
+    assert os.listdir(tmp_path / "c") == ["r00000.v0.safetensors"]
+    assert holdfast.verify(tmp_path / "c").intact
+    loaded = holdfast.load(tmp_path / "c")
+    assert loaded["text"] == state["text"]
+    assert np.array_equal(loaded["v"], state["v"])
+
+
+@pytest.mark.parametrize("way", ["one file beside a manifest", "a manifest beside one file"])
+def test_two_manifests_are_one_too_many(tmp_path: Path, way: str) -> None:
+    holdfast.save(tmp_path / "one", {"w": np.arange(5)})
+    holdfast.save(tmp_path / "two", {"w": np.arange(5)}, options=Options(small_nbytes=0))
+    if way == "one file beside a manifest":
+        shutil.copyfile(shard(tmp_path / "one"), shard(tmp_path / "two"))
+        damaged = tmp_path / "two"
+    else:
+        shutil.copyfile(tmp_path / "two" / "manifest.json", tmp_path / "one" / "manifest.json")
+        damaged = tmp_path / "one"
+    with pytest.raises(holdfast.CorruptCheckpoint, match="beside it") as caught:
+        holdfast.open(damaged)
+    assert caught.value.path == str(shard(damaged))
+    assert not holdfast.verify(damaged).intact
+
+
+def test_neither_manifest_is_an_incomplete_checkpoint(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"w": np.arange(5)}, options=Options(small_nbytes=0))
+    (tmp_path / "c" / "manifest.json").unlink()
+    with pytest.raises(holdfast.IncompleteCheckpoint, match="no manifest") as caught:
+        holdfast.load(tmp_path / "c")
+    assert caught.value.path == str(shard(tmp_path / "c"))
 
 
 def test_every_shard_opens_with_the_safetensors_package(tmp_path: Path, options: Options) -> None:
@@ -60,7 +112,7 @@ def test_every_shard_opens_with_the_safetensors_package(tmp_path: Path, options:
     }
     holdfast.save(tmp_path / "c", state, options=options)
     with safe_open(shard(tmp_path / "c"), "pt") as opened:
-        assert opened.metadata() == {"format": "pt"}
+        assert opened.metadata()["format"] == "pt"
         names = [name for name in opened.keys() if not name.startswith("__pad__")]  # noqa: SIM118
         assert sorted(names) == ["complex", "model.half", "model.t", "model.w", "n"]
         for name in ("w", "t", "half"):
@@ -98,7 +150,7 @@ def test_overwriting_replaces_a_checkpoint_whole(tmp_path: Path, small: bool) ->
 
 
 def test_a_checkpoint_that_lost_its_manifest_can_be_overwritten(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"w": np.arange(5)})
+    holdfast.save(tmp_path / "c", {"w": np.arange(5)}, options=Options(small_nbytes=0))
     (tmp_path / "c" / "manifest.json").unlink()
     holdfast.save(tmp_path / "c", {"w": 3}, overwrite=True)
     assert holdfast.load(tmp_path / "c") == {"w": 3}

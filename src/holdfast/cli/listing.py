@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, ReadFailed
 from holdfast.state import leaf_names
-from holdfast.store import Checkpoint, list_steps, resolve, step_name
-from holdfast.store.commit import MANIFEST
+from holdfast.store import Checkpoint, is_checkpoint, list_steps, resolve, step_name
 
 _LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")
 
@@ -82,10 +81,6 @@ def leaf_order(checkpoint: Checkpoint) -> list[str]:
     """Names of all leaves in the order of the state; in files they are in the order of their alignment."""
     named = dict.fromkeys(name for name in leaf_names(checkpoint.root.tree) if name in checkpoint)
     return [*named, *(name for name in checkpoint if name not in named)]
-
-
-def is_checkpoint(where: str) -> bool:
-    return os.path.exists(os.path.join(where, MANIFEST))
 
 
 def leftovers(run: str) -> tuple[Leftover, ...]:

@@ -92,10 +92,10 @@ def _prune(run: Path, keep: Keep, *, dry_run: bool) -> Pruned:
     import os
 
     from holdfast.checkpointer import Kept
-    from holdfast.cli.listing import is_checkpoint, leftovers, list_run
+    from holdfast.cli.listing import leftovers, list_run
     from holdfast.engine import Tuning
     from holdfast.errors import CheckpointNotFound
-    from holdfast.store import WritableRun
+    from holdfast.store import WritableRun, is_checkpoint
 
     where = os.path.abspath(run)
     if is_checkpoint(where):

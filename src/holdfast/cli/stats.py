@@ -64,8 +64,7 @@ def stats(
 def _why_none(where: str, skipped: int) -> str:
     from holdfast.checkpointer.events import EVENTS_NAME
     from holdfast.cli import words
-    from holdfast.cli.listing import is_checkpoint
-    from holdfast.store import list_steps
+    from holdfast.store import is_checkpoint, list_steps
 
     if is_checkpoint(where):
         return f"{where} is a checkpoint; events belong to a run: holdfast stats {os.path.dirname(where)}"

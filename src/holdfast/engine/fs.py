@@ -25,9 +25,14 @@ __all__ = [
 ]
 
 
-def write_file(path: str | os.PathLike[str], data: bytes, *, recycle: bool = False) -> PendingFile:
-    """Writes a small file whole. It is durable after `sync` of the returned object and its directory."""
-    return _native.PendingFile(path, data, recycle)
+def write_file(
+    path: str | os.PathLike[str], data: bytes, more: bytes = b"", *, recycle: bool = False
+) -> PendingFile:
+    """Writes a small file whole: `data`, and `more` behind it.
+
+    It is durable after `sync` of the returned object and its directory.
+    """
+    return _native.PendingFile(path, data, recycle, more)
 
 
 def sync(written: Sequence[WriteJob | PendingFile], directory: str | None = None) -> None:

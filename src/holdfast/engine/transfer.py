@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from holdfast import _native
@@ -34,10 +35,9 @@ class Tuning:
     small_nbytes: int = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class WritePiece:
+class WritePiece(msgspec.Struct, frozen=True, gc=False):
     offset: int
-    source: Source
+    source: Any  # Source; msgspec does not look inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,8 @@ class WriteJob:
         """Stops, and returns when the engine has let go of the sources and the file."""
         self.native.cancel()
         self.native.wait(None)
+        # An error that somebody keeps keeps this job, too; an open file would keep its space on the disk.
+        self.native.close()
 
 
 def write(
@@ -235,6 +237,56 @@ def copy(pieces: Sequence[WritePiece], buffer: np.ndarray[Any, np.dtype[np.uint8
         columns.strided,
         columns.callbacks,
     )
+
+
+class Packed(WriteJob):
+    """Stands for a job where all was copied out of the sources before the first byte is written."""
+
+    def __init__(self, data: bytes, checksums: list[str]) -> None:
+        self.data = data
+        self._checksums = checksums
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    @property
+    def progress(self) -> int:
+        return len(self.data)
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
+
+    def wait_for_nbytes(self, nbytes: int, timeout: float | None = None) -> bool:
+        return True
+
+    def checksums(self) -> list[str]:
+        return self._checksums
+
+    def stats(self) -> tuple[int, int, int]:
+        return 0, len(self.data), 1
+
+    def cancel(self) -> None:
+        """The sources are free already; the file is the caller's to write or to leave."""
+
+    def abandon(self) -> None:
+        self.cancel()
+
+
+def pack(pieces: Sequence[WritePiece], nbytes: int) -> Packed:
+    """Copies sources (sorted by offset) into `nbytes` of data, zeros between them."""
+    columns = _columns([piece.offset for piece in pieces], [piece.source for piece in pieces])
+    data, checksums = _native.pack(
+        nbytes,
+        CHUNK_NBYTES,
+        columns.offsets,
+        columns.nbytes,
+        columns.places,
+        columns.addresses,
+        columns.strided,
+        columns.callbacks,
+    )
+    return Packed(data, checksums)
 
 
 def fingerprints(memory: Sequence[Memory]) -> list[int]:

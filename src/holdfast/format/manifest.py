@@ -1,7 +1,8 @@
 """The manifest as a file: from records to bytes and back.
 
 Owns the form of `manifest.json` and of part files (docs/format.md is the grammar): one JSON object that
-carries its own digest, padded so that it can be overwritten in place. What the fields must satisfy is in
+carries its own digest, padded so that it can be overwritten in place. Where a root stands in a shard's header
+instead, `holdfast.format.embedded` owns what is around it. What the fields must satisfy is in
 `holdfast.format.validate`; what the nodes of `tree` mean belongs to `holdfast.state`.
 """
 
@@ -17,6 +18,7 @@ from msgspec import Meta, Struct
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.checksums import HEX_DIGITS, digest
 from holdfast.format.records import (
+    EMBEDDED,
     FORMAT,
     MAX_INT,
     MAX_RANK,
@@ -47,8 +49,10 @@ __all__ = [
     "ShardFile",
     "decode_part",
     "decode_root",
+    "decode_text",
     "encode_part",
     "encode_root",
+    "encode_text",
     "part_name",
     "part_ref",
     "shard_name",
@@ -100,23 +104,32 @@ _part_decoder = msgspec.json.Decoder(_PartFile)
 
 def encode_root(root: Root) -> bytes:
     """The bytes of `manifest.json`."""
+    return _seal(_root_file(root))
+
+
+def encode_text(root: Root) -> str:
+    """The manifest as it stands in a shard's header: without padding, its digest still zeros."""
+    encoded = _encoder.encode(_root_file(root))
+    _check_values(encoded)
+    return encoded.decode()
+
+
+def _root_file(root: Root) -> _RootFile:
     if not 0 <= root.step <= MAX_INT:
         raise ValueError(f"step must be between 0 and 2^63 - 1, not {root.step}")
     if not math.isfinite(root.created):
         raise ValueError(f"time of creation must be finite, not {root.created}")
-    return _seal(
-        _RootFile(
-            _ZEROS,
-            root.format,
-            root.id,
-            root.step,
-            float(root.created),
-            root.world,
-            _spell_metrics(root.metrics),
-            root.tree,
-            root.part,
-            root.parts,
-        )
+    return _RootFile(
+        _ZEROS,
+        root.format,
+        root.id,
+        root.step,
+        float(root.created),
+        root.world,
+        _spell_metrics(root.metrics),
+        root.tree,
+        root.part,
+        root.parts,
     )
 
 
@@ -147,6 +160,21 @@ def decode_root(data: bytes, where: str) -> Root:
     `CorruptCheckpoint` for anything that is not a manifest this version could have been given by a writer.
     """
     _check_frame(data, where)
+    root = _decode_root(data, where)
+    if any(file.header_xxh3 == EMBEDDED for file in root.part.files):
+        raise CorruptCheckpoint("a manifest by itself of a checkpoint of one file", path=where)
+    return root
+
+
+def decode_text(text: str, where: str) -> Root:
+    """Check and decode what `encode_text` wrote. Whoever found it has checked its digest."""
+    data = text.encode("utf-8", "surrogatepass")
+    if _too_many_values(data):
+        raise CorruptCheckpoint(f"more than {MAX_NODES} JSON values", path=where)
+    return _decode_root(data, where)
+
+
+def _decode_root(data: bytes, where: str) -> Root:
     found = _decode(_root_decoder, data, where)
     _check_format(found.format, where)
     root = Root(
@@ -186,10 +214,14 @@ def _seal(record: _RootFile | _PartFile) -> bytes:
     buffer += b" " * (-(len(buffer) + 1) % ALIGNMENT) + b"\n"
     if len(buffer) > MAX_ROOT_NBYTES:
         raise ValueError(f"manifest of {len(buffer)} bytes exceeds the limit of {MAX_ROOT_NBYTES}")
-    if _too_many_values(buffer):
-        raise ValueError(f"manifest exceeds the limit of {MAX_NODES} values: keep large lists in arrays")
+    _check_values(buffer)
     buffer[_DIGITS] = digest(buffer).encode()
     return bytes(buffer)
+
+
+def _check_values(buffer: bytes | bytearray) -> None:
+    if _too_many_values(buffer):
+        raise ValueError(f"manifest exceeds the limit of {MAX_NODES} values: keep large lists in arrays")
 
 
 def _check_frame(data: bytes, where: str) -> None:

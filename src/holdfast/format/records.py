@@ -17,6 +17,8 @@ FORMAT: Final = "holdfast/1"
 MAX_RANK: Final = 99_999
 MAX_DIMENSIONS: Final = 64
 MAX_INT: Final = 2**63 - 1
+EMBEDDED: Final = "0" * HEX_DIGITS
+"""In the place of a header's checksum: the manifest is in that header, and its own digest covers it."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
@@ -53,7 +55,7 @@ class Alias(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class ShardFile(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A shard: its size, and the size (= start of data) and checksum of its header."""
+    """A shard: its size, and the size (= start of data) and checksum of its header, or `EMBEDDED`."""
 
     name: str
     nbytes: Count

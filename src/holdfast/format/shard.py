@@ -57,6 +57,8 @@ class _Entry(Struct, frozen=True, gc=False):
     data_offsets: tuple[int, int]
 
 
+EntryTable = dict[str, _Entry]
+
 # An entry and the metadata object have this much in common, which lets one typed pass reject anything nested,
 # without recursion and before it takes memory. A logical type may add one dimension to the leaf's own.
 _Numbers = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS + 1)]
@@ -90,7 +92,12 @@ def is_pad(name: str) -> bool:
 
 def build_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
     """The header of a shard whose data is exactly these entries, in this order, without holes."""
-    table: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    return encode_header(entry_table(entries), metadata)
+
+
+def entry_table(entries: Sequence[HeaderEntry]) -> EntryTable:
+    """What a header says about its entries, which must follow each other without holes."""
+    table: EntryTable = {}
     at = 0
     for entry in entries:
         shape = entry.shape
@@ -103,12 +110,17 @@ def build_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) ->
             )
         at = entry.end
         table[entry.name] = _Entry(entry.dtype, shape, (entry.begin, at))
-    if len(table) != len(entries) + bool(metadata):
+    if len(table) != len(entries) or _METADATA in table:
         raise ValueError("two entries of a shard have the same name")
-    text = _encoder.encode(table)
-    nbytes = len(text) + -(len(text) + LENGTH_NBYTES) % ALIGNMENT
-    if nbytes > MAX_HEADER_NBYTES or len(entries) > MAX_ENTRIES:
-        raise ValueError(f"a header of {nbytes} bytes for {len(entries)} entries is more than readers accept")
+    return table
+
+
+def encode_header(table: EntryTable, metadata: Mapping[str, str], at_least: int = 0) -> bytes:
+    """The header with these entries. `at_least`: so many bytes, if it is not more by itself."""
+    text = _encoder.encode({_METADATA: metadata, **table} if metadata else table)
+    nbytes = max(len(text) + -(len(text) + LENGTH_NBYTES) % ALIGNMENT, at_least - LENGTH_NBYTES)
+    if nbytes > MAX_HEADER_NBYTES or len(table) > MAX_ENTRIES:
+        raise ValueError(f"a header of {nbytes} bytes for {len(table)} entries is more than readers accept")
     return nbytes.to_bytes(LENGTH_NBYTES, "little") + text.ljust(nbytes)
 
 
@@ -130,6 +142,29 @@ def parse_header(data: bytes, file_nbytes: int, where: str) -> Header:
     `data` may go on beyond the header. `CorruptCheckpoint` unless every entry has a known type, its bytes are
     what its shape takes, and all entries together are exactly the rest of the file.
     """
+    table, metadata, data_start = _parse(data, file_nbytes, where)
+    entries = [_entry(name, fields, where) for name, fields in table.items()]
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    at = 0
+    for entry in entries:
+        if entry.begin != at:
+            problem = "overlaps the one before it" if entry.begin < at else "leaves a hole before it"
+            raise CorruptCheckpoint(f"entry {entry.name[:80]!r} {problem}", path=where)
+        at = entry.end
+    if data_start + at != file_nbytes:
+        raise CorruptCheckpoint(
+            f"entries end at byte {data_start + at}, the file at {file_nbytes}", path=where
+        )
+    return Header(tuple(entries), metadata, data_start)
+
+
+def parse_metadata(data: bytes, file_nbytes: int, where: str) -> dict[str, str]:
+    """The metadata of the header at the start of `data`; its entries are looked at no further than JSON."""
+    return _parse(data, file_nbytes, where)[1]
+
+
+def _parse(data: bytes, file_nbytes: int, where: str) -> tuple[_Table, dict[str, str], int]:
+    """A header's entries, its metadata, and where the data begins."""
     data_start = header_nbytes(data[:LENGTH_NBYTES], file_nbytes, where)
     if len(data) < data_start:
         raise CorruptCheckpoint(f"header of {data_start} bytes ends after {len(data)}", path=where)
@@ -144,20 +179,7 @@ def parse_header(data: bytes, file_nbytes: int, where: str) -> Header:
     except ValueError as error:  # malformed, mistyped, or not UTF-8
         raise CorruptCheckpoint(shorten(error), path=where) from None
     reject_duplicate_keys(text, canonical, where)
-    metadata = _metadata(table.pop(_METADATA, {}), where)
-    entries = [_entry(name, fields, where) for name, fields in table.items()]
-    entries.sort(key=lambda entry: (entry.begin, entry.end))
-    at = 0
-    for entry in entries:
-        if entry.begin != at:
-            problem = "overlaps the one before it" if entry.begin < at else "leaves a hole before it"
-            raise CorruptCheckpoint(f"entry {entry.name[:80]!r} {problem}", path=where)
-        at = entry.end
-    if data_start + at != file_nbytes:
-        raise CorruptCheckpoint(
-            f"entries end at byte {data_start + at}, the file at {file_nbytes}", path=where
-        )
-    return Header(tuple(entries), metadata, data_start)
+    return table, _metadata(table.pop(_METADATA, {}), where), data_start
 
 
 def _metadata(fields: Mapping[str, object], where: str) -> dict[str, str]:

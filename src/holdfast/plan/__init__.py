@@ -6,7 +6,7 @@ volume.
 
 from __future__ import annotations
 
-from holdfast.plan.layout import ShardPlan, plan_shard
+from holdfast.plan.layout import Layout, ShardPlan, arrange, plan_shard
 from holdfast.plan.reading import ByteRange, gaps, rows_to_read
 
-__all__ = ["ByteRange", "ShardPlan", "gaps", "plan_shard", "rows_to_read"]
+__all__ = ["ByteRange", "Layout", "ShardPlan", "arrange", "gaps", "plan_shard", "rows_to_read"]

@@ -10,11 +10,20 @@ to its element without gaps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.engine import ALIGNMENT, Memory, WritePiece
 from holdfast.format.dtypes import carrier, itemsize
-from holdfast.format.shard import HeaderEntry, build_header, entry_name, pad_name
+from holdfast.format.shard import (
+    EntryTable,
+    HeaderEntry,
+    encode_header,
+    entry_name,
+    entry_table,
+    pad_name,
+)
 from holdfast.state import LeafSource
 
 LARGE_NBYTES = 256 << 10
@@ -22,8 +31,33 @@ LARGE_NBYTES = 256 << 10
 _LINE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ShardPlan:
+class Layout(Struct, frozen=True):
+    """The data of a shard: where each leaf begins in it, in the order of `leaves`.
+
+    `table` and `metadata` are what its header says; the table also has what fills the gaps.
+    """
+
+    table: EntryTable
+    metadata: dict[str, str]
+    nbytes: int
+    leaves: tuple[LeafSource, ...]
+    begins: tuple[int, ...]
+
+    def pieces(self) -> list[WritePiece]:
+        """What goes where, counted from the start of the data."""
+        return [WritePiece(begin, leaf.source) for leaf, begin in zip(self.leaves, self.begins, strict=True)]
+
+    def plan(self) -> ShardPlan:
+        """With a header that says what is where, and no more."""
+        return self.behind(encode_header(self.table, self.metadata))
+
+    def behind(self, header: bytes) -> ShardPlan:
+        start = len(header)
+        offsets = tuple([start + begin for begin in self.begins])
+        return ShardPlan(header, start + self.nbytes, self.leaves, offsets)
+
+
+class ShardPlan(Struct, frozen=True):
     """A shard to be written: its header and the absolute offset of each leaf, in the order of `leaves`."""
 
     header: bytes
@@ -39,10 +73,53 @@ class ShardPlan:
 
 
 def plan_shard(groups: Sequence[Sequence[LeafSource]]) -> ShardPlan:
-    """Place all leaves in one shard. The order in the file is the order of the result's `leaves`.
+    """Place all leaves in one shard, behind a header that says where they are."""
+    return arrange(groups).plan()
+
+
+def arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
+    """Give all leaves their place in one shard. Their order there is that of the result's `leaves`.
 
     Group follows group: the engine writes a file from its start, so what must leave memory first comes first.
     """
+    signature = _signature(groups)
+    if signature is None:
+        return _arrange(groups)
+    known = _known.get(signature)
+    if known is None:
+        layout = _arrange(groups)
+        index = {leaf.name: number for number, leaf in enumerate(leaf for group in groups for leaf in group)}
+        while len(_known) >= _MAX_KNOWN:
+            _known.pop(next(iter(_known)), None)
+        # Without the leaves: those of another save have other memory, and this must not keep any alive.
+        _known[signature] = replace(layout, leaves=()), tuple([index[leaf.name] for leaf in layout.leaves])
+        return layout
+    layout, order = known
+    leaves = [leaf for group in groups for leaf in group]
+    return Layout(
+        layout.table, layout.metadata, layout.nbytes, tuple([leaves[i] for i in order]), layout.begins
+    )
+
+
+_Signature = tuple[tuple[tuple[str, str, tuple[int, ...], str], ...], ...]
+_MAX_KNOWN = 16
+_FEW = 256
+# A training saves the same few leaves over and over, and where latency counts, arranging them does too.
+_known: dict[_Signature, tuple[Layout, tuple[int, ...]]] = {}
+
+
+def _signature(groups: Sequence[Sequence[LeafSource]]) -> _Signature | None:
+    """All that the places of leaves depend on; None for many, or where it is also on addresses."""
+    if sum(map(len, groups)) > _FEW or any(
+        leaf.source.nbytes >= LARGE_NBYTES for group in groups for leaf in group
+    ):
+        return None
+    return tuple(
+        [tuple([(leaf.name, leaf.dtype, leaf.shape, leaf.framework) for leaf in group]) for group in groups]
+    )
+
+
+def _arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
     entries: list[HeaderEntry] = []
     begins: list[int] = []
     at = pads = 0
@@ -72,12 +149,10 @@ def plan_shard(groups: Sequence[Sequence[LeafSource]]) -> ShardPlan:
             begins.append(at)
             at = end
     pad_to(-(-at // ALIGNMENT) * ALIGNMENT)
-
     torch = any(leaf.framework == "torch" for leaf in ordered)
     # "format" is what Hugging Face's loaders look for.
-    header = build_header(entries, {"format": "pt" if torch else "np"})
-    start = len(header)
-    return ShardPlan(header, start + at, tuple(ordered), tuple(start + begin for begin in begins))
+    metadata = {"format": "pt" if torch else "np"}
+    return Layout(entry_table(entries), metadata, at, tuple(ordered), tuple(begins))
 
 
 def _element_alignment(leaf: LeafSource) -> int:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from holdfast.store.api import Options, load, open, save
-from holdfast.store.checkpoint import Checkpoint, LeafInfo, resolve
+from holdfast.store.checkpoint import Checkpoint, LeafInfo, is_checkpoint, resolve
 from holdfast.store.commit import CheckpointInfo, Watch, check_step
 from holdfast.store.lazy import LazyLeaf
 from holdfast.store.run import WritableRun, list_steps, step_name
@@ -25,6 +25,7 @@ __all__ = [
     "Watch",
     "WritableRun",
     "check_step",
+    "is_checkpoint",
     "list_steps",
     "load",
     "open",

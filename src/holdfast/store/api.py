@@ -12,8 +12,9 @@ from holdfast.engine import Backend, Tuning
 from holdfast.errors import CheckpointExists
 from holdfast.state import Framework, flatten
 from holdfast.store.checkpoint import Checkpoint, resolve
-from holdfast.store.commit import MANIFEST, PARTIAL, CheckpointInfo, Commit
+from holdfast.store.commit import MANIFEST, CheckpointInfo, Commit
 from holdfast.store.failures import saving
+from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED
 
 _STAGING_NBYTES = 64 << 20
@@ -48,6 +49,9 @@ class Options:
         return Tuning(self.backend, window, depth, self.small_nbytes)
 
 
+_DEFAULT = Options().tuning()
+
+
 def save(
     path: str | os.PathLike[str],
     state: object,
@@ -74,7 +78,7 @@ def save(
         raise ValueError(f"{target}: names that end so mark what is no checkpoint; choose another")
     if overwrite:
         _refuse_stranger(target)
-    tuning = (options or Options()).tuning()
+    tuning = _DEFAULT if options is None else options.tuning()
     return Commit(target, step, dict(metrics or {}), tuning, overwrite=overwrite).run(flatten(state))
 
 

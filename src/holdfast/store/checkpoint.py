@@ -16,15 +16,24 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.engine import ALIGNMENT
-from holdfast.errors import CheckpointNotFound, IncompleteCheckpoint, StateMismatch, UnsupportedCheckpoint
+from holdfast.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    StateMismatch,
+    UnsupportedCheckpoint,
+)
 from holdfast.format.dtypes import itemsize
+from holdfast.format.embedded import PEEK_NBYTES, embeds_root, extract_root
 from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root
-from holdfast.format.records import Leaf, Root
+from holdfast.format.records import EMBEDDED, Leaf, Root
+from holdfast.format.shard import header_nbytes
 from holdfast.state import Framework, LeafMeta, Restore, convert, empty, prune, unflatten, values
-from holdfast.store.commit import MANIFEST, PARTIAL
+from holdfast.store.commit import MANIFEST, SHARD
 from holdfast.store.failures import reading, require_regular
 from holdfast.store.hold import Hold
 from holdfast.store.lazy import LazyLeaf
+from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED, list_steps, step_name
 from holdfast.store.shards import ShardReader, Wanted
 
@@ -49,6 +58,8 @@ class Checkpoint:
     def __init__(self, path: str) -> None:
         self.path = path
         self._hold, self.root = _open(path)
+        embedded = any(file.header_xxh3 == EMBEDDED for file in self.root.part.files)
+        self.manifest_path = os.path.join(path, SHARD if embedded else MANIFEST)
         self._leaves: dict[str, Leaf] = {leaf.name: leaf for leaf in self.root.part.leaves}
         self._aliases: dict[str, str] = {alias.name: alias.of for alias in self.root.part.aliases}
         self.shards = ShardReader(self.root.part, self._hold)
@@ -80,7 +91,7 @@ class Checkpoint:
     @functools.cached_property
     def values(self) -> dict[str, object]:
         """Everything that is not an array, by dotted name."""
-        return values(self.root.tree, where=os.path.join(self.path, MANIFEST))
+        return values(self.root.tree, where=self.manifest_path)
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +155,7 @@ class Checkpoint:
             chosen = list(self.leaves) if select is None else self.select(select)
             arrays = self._read_fresh(chosen, framework, verify=verify)
             tree = self.root.tree if select is None else prune(self.root.tree, set(chosen))
-            return unflatten(tree, arrays, where=os.path.join(self.path, MANIFEST))
+            return unflatten(tree, arrays, where=self.manifest_path)
         if framework is not None:
             raise TypeError("framework= goes with fresh arrays; with into= the target decides")
         return self._restore(into, select, verify=verify, strict=strict)
@@ -225,7 +236,7 @@ def resolve(path: str | os.PathLike[str]) -> str:
     where = os.path.abspath(os.fspath(path))
     if where.endswith((PARTIAL, RETIRED)):
         raise IncompleteCheckpoint("this is not a committed checkpoint: the save did not finish", path=where)
-    if os.path.exists(os.path.join(where, MANIFEST)):
+    if is_checkpoint(where):
         return where
     if not os.path.isdir(where):
         hint = "; a save to it did not finish" if os.path.isdir(where + PARTIAL) else ""
@@ -234,11 +245,18 @@ def resolve(path: str | os.PathLike[str]) -> str:
     if steps:
         return os.path.join(where, step_name(steps[-1]))
     raise IncompleteCheckpoint(
-        f"no {MANIFEST} and no checkpoints inside: not a checkpoint, nor a run with one", path=where
+        "no manifest and no checkpoints inside: not a checkpoint, nor a run with one", path=where
     )
 
 
-def _read_root(directory: str, where: str) -> Root:
+def is_checkpoint(directory: str) -> bool:
+    """Whether a directory looks like one checkpoint, whole or not: it has a manifest, or what may hold it."""
+    return any(os.path.exists(os.path.join(directory, name)) for name in (MANIFEST, SHARD))
+
+
+def _read_root(directory: str, path: str) -> Root:
+    """The manifest of the checkpoint at `path`: a file by itself, or else in the header of its only shard."""
+    where = os.path.join(path, MANIFEST)
     try:
         with reading(where):
             require_regular(os.path.join(directory, MANIFEST), where)
@@ -246,9 +264,40 @@ def _read_root(directory: str, where: str) -> Root:
                 data = file.read(MAX_ROOT_NBYTES + 1)
     except OSError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise IncompleteCheckpoint("the manifest is missing", path=where) from error
+            return _read_embedded(directory, path)
         raise
-    return decode_root(data, where)
+    root = decode_root(data, where)
+    _refuse_second_manifest(directory, path)
+    return root
+
+
+def _read_embedded(directory: str, path: str) -> Root:
+    where = os.path.join(path, SHARD)
+    try:
+        with reading(where):
+            nbytes = require_regular(os.path.join(directory, SHARD), where).st_size
+            with open(os.path.join(directory, SHARD), "rb") as file:
+                header = file.read(PEEK_NBYTES)
+                header += file.read(max(0, header_nbytes(header, nbytes, where) - PEEK_NBYTES))
+    except OSError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            missing = os.path.join(path, MANIFEST)
+            raise IncompleteCheckpoint("the manifest is missing", path=missing) from error
+        raise
+    return extract_root(header, nbytes, where)
+
+
+def _refuse_second_manifest(directory: str, path: str) -> None:
+    """Two that disagree could each be the right one: nobody writes such a checkpoint."""
+    try:
+        require_regular(os.path.join(directory, SHARD), os.path.join(path, SHARD))
+        with open(os.path.join(directory, SHARD), "rb") as file:
+            beginning = file.read(PEEK_NBYTES)
+    except (OSError, CorruptCheckpoint):
+        return  # whoever needs the shard is told what is wrong with it
+    if embeds_root(beginning):
+        reason = f"this file holds a manifest, and there is a {MANIFEST} beside it"
+        raise CorruptCheckpoint(reason, path=os.path.join(path, SHARD))
 
 
 def _open(path: str) -> tuple[Hold, Root]:
@@ -256,7 +305,7 @@ def _open(path: str) -> tuple[Hold, Root]:
     for _ in range(_MAX_REPLACED):
         hold = Hold(path)
         try:
-            root = _read_root(hold.directory, os.path.join(path, MANIFEST))
+            root = _read_root(hold.directory, path)
             _refuse_unknown_layout(root, path)
             if hold.pin(file.name for file in root.part.files) or hold.current:
                 return hold, root

@@ -5,8 +5,11 @@ For a checkpoint that shall appear at ``D`` in directory ``P``, one process:
 1. Make ``D.partial`` in ``P``, or rename a retired checkpoint to it to write over its files. Nobody reads a
    name that ends in ``.partial``, so nothing before step 5 can be taken for a checkpoint.
 2. Write the shard. Its bytes come from the caller's memory; checksums are computed on the way.
-3. Write the manifest, which holds the checksums.
+3. Write the manifest, which holds the checksums. (A small state is copied first, so that its checksums are
+   known; then its manifest is in the shard's header, and this step is part of the one before.)
 4. Sync the shard, the manifest, and the directory ``D.partial``: all there is to the checkpoint is durable.
+   (The directory's entries may be durable already: those of a checkpoint that this process committed and
+   retired, and in which nothing was made or removed since.)
 5. Rename ``D.partial`` to ``D``. **This is the commit.** (Replacing an old one: exchange the two names.)
 6. Sync ``P``. Now, and only now, the save is reported durable.
 
@@ -21,29 +24,31 @@ fails, what it left is removed, and what was there before has not been touched.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from msgspec import Struct
 
 from holdfast import engine
-from holdfast.engine import CHUNK_NBYTES, Tuning, WriteJob, fs
-from holdfast.errors import CheckpointExists, RunLocked
+from holdfast.engine import Tuning, WriteJob, fs
+from holdfast.errors import CheckpointExists, HoldfastError
 from holdfast.format.checksums import digest
-from holdfast.format.manifest import encode_root, shard_name
-from holdfast.format.records import Alias, Fragment, Leaf, Part, Root, ShardFile
-from holdfast.plan import ShardPlan, plan_shard
+from holdfast.format.embedded import EMBEDDING_SHARD
+from holdfast.format.manifest import MANIFEST_NAME, encode_root
+from holdfast.format.records import ShardFile
+from holdfast.plan import ShardPlan, arrange
 from holdfast.state import Flat, LeafSource
-from holdfast.store.failures import saving
+from holdfast.store.describe import Identity, OneFile, describe, one_file
+from holdfast.store.failures import save_failed
+from holdfast.store.partial import PARTIAL, Partial, Spare
 
-MANIFEST = "manifest.json"
-PARTIAL = ".partial"
-_SHARD = shard_name(0, 0)
+MANIFEST = MANIFEST_NAME
+SHARD = EMBEDDING_SHARD
 
 
-@dataclass(frozen=True, slots=True)
-class Seconds:
+class Seconds(Struct, frozen=True):
     """Where the time of a commit went: bytes to the device, syncs of the files, and all the rest."""
 
     write: float
@@ -51,8 +56,7 @@ class Seconds:
     commit: float
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointInfo:
+class CheckpointInfo(Struct, frozen=True):
     """What a save did. `nbytes` counts the leaves, `stored_nbytes` the files."""
 
     path: str
@@ -77,39 +81,25 @@ class Watch:
         """The engine has let go of the sources. What is raised here fails the save."""
 
 
-@dataclass(slots=True)
-class _Partial:
-    """``D.partial`` while it is ours. `recycle`: it holds files to write over.
-
-    Not `settled`: ``D`` and ``D.partial`` have changed names, and which has which on the disk is not certain.
-    Then neither may be removed: it could be the checkpoint that is to be replaced.
-    """
-
-    recycle: bool
-    settled: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """One checkpoint to be committed. `spare`: a retired one whose files may be written over."""
+class Commit(Struct, frozen=True):
+    """One checkpoint to be committed."""
 
     target: str
     step: int
     metrics: Mapping[str, float]
     tuning: Tuning
-    spare: str | None = None
+    spare: Spare | None = None
     overwrite: bool = False
-
-    @property
-    def partial(self) -> str:
-        return self.target + PARTIAL
 
     @property
     def parent(self) -> str:
         return os.path.dirname(self.target)
 
     def run(
-        self, flat: Flat, groups: Sequence[Sequence[LeafSource]] | None = None, watch: Watch | None = None
+        self,
+        flat: Flat,
+        groups: Sequence[Sequence[LeafSource]] | None = None,
+        watch: Watch | None = None,
     ) -> CheckpointInfo:
         """Save a state taken apart; returns when it is durable. Else raises and leaves nothing behind.
 
@@ -117,34 +107,60 @@ class Commit:
         """
         began = time.perf_counter()
         check_step(self.step)
-        plan = plan_shard([flat.leaves] if groups is None else groups)
-        with saving(self.target):
+        partial = Partial(self.target, self.spare, self.target + PARTIAL)
+        try:
             self._refuse_existing()
             fs.anchor(self.parent, once=True)
-            # Choosing may write a trial file, so it comes before there is anything to clean up.
-            tuning = self.tuning
-            if plan.nbytes > tuning.small_nbytes or tuning.backend is not None:
-                tuning = replace(tuning, backend=engine.choose_backend(self.parent, tuning.backend))
-            with self._own_partial() as partial:
-                writing = time.perf_counter()
-                root, manifest_nbytes, synced = self._write(
-                    flat, plan, tuning, watch or Watch(), recycle=partial.recycle
-                )
-                syncing = time.perf_counter()
-                self._publish(partial)
+            return self._save(partial, flat, groups, watch or Watch(), began)
+        except BaseException as error:
+            partial.remove()
+            if isinstance(error, OSError) and not isinstance(error, HoldfastError):
+                raise save_failed(error, self.target) from error
+            raise
+        finally:
+            partial.release()
+
+    def _save(
+        self,
+        partial: Partial,
+        flat: Flat,
+        groups: Sequence[Sequence[LeafSource]] | None,
+        watch: Watch,
+        began: float,
+    ) -> CheckpointInfo:
+        identity = Identity(os.urandom(16).hex(), self.step, time.time(), dict(self.metrics))
+        layout = arrange([flat.leaves] if groups is None else groups)
+        limit = self.tuning.small_nbytes
+        single = one_file(identity, flat, layout, limit) if layout.nbytes < limit else None
+        plan = layout.plan() if single is None else single.plan
+        if single is not None:
+            # All has been copied: the sources are free before the file system is even asked.
+            watch.writing(plan, single.packed)
+            watch.written()
+        # Choosing may write a trial file, so it comes before there is anything to clean up.
+        tuning = self.tuning
+        if plan.nbytes > limit or tuning.backend is not None:
+            tuning = replace(tuning, backend=engine.choose_backend(self.parent, tuning.backend))
+        partial.make()
+        writing = time.perf_counter()
+        if single is None:
+            manifest_nbytes, synced = self._write(identity, flat, plan, tuning, watch, partial)
+        else:
+            manifest_nbytes, synced = 0, self._write_one_file(single, partial)
+        syncing = time.perf_counter()
+        self._publish(partial)
         ended = time.perf_counter()
-        phases = Seconds(syncing - writing - synced, synced, ended - began - (syncing - writing))
         return CheckpointInfo(
             path=self.target,
             step=self.step,
-            id=root.id,
-            created=root.created,
-            metrics=dict(self.metrics),
+            id=identity.id,
+            created=identity.created,
+            metrics=identity.metrics,
             leaves=len(flat.leaves),
-            nbytes=sum(leaf.nbytes for leaf in flat.leaves),
+            nbytes=sum([leaf.source.nbytes for leaf in flat.leaves]),
             stored_nbytes=plan.nbytes + manifest_nbytes,
             seconds=ended - began,
-            phases=phases,
+            phases=Seconds(syncing - writing - synced, synced, ended - began - (syncing - writing)),
         )
 
     def _refuse_existing(self) -> None:
@@ -154,182 +170,74 @@ class Commit:
                 "choose another path, or pass overwrite=True to replace it atomically"
             )
 
-    @contextlib.contextmanager
-    def _own_partial(self) -> Iterator[_Partial]:
-        """Step 1, and the clean-up when anything after it fails."""
-        lock = self._take_spare()
-        partial = _Partial(recycle=lock is not None)
-        if lock is None:
-            lock = self._make_partial()
-        try:
-            yield partial
-        except BaseException:
-            # What cannot be removed now is swept by the next writer; the failure to report is the first one.
-            if partial.settled:
-                with contextlib.suppress(OSError):
-                    fs.remove_tree(self.partial)
-            raise
-        finally:
-            unlock_directory(lock)
-
-    def _take_spare(self) -> int | None:
-        """Renames the spare to ``D.partial``. None: there is no spare, or somebody still reads it."""
-        lock = None if self.spare is None else try_lock_directory(self.spare)
-        if self.spare is None or lock is None:
-            return None
-        try:
-            if os.path.lexists(self.partial):
-                self._remove_leftover()
-            fs.rename(self.spare, self.partial)
-        except BaseException:
-            unlock_directory(lock)
-            raise
-        return lock
-
-    def _make_partial(self) -> int:
-        try:
-            fs.mkdir(self.partial)
-        except FileExistsError:
-            self._remove_leftover()
-            fs.mkdir(self.partial)
-        return self._lock_partial()
-
-    def _remove_leftover(self) -> None:
-        """Removes what a failed or crashed save left. A live one may be at work there: the lock tells."""
-        leftover = self._lock_partial()
-        try:
-            # It may be what such a save has replaced: its names must be durable before its files go.
-            fs.sync_dir(self.parent)
-            fs.remove_tree(self.partial)
-        finally:
-            unlock_directory(leftover)
-
-    def _lock_partial(self) -> int:
-        lock = try_lock_directory(self.partial)
-        if lock is None:
-            raise RunLocked(f"another process is saving to {self.target}; one writer per checkpoint")
-        return lock
-
     def _write(
-        self, flat: Flat, plan: ShardPlan, tuning: Tuning, watch: Watch, *, recycle: bool
-    ) -> tuple[Root, int, float]:
-        """Steps 2 to 4. Returns the manifest, its size, and the seconds that the syncs took."""
-        if recycle:
-            self._drop_strangers()
+        self,
+        identity: Identity,
+        flat: Flat,
+        plan: ShardPlan,
+        tuning: Tuning,
+        watch: Watch,
+        partial: Partial,
+    ) -> tuple[int, float]:
+        """Steps 2 to 4. Returns the size of the manifest, and the seconds that the syncs took."""
+        directory = partial.directory_to_sync({SHARD, MANIFEST})
         job = engine.write(
-            os.path.join(self.partial, _SHARD),
+            os.path.join(partial.path, SHARD),
             plan.nbytes,
             plan.pieces(),
             tuning=tuning,
             header=plan.header,
-            recycle=recycle,
+            recycle=partial.recycle,
             background=plan.nbytes > tuning.small_nbytes,
         )
         try:
             watch.writing(plan, job)
             job.wait()
             watch.written()
+            shard = ShardFile(SHARD, plan.nbytes, len(plan.header), digest(plan.header))
+            encoded = encode_root(describe(identity, flat, plan.leaves, plan.offsets, job.checksums(), shard))
+            manifest = fs.write_file(os.path.join(partial.path, MANIFEST), encoded, recycle=partial.recycle)
+            began = time.perf_counter()
+            fs.sync([job, manifest], directory)
         except BaseException:
             job.abandon()  # the engine must not go on reading memory that the caller goes on to change
             raise
-        root = self._describe(flat, plan, job.checksums())
-        encoded = encode_root(root)
-        manifest = fs.write_file(os.path.join(self.partial, MANIFEST), encoded, recycle=recycle)
+        return len(encoded), time.perf_counter() - began
+
+    def _write_one_file(self, single: OneFile, partial: Partial) -> float:
+        """Steps 2 to 4 of a small state. Returns the seconds that the syncs took."""
+        directory = partial.directory_to_sync({SHARD})
+        file = fs.write_file(
+            f"{partial.path}/{SHARD}", single.plan.header, single.packed.data, recycle=partial.recycle
+        )
         began = time.perf_counter()
-        fs.sync([job, manifest], self.partial)
-        return root, len(encoded), time.perf_counter() - began
+        fs.sync([file], directory)
+        return time.perf_counter() - began
 
-    def _drop_strangers(self) -> None:
-        for name in os.listdir(self.partial):
-            if name not in (MANIFEST, _SHARD):
-                fs.unlink(os.path.join(self.partial, name))
-
-    def _describe(self, flat: Flat, plan: ShardPlan, checksums: list[str]) -> Root:
-        leaves = tuple(
-            Leaf(
-                leaf.name,
-                leaf.dtype,
-                leaf.shape,
-                leaf.framework,
-                (Fragment((0,) * len(leaf.shape), leaf.shape, 0, offset, leaf.nbytes, chunks),),
-            )
-            for leaf, offset, chunks in zip(plan.leaves, plan.offsets, checksums, strict=True)
-        )
-        shard = ShardFile(_SHARD, plan.nbytes, len(plan.header), digest(plan.header))
-        aliases = tuple(Alias(name, of) for name, of in flat.aliases)
-        return Root(
-            id=os.urandom(16).hex(),
-            step=self.step,
-            created=time.time(),
-            metrics=dict(self.metrics),
-            tree=flat.tree,
-            part=Part(0, CHUNK_NBYTES, (shard,), leaves, aliases),
-        )
-
-    def _publish(self, partial: _Partial) -> None:
+    def _publish(self, partial: Partial) -> None:
         """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found."""
         replaces = self.overwrite and os.path.lexists(self.target)
         move = fs.exchange if replaces else fs.rename
         partial.settled = False
         try:
-            move(self.partial, self.target)
+            move(partial.path, self.target)
         except OSError:
             partial.settled = True
             raise
         try:
             fs.sync_dir(self.parent)
         except OSError:
-            move(self.target, self.partial)
+            move(self.target, partial.path)
             fs.sync_dir(self.parent)  # no second try of the first: the names have changed again
             partial.settled = True
             raise
         partial.settled = True
         if replaces:
             with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
-                fs.remove_tree(self.partial)
+                fs.remove_tree(partial.path)
 
 
 def check_step(step: int) -> None:
     """Steps are what directory names can hold, twelve digits."""
     if type(step) is not int or not 0 <= step < 10**12:
         raise ValueError(f"step must be an int from 0 to 10**12 - 1, not {step!r}")
-
-
-def try_lock_directory(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
-    """Holds a directory until the descriptor is given to `unlock_directory`; None when somebody else does.
-
-    Writers hold a checkpoint's directory exclusively while they write into it, readers share it.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
-            if kind == fcntl.LOCK_EX:
-                _exclusive.add(descriptor)
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass  # held, or renamed or removed by its holder just now: not ours either way
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
-
-
-def unlock_directory(descriptor: int) -> None:
-    """Said aloud: closing alone would leave the lock to a child forked meanwhile, for as long as it lives."""
-    _exclusive.discard(descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
-_exclusive: set[int] = set()
-
-
-def _leave_locks_to_the_parent() -> None:
-    """In a forked child: were the parent killed while it writes, the child would hold its directories."""
-    while _exclusive:
-        os.close(_exclusive.pop())
-
-
-os.register_at_fork(after_in_child=_leave_locks_to_the_parent)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 
 from holdfast.errors import CheckpointNotFound
-from holdfast.store.commit import try_lock_directory, unlock_directory
+from holdfast.store.directories import try_lock_directory, unlock_directory
 from holdfast.store.failures import reading
 
 _LOCK_SECONDS = 2.0

@@ -15,16 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from holdfast.engine import Tuning, fs
 from holdfast.errors import CheckpointNotFound
 from holdfast.state import Flat, LeafSource
-from holdfast.store.commit import (
-    PARTIAL,
-    CheckpointInfo,
-    Commit,
-    Watch,
-    try_lock_directory,
-    unlock_directory,
-)
+from holdfast.store.commit import CheckpointInfo, Commit, Watch
+from holdfast.store.directories import try_lock_directory, unlock_directory
 from holdfast.store.failures import saving
 from holdfast.store.lock import RunLock
+from holdfast.store.partial import PARTIAL, Spare
 
 RETIRED = ".retired"
 SPARE_NOW_NBYTES = 4 << 20
@@ -53,6 +48,11 @@ class WritableRun:
     def __init__(self, path: str, tuning: Tuning) -> None:
         self.path = path
         self.tuning = tuning
+        self._spare: Spare | None = None
+        self._unsynced: list[Spare] = []
+        self._stuck: list[str] = []
+        # Step -> bytes of the checkpoints that were committed here: their directories are known to be synced.
+        self._committed: dict[int, int] = {}
         with saving(path):
             fs.make_directories(path)
             self._lock = RunLock(path)
@@ -61,15 +61,14 @@ class WritableRun:
             except BaseException:
                 self._lock.release()
                 raise
-        self._spare: str | None = None
-        self._unsynced: list[str] = []
 
     def close(self) -> None:
         """Gives up the lock and the disk space held for recycling."""
-        for path in [*self._unsynced, self._spare]:
-            if path is not None:
-                self._remove(path)
+        for spare in [*self._unsynced, self._spare]:
+            if spare is not None:
+                self._remove(spare.path)
         self._spare, self._unsynced = None, []
+        self._remove_stuck()
         self._lock.release()
 
     def path_of(self, step: int) -> str:
@@ -85,13 +84,17 @@ class WritableRun:
     ) -> CheckpointInfo:
         """Commits one checkpoint. One of the same step is replaced: it was damaged, or training went back."""
         spare, self._spare = self._spare, None
-        if spare is not None and not os.path.isdir(spare):
-            spare = None
         commit = Commit(self.path_of(step), step, metrics, self.tuning, spare, overwrite=True)
-        info = commit.run(flat, groups, watch)
+        try:
+            info = commit.run(flat, groups, watch)
+        finally:
+            # Not taken: somebody reads it, or the save failed before.
+            if spare is not None and os.path.lexists(spare.path):
+                self._stuck.append(spare.path)
+        self._committed[step] = info.stored_nbytes
         # The commit has synced the run's directory, and with it the new names of what was retired before.
-        self._settle(self._unsynced)
-        self._unsynced = []
+        unsynced, self._unsynced = self._unsynced, []
+        self._settle(unsynced)
         self._remove_stuck()
         return info
 
@@ -102,39 +105,41 @@ class WritableRun:
         over, the run would show a checkpoint with another one's bytes.
         """
         with saving(self.path):
-            retired = []
+            nbytes = 0
             for step in steps:
                 path = self.path_of(step)
                 self._make_way(path + RETIRED)
                 fs.rename(path, path + RETIRED)
-                retired.append(path + RETIRED)
-            if retired and self._spare is None and _nbytes(retired[-1]) >= SPARE_NOW_NBYTES:
+                known = self._committed.pop(step, None)
+                self._unsynced.append(Spare(path + RETIRED, synced=known is not None))
+                nbytes = _nbytes(path + RETIRED) if known is None else known
+            if self._spare is None and nbytes >= SPARE_NOW_NBYTES:
                 fs.sync_dir(self.path)
-                self._settle(retired)
-            else:
-                self._unsynced += retired
+                unsynced, self._unsynced = self._unsynced, []
+                self._settle(unsynced)
 
     def _make_way(self, retired: str) -> None:
         """Removes a namesake that somebody has been reading since: what readers opened, they keep."""
         if os.path.lexists(retired):
-            if retired == self._spare:
+            if self._spare is not None and retired == self._spare.path:
                 self._spare = None
-            self._unsynced = [path for path in self._unsynced if path != retired]
+            self._unsynced = [spare for spare in self._unsynced if spare.path != retired]
             fs.remove_tree(retired)
 
-    def _settle(self, retired: list[str]) -> None:
+    def _settle(self, retired: list[Spare]) -> None:
         """Of retired checkpoints whose names are durable, keeps one as the spare and removes the others."""
-        for path in reversed(retired):
+        for spare in reversed(retired):
             if self._spare is None:
-                self._spare = path
+                self._spare = spare
             else:
-                self._remove(path)
+                self._stuck.append(spare.path)
+        self._remove_stuck()
 
     def _remove_stuck(self) -> None:
-        """Tries again what a reader prevented when its turn came: a long training must not collect it."""
-        for path in self._leftovers():
-            if path.endswith(RETIRED) and path != self._spare:
-                self._remove(path)
+        """Removes what nobody needs; tries again what a reader prevented, or a failure: a long training must
+        not collect it."""
+        if self._stuck:
+            self._stuck = [path for path in self._stuck if not self._remove(path) and os.path.lexists(path)]
 
     def _sweep(self) -> None:
         leftovers = list(self._leftovers())
@@ -143,7 +148,8 @@ class WritableRun:
             # power cut now, and the removals not, a checkpoint that is to stay would be without its files.
             fs.sync_dir(self.path)
         for path in leftovers:
-            self._remove(path)
+            if not self._remove(path) and path.endswith(RETIRED):
+                self._stuck.append(path)
 
     def _leftovers(self) -> Iterator[str]:
         for name in sorted(os.listdir(self.path)):
@@ -152,15 +158,17 @@ class WritableRun:
                 yield os.path.join(self.path, name)
 
     @staticmethod
-    def _remove(path: str) -> None:
+    def _remove(path: str) -> bool:
         """Removes a directory nobody needs. One that is read, or that resists, is left for the next time."""
         with contextlib.suppress(OSError):
             lock = try_lock_directory(path)
             if lock is not None:
                 try:
                     fs.remove_tree(path)
+                    return True
                 finally:
                     unlock_directory(lock)
+        return False
 
 
 def _nbytes(path: str) -> int:

@@ -12,7 +12,8 @@ from holdfast import engine
 from holdfast.engine import Destination, Padding, ReadPiece, Tuning, Unkept
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
 from holdfast.format.checksums import digest
-from holdfast.format.records import Fragment, Leaf, Part, ShardFile
+from holdfast.format.embedded import check_header
+from holdfast.format.records import EMBEDDED, Fragment, Leaf, Part, ShardFile
 from holdfast.plan import ByteRange, gaps
 from holdfast.store.failures import reading, require_regular
 from holdfast.store.hold import Hold
@@ -185,9 +186,14 @@ class ShardReader:
     def _header_problem(self, file: ShardFile) -> list[Problem]:
         with reading(self._shown_path(file)), open(self._path(file), "rb") as opened:
             header = opened.read(file.header_nbytes)
-        if digest(header) == file.header_xxh3:
-            return []
-        return [Problem(self._shown_path(file), "the shard's header does not match its checksum", None)]
+        if file.header_xxh3 == EMBEDDED:
+            try:
+                check_header(header, file.nbytes, self._shown_path(file))
+            except CorruptCheckpoint as error:
+                return [Problem(self._shown_path(file), error.reason, None)]
+        elif digest(header) != file.header_xxh3:
+            return [Problem(self._shown_path(file), "the shard's header does not match its checksum", None)]
+        return []
 
     def _path(self, file: ShardFile) -> str:
         return self._hold.file(file.name)

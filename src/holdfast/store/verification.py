@@ -55,7 +55,8 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | No
             shown = os.path.join(where, file.name)
             if shown not in damaged and os.path.exists(shown):
                 problems += _header_problems(checkpoint, index, file, shown)
-        ours = {MANIFEST, *(file.name for file in part.files), *(ref.file for ref in checkpoint.root.parts)}
+        ours = {file.name for file in part.files} | {ref.file for ref in checkpoint.root.parts}
+        ours.add(os.path.basename(checkpoint.manifest_path))
         strangers = tuple(sorted(set(os.listdir(where)) - ours))
         return Report(
             where, checkpoint.step, len(checkpoint), checkpoint.stored_nbytes, tuple(problems), strangers

@@ -186,8 +186,8 @@ def disturbance(row: ArmRow | None, cpu_count: int) -> float | None:
 def predicted_stall(nbytes: int, bytes_per_second: float, compute_seconds: float) -> float:
     """What FastPersist's condition B >= S/(Tf + Tb) leaves of a write that forward and backward cannot hide.
 
-    >>> predicted_stall(400_000_000, 2e9, 0.15), predicted_stall(400_000_000, 2e9, 1.2)
-    (0.05, 0.0)
+    >>> predicted_stall(1 << 30, 1 << 30, 0.75), predicted_stall(1 << 30, 1 << 30, 1.5)
+    (0.25, 0.0)
     """
     return max(0.0, nbytes / bytes_per_second - compute_seconds)
 

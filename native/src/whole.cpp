@@ -1,0 +1,44 @@
+#include "whole.hpp"
+
+#include <cstring>
+
+#include "hash.hpp"
+#include "sync.hpp"
+
+namespace holdfast {
+
+std::vector<uint64_t> pack_pieces(const Plan& plan, char* destination, uint64_t nbytes, uint64_t chunk) {
+  uint64_t at = 0;
+  for (const Piece& piece : plan.pieces) {
+    std::memset(destination + at, 0, piece.offset - at);
+    at = piece.end();
+  }
+  std::memset(destination + at, 0, nbytes - at);
+  copy_pieces(plan, destination);
+  std::vector<uint64_t> hashes;
+  hashes.reserve(plan.pieces.size());
+  for (const Piece& piece : plan.pieces) {
+    for (uint64_t from = 0; from < piece.nbytes; from += chunk) {
+      hashes.push_back(xxh3(destination + piece.offset + from, std::min(chunk, piece.nbytes - from)));
+    }
+  }
+  return hashes;
+}
+
+void write_whole(const sys::File& file, std::vector<iovec> parts) {
+  Transfer transfer;
+  transfer.file = &file;
+  transfer.iov = std::move(parts);
+  const uint64_t nbytes = transfer.nbytes();
+  if (sys::size(file) > nbytes) sys::truncate(file, nbytes);
+  while (!transfer.iov.empty()) {
+    const ssize_t done =
+        sys::pwritev(file, transfer.iov.data(), static_cast<int>(transfer.iov.size()), transfer.offset);
+    if (done < 0) throw sys::Error{static_cast<int>(-done), sys::Call::write, file.path()};
+    if (done == 0) throw sys::Error{EIO, sys::Call::write, file.path()};
+    transfer.advance(static_cast<uint64_t>(done));
+  }
+  start_writeback(file);
+}
+
+}  // namespace holdfast

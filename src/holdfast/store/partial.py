@@ -1,0 +1,114 @@
+"""The directory in which a checkpoint comes to be, before it has its name: made or taken, held, cleaned up.
+
+Owns step 1 of the commit protocol (`holdfast.store.commit`), and what becomes of ``D.partial`` when a later
+one fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+from holdfast.engine import fs
+from holdfast.errors import RunLocked
+from holdfast.store.directories import try_lock_directory, unlock_directory
+
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A retired checkpoint whose files may be written over. `synced`: their names are known to be durable."""
+
+    path: str
+    synced: bool
+
+
+@dataclass(slots=True)
+class Partial:
+    """``D.partial`` while it is ours: from `make` to `release`.
+
+    Not `settled`: ``D`` and ``D.partial`` have changed names, and which has which on the disk is not certain.
+    Then neither may be removed: it could be the checkpoint that is to be replaced.
+    """
+
+    target: str
+    spare: Spare | None
+    path: str
+    settled: bool = True
+    recycle: bool = False
+    """Whether there are files to write over."""
+    _lock: int | None = None
+
+    def make(self) -> None:
+        """Step 1. From here on it is held against others."""
+        self._lock = self._take_spare()
+        self.recycle = self._lock is not None
+        if self._lock is not None:
+            return
+        try:
+            fs.mkdir(self.path)
+        except FileExistsError:
+            self._remove_leftover()
+            fs.mkdir(self.path)
+        self._lock = self._lock_path()
+
+    def directory_to_sync(self, ours: set[str]) -> str | None:
+        """Removes what is not `ours` from files to write over. None when the names of these are durable."""
+        if not self.recycle:
+            return self.path
+        names = set(os.listdir(self.path))
+        for name in names - ours:
+            fs.unlink(os.path.join(self.path, name))
+        assert self.spare is not None
+        return None if names == ours and self.spare.synced else self.path
+
+    def remove(self) -> None:
+        """After a failure. What cannot be removed now is swept by the next writer."""
+        if self._lock is not None and self.settled:
+            with contextlib.suppress(OSError):  # the failure to report is the one before
+                fs.remove_tree(self.path)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            unlock_directory(self._lock)
+            self._lock = None
+
+    def _take_spare(self) -> int | None:
+        """Renames the spare to ``D.partial``. None: there is no spare, or somebody still reads it."""
+        if self.spare is None:
+            return None
+        try:
+            lock = try_lock_directory(self.spare.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # somebody has taken it away
+        if lock is None:
+            return None
+        try:
+            if os.path.lexists(self.path):
+                self._remove_leftover()
+            fs.rename(self.spare.path, self.path)
+        except BaseException:
+            unlock_directory(lock)
+            raise
+        return lock
+
+    def _remove_leftover(self) -> None:
+        """Removes what a failed or crashed save left. A live one may be at work there: the lock tells."""
+        leftover = self._lock_path()
+        try:
+            # It may be what such a save has replaced: its names must be durable before its files go.
+            fs.sync_dir(os.path.dirname(self.path))
+            fs.remove_tree(self.path)
+        finally:
+            unlock_directory(leftover)
+
+    def _lock_path(self) -> int:
+        lock = try_lock_directory(self.path)
+        if lock is None:
+            raise self._locked()
+        return lock
+
+    def _locked(self) -> RunLocked:
+        return RunLocked(f"another process is saving to {self.target}; one writer per checkpoint")
