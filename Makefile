@@ -66,7 +66,7 @@ demo: setup
 	$(BIN)/holdfast demo $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .
