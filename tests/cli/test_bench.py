@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from holdfast.study import bench as study
-from holdfast.study import training, training_report
 from holdfast.study.report import from_json
+from holdfast.study.training import report as training_report
+from holdfast.study.training import training
 from study.training_samples import result, row, rows
 
 from .support import command

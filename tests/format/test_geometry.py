@@ -12,10 +12,12 @@ from holdfast.format.geometry import (
     Box,
     Runs,
     TooTangled,
+    boxes_of_range,
     contains,
     contiguous_runs,
     disjoint,
     intersect,
+    subtract,
     whole,
 )
 
@@ -168,3 +170,35 @@ def test_a_tangle_is_given_up_in_bounded_time() -> None:
     assert disjoint(lattice(8))
     with pytest.raises(TooTangled):
         disjoint(lattice(48))
+
+
+@given(st.lists(st.integers(0, 5), max_size=4).map(tuple), st.data())
+def test_a_range_is_a_few_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    volume = math.prod(shape)
+    start = data.draw(st.integers(0, volume))
+    stop = data.draw(st.integers(start, volume))
+    found = boxes_of_range(shape, start, stop)
+    numbers = np.arange(volume).reshape(shape)
+    held = [
+        int(numbers[cell]) for box in found for cell in itertools.product(*map(range, box.start, box.stop))
+    ]
+    assert held == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert all(contiguous_runs(box, whole(shape)).number == 1 for box in found)
+
+
+def test_whole_rows_of_an_array_are_one_box() -> None:
+    assert boxes_of_range((6, 4), 4, 20) == [Box((1, 0), (4, 4))]
+    assert boxes_of_range((), 0, 1) == [Box((), ())]
+    assert boxes_of_range((3,), 2, 2) == []
+    with pytest.raises(ValueError, match="not one of an array"):
+        boxes_of_range((3,), 2, 4)
+
+
+@given(st.integers(0, 3).flatmap(lambda rank: st.tuples(boxes(rank), st.lists(boxes(rank), max_size=4))))
+def test_what_is_left_of_a_box_is_disjoint_and_all_of_it(case: tuple[Box, list[Box]]) -> None:
+    box, holes = case
+    left = subtract(box, holes)
+    expected = cells(box).difference(*map(cells, holes))
+    assert sum(piece.volume for piece in left) == len(expected)
+    assert set().union(*map(cells, left)) == expected

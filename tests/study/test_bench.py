@@ -100,7 +100,7 @@ def test_a_disk_that_is_too_small_is_told_before_it_is_filled(tmp_path: Path) ->
 def test_memory_that_is_too_small_is_told_before_it_is_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "_meminfo", lambda: ["MemTotal: 99999999 kB", "MemAvailable: 1024 kB"])
+    monkeypatch.setattr(bench, "meminfo", lambda: ["MemTotal: 99999999 kB", "MemAvailable: 1024 kB"])
     with pytest.raises(MemoryError, match="choose a smaller --size"):
         bench.run(options(tmp_path), quiet())
 

@@ -41,7 +41,7 @@ def test_temperature_is_what_the_kernel_sees_afterwards(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_stays_full_is_called_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_forget", lambda file: None)
+    monkeypatch.setattr(cache, "forget", lambda file: None)
     assert cache.chill([warm_file(tmp_path)])[0] == "warm"
 
 

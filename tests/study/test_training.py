@@ -16,24 +16,21 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from holdfast.study import (
-    training,
-    training_arms,
-    training_bars,
-    training_child,
-    training_measure,
-    training_model,
-    training_peers,
-    training_plot,
-    training_recovery,
-    training_report,
-    training_sweep,
-)
 from holdfast.study.results import Spread
 from holdfast.study.states import Gpt2
-from holdfast.study.training import TrainingOptions
-from holdfast.study.training_model import Load, Trainer
-from holdfast.study.training_results import (
+from holdfast.study.training import arms as training_arms
+from holdfast.study.training import bars as training_bars
+from holdfast.study.training import child as training_child
+from holdfast.study.training import measure as training_measure
+from holdfast.study.training import model as training_model
+from holdfast.study.training import peers as training_peers
+from holdfast.study.training import plot as training_plot
+from holdfast.study.training import recovery as training_recovery
+from holdfast.study.training import report as training_report
+from holdfast.study.training import sweep as training_sweep
+from holdfast.study.training import training
+from holdfast.study.training.model import Load, Trainer
+from holdfast.study.training.results import (
     NONE,
     OVERLAP,
     ArmRow,
@@ -42,6 +39,7 @@ from holdfast.study.training_results import (
     predicted_stall,
     summarise,
 )
+from holdfast.study.training.training import TrainingOptions
 
 from .training_samples import MIB, TITLES, result, row, rows, sample
 

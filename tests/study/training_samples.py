@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.study import training_bars
 from holdfast.study.results import Machine, Spread
-from holdfast.study.training_results import (
+from holdfast.study.training import bars as training_bars
+from holdfast.study.training.results import (
     CHECKFREQ,
     DCP_ASYNC,
     NONE,

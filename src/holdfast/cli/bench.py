@@ -197,8 +197,8 @@ def _bench_training(
     told: _Training,
 ) -> None:
     from holdfast.study.bench import parse_size
-    from holdfast.study.training import QUICK, TrainingOptions, check, run
-    from holdfast.study.training_report import render, to_json
+    from holdfast.study.training.report import render, to_json
+    from holdfast.study.training.training import QUICK, TrainingOptions, check, run
 
     try:
         given = {name: value for name, value in vars(told).items() if value is not None and name != "quick"}

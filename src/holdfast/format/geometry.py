@@ -6,7 +6,7 @@ Owns integer arithmetic on (start, shape) only: no dtypes, no files. Inside a bo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 _PAIRWISE_LIMIT = 8
@@ -124,6 +124,80 @@ def contiguous_runs(inner: Box, outer: Box) -> Runs:
         if inner.shape[axis] != outer.shape[axis]:
             break
     return Runs(offset, length, inner.shape[:axis], tuple(strides[:axis]))
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The elements `start` to `stop` of a C-order array as boxes, in order: at most 2 * dimensions - 1.
+
+    Each of them is contiguous in the array, and they follow each other without gaps.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"range {start}:{stop} is not one of an array of shape {shape}")
+    boxes: list[Box] = []
+    if start < stop:
+        _cut_range((), shape, start, stop, boxes)
+    return boxes
+
+
+def _cut_range(
+    prefix: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int, out: list[Box]
+) -> None:
+    depth = len(prefix)
+    if depth == len(shape):
+        out.append(Box(prefix, (1,) * depth))
+        return
+    row = math.prod(shape[depth + 1 :])
+    first, last = -(-start // row), stop // row  # rows first to last are taken whole
+    if first > last:  # begins and ends inside of one row
+        _cut_range((*prefix, last), shape, start - last * row, stop - last * row, out)
+        return
+    if start < first * row:
+        _cut_range((*prefix, first - 1), shape, start - (first - 1) * row, row, out)
+    if first < last:
+        rest = shape[depth + 1 :]
+        out.append(
+            Box((*prefix, first, *(0,) * len(rest)), (*(1,) * depth, last - first, *rest)),
+        )
+    if last * row < stop:
+        _cut_range((*prefix, last), shape, 0, stop - last * row, out)
+
+
+def subtract(box: Box, holes: Iterable[Box]) -> list[Box]:
+    """What is left of a box without the elements of others, as disjoint boxes.
+
+    For naming what is missing: the work grows with the number of holes times that of boxes left.
+    """
+    left = [box] if box.volume else []
+    for hole in holes:
+        remaining: list[Box] = []
+        for piece in left:
+            both = intersect(piece, hole)
+            if both is None:
+                remaining.append(piece)
+            else:
+                remaining.extend(_around(piece, both))
+        left = remaining
+    return left
+
+
+def _around(outer: Box, inner: Box) -> Iterator[Box]:
+    """Cut `inner` out of `outer`, slab by slab along each dimension."""
+    start, stop = list(outer.start), list(outer.stop)
+    for axis, (low, high) in enumerate(zip(inner.start, inner.stop, strict=True)):
+        for begin, end in ((start[axis], low), (high, stop[axis])):
+            if begin < end:
+                yield Box(
+                    (*start[:axis], begin, *start[axis + 1 :]),
+                    tuple(
+                        b - a
+                        for a, b in zip(
+                            (*start[:axis], begin, *start[axis + 1 :]),
+                            (*stop[:axis], end, *stop[axis + 1 :]),
+                            strict=True,
+                        )
+                    ),
+                )
+        start[axis], stop[axis] = low, high
 
 
 class TooTangled(ValueError):

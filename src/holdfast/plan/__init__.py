@@ -1,7 +1,18 @@
-"""plan: which bytes go where in which shard, and which bytes of a shard a reader needs.
+"""plan: which rank writes or reads which bytes, on which volume, and where in which shard.
 
-Pure arithmetic on descriptions; nothing here reads or writes. Single-process for now: one shard on one
-volume.
+Pure arithmetic on descriptions; nothing here reads, writes or communicates.
+
+| room | what it owns |
+|---|---|
+| `layout`, `reading` | one shard: the place of each leaf, and the bytes of it that a request needs |
+| `placement`, `topology` | who holds what, as meshes and splits; where ranks run, and which of them write |
+| `world`, `dtensor` | from what each rank sees to who holds what; from DTensor's words to splits |
+| `cohorts`, `tape` | bytes that the same ranks hold, laid end to end; where such a tape is best cut |
+| `ranks`, `volumes` | writing: every byte once and evenly, by ranks, then by volumes |
+| `description` | a writing plan as bytes: to be compared between ranks, and kept for readers |
+| `resharding`, `sharing` | reading in any other layout; once per node, where peers want the same |
+
+What one process alone needs is exported here; the rooms for many ranks are imported by name.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def judge(result: BenchResult) -> tuple[Bar, ...]:
     return tuple(bars)
 
 
-def _bar(
+def make_bar(
     key: str,
     promise: str,
     sense: Literal[">=", "<="],
@@ -106,14 +106,14 @@ def _faster(result: BenchResult, operation: Operation, system: str, limit: float
     if operation == "load" and result.temperature == "warm":
         # The promise is about a restart; against the page cache it was never made.
         ratio, detail = None, "the page cache could not be emptied"
-    return _bar(f"{operation}-vs-{system}", promise, ">=", limit, ratio, "x", detail)
+    return make_bar(f"{operation}-vs-{system}", promise, ">=", limit, ratio, "x", detail)
 
 
 def _cpu(result: BenchResult) -> Bar:
     row = result.row(results.HOLDFAST, "save")
     spread = row.summary.cpu_seconds_per_gb if row is not None and row.summary is not None else None
     measured = None if spread is None else spread.median
-    return _bar(
+    return make_bar(
         "save-cpu",
         "CPU of a save, checksums on",
         "<=",
@@ -134,7 +134,7 @@ def _memory(result: BenchResult) -> Bar:
     # Both ways of saving must keep to it; the worst round of the worse one counts.
     measured = max(growths) / MIB if growths else None
     detail = "" if measured is not None else _why_not(ours[0]) or "this kernel does not tell peak memory"
-    return _bar(
+    return make_bar(
         "save-memory", "growth of peak memory in a save", "<=", PEAK_GROWTH_MIB, measured, "MiB", detail
     )
 
@@ -145,7 +145,7 @@ def _import(result: BenchResult) -> tuple[Bar, Bar]:
     detail = "" if cost is None else f"ready to save after {cost.ready_seconds.median * 1000:.0f} ms"
     heavy = None if cost is None else float(len(cost.heavy_modules))
     return (
-        _bar(
+        make_bar(
             "import-time",
             "import holdfast",
             "<=",
@@ -154,7 +154,7 @@ def _import(result: BenchResult) -> tuple[Bar, Bar]:
             "ms",
             detail,
         ),
-        _bar(
+        make_bar(
             "import-light",
             "frameworks that this pulls in",
             "<=",
@@ -170,13 +170,13 @@ def _latency(result: BenchResult) -> Bar:
     taken = result.latency
     promise = "save of 64 KiB, against doing it by hand"
     if taken is None:
-        return _bar("latency", promise, "<=", LATENCY_TO_HAND, None, "x")
+        return make_bar("latency", promise, "<=", LATENCY_TO_HAND, None, "x")
     hand = taken.by_hand.median
     detail = (
         f"ms: by hand {hand * 1000:.2f}, save {taken.save.median * 1000:.2f}, "
         f"Checkpointer {taken.checkpointer.median * 1000:.2f}"
     )
-    return _bar("latency", promise, "<=", LATENCY_TO_HAND, taken.save.median / hand, "x", detail)
+    return make_bar("latency", promise, "<=", LATENCY_TO_HAND, taken.save.median / hand, "x", detail)
 
 
 def _why_not(row: Row | None) -> str:

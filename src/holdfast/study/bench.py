@@ -64,7 +64,7 @@ def run(options: BenchOptions, console: Console) -> BenchResult:
     load_before = os.getloadavg()[0]
     room = Path(tempfile.mkdtemp(prefix=".holdfast-bench-", dir=options.directory))
     try:
-        with _progress(console) as progress:
+        with progress_bar(console) as progress:
             task = progress.add_task("building the state", total=2 * len(chosen) * (options.rounds + 1))
             state = states.build(options.shape, options.nbytes, seed=options.seed)
 
@@ -88,7 +88,7 @@ def run(options: BenchOptions, console: Console) -> BenchResult:
         rounds=options.rounds,
         temperature=measured.temperature,
         cache_method=measured.cache_method,
-        machine=_machine(options.directory, load_before),
+        machine=machine_facts(options.directory, load_before),
         rows=summarise(measured.rows, state.nbytes),
         latency=latency,
         import_cost=import_cost,
@@ -147,7 +147,7 @@ def _look_for_room(directory: Path, nbytes: int) -> None:
             f"{report.size(_DISK_COPIES * nbytes)}: choose a smaller --size or another directory"
         )
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _meminfo():
+    for line in meminfo():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     if available < _MEMORY_COPIES * nbytes:
@@ -157,12 +157,12 @@ def _look_for_room(directory: Path, nbytes: int) -> None:
         )
 
 
-def _meminfo() -> list[str]:
+def meminfo() -> list[str]:
     path = Path("/proc/meminfo")
     return path.read_text().splitlines() if path.exists() else []
 
 
-def _machine(directory: Path, load_before: float) -> Machine:
+def machine_facts(directory: Path, load_before: float) -> Machine:
     versions = {"python": platform.python_version()}
     for name in ("holdfast", "numpy", "torch", "safetensors"):
         try:
@@ -186,7 +186,7 @@ def _filesystem(directory: Path) -> str:
     return kind
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
     return Progress(
         BarColumn(bar_width=24),
         TimeElapsedColumn(),

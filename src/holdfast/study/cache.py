@@ -29,7 +29,7 @@ def chill(files: Sequence[Path]) -> tuple[Temperature, str]:
     if not _drop_everything():
         method = "fadvise"
         for file in files:
-            _forget(file)
+            forget(file)
     fraction = resident_fraction(files)
     if fraction is None or fraction > _COLD_FRACTION:
         return "warm", "the page cache could not be emptied"
@@ -56,7 +56,7 @@ def _drop_everything() -> bool:
     return True
 
 
-def _forget(file: Path) -> None:
+def forget(file: Path) -> None:
     if not hasattr(os, "posix_fadvise"):
         return
     fd = os.open(file, os.O_RDONLY)

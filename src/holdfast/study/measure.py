@@ -78,14 +78,14 @@ def cost_of(action: Callable[[], T]) -> tuple[T, Cost]:
     returned first. The kernel keeps these counters per CPU and may be some hundred KiB behind.
     """
     gc.collect()
-    _return_free_memory()
-    before = _reset_peak()
-    cpu = _cpu_seconds()
+    return_free_memory()
+    before = reset_peak()
+    cpu = cpu_seconds()
     clock = time.perf_counter()
     result = action()
     seconds = time.perf_counter() - clock
-    cpu = _cpu_seconds() - cpu
-    after = None if before is None else _peak_nbytes()
+    cpu = cpu_seconds() - cpu
+    after = None if before is None else peak_nbytes()
     growth = None if before is None or after is None else max(0, after - before)
     return result, Cost(seconds, cpu, growth)
 
@@ -223,28 +223,28 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first[0] if first else 'no message'}"
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
-def _reset_peak() -> int | None:
+def reset_peak() -> int | None:
     """Set the high-water mark back; None where the kernel offers no way (then memory is not reported)."""
     try:
         Path("/proc/self/clear_refs").write_text("5\n")
     except OSError:
         return None
-    return _peak_nbytes()
+    return peak_nbytes()
 
 
-def _peak_nbytes() -> int | None:
+def peak_nbytes() -> int | None:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return None
 
 
-def _return_free_memory() -> None:
+def return_free_memory() -> None:
     # glibc only; other C libraries either lack it or give memory back by themselves.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

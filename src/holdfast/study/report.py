@@ -59,7 +59,7 @@ def _heading(result: BenchResult) -> Text:
 
 def _table(result: BenchResult, operation: Operation) -> Table:
     title = "durable save" if operation == "save" else f"load, {_temperature(result)}"
-    table = _plain_table(title)
+    table = plain_table(title)
     table.add_column("", no_wrap=True)
     table.add_column("GB/s", justify="right", no_wrap=True)
     table.add_column("range", justify="right", no_wrap=True, style="dim")
@@ -75,7 +75,7 @@ def _table(result: BenchResult, operation: Operation) -> Table:
     return table
 
 
-def _plain_table(title: str) -> Table:
+def plain_table(title: str) -> Table:
     """Without vertical lines: all columns fit a terminal of 80."""
     return Table(
         title=title,
@@ -116,7 +116,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _bars(result: BenchResult) -> Table:
-    table = _plain_table(f"bars for {result.shape}")
+    table = plain_table(f"bars for {result.shape}")
     table.add_column("", no_wrap=True)
     table.add_column("")
     table.add_column("promised", justify="right", no_wrap=True)
@@ -129,13 +129,13 @@ def _bars(result: BenchResult) -> Table:
         table.add_row(
             Text(bar.verdict, style=style),
             promise,
-            f"{_SENSES[bar.sense]} {_amount(bar.limit, bar)}",
-            _NOTHING if bar.measured is None else _amount(bar.measured, bar),
+            f"{_SENSES[bar.sense]} {amount(bar.limit, bar)}",
+            _NOTHING if bar.measured is None else amount(bar.measured, bar),
         )
     return table
 
 
-def _amount(value: float, bar: Bar) -> str:
+def amount(value: float, bar: Bar) -> str:
     digits = 0 if bar.unit in ("ms", "MiB", "") else 2
     unit = {"x": _TIMES, "": ""}.get(bar.unit, f" {bar.unit}")
     return f"{value:.{digits}f}{unit}"

@@ -1,6 +1,6 @@
 """The picture of a training benchmark: the cost of a step, where the device is too slow, and a restart.
 
-Draws what `training_results` hold and nothing else. matplotlib is imported when a picture is asked for.
+Draws what `results` hold and nothing else. matplotlib is imported when a picture is asked for.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.study.plot import SUFFIXES
-from holdfast.study.training_bars import STEP_TO_NONE
-from holdfast.study.training_results import (
+from holdfast.study.training.bars import STEP_TO_NONE
+from holdfast.study.training.results import (
     HOLDFAST_COLD,
     NONE,
     OVERLAP,

@@ -1,7 +1,7 @@
 """The training that `training` measures: a GPT-2 in plain eager torch, on tokens made up beforehand.
 
 Owns the model, the optimizer and how large a batch must be for a step to take as long as wanted. What is done
-about checkpoints is left to `training_arms`.
+about checkpoints is left to `arms`.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from holdfast.study.peers import remove
 from holdfast.study.results import Spread
-from holdfast.study.training_arms import Arm, Nothing, Overlap, Sync
-from holdfast.study.training_measure import FIRST_LEAD_IN, Meter
-from holdfast.study.training_model import Load, Trainer
-from holdfast.study.training_results import NONE, OVERLAP, SYNC, StepSample, SweepPoint, predicted_stall
+from holdfast.study.training.arms import Arm, Nothing, Overlap, Sync
+from holdfast.study.training.measure import FIRST_LEAD_IN, Meter
+from holdfast.study.training.model import Load, Trainer
+from holdfast.study.training.results import NONE, OVERLAP, SYNC, StepSample, SweepPoint, predicted_stall
 
 SHORTEST_SEQUENCE = 8
 _BANDWIDTH_READINGS = 3

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.study.bars import _bar
+from holdfast.study.bars import make_bar
 from holdfast.study.results import Bar
-from holdfast.study.training_results import NONE, OVERLAP, TrainingResult, disturbance
+from holdfast.study.training.results import NONE, OVERLAP, TrainingResult, disturbance
 
 STEP_TO_NONE = 1.05
 STEP_GOAL = 1.03
@@ -32,7 +32,7 @@ def judge(result: TrainingResult) -> tuple[Bar, ...]:
         worst = 100 * row.summary.stall_share.high
         stall_detail = f"worst step {worst:.1f} %"
     return (
-        _bar(
+        make_bar(
             "overlap-step",
             "step with a durable checkpoint each, against none",
             "<=",
@@ -41,7 +41,7 @@ def judge(result: TrainingResult) -> tuple[Bar, ...]:
             "x",
             detail,
         ),
-        _bar(
+        make_bar(
             "overlap-stall",
             "share of a step in which training waits",
             "<=",

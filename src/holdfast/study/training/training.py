@@ -20,23 +20,20 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from holdfast.study import (
-    measure,
-    plot,
-    training_bars,
-    training_measure,
-    training_model,
-    training_peers,
-    training_plot,
-    training_recovery,
-    training_sweep,
-)
-from holdfast.study.bench import _machine, _meminfo, _progress
+from holdfast.study import measure, plot
+from holdfast.study.bench import machine_facts, meminfo, progress_bar
 from holdfast.study.peers import missing_modules, remove
 from holdfast.study.report import size
 from holdfast.study.states import Gpt2
-from holdfast.study.training_model import Load, Trainer
-from holdfast.study.training_results import ModelInfo, RecoveryRow, SweepPoint, TrainingResult
+from holdfast.study.training import bars as training_bars
+from holdfast.study.training import measure as training_measure
+from holdfast.study.training import model as training_model
+from holdfast.study.training import peers as training_peers
+from holdfast.study.training import plot as training_plot
+from holdfast.study.training import recovery as training_recovery
+from holdfast.study.training import sweep as training_sweep
+from holdfast.study.training.model import Load, Trainer
+from holdfast.study.training.results import ModelInfo, RecoveryRow, SweepPoint, TrainingResult
 
 DEFAULT_NBYTES = 400 << 20
 _DISK_COPIES = 16
@@ -123,7 +120,7 @@ def _measure(
     starts = (options.restarts + 1) * len(training_recovery.WAYS) - 1 if options.restarts else 0
     total = options.rounds * len(arms) + starts + (8 if options.sweep else 0)
     problems: list[str] = []
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("building the model", total=total)
         trainer = Trainer(options.shape, options.seed)
         progress.update(task, description="finding the batch")
@@ -180,7 +177,7 @@ def _measure(
         model=model,
         rounds=options.rounds,
         steps=options.steps,
-        machine=_machine(options.directory, load_before),
+        machine=machine_facts(options.directory, load_before),
         rows=rows,
         sweep=sweep,
         recovery=recovery,
@@ -236,7 +233,7 @@ def _look_for_room(directory: Path, nbytes: int) -> None:
             "choose a smaller --size or another directory"
         )
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _meminfo():
+    for line in meminfo():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     if available < _MEMORY_COPIES * nbytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.study.peers import missing_modules, sync_tree
-from holdfast.study.training_arms import (
+from holdfast.study.training.arms import (
     PATIENCE_SECONDS,
     Arm,
     Nothing,
@@ -24,8 +24,8 @@ from holdfast.study.training_arms import (
     snapshot,
     state_dicts,
 )
-from holdfast.study.training_model import Trainer, flatten
-from holdfast.study.training_results import CHECKFREQ, DCP_ASYNC, NONE, TORCH
+from holdfast.study.training.model import Trainer, flatten
+from holdfast.study.training.results import CHECKFREQ, DCP_ASYNC, NONE, TORCH
 
 
 class TorchSave(Arm):

@@ -3,9 +3,9 @@
 Every arm makes the state durable after every step, as `peers` understands it: files and the directories that
 name them are synced. None has more than one save in flight, and none falls behind: a save that is due waits
 for the one before it. What an arm must wait for before the weights change, it waits for in a hook on the
-optimizer, so that one clock around the hooks sees all of them alike (`training_measure`).
+optimizer, so that one clock around the hooks sees all of them alike (`measure`).
 
-The others are in `training_peers`.
+The others are in `peers`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdfast.study.peers import missing_holdfast, missing_modules
-from holdfast.study.training_model import Trainer
-from holdfast.study.training_results import NONE, OVERLAP, SNAPSHOT, SYNC
+from holdfast.study.training.model import Trainer
+from holdfast.study.training.results import NONE, OVERLAP, SNAPSHOT, SYNC
 
 if TYPE_CHECKING:
     import torch

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from holdfast.study import measure
 from holdfast.study.ballast import Ballast
-from holdfast.study.training_arms import Arm
-from holdfast.study.training_model import Batch, Load, Trainer
-from holdfast.study.training_results import NONE, ArmRow, StepSample, summarise
+from holdfast.study.training.arms import Arm
+from holdfast.study.training.model import Batch, Load, Trainer
+from holdfast.study.training.results import NONE, ArmRow, StepSample, summarise
 
 Progress = Callable[[int, str], None]
 """Called before each block with the round and the title of the arm."""
@@ -89,10 +89,10 @@ class Meter:
         own.mkdir(exist_ok=True)
         batches = [self._trainer.draw(load) for _ in range(lead_in + steps)]
         gc.collect()
-        measure._return_free_memory()
+        measure.return_free_memory()
         # What others left behind (dirty pages, blocks to discard) is finished before the clock starts.
         os.sync()
-        before = measure._reset_peak()
+        before = measure.reset_peak()
         begun_at = self._step
         samples = []
         try:
@@ -100,7 +100,7 @@ class Meter:
             for batch in batches:
                 samples.append(self._take_step(arm, batch, begun_at, round_index, position))
             arm.drain()
-            after = None if before is None else measure._peak_nbytes()
+            after = None if before is None else measure.peak_nbytes()
             wrong = arm.differs(self._trainer) if verify else None
             if wrong is not None:
                 raise RuntimeError(f"saved something else than the state after the step: {wrong}")
@@ -120,7 +120,7 @@ class Meter:
             waited_until = time.perf_counter()
 
         others = _others_cpu_seconds()
-        cpu = measure._cpu_seconds()
+        cpu = measure.cpu_seconds()
         begin = time.perf_counter()
         trainer.forward_backward(batch)
         computed = time.perf_counter()
@@ -133,7 +133,7 @@ class Meter:
         lost_after_update = self._lost(arm, begun_at)
         arm.save(self._step)
         end = time.perf_counter()
-        cpu = measure._cpu_seconds() - cpu
+        cpu = measure.cpu_seconds() - cpu
         others_after = _others_cpu_seconds()
         return StepSample(
             round=round_index,
@@ -209,4 +209,4 @@ def _others_cpu_seconds() -> float | None:
     # user, nice, system, idle, iowait, irq, softirq, steal; what follows is part of the first two
     ticks = [int(word) for word in path.read_text().splitlines()[0].split()[1:9]]
     busy = sum(ticks) - ticks[3] - ticks[4]
-    return busy / os.sysconf("SC_CLK_TCK") - measure._cpu_seconds()
+    return busy / os.sysconf("SC_CLK_TCK") - measure.cpu_seconds()

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.study.bars import MIB
-from holdfast.study.report import _amount, _plain_table
+from holdfast.study.report import amount, plain_table
 from holdfast.study.results import Bar, Spread
-from holdfast.study.training_results import (
+from holdfast.study.training.results import (
     HOLDFAST_COLD,
     NONE,
     OVERLAP,
@@ -64,7 +64,7 @@ def _heading(result: TrainingResult) -> Text:
 
 
 def _steps(result: TrainingResult) -> Table:
-    table = _plain_table("a training step, each with a durable checkpoint")
+    table = plain_table("a training step, each with a durable checkpoint")
     _columns(table, "step s", "range", f"{_TIMES}none", "stall", "CPU s", "crash loses", "MiB")
     for row in result.rows:
         table.add_row(row.title, *_step_cells(row), style=_style(row.arm, row.status))
@@ -93,7 +93,7 @@ def _lost(typical: float | None, worst: int | None) -> str:
 
 
 def _phases(result: TrainingResult) -> Table:
-    table = _plain_table("where a step goes, medians in ms")
+    table = plain_table("where a step goes, medians in ms")
     _columns(table, "forward+backward", "waiting", "update", "save call")
     for row in result.rows:
         summary = row.summary
@@ -109,7 +109,7 @@ def _phases(result: TrainingResult) -> Table:
 
 
 def _sweep(points: Sequence[SweepPoint]) -> Table:
-    table = _plain_table("overlap as the checkpoint outgrows forward+backward (ms)")
+    table = plain_table("overlap as the checkpoint outgrows forward+backward (ms)")
     _columns(table, "MB", "Tf+Tb", "ratio", "predicted", "raw B", "stall", "range", f"{_TIMES}none")
     for point in points:
         stall = point.stall_seconds
@@ -128,7 +128,7 @@ def _sweep(points: Sequence[SweepPoint]) -> Table:
 
 
 def _recovery(rows: Sequence[RecoveryRow]) -> Table:
-    table = _plain_table("killed: from the start of a new process to the end of its next step, in s")
+    table = plain_table("killed: from the start of a new process to the end of its next step, in s")
     _columns(table, "total", "range", "imports", "model", "restore", "step", "lost")
     for row in rows:
         table.add_row(row.title, *_recovery_cells(row), style=_style(row.system, row.status))
@@ -155,7 +155,7 @@ def _recovery_cells(row: RecoveryRow) -> Sequence[str]:
 
 
 def _bars(bars: Sequence[Bar]) -> Table:
-    table = _plain_table("bars for training, overlap")
+    table = plain_table("bars for training, overlap")
     table.add_column("", no_wrap=True)
     table.add_column("")
     table.add_column("promised", justify="right", no_wrap=True)
@@ -168,8 +168,8 @@ def _bars(bars: Sequence[Bar]) -> Table:
         table.add_row(
             Text(bar.verdict, style=style),
             promise,
-            f"{_SENSES[bar.sense]} {_amount(bar.limit, bar)}",
-            _NOTHING if bar.measured is None else _amount(bar.measured, bar),
+            f"{_SENSES[bar.sense]} {amount(bar.limit, bar)}",
+            _NOTHING if bar.measured is None else amount(bar.measured, bar),
         )
     return table
 

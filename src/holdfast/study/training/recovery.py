@@ -27,9 +27,9 @@ import msgspec
 from holdfast.study import cache, measure
 from holdfast.study.peers import files_below, missing_holdfast, missing_modules
 from holdfast.study.states import Gpt2
-from holdfast.study.training_child import Message, Ready, Stepped
-from holdfast.study.training_model import Load
-from holdfast.study.training_results import (
+from holdfast.study.training.child import Message, Ready, Stepped
+from holdfast.study.training.model import Load
+from holdfast.study.training.results import (
     HOLDFAST_COLD,
     TORCH_COLD,
     TORCH_WARM,
@@ -114,7 +114,7 @@ def run(
             os.sync()
             if way.cold:
                 for file in files_below(own):
-                    cache._forget(file)
+                    cache.forget(file)
             try:
                 life = live(own, way.program, shape, load, mode)
                 if round_index > 0:
@@ -142,7 +142,7 @@ def restart_of(life: Life, last_step: int) -> Restart:
 
 def live(directory: Path, program: str, shape: Gpt2, load: Load, mode: str) -> Life:
     """Start a training, let it take `STEPS` steps, and kill it."""
-    command = [sys.executable, "-m", "holdfast.study.training_child", str(directory)]
+    command = [sys.executable, "-m", "holdfast.study.training.child", str(directory)]
     for name, value in {
         "system": program,
         "mode": mode,

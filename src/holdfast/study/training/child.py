@@ -2,7 +2,7 @@
 
 It runs as a process of its own and tells its parent, one JSON message per line, when each part of its start
 was done. Times are readings of the monotonic clock, which all processes of a machine share. Restarting it
-and doing the sums is left to `training_recovery`.
+and doing the sums is left to `recovery`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from holdfast.study.states import Gpt2
 
 if TYPE_CHECKING:
-    from holdfast.study.training_model import Trainer
+    from holdfast.study.training.model import Trainer
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -61,7 +61,7 @@ def open_torch(directory: Path, trainer: Trainer, mode: str) -> tuple[int, Save]
     import torch
 
     from holdfast.study.peers import sync_tree
-    from holdfast.study.training_arms import state_dicts
+    from holdfast.study.training.arms import state_dicts
 
     def save(step: int) -> None:
         path = directory / f"{step % 2}.pt"
@@ -88,7 +88,7 @@ def train(directory: Path, system: str, shape: Gpt2, batch: int, sequence: int, 
     import torch  # noqa: F401  (part of what is timed as imports)
 
     import holdfast
-    from holdfast.study.training_model import Load, Trainer
+    from holdfast.study.training.model import Load, Trainer
 
     if system == "holdfast":
         holdfast.Checkpointer  # noqa: B018  (imported on first use)
@@ -115,7 +115,7 @@ def report(message: Message) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m holdfast.study.training_child", description=train.__doc__
+        prog="python -m holdfast.study.training.child", description=train.__doc__
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--system", choices=sorted(SYSTEMS), required=True)

@@ -1,0 +1,136 @@
+"""From what each rank sees to who holds what in the world.
+
+A rank knows its own arrays. Of a DTensor it knows how all of it lies on its mesh; of a plain array only that
+it is here, whole or a box of something larger. Views are exchanged once per layout, and equal ones once for
+all their ranks (a data-parallel world has a single view), so merging takes time in the number of *different*
+views, not of ranks.
+
+Ranks that list the same plain array under the same name hold copies of it: whether these are equal is for the
+store to find out, by digests. Where a leaf is described in more than one way (tied embeddings on the first
+and the last pipeline stage), the view of the lowest rank counts, and the other holders write none of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.format.geometry import Box, disjoint, subtract, whole
+from holdfast.plan.placement import LeafLayout, Mesh, Spread
+
+
+class RanksDisagree(ValueError):
+    """Ranks describe a leaf in ways that cannot all be true. `ranks` are some of those concerned."""
+
+    def __init__(self, reason: str, leaf: str, ranks: Sequence[int]) -> None:
+        self.leaf = leaf
+        self.ranks = tuple(ranks)
+        super().__init__(f"leaf {leaf!r}: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A leaf as one rank sees it: with its spread if it is a DTensor, else as the boxes it has.
+
+    No boxes and no spread: the whole array. `shape` is that of the whole leaf in any case.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    spread: Spread | None = None
+    boxes: tuple[Box, ...] = ()
+
+
+View = tuple[Seen, ...]
+
+
+def merge_views(views: Mapping[View, Sequence[int]]) -> list[LeafLayout]:
+    """The world's leaves, from each different view and the ranks that have it.
+
+    The same on every rank: leaves come in the order of the lowest ranks' views.
+    """
+    by_leaf: dict[str, list[tuple[Seen, tuple[int, ...]]]] = {}
+    for view, ranks in sorted(views.items(), key=lambda entry: min(entry[1])):
+        holders = tuple(sorted(ranks))
+        names: set[str] = set()
+        for seen in view:
+            if seen.name in names:
+                raise RanksDisagree("listed twice in one view", seen.name, holders[:8])
+            names.add(seen.name)
+            by_leaf.setdefault(seen.name, []).append((seen, holders))
+    meshes: dict[tuple[int, ...], Mesh] = {}
+    return [_merge(found, meshes) for found in by_leaf.values()]
+
+
+def _merge(found: Sequence[tuple[Seen, tuple[int, ...]]], meshes: dict[tuple[int, ...], Mesh]) -> LeafLayout:
+    first, its_ranks = found[0]
+    for seen, ranks in found[1:]:
+        if (seen.dtype, seen.shape) != (first.dtype, first.shape):
+            raise RanksDisagree(
+                f"{first.dtype} of shape {list(first.shape)} on rank {its_ranks[0]}, "
+                f"{seen.dtype} of shape {list(seen.shape)} on rank {ranks[0]}",
+                first.name,
+                (its_ranks[0], ranks[0]),
+            )
+    if first.spread is not None:
+        spreads: tuple[Spread, ...] = (first.spread,)
+        _check_listed(first, found)
+    else:
+        spreads = _from_boxes(first, found, meshes)
+    return LeafLayout(first.name, first.dtype, first.shape, spreads)
+
+
+def _check_listed(first: Seen, found: Sequence[tuple[Seen, tuple[int, ...]]]) -> None:
+    """Everybody on a DTensor's mesh must have it: a shard that nobody saves would be lost."""
+    assert first.spread is not None
+    listed = {rank for seen, ranks in found if seen.spread == first.spread for rank in ranks}
+    mesh = first.spread.mesh
+    absent = [] if len(listed) >= mesh.size else sorted(set(mesh.ranks().flat) - listed)
+    if absent:
+        some = ", ".join(map(str, absent[:8]))
+        raise RanksDisagree(
+            f"spread over {mesh.size} ranks, but rank {some}{', ...' if len(absent) > 8 else ''} "
+            "does not save it in that way",
+            first.name,
+            [int(rank) for rank in absent[:8]],
+        )
+
+
+def _from_boxes(
+    first: Seen, found: Sequence[tuple[Seen, tuple[int, ...]]], meshes: dict[tuple[int, ...], Mesh]
+) -> tuple[Spread, ...]:
+    """One spread for each different box, over the ranks that have it."""
+    everything = whole(first.shape)
+    holders: dict[Box, list[int]] = {}
+    for seen, ranks in found:
+        if seen.spread is None:
+            for box in seen.boxes or (everything,):
+                holders.setdefault(box, []).extend(ranks)
+    if everything in holders:
+        # Somebody has all of it: ranks that have a part besides need not write any.
+        holders = {everything: holders[everything]}
+    boxes = [box for box in holders if box.volume] or list(holders)[:1]
+    ranks_of_all = sorted({rank for ranks in holders.values() for rank in ranks})
+    if not disjoint(boxes):
+        raise RanksDisagree(
+            "boxes of different ranks overlap without being the same", first.name, ranks_of_all[:8]
+        )
+    if sum(box.volume for box in boxes) != math.prod(first.shape):
+        gone = subtract(everything, boxes)
+        place = (
+            f"start {list(gone[0].start)}, shape {list(gone[0].shape)}" if gone else "outside of its shape"
+        )
+        raise RanksDisagree(f"no rank has all of it; missing: {place}", first.name, ranks_of_all[:8])
+    return tuple(
+        Spread(_mesh(tuple(sorted(set(holders[box]))), meshes), (), None if box == everything else box)
+        for box in boxes
+    )
+
+
+def _mesh(ranks: tuple[int, ...], meshes: dict[tuple[int, ...], Mesh]) -> Mesh:
+    found = meshes.get(ranks)
+    if found is None:
+        found = meshes[ranks] = Mesh.of(ranks)
+    return found

@@ -1,0 +1,292 @@
+"""How planning grows: real planner and manifest code on thousands of ranks that do not exist. No I/O.
+
+For each layout and world it takes the time of what one rank does once per layout (plan, its own fragments),
+once per save (its part), what the coordinator does per commit (collect a small record from every rank, encode
+the root), and what one rank does to resume on three quarters of the ranks. Work for one rank is measured on a
+few of them and on a plan of their own, as it would be in as many processes.
+
+``python -m holdfast.study.scale`` prints the table, and growth against linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from holdfast.format.checksums import DEFAULT_CHUNK_NBYTES, HEX_DIGITS, chunk_count
+from holdfast.format.dtypes import carrier
+from holdfast.format.manifest import (
+    ALIGNMENT,
+    Fragment,
+    Leaf,
+    Part,
+    PartRef,
+    Root,
+    ShardFile,
+    decode_root,
+    encode_part,
+    encode_root,
+    part_ref,
+    shard_name,
+)
+from holdfast.format.shard import HeaderEntry, build_header, entry_name
+from holdfast.plan.description import encode_plan
+from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.ranks import WritePlan
+from holdfast.plan.resharding import StoredIndex, Wanted, plan_reads
+from holdfast.plan.sharing import SharePlan
+from holdfast.plan.topology import Topology
+from holdfast.study.scale_report import (
+    COMMIT_LIMIT_SECONDS,
+    COMMIT_LIMIT_WORLD,
+    LAYOUTS,
+    Case,
+    Layout,
+    show,
+)
+
+WORLDS = (256, 1024, 4096, 16384)
+LEAVES = 2000
+_RANKS_PER_NODE = 8
+_WIDTH = 8192
+_COPIES = 3  # the weight and Adam's two moments
+_T = TypeVar("_T")
+
+
+def model(count: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """The leaves of a transformer and its optimizer: as many layers as make about `count`."""
+    layer: tuple[tuple[str, tuple[int, ...]], ...] = (
+        ("attention.norm.weight", (_WIDTH,)),
+        ("attention.query.weight", (_WIDTH, _WIDTH)),
+        ("attention.key.weight", (_WIDTH // 4, _WIDTH)),
+        ("attention.value.weight", (_WIDTH // 4, _WIDTH)),
+        ("attention.out.weight", (_WIDTH, _WIDTH)),
+        ("mlp.norm.weight", (_WIDTH,)),
+        ("mlp.gate.weight", (28_672, _WIDTH)),
+        ("mlp.up.weight", (28_672, _WIDTH)),
+        ("mlp.down.weight", (_WIDTH, 28_672)),
+    )
+    names: list[tuple[str, tuple[int, ...]]] = [
+        ("embed.weight", (128_256, _WIDTH)),
+        ("norm.weight", (_WIDTH,)),
+    ]
+    while (len(names) + len(layer)) * _COPIES <= count:
+        number = (len(names) - 2) // len(layer)
+        names += [(f"layers.{number}.{name}", shape) for name, shape in layer]
+    prefixes = (("model.", "BF16"), ("optimizer.exp_avg.", "F32"), ("optimizer.exp_avg_sq.", "F32"))
+    return [(prefix + name, dtype, shape) for prefix, dtype in prefixes for name, shape in names]
+
+
+def describe(layout: Layout, world: int, count: int) -> list[LeafLayout]:
+    """The world's leaves as the planner takes them."""
+    tensor = math.gcd(world, _RANKS_PER_NODE) if layout == "hsdp x tp" else 1
+    copies = {"ddp": world, "fsdp": 1, "hsdp x tp": math.gcd(world // tensor, 4)}[layout]
+    mesh = Mesh.grid(copies, world // copies // tensor, tensor)
+    sharded = () if layout == "ddp" else (Split(0, 1),)
+    spreads = {
+        None: Spread(mesh, sharded),
+        # Fully sharded on top of tensor parallel: the latter comes first.
+        0: Spread(mesh, (Split(0, 2), Split(0, 1))),
+        1: Spread(mesh, (Split(0, 1), Split(1, 2))),
+    }
+    found: list[LeafLayout] = []
+    for name, dtype, shape in model(count):
+        axis = None if tensor == 1 or len(shape) == 1 else int(".out." in name or ".down." in name)
+        found.append(LeafLayout(name, dtype, shape, (spreads[axis],)))
+    return found
+
+
+def simulate(layout: Layout, world: int, count: int = LEAVES, samples: int = 4) -> Case:
+    """One layout in one world."""
+    try:
+        return _simulate(layout, world, count, samples)
+    finally:
+        gc.unfreeze()
+
+
+def _simulate(layout: Layout, world: int, count: int, samples: int) -> Case:
+    topology = Topology.regular(world, _RANKS_PER_NODE, sockets_per_node=2)
+    plan = WritePlan(describe(layout, world, count), topology)
+    plan_seconds: list[float] = []
+    fragment_seconds: list[float] = []
+    part_seconds: list[float] = []
+    parts: list[tuple[Part, bytes]] = []
+    for rank in _sample(world, samples):
+        seconds, own = _timed(lambda: WritePlan(describe(layout, world, count), topology))
+        plan_seconds.append(seconds)
+        fragment_seconds.append(_timed(partial(own.fragments, rank))[0])
+        part = _part(own, rank)
+        seconds, encoded = _timed(partial(encode_part, part))
+        part_seconds.append(seconds)
+        parts.append((part, encoded))
+    commit_seconds, root = _commit(world, parts, plan)
+    smaller = max(1, world * 3 // 4)
+    resharded = [_reshard(plan, layout, smaller, rank) for rank in _sample(smaller, samples)]
+    loads = plan.loads
+    written = max(
+        sum(fragment.nbytes for leaf in part.leaves for fragment in leaf.fragments) for part, _ in parts
+    )
+    return Case(
+        layout=layout,
+        world=world,
+        leaves=len(plan.leaves),
+        state_nbytes=int(loads.sum()),
+        plan_seconds=statistics.median(plan_seconds),
+        fragments_seconds=statistics.median(fragment_seconds),
+        load_ratio=max(int(loads.max()), written) / float(loads.mean()),
+        fragments=statistics.mean(sum(len(leaf.fragments) for leaf in part.leaves) for part, _ in parts),
+        description_nbytes=len(encode_plan(plan)),
+        part_nbytes=statistics.mean(len(encoded) for _, encoded in parts),
+        part_seconds=statistics.median(part_seconds),
+        root_nbytes=len(root),
+        commit_seconds=commit_seconds,
+        reshard_world=smaller,
+        reshard_parts=statistics.mean(found[0] for found in resharded),
+        reshard_reads=statistics.mean(found[1] for found in resharded),
+        reshard_locate_seconds=statistics.median(found[2] for found in resharded),
+        reshard_seconds=statistics.median(found[3] for found in resharded),
+    )
+
+
+def run(
+    worlds: Sequence[int] = WORLDS,
+    count: int = LEAVES,
+    layouts: Sequence[Layout] = LAYOUTS,
+    samples: int = 4,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Case]:
+    """Every layout in every world, and half the leaves in the last but one world, for growth with leaves."""
+    cases: list[Case] = []
+    simulate(layouts[0], min(worlds), 6, 1)  # what first calls set up is not counted
+    for layout in layouts:
+        for world, leaves in [*((world, count) for world in worlds), (worlds[-2:][0], count // 2)]:
+            progress(f"{layout}: {world:,} ranks, about {leaves:,} leaves")
+            cases.append(simulate(layout, world, leaves, samples))
+    return cases
+
+
+def _sample(world: int, samples: int) -> list[int]:
+    """Ranks spread over the world, first and last among them."""
+    return sorted({round(at) for at in np.linspace(0, world - 1, samples)})
+
+
+def _timed(work: Callable[[], _T]) -> tuple[float, _T]:
+    # A rank's own collector would not go through what this process holds of the others.
+    gc.collect()
+    gc.freeze()
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
+def _part(plan: WritePlan, rank: int) -> Part:
+    """The part of a rank that wrote its fragments to one volume: all in it has its real size."""
+    entries: list[HeaderEntry] = []
+    spots: list[tuple[int, int]] = []  # leaf, begin
+    seen: dict[int, int] = {}
+    fragments = plan.fragments(rank)
+    at = 0
+    for item in fragments:
+        leaf = plan.leaves[item.leaf]
+        index = seen[item.leaf] = seen.get(item.leaf, -1) + 1
+        stored = carrier(leaf.dtype)
+        shape = (*item.piece.box.shape, *stored.tail)
+        entries.append(HeaderEntry(entry_name(leaf.name, index), stored.name, shape, at, at + item.nbytes))
+        spots.append((item.leaf, at))
+        at += item.nbytes
+    header = build_header(entries, {"format": "pt"})
+    held: dict[int, list[Fragment]] = {}
+    for item, (number, begin) in zip(fragments, spots, strict=True):
+        digits = HEX_DIGITS * chunk_count(item.nbytes, DEFAULT_CHUNK_NBYTES)
+        box = item.piece.box
+        held.setdefault(number, []).append(
+            Fragment(box.start, box.shape, 0, len(header) + begin, item.nbytes, "5" * digits)
+        )
+    size = -(-(len(header) + at) // ALIGNMENT) * ALIGNMENT
+    file = ShardFile(shard_name(rank, 0), size, len(header), "5" * HEX_DIGITS)
+    leaves = tuple(
+        Leaf(plan.leaves[n].name, plan.leaves[n].dtype, plan.leaves[n].shape, "torch", tuple(found))
+        for n, found in held.items()
+    )
+    return Part(rank, DEFAULT_CHUNK_NBYTES, (file,), leaves, ())
+
+
+def _commit(world: int, parts: Sequence[tuple[Part, bytes]], plan: WritePlan) -> tuple[float, bytes]:
+    """What the coordinator does once everybody's record is there; checked by decoding the result."""
+    first, encoded = parts[0]
+    record = part_ref(first, encoded)
+    messages = [
+        msgspec.json.encode(msgspec.structs.replace(record, rank=rank, file=f"r{rank:05d}.json"))
+        for rank in range(1, world)
+    ]
+    tree = {leaf.name: {"$leaf": leaf.name} for leaf in plan.leaves}
+    decoder = msgspec.json.Decoder(PartRef)
+
+    def commit() -> bytes:
+        refs = tuple(sorted(map(decoder.decode, messages), key=lambda ref: ref.rank))
+        return encode_root(
+            Root(id="5" * 32, step=1000, created=0.0, world=world, tree=tree, part=first, parts=refs)
+        )
+
+    seconds, root = min((_timed(commit) for _ in range(3)), key=lambda found: found[0])
+    if len(decode_root(root, "the simulation").parts) != world - 1:
+        raise AssertionError("the root does not name everybody's part")
+    return seconds, root
+
+
+def _reshard(plan: WritePlan, layout: Layout, world: int, rank: int) -> tuple[int, int, float, float]:
+    """One rank of a smaller world: parts it needs, reads, seconds to find the parts, seconds to plan."""
+    own = WritePlan(plan.leaves, plan.topology)
+    wanted_layout = describe(layout, world, len(plan.leaves))
+    share = SharePlan(wanted_layout, Topology.regular(world, _RANKS_PER_NODE))
+
+    def locate() -> tuple[list[Wanted], set[int]]:
+        wanted = [Wanted(wanted_layout[item.leaf].name, item.piece) for item in share.reads(rank)]
+        return wanted, {source for want in wanted for source, _ in own.sources(want.leaf, want.piece.box)}
+
+    locating, (wanted, needed) = _timed(locate)
+    parts = [_part(own, source) for source in sorted(needed)]
+    planning, found = _timed(lambda: plan_reads(StoredIndex(parts), wanted))
+    if found.missing:
+        raise AssertionError(
+            f"{len(found.missing)} boxes are missing, the first of {found.missing[0].leaf!r}"
+        )
+    return len(parts), len(found.reads), locating, planning
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 when the coordinator stays below its limit, 1 when not, 2 for usage."""
+    parser = argparse.ArgumentParser(prog="holdfast.study.scale", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(WORLDS))
+    parser.add_argument("--leaves", type=int, default=LEAVES)
+    parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=list(LAYOUTS))
+    parser.add_argument("--samples", type=int, default=4, help="ranks measured in each world")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    given = parser.parse_args(arguments)
+    if min(given.ranks) < 1 or given.leaves < 6 or given.samples < 1:
+        parser.error("at least 1 rank, 6 leaves and 1 sample")
+    status = Console(stderr=True)
+    cases = run(
+        given.ranks, given.leaves, given.layout, given.samples, lambda text: status.print(text, style="dim")
+    )
+    if given.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(cases), indent=2).decode() + "\n")
+    else:
+        show(cases, Console(width=200) if not sys.stdout.isatty() else Console())
+    slow = [c for c in cases if c.world <= COMMIT_LIMIT_WORLD and c.commit_seconds >= COMMIT_LIMIT_SECONDS]
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
