@@ -32,7 +32,7 @@ from holdfast.study.drill.judge import Agreement, Final, agree, compare_last, in
 from holdfast.study.drill.report import DrillReport, Killed, Problem
 
 WINDOW_NBYTES = 8 << 20
-_SAVE_CALLS = 7
+_SAVE_CALLS = 6
 """Calls of the engine in a small save: a directory, a file, syncs, the rename."""
 _RESTORE_CALLS = 2
 _ONCE = ("restore", "path")
