@@ -18,3 +18,22 @@ def _no_engine_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend or fault chosen in the developer's shell must not decide what a test sees."""
     for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
         monkeypatch.delenv(name)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The sums of `crash`, which are recorded in reports so that tests can run in several processes.
+
+    Here and not in `crash`: the process that prints loads no other conftest then.
+    """
+    sums: dict[str, int] = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if report.when == "call" and name.startswith("crash-"):
+                sums[name.removeprefix("crash-")] = sums.get(name.removeprefix("crash-"), 0) + value
+    if "states" in sums:
+        terminalreporter.write_line(
+            f"power cuts: {sums['states']} states of the disk tried ({sums['views']} as readers see them), "
+            f"{sums['recoveries']} recoveries"
+        )
+    if "faults" in sums:
+        terminalreporter.write_line(f"failing calls: {sums['faults']}; kills: {sums.get('kills', 0)}")

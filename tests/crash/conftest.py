@@ -74,22 +74,6 @@ def tried(record_property: Callable[[str, object], None]) -> Callable[[Tally], N
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """From the reports, so that it also works when the tests run in several processes."""
-    sums: dict[str, int] = {}
-    for report in terminalreporter.getreports("passed"):
-        for name, value in report.user_properties:
-            if report.when == "call" and name.startswith("crash-"):
-                sums[name.removeprefix("crash-")] = sums.get(name.removeprefix("crash-"), 0) + value
-    if "states" in sums:
-        terminalreporter.write_line(
-            f"power cuts: {sums['states']} states of the disk tried ({sums['views']} as readers see them), "
-            f"{sums['recoveries']} recoveries"
-        )
-    if "faults" in sums:
-        terminalreporter.write_line(f"failing calls: {sums['faults']}; kills: {sums.get('kills', 0)}")
-
-
 @pytest.fixture(autouse=True)
 def _no_fault_left_behind() -> Iterator[None]:
     yield
