@@ -135,3 +135,29 @@ class EngineTimeout(HoldfastError, TimeoutError):
 
 class EngineUnavailable(HoldfastError, RuntimeError):
     """The requested backend cannot be used here. ``holdfast doctor DIR`` says which can, and why."""
+
+
+class RankFailed(HoldfastError, ConnectionError):
+    """Another rank failed, or was not heard of in time; `ranks` are those concerned.
+
+    Of a save: nothing of it is committed, unless the message says so, and earlier checkpoints are untouched.
+    Training may go on if the other rank does; after a dead one, launch again: it resumes from the last
+    durable step, with fewer ranks as well.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class RanksDisagree(HoldfastError, ValueError):
+    """Ranks do not do, or do not hold, the same where they have to. `ranks` are some of those concerned.
+
+    The message says who differs in what. State that is meant to differ is marked with `holdfast.per_rank`.
+    `leaf` is the leaf that they describe, or hold, differently.
+    """
+
+    def __init__(self, message: str, *, leaf: str | None = None, ranks: Sequence[int] = ()) -> None:
+        self.leaf = leaf
+        self.ranks = tuple(ranks)
+        super().__init__(message if leaf is None else f"leaf {leaf!r}: {message}")

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from tests.plan.named import MODEL, NAMED
 from tests.plan.worlds import holds_all_of, load, random_state, save
 
+from holdfast.errors import RanksDisagree
 from holdfast.format.geometry import Box
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from holdfast.plan.world import RanksDisagree, Seen, View, merge_views
+from holdfast.plan.world import Seen, View, merge_views
 
 
 def views_of(seen: dict[int, View]) -> dict[View, list[int]]:

@@ -29,6 +29,7 @@ from holdfast.format.records import (
     Leaf,
     Part,
     PartRef,
+    Rank,
     Root,
     ShardFile,
 )
@@ -76,7 +77,7 @@ _NonFinite = Literal["inf", "-inf", "nan"]
 # a field that is absent is damage, not a default.
 
 
-class _RootFile(Struct, frozen=True, forbid_unknown_fields=True):
+class _RootFile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     xxh3: Hex64
     format: str
     id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -87,6 +88,8 @@ class _RootFile(Struct, frozen=True, forbid_unknown_fields=True):
     tree: Any
     part: Part
     parts: tuple[PartRef, ...]
+    trees: tuple[Rank, ...] = ()
+    layout: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class _PartFile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,6 +133,8 @@ def _root_file(root: Root) -> _RootFile:
         root.tree,
         root.part,
         root.parts,
+        root.trees,
+        msgspec.Raw(root.layout) if root.layout else msgspec.UNSET,
     )
 
 
@@ -187,6 +192,8 @@ def _decode_root(data: bytes, where: str) -> Root:
         tree=found.tree,
         part=found.part,
         parts=found.parts,
+        trees=found.trees,
+        layout=b"" if found.layout is msgspec.UNSET else bytes(found.layout),
     )
     validate_root(root, where)
     return root

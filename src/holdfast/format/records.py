@@ -54,23 +54,35 @@ class Alias(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     of: str
 
 
-class ShardFile(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A shard: its size, and the size (= start of data) and checksum of its header, or `EMBEDDED`."""
+class ShardFile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """A shard: its size, and the size (= start of data) and checksum of its header, or `EMBEDDED`.
+
+    One that is not in the checkpoint's own directory names the directory, `volume`, and the `host` that
+    wrote it there.
+    """
 
     name: str
     nbytes: Count
     header_nbytes: Count
     header_xxh3: Hex64
+    volume: str | None = None
+    host: str | None = None
 
 
-class Part(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank wrote."""
+class Part(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What one rank wrote.
+
+    `local` are the trees of its rank-local state, by place. `tree` is its state tree, where that is another
+    than the root's and this is the first rank to have it.
+    """
 
     rank: Rank
     chunk_nbytes: Count
     files: tuple[ShardFile, ...]
     leaves: tuple[Leaf, ...]
     aliases: tuple[Alias, ...]
+    local: dict[str, Any] = {}
+    tree: Any = None
 
 
 class PartRef(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -83,7 +95,12 @@ class PartRef(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class Root(Struct, frozen=True, kw_only=True):
-    """The root manifest. `tree` is a JSON node; `metrics` may be infinite or NaN."""
+    """The root manifest. `tree` is a JSON node; `metrics` may be infinite or NaN.
+
+    `trees` are the ranks whose parts have a tree of their own, to be merged into this one in their order.
+    `layout` is the description of who wrote what (`holdfast.plan.description`), so that a reader opens the
+    parts it needs only; empty when one process wrote all.
+    """
 
     format: str = FORMAT
     id: str
@@ -94,3 +111,5 @@ class Root(Struct, frozen=True, kw_only=True):
     tree: Any
     part: Part
     parts: tuple[PartRef, ...] = ()
+    trees: tuple[int, ...] = ()
+    layout: bytes = b""

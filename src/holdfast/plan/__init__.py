@@ -9,6 +9,7 @@ Pure arithmetic on descriptions; nothing here reads, writes or communicates.
 | `world`, `dtensor` | from what each rank sees to who holds what; from DTensor's words to splits |
 | `cohorts`, `tape` | bytes that the same ranks hold, laid end to end; where such a tape is best cut |
 | `ranks`, `volumes` | writing: every byte once and evenly, by ranks, then by volumes |
+| `fragments` | between arrays in memory and boxes of leaves |
 | `description` | a writing plan as bytes: to be compared between ranks, and kept for readers |
 | `resharding`, `sharing` | reading in any other layout; once per node, where peers want the same |
 

@@ -25,6 +25,7 @@ from holdfast.format.records import MAX_RANK, Count, Index, Rank
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology, Writers
+from holdfast.state import Framework
 
 FORMAT: Final = "holdfast-layout/1"
 
@@ -58,6 +59,7 @@ class _Leaf(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     name: str
     dtype: str
     shape: Index
+    framework: Framework
     spreads: tuple[Count, ...]
 
 
@@ -88,7 +90,8 @@ def encode_plan(plan: WritePlan) -> bytes:
                 box = None if spread.box is None else (spread.box.start, spread.box.shape)
                 records.append(_Spread(_number(meshes, spread.mesh), splits, box))
                 _number(spreads, spread)
-        leaves.append(_Leaf(leaf.name, leaf.dtype, leaf.shape, tuple(spreads[s] for s in leaf.spreads)))
+        numbers = tuple(spreads[spread] for spread in leaf.spreads)
+        leaves.append(_Leaf(leaf.name, leaf.dtype, leaf.shape, leaf.framework, numbers))
     return msgspec.json.encode(
         _Plan(
             FORMAT,
@@ -142,9 +145,8 @@ def _build(found: _Plan) -> WritePlan:
     for leaf in found.leaves:
         if not is_known(leaf.dtype):
             raise ValueError(f"unknown element type {leaf.dtype[:80]!r}")
-        leaves.append(
-            LeafLayout(leaf.name, leaf.dtype, leaf.shape, tuple(spreads[number] for number in leaf.spreads))
-        )
+        ways = tuple(spreads[number] for number in leaf.spreads)
+        leaves.append(LeafLayout(leaf.name, leaf.dtype, leaf.shape, ways, leaf.framework))
     return WritePlan(leaves, topology, writers=found.writers, block_nbytes=found.block_nbytes)
 
 

@@ -88,11 +88,11 @@ def arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
     known = _known.get(signature)
     if known is None:
         layout = _arrange(groups)
-        index = {leaf.name: number for number, leaf in enumerate(leaf for group in groups for leaf in group)}
+        index = {id(leaf): number for number, leaf in enumerate(leaf for group in groups for leaf in group)}
         while len(_known) >= _MAX_KNOWN:
             _known.pop(next(iter(_known)), None)
         # Without the leaves: those of another save have other memory, and this must not keep any alive.
-        _known[signature] = replace(layout, leaves=()), tuple([index[leaf.name] for leaf in layout.leaves])
+        _known[signature] = replace(layout, leaves=()), tuple([index[id(leaf)] for leaf in layout.leaves])
         return layout
     layout, order = known
     leaves = [leaf for group in groups for leaf in group]
@@ -101,7 +101,7 @@ def arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
     )
 
 
-_Signature = tuple[tuple[tuple[str, str, tuple[int, ...], str], ...], ...]
+_Signature = tuple[tuple[tuple[str, str, tuple[int, ...], str, int], ...], ...]
 _MAX_KNOWN = 16
 _FEW = 256
 # A training saves the same few leaves over and over, and where latency counts, arranging them does too.
@@ -115,7 +115,10 @@ def _signature(groups: Sequence[Sequence[LeafSource]]) -> _Signature | None:
     ):
         return None
     return tuple(
-        [tuple([(leaf.name, leaf.dtype, leaf.shape, leaf.framework) for leaf in group]) for group in groups]
+        [
+            tuple([(leaf.name, leaf.dtype, leaf.shape, leaf.framework, _index(leaf)) for leaf in group])
+            for group in groups
+        ]
     )
 
 
@@ -144,7 +147,9 @@ def _arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
             stored = carrier(leaf.dtype)
             end = at + leaf.nbytes
             entries.append(
-                HeaderEntry(entry_name(leaf.name), stored.name, (*leaf.shape, *stored.tail), at, end)
+                HeaderEntry(
+                    entry_name(leaf.name, _index(leaf)), stored.name, (*leaf.shape, *stored.tail), at, end
+                )
             )
             begins.append(at)
             at = end
@@ -153,6 +158,10 @@ def _arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
     # "format" is what Hugging Face's loaders look for.
     metadata = {"format": "pt" if torch else "np"}
     return Layout(entry_table(entries), metadata, at, tuple(ordered), tuple(begins))
+
+
+def _index(leaf: LeafSource) -> int:
+    return 0 if leaf.slot is None else leaf.slot.index
 
 
 def _element_alignment(leaf: LeafSource) -> int:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import Box, disjoint, whole
+from holdfast.state import Framework
 
 Intervals = tuple[tuple[int, int], ...]
 """Half-open intervals of indices along one dimension, in the order in which a local array holds them."""
@@ -152,6 +153,7 @@ class LeafLayout:
     dtype: str
     shape: tuple[int, ...]
     spreads: tuple[Spread, ...]
+    framework: Framework = "torch"
 
     def __post_init__(self) -> None:
         boxes = [self.box_of(spread) for spread in self.spreads]

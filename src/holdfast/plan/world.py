@@ -16,17 +16,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast.errors import RanksDisagree
 from holdfast.format.geometry import Box, disjoint, subtract, whole
 from holdfast.plan.placement import LeafLayout, Mesh, Spread
-
-
-class RanksDisagree(ValueError):
-    """Ranks describe a leaf in ways that cannot all be true. `ranks` are some of those concerned."""
-
-    def __init__(self, reason: str, leaf: str, ranks: Sequence[int]) -> None:
-        self.leaf = leaf
-        self.ranks = tuple(ranks)
-        super().__init__(f"leaf {leaf!r}: {reason}")
+from holdfast.state import Framework
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +34,7 @@ class Seen:
     shape: tuple[int, ...]
     spread: Spread | None = None
     boxes: tuple[Box, ...] = ()
+    framework: Framework = "torch"
 
 
 View = tuple[Seen, ...]
@@ -57,7 +51,7 @@ def merge_views(views: Mapping[View, Sequence[int]]) -> list[LeafLayout]:
         names: set[str] = set()
         for seen in view:
             if seen.name in names:
-                raise RanksDisagree("listed twice in one view", seen.name, holders[:8])
+                raise RanksDisagree("listed twice in one view", leaf=seen.name, ranks=holders[:8])
             names.add(seen.name)
             by_leaf.setdefault(seen.name, []).append((seen, holders))
     meshes: dict[tuple[int, ...], Mesh] = {}
@@ -71,15 +65,15 @@ def _merge(found: Sequence[tuple[Seen, tuple[int, ...]]], meshes: dict[tuple[int
             raise RanksDisagree(
                 f"{first.dtype} of shape {list(first.shape)} on rank {its_ranks[0]}, "
                 f"{seen.dtype} of shape {list(seen.shape)} on rank {ranks[0]}",
-                first.name,
-                (its_ranks[0], ranks[0]),
+                leaf=first.name,
+                ranks=(its_ranks[0], ranks[0]),
             )
     if first.spread is not None:
         spreads: tuple[Spread, ...] = (first.spread,)
         _check_listed(first, found)
     else:
         spreads = _from_boxes(first, found, meshes)
-    return LeafLayout(first.name, first.dtype, first.shape, spreads)
+    return LeafLayout(first.name, first.dtype, first.shape, spreads, first.framework)
 
 
 def _check_listed(first: Seen, found: Sequence[tuple[Seen, tuple[int, ...]]]) -> None:
@@ -93,8 +87,8 @@ def _check_listed(first: Seen, found: Sequence[tuple[Seen, tuple[int, ...]]]) ->
         raise RanksDisagree(
             f"spread over {mesh.size} ranks, but rank {some}{', ...' if len(absent) > 8 else ''} "
             "does not save it in that way",
-            first.name,
-            [int(rank) for rank in absent[:8]],
+            leaf=first.name,
+            ranks=[int(rank) for rank in absent[:8]],
         )
 
 
@@ -115,14 +109,18 @@ def _from_boxes(
     ranks_of_all = sorted({rank for ranks in holders.values() for rank in ranks})
     if not disjoint(boxes):
         raise RanksDisagree(
-            "boxes of different ranks overlap without being the same", first.name, ranks_of_all[:8]
+            "boxes of different ranks overlap without being the same",
+            leaf=first.name,
+            ranks=ranks_of_all[:8],
         )
     if sum(box.volume for box in boxes) != math.prod(first.shape):
         gone = subtract(everything, boxes)
         place = (
             f"start {list(gone[0].start)}, shape {list(gone[0].shape)}" if gone else "outside of its shape"
         )
-        raise RanksDisagree(f"no rank has all of it; missing: {place}", first.name, ranks_of_all[:8])
+        raise RanksDisagree(
+            f"no rank has all of it; missing: {place}", leaf=first.name, ranks=ranks_of_all[:8]
+        )
     return tuple(
         Spread(_mesh(tuple(sorted(set(holders[box]))), meshes), (), None if box == everything else box)
         for box in boxes

@@ -5,21 +5,22 @@
 - `Restore`: a tree -> an existing state, arrays read straight into its own memory.
 - `empty`, `convert`: fresh arrays to read into, and the other framework's view of one.
 
-The rooms: `node` (what nodes look like), `value_encoder` and `value_decoder` (single values), `tree` (taking
-apart), `rebuild` (putting together), `restore` and `restore_torch` (filling in place), `arrays`,
-`torch_arrays` and `torch_objects` (numpy's and torch's sides), `rng` (random number generators as an object
-with a state; imported from there, since the function has the room's name). Nothing here imports torch until a
-state holds something of torch's, or a leaf saved from torch is to be built.
+The rooms: `leaves` (what a leaf is), `node` (what nodes look like), `value_encoder` and `value_decoder`
+(single values), `tree` (taking apart), `rebuild` (putting together), `restore` and `restore_torch` (filling
+in place), `arrays`, `torch_arrays` and `torch_objects` (numpy's and torch's sides), `rng` (random number
+generators as an object with a state; imported from there, since the function has the room's name). Nothing
+here imports torch until a state holds something of torch's, or a leaf saved from torch is to be built.
 """
 
 from __future__ import annotations
 
 from holdfast.state.arrays import Framework, convert, empty
+from holdfast.state.leaves import Flat, LeafSource, Sharding, Slot
 from holdfast.state.node import Node, leaf_names
 from holdfast.state.prune import prune
 from holdfast.state.rebuild import unflatten, values
 from holdfast.state.restore import LeafMeta, Mismatch, Restore
-from holdfast.state.tree import Flat, LeafSource, flatten
+from holdfast.state.tree import flatten
 
 __all__ = [
     "Flat",
@@ -29,6 +30,8 @@ __all__ = [
     "Mismatch",
     "Node",
     "Restore",
+    "Sharding",
+    "Slot",
     "convert",
     "empty",
     "flatten",

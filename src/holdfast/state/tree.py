@@ -13,16 +13,14 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from holdfast.engine.buffers import Produced, Source
+from holdfast.engine.buffers import Produced
 from holdfast.errors import UnsupportedState
 from holdfast.state import arrays, torch_arrays, torch_objects, value_encoder
-from holdfast.state.arrays import Framework
+from holdfast.state.leaves import Flat, LeafSource
 from holdfast.state.node import (
     COUNTER,
     DEQUE,
@@ -36,33 +34,6 @@ from holdfast.state.node import (
     Node,
 )
 from holdfast.state.value_encoder import ENCODERS, is_text, type_name, unsupported
-
-
-class LeafSource(msgspec.Struct, frozen=True, gc=False):
-    """One array to store: its name, what it is, and where its bytes come from.
-
-    Not tracked by the garbage collector: 20,000 of them would make it search the whole heap in every save.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    framework: Framework
-    source: Any  # Source; msgspec does not look inside
-
-    @property
-    def nbytes(self) -> int:
-        source: Source = self.source
-        return source.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """A state taken apart: its tree, its leaves in order, and names that share another leaf's memory."""
-
-    tree: Node
-    leaves: tuple[LeafSource, ...]
-    aliases: tuple[tuple[str, str], ...]
 
 
 def flatten(state: object) -> Flat:

@@ -1,0 +1,141 @@
+"""Between arrays in memory and boxes of leaves: how a rank sees its arrays, and parts of them to transfer.
+
+A piece of a leaf (`holdfast.plan.placement.Piece`) lies in a box of a local array. Contiguous boxes stay
+plain memory, all others are memory with strides: nothing is copied here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from holdfast.engine import Consumed, Destination, Memory, Produced, Source, Strided
+from holdfast.errors import UnsupportedState
+from holdfast.format.dtypes import itemsize
+from holdfast.format.geometry import Box, contiguous_runs, whole
+from holdfast.plan.cohorts import Owned
+from holdfast.plan.dtensor import splits_of
+from holdfast.plan.placement import LeafLayout, Mesh, Spread
+from holdfast.plan.world import Seen
+from holdfast.state import Framework, LeafSource, Sharding, Slot
+
+
+def seen(
+    name: str, dtype: str, shape: tuple[int, ...], framework: Framework, sharding: Sharding | None
+) -> Seen:
+    """A leaf as this rank sees it; `shape` is that of the array which is here."""
+    if sharding is None:
+        return Seen(name, dtype, shape, framework=framework)
+    if sharding.mesh_shape is None:
+        boxes = () if sharding.box is None else (sharding.box,)
+        return Seen(name, dtype, sharding.shape, boxes=boxes, framework=framework)
+    return Seen(name, dtype, sharding.shape, spread_of(sharding), framework=framework)
+
+
+def spread_of(sharding: Sharding) -> Spread:
+    """The spread of an array that lies on a mesh."""
+    shape = sharding.mesh_shape
+    assert shape is not None, "only an array on a mesh has a spread"
+    return Spread(_mesh(shape, sharding.mesh_ranks), splits_of(shape, sharding.placements))
+
+
+def _mesh(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Mesh:
+    import numpy as np
+
+    key = shape, ranks
+    found = _meshes.get(key)
+    if found is None:
+        if len(_meshes) >= 64:
+            _meshes.clear()
+        found = _meshes[key] = Mesh.of(np.asarray(ranks, np.int64).reshape(shape))
+    return found
+
+
+_meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], Mesh] = {}
+
+
+def sources(
+    owned: Sequence[Owned], leaves: Sequence[LeafLayout], here: Mapping[str, LeafSource], volume: int = 0
+) -> list[LeafSource]:
+    """What to write for the pieces that a plan gave this rank, out of the arrays that it has `here`."""
+    counts: dict[str, int] = {}
+    found: list[LeafSource] = []
+    for item in owned:
+        name = leaves[item.leaf].name
+        leaf = here[name]
+        if item.piece.within != leaf.shape:
+            raise UnsupportedState(
+                f"{name}: this rank has an array of shape {list(leaf.shape)}, but by its placements it "
+                f"should have {list(item.piece.within)} of {list(leaf.whole_shape)}. Shards of uneven sizes "
+                "must be cut as torch.chunk does"
+            )
+        index = counts[name] = counts.get(name, -1) + 1
+        source = part_of_source(leaf.source, leaf.shape, itemsize(leaf.dtype), item.piece.local)
+        box = item.piece.box
+        slot = Slot(box.start, leaf.whole_shape, index, volume)
+        found.append(LeafSource(name, leaf.dtype, box.shape, leaf.framework, source, None, slot))
+    return found
+
+
+def part_of_source(source: Source, shape: tuple[int, ...], size: int, box: Box) -> Source:
+    """The bytes of a box of an array that lies at `source`."""
+    if box.shape == shape:
+        return source
+    if not isinstance(source, Produced):
+        return _part_of_host(source, shape, size, box)
+    start, nbytes = _range(shape, size, box)
+    fill = source.fill
+    return Produced(nbytes, lambda window, offset: fill(window, start + offset), source.owner)
+
+
+def part_of_destination(where: Destination, shape: tuple[int, ...], size: int, box: Box) -> Destination:
+    """Where the bytes of a box go, of an array that is filled at `where`."""
+    if box.shape == shape:
+        return where
+    if not isinstance(where, Consumed):
+        return _part_of_host(where, shape, size, box)
+    runs = contiguous_runs(box, whole(shape))
+    if runs.number <= 1:
+        return Consumed(size * box.volume, _shifted(where.drain, runs.offset * size))
+    starts = [start * size for start in runs.offsets()]
+    return Consumed(size * box.volume, _scattered(where.drain, starts, runs.length * size))
+
+
+def _part_of_host(memory: Memory | Strided, shape: tuple[int, ...], size: int, box: Box) -> Memory | Strided:
+    if not box.volume:
+        return Memory(memory.address, 0, memory.owner)
+    if isinstance(memory, Strided):
+        strides = memory.strides
+    else:
+        strides = tuple(size * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    address = memory.address + sum(at * step for at, step in zip(box.start, strides, strict=True))
+    if isinstance(memory, Memory) and contiguous_runs(box, whole(shape)).number <= 1:
+        return Memory(address, size * box.volume, memory.owner)
+    return Strided(address, size, box.shape, strides, memory.owner)
+
+
+def _range(shape: tuple[int, ...], size: int, box: Box) -> tuple[int, int]:
+    runs = contiguous_runs(box, whole(shape))
+    if runs.number > 1:
+        raise UnsupportedState("part of an array in device memory that is not contiguous cannot be stored")
+    return runs.offset * size, size * box.volume
+
+
+def _shifted(drain: Callable[[memoryview, int], None], start: int) -> Callable[[memoryview, int], None]:
+    return lambda window, offset: drain(window, start + offset)
+
+
+def _scattered(
+    drain: Callable[[memoryview, int], None], starts: Sequence[int], length: int
+) -> Callable[[memoryview, int], None]:
+    """Hands out a window of bytes run by run: each has `length` bytes, number n begins at `starts[n]`."""
+
+    def scatter(window: memoryview, offset: int) -> None:
+        at = 0
+        while at < len(window):
+            number, inside = divmod(offset + at, length)
+            count = min(length - inside, len(window) - at)
+            drain(window[at : at + count], starts[number] + inside)
+            at += count
+
+    return scatter
