@@ -22,6 +22,7 @@ from holdfast.engine.buffers import Destination
 from holdfast.errors import StateMismatch
 from holdfast.state import torch_objects
 from holdfast.state.arrays import Framework
+from holdfast.state.leaves import Sharding
 from holdfast.state.node import (
     MAX_DEPTH,
     NAMELESS,
@@ -138,6 +139,7 @@ class Restore:
 
     Read every leaf of `destinations` to where it says, and every leaf of `fresh` into a new array; then call
     `finish` with the new arrays. Leaves that are in neither do not fit (see `mismatch`) and need no reading.
+    Of a leaf that is in `parts`, only a part goes to its destination: how, and the shape of what is here.
     With `only`, every place that holds none of these leaves stays as it is.
     """
 
@@ -162,6 +164,7 @@ class Restore:
         self._state = into
         self._parameters: torch_objects.ParameterNames | None = None
         self.destinations: dict[str, Destination] = {}
+        self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = {}
         self._plan = self.plan(into, tree, "", 0)
         self._settle_overlaps()
         self.fresh: tuple[str, ...] = tuple(name for name in self._fresh if name not in self.destinations)
