@@ -1,0 +1,308 @@
+"""Worlds of real processes: a function runs on every rank of a gloo process group, and nothing ever hangs.
+
+Ranks are forked from a server process that has torch loaded already, so that one starts in a fraction of a
+second. Everything talks over the loopback device, on ports that the kernel chose: worlds of several test
+processes do not meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+HOST = "127.0.0.1"
+GRACE_SECONDS = 2.0
+"""How long a rank that is late may take to print where it stands, before it is killed."""
+
+StoreHost = Literal["agent", "rank0"]
+
+_PRELOADED = (
+    "numpy",
+    "msgspec",
+    "pytest",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "holdfast.checkpointer",
+    "holdfast.plan.ranks",
+)
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    # torch looks up the names of its peers, and waits for name servers that do not answer.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a rank: a value, an error, or a process that ended or was ended otherwise."""
+
+    rank: int
+    exitcode: int | None
+    """Negative: the signal that ended it."""
+    value: Any = None
+    error: str | None = None
+    """The name of the type of the exception that left the target."""
+    message: str = ""
+    traceback: str = ""
+    timed_out: bool = False
+    """It was still running at the end of the time, and was killed."""
+    output: str = ""
+    """What it printed, on both streams; of one that timed out also where its threads were."""
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.exitcode == 0 and not self.timed_out
+
+    def describe(self) -> str:
+        """For people: all that is known."""
+        state = "timed out" if self.timed_out else f"exit code {self.exitcode}"
+        return "\n".join(filter(None, [f"rank {self.rank}: {state}", self.traceback, self.output]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """What a rank is told when it starts."""
+
+    rank: int
+    world: int
+    port: int
+    timeout: float
+    call: bytes
+    folder: str
+    environment: Mapping[str, str]
+
+
+class Ranks:
+    """The processes of a world, while they run."""
+
+    def __init__(self, processes: Sequence[BaseProcess], folder: Path, timeout: float, last: Connection):
+        self._processes = processes
+        self._folder = folder
+        self._end = time.monotonic() + timeout
+        self._last = last
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process of each rank."""
+        return tuple(process.pid or 0 for process in self._processes)
+
+    def join(self) -> list[Outcome]:
+        """Wait for all, kill those that take too long; what became of each."""
+        end = self._end + GRACE_SECONDS
+        late = self._wait(range(1, len(self._processes)), end)
+        self._last.close()
+        # One that only stayed for the others' sake needs a moment to end.
+        late |= self._wait([0], max(end, time.monotonic() + GRACE_SECONDS) if late else end)
+        return [self._outcome(rank, rank in late) for rank in range(len(self._processes))]
+
+    def _wait(self, ranks: Sequence[int], end: float) -> set[int]:
+        """Wait until these ranks have ended, kill those that have not at the end; which those were."""
+        left = {self._processes[rank].sentinel: rank for rank in ranks}
+        ended: Sequence[Any] = (None,)
+        while left and ended:
+            ended = multiprocessing.connection.wait(list(left), max(0.0, end - time.monotonic()))
+            for sentinel in ended:
+                self._processes[left.pop(sentinel)].join()
+        for rank in left.values():
+            self._processes[rank].kill()
+            self._processes[rank].join()
+        return set(left.values())
+
+    def _outcome(self, rank: int, late: bool) -> Outcome:
+        output = (self._folder / f"{rank}.output").read_text(errors="replace").strip()
+        exitcode = self._processes[rank].exitcode
+        try:
+            data = (self._folder / f"{rank}.result").read_bytes()
+        except FileNotFoundError:
+            return Outcome(rank, exitcode, timed_out=late, output=output)
+        value, error, message, text = pickle.loads(data)  # from our own child
+        return Outcome(rank, exitcode, value, error, message, text, late, output)
+
+
+def launch(
+    world: int,
+    target: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    store: StoreHost = "agent",
+    env: Mapping[str, str] | None = None,
+) -> list[Outcome]:
+    """Run ``target(*args)``, a function of a module, on every rank of a new world; what became of each.
+
+    `store` says who hosts the process group's store: this process, as the agent of ``torchrun`` does, or
+    rank 0, with which it dies. A rank that has not ended after `timeout` seconds is killed.
+    """
+    with started(world, target, *args, timeout=timeout, store=store, env=env) as ranks:
+        return ranks.join()
+
+
+@contextlib.contextmanager
+def started(
+    world: int,
+    target: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    store: StoreHost = "agent",
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Ranks]:
+    """As `launch`, for tests that do something from outside meanwhile: kill a rank, for instance."""
+    import torch.distributed as dist
+
+    context = multiprocessing.get_context("forkserver")
+    _start_server(context)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-ranks-")))
+        listener: socket.socket | None = None
+        if store == "agent":
+            hosted = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+            stack.callback(lambda: hosted)  # alive until the ranks have ended
+            port = hosted.port
+        else:
+            # Bound here, so that its port is known; connections queue until rank 0 accepts them.
+            listener = stack.enter_context(socket.create_server((HOST, 0), backlog=128))
+            port = listener.getsockname()[1]
+        ours, theirs = context.Pipe(duplex=False)
+        stack.callback(ours.close)
+        stack.callback(theirs.close)
+        call = pickle.dumps((target, args))
+        processes: list[BaseProcess] = []
+        stack.callback(_end_all, processes)
+        for rank in range(world):
+            (folder / f"{rank}.output").touch()
+            orders = _Orders(rank, world, port, timeout, call, str(folder), dict(env or {}))
+            hosting = (listener, ours) if rank == 0 and listener is not None else (None, None)
+            process = context.Process(target=_run, args=(orders, *hosting))
+            process.start()
+            processes.append(process)
+            if listener is not None:
+                listener.close()  # now only rank 0 has it: who asks after its death is refused
+        yield Ranks(processes, folder, timeout, theirs)
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    """The values of all ranks; AssertionError with all that is known unless every one succeeded."""
+    if not all(outcome.ok for outcome in outcomes):
+        raise AssertionError("\n\n".join(outcome.describe() for outcome in outcomes))
+    return [outcome.value for outcome in outcomes]
+
+
+def _end_all(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+        process.close()
+
+
+def _start_server(context: multiprocessing.context.ForkServerContext) -> None:
+    """The server that ranks are forked from: torch reads some variables when it is loaded, which is there."""
+    context.set_forkserver_preload(list(_PRELOADED))
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _run(orders: _Orders, listener: socket.socket | None, last: Connection | None) -> None:
+    """The whole life of a rank."""
+    _redirect(Path(orders.folder, f"{orders.rank}.output"))
+    faulthandler.dump_traceback_later(orders.timeout)
+    os.environ.update(_variables(orders))
+    failed = False
+    try:
+        result: tuple[Any, ...] = (_call(orders, listener), None, "", "")
+        data = pickle.dumps(result)
+    except BaseException as error:  # SystemExit too: that a target ends its process is an outcome
+        failed = True
+        data = pickle.dumps((None, type(error).__name__, str(error), traceback.format_exc()))
+    result_path = Path(orders.folder, f"{orders.rank}.result")
+    result_path.with_suffix(".unfinished").write_bytes(data)
+    result_path.with_suffix(".unfinished").rename(result_path)
+    if last is not None:
+        # The store lives here: the others need it until they have ended.
+        with contextlib.suppress(EOFError):
+            last.recv_bytes()
+    _leave()
+    faulthandler.cancel_dump_traceback_later()
+    sys.exit(1 if failed else 0)
+
+
+def _call(orders: _Orders, listener: socket.socket | None) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    target, args = pickle.loads(orders.call)  # from our own parent
+    limit = timedelta(seconds=orders.timeout)
+    if listener is None:
+        store = dist.TCPStore(HOST, orders.port, is_master=False, timeout=limit)
+    else:
+        store = dist.TCPStore(
+            HOST,
+            orders.port,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    dist.init_process_group("gloo", store=store, rank=orders.rank, world_size=orders.world, timeout=limit)
+    return target(*args)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _variables(orders: _Orders) -> dict[str, str]:
+    return {
+        **_ENVIRONMENT,
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(orders.port),
+        "RANK": str(orders.rank),
+        "LOCAL_RANK": str(orders.rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(orders.world),
+        "LOCAL_WORLD_SIZE": str(orders.world),
+        **orders.environment,
+    }
+
+
+def _redirect(path: Path) -> None:
+    """What this process prints goes to a file: the streams of the server may be those of an earlier test."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the rest of this process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
