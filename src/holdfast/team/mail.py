@@ -1,0 +1,258 @@
+"""Small messages between the ranks of a torch.distributed world, over the process group's store.
+
+Owns how the store is spoken to: keys and bytes, time-outs, and what it means when the store is gone. Never a
+collective, so any thread may send and wait while the training's own thread is in the middle of one.
+
+A store's client serves one call at a time, and some of its calls have no time-out of their own: a host that
+stopped without closing its connections would keep a caller for ever. Each call therefore runs on a *line*, a
+connection with a thread of its own. Callers wait for the line as long as they said; one that does not answer
+is given up, and threads that call at the same time use different lines.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+from holdfast.errors import RankFailed
+
+MAX_KEY_LENGTH: Final = 4096
+MAX_MESSAGE_NBYTES: Final = (8 << 20) - 16
+"""TCPStore drops the connection of whoever sends more, or a key of more than 8 KiB."""
+
+ANSWER_SECONDS: Final = 5.0
+"""How long a store may take for what needs no waiting: it answers in microseconds or not at all."""
+
+_COMPRESSED_FROM: Final = 1 << 14
+_MAX_WAIT_SECONDS: Final = 7 * 86_400.0
+_KEYS_AT_ONCE: Final = 1024
+_PLAIN, _DEFLATED = b"\0", b"\1"
+_T = TypeVar("_T")
+
+
+class Silence(TimeoutError):
+    """Nobody posted that in time. Told to people by those who know which rank should have: `RankFailed`."""
+
+
+class Mail:
+    """Messages under keys, kept by the process group's store until they are forgotten.
+
+    All keys get `prefix`. Any thread may call any method.
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._lock = threading.Lock()
+        self._idle: list[_Line] = []
+        self._closed = False
+
+    def under(self, prefix: str) -> Mail:
+        """Mail over the same store, on connections of its own, with a longer prefix."""
+        return Mail(self._store, f"{self._prefix}/{prefix}")
+
+    def post(self, key: str, data: bytes) -> None:
+        """Leave a message, in place of one that is there already."""
+        name, framed = self._name(key), _frame(data)
+        self._call(lambda store: store.set(name, framed))
+
+    def post_once(self, key: str, data: bytes) -> bytes:
+        """Leave a message unless there is one; what is there now."""
+        name, framed = self._name(key), _frame(data)
+        found = self._call(lambda store: store.compare_set(name, b"", framed))
+        return _unframe(found, key)
+
+    def has(self, key: str) -> bool:
+        """Whether there is a message."""
+        name = self._name(key)
+        return bool(self._call(lambda store: store.check([name])))
+
+    def read(self, key: str, timeout: float) -> bytes:
+        """The message, as soon as there is one; `Silence` when none comes in that many seconds."""
+        name = self._name(key)
+
+        def look(store: Any) -> Any:
+            return store.get(name) if _wait(store, [name], timeout) else None
+
+        found = self._call(look, timeout)
+        if found is None:
+            raise Silence(f"nothing under {key!r} within {timeout:g} s")
+        return _unframe(found, key)
+
+    def collect(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+        """All these messages as soon as they are there; after that many seconds, those that are."""
+        names = [self._name(key) for key in keys]
+
+        def look(store: Any) -> dict[str, Any]:
+            end = time.monotonic() + timeout
+            found: dict[str, Any] = {}
+            for at in range(0, len(names), _KEYS_AT_ONCE):
+                part = names[at : at + _KEYS_AT_ONCE]
+                if not _wait(store, part, end - time.monotonic()):
+                    part = [name for name in part if store.check([name])]
+                found.update(zip(part, _get(store, part), strict=True))
+            return found
+
+        found = self._call(look, timeout)
+        return {
+            key: _unframe(found[name], key) for key, name in zip(keys, names, strict=True) if name in found
+        }
+
+    def count(self, key: str, amount: int = 1) -> int:
+        """Add to a number that starts as 0; what it is now. Such a key holds no message."""
+        name = self._name(key)
+        return int(self._call(lambda store: store.add(name, amount)))
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Remove messages and numbers. Stores that cannot keep them."""
+        names = [self._name(key) for key in keys]
+
+        def remove(store: Any) -> None:
+            for name in names:
+                try:
+                    store.delete_key(name)
+                except NotImplementedError:
+                    return
+
+        if names:
+            self._call(remove)
+
+    def close(self) -> None:
+        """Hang up. Calls that are under way come to their end."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for line in idle:
+            line.hang_up()
+
+    def _name(self, key: str) -> str:
+        name = f"{self._prefix}/{key}"
+        if len(name) > MAX_KEY_LENGTH:
+            raise ValueError(f"a key of {len(name)} characters: {name[:80]}...")
+        return name
+
+    def _call(self, function: Callable[[Any], _T], timeout: float = 0.0) -> _T:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("these messages are closed")
+            line = self._idle.pop() if self._idle else None
+        if line is None:
+            line = _Line(self._store)
+        result = line.call(function, _bounded(timeout) + ANSWER_SECONDS)
+        with self._lock:
+            keep = not self._closed
+            if keep:
+                self._idle.append(line)
+        if not keep:
+            line.hang_up()
+        return result
+
+
+class _Line:
+    """A connection to the store, and the thread that speaks over it."""
+
+    def __init__(self, store: Any) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[Any], Any], _Answer] | None] = queue.SimpleQueue()
+        # A daemon: it may be stuck in a call that never returns.
+        threading.Thread(target=self._speak, args=(store,), name="holdfast-mail", daemon=True).start()
+
+    def call(self, function: Callable[[Any], _T], seconds: float) -> _T:
+        """The function's result. Whatever goes wrong in it is the store's failure."""
+        answer = _Answer()
+        self._jobs.put((function, answer))
+        if not answer.there.wait(seconds):
+            self.hang_up()
+            raise _unreachable(f"it did not answer for {seconds:.0f} s")
+        if answer.error is not None:
+            self.hang_up()
+            if isinstance(answer.error, (RuntimeError, OSError, ValueError)):
+                raise _unreachable(str(answer.error).split("\n")[0][:200]) from answer.error
+            raise answer.error
+        result: _T = answer.result
+        return result
+
+    def hang_up(self) -> None:
+        """No more calls; the thread ends after the one that is under way."""
+        self._jobs.put(None)
+
+    def _speak(self, store: Any) -> None:
+        connection: Any = None
+        while (job := self._jobs.get()) is not None:
+            function, answer = job
+            try:
+                if connection is None:
+                    connection = store.clone() if hasattr(store, "clone") else store
+                answer.result = function(connection)
+            except BaseException as error:  # told to the thread that asked
+                answer.error = error
+            answer.there.set()
+            del job, function, answer
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.there = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+def _wait(store: Any, names: Sequence[str], timeout: float) -> bool:
+    """Whether all these keys are there, waiting that long for them."""
+    if timeout <= 0:
+        return bool(store.check(names))
+    try:
+        # A time-out of zero would mean for ever.
+        store.wait(names, timedelta(seconds=max(0.001, _bounded(timeout))))
+    except RuntimeError:
+        # Time-outs have no type of their own, in some stores not even a known text. One that still answers
+        # has timed out.
+        return bool(store.check(names))
+    return True
+
+
+def _get(store: Any, names: Sequence[str]) -> Sequence[Any]:
+    if len(names) > 1 and store.has_extended_api():
+        found: Sequence[Any] = store.multi_get(names)
+        return found
+    return [store.get(name) for name in names]
+
+
+def _bounded(timeout: float) -> float:
+    """Stores count milliseconds in numbers that overflow; nobody waits longer than this."""
+    return min(max(0.0, timeout), _MAX_WAIT_SECONDS)
+
+
+def _frame(data: bytes) -> bytes:
+    """Never empty: an empty value is none to some stores."""
+    framed = _PLAIN + data
+    if len(data) >= _COMPRESSED_FROM:
+        framed = min(framed, _DEFLATED + zlib.compress(data, 1), key=len)
+    if len(framed) > MAX_MESSAGE_NBYTES:
+        raise ValueError(
+            f"a message of {len(framed):,} bytes; the process group's store takes {MAX_MESSAGE_NBYTES:,}"
+        )
+    return framed
+
+
+def _unframe(framed: bytes, key: str) -> bytes:
+    try:
+        if framed[:1] == _DEFLATED:
+            return zlib.decompress(framed[1:])
+        if framed[:1] == _PLAIN:
+            return bytes(framed[1:])
+    except zlib.error as error:
+        raise RankFailed(f"a message that makes no sense, under {key!r}: {error}") from error
+    raise RankFailed(f"a message that makes no sense, under {key!r}: it begins with {framed[:8]!r}")
+
+
+def _unreachable(reason: str) -> RankFailed:
+    return RankFailed(
+        "the process group's store cannot be reached: its host, rank 0 or the launcher, has ended or is cut "
+        f"off ({reason})",
+        ranks=(0,),
+    )

@@ -1,0 +1,292 @@
+"""The ranks of a world as a team: who they are, and the few things they tell each other.
+
+Rank 0 coordinates: what concerns everybody is collected and decided by it, and read from it. Each such *call*
+has a key, and the next number of that key, counted on every rank: all ranks make the calls of a key in the
+same order. No call is a collective; each has a time-out, after which those that are left get `RankFailed`.
+
+Nothing stays behind in the store: a rank removes its message when it has read what the coordinator made of
+it, and says that it has; the coordinator removes its own when everybody has.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.errors import RankFailed
+from holdfast.format.checksums import digest
+from holdfast.plan.topology import Topology
+from holdfast.team.mail import Mail, Silence
+from holdfast.team.meeting import GRACE_SECONDS, Board, Met, meet, name_ranks, purpose_prefix
+
+_MOST_UNREAD: Final = 64
+"""Calls whose results somebody has not read yet. Who is further behind will not come any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank of the team: its process, on which machine, on which socket (NUMA node) of it."""
+
+    rank: int
+    host: str
+    pid: int
+    socket: int
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    """What the coordinator says at the end of a call: data, or why there is none."""
+
+    data: bytes = b""
+    failure: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+class _Table(msgspec.Struct, frozen=True):
+    """Each different message of an exchange, by its digest, and the ranks that have it."""
+
+    entries: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(slots=True)
+class _Unread:
+    """Messages of the coordinator, to be removed when the others have read them."""
+
+    readers: str
+    keys: list[str] = field(default_factory=list)
+
+
+class Team:
+    """A rank's place in the team. Made by `join`; one thread at a time per key."""
+
+    def __init__(self, rank: int, members: tuple[Member, ...], topology: Topology, mail: Mail, board: Board):
+        self.rank = rank
+        self.world = len(members)
+        self.members = members
+        self.topology = topology
+        self.mail = mail
+        self._board = board
+        self._lock = threading.Lock()
+        self._calls: dict[str, int] = {}
+        self._unread: deque[_Unread] = deque()
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def node_peers(self) -> tuple[int, ...]:
+        """The ranks on this rank's node, itself included, ascending."""
+        return self.topology.peers(self.rank)
+
+    def tell(self, key: str, data: bytes | None, timeout: float) -> bytes:
+        """The coordinator's data, on every rank. Only the coordinator gives any, and it does not wait."""
+        call = self._next_call(key)
+        if not self.is_coordinator:
+            return self._hear(call, timeout)
+        if data is None:
+            raise ValueError("the coordinator has to give the data that it tells")
+        self._pronounce(call, _Verdict(data))
+        return data
+
+    def agree(
+        self, key: str, mine: bytes, decide: Callable[[Sequence[bytes | None]], bytes], timeout: float
+    ) -> bytes:
+        """What the coordinator decides, on every rank, after hearing all of them.
+
+        `decide` is called on the coordinator only, with everybody's data by rank; None for those that were
+        not heard of in `timeout` seconds. If it raises, the others get `RankFailed` with its message. A rank
+        that comes late gets the decision that was made without it.
+        """
+        call = self._next_call(key)
+        if not self.is_coordinator:
+            return self._ask(call, mine, timeout)
+        heard = self._collect(call, timeout)
+        try:
+            data = decide([mine, *(heard.get(rank) for rank in range(1, self.world))])
+        except BaseException as error:
+            ranks = tuple(error.ranks) if isinstance(error, RankFailed) else (0,)
+            self._pronounce(call, _Verdict(failure=str(error) or type(error).__name__, ranks=ranks))
+            raise
+        self._pronounce(call, _Verdict(data))
+        return data
+
+    def exchange(self, key: str, mine: bytes, timeout: float) -> dict[bytes, tuple[int, ...]]:
+        """Every different message and the ranks that have it, ascending; in the order of their lowest rank.
+
+        Equal messages travel once: each rank sends a digest, reads one table and the messages that differ
+        from its own. `RankFailed` on all ranks when one is not heard of.
+        """
+        call = self._next_call(key)
+        name = f"{digest(mine)}{len(mine):x}"
+        blobs: list[str] = []
+        if self.is_coordinator:
+            table = self._tabulate(call, name, timeout)
+            blobs = [f"{call}/blob/{other}" for other, _ in table.entries]
+            self._pronounce(call, _Verdict(msgspec.msgpack.encode(table)), blobs)
+        else:
+            data = self._ask(call, name.encode(), timeout, done=False)
+            table = _decode(data, _Table, call)
+        for other, ranks in table.entries:
+            if ranks[0] == self.rank:
+                self.mail.post(f"{call}/blob/{other}", mine)
+        found = {
+            mine if other == name else self._blob(call, other, ranks, timeout): ranks
+            for other, ranks in table.entries
+        }
+        if not self.is_coordinator:
+            self.mail.count(f"{call}/read")
+        return found
+
+    def say(self, what: str) -> None:
+        """What this rank is at, for the error messages of others."""
+        self._board.say(self.rank, what)
+
+    def whereabouts(self, ranks: Iterable[int]) -> dict[int, str]:
+        """What these ranks said last they were at; those that said nothing are left out."""
+        return self._board.look(tuple(ranks))
+
+    def close(self) -> None:
+        """Leave. The last one to leave removes what is left of the team's messages."""
+        try:
+            if self.is_coordinator:
+                rest = [key for unread in self._unread for key in (unread.readers, *unread.keys)]
+                self.mail.post("rest", msgspec.msgpack.encode(rest))
+            if self.mail.count("left") == self.world:
+                rest = _decode(self.mail.read("rest", 0.0), list[str], "rest")
+                self.mail.forget([*rest, "rest", "left"])
+        finally:
+            self.mail.close()
+            self._board.close()
+
+    def _next_call(self, key: str) -> str:
+        with self._lock:
+            number = self._calls[key] = self._calls.get(key, 0) + 1
+        return f"{key}/{number}"
+
+    def _pronounce(self, call: str, verdict: _Verdict, also: Sequence[str] = ()) -> None:
+        self.mail.post(f"{call}/verdict", msgspec.msgpack.encode(verdict))
+        with self._lock:
+            before = list(self._unread)
+            self._unread.append(_Unread(f"{call}/read", [f"{call}/verdict", *also]))
+        self._clean(before)
+
+    def _clean(self, unread: Sequence[_Unread]) -> None:
+        """Remove what everybody has read; two calls are looked at, so each call does as much as the next."""
+        for position, entry in enumerate(unread):
+            over = len(unread) - position >= _MOST_UNREAD
+            if position >= 2 and not over:
+                return
+            if over or self.mail.count(entry.readers, 0) >= self.world - 1:
+                with self._lock:
+                    if entry not in self._unread:
+                        continue
+                    self._unread.remove(entry)
+                self.mail.forget([entry.readers, *entry.keys])
+
+    def _collect(self, call: str, timeout: float) -> dict[int, bytes]:
+        keys = {f"{call}/from/{rank}": rank for rank in range(1, self.world)}
+        return {keys[key]: data for key, data in self.mail.collect(list(keys), timeout).items()}
+
+    def _ask(self, call: str, mine: bytes, timeout: float, *, done: bool = True) -> bytes:
+        """Post something of this rank's, and hear what the coordinator makes of it."""
+        self.mail.post(f"{call}/from/{self.rank}", mine)
+        try:
+            return self._hear(call, timeout, done=done)
+        finally:
+            self.mail.forget([f"{call}/from/{self.rank}"])
+
+    def _hear(self, call: str, timeout: float, *, done: bool = True) -> bytes:
+        try:
+            data = self.mail.read(f"{call}/verdict", timeout + GRACE_SECONDS)
+        except Silence:
+            raise RankFailed(
+                f"rank 0 was not heard of within {timeout:g} s{self._board.describe((0,))}", ranks=(0,)
+            ) from None
+        verdict: _Verdict = _decode(data, _Verdict, call)
+        if verdict.failure:
+            self.mail.count(f"{call}/read")
+            raise RankFailed(verdict.failure, ranks=verdict.ranks)
+        if done:
+            self.mail.count(f"{call}/read")
+        return verdict.data
+
+    def _tabulate(self, call: str, name: str, timeout: float) -> _Table:
+        heard = self._collect(call, timeout)
+        missing = tuple(rank for rank in range(1, self.world) if rank not in heard)
+        if missing:
+            failure = f"{name_ranks(missing)} {'were' if len(missing) > 1 else 'was'} not heard of within "
+            failure += f"{timeout:g} s{self._board.describe(missing)}"
+            self._pronounce(call, _Verdict(failure=failure, ranks=missing))
+            raise RankFailed(failure, ranks=missing)
+        by_name: dict[str, list[int]] = {name: [0]}
+        for rank in range(1, self.world):
+            by_name.setdefault(heard[rank].decode(errors="replace"), []).append(rank)
+        return _Table(tuple((other, tuple(ranks)) for other, ranks in by_name.items()))
+
+    def _blob(self, call: str, name: str, ranks: tuple[int, ...], timeout: float) -> bytes:
+        first = ranks[0]
+        try:
+            data = self.mail.read(f"{call}/blob/{name}", timeout)
+        except Silence:
+            raise RankFailed(
+                f"rank {first} did not send what it said it has within {timeout:g} s"
+                f"{self._board.describe((first,))}",
+                ranks=(first,),
+            ) from None
+        if f"{digest(data)}{len(data):x}" != name:
+            raise RankFailed(f"rank {first} sent other data than it said it has", ranks=(first,))
+        return data
+
+
+def join(purpose: str, timeout: float) -> Team | None:
+    """Come together with all other ranks of the default process group that come for the same purpose.
+
+    None when there is nobody to meet: without torch, without a process group, in a world of one. `RankFailed`
+    on all who came when somebody did not come within `timeout` seconds; those may come again.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    if world == 1:
+        return None
+    everywhere = Mail(_default_store(), "holdfast")
+    board = Board(everywhere)
+    mail = everywhere.under(purpose_prefix(purpose))
+    try:
+        met = meet(mail, board, rank, world, purpose, timeout)
+    except BaseException:
+        board.close()
+        raise
+    finally:
+        mail.close()
+    return _team(rank, met, mail.under(met.token), board)
+
+
+def _default_store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _team(rank: int, met: Met, mail: Mail, board: Board) -> Team:
+    machines: dict[str, int] = {}
+    nodes = tuple(machines.setdefault(card.machine, len(machines)) for card in met.cards)
+    topology = Topology(nodes, tuple(card.socket for card in met.cards))
+    members = tuple(Member(number, card.host, card.pid, card.socket) for number, card in enumerate(met.cards))
+    return Team(rank, members, topology, mail, board)
+
+
+def _decode(data: bytes, kind: Any, call: str) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise RankFailed(
+            f"rank 0 sent something that makes no sense for {call}: {error}", ranks=(0,)
+        ) from None
