@@ -141,3 +141,22 @@ def test_what_cannot_be_true_is_named(
         assert isinstance(caught.value, RanksDisagree)
         assert caught.value.leaf == "x"
         assert caught.value.ranks == ranks
+
+
+def test_copies_on_meshes_of_their_own_are_one_mesh_and_share_the_writing() -> None:
+    """Tensor parallel on two ranks, data parallel over three copies: each copy knows only its own mesh."""
+    splits = (Split(1, 0),)
+    meshes = [Mesh.of([0, 1]), Mesh.of([2, 3]), Mesh.of([4, 5])]
+    views = {(Seen("w", "F32", (64, 1024), Spread(mesh, splits)),): mesh.ranks().tolist() for mesh in meshes}
+    (leaf,) = merge_views(views)
+    assert leaf.spreads == (Spread(Mesh.grid(3, 2), (Split(1, 1),)),)
+    plan = WritePlan([leaf], Topology.regular(6), block_nbytes=4096)
+    assert set(plan.loads.tolist()) == {64 * 1024 * 4 // 6, 64 * 1024 * 4 // 6 + 1}
+
+
+def test_one_on_a_mesh_of_its_own_that_does_not_list_it_is_named() -> None:
+    first, second = Spread(Mesh.of([0, 1]), (Split(0, 0),)), Spread(Mesh.of([2, 3]), (Split(0, 0),))
+    views = {(Seen("w", "F32", (4,), first),): [0, 1], (Seen("w", "F32", (4,), second),): [2]}
+    with pytest.raises(RanksDisagree, match="rank 3 does not save it") as caught:
+        merge_views(views)
+    assert caught.value.ranks == (3,)

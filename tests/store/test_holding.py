@@ -17,7 +17,7 @@ import pytest
 
 import holdfast
 from holdfast.state import flatten
-from holdfast.store import WritableRun, step_name
+from holdfast.store import Commit, WritableRun, step_name
 
 STATE = {"w": np.arange(300_000)}
 
@@ -72,9 +72,17 @@ def test_nothing_stays_open(path: Path) -> None:
     assert open_descriptors() == before
 
 
+def save(run: WritableRun, step: int, state: object) -> None:
+    tuning = holdfast.Options().tuning()
+    run.save(
+        step,
+        lambda target, spare: Commit(target, step, {}, tuning, spare, overwrite=True).run(flatten(state)),
+    )
+
+
 def test_a_forked_child_that_closes_its_copy_does_not_give_up_its_parents_hold(tmp_path: Path) -> None:
-    run = WritableRun(os.fspath(tmp_path), holdfast.Options().tuning())
-    run.save(1, {}, flatten({"w": np.arange(1 << 20)}))
+    run = WritableRun(os.fspath(tmp_path))
+    save(run, 1, {"w": np.arange(1 << 20)})
     with holdfast.open(tmp_path) as opened:
         pid = os.fork()
         if pid == 0:
@@ -82,8 +90,8 @@ def test_a_forked_child_that_closes_its_copy_does_not_give_up_its_parents_hold(t
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
         run.retire([1])
-        run.save(2, {}, flatten({"w": np.zeros(1 << 20)}))
-        run.save(3, {}, flatten({"w": np.zeros(1 << 20)}))
+        save(run, 2, {"w": np.zeros(1 << 20)})
+        save(run, 3, {"w": np.zeros(1 << 20)})
         assert np.array_equal(opened.load()["w"], np.arange(1 << 20))
     run.close()
 
@@ -128,7 +136,7 @@ def test_a_checkpoint_can_be_read_by_who_may_not_write_it() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[WritableRun]:
-    opened = WritableRun(os.fspath(tmp_path), holdfast.Options().tuning())
+    opened = WritableRun(os.fspath(tmp_path))
     yield opened
     opened.close()
 
@@ -140,28 +148,28 @@ def names(run: WritableRun) -> list[str]:
 def test_what_a_reader_holds_is_removed_once_it_lets_go(run: WritableRun) -> None:
     """A long training must not collect what readers held for a while."""
     for step in (1, 2, 3):
-        run.save(step, {}, flatten({"w": np.full(100, step)}))
+        save(run, step, {"w": np.full(100, step)})
     reader = holdfast.open(run.path_of(1))
     second = holdfast.open(run.path_of(2))
     run.retire([1, 2])
-    run.save(4, {}, flatten({"w": np.full(100, 4)}))
-    run.save(5, {}, flatten({"w": np.full(100, 5)}))
+    save(run, 4, {"w": np.full(100, 4)})
+    save(run, 5, {"w": np.full(100, 5)})
     assert reader.load()["w"][0] == 1
     assert second.load()["w"][0] == 2
     reader.close()
     second.close()
-    run.save(6, {}, flatten({"w": np.full(100, 6)}))
+    save(run, 6, {"w": np.full(100, 6)})
     assert names(run) == [step_name(step) for step in (3, 4, 5, 6)]
 
 
 def test_a_step_can_be_retired_again_while_somebody_reads_its_predecessor(run: WritableRun) -> None:
-    run.save(1, {}, flatten({"w": np.full(100, 1)}))
+    save(run, 1, {"w": np.full(100, 1)})
     with holdfast.open(run.path_of(1)) as reader:
         run.retire([1])
-        run.save(1, {}, flatten({"w": np.full(100, 2)}))
-        run.save(2, {}, flatten({"w": np.full(100, 3)}))
+        save(run, 1, {"w": np.full(100, 2)})
+        save(run, 2, {"w": np.full(100, 3)})
         run.retire([1])
-        run.save(3, {}, flatten({"w": np.full(100, 4)}))
+        save(run, 3, {"w": np.full(100, 4)})
         assert reader.load()["w"][0] == 1
-    run.save(4, {}, flatten({"w": np.full(100, 5)}))
+    save(run, 4, {"w": np.full(100, 5)})
     assert [name for name in names(run) if "." not in name] == [step_name(step) for step in (2, 3, 4)]

@@ -30,20 +30,27 @@ from holdfast.checkpointer.events import (
 from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.checkpointer.ownership import Hooks, find_optimizers, owners
 from holdfast.checkpointer.preemption import Preemption
-from holdfast.checkpointer.retention import history
-from holdfast.checkpointer.saving import Saving
+from holdfast.checkpointer.restoring import resume
+from holdfast.checkpointer.retention import history, ids
+from holdfast.checkpointer.saving import Saving, Work
 from holdfast.checkpointer.schedule import Cost, Schedule, make_schedule
 from holdfast.checkpointer.staging import Division, Staging
-from holdfast.errors import (
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    EngineTimeout,
-    HoldfastError,
-    ReadFailed,
-    SaveFailed,
+from holdfast.errors import EngineTimeout, HoldfastError, SaveFailed
+from holdfast.state import LeafSource, flatten
+from holdfast.store import (
+    CheckpointInfo,
+    Commit,
+    Conversation,
+    Crew,
+    FollowedRun,
+    Options,
+    Spare,
+    Watch,
+    WritableRun,
+    check_step,
+    list_steps,
+    muster,
 )
-from holdfast.state import Flat, LeafSource, flatten
-from holdfast.store import Checkpoint, CheckpointInfo, Options, WritableRun, check_step, list_steps
 
 Mode = Literal["overlap", "snapshot", "sync"]
 OnError = Literal["raise", "warn"]
@@ -64,8 +71,12 @@ class Checkpointer:
     `every`: steps, a time such as ``"30s"``, or ``"auto"``: as often as `budget`, a share of the time,
     allows, or best for failures every `mtbf` seconds. `optimizers`: those to hook, if not all in `state`.
     `on_error`: whether a save that failed in the background is raised by the next call, or warned of.
-    `timeout`: seconds after which training waits no longer for a device. With `preemption`, SIGTERM and
-    SIGUSR1 make the next call of `save` save and end the process with exit code 0.
+    `timeout`: seconds after which training waits no longer for a device, or for another rank. With
+    `preemption`, SIGTERM and SIGUSR1 make the next call of `save` save and end the process with exit code 0.
+
+    Under ``torch.distributed`` every rank makes one, with the same run and its own state, and all call the
+    same methods: each writes its share of one checkpoint, and when to save is the coordinator's, rank 0's,
+    decision. With ``together=False`` this rank has the run to itself.
 
     >>> import holdfast, numpy, tempfile
     >>> state = {"w": numpy.zeros(3)}
@@ -93,6 +104,7 @@ class Checkpointer:
         on_error: OnError = "raise",
         timeout: float = 600.0,
         preemption: bool = True,
+        together: bool | None = None,
     ) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(map(repr, get_args(Mode)))}, not {mode!r}")
@@ -116,18 +128,24 @@ class Checkpointer:
         self._overlapped = False
         self._superseded: list[int] = []
         path = os.path.abspath(os.fspath(run))
-        self._drill = drilling.join(path)
-        self._run = WritableRun(self._drill.path if self._drill else path, options.tuning())
+        self._crew = Crew(muster(f"Checkpointer of {path}", together, timeout), options.way(), timeout)
+        self._drill = drilling.join(path) if self._crew.leads else None
+        self._run: WritableRun | FollowedRun = FollowedRun(path)
+        self._history: list[Kept] = []
         self._open = True
         try:
-            self._history: list[Kept] = history(self._run.path)
-            self._staging = Staging(options.snapshot_nbytes)
-            self._hooks = Hooks(self._before_step)
-            self._hooks.attach(self._optimizers() if mode == "overlap" else ())
+            with self._crew.all_or_none("open"):
+                if self._crew.leads:
+                    self._run = WritableRun(self._drill.path if self._drill else path)
+                    self._history = history(self._run.path)
+                self._staging = Staging(options.snapshot_nbytes)
+                self._hooks = Hooks(self._before_step)
+                self._hooks.attach(self._optimizers() if mode == "overlap" else ())
         except BaseException:
             self._run.close()
+            self._crew.close()
             raise
-        self._events = EventLog(self._run.path)
+        self._events = EventLog(self._run.path if self._crew.leads else None)
         self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, every))
         self._preemption = Preemption() if preemption else None
 
@@ -201,21 +219,39 @@ class Checkpointer:
             self._overlapped = self._in_flight is not None and not self._in_flight.done
 
     def _save(self, step: int, metrics: dict[str, float], now: float) -> Saving | None:
-        signal = self._preemption.received if self._preemption is not None else None
         if self._drill is not None:
             self._drill.completed(step)
         earlier = self._in_flight
-        if signal is None and not self._schedule.due(step, now):
+        due, signal, talk = self._accord(step, now)
+        if not due:
             self._tell(earlier)
             return None
-        self._finish_earlier(step, earlier)
-        saving = self._start(step, metrics)
+        try:
+            self._finish_earlier(step, earlier)
+        except BaseException as error:
+            self._crew.failed(talk, error)
+            raise
+        saving = self._start(step, metrics, talk)
         if signal is not None:
             self._obey(saving, signal)
         self._tell(earlier)
         if self._mode == "sync":
             self._tell(saving)
         return saving
+
+    def _accord(self, step: int, now: float) -> tuple[bool, str | None, Conversation | None]:
+        """Whether to save now, and whether to end then. With several ranks the coordinator decides."""
+        signal = self._preemption.received if self._preemption is not None else None
+        if self._crew.team is None:
+            return signal is not None or self._schedule.due(step, now), signal, None
+        if self._crew.leads:
+            signal = signal or self._crew.signalled()
+        elif signal is not None:
+            self._crew.signal(signal)
+        due = self._crew.leads and (signal is not None or self._schedule.due(step, now))
+        talk = self._crew.begin("the Checkpointer's save", step, due=due, signal=signal)
+        assert talk is not None
+        return talk.call.due, talk.call.signal, talk
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns when all that was saved is durable. Raises what failed in the background."""
@@ -233,16 +269,16 @@ class Checkpointer:
         self._release(None)
         yield
 
-    def _start(self, step: int, metrics: dict[str, float]) -> Saving:
+    def _start(self, step: int, metrics: dict[str, float], talk: Conversation | None) -> Saving:
         began = time.perf_counter()
         if self._drill is not None:
             self._drill.saving(step, self.mode)
-        flat = flatten(self.state)
-        division = self._divide(flat)
+        work = self._work(step, metrics, talk)
+        division = self._divide(work.leaves)
         stage_seconds = time.perf_counter() - began
 
         def commit(saving: Saving) -> CheckpointInfo:
-            return self._commit(saving, flat, metrics, stage_seconds)
+            return self._commit(saving, work, stage_seconds)
 
         saving = Saving(step, division, commit)
         self._in_flight = saving
@@ -256,7 +292,34 @@ class Checkpointer:
                 saving.leave_urgent(self._timeout)
         return saving
 
-    def _divide(self, flat: Flat) -> Division:
+    def _work(self, step: int, metrics: dict[str, float], talk: Conversation | None) -> Work:
+        """The state taken apart, as far as this rank writes it, and how it is committed."""
+        if not self._crew.needed:
+            flat = flatten(self.state)
+
+            def alone(target: str, spare: Spare | None, *how: Any) -> CheckpointInfo:
+                return Commit(target, step, metrics, self._crew.way.tuning, spare, True).run(flat, *how)
+
+            return Work(flat.leaves, alone)
+        ready = self._crew.prepare(self.state, talk)
+        live = ids(self._run.path) if self._crew.leads and self._crew.way.volumes else ()
+
+        def together(target: str, spare: Spare | None, groups: Any, watch: Watch) -> CheckpointInfo:
+            return self._crew.commit(
+                ready,
+                target,
+                step,
+                metrics,
+                groups=groups,
+                watch=watch,
+                spare=spare,
+                overwrite=True,
+                live=live,
+            )
+
+        return Work(ready.share.fragments, together)
+
+    def _divide(self, leaves: tuple[LeafSource, ...]) -> Division:
         if self._mode == "sync":
             return Division()  # nobody else runs until all is over
         if self._mode == "overlap":
@@ -264,9 +327,9 @@ class Checkpointer:
             self._notice()
             if self.mode == "overlap":
                 return self._staging.divide(
-                    flat.leaves, owners(self.state, self._hooks, bracketed=self._bracketed).of
+                    leaves, owners(self.state, self._hooks, bracketed=self._bracketed).of
                 )
-        return self._staging.divide(flat.leaves, _nobody)
+        return self._staging.divide(leaves, _nobody)
 
     def _notice(self) -> None:
         if self.mode != "overlap" and not self._noticed:
@@ -279,15 +342,13 @@ class Checkpointer:
                 stacklevel=6,
             )
 
-    def _commit(
-        self, saving: Saving, flat: Flat, metrics: dict[str, float], stage_seconds: float
-    ) -> CheckpointInfo:
+    def _commit(self, saving: Saving, work: Work, stage_seconds: float) -> CheckpointInfo:
         """All that happens to a save after it has been started; on its own thread, as a rule."""
         step = saving.step
         in_place, copied = saving.in_place_nbytes, saving.copied_nbytes
         try:
             groups = None if self._mode == "sync" else saving.groups
-            info = self._run.save(step, metrics, flat, groups, saving)
+            info = self._run.save(step, lambda target, spare: work.commit(target, spare, groups, saving))
         except BaseException as error:
             self._events.add(
                 Failed(step, time.time(), self.mode, type(error).__name__, str(error), saving.stall_seconds)
@@ -398,44 +459,35 @@ class Checkpointer:
         self.wait()
         if self._drill is not None:
             self._drill.restoring()
-        present = self.steps
-        candidates = present if step is None else [step]
-        failures: list[HoldfastError] = []
-        for candidate in reversed(candidates):
-            began = time.perf_counter()
-            try:
-                with Checkpoint(self._run.path_of(candidate)) as checkpoint:
-                    if checkpoint.step != candidate:
-                        reason = f"it is a checkpoint of step {checkpoint.step}, put in the place of another"
-                        raise CorruptCheckpoint(reason, path=checkpoint.path)
-                    checkpoint.load(self.state)
-                    nbytes = sum(leaf.nbytes for leaf in checkpoint.leaves.values())
-            except (CorruptCheckpoint, ReadFailed) as error:
-                if step is not None:
-                    raise
-                failures.append(error)
-                # It stays on disk to be looked at, but takes no place among those to keep.
-                self._history = [item for item in self._history if item.step != candidate]
-                self._events.add(PassedOver(candidate, time.time(), str(error)))
-                warnings.warn(f"passing over step {candidate}: {error}", RuntimeWarning, stacklevel=2)
-            except CheckpointNotFound:
-                raise CheckpointNotFound(f"run {self.path} has no checkpoint of step {candidate}") from None
-            else:
-                self._events.add(Restored(candidate, time.time(), nbytes, time.perf_counter() - began))
-                if self._drill is not None:
-                    self._drill.restored(candidate, self._run.path_of(candidate))
-                self._go_back_to(candidate, present if step is not None else [])
-                return candidate
-        if failures:
-            raise CorruptCheckpoint(
-                f"none of the {len(failures)} checkpoints is intact, the newest: {failures[0]}",
-                path=self.path,
-            ) from failures[0]
+        found = resume(self._crew, self.state, self._steps_here(), self._run.path_of, step, self._passed_over)
+        if found is None:
+            if self._drill is not None:
+                self._drill.restored(0, None)
+            return 0
+        self._events.add(Restored(found.step, time.time(), found.nbytes, found.seconds))
         if self._drill is not None:
-            self._drill.restored(0, None)
-        return 0
+            self._drill.restored(found.step, self._run.path_of(found.step))
+        self._go_back_to(found.step, found.candidates if step is not None else ())
+        return found.step
 
-    def _go_back_to(self, step: int, present: list[int]) -> None:
+    def _steps_here(self) -> list[int]:
+        return self.steps if self._crew.leads else []
+
+    def _passed_over(self, step: int, error: HoldfastError) -> None:
+        # It stays on disk to be looked at, but takes no place among those to keep.
+        self._history = [item for item in self._history if item.step != step]
+        self._events.add(PassedOver(step, time.time(), str(error)))
+        warnings.warn(f"passing over step {step}: {error}", RuntimeWarning, stacklevel=4)
+
+    def check_replicas(self) -> None:
+        """Compares, bit by bit, what several ranks hold the same of; `RanksDisagree` names what differs.
+
+        All ranks call it, between two steps. It is done by itself when it is first planned who writes what.
+        """
+        self._check_usable()
+        self._crew.shares.check_replicas(flatten(self.state, self._crew.rank))
+
+    def _go_back_to(self, step: int, present: Sequence[int]) -> None:
         self._superseded = [other for other in present if other > step]
         if self._superseded:
             warnings.warn(
@@ -477,6 +529,7 @@ class Checkpointer:
             self._events.close()
             if saving is None or saving.done:
                 self._run.close()
+                self._crew.close()
 
     def __enter__(self) -> Checkpointer:
         return self

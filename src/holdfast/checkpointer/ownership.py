@@ -221,6 +221,7 @@ def _tensors(value: object) -> Iterator[Any]:
 
 def _extent(array: Any) -> tuple[str, int, int]:
     """Device, first and last address of an array's memory. Empty for what has none."""
+    array = getattr(array, "_local_tensor", array)  # of a DTensor, what is here
     if hasattr(array, "data_ptr"):
         if array.is_meta or array.layout is not sys.modules["torch"].strided:
             return _HOST, 0, 0

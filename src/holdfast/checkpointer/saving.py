@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
 
 from holdfast.checkpointer.guard import Guard
 from holdfast.checkpointer.ownership import NOBODY
@@ -22,7 +24,18 @@ from holdfast.engine import WriteJob
 from holdfast.errors import EngineTimeout, MutatedDuringSave, SaveFailed
 from holdfast.plan import ShardPlan
 from holdfast.state import LeafSource
-from holdfast.store import CheckpointInfo, Watch
+from holdfast.store import CheckpointInfo, Spare, Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be saved: these leaves, and how they become a checkpoint.
+
+    `commit` is given the target, files to write over, the leaves in their order, and who watches.
+    """
+
+    leaves: tuple[LeafSource, ...]
+    commit: Callable[[str, Spare | None, Sequence[Sequence[LeafSource]] | None, Watch], CheckpointInfo]
 
 
 class Saving(Watch):
@@ -37,10 +50,11 @@ class Saving(Watch):
         self._lock = threading.Lock()
         self._reading = threading.Event()
         self._ended = threading.Event()
-        self._job: WriteJob | None = None
+        self._jobs: list[WriteJob] = []
         self._plan_nbytes = 0
-        self._ends: dict[int, int] = {}
-        self._urgent_end = 0
+        # How far each file must have been read before an owner may change its leaves, or the save returns.
+        self._ends: dict[int, list[int]] = {}
+        self._urgent_ends: list[int] = []
         self._changed: list[str] = []
         self._given_up: str | None = None
         self._hopeless = False
@@ -73,7 +87,7 @@ class Saving(Watch):
     @property
     def progress(self) -> tuple[int, int]:
         """Bytes that have left memory, and all bytes."""
-        return (0 if self._job is None else self._job.progress), self._plan_nbytes
+        return sum(job.progress for job in self._jobs), self._plan_nbytes
 
     def __repr__(self) -> str:
         how = "under way" if not self.done else "durable" if self._info is not None else "failed"
@@ -124,7 +138,7 @@ class Saving(Watch):
             self._error.__cause__ = self._error.__cause__ or (None if self._error is error else error)
         finally:
             del commit  # with these go the references to the caller's arrays
-            self._job = None
+            self._jobs = []
             self._division = Division()
             self._ended.set()
             self._reading.set()
@@ -180,52 +194,59 @@ class Saving(Watch):
             return
         end = time.monotonic() + timeout
         try:
-            left = self._leave(self._urgent_end if self._reading.wait(timeout) else None, end)
+            left = self._leave(self._urgent_ends if self._reading.wait(timeout) else None, end)
         except BaseException:  # Ctrl-C: the caller goes on to change what has not been read
             self.give_up("it was interrupted before the state had left memory")
             raise
         if not left:
             self.give_up(f"its bytes had not left memory after {timeout:g} s")
 
-    def _leave(self, nbytes: int | None, end: float) -> bool:
-        """Whether so many bytes of the file have left in time; None: it was not even begun."""
-        job = self._job
-        if nbytes is None:
+    def _leave(self, ends: Sequence[int] | None, end: float) -> bool:
+        """Whether so many bytes of each file have left in time; None: it was not even begun."""
+        if ends is None:
             return False
-        return job is None or job.wait_for_nbytes(nbytes, max(0.0, end - time.monotonic()))
+        return all(
+            job.wait_for_nbytes(nbytes, max(0.0, end - time.monotonic()))
+            for job, nbytes in zip(self._jobs, ends, strict=False)
+        )
 
     def give_up(self, why: str) -> None:
         """It shall not become a checkpoint. Ends soon; one that has been committed meanwhile stays."""
         with self._lock:
             self._given_up = why
             self._hopeless = True
-            job = self._job
-        if job is not None:
+            jobs = self._jobs
+        for job in jobs:
             job.cancel()
 
-    def _end(self, owner: int | None) -> int:
-        if owner is None:
-            return max([*self._ends.values(), 0])
-        return max(self._ends.get(owner, 0), self._ends.get(NOBODY, 0))
+    def _end(self, owner: int | None) -> list[int]:
+        wanted = (
+            self._ends.values() if owner is None else [self._ends.get(key, []) for key in (owner, NOBODY)]
+        )
+        return [max(ends) for ends in zip_longest(*wanted, fillvalue=0)]
 
     # --- Watch: called by the commit
 
-    def writing(self, plan: ShardPlan, job: WriteJob) -> None:
+    def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
         owner_of = {id(leaf): owner for owner, group in self._division.in_place.items() for leaf in group}
         urgent = {id(leaf) for leaf in self._division.urgent}
-        watched = owner_of or urgent
-        for leaf, offset in zip(plan.leaves, plan.offsets, strict=True) if watched else ():
-            owner = owner_of.get(id(leaf))
-            if owner is not None:
-                self._ends[owner] = max(self._ends.get(owner, 0), offset + leaf.nbytes)
-            elif id(leaf) in urgent:
-                self._urgent_end = max(self._urgent_end, offset + leaf.nbytes)
+        ends: dict[int, list[int]] = {owner: [0] * len(files) for owner in self._division.in_place}
+        urgent_ends = [0] * len(files)
+        for number, (plan, _) in enumerate(files if owner_of or urgent else ()):
+            for leaf, offset in zip(plan.leaves, plan.offsets, strict=True):
+                owner = owner_of.get(id(leaf))
+                if owner is not None:
+                    ends[owner][number] = max(ends[owner][number], offset + leaf.nbytes)
+                elif id(leaf) in urgent:
+                    urgent_ends[number] = max(urgent_ends[number], offset + leaf.nbytes)
         with self._lock:
-            self._plan_nbytes = plan.nbytes
-            self._job = job
+            self._ends, self._urgent_ends = ends, urgent_ends
+            self._plan_nbytes = sum(plan.nbytes for plan, _ in files)
+            self._jobs = [job for _, job in files]
             given_up = self._given_up
         if given_up is not None:
-            job.cancel()
+            for _, job in files:
+                job.cancel()
         self._reading.set()
 
     def written(self) -> None:

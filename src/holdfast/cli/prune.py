@@ -93,7 +93,6 @@ def _prune(run: Path, keep: Keep, *, dry_run: bool) -> Pruned:
 
     from holdfast.checkpointer import Kept
     from holdfast.cli.listing import leftovers, list_run
-    from holdfast.engine import Tuning
     from holdfast.errors import CheckpointNotFound
     from holdfast.store import WritableRun, is_checkpoint
 
@@ -110,7 +109,7 @@ def _prune(run: Path, keep: Keep, *, dry_run: bool) -> Pruned:
     stay = keep.chosen(whole)
     gone = [item.step for item in whole if item.step not in stay]
     if (gone or before.leftovers) and not dry_run:
-        writable = WritableRun(where, Tuning())  # sweeps what unfinished saves left
+        writable = WritableRun(where)  # sweeps what unfinished saves left
         try:
             writable.retire(gone)
         finally:

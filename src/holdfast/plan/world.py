@@ -16,9 +16,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from holdfast.errors import RanksDisagree
 from holdfast.format.geometry import Box, disjoint, subtract, whole
-from holdfast.plan.placement import LeafLayout, Mesh, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.state import Framework
 
 
@@ -69,27 +71,56 @@ def _merge(found: Sequence[tuple[Seen, tuple[int, ...]]], meshes: dict[tuple[int
                 ranks=(its_ranks[0], ranks[0]),
             )
     if first.spread is not None:
-        spreads: tuple[Spread, ...] = (first.spread,)
-        _check_listed(first, found)
+        spreads: tuple[Spread, ...] = (_stacked(first, first.spread, found, meshes),)
     else:
         spreads = _from_boxes(first, found, meshes)
     return LeafLayout(first.name, first.dtype, first.shape, spreads, first.framework)
 
 
-def _check_listed(first: Seen, found: Sequence[tuple[Seen, tuple[int, ...]]]) -> None:
-    """Everybody on a DTensor's mesh must have it: a shard that nobody saves would be lost."""
-    assert first.spread is not None
-    listed = {rank for seen, ranks in found if seen.spread == first.spread for rank in ranks}
-    mesh = first.spread.mesh
-    absent = [] if len(listed) >= mesh.size else sorted(set(mesh.ranks().flat) - listed)
+def _stacked(
+    first: Seen,
+    spread: Spread,
+    found: Sequence[tuple[Seen, tuple[int, ...]]],
+    meshes: dict[tuple[int, ...], Mesh],
+) -> Spread:
+    """The spread of a DTensor; where other ranks have it in the same way on meshes of their own, all of them.
+
+    That is how data parallel copies of a tensor-parallel model look: each copy has a mesh to itself. Together
+    these are one mesh with one dimension more, along which it is replicated.
+    """
+    if sum(len(ranks) for seen, ranks in found if seen.spread == spread) == spread.mesh.size and all(
+        seen.spread in (None, spread) for seen, _ in found
+    ):
+        return spread  # as a rule, and without a look at thousands of ranks
+    alike = [spread]
+    taken = set(spread.mesh.ranks().flat)
+    for seen, _ in found[1:]:
+        other = seen.spread
+        if other is None or other in alike:
+            continue
+        ranks = set(other.mesh.ranks().flat)
+        same = (other.mesh.shape, other.splits, other.box) == (spread.mesh.shape, spread.splits, spread.box)
+        if same and taken.isdisjoint(ranks):
+            alike.append(other)
+            taken |= ranks
+    listed = {rank for seen, ranks in found if seen.spread in alike for rank in ranks}
+    absent = sorted(int(rank) for rank in taken - listed)
     if absent:
         some = ", ".join(map(str, absent[:8]))
         raise RanksDisagree(
-            f"spread over {mesh.size} ranks, but rank {some}{', ...' if len(absent) > 8 else ''} "
+            f"spread over {len(taken)} ranks, but rank {some}{', ...' if len(absent) > 8 else ''} "
             "does not save it in that way",
             leaf=first.name,
-            ranks=[int(rank) for rank in absent[:8]],
+            ranks=absent[:8],
         )
+    if len(alike) == 1:
+        return spread
+    key = tuple(int(rank) for one in alike for rank in one.mesh.ranks().flat)
+    mesh = meshes.get(key)
+    if mesh is None or mesh.shape[1:] != spread.mesh.shape:
+        mesh = meshes[key] = Mesh.of(np.stack([one.mesh.ranks() for one in alike]))
+    splits = tuple(Split(split.axis, split.mesh_dim + 1, split.factor) for split in spread.splits)
+    return Spread(mesh, splits, spread.box)
 
 
 def _from_boxes(

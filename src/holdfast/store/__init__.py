@@ -8,26 +8,36 @@ from __future__ import annotations
 
 from holdfast.store.api import Options, load, open, save
 from holdfast.store.checkpoint import Checkpoint, LeafInfo, is_checkpoint, resolve
-from holdfast.store.commit import CheckpointInfo, Watch, check_step
+from holdfast.store.calls import Conversation
+from holdfast.store.commit import CheckpointInfo, Commit, check_step
+from holdfast.store.crew import Crew, muster
 from holdfast.store.lazy import LazyLeaf
-from holdfast.store.run import WritableRun, list_steps, step_name
+from holdfast.store.partial import Spare
+from holdfast.store.run import FollowedRun, WritableRun, list_steps, step_name
 from holdfast.store.shards import Problem
 from holdfast.store.verification import Report, verify
+from holdfast.store.watch import Watch
 
 __all__ = [
     "Checkpoint",
     "CheckpointInfo",
+    "Commit",
+    "Conversation",
+    "Crew",
+    "FollowedRun",
     "LazyLeaf",
     "LeafInfo",
     "Options",
     "Problem",
     "Report",
+    "Spare",
     "Watch",
     "WritableRun",
     "check_step",
     "is_checkpoint",
     "list_steps",
     "load",
+    "muster",
     "open",
     "resolve",
     "save",

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from holdfast.engine import Backend, Tuning
 from holdfast.errors import CheckpointExists
+from holdfast.plan.topology import Writers
 from holdfast.state import Framework, flatten
 from holdfast.store.checkpoint import Checkpoint, resolve
 from holdfast.store.commit import MANIFEST, CheckpointInfo, Commit
+from holdfast.store.crew import Crew, Way, mustered
 from holdfast.store.failures import saving
+from holdfast.store.handing import Link
+from holdfast.store.loading import load_together, open_together
 from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED
+from holdfast.store.shares import Replicas
 
 _STAGING_NBYTES = 64 << 20
 """All that the engine can use: eight windows under way."""
@@ -30,11 +35,19 @@ class Options:
     what the engine stages through, and beyond that the copies a `Checkpointer` makes of what training may
     change meanwhile. Files up to `small_nbytes` go through the page cache, where latency counts more than
     throughput.
+
+    `writers`: which ranks write what several hold: ``"all"``, one per ``"node"`` or ``"socket"``, or so many.
+    `volumes`: directories that shards go to instead of the checkpoint's own, shared out by how fast each is;
+    they may be each node's own. `replicas`: ``"check"`` compares what several ranks hold the same of when it
+    is first planned who writes what, ``"trust"`` does not.
     """
 
     backend: Backend | None = None
     memory_nbytes: int = 256 << 20
     small_nbytes: int = 1 << 20
+    writers: Writers = "all"
+    volumes: Sequence[str | os.PathLike[str]] = ()
+    replicas: Replicas = "check"
 
     @property
     def snapshot_nbytes(self) -> int:
@@ -48,6 +61,17 @@ class Options:
             window = max(64 << 10, self.memory_nbytes // 2 // 4096 * 4096)
         return Tuning(self.backend, window, depth, self.small_nbytes)
 
+    def way(self) -> Way:
+        """How several ranks, or one to several volumes, write."""
+        if isinstance(self.volumes, (str, os.PathLike)):
+            raise ValueError("volumes must be a list of directories, not one")
+        if self.replicas not in get_args(Replicas):
+            raise ValueError(f'replicas must be "check" or "trust", not {self.replicas!r}')
+        volumes = tuple(os.path.abspath(os.fspath(volume)) for volume in self.volumes)
+        if len(set(map(os.path.realpath, volumes))) < len(volumes):
+            raise ValueError(f"volumes must be different directories, not {list(volumes)}")
+        return Way(self.tuning(), self.writers, volumes, self.replicas)
+
 
 _DEFAULT = Options().tuning()
 
@@ -60,12 +84,18 @@ def save(
     metrics: Mapping[str, float] | None = None,
     overwrite: bool = False,
     options: Options | None = None,
+    together: bool | None = None,
+    timeout: float = 600.0,
 ) -> CheckpointInfo:
     """Write one checkpoint directory at `path`; when this returns it survives a power cut.
 
     `state` is any nesting of dicts, lists and tuples with torch tensors, numpy arrays, plain values, and
     objects that have ``state_dict``/``load_state_dict`` (modules, optimizers, schedulers). ``overwrite=True``
     replaces the checkpoint that is there, at once and whole, but never anything else.
+
+    Under ``torch.distributed`` all ranks call this, each with its own state, and each writes a share of one
+    checkpoint; ``together=False`` saves this rank's state by itself. `timeout`: seconds after which a rank
+    waits no longer for the others.
 
     >>> import holdfast, numpy, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -74,12 +104,22 @@ def save(
     {'w': array([0, 1, 2]), 'epoch': 7}
     """
     target = os.path.abspath(os.fspath(path))
-    if target.endswith((PARTIAL, RETIRED)):
-        raise ValueError(f"{target}: names that end so mark what is no checkpoint; choose another")
-    if overwrite:
-        _refuse_stranger(target)
-    tuning = _DEFAULT if options is None else options.tuning()
-    return Commit(target, step, dict(metrics or {}), tuning, overwrite=overwrite).run(flatten(state))
+    what = f"save to {target}"
+    way = None if options is None else options.way()
+    with mustered(what, together, timeout) as team:
+        if team is None and (way is None or not way.volumes):
+            _check_target(target, overwrite=overwrite)
+            tuning = _DEFAULT if way is None else way.tuning
+            return Commit(target, step, dict(metrics or {}), tuning, overwrite=overwrite).run(flatten(state))
+        crew = Crew(team, way or Options().way(), timeout)
+        talk = crew.begin(what, step)
+        try:
+            _check_target(target, overwrite=overwrite)
+        except BaseException as error:
+            crew.failed(talk, error)
+            raise
+        ready = crew.prepare(state, talk)
+        return crew.commit(ready, target, step, dict(metrics or {}), overwrite=overwrite)
 
 
 def load(
@@ -90,6 +130,8 @@ def load(
     framework: Framework | None = None,
     verify: bool = True,
     strict: bool = True,
+    together: bool | None = None,
+    timeout: float = 600.0,
 ) -> Any:
     """Read a checkpoint (of a run: the newest) back, bit for bit.
 
@@ -102,14 +144,40 @@ def load(
     another shape are a `StateMismatch` before anything is touched; ``strict=False`` restores what fits and
     warns about the rest. Should the checkpoint turn out damaged while it is read, `CorruptCheckpoint` is
     raised and part of `into` is overwritten.
+
+    Under ``torch.distributed`` all ranks call this with `into`, each with its own target, whatever layout the
+    checkpoint was saved in: each gets the parts it holds, and ranks of a node that hold the same share the
+    reading. ``together=False``, and loading without `into`, read by themselves.
     """
-    with Checkpoint(resolve(path)) as checkpoint:
-        return checkpoint.load(into, select=select, framework=framework, verify=verify, strict=strict)
+    with mustered(f"load of {os.fspath(path)}", together if into is not None else False, timeout) as team:
+        if team is None:
+            with Checkpoint(resolve(path)) as checkpoint:
+                return checkpoint.load(into, select=select, framework=framework, verify=verify, strict=strict)
+        if framework is not None:
+            raise TypeError("framework= goes with fresh arrays; with into= the target decides")
+        with open_together(team, lambda: resolve(path), timeout) as checkpoint:
+            return load_together(
+                team,
+                checkpoint,
+                into,
+                select=select,
+                verify=verify,
+                strict=strict,
+                timeout=timeout,
+                link=Link.open(timeout),
+            )
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint (of a run: the newest) without reading its arrays."""
     return Checkpoint(resolve(path))
+
+
+def _check_target(target: str, *, overwrite: bool) -> None:
+    if target.endswith((PARTIAL, RETIRED)):
+        raise ValueError(f"{target}: names that end so mark what is no checkpoint; choose another")
+    if overwrite:
+        _refuse_stranger(target)
 
 
 def _refuse_stranger(target: str) -> None:

@@ -32,7 +32,7 @@ from dataclasses import replace
 from msgspec import Struct
 
 from holdfast import engine
-from holdfast.engine import Tuning, WriteJob, fs
+from holdfast.engine import Tuning, fs
 from holdfast.errors import CheckpointExists, HoldfastError
 from holdfast.format.checksums import digest
 from holdfast.format.embedded import EMBEDDING_SHARD
@@ -43,6 +43,7 @@ from holdfast.state import Flat, LeafSource
 from holdfast.store.describe import Identity, OneFile, describe, one_file
 from holdfast.store.failures import save_failed
 from holdfast.store.partial import PARTIAL, Partial, Spare
+from holdfast.store.watch import Watch
 
 MANIFEST = MANIFEST_NAME
 SHARD = EMBEDDING_SHARD
@@ -69,16 +70,6 @@ class CheckpointInfo(Struct, frozen=True):
     stored_nbytes: int
     seconds: float
     phases: Seconds
-
-
-class Watch:
-    """What a caller wants to know, and to do, while a commit is under way. This one wants nothing."""
-
-    def writing(self, plan: ShardPlan, job: WriteJob) -> None:
-        """The engine reads the sources from now on."""
-
-    def written(self) -> None:
-        """The engine has let go of the sources. What is raised here fails the save."""
 
 
 class Commit(Struct, frozen=True):
@@ -109,7 +100,7 @@ class Commit(Struct, frozen=True):
         check_step(self.step)
         partial = Partial(self.target, self.spare, self.target + PARTIAL)
         try:
-            self._refuse_existing()
+            refuse_existing(self.target, overwrite=self.overwrite)
             fs.anchor(self.parent, once=True)
             return self._save(partial, flat, groups, watch or Watch(), began)
         except BaseException as error:
@@ -135,7 +126,7 @@ class Commit(Struct, frozen=True):
         plan = layout.plan() if single is None else single.plan
         if single is not None:
             # All has been copied: the sources are free before the file system is even asked.
-            watch.writing(plan, single.packed)
+            watch.writing([(plan, single.packed)])
             watch.written()
         # Choosing may write a trial file, so it comes before there is anything to clean up.
         tuning = self.tuning
@@ -148,7 +139,7 @@ class Commit(Struct, frozen=True):
         else:
             manifest_nbytes, synced = 0, self._write_one_file(single, partial)
         syncing = time.perf_counter()
-        self._publish(partial)
+        publish(partial, self.target, overwrite=self.overwrite)
         ended = time.perf_counter()
         return CheckpointInfo(
             path=self.target,
@@ -162,13 +153,6 @@ class Commit(Struct, frozen=True):
             seconds=ended - began,
             phases=Seconds(syncing - writing - synced, synced, ended - began - (syncing - writing)),
         )
-
-    def _refuse_existing(self) -> None:
-        if not self.overwrite and os.path.lexists(self.target):
-            raise CheckpointExists(
-                f"{self.target} exists and checkpoints are immutable: "
-                "choose another path, or pass overwrite=True to replace it atomically"
-            )
 
     def _write(
         self,
@@ -191,7 +175,7 @@ class Commit(Struct, frozen=True):
             background=plan.nbytes > tuning.small_nbytes,
         )
         try:
-            watch.writing(plan, job)
+            watch.writing([(plan, job)])
             job.wait()
             watch.written()
             shard = ShardFile(SHARD, plan.nbytes, len(plan.header), digest(plan.header))
@@ -214,27 +198,37 @@ class Commit(Struct, frozen=True):
         fs.sync([file], directory)
         return time.perf_counter() - began
 
-    def _publish(self, partial: Partial) -> None:
-        """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found."""
-        replaces = self.overwrite and os.path.lexists(self.target)
-        move = fs.exchange if replaces else fs.rename
-        partial.settled = False
-        try:
-            move(partial.path, self.target)
-        except OSError:
-            partial.settled = True
-            raise
-        try:
-            fs.sync_dir(self.parent)
-        except OSError:
-            move(self.target, partial.path)
-            fs.sync_dir(self.parent)  # no second try of the first: the names have changed again
-            partial.settled = True
-            raise
+
+def refuse_existing(target: str, *, overwrite: bool) -> None:
+    if not overwrite and os.path.lexists(target):
+        raise CheckpointExists(
+            f"{target} exists and checkpoints are immutable: "
+            "choose another path, or pass overwrite=True to replace it atomically"
+        )
+
+
+def publish(partial: Partial, target: str, *, overwrite: bool) -> None:
+    """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found."""
+    parent = os.path.dirname(target)
+    replaces = overwrite and os.path.lexists(target)
+    move = fs.exchange if replaces else fs.rename
+    partial.settled = False
+    try:
+        move(partial.path, target)
+    except OSError:
         partial.settled = True
-        if replaces:
-            with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
-                fs.remove_tree(partial.path)
+        raise
+    try:
+        fs.sync_dir(parent)
+    except OSError:
+        move(target, partial.path)
+        fs.sync_dir(parent)  # no second try of the first: the names have changed again
+        partial.settled = True
+        raise
+    partial.settled = True
+    if replaces:
+        with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
+            fs.remove_tree(partial.path)
 
 
 def check_step(step: int) -> None:

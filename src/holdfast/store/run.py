@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
-from holdfast.engine import Tuning, fs
+from holdfast.engine import fs
 from holdfast.errors import CheckpointNotFound
-from holdfast.state import Flat, LeafSource
-from holdfast.store.commit import CheckpointInfo, Commit, Watch
+from holdfast.store.commit import CheckpointInfo
 from holdfast.store.directories import try_lock_directory, unlock_directory
 from holdfast.store.failures import saving
 from holdfast.store.lock import RunLock
@@ -42,12 +41,31 @@ def list_steps(run: str) -> list[int]:
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
+class FollowedRun:
+    """A run as the other ranks see it, while the coordinator writes to it: they change nothing by themselves.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def path_of(self, step: int) -> str:
+        return os.path.join(self.path, step_name(step))
+
+    def save(self, step: int, commit: Callable[[str, Spare | None], CheckpointInfo]) -> CheckpointInfo:
+        return commit(self.path_of(step), None)
+
+    def retire(self, steps: list[int]) -> None:
+        """The coordinator does."""
+
+    def close(self) -> None:
+        """There is nothing to give up."""
+
+
 class WritableRun:
     """A run opened by its one writer. Opening it sweeps what a crashed writer left."""
 
-    def __init__(self, path: str, tuning: Tuning) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self.tuning = tuning
         self._spare: Spare | None = None
         self._unsynced: list[Spare] = []
         self._stuck: list[str] = []
@@ -74,19 +92,14 @@ class WritableRun:
     def path_of(self, step: int) -> str:
         return os.path.join(self.path, step_name(step))
 
-    def save(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        flat: Flat,
-        groups: Sequence[Sequence[LeafSource]] | None = None,
-        watch: Watch | None = None,
-    ) -> CheckpointInfo:
-        """Commits one checkpoint. One of the same step is replaced: it was damaged, or training went back."""
+    def save(self, step: int, commit: Callable[[str, Spare | None], CheckpointInfo]) -> CheckpointInfo:
+        """Commits one checkpoint, given where it goes and whose files it may write over.
+
+        One of the same step is replaced: it was damaged, or training went back.
+        """
         spare, self._spare = self._spare, None
-        commit = Commit(self.path_of(step), step, metrics, self.tuning, spare, overwrite=True)
         try:
-            info = commit.run(flat, groups, watch)
+            info = commit(self.path_of(step), spare)
         finally:
             # Not taken: somebody reads it, or the save failed before.
             if spare is not None and os.path.lexists(spare.path):

@@ -1,0 +1,233 @@
+"""The ranks that save and load one thing together, from one rank's point of view.
+
+Owns the order in which a rank joins the others, takes its state apart, learns its share, and writes it; and
+that whatever goes wrong on the way is told to the others. The messages are `calls`', the plan is `shares`',
+the commit `together`'s, loading `loading`'s. A process by itself that writes to several volumes is a crew of
+one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from holdfast.engine import Tuning
+from holdfast.errors import RankFailed, RanksDisagree
+from holdfast.plan.topology import Writers
+from holdfast.state import Flat, LeafSource, flatten
+from holdfast.store import volumes
+from holdfast.store.calls import Call, Calls, Conversation, Plan
+from holdfast.store.commit import CheckpointInfo
+from holdfast.store.handing import Link
+from holdfast.store.outcomes import settle
+from holdfast.store.partial import Spare
+from holdfast.store.shares import Replicas, Share, Shares
+from holdfast.store.together import Together
+from holdfast.store.watch import Watch
+from holdfast.team import Team, join
+
+
+def muster(what: str, together: bool | None, timeout: float) -> Team | None:
+    """The team of all ranks of the process group; None for a process by itself.
+
+    `together`: None means if there is a group of several ranks, False by itself in any case.
+    """
+    if together is False:
+        return None
+    team = join(what, timeout)
+    if team is None and together:
+        raise ValueError(
+            "together=True, but there is no process group of several ranks: call "
+            "torch.distributed.init_process_group first (torchrun sets its environment)"
+        )
+    return team
+
+
+@contextmanager
+def mustered(what: str, together: bool | None, timeout: float) -> Iterator[Team | None]:
+    """`muster` for one thing only."""
+    team = muster(what, together, timeout)
+    try:
+        yield team
+    finally:
+        if team is not None:
+            team.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a crew writes."""
+
+    tuning: Tuning
+    writers: Writers = "all"
+    volumes: tuple[str, ...] = ()
+    replicas: Replicas = "check"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A state that this rank is ready to write its share of."""
+
+    talk: Conversation | None
+    id: str
+    created: float
+    flat: Flat
+    share: Share
+
+
+class Crew:
+    """What stays from save to save."""
+
+    def __init__(self, team: Team | None, way: Way, timeout: float) -> None:
+        self.team = team
+        self.way = way
+        self.timeout = timeout
+        self._calls = None if team is None else Calls(team, timeout)
+        speeds = volumes.measure(way.volumes) if way.volumes else [1.0]
+        self.shares = Shares(team, writers=way.writers, speeds=speeds, replicas=way.replicas, timeout=timeout)
+        self._link: Link | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.team is None else self.team.rank
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def link(self) -> Link:
+        """The way from rank to rank for what is read once per node. Made by all at the same time."""
+        assert self.team is not None
+        if self._link is None:
+            self._link = Link.open(self.timeout)
+        return self._link
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to divide: one process that writes one file needs no crew."""
+        return self.team is not None or bool(self.way.volumes)
+
+    @contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """A block that succeeds on all ranks or on none: where another failed, this one raises, too."""
+        if self.team is None:
+            yield
+            return
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        settle(self.team, what, error, self.timeout)
+
+    def signal(self, name: str) -> None:
+        """Tells the coordinator that the training is asked to end."""
+        assert self.team is not None
+        self.team.mail.post("signal", name.encode())
+
+    def signalled(self) -> str | None:
+        """Whether another rank was asked to end, and by which signal."""
+        assert self.team is not None
+        return self.team.mail.read("signal", 1.0).decode() if self.team.mail.has("signal") else None
+
+    def begin(
+        self, what: str, step: int, *, due: bool = True, signal: str | None = None
+    ) -> Conversation | None:
+        """Meets the others for a call. What the coordinator says counts, for all: see the result's `call`."""
+        if self._calls is None:
+            return None
+        call = Call(what, step, os.urandom(16).hex(), time.time(), due, signal) if self.leads else None
+        return self._calls.begin(what, step, call)
+
+    def prepare(self, state: object, talk: Conversation | None) -> Ready:
+        """Takes a state apart, and plans who writes what where that has to be done anew."""
+        try:
+            flat = self._flatten(state, talk)
+            anew = self._anew(flat, talk)
+            if anew:
+                self.shares.plan(flat)
+            elif not self.shares.knows(flat):
+                raise RanksDisagree(
+                    f"the leaves of rank {self.rank} have changed since the last save, those of rank 0 have "
+                    "not. The next save plans anew",
+                    ranks=(0, self.rank),
+                )
+            share = self.shares.of(flat)
+        except BaseException as error:
+            self.failed(talk, error)
+            raise
+        if talk is None:
+            return Ready(None, os.urandom(16).hex(), time.time(), flat, share)
+        return Ready(talk, talk.call.id, talk.call.created, flat, share)
+
+    def commit(
+        self,
+        ready: Ready,
+        target: str,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        groups: Sequence[Sequence[LeafSource]] | None = None,
+        watch: Watch | None = None,
+        spare: Spare | None = None,
+        overwrite: bool = False,
+        live: Sequence[str] = (),
+    ) -> CheckpointInfo:
+        """Writes this rank's share; returns when the whole checkpoint is durable."""
+        team = self.team
+        together = Together(
+            target,
+            step,
+            ready.id,
+            ready.created,
+            metrics,
+            self.way.tuning,
+            ready.talk,
+            self.rank,
+            1 if team is None else team.world,
+            self.way.volumes,
+            spare,
+            overwrite,
+            tuple(live),
+            team is None or team.node_peers[0] == team.rank,
+        )
+        try:
+            return together.run(ready.flat, ready.share, groups, watch)
+        except BaseException:
+            self.shares.forget()
+            raise
+
+    def failed(self, talk: Conversation | None, error: BaseException) -> None:
+        """Tells the others that nothing comes of a call, and plans anew next time."""
+        self.shares.forget()
+        if talk is not None:
+            talk.failed(error)
+
+    def close(self) -> None:
+        if self.team is not None:
+            self.team.close()
+
+    def _flatten(self, state: object, talk: Conversation | None) -> Flat:
+        try:
+            return flatten(state, self.rank)
+        except BaseException as error:
+            if talk is not None and not self.leads and talk.read("plan", Plan).anew:
+                # The others are about to exchange what they see, and would wait for this rank.
+                try:
+                    self.shares.plan(None, str(error))
+                except RankFailed:
+                    raise error from None
+            raise
+
+    def _anew(self, flat: Flat, talk: Conversation | None) -> bool:
+        if talk is None:
+            return not self.shares.knows(flat)
+        if not self.leads:
+            return talk.read("plan", Plan).anew
+        anew = not self.shares.knows(flat)
+        talk.say("plan", Plan(anew))
+        return anew

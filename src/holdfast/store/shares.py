@@ -1,0 +1,172 @@
+"""Which fragments of a state this rank writes: planned once per layout, together, and kept.
+
+Ranks exchange what each sees of the state (`holdfast.team.views`), and from the same views each computes the
+same plan. As long as a rank's own leaves stay what they were, nothing is said about them again. When they
+change on the coordinator all plan anew; when they change elsewhere only, that save fails, and the next one
+plans anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from holdfast.errors import RankFailed, RanksDisagree
+from holdfast.format.checksums import digest
+from holdfast.plan.cohorts import Owned
+from holdfast.plan.description import encode_plan
+from holdfast.plan.fragments import seen, sources
+from holdfast.plan.placement import LeafLayout
+from holdfast.plan.ranks import WritePlan
+from holdfast.plan.topology import Topology, Writers
+from holdfast.plan.volumes import stripe
+from holdfast.plan.world import Seen, merge_views
+from holdfast.state import Flat, LeafSource
+from holdfast.store.writing import Description
+from holdfast.team import Team
+from holdfast.team.replicas import check_replicas, differing, structure_digest, values_digest
+from holdfast.team.views import exchange_views
+
+Replicas = Literal["check", "trust"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank writes of one state."""
+
+    fragments: tuple[LeafSource, ...]
+    description: Description
+    values: Mapping[str, str]
+    """Digests of its plain values, by place."""
+    plan: Planned
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Who writes what, for leaves as they were when it was planned."""
+
+    leaves: tuple[LeafLayout, ...]
+    mine: tuple[tuple[Owned, ...], ...]
+    """What this rank writes, volume by volume."""
+    layout: bytes
+    fingerprint: str
+    speakers: tuple[int, ...]
+    """For each rank, the first one with the same structure of state: that one's tree is stored."""
+
+
+class Shares:
+    """Plans for one state of a team, or of one process that writes to several volumes."""
+
+    def __init__(
+        self,
+        team: Team | None,
+        *,
+        writers: Writers = "all",
+        speeds: Sequence[float] = (1.0,),
+        replicas: Replicas = "check",
+        timeout: float,
+    ) -> None:
+        self._team = team
+        self._topology = Topology.regular(1) if team is None else team.topology
+        self._topology.writers(writers)  # raises for what makes no sense, before anybody waits
+        self._writers: Writers = writers
+        self.speeds = tuple(speeds)
+        self._replicas = replicas
+        self._timeout = timeout
+        self._known: tuple[Any, Planned] | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._team is None else self._team.rank
+
+    def knows(self, flat: Flat) -> bool:
+        """Whether the plan at hand is for leaves like these."""
+        return self._known is not None and self._known[0] == _signature(flat)
+
+    def forget(self) -> None:
+        """Plans anew next time."""
+        self._known = None
+
+    def plan(self, flat: Flat | None, why_not: str = "") -> None:
+        """Plans anew, with all others. A rank without a state says `why_not`, and all raise."""
+        self._known = None
+        view = () if flat is None else tuple(_seen(leaf) for leaf in flat.leaves)
+        if self._team is None:
+            assert flat is not None
+            layouts, speakers = merge_views({view: [0]}), (0,)
+        else:
+            structure = _REFUSAL + why_not if flat is None else structure_digest(flat.tree)
+            speakers = self._speakers(structure)
+            layouts = merge_views(exchange_views(self._team, view, self._timeout))
+            assert flat is not None
+            if self._replicas == "check":
+                check_replicas(self._team, flat.leaves, layouts, self._timeout)
+        assert flat is not None
+        self._known = _signature(flat), self._planned(layouts, speakers)
+
+    def check_replicas(self, flat: Flat) -> None:
+        """Raises `RanksDisagree` when ranks hold different bytes of what they should hold the same of."""
+        if self._team is None:
+            return
+        layouts = merge_views(exchange_views(self._team, tuple(map(_seen, flat.leaves)), self._timeout))
+        check_replicas(self._team, flat.leaves, layouts, self._timeout)
+
+    def of(self, flat: Flat) -> Share:
+        """This rank's share of a state that the plan at hand is for."""
+        assert self._known is not None
+        planned = self._known[1]
+        rank = self.rank
+        here = {leaf.name: leaf for leaf in flat.leaves}
+        fragments: list[LeafSource] = []
+        for volume, owned in enumerate(planned.mine):
+            fragments += sources(owned, planned.leaves, here, volume)
+        speaks = planned.speakers[rank] == rank
+        description = Description(
+            flat.aliases if speaks else (), flat.local, flat.tree if speaks and rank > 0 else None
+        )
+        return Share((*fragments, *flat.local_leaves), description, values_digest(flat.tree), planned)
+
+    def _planned(self, layouts: Sequence[LeafLayout], speakers: tuple[int, ...]) -> Planned:
+        writes = WritePlan(layouts, self._topology, writers=self._writers)
+        owned = writes.fragments(self.rank)
+        layout = encode_plan(writes)
+        return Planned(
+            writes.leaves, stripe(owned, self.speeds) if owned else (), layout, digest(layout), speakers
+        )
+
+    def _speakers(self, structure: str) -> tuple[int, ...]:
+        """Who speaks for whom. Raises when a rank has nothing to save."""
+        assert self._team is not None
+        found = [0] * self._team.world
+        for blob, ranks in self._team.exchange("structure", structure.encode(), self._timeout).items():
+            if blob.startswith(_REFUSAL.encode()):
+                said = blob.decode(errors="replace")[len(_REFUSAL) :]
+                raise RankFailed(f"rank {ranks[0]} cannot save: {said}", ranks=ranks)
+            for rank in ranks:
+                found[rank] = ranks[0]
+        return tuple(found)
+
+
+_REFUSAL = "!"
+
+
+def _seen(leaf: LeafSource) -> Seen:
+    return seen(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding)
+
+
+def _signature(flat: Flat) -> Any:
+    return tuple([(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding) for leaf in flat.leaves])
+
+
+def check_values(dones: Mapping[int, Mapping[str, str]], speakers: Sequence[int]) -> None:
+    """`RanksDisagree` when ranks with states of the same structure have different plain values in them."""
+    for rank, values in dones.items():
+        first = speakers[rank]
+        different = differing(dones[first], values) if first != rank else []
+        if different:
+            raise RanksDisagree(
+                f"rank {rank} has other values than rank {first} at {', '.join(map(repr, different[:8]))}, and one "
+                "copy is stored. Mark what is meant to differ with holdfast.per_rank, or make it equal",
+                ranks=(first, rank),
+            )

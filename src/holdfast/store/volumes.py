@@ -1,0 +1,78 @@
+"""Shards outside of the checkpoint's directory: on several devices of a node, or on directories of its own.
+
+A volume is a directory on one device. The shards of one checkpoint lie there in ``RUN-xxxxxxxx/ID/``: the
+run's name with a digest of its path, and the checkpoint's id, so that no two saves ever write to the same
+place. A checkpoint's manifest says where its shards are; what no manifest of the run speaks of is removed by
+a later save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Collection, Sequence
+
+from holdfast.engine import fs, raw_write
+from holdfast.format.checksums import digest
+from holdfast.store.writing import Place
+
+_PROBE_NBYTES = 32 << 20
+
+
+def measure(volumes: Sequence[str]) -> list[float]:
+    """How fast each can be written, in bytes per second; with one there is nothing to compare."""
+    if len(volumes) < 2:
+        return [1.0] * len(volumes)
+    speeds: list[float] = []
+    for volume in volumes:
+        fs.make_directories(volume)
+        path = os.path.join(volume, f".holdfast-probe-{os.getpid()}")
+        try:
+            speeds.append(_PROBE_NBYTES / max(raw_write(path, _PROBE_NBYTES), 1e-6))
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    return speeds
+
+
+def home(target: str) -> str:
+    """The name under which the checkpoints of a run lie on its volumes."""
+    run = os.path.dirname(os.path.realpath(target))
+    return f"{os.path.basename(run)}-{digest(os.fsencode(run))[:8]}"
+
+
+def places(volumes: Sequence[str], target: str, id: str) -> list[Place]:
+    """Where the shards of a checkpoint go; makes these directories."""
+    host = socket.gethostname()
+    found: list[Place] = []
+    for volume in volumes:
+        directory = os.path.join(volume, home(target), id)
+        fs.make_directories(directory)
+        found.append(Place(directory, directory, host))
+    return found
+
+
+def sweep(volumes: Sequence[str], target: str, live: Collection[str]) -> None:
+    """Removes the shards of checkpoints that are no more. What resists is left for the next time."""
+    for volume in volumes:
+        base = os.path.join(volume, home(target))
+        with contextlib.suppress(OSError):
+            for name in os.listdir(base):
+                if name not in live:
+                    remove(os.path.join(base, name))
+
+
+def remove_files_of(directory: str, rank: int) -> None:
+    """Removes what one rank wrote, after a failure, and the directory if nobody else wrote there."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            if name.startswith(f"r{rank:05d}."):
+                fs.unlink(os.path.join(directory, name))
+        fs.rmdir(directory)
+
+
+def remove(directory: str) -> None:
+    """Removes one checkpoint's shards from a volume."""
+    with contextlib.suppress(OSError):
+        fs.remove_tree(directory)

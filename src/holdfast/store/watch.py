@@ -1,0 +1,18 @@
+"""What a caller wants to know, and to do, while a checkpoint is being written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.engine import WriteJob
+from holdfast.plan import ShardPlan
+
+
+class Watch:
+    """This one wants nothing."""
+
+    def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
+        """The engine reads the sources from now on."""
+
+    def written(self) -> None:
+        """The engine has let go of the sources. What is raised here fails the save."""
