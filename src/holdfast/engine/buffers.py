@@ -47,10 +47,14 @@ class Produced:
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """The mirror of `Produced`: ``drain(window, offset)`` takes one window of the C-order bytes."""
+    """The mirror of `Produced`: ``drain(window, offset)`` takes one window of the C-order bytes.
+
+    ``fetch(window, offset)`` gives them back, where that can be done.
+    """
 
     nbytes: int
     drain: Callable[[memoryview, int], None]
+    fetch: Callable[[memoryview, int], None] | None = None
 
 
 Source = Memory | Strided | Produced

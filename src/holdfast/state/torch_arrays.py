@@ -245,9 +245,8 @@ def destination(tensor: Any) -> Destination | None:
     if not tensor.is_cpu:
         if tensor.is_meta or not tensor.is_contiguous():
             return None
-        return Consumed(
-            tensor.nbytes, window_writer(tensor)
-        )  # untested without a device, as `_device_source`
+        # untested without a device, as `_device_source`
+        return Consumed(tensor.nbytes, window_writer(tensor), window_reader(tensor))
     if tensor.is_contiguous():
         return Memory(tensor.data_ptr(), tensor.nbytes, tensor)
     return _strided(tensor, tensor.data_ptr(), tuple(tensor.shape))

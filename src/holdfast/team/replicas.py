@@ -1,0 +1,297 @@
+"""Whether ranks that should hold the same do: copies of arrays, and plain values.
+
+Copies are written in shares, one by each holder: if they are not equal, what is stored is none of them. So
+they are compared, bit by bit, by digests. One small message per rank tells whether all is well; only where it
+is not, the ranks concerned send the digests of single leaves, and everybody gets the same error.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from holdfast.engine import Memory, Produced, Source, WritePiece, copy, xxh3_64
+from holdfast.engine.views import view
+from holdfast.errors import RanksDisagree
+from holdfast.format.checksums import digest
+from holdfast.format.geometry import boxes_of_range
+from holdfast.plan.cohorts import Cohort, cohorts_of
+from holdfast.plan.fragments import part_of_source
+from holdfast.plan.placement import LeafLayout
+from holdfast.state import LeafSource, Node
+from holdfast.state.node import DEQUE, STATE_DICT, deque_body, items_of, leaf_of, pairs_of, tag_of
+from holdfast.state.rebuild import decode_key
+from holdfast.state.tree import component
+
+if TYPE_CHECKING:
+    from holdfast.team.team import Team
+
+WINDOW_NBYTES = 8 << 20
+"""Larger arrays are hashed window by window: what is not in one row in host memory needs a buffer."""
+
+_MAX_STREAMS = 8
+_MAX_LEAVES = 8
+_MAX_RANKS = 8
+_MAX_PLACES = 64
+
+
+class _StreamDigest(msgspec.Struct, frozen=True, array_like=True):
+    """All that one rank has of a stream: which one (see `holdfast.plan.cohorts`), and a digest."""
+
+    cohort: int
+    stream: int
+    digest: int
+
+
+class _LeafDigests(msgspec.Struct, frozen=True, array_like=True):
+    """The digests of a stream's leaves in the order of the cohort's members, 8 bytes each."""
+
+    cohort: int
+    stream: int
+    digests: bytes
+
+
+class _Finding(msgspec.Struct, frozen=True, array_like=True):
+    """A leaf of which ranks hold different copies: sets of ranks whose copies are equal."""
+
+    leaf: str
+    sets: list[list[int]]
+
+
+def check_replicas(
+    team: Team,
+    leaves: Sequence[LeafSource],
+    layouts: Sequence[LeafLayout],
+    timeout: float,
+    key: str = "replicas",
+) -> None:
+    """Compare what several ranks hold copies of; `RanksDisagree`, on all ranks, names what is not equal.
+
+    To be called by all ranks, each with its own leaves and with the layouts of all. Hashes every byte of this
+    rank's copies: as long as the copies do not change meanwhile, equal digests mean equal bits.
+    """
+    cohorts = cohorts_of(layouts)
+    here = {leaf.name: leaf for leaf in leaves}
+    mine = list(_hashed(team.rank, here, layouts, cohorts))
+    sums = [_StreamDigest(item.cohort, item.stream, xxh3_64(item.digests)) for item in mine]
+    verdict = team.agree(f"{key}/streams", msgspec.msgpack.encode(sums), _unequal_streams, timeout)
+    suspects = msgspec.msgpack.decode(verdict, type=list[tuple[int, int]])
+    if not suspects:
+        return
+    details = [item for item in mine if (item.cohort, item.stream) in suspects]
+
+    def find(messages: Sequence[bytes | None]) -> bytes:
+        return msgspec.msgpack.encode(_unequal_leaves(messages, layouts, cohorts))
+
+    report = team.agree(f"{key}/leaves", msgspec.msgpack.encode(details), find, timeout)
+    raise _disagreement(msgspec.msgpack.decode(report, type=list[_Finding]))
+
+
+def _hashed(
+    rank: int, here: Mapping[str, LeafSource], layouts: Sequence[LeafLayout], cohorts: Sequence[Cohort]
+) -> Iterator[_LeafDigests]:
+    buffer = np.empty(0, np.uint8)
+    for number, cohort in enumerate(cohorts):
+        coordinate = cohort.mesh.coordinate(rank)
+        if cohort.copies < 2 or coordinate is None:
+            continue
+        digests: list[int] = []
+        for leaf, _ in cohort.members:
+            found = here.get(layouts[leaf].name)
+            if found is not None and not isinstance(found.source, Memory) and not buffer.nbytes:
+                buffer = np.empty(WINDOW_NBYTES, np.uint8)
+            digests.append(0 if found is None else array_digest(found, buffer))
+        stream = cohort.stream_number(dict(enumerate(coordinate)))
+        yield _LeafDigests(number, stream, struct.pack(f"<{len(digests)}Q", *digests))
+
+
+def array_digest(leaf: LeafSource, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+    """A digest of an array's C-order bytes; the same wherever and however they lie.
+
+    `buffer` has room for `WINDOW_NBYTES`, unless the array lies in one row in host memory.
+    """
+    nbytes = leaf.nbytes
+    sums = [
+        _window_digest(leaf, start, min(start + WINDOW_NBYTES, nbytes), buffer)
+        for start in range(0, nbytes, WINDOW_NBYTES)
+    ]
+    return sums[0] if len(sums) == 1 else xxh3_64(struct.pack(f"<{len(sums)}Q", *sums))
+
+
+def _window_digest(
+    leaf: LeafSource, start: int, stop: int, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]
+) -> int:
+    source: Source = leaf.source
+    if isinstance(source, Memory):
+        return xxh3_64(view(source.address + start, stop - start).data)
+    window = buffer[: stop - start]
+    if isinstance(source, Produced):
+        source.fill(window.data, start)
+        return xxh3_64(window.data)
+    pieces: list[WritePiece] = []
+    at = 0
+    size = source.itemsize
+    for box in boxes_of_range(leaf.shape, start // size, stop // size):
+        pieces.append(WritePiece(at, part_of_source(source, leaf.shape, size, box)))
+        at += size * math.prod(box.shape)
+    copy(pieces, window)
+    return xxh3_64(window.data)
+
+
+def _unequal_streams(messages: Sequence[bytes | None]) -> bytes:
+    """The first streams of which not all holders have the same."""
+    first: dict[tuple[int, int], int] = {}
+    unequal: dict[tuple[int, int], None] = {}
+    for message in messages:
+        for item in msgspec.msgpack.decode(message, type=list[_StreamDigest]) if message else ():
+            place = item.cohort, item.stream
+            if first.setdefault(place, item.digest) != item.digest:
+                unequal[place] = None
+    return msgspec.msgpack.encode(sorted(unequal)[:_MAX_STREAMS])
+
+
+def _unequal_leaves(
+    messages: Sequence[bytes | None], layouts: Sequence[LeafLayout], cohorts: Sequence[Cohort]
+) -> list[_Finding]:
+    held: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
+    for rank, message in enumerate(messages):
+        for item in msgspec.msgpack.decode(message, type=list[_LeafDigests]) if message else ():
+            digests = struct.unpack(f"<{len(item.digests) // 8}Q", item.digests)
+            held.setdefault((item.cohort, item.stream), {})[rank] = digests
+    found: list[_Finding] = []
+    for (number, _), by_rank in sorted(held.items()):
+        for place, (leaf, _) in enumerate(cohorts[number].members):
+            sets: dict[int, list[int]] = {}
+            for rank, digests in by_rank.items():
+                sets.setdefault(digests[place], []).append(rank)
+            if len(sets) > 1 and len(found) < _MAX_LEAVES:
+                found.append(_Finding(layouts[leaf].name, list(sets.values())))
+    return found
+
+
+def _disagreement(findings: Sequence[_Finding]) -> RanksDisagree:
+    lines: list[str] = []
+    different: list[int] = []
+    for finding in findings:
+        # What most ranks have is taken for right; among equals, what the lowest rank has.
+        reference, *others = sorted(finding.sets, key=lambda ranks: (-len(ranks), ranks[0]))
+        words = " and from ".join([f"that of {_ranks(reference)}", *map(_ranks, others[1:])])
+        lines.append(f"{finding.leaf}: the copy of {_ranks(others[0])} differs from {words}")
+        different += [rank for ranks in others for rank in ranks if rank not in different]
+    if len(findings) == _MAX_LEAVES:
+        lines.append("... and perhaps others")
+    return RanksDisagree(
+        "ranks that should hold equal copies do not:\n    "
+        + "\n    ".join(lines)
+        + "\n  Mark state that is meant to differ with holdfast.per_rank; make all else equal, by "
+        "torch.distributed.broadcast from rank 0, for instance",
+        leaf=findings[0].leaf if findings else None,
+        ranks=sorted(different)[:_MAX_RANKS],
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
+    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+# --- values -------------------------------------------------------------------------------------------------
+
+
+def values_digest(tree: Node, depth: int = 2) -> dict[str, str]:
+    """Digests of a state tree by place, at most 64 of them: by what ranks tell where their values differ.
+
+    Places are keys of the first `depth` levels. A container whose places would be too many stays one place.
+    """
+    places: dict[str, Node] = {"": tree}
+    for _ in range(depth):
+        inner = {place: list(_children(node, place)) for place, node in places.items()}
+        room = _MAX_PLACES - len(places)
+        for place in sorted(inner, key=lambda place: len(inner[place])):
+            more = inner[place]
+            if more and len(more) - 1 <= room:
+                room -= len(more) - 1
+                del places[place]
+                places.update(more)
+    return {place: digest(_canonical(node)) for place, node in places.items()}
+
+
+def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """The places at which two such digests differ, those that only one of them has included."""
+    return [place for place in {**mine, **theirs} if mine.get(place) != theirs.get(place)]
+
+
+def structure_digest(tree: Node) -> str:
+    """A digest of a state tree without its plain values: of containers, keys, leaf names and tags."""
+    return digest(_canonical(_blank(tree)))
+
+
+def _children(node: Node, place: str) -> Iterator[tuple[str, Node]]:
+    prefix = f"{place}." if place else ""
+    if leaf_of(node) is not None:
+        return
+    pairs = pairs_of(node)
+    if pairs is not None:
+        for key, value in pairs:
+            yield prefix + component(key if type(key) is str else decode_key(key)), value
+    else:
+        for index, item in enumerate(items_of(node) or ()):
+            yield f"{prefix}{index}", item
+
+
+_UNORDERED = ("$set", "$frozenset")
+
+
+def _canonical(node: Node) -> bytes:
+    """A node as bytes that are the same wherever the value is the same."""
+    data = msgspec.json.encode(node, order="deterministic")
+    if not any(b'"%b"' % tag.encode() in data for tag in _UNORDERED):
+        return data
+    # Every process has its own order of a set's members.
+    return msgspec.json.encode(_sorted(node), order="deterministic")
+
+
+def _sorted(node: Node) -> Node:
+    if type(node) is list:
+        return [_sorted(item) for item in node]
+    if type(node) is not dict:
+        return node
+    inner = {key: _sorted(item) for key, item in node.items()}
+    tag = tag_of(node)
+    body = inner[tag] if tag in _UNORDERED and tag is not None else None
+    if tag is not None and type(body) is list:
+        return {tag: sorted(body, key=msgspec.json.encode)}
+    return inner
+
+
+_SCALARS = ("$int", "$float", "$str")
+"""Tags of numbers and strings that JSON cannot say: whether a value needs one is no matter of structure."""
+
+
+def _blank(node: Node) -> Node:
+    if type(node) is list:
+        return [_blank(item) for item in node]
+    if type(node) is not dict:
+        return None
+    if leaf_of(node) is not None:
+        return node
+    tag = tag_of(node)
+    if tag is None:
+        return {key: _blank(value) for key, value in node.items()}
+    if tag == DEQUE:
+        items, limit = deque_body(node[tag])
+        return {tag: [_blank(items), limit]}
+    items_here = items_of(node)
+    if items_here is not None:
+        return {tag: _blank(items_here)}
+    pairs = pairs_of(node)
+    if pairs is not None:
+        inner: list[Node] = [[key, _blank(value)] for key, value in pairs]
+        return {tag: [None, *inner] if tag == STATE_DICT else inner}
+    return None if tag in _SCALARS else {tag: None}
