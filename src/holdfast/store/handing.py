@@ -203,7 +203,11 @@ class _Posted:
 
 
 class _Flow:
-    """Messages under way: posted in the order given, and waited for in the same."""
+    """Messages under way: posted in the order given, and waited for in the same.
+
+    From a rank that failed nothing more is expected, but all others still get what they wait for: so they,
+    too, find out which rank it was.
+    """
 
     def __init__(self, link: Link, timeout: float) -> None:
         self._link = link
@@ -211,9 +215,12 @@ class _Flow:
         self._timeout = timeout
         self._posted: deque[_Posted] = deque()
         self._staged_nbytes = 0
+        self._lost: dict[int, RankFailed] = {}
         self.received_nbytes = 0
 
     def post(self, message: _Message) -> None:
+        if message.peer in self._lost:
+            return
         memory = _direct(message.spans)
         staged = memory is None
         nbytes = message.nbytes if staged else 0
@@ -225,44 +232,52 @@ class _Flow:
             memory = np.empty(nbytes, np.uint8)
             if message.outward:
                 _gather(message.spans, memory)
-        self._staged_nbytes += nbytes
         hand = self._link.send if message.outward else self._link.receive
         try:
             work = hand(memory, message.peer, self._tag)
         except RuntimeError as error:
-            raise self._failed(message, error) from error
+            self._lose(message, error)
+            return
+        self._staged_nbytes += nbytes
         self._posted.append(_Posted(message, work, memory, staged))
 
     def finish(self) -> None:
         while self._posted:
             self._complete()
+        for error in self._lost.values():
+            error.ranks = tuple(self._lost)
+            raise error
 
     def _complete(self) -> None:
         posted = self._posted.popleft()
+        message = posted.message
+        if posted.staged:
+            self._staged_nbytes -= message.nbytes
+        if message.peer in self._lost:
+            return
         try:
             posted.work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            raise self._failed(posted.message, error) from error
-        if posted.staged:
-            self._staged_nbytes -= posted.message.nbytes
-        if not posted.message.outward:
-            self.received_nbytes += posted.message.nbytes
+            self._lose(message, error)
+            return
+        if not message.outward:
+            self.received_nbytes += message.nbytes
             if posted.staged:
-                _scatter(posted.message.spans, posted.memory)
+                _scatter(message.spans, posted.memory)
 
-    def _failed(self, message: _Message, error: RuntimeError) -> RankFailed:
-        self._posted.clear()
+    def _lose(self, message: _Message, error: RuntimeError) -> None:
         what = (
             f"handing bytes to rank {message.receiver}"
             if message.outward
             else f"receiving bytes that rank {message.sender} has read"
         )
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return RankFailed(
-            f"{what} failed ({first}). It is gone, or did not come so far within {self._timeout:g} s; the "
-            "state is only partly restored: launch again",
-            ranks=[message.peer],
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        failed = RankFailed(
+            f"{what} failed ({said[0]}). It is gone, or did not come so far within {self._timeout:g} s; the "
+            "state is only partly restored: launch again"
         )
+        failed.__cause__ = error
+        self._lost[message.peer] = failed
 
 
 def _direct(spans: Sequence[_Span]) -> Bytes | None:
