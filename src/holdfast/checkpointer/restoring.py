@@ -15,7 +15,8 @@ import msgspec
 
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, HoldfastError, ReadFailed
 from holdfast.store import Checkpoint, Crew
-from holdfast.store.loading import load_together, open_together
+from holdfast.store.loading import load_together
+from holdfast.store.opening import open_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def _load(crew: Crew, state: Any, path: str, step: int) -> int:
             checkpoint.load(state)
             return checkpoint.nbytes
     with open_together(
-        crew.team, lambda: path, crew.timeout, lambda found: _check(found, step)
+        crew.team, path, crew.timeout, lambda found: _check(found, step)
     ) as checkpoint:
         load_together(
             crew.team,

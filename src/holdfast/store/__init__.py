@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from holdfast.store.api import Options, load, open, save
-from holdfast.store.checkpoint import Checkpoint, LeafInfo, is_checkpoint, resolve
 from holdfast.store.calls import Conversation
+from holdfast.store.checkpoint import Checkpoint, LeafInfo, is_checkpoint, resolve
 from holdfast.store.commit import CheckpointInfo, Commit, check_step
 from holdfast.store.crew import Crew, muster
 from holdfast.store.lazy import LazyLeaf

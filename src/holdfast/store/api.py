@@ -17,10 +17,12 @@ from holdfast.store.commit import MANIFEST, CheckpointInfo, Commit
 from holdfast.store.crew import Crew, Way, mustered
 from holdfast.store.failures import saving
 from holdfast.store.handing import Link
-from holdfast.store.loading import load_together, open_together
+from holdfast.store.loading import load_together
+from holdfast.store.opening import all_or_none, open_together
 from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED
 from holdfast.store.shares import Replicas
+from holdfast.team import Team
 
 _STAGING_NBYTES = 64 << 20
 """All that the engine can use: eight windows under way."""
@@ -155,7 +157,7 @@ def load(
                 return checkpoint.load(into, select=select, framework=framework, verify=verify, strict=strict)
         if framework is not None:
             raise TypeError("framework= goes with fresh arrays; with into= the target decides")
-        with open_together(team, lambda: resolve(path), timeout) as checkpoint:
+        with open_together(team, _resolve_together(team, path, timeout), timeout) as checkpoint:
             return load_together(
                 team,
                 checkpoint,
@@ -171,6 +173,13 @@ def load(
 def open(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint (of a run: the newest) without reading its arrays."""
     return Checkpoint(resolve(path))
+
+
+def _resolve_together(team: Team, path: str | os.PathLike[str], timeout: float) -> str:
+    """The checkpoint that rank 0 finds: another may appear before the last rank has looked."""
+    with all_or_none(team, "resolve", timeout):
+        found = resolve(path) if team.is_coordinator else ""
+    return os.fsdecode(team.tell("path", os.fsencode(found) if team.is_coordinator else None, timeout))
 
 
 def _check_target(target: str, *, overwrite: bool) -> None:

@@ -232,8 +232,8 @@ class Conversation:
         )
         more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
         return RankFailed(
-            f"{self.what} failed: nothing heard from {some}{more} within {self._timeout:g} s; it has ended, hangs, "
-            "or does not save this step. Earlier checkpoints are untouched",
+            f"{self.what} failed: nothing heard from {some}{more} within {self._timeout:g} s; it has ended, "
+            "hangs, or does not save this step. Earlier checkpoints are untouched",
             ranks=ranks,
         )
 

@@ -22,7 +22,7 @@ from holdfast.store import volumes
 from holdfast.store.calls import Call, Calls, Conversation, Plan
 from holdfast.store.commit import CheckpointInfo
 from holdfast.store.handing import Link
-from holdfast.store.outcomes import settle
+from holdfast.store.opening import all_or_none
 from holdfast.store.partial import Spare
 from holdfast.store.shares import Replicas, Share, Shares
 from holdfast.store.together import Together
@@ -117,12 +117,8 @@ class Crew:
         if self.team is None:
             yield
             return
-        error: Exception | None = None
-        try:
+        with all_or_none(self.team, what, self.timeout):
             yield
-        except Exception as raised:
-            error = raised
-        settle(self.team, what, error, self.timeout)
 
     def signal(self, name: str) -> None:
         """Tells the coordinator that the training is asked to end."""

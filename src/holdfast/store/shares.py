@@ -94,7 +94,8 @@ class Shares:
         view = () if flat is None else tuple(_seen(leaf) for leaf in flat.leaves)
         if self._team is None:
             assert flat is not None
-            layouts, speakers = merge_views({view: [0]}), (0,)
+            layouts = merge_views({view: [0]})
+            speakers: tuple[int, ...] = (0,)
         else:
             structure = _REFUSAL + why_not if flat is None else structure_digest(flat.tree)
             speakers = self._speakers(structure)
@@ -166,7 +167,8 @@ def check_values(dones: Mapping[int, Mapping[str, str]], speakers: Sequence[int]
         different = differing(dones[first], values) if first != rank else []
         if different:
             raise RanksDisagree(
-                f"rank {rank} has other values than rank {first} at {', '.join(map(repr, different[:8]))}, and one "
-                "copy is stored. Mark what is meant to differ with holdfast.per_rank, or make it equal",
+                f"rank {rank} has other values than rank {first} at {', '.join(map(repr, different[:8]))}, "
+                "and one copy is stored. Mark what is meant to differ with holdfast.per_rank, or make them "
+                "equal",
                 ranks=(first, rank),
             )
