@@ -11,7 +11,7 @@ import pytest
 import holdfast
 from holdfast import errors
 
-CALLS = {"load", "open", "rng", "save", "stable", "verify"}
+CALLS = {"load", "open", "per_rank", "rng", "save", "stable", "verify"}
 TYPES = {"Checkpoint", "CheckpointInfo", "Checkpointer", "Keep", "LeafInfo", "Options", "Saving"}
 
 # Every error, and the builtin that a caller who knows nothing of Holdfast would catch.

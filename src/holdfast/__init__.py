@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         UnsupportedCheckpoint,
         UnsupportedState,
     )
+    from holdfast.state.per_rank import per_rank
     from holdfast.state.rng import rng
     from holdfast.store import Checkpoint, CheckpointInfo, LeafInfo, Options, load, open, save, verify
 
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "holdfast.checkpointer": ("Checkpointer", "Keep", "Saving", "stable"),
+    "holdfast.state.per_rank": ("per_rank",),
     "holdfast.state.rng": ("rng",),
     "holdfast.store": (
         "Checkpoint",
@@ -111,6 +113,7 @@ __all__ = [
     "UnsupportedState",
     "load",
     "open",
+    "per_rank",
     "rng",
     "save",
     "stable",

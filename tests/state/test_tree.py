@@ -191,7 +191,8 @@ def test_unflatten_names_the_leaf_it_was_not_given() -> None:
 def test_flattening_numpy_does_not_import_torch() -> None:
     code = (
         "import sys, numpy as np\n"
-        "import holdfast.state, holdfast.state.restore_torch, holdfast.state.torch_objects\n"
+        "import holdfast.state, holdfast.state.torch_objects, holdfast.state.sharded\n"
+        "import holdfast.state.restore_modules, holdfast.state.restore_optimizers\n"
         "flat = holdfast.state.flatten({'a': np.zeros(3), 'b': [1, 'x', (2,)]})\n"
         "holdfast.state.unflatten(flat.tree, {'a': np.zeros(3)})\n"
         "assert not {'torch', 'jax', 'ml_dtypes'} & set(sys.modules), 'imported'\n"

@@ -6,20 +6,23 @@
 - `empty`, `convert`: fresh arrays to read into, and the other framework's view of one.
 
 The rooms: `leaves` (what a leaf is), `node` (what nodes look like), `value_encoder` and `value_decoder`
-(single values), `tree` (taking apart), `rebuild` (putting together), `restore` and `restore_torch` (filling
-in place), `arrays`, `torch_arrays` and `torch_objects` (numpy's and torch's sides), `rng` (random number
-generators as an object with a state; imported from there, since the function has the room's name). Nothing
-here imports torch until a state holds something of torch's, or a leaf saved from torch is to be built.
+(single values), `tree` (taking apart), `rebuild` (putting together), `restore` (filling in place) with
+`restore_modules`, `restore_optimizers`, `landings` (memory to fill) and `mismatch`, `arrays`, `torch_arrays` and
+`torch_objects` (numpy's and torch's sides), `sharded` (arrays of which a part is here), `rng` (random number
+generators as an object with a state), `per_rank` (the mark on what belongs to one rank); these two are imported
+from there, since the functions have the rooms' names. Nothing here imports torch until a state holds something
+of torch's, or a leaf saved from torch is to be built.
 """
 
 from __future__ import annotations
 
 from holdfast.state.arrays import Framework, convert, empty
 from holdfast.state.leaves import Flat, LeafSource, Sharding, Slot
+from holdfast.state.mismatch import LeafMeta, Mismatch
 from holdfast.state.node import Node, leaf_names
 from holdfast.state.prune import prune
 from holdfast.state.rebuild import unflatten, values
-from holdfast.state.restore import LeafMeta, Mismatch, Restore
+from holdfast.state.restore import Restore
 from holdfast.state.tree import flatten
 
 __all__ = [

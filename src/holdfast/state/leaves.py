@@ -80,7 +80,7 @@ class Flat:
     """A state taken apart: its tree, its leaves in order, and names that share another leaf's memory.
 
     `local` has the trees of what belongs to this rank alone (`per_rank`), by place; the leaves they refer to
-    are `local_leaves`, under names that no other rank has.
+    are `local_leaves`, under names that no other rank has; `local_aliases` are those that share memory.
     """
 
     tree: Node
@@ -88,3 +88,4 @@ class Flat:
     aliases: tuple[tuple[str, str], ...]
     local: Mapping[str, Node] = field(default_factory=dict)
     local_leaves: tuple[LeafSource, ...] = ()
+    local_aliases: tuple[tuple[str, str], ...] = ()

@@ -10,7 +10,7 @@ starts with ``$``. Nodes come from files, so nothing here trusts them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NoReturn, TypeAlias
 
 from holdfast.errors import CorruptCheckpoint
@@ -19,6 +19,8 @@ Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | Non
 
 MAX_DEPTH = 100
 """Containers within containers, counted in the state. One of them takes up to three levels of JSON."""
+
+_MAX_JSON_DEPTH = 3 * MAX_DEPTH + 3
 
 MAX_EXACT_INT = 2**53
 """Integers beyond this are tagged: many JSON readers would round them."""
@@ -33,6 +35,7 @@ DICT = "$dict"
 ORDERED = "$odict"
 COUNTER = "$counter"
 STATE_DICT = "$state_dict"
+PER_RANK = "$per_rank"
 
 NAMELESS = "_"
 """Name of a leaf or value that has no path: the state itself, or one under an empty key."""
@@ -69,6 +72,69 @@ def leaf_of(node: Node) -> str | None:
             corrupt(f"a leaf reference holds {shorten(name)} where a name belongs")
         return name
     return None
+
+
+def per_rank_of(node: Node) -> str | None:
+    """The place under which each rank keeps its own node, None when the node is not such a reference."""
+    if type(node) is dict and len(node) == 1 and PER_RANK in node:
+        place = node[PER_RANK]
+        if type(place) is not str:
+            corrupt(f"{PER_RANK} holds {shorten(place)} where a place belongs")
+        return place
+    return None
+
+
+def localized(tree: Node, local: Mapping[str, Node] | None) -> Node:
+    """The tree with what this rank keeps for itself where each rank's own belongs, as far as `local` has it.
+
+    What holds none of it is not copied.
+    """
+    return _localized(tree, local, 0) if local else tree
+
+
+def _localized(node: Node, local: Mapping[str, Node], depth: int) -> Node:
+    if depth > _MAX_JSON_DEPTH:
+        corrupt(f"nested deeper than {MAX_DEPTH} levels")
+    if type(node) is dict:
+        place = per_rank_of(node)
+        if place is not None:
+            return local.get(place, node)
+        changed: dict[str, Node] = {}
+        for key, item in node.items():
+            if type(item) is dict or type(item) is list:
+                found = _localized(item, local, depth + 1)
+                if found is not item:
+                    changed[key] = found
+        return {**node, **changed} if changed else node
+    if type(node) is list:
+        items = [
+            _localized(item, local, depth + 1) if type(item) is dict or type(item) is list else item
+            for item in node
+        ]
+        return items if any(new is not old for new, old in zip(items, node, strict=True)) else node
+    return node
+
+
+def per_rank_places(tree: Node) -> Iterator[str]:
+    """The places of a tree at which each rank has its own node."""
+    return _per_rank_places(tree, 0)
+
+
+def holds_per_rank(node: Node) -> bool:
+    return next(_per_rank_places(node, 0), None) is not None
+
+
+def _per_rank_places(node: Node, depth: int) -> Iterator[str]:
+    if depth > _MAX_JSON_DEPTH:
+        corrupt(f"nested deeper than {MAX_DEPTH} levels")
+    place = per_rank_of(node)
+    if place is not None:
+        yield place
+        return
+    inner = node.values() if type(node) is dict else node if type(node) is list else ()
+    for item in inner:
+        if type(item) is dict or type(item) is list:
+            yield from _per_rank_places(item, depth + 1)
 
 
 def pairs_of(node: Node) -> Iterator[tuple[Node, Node]] | None:
@@ -122,7 +188,10 @@ def state_dict_body(body: Node) -> tuple[Node, list[Node]]:
 
 
 def leaf_names(tree: Node) -> Iterator[str]:
-    """Every leaf name the tree refers to, in its order (a name may come twice in a damaged tree)."""
+    """Every leaf name the tree refers to, in its order (a name may come twice in a damaged tree).
+
+    Leaves that each rank has for itself are not among them: the tree refers to their place only.
+    """
     return _leaf_names(tree, 0)
 
 

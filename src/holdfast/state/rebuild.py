@@ -21,15 +21,19 @@ from holdfast.state.node import (
     MAX_EXACT_INT,
     NAMELESS,
     ORDERED,
+    PER_RANK,
     STATE_DICT,
     TUPLE,
     Node,
     corrupt,
     deque_body,
     holds_leaves,
+    holds_per_rank,
     items_of,
     leaf_of,
+    localized,
     pairs_of,
+    per_rank_of,
     shorten,
     state_dict_body,
     tag_of,
@@ -40,10 +44,17 @@ from holdfast.state.value_decoder import DECODERS
 Resolve = Callable[[str], object]
 
 
-def unflatten(tree: Node, arrays: Mapping[str, object], *, where: str | None = None) -> object:
+def unflatten(
+    tree: Node,
+    arrays: Mapping[str, object],
+    *,
+    local: Mapping[str, Node] | None = None,
+    where: str | None = None,
+) -> object:
     """Build the state a tree describes. `arrays` has an array for every leaf and alias name in it.
 
-    Names that were given the same array come back tied. `where` is the file to name when the tree is damaged.
+    Names that were given the same array come back tied. `local` has the nodes of one rank for what each rank
+    has for itself: without it, None is there. `where` is the file to name when the tree is damaged.
     """
 
     def resolve(name: str) -> object:
@@ -51,13 +62,18 @@ def unflatten(tree: Node, arrays: Mapping[str, object], *, where: str | None = N
             corrupt(f"it refers to leaf {shorten(name)!r}, which the checkpoint does not hold")
         return arrays[name]
 
-    return _located(where, lambda: decode(tree, resolve))
+    return _located(where, lambda: decode(localized(tree, local), resolve))
 
 
-def values(tree: Node, *, where: str | None = None) -> dict[str, object]:
-    """Every value of a tree by its dotted name. Dicts are descended; a list without arrays is one value."""
+def values(
+    tree: Node, *, local: Mapping[str, Node] | None = None, where: str | None = None
+) -> dict[str, object]:
+    """Every value of a tree by its dotted name. Dicts are descended; a list without arrays is one value.
+
+    What each rank has for itself is left out where `local` does not have it.
+    """
     found: dict[str, object] = {}
-    _located(where, lambda: _collect(tree, "", found, 0))
+    _located(where, lambda: _collect(localized(tree, local), "", found, 0))
     return found
 
 
@@ -85,6 +101,9 @@ def decode(node: Node, resolve: Resolve, depth: int = 0) -> Any:
             name = leaf_of(node)
             assert name is not None
             return resolve(name)
+        if tag == PER_RANK:
+            per_rank_of(node)
+            return None  # another rank's
         container = _CONTAINERS.get(tag)
         if container is not None:
             return container(node[tag], resolve, _deeper(depth))
@@ -208,7 +227,7 @@ _CONTAINERS: dict[str, Callable[[Node, Resolve, int], object]] = {
 
 
 def _collect(node: Node, place: str, found: dict[str, object], depth: int) -> None:
-    if leaf_of(node) is not None:
+    if leaf_of(node) is not None or per_rank_of(node) is not None:
         return
     prefix = f"{place}." if place else ""
     pairs = list(pairs_of(node) or ())
@@ -217,7 +236,7 @@ def _collect(node: Node, place: str, found: dict[str, object], depth: int) -> No
         depth = _deeper(depth)
         for key, item in pairs:
             _collect(item, prefix + component(decode_key(key, depth)), found, depth)
-    elif items is not None and holds_leaves(node):
+    elif items is not None and (holds_leaves(node) or holds_per_rank(node)):
         depth = _deeper(depth)
         for index, item in enumerate(items):
             _collect(item, f"{prefix}{index}", found, depth)

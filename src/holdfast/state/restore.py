@@ -1,8 +1,9 @@
 """Filling a state that already exists: what is read straight into its memory, what is put back afterwards.
 
-Owns the comparison of a checkpoint with its target (`Mismatch`) and the plan of the restore, for containers,
-arrays, values and objects with ``load_state_dict``. Modules and optimizers belong to `restore_torch`. Reading
-is the store's: it fills `destinations` and reads `fresh`, then hands the fresh arrays to `finish`.
+Owns the comparison of a checkpoint with its target and the plan of the restore, for containers, arrays,
+values and objects with ``load_state_dict``. Modules and optimizers belong to `restore_modules` and
+`restore_optimizers`, memory to `landings`. Reading is the store's: it fills `destinations` and reads `fresh`,
+then hands the fresh arrays to `finish`.
 
 Target and tree are walked side by side, so a place is matched with a place and names never need to be parsed.
 Each place becomes a *plan*: a function that is given the arrays once they are read and returns what belongs
@@ -11,127 +12,46 @@ there. Plans run in the order of the tree, but for objects that ask to be restor
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from holdfast.engine.buffers import Destination
-from holdfast.errors import StateMismatch
 from holdfast.state import torch_objects
-from holdfast.state.arrays import Framework
+from holdfast.state.landings import Landings, Lookup, Plan, TiedElsewhere
 from holdfast.state.leaves import Sharding
+from holdfast.state.mismatch import LeafMeta, Mismatch
 from holdfast.state.node import (
     MAX_DEPTH,
     NAMELESS,
     Node,
     corrupt,
     holds_leaves,
+    holds_per_rank,
     items_of,
     leaf_names,
     leaf_of,
+    localized,
     pairs_of,
+    per_rank_of,
+    per_rank_places,
     shorten,
 )
+from holdfast.state.per_rank import PerRank
 from holdfast.state.prune import prune
 from holdfast.state.rebuild import decode, decode_key
 from holdfast.state.targets import (
     MAPPINGS,
     SEQUENCES,
-    array_destination,
     array_type,
     assign,
-    copy_into,
     describe,
-    has_span,
     holds_arrays,
     is_array,
     kind_of,
     load_state,
-    memory_key,
-    replaceable,
-    span,
 )
 from holdfast.state.tree import component, names_in
 from holdfast.state.value_encoder import type_name, unsupported
-
-
-class LeafMeta(msgspec.Struct, frozen=True):
-    """What a checkpoint says about one leaf."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    framework: Framework
-
-    def __str__(self) -> str:
-        return describe(self.dtype, self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """Where checkpoint and target do not fit; true when there is such a place."""
-
-    missing: tuple[str, ...]
-    """The target has it, the checkpoint does not."""
-    extra: tuple[str, ...]
-    """The checkpoint has it, the target does not."""
-    wrong: tuple[str, ...]
-    """Both have it, but not alike: ``name: checkpoint F32[3,4], target F32[4,4]``."""
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.extra or self.wrong)
-
-    def __str__(self) -> str:
-        parts = [
-            f"{title} ({len(names)}):\n    " + "\n    ".join(_abridged(names))
-            for title, names in (
-                ("missing from the checkpoint", self.missing),
-                ("not in the target", self.extra),
-                ("different", self.wrong),
-            )
-            if names
-        ]
-        return "\n  ".join(["checkpoint and target do not fit", *parts])
-
-    def error(self, where: str = "") -> StateMismatch:
-        return StateMismatch(
-            f"{where}{': ' if where else ''}{self}\n"
-            "  Nothing has been changed. Fix the target, or pass strict=False to restore what fits.",
-            missing=self.missing,
-            extra=self.extra,
-            wrong=self.wrong,
-        )
-
-
-def _abridged(names: tuple[str, ...], limit: int = 20) -> list[str]:
-    shown = [shorten(name, 200) for name in names[:limit]]
-    return shown if len(names) <= limit else [*shown, f"... and {len(names) - limit} more"]
-
-
-Lookup = Callable[[str], Any]
-"""Gives the array of a leaf or alias name, once it has been read."""
-
-Plan = Callable[[Lookup], Any]
-"""Puts one place of the target in order and returns what belongs there."""
-
-
-class Landing:
-    """One array of the target that receives a leaf: directly, or by a copy of an array read elsewhere."""
-
-    __slots__ = ("direct", "leaf", "target")
-
-    def __init__(self, target: Any, leaf: str, *, direct: bool) -> None:
-        self.target = target
-        self.leaf = leaf
-        self.direct = direct
-
-    def __call__(self, lookup: Lookup) -> Any:
-        if not self.direct:
-            copy_into(self.target, lookup(self.leaf))
-        return self.target
 
 
 class Restore:
@@ -140,7 +60,13 @@ class Restore:
     Read every leaf of `destinations` to where it says, and every leaf of `fresh` into a new array; then call
     `finish` with the new arrays. Leaves that are in neither do not fit (see `mismatch`) and need no reading.
     Of a leaf that is in `parts`, only a part goes to its destination: how, and the shape of what is here.
-    With `only`, every place that holds none of these leaves stays as it is.
+    (Its name may be an alias, where leaves tied in the checkpoint lie differently here; and it may be in
+    `fresh` as well, if another place takes it whole.)
+
+    `local` has the nodes of what was saved of one rank alone; places without them stay as they are, and are
+    listed in `kept`. With `shared`, the checkpoint is that of many ranks and may have more than this one:
+    leaves that have no place here are listed in `elsewhere`. Of a sharded optimizer, those of other ranks
+    always are. With `only`, every place that holds none of these leaves stays as it is.
     """
 
     def __init__(
@@ -150,24 +76,30 @@ class Restore:
         leaves: Mapping[str, LeafMeta],
         aliases: Mapping[str, str],
         only: Collection[str] | None = None,
+        *,
+        local: Mapping[str, Node] | None = None,
+        shared: bool = False,
     ) -> None:
         self._only = only
+        self._shared = shared
         self._leaves = leaves
         self._aliases = aliases
         self._missing: list[str] = []
         self._extra: list[str] = []
         self._wrong: list[str] = []
-        self._direct: dict[str, Landing] = {}
-        self._by_memory: dict[tuple[Any, ...], str] = {}
-        self._fresh: dict[str, None] = {}
+        self._kept: dict[str, None] = {}
+        self._elsewhere: dict[str, None] = {}
+        self._landings = Landings(aliases)
         self._last: list[Callable[[], None]] = []
         self._state = into
         self._parameters: torch_objects.ParameterNames | None = None
-        self.destinations: dict[str, Destination] = {}
-        self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = {}
-        self._plan = self.plan(into, tree, "", 0)
-        self._settle_overlaps()
-        self.fresh: tuple[str, ...] = tuple(name for name in self._fresh if name not in self.destinations)
+        self._plan = self.plan(into, localized(tree, local), "", 0)
+        self._landings.settle_overlaps()
+        self.destinations: dict[str, Destination] = self._landings.destinations
+        self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = self._landings.parts
+        self.fresh: tuple[str, ...] = self._landings.fresh()
+        self.kept: tuple[str, ...] = tuple(self._kept)
+        self.elsewhere: tuple[str, ...] = tuple(self._elsewhere)
         self.mismatch = Mismatch(tuple(self._missing), tuple(self._extra), tuple(self._wrong))
 
     def finish(self, arrays: Mapping[str, object]) -> object:
@@ -175,19 +107,13 @@ class Restore:
 
         Dicts, lists, modules and optimizers of the target are the same objects as before; tuples are rebuilt.
         """
-
-        def lookup(name: str) -> object:
-            name = self._aliases.get(name, name)
-            landing = self._direct.get(name)
-            return landing.target if landing is not None and landing.direct else arrays[name]
-
-        self._tell_autograd()
-        restored = self._plan(lookup)
+        self._landings.tell_autograd()
+        restored = self._plan(self._landings.lookup(arrays))
         for load in self._last:
             load()
         return restored
 
-    # --- reports, for this module and restore_torch
+    # --- reports, for this module and those of modules and optimizers
 
     def missing(self, place: str, target: object) -> Plan:
         if self._only is None:
@@ -195,10 +121,18 @@ class Restore:
         return lambda lookup: target
 
     def extra(self, place: str, node: Node) -> None:
-        if self._only is None:
+        if self._shared:
+            self.others(node)
+        elif self._only is None:
             self._extra.extend(list(leaf_names(node)) or [place or NAMELESS])
         else:
             self._extra.extend(name for name in leaf_names(node) if name in self._only)
+
+    def others(self, node: Node) -> None:
+        """What the node holds belongs to other ranks."""
+        for name in leaf_names(node):
+            if self._only is None or name in self._only:
+                self._elsewhere[name] = None
 
     def wrong(self, place: str, found: str, target: object, wanted: str) -> Plan:
         self._wrong.append(f"{place or NAMELESS}: checkpoint {found}, target {wanted}")
@@ -233,21 +167,27 @@ class Restore:
             )
         if self.leaves_out(node):
             return lambda lookup: target
+        mark = per_rank_of(node)
+        if mark is not None:
+            self._kept[mark] = None
+            return lambda lookup: target
+        if type(target) is PerRank:
+            return self._plan_per_rank(target, node, place, depth)
         if is_array(target):
             return self._plan_array(target, node, place)
         if type(target) in MAPPINGS or type(target) in SEQUENCES:
             return self._plan_container(target, node, place, depth)
         if torch_objects.is_module(target):
-            from holdfast.state import restore_torch
+            from holdfast.state import restore_modules
 
-            inner = restore_torch.plan_module(self, torch_objects.plain_module(target), node, place)
+            inner = restore_modules.plan_module(self, torch_objects.plain_module(target), node, place)
             return lambda lookup: (inner(lookup), target)[1]
         if torch_objects.is_stateful(target) and not self.takes_all(node):
             return self.wrong(place, "has only some of its leaves selected", target, "takes all or none")
         if torch_objects.is_optimizer(target):
-            from holdfast.state import restore_torch
+            from holdfast.state import restore_optimizers
 
-            return restore_torch.plan_optimizer(self, target, node, place)
+            return restore_optimizers.plan_optimizer(self, target, node, place)
         if torch_objects.is_stateful(target):
             return self.plan_stateful(target, node, place)
         return self.plan_new(node, target)
@@ -257,7 +197,8 @@ class Restore:
         if self._only is not None and not self.takes_all(node):
             node = prune(node, self._only)
         for name in leaf_names(node):
-            self._want(name)
+            self._landings.want(self.meta(name).name)
+        self._kept.update(dict.fromkeys(per_rank_places(node)))
         return lambda lookup: assign(target, decode(node, lookup))
 
     def plan_stateful(self, target: Any, node: Node, place: str) -> Plan:
@@ -278,6 +219,15 @@ class Restore:
 
         return load
 
+    def _plan_per_rank(self, target: PerRank[Any], node: Node, place: str, depth: int) -> Plan:
+        inner = self.plan(target.value, node, place, depth + 1)
+
+        def fill(lookup: Lookup) -> Any:
+            target.value = inner(lookup)
+            return target
+
+        return fill
+
     def _plan_array(self, target: Any, node: Node, place: str) -> Plan:
         name = leaf_of(node)
         if name is None:
@@ -290,32 +240,19 @@ class Restore:
         dtype, shape = array_type(target, place)
         if (meta.dtype, tuple(meta.shape)) != (dtype, shape):
             return self.wrong(name, str(meta), target, describe(dtype, shape))
-        leaf = self._aliases.get(name, name)
-        where = array_destination(target)
-        if where is None:
-            self._want(leaf)
-            if replaceable(target):
-                return lambda lookup: lookup(leaf)
-            return Landing(target, leaf, direct=False)
-        memory = memory_key(where)
-        if memory is not None:
-            tied = self._by_memory.setdefault(memory, leaf)
-            if tied != leaf:
-                return self.wrong(name, f"stored apart from {tied}", target, "tied to it")
-        first = self._direct.get(leaf)
-        if first is not None:
-            # Tied in the checkpoint, apart in the target: read once, copied to the others.
-            return Landing(target, leaf, direct=memory == memory_key(array_destination(first.target)))
-        landing = Landing(target, leaf, direct=True)
-        self._direct[leaf] = landing
-        self.destinations[leaf] = where
-        return landing
+        try:
+            return self._landings.land(target, name, place)
+        except TiedElsewhere as tied:
+            return self.wrong(name, f"stored apart from {tied}", target, "tied to it")
 
     def _plan_container(self, target: Any, node: Node, place: str, depth: int) -> Plan:
         # Plain values, or a place still empty: take over what was saved. But a target that names some keys
-        # and finds arrays under others in the checkpoint is compared key by key.
+        # and finds arrays under others in the checkpoint is compared key by key; and so is one of which some
+        # places are to stay as they are.
         keyed = bool(target) and type(target) in MAPPINGS and pairs_of(node) is not None
-        if not holds_arrays(target, depth) and not (keyed and holds_leaves(node)):
+        if not (
+            holds_arrays(target, depth) or (keyed and holds_leaves(node)) or (target and holds_per_rank(node))
+        ):
             return self.plan_new(node, target)
         if type(target) in MAPPINGS:
             pairs = pairs_of(node)
@@ -368,32 +305,3 @@ class Restore:
             return target
 
         return fill
-
-    def _want(self, name: str) -> None:
-        self._fresh[self.meta(name).name] = None
-
-    # --- memory
-
-    def _settle_overlaps(self) -> None:
-        """Two leaves must not be read into the same bytes at once: the later one is read apart and copied.
-
-        Views of one buffer in the target (a matrix and its first row) are how this comes about.
-        """
-        spans = [(*span(where), name) for name, where in self.destinations.items() if has_span(where)]
-        reach = -1
-        for start, end, name in sorted(spans, key=lambda found: (found[0], -found[1])):
-            if start < reach:
-                self._direct[name].direct = False
-                del self.destinations[name]
-                self._fresh[name] = None
-            else:
-                reach = end
-
-    def _tell_autograd(self) -> None:
-        """The engine writes behind torch's back; a graph that saved these tensors must find out."""
-        torch = sys.modules.get("torch")
-        if torch is None:
-            return
-        for landing in self._direct.values():
-            if landing.direct and isinstance(landing.target, torch.Tensor):
-                torch.autograd.graph.increment_version(landing.target)

@@ -14,8 +14,9 @@ import numpy as np
 
 from holdfast.engine.buffers import Consumed, Destination, Memory
 from holdfast.errors import StateMismatch, UnsupportedState
-from holdfast.state import arrays, torch_arrays, torch_objects
+from holdfast.state import arrays, sharded, torch_arrays, torch_objects
 from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, items_of, leaf_of, pairs_of, shorten
+from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import type_name, unsupported
 
 MAPPINGS = (dict, OrderedDict, Counter)
@@ -28,9 +29,17 @@ def is_array(value: object) -> bool:
 
 
 def array_type(target: Any, place: str) -> tuple[str, tuple[int, ...]]:
-    """Logical name and shape of an array; `UnsupportedState` for one that could not be saved either."""
+    """Logical name and shape of an array; `UnsupportedState` for one that could not be saved either.
+
+    Of an array that is spread over ranks: the whole shape.
+    """
     if not isinstance(target, np.ndarray):
-        return torch_arrays.tensor_type(target, place)
+        part = sharded.held(target, place)
+        if part is None:
+            return torch_arrays.tensor_type(target, place)
+        if part.tensor is None:
+            return torch_arrays.logical_name(target.dtype, place), part.sharding.shape
+        return torch_arrays.tensor_type(part.tensor, place)[0], part.sharding.shape
     dtype = arrays.logical_name(target.dtype)
     if dtype is None or type(target) not in (np.ndarray, np.memmap):
         raise unsupported(
@@ -147,7 +156,7 @@ def holds_arrays(value: Any, depth: int) -> bool:
         return any(holds_arrays(item, depth + 1) for item in value.values())
     if type(value) in SEQUENCES:
         return any(holds_arrays(item, depth + 1) for item in value)
-    return is_array(value) or torch_objects.is_stateful(value)
+    return is_array(value) or type(value) is PerRank or torch_objects.is_stateful(value)
 
 
 def kind_of(node: Node) -> str:

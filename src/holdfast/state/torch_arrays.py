@@ -118,6 +118,14 @@ def describer() -> Callable[[Any, str], Described]:
     return describe
 
 
+def logical_name(dtype: Any, place: str) -> str:
+    """The logical name of a torch dtype; `UnsupportedState` when it has none."""
+    name = _name_of_dtype().get(dtype)
+    if name is None:
+        raise unsupported(place, f"a tensor of dtype {dtype} has no plain bytes to store")
+    return name
+
+
 def tensor_type(tensor: Any, place: str) -> tuple[str, tuple[int, ...]]:
     """Logical name and shape of a tensor that is to be filled; `UnsupportedState` when it cannot be."""
     torch = load_torch()

@@ -2,7 +2,7 @@
 
 Owns the rule that optimizer state is keyed by *parameter name*, never by index: an index means nothing once
 a layer is added or a group reordered. Tensors themselves belong to `torch_arrays`; putting state back to
-`restore_torch`. Importing this module does not import torch.
+`restore_modules` and `restore_optimizers`. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.state.node import MAX_DEPTH
+from holdfast.state.per_rank import PerRank
 
 _CONTAINERS = (list, tuple, deque)
 _MAPPINGS = (dict, OrderedDict)
@@ -30,8 +31,19 @@ def is_optimizer(value: object) -> bool:
 
 
 def plain_module(module: Any) -> Any:
-    """The module that `torch.compile` wrapped: its names should not depend on being compiled."""
-    return getattr(module, "_orig_mod", module)
+    """The module inside of what `torch.compile` and DistributedDataParallel make of it.
+
+    Its names should not depend on being compiled, nor on the number of processes.
+    """
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    for _ in range(8):
+        if parallel is not None and isinstance(module, parallel.DistributedDataParallel):
+            module = module.module
+        elif "_orig_mod" in getattr(module, "_modules", ()):
+            module = module._orig_mod
+        else:
+            break
+    return module
 
 
 def is_stateful(value: object) -> bool:
@@ -91,6 +103,8 @@ def _objects(value: object, place: str, depth: int) -> Iterator[tuple[str, Any]]
     elif type(value) in _CONTAINERS:
         for index, item in enumerate(value):  # type: ignore[arg-type]
             yield from _objects(item, f"{prefix}{index}", depth + 1)
+    elif type(value) is PerRank:
+        yield from _objects(value.value, place, depth + 1)
     else:
         yield place, value
 

@@ -1,8 +1,8 @@
 """From a state to its tree and named leaves: what every save does first.
 
 Owns the walk over a state: which containers are descended, how leaves are named, which of them share memory.
-Single values belong to `value_encoder`, arrays to `arrays` and `torch_arrays`. Nothing is copied here: a leaf
-describes where its bytes lie.
+Single values belong to `value_encoder`, arrays to `arrays` and `torch_arrays`, those of which only a part is
+here to `sharded`. Nothing is copied here: a leaf describes where its bytes lie.
 
 The walk is on the path of every save, so it dispatches on exact types through one table; anything not in the
 table (modules, optimizers, stateful objects, mistakes) takes the slow way.
@@ -19,8 +19,8 @@ import numpy as np
 
 from holdfast.engine.buffers import Produced
 from holdfast.errors import UnsupportedState
-from holdfast.state import arrays, torch_arrays, torch_objects, value_encoder
-from holdfast.state.leaves import Flat, LeafSource
+from holdfast.state import arrays, sharded, torch_arrays, torch_objects, value_encoder
+from holdfast.state.leaves import Flat, LeafSource, Sharding
 from holdfast.state.node import (
     COUNTER,
     DEQUE,
@@ -29,15 +29,19 @@ from holdfast.state.node import (
     MAX_DEPTH,
     NAMELESS,
     ORDERED,
+    PER_RANK,
     STATE_DICT,
     TUPLE,
     Node,
 )
+from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import ENCODERS, is_text, type_name, unsupported
 
 
-def flatten(state: object) -> Flat:
+def flatten(state: object, rank: int = 0) -> Flat:
     """Take a state apart. Raises `UnsupportedState`, naming the place, for what cannot be stored exactly.
+
+    `rank` is that of this process: what is marked `per_rank` is named after it.
 
     >>> import numpy as np
     >>> flat = flatten({"model": {"w": np.zeros((2, 3), np.float32)}, "step": 7})
@@ -46,10 +50,21 @@ def flatten(state: object) -> Flat:
     >>> [(leaf.name, leaf.dtype, leaf.shape) for leaf in flat.leaves]
     [('model.w', 'F32', (2, 3))]
     """
-    walk = _Walk(state)
+    walk = _Walk(state, rank)
     tree = walk.node(state, "", 0)
     walk.finish()
-    return Flat(tree, tuple(walk.leaves), tuple(walk.aliases))
+    own = walk.own
+    if own is None:
+        return Flat(tree, tuple(walk.leaves), tuple(walk.aliases))
+    walk.check_names()
+    return Flat(
+        tree,
+        tuple(walk.leaves),
+        tuple(walk.aliases),
+        walk.local,
+        tuple(own.leaves),
+        tuple(own.aliases),
+    )
 
 
 def names_in(part: object, place: str, state: object) -> list[str]:
@@ -73,20 +88,28 @@ Walker = Callable[[Any, str, int], Node]
 
 
 class _Walk:
-    """One pass over one state. A place is the dotted path so far; a depth, the containers around."""
+    """One pass over one state. A place is the dotted path so far; a depth, the containers around.
 
-    def __init__(self, state: object) -> None:
+    What is marked `per_rank` is walked by a second one, `own`: it has names, leaves and ties of its own.
+    """
+
+    def __init__(self, state: object, rank: int = 0, *, outer: _Walk | None = None) -> None:
         self.leaves: list[LeafSource] = []
         self.aliases: list[tuple[str, str]] = []
+        self.local: dict[str, Node] = {}
+        self.own: _Walk | None = None
         self._state = state
+        self._rank = rank
+        self._outer = outer
         self._used: set[str] = set()
         # Address -> index of the first leaf there. Only a second one pays for a full comparison.
         self._first: dict[int, int] = {}
         # Index -> the array itself, for leaves whose source does not hold it.
         self._arrays: dict[int, Any] = {}
         self._exact: dict[tuple[Any, ...], str] = {}
-        self._last: list[Callable[[], None]] = []
+        self._last: list[Callable[[], None]] = [] if outer is None else outer._last
         self._parameters: torch_objects.ParameterNames | None = None
+        self._shardings: sharded.Shardings = {}
         self._walkers: dict[type, Walker] = {
             dict: self._dict,
             list: self._list,
@@ -98,12 +121,16 @@ class _Walk:
             Counter: self._counter,
             deque: self._deque,
             np.memmap: self._array,
+            PerRank: self._per_rank,
         }
         torch = sys.modules.get("torch")
         if torch is not None:
             self._describe = torch_arrays.describer()
             self._walkers[torch.Tensor] = self._tensor
             self._walkers[torch.nn.Parameter] = self._tensor
+            self._sharded_types = sharded.sharded_types()
+            for kind in self._sharded_types:
+                self._walkers[kind] = self._sharded
 
     def node(self, value: object, place: str, depth: int) -> Node:
         kind = type(value)
@@ -119,6 +146,14 @@ class _Walk:
         """Asks those that are to be asked last. What others do in ``state_dict`` may draw random numbers."""
         for ask in self._last:
             ask()
+
+    def check_names(self) -> None:
+        """Names of what ranks share must not look like those of what they have for themselves."""
+        for name in self._used:
+            if name[:1] == "@":
+                raise unsupported(
+                    name, "names that begin with '@' are those of per_rank state. Use another key here"
+                )
 
     # --- containers
 
@@ -208,9 +243,9 @@ class _Walk:
 
     # --- leaves
 
-    def _tensor(self, tensor: Any, place: str, depth: int) -> Node:
+    def _tensor(self, tensor: Any, place: str, depth: int, sharding: Sharding | None = None) -> Node:
         dtype, shape, source, own = self._describe(tensor, place)
-        leaf = LeafSource(place, dtype, shape, "torch", source)
+        leaf = LeafSource(place, dtype, shape, "torch", source, sharding)
         if own and type(source) is not Produced:
             return self._leaf(tensor, source.address, place, leaf)  # type: ignore[union-attr]
         index = len(self.leaves)
@@ -218,6 +253,15 @@ class _Walk:
         if len(self.leaves) > index:
             self._arrays[index] = tensor
         return node
+
+    def _sharded(self, tensor: Any, place: str, depth: int) -> Node:
+        held = self._sharded_types[type(tensor)](tensor, place, self._shardings)
+        if held.tensor is not None:
+            return self._tensor(held.tensor, place, depth, held.sharding)
+        # Other ranks have it. The tree is the same on all of them.
+        name = self._name(place)
+        self._used.add(name)
+        return {LEAF: name}
 
     def _array(self, array: Any, place: str, depth: int) -> Node:
         dtype = arrays.logical_name(array.dtype)
@@ -233,7 +277,7 @@ class _Walk:
         name = place
         if not name or name in used or not name.isascii():
             name = self._name(place)
-            leaf = LeafSource(name, leaf.dtype, leaf.shape, leaf.framework, leaf.source)
+            leaf = LeafSource(name, leaf.dtype, leaf.shape, leaf.framework, leaf.source, leaf.sharding)
         used.add(name)
         if leaf.source.nbytes and address not in self._first:
             self._first[address] = len(self.leaves)
@@ -256,15 +300,19 @@ class _Walk:
 
     def _known(self, array: Any, address: int, leaf: LeafSource) -> str | None:
         """The leaf that already has exactly these bytes, if one has; otherwise this one is it from now on."""
-        if not leaf.source.nbytes:
+        key: tuple[Any, ...]
+        if not leaf.source.nbytes and leaf.sharding is not None:
+            key = sharded.memory_identity(array), leaf.sharding
+        elif not leaf.source.nbytes:
             # No memory to share, but the same object twice still comes back as one object.
-            key: tuple[Any, ...] = (id(array),)
+            key = (id(array),)
         else:
             index = self._first[address]
             first = self.leaves[index]
             owner = self._arrays.get(index)
-            self._exact.setdefault(_identity(first.source.owner if owner is None else owner), first.name)
-            key = _identity(array)
+            owner = first.source.owner if owner is None else owner
+            self._exact.setdefault((_identity(owner), first.sharding), first.name)
+            key = _identity(array), leaf.sharding
         known = self._exact.setdefault(key, leaf.name)
         return None if known == leaf.name else known
 
@@ -287,6 +335,20 @@ class _Walk:
                 return self._ask_last(value, place, depth)
             return self.node(value.state_dict(), place, depth)
         return value_encoder.encode(value, place)
+
+    def _per_rank(self, mark: PerRank[Any], place: str, depth: int) -> Node:
+        if self._outer is not None:
+            raise unsupported(place, "per_rank within per_rank: mark it once")
+        depth = self._deeper(place, depth)
+        if self.own is None:
+            self.own = _Walk(self._state, self._rank, outer=self)
+        wanted = component(place) or NAMELESS
+        key, count = wanted, 0
+        while key in self.local:
+            count += 1
+            key = f"{wanted}~{count}"
+        self.local[key] = self.own.node(mark.value, f"@{self._rank}.{key}", depth)
+        return {PER_RANK: key}
 
     def _ask_last(self, value: Any, place: str, depth: int) -> Node:
         """For what is restored last (`holdfast.rng`): its node is filled when all others have been asked."""

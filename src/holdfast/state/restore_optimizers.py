@@ -1,122 +1,28 @@
-"""Filling modules and optimizers: the plans of `restore` for what torch training is made of.
+"""Filling optimizers: the plan of `restore` for them.
 
-Modules: parameters and buffers are read straight into their memory. `load_state_dict` is called as well when
-something else takes part: extra state, hooks, a module that overrides loading.
+Parameters are matched by name, state tensors that exist already are read in place, and the rest goes through
+the optimizer's own `load_state_dict`. That casts state to the dtype of the parameter (float32 moments of a
+bfloat16 parameter would lose bits), so what it cast is put right afterwards.
 
-Optimizers: parameters are matched by name, state tensors that exist already are read in place, and the rest
-goes through the optimizer's own `load_state_dict`. That casts state to the dtype of the parameter (float32
-moments of a bfloat16 parameter would lose bits), so what it cast is put right afterwards.
+State of a parameter that is spread over ranks is spread as the parameter is: where the optimizer has none
+yet, it gets tensors of that kind, and this rank reads its part of them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from holdfast.state.node import STATE_DICT, Node, items_of, leaf_of, pairs_of, state_dict_body
+from holdfast.state import sharded
+from holdfast.state.landings import Lookup, Plan
+from holdfast.state.node import Node, items_of, leaf_of, pairs_of
 from holdfast.state.rebuild import decode_key, decode_value
-from holdfast.state.targets import array_type, describe, is_array, kind_of, load_state, memory_key
-from holdfast.state.torch_arrays import destination
+from holdfast.state.targets import array_type, describe, is_array, kind_of, load_state
 from holdfast.state.torch_objects import OptimizerNames, name_of_index, optimizer_names
 
 if TYPE_CHECKING:
-    from holdfast.state.restore import Lookup, Plan, Restore
-
-
-# --- modules ------------------------------------------------------------------------------------------------
-
-
-def plan_module(restore: Restore, module: Any, node: Node, place: str) -> Plan:
-    pairs = pairs_of(node)
-    if pairs is None:
-        return restore.wrong(place, f"holds {kind_of(node)}", module, f"the module {type(module).__name__}")
-    prefix = f"{place}." if place else ""
-    state = module.state_dict()
-    live = _live_memory(module)
-    plans: dict[Any, Plan] = {}
-    seen: set[Any] = set()
-    needs_load = _customises_loading(module)
-    for key_node, item in pairs:
-        key = decode_key(key_node)
-        seen.add(key)
-        own = state.get(key)
-        name = leaf_of(item)
-        if restore.leaves_out(item):
-            continue
-        if key not in state:
-            restore.extra(f"{prefix}{key}", item)
-        elif name is None or not is_array(own) or _uninitialized(own):
-            plans[key] = restore.plan_new(item)
-            needs_load = True
-        elif not own.numel() or memory_key(destination(own)) in live:
-            plans[key] = restore.plan_leaf(own, name, f"{prefix}{key}")
-        else:
-            # A hook made this tensor up: only the module knows where its contents belong.
-            array_type(own, f"{prefix}{key}")
-            plans[key] = restore.plan_new(item)
-            needs_load = True
-    for key, own in state.items():
-        if key not in seen:
-            restore.missing(f"{prefix}{key}", own)
-    metadata = _metadata(node)
-
-    def fill(lookup: Lookup) -> Any:
-        found: OrderedDict[Any, Any] = OrderedDict((key, plan(lookup)) for key, plan in plans.items())
-        if needs_load:
-            if metadata is not None:
-                found._metadata = metadata  # type: ignore[attr-defined]
-            load_state(_Lenient(module), found, place)
-        return module
-
-    return fill
-
-
-@dataclass(frozen=True, slots=True)
-class _Lenient:
-    """A module whose loading does not mind absent keys: what is absent has been reported already."""
-
-    module: Any
-
-    def load_state_dict(self, state: Any) -> None:
-        self.module.load_state_dict(state, strict=False)
-
-
-def _live_memory(module: Any) -> set[Any]:
-    """Memory of the module's own parameters and buffers, where writing is the same as loading."""
-    own = [*module.parameters(), *module.buffers()]
-    found = {memory_key(destination(tensor)) for tensor in own if not _uninitialized(tensor)}
-    return found - {None}
-
-
-def _uninitialized(tensor: Any) -> bool:
-    from torch.nn.parameter import is_lazy
-
-    return bool(is_lazy(tensor))
-
-
-def _customises_loading(module: Any) -> bool:
-    from torch import nn
-
-    if type(module).load_state_dict is not nn.Module.load_state_dict:
-        return True
-    for part in module.modules():
-        if part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks:
-            return True
-        # torch's own layers override this only to upgrade the checkpoints of old versions.
-        if not type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules."):
-            return True
-    return False
-
-
-def _metadata(node: Node) -> Any:
-    if type(node) is dict and STATE_DICT in node:
-        return decode_value(state_dict_body(node[STATE_DICT])[0])
-    return None
-
-
-# --- optimizers ---------------------------------------------------------------------------------------------
+    from holdfast.state.restore import Restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +153,13 @@ def _plan_entry(restore: Restore, own: Any, key: Any, node: Node, parameter: Any
     """
     name = leaf_of(node)
     tensor: Any = own.get(key) if isinstance(own, dict) else None
-    if name is None or not is_array(tensor):
+    if name is None:
         return restore.plan_new(node)
     meta = restore.meta(name)
+    if not is_array(tensor):
+        if not sharded.is_dtensor(parameter) or tuple(meta.shape) != tuple(parameter.shape):
+            return restore.plan_new(node)
+        tensor = sharded.like(parameter, meta.dtype)
     if array_type(tensor, place) == (meta.dtype, tuple(meta.shape)):
         return restore.plan_leaf(tensor, name, place)
     dtype, shape = array_type(tensor, place)

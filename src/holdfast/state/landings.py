@@ -1,0 +1,186 @@
+"""Where the leaves of a checkpoint go in a target: into which memory, whole or in part, and who shares it.
+
+Owns the memory side of a restore: destinations, ties, views that overlap, and telling autograd. Which leaf
+belongs to which array is decided in `restore`; what an array is, in `targets` and `sharded`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.engine.buffers import Destination, Memory
+from holdfast.state import sharded
+from holdfast.state.leaves import Sharding
+from holdfast.state.node import corrupt, shorten
+from holdfast.state.targets import array_destination, copy_into, has_span, memory_key, replaceable, span
+
+Lookup = Callable[[str], Any]
+"""Gives the array of a leaf or alias name, once it has been read."""
+
+Plan = Callable[[Lookup], Any]
+"""Puts one place of the target in order and returns what belongs there."""
+
+
+class Landing:
+    """One array of the target that receives a leaf: directly, or by a copy of what was read elsewhere.
+
+    `array` is the memory of `target` that is here: the same object, or its part if it is spread over ranks.
+    """
+
+    __slots__ = ("array", "direct", "leaf", "name", "sharding", "staged", "target", "tied")
+
+    def __init__(
+        self, target: Any, array: Any, name: str, leaf: str, sharding: Sharding | None, *, direct: bool
+    ) -> None:
+        self.target = target
+        self.array = array
+        self.name = name
+        self.leaf = leaf
+        self.sharding = sharding
+        self.direct = direct
+        self.staged: Any = None
+        self.tied: Landing | None = None
+
+    def __call__(self, lookup: Lookup) -> Any:
+        if self.staged is not None:
+            copy_into(self.array, self.staged)
+        elif not self.direct:
+            copy_into(self.array, lookup(self.leaf) if self.sharding is None else self._tied_part())
+        return self.target
+
+    def _tied_part(self) -> Any:
+        assert self.tied is not None, "the part of a leaf has a place of its own to be read to, or a tie"
+        return self.tied.array if self.tied.staged is None else self.tied.staged
+
+    def stage(self) -> Destination:
+        """Read this part to fresh memory, and copy it when all is read."""
+        import torch
+
+        self.direct = False
+        self.staged = torch.empty(tuple(self.array.shape), dtype=self.array.dtype)
+        return Memory(self.staged.data_ptr(), self.staged.nbytes, self.staged)
+
+
+class TiedElsewhere(Exception):
+    """Two leaves of the checkpoint are one array in the target; carries the name of the other."""
+
+
+class Landings:
+    """All landings of one restore.
+
+    `destinations` is by leaf name; by the alias's name where leaves tied in the checkpoint lie differently in
+    the target, so that each is read by itself. Of those in `parts`, only a part is read.
+    """
+
+    def __init__(self, aliases: Mapping[str, str]) -> None:
+        self.destinations: dict[str, Destination] = {}
+        self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = {}
+        self._aliases = aliases
+        self._first: dict[str, Landing] = {}
+        self._at: dict[str, Landing] = {}
+        self._all: list[Landing] = []
+        self._by_memory: dict[tuple[Any, ...], str] = {}
+        self._fresh: dict[str, None] = {}
+
+    def want(self, leaf: str) -> None:
+        """Read a leaf into a new array, unless an array of the target is read whole and can serve."""
+        self._fresh[leaf] = None
+
+    def land(self, target: Any, name: str, place: str) -> Plan:
+        """The plan for an array of the target that receives a leaf of its type."""
+        leaf = self._aliases.get(name, name)
+        part = sharded.held(target, place)
+        if part is not None and (part.tensor is None or not part.tensor.numel()):
+            return lambda lookup: target  # nothing of it is here
+        array, sharding = (target, None) if part is None else (part.tensor, part.sharding)
+        where = array_destination(array)
+        if where is None and sharding is None:
+            self.want(leaf)
+            if replaceable(target):
+                return lambda lookup: lookup(leaf)
+            return Landing(target, target, name, leaf, None, direct=False)
+        memory = memory_key(where)
+        if memory is not None:
+            tied = self._by_memory.setdefault((memory, sharding), leaf)
+            if tied != leaf:
+                raise TiedElsewhere(tied)
+        landing = Landing(target, array, name, leaf, sharding, direct=True)
+        self._all.append(landing)
+        first = self._first.setdefault(leaf, landing)
+        if first is not landing and first.sharding == sharding:
+            # Tied in the checkpoint, apart in the target: read once, copied to the others.
+            landing.tied = first
+            landing.direct = memory is not None and memory == memory_key(array_destination(first.array))
+            return landing
+        key = leaf if first is landing else self._key_of_another(first, name)
+        self._at[key] = landing
+        self.destinations[key] = landing.stage() if where is None else where
+        if sharding is not None:
+            self.parts[key] = sharding, tuple(array.shape)
+        return landing
+
+    def _key_of_another(self, first: Landing, name: str) -> str:
+        """The name under which a leaf is read once more; it was the first's if that is an alias."""
+        if name in self.destinations:
+            if first.name in self.destinations:
+                corrupt(f"it refers to leaf {shorten(name)!r} twice")
+            self.destinations[first.name] = self.destinations.pop(name)
+            self._at[first.name] = self._at.pop(name)
+            if name in self.parts:
+                self.parts[first.name] = self.parts.pop(name)
+        return name
+
+    def settle_overlaps(self) -> None:
+        """Two leaves must not be read into the same bytes at once: the later one is read apart and copied.
+
+        Views of one buffer in the target (a matrix and its first row) are how this comes about.
+        """
+        spans = [(*span(where), name) for name, where in self.destinations.items() if has_span(where)]
+        reach = -1
+        for start, end, name in sorted(spans, key=lambda found: (found[0], -found[1])):
+            if start >= reach:
+                reach = end
+                continue
+            landing = self._at[name]
+            if landing.sharding is not None:
+                self.destinations[name] = landing.stage()
+            else:
+                landing.direct = False
+                del self.destinations[name]
+                self.want(landing.leaf)
+
+    def fresh(self) -> tuple[str, ...]:
+        """The leaves to read into new arrays."""
+        return tuple(leaf for leaf in self._fresh if self._whole(leaf) is None)
+
+    def _whole(self, leaf: str) -> Landing | None:
+        """The landing that has all of a leaf in its own memory."""
+        first = self._first.get(leaf)
+        return first if first is not None and first.direct and first.sharding is None else None
+
+    def lookup(self, arrays: Mapping[str, object]) -> Lookup:
+        """Finds arrays among those of the target and the new ones."""
+
+        def look(name: str) -> object:
+            leaf = self._aliases.get(name, name)
+            landing = self._whole(leaf)
+            return arrays[leaf] if landing is None else landing.target
+
+        return look
+
+    def tell_autograd(self) -> None:
+        """The engine writes behind torch's back; a graph that saved these tensors must find out."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return
+        count = torch.autograd.graph.increment_version
+        for landing in self._all:
+            if landing.sharding is not None:
+                # DTensor counts on the outside, whatever its part counts.
+                if landing.sharding.mesh_shape is not None:
+                    count(landing.target)
+                count(landing.array)
+            elif landing.direct and isinstance(landing.target, torch.Tensor):
+                count(landing.target)

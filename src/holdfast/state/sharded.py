@@ -1,0 +1,167 @@
+"""Arrays of which only a part is here: torch's DTensor, and ShardedTensor where there is no mesh.
+
+Owns what is known about these two classes: the plain tensor with this rank's part, and how it lies in the
+whole (`Sharding`). A part is described, saved and filled like any tensor; nothing here communicates.
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import UnsupportedState
+from holdfast.format.geometry import Box
+from holdfast.state.leaves import Sharding
+from holdfast.state.torch_arrays import torch_dtype, wrapper_refusal
+from holdfast.state.value_encoder import type_name, unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this rank has of an array: a plain tensor, None where it has nothing; and what it is a part of."""
+
+    tensor: Any
+    sharding: Sharding
+
+
+Shardings = dict[tuple[Any, ...], tuple[Sharding, bool]]
+"""By mesh, placements and shape: the sharding, and whether this rank is in the mesh. Thousands of tensors
+share a few of them."""
+
+
+def sharded_types() -> dict[type, Callable[[Any, str, Shardings], Held]]:
+    """The classes of arrays that are parts, as far as they have been imported, and what tells their parts."""
+    found: dict[type, Callable[[Any, str, Shardings], Held]] = {}
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and hasattr(tensors, "DTensor"):
+        found[tensors.DTensor] = _held_of_dtensor
+    meshless = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    if meshless is not None and hasattr(meshless, "ShardedTensor"):
+        found[meshless.ShardedTensor] = _held_of_sharded_tensor
+    return found
+
+
+def held(value: Any, place: str, known: Shardings | None = None) -> Held | None:
+    """This rank's part of a DTensor or ShardedTensor; None for an array that is all here."""
+    look = sharded_types().get(type(value))
+    return None if look is None else look(value, place, {} if known is None else known)
+
+
+def is_dtensor(value: object) -> bool:
+    return sharded_types().get(type(value)) is _held_of_dtensor
+
+
+def is_sharded(value: object) -> bool:
+    return type(value) in sharded_types()
+
+
+def local_tensor(value: Any) -> Any:
+    """The memory that an array has here: the part of one that is spread, else the array itself.
+
+    None where nothing of it is here, or where its part cannot be told.
+    """
+    try:
+        found = held(value, "")
+    except UnsupportedState:
+        return None
+    return value if found is None else found.tensor
+
+
+def memory_identity(tensor: Any) -> tuple[Any, ...]:
+    """Equal for empty parts that are tied on ranks where they are not empty.
+
+    An empty tensor has no address, but views of one parameter still share its storage. All ranks must agree
+    on which leaves are tied.
+    """
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape)
+
+
+# --- DTensor ------------------------------------------------------------------------------------------------
+
+
+def _held_of_dtensor(value: Any, place: str, known: Shardings) -> Held:
+    mesh, placements, shape = value.device_mesh, value.placements, tuple(value.shape)
+    key = mesh, placements, shape
+    found = known.get(key)
+    if found is None:
+        sharding = Sharding(
+            shape,
+            tuple(mesh.mesh.shape),
+            tuple(mesh.mesh.flatten().tolist()),
+            tuple(_placement(placement, len(shape), value, place) for placement in placements),
+        )
+        found = known[key] = sharding, mesh.get_coordinate() is not None
+    sharding, here = found
+    return Held(_plain(value._local_tensor, place) if here else None, sharding)
+
+
+def _placement(placement: Any, ndim: int, value: Any, place: str) -> tuple[int, int] | None:
+    if placement.is_replicate():
+        return None
+    if placement.is_partial():
+        raise unsupported(
+            place,
+            "a DTensor with a Partial placement is a sum that has not been computed yet. Redistribute it to "
+            "Replicate or Shard first",
+        )
+    axis = getattr(placement, "dim", None)
+    factor = getattr(placement, "split_factor", 1)  # that of _StridedShard
+    if type(axis) is not int or type(factor) is not int or not -ndim <= axis < ndim:
+        raise unsupported(
+            place,
+            f"a DTensor with the placement {placement} on shape {list(value.shape)}. Redistribute it to "
+            "Replicate or Shard first",
+        )
+    return axis % ndim, factor
+
+
+def _plain(tensor: Any, place: str) -> Any:
+    import torch
+
+    if type(tensor) is torch.Tensor:
+        return tensor
+    wait = getattr(tensor, "wait", None)
+    if type(tensor).__name__ == "AsyncCollectiveTensor" and callable(wait):
+        return wait()  # the result of a collective that the training has started
+    raise wrapper_refusal(tensor, place)
+
+
+def like(parameter: Any, dtype: str) -> Any:
+    """A DTensor of another element type that lies as `parameter` does, in fresh memory."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    local = torch.empty_like(
+        parameter._local_tensor,
+        dtype=torch_dtype(dtype),
+        requires_grad=False,
+        memory_format=torch.preserve_format,
+    )
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,  # it would communicate
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+# --- ShardedTensor ------------------------------------------------------------------------------------------
+
+
+def _held_of_sharded_tensor(value: Any, place: str, known: Shardings) -> Held:
+    shape = tuple(value.metadata().size)
+    shards = value.local_shards()
+    if len(shards) > 1:
+        raise unsupported(
+            place, f"a {type_name(value)} with {len(shards)} shards on this rank: one at most can be stored"
+        )
+    if not shards:
+        return Held(None, Sharding(shape))
+    (shard,) = shards
+    box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+    return Held(_plain(shard.tensor.detach(), place), Sharding(shape, box=box))
