@@ -120,7 +120,7 @@ def test_an_unreadable_manifest_is_passed_over(run: Path, wide: int, monkeypatch
             raise OSError(errno.EIO, "injected", path)
         return builtins.open(path, *args, **kwargs)
 
-    monkeypatch.setattr("holdfast.store.checkpoint.open", failing, raising=False)
+    monkeypatch.setattr("holdfast.store.opening.open", failing, raising=False)
     with pytest.raises(holdfast.ReadFailed) as caught:
         holdfast.load(run / step_name(2))
     assert str(run / step_name(2)) in str(caught.value)

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, HoldfastError, ReadFailed
 from holdfast.store import Checkpoint, Crew
 from holdfast.store.loading import load_together
-from holdfast.store.opening import open_together
+from holdfast.store.unison import open_together
 
 
 @dataclass(frozen=True, slots=True)

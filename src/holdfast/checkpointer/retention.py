@@ -19,7 +19,7 @@ def history(run: str) -> list[Kept]:
     for step in list_steps(run):
         try:
             with Checkpoint(os.path.join(run, step_name(step))) as checkpoint:
-                if checkpoint.step == step and checkpoint.shards.visible_damage() is None:
+                if checkpoint.step == step and checkpoint.visible_damage() is None:
                     found.append(Kept(step, checkpoint.created, checkpoint.metrics))
         except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint):
             continue

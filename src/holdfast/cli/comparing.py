@@ -92,7 +92,7 @@ class Comparison:
         a, b = self._a, self._b
         leaves = tuple(self._leaf_changes(self._tally(progress)))
         values = tuple(_value_changes(value_nodes(a), value_nodes(b)))
-        structure = not leaves and not values and exact(a.root.tree) != exact(b.root.tree)
+        structure = not leaves and not values and exact(a.tree) != exact(b.tree)
         changed = {change.name for change in leaves}
         identical = sum(name in b and name not in changed for name in a)
         return Difference(_side(a), _side(b), leaves, values, structure, identical)

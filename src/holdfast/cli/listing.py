@@ -79,7 +79,7 @@ def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 def leaf_order(checkpoint: Checkpoint) -> list[str]:
     """Names of all leaves in the order of the state; in files they are in the order of their alignment."""
-    named = dict.fromkeys(name for name in leaf_names(checkpoint.root.tree) if name in checkpoint)
+    named = dict.fromkeys(name for name in leaf_names(checkpoint.tree) if name in checkpoint)
     return [*named, *(name for name in checkpoint if name not in named)]
 
 
@@ -120,5 +120,5 @@ def _entry(path: str, step: int | None) -> Entry:
 
 
 def _visible_damage(checkpoint: Checkpoint) -> str | None:
-    problem = checkpoint.shards.visible_damage()
+    problem = checkpoint.visible_damage()
     return None if problem is None else f"{os.path.basename(problem.file)}: {problem.reason}"

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from holdfast.engine import Memory
-from holdfast.plan import ByteRange
+from holdfast.format.dtypes import itemsize
+from holdfast.format.geometry import boxes_of_range, whole
 from holdfast.store import Checkpoint
-from holdfast.store.shards import Wanted
+from holdfast.store.wanted import Wanted
 
 WINDOW_NBYTES = 16 << 20
 """A multiple of the checksums' chunk, so that no chunk is read twice."""
@@ -68,37 +69,36 @@ class WindowReader:
     """Reads windows of one checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._shards = checkpoint.shards
-        self._leaves = {leaf.name: leaf for leaf in checkpoint.root.part.leaves}
+        self._checkpoint = checkpoint
 
     def read(self, spans: Sequence[Span], names: Sequence[str]) -> Bytes:
         """The spans' bytes, one after the other; `names` are the stored leaves that their indexes mean."""
-        if len(spans) == 1 and not spans[0].whole:
-            return self._part(spans[0], names)
         buffer: Bytes = np.empty(sum(span.nbytes for span in spans), np.uint8)
         wanted: list[Wanted] = []
-        first: dict[str, int] = {}  # leaf -> where in the buffer it goes: none is read twice
+        first: dict[tuple[str, int], int] = {}  # leaf, start -> its place in the buffer: none is read twice
         again: list[tuple[slice, int]] = []
         at = 0
         for span in spans:
-            name = names[span.index]
-            place = slice(at, at + span.nbytes)
-            if not span.whole:
-                buffer[place] = self._part(span, names)
-            elif name in first:
-                again.append((place, first[name]))
+            key = names[span.index], span.start
+            if key in first:
+                again.append((slice(at, at + span.nbytes), first[key]))
             else:
-                first[name] = at
-                wanted.append(
-                    Wanted(self._leaves[name], Memory(buffer.ctypes.data + at, span.nbytes, buffer))
-                )
+                first[key] = at
+                wanted += self._wanted(names[span.index], span, buffer, at)
             at += span.nbytes
-        self._shards.read(wanted, verify=True, whole=False)
+        self._checkpoint.fetch(wanted)
         for place, start in again:
             buffer[place] = buffer[start : start + place.stop - place.start]
         return buffer
 
-    def _part(self, span: Span, names: Sequence[str]) -> Bytes:
-        leaf = self._leaves[names[span.index]]
-        part: Bytes = np.frombuffer(self._shards.read_range(leaf, ByteRange(span.start, span.stop)), np.uint8)
-        return part
+    def _wanted(self, name: str, span: Span, buffer: Bytes, at: int) -> Iterator[Wanted]:
+        """A range of a leaf as boxes, which follow each other in the buffer."""
+        info = self._checkpoint.leaves[name]
+        size = itemsize(info.dtype)
+        boxes = [whole(info.shape)]
+        if not span.whole:
+            boxes = boxes_of_range(info.shape, span.start // size, span.stop // size)
+        for box in boxes:
+            nbytes = size * box.volume
+            yield Wanted(name, box, Memory(buffer.ctypes.data + at, nbytes, buffer))
+            at += nbytes

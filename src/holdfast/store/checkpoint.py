@@ -2,6 +2,9 @@
 
 Opening reads and validates the manifest only. Every later read is verified against its checksums unless told
 otherwise. An open checkpoint is held against recycling: retention may give it up, but nobody writes over it.
+
+However many ranks wrote it, it is one state here: leaves are whole arrays, and whoever wants some elements of
+one gets them from whichever files hold them.
 """
 
 from __future__ import annotations
@@ -10,35 +13,27 @@ import fnmatch
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from holdfast.engine import ALIGNMENT
-from holdfast.errors import (
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
-    StateMismatch,
-    UnsupportedCheckpoint,
-)
+from holdfast.errors import CorruptCheckpoint, ReadFailed, StateMismatch
 from holdfast.format.dtypes import itemsize
-from holdfast.format.embedded import PEEK_NBYTES, embeds_root, extract_root
-from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root
-from holdfast.format.records import EMBEDDED, Leaf, Root
-from holdfast.format.shard import header_nbytes
-from holdfast.state import Framework, LeafMeta, Restore, convert, empty, prune, unflatten, values
+from holdfast.format.geometry import whole
+from holdfast.format.records import EMBEDDED, Part
+from holdfast.state import Framework, LeafMeta, Node, Restore, convert, empty, prune, unflatten, values
+from holdfast.state.merging import insert_local
 from holdfast.store.commit import MANIFEST, SHARD
-from holdfast.store.failures import reading, require_regular
-from holdfast.store.hold import Hold
+from holdfast.store.fetching import fetch, plan_fetch
 from holdfast.store.lazy import LazyLeaf
-from holdfast.store.partial import PARTIAL
-from holdfast.store.run import RETIRED, list_steps, step_name
-from holdfast.store.shards import ShardReader, Wanted
+from holdfast.store.opening import is_checkpoint, open_checkpoint, resolve
+from holdfast.store.parts import Parts, local_rank
+from holdfast.store.shards import Problem, Request, ShardReader, whole_leaf
+from holdfast.store.wanted import Wanted, wanted_of
 
-_MAX_REPLACED = 100
-"""Times that a checkpoint is opened in vain because another took its place meanwhile."""
+__all__ = ["Checkpoint", "LeafInfo", "is_checkpoint", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +52,10 @@ class Checkpoint:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._hold, self.root = _open(path)
+        self._hold, self.root = open_checkpoint(path)
         embedded = any(file.header_xxh3 == EMBEDDED for file in self.root.part.files)
         self.manifest_path = os.path.join(path, SHARD if embedded else MANIFEST)
-        self._leaves: dict[str, Leaf] = {leaf.name: leaf for leaf in self.root.part.leaves}
-        self._aliases: dict[str, str] = {alias.name: alias.of for alias in self.root.part.aliases}
-        self.shards = ShardReader(self.root.part, self._hold)
+        self.parts = Parts(self.root, self._hold, self.manifest_path)
 
     @property
     def step(self) -> int:
@@ -78,20 +71,56 @@ class Checkpoint:
         return self.root.created
 
     @property
+    def world(self) -> int:
+        """How many ranks took part in the save."""
+        return self.root.world
+
+    @property
     def metrics(self) -> dict[str, float]:
         return dict(self.root.metrics)
 
+    @property
+    def tree(self) -> Node:
+        """The state with its arrays taken out, of all ranks together."""
+        return self.parts.tree
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of leaves, and the leaf that each means."""
+        return self.parts.aliases
+
+    @property
+    def metas(self) -> dict[str, LeafMeta]:
+        """Every stored leaf but those that belong to one rank alone."""
+        return dict(self.parts.metas)
+
+    def part(self, rank: int) -> Part:
+        """What a rank wrote; `KeyError` when it wrote nothing."""
+        return self.parts[rank]
+
+    def local(self, rank: int) -> dict[str, Node]:
+        """The trees of what belongs to one rank alone, by place; none when there was no such rank."""
+        return dict(self.parts[rank].local) if rank in self.parts else {}
+
+    def metas_for(self, rank: int) -> dict[str, LeafMeta]:
+        """The leaves that a rank can restore: those of all, and its own."""
+        return {**self.parts.metas, **self.parts.local_metas(rank)}
+
     @functools.cached_property
     def leaves(self) -> dict[str, LeafInfo]:
-        """Every leaf by name, tied ones included."""
-        found = {name: _info(leaf, None) for name, leaf in self._leaves.items()}
-        found.update({name: _info(self._leaves[of], of) for name, of in self._aliases.items()})
+        """Every leaf by name, tied ones and those of single ranks included."""
+        metas, aliases = dict(self.parts.metas), dict(self.parts.aliases)
+        for rank in self.parts.ranks:
+            metas.update(self.parts.local_metas(rank))
+            aliases.update(self.parts.local_aliases(rank))
+        found = {name: _info(meta, None) for name, meta in metas.items()}
+        found.update({name: _info(metas[of], of) for name, of in aliases.items()})
         return found
 
     @functools.cached_property
     def values(self) -> dict[str, object]:
-        """Everything that is not an array, by dotted name."""
-        return values(self.root.tree, where=self.manifest_path)
+        """Everything that is not an array, by dotted name; where every rank has its own, that of rank 0."""
+        return values(insert_local(self.tree, self.local(0)), where=self.manifest_path)
 
     @property
     def nbytes(self) -> int:
@@ -99,21 +128,22 @@ class Checkpoint:
 
     @property
     def stored_nbytes(self) -> int:
-        return sum(file.nbytes for file in self.root.part.files)
+        return sum(file.nbytes for part in self.parts for file in part.files)
 
     def __getitem__(self, name: str) -> LazyLeaf:
         """A leaf by name; index it to read only that part: ``ck["model.w"][10:20]``."""
-        leaf = self._leaf(name)
-        return LazyLeaf(name, leaf, self.shards)
+        return LazyLeaf(name, self._meta(name), self.fetch)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._leaves or name in self._aliases
+        if name in self.parts.metas or name in self.parts.aliases:
+            return True
+        return isinstance(name, str) and local_rank(name) is not None and name in self.leaves
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.leaves)
 
     def __len__(self) -> int:
-        return len(self._leaves) + len(self._aliases)
+        return len(self.leaves)
 
     def read(
         self,
@@ -152,28 +182,41 @@ class Checkpoint:
     ) -> Any:
         """The whole tree in fresh memory, or put back in place with `into`. See `holdfast.load`."""
         if into is None:
-            chosen = list(self.leaves) if select is None else self.select(select)
+            tree = insert_local(self.tree, self.local(0))
+            if select is None:
+                own = {**self.parts.local_metas(0), **self.parts.local_aliases(0)}
+                chosen = [*self.parts.metas, *self.aliases, *own]
+            else:
+                chosen = self.select(select)
+                tree = prune(tree, set(chosen))
             arrays = self._read_fresh(chosen, framework, verify=verify)
-            tree = self.root.tree if select is None else prune(self.root.tree, set(chosen))
             return unflatten(tree, arrays, where=self.manifest_path)
         if framework is not None:
             raise TypeError("framework= goes with fresh arrays; with into= the target decides")
         return self._restore(into, select, verify=verify, strict=strict)
 
+    def plan_restore(
+        self, into: object, select: str | Iterable[str] | None = None, *, rank: int = 0, strict: bool = True
+    ) -> Restore:
+        """How the state `into` of a rank is filled. With `strict`, `StateMismatch` unless all of it fits.
+
+        Read `wanted_of` it and `fresh` arrays for what it wants fresh, and hand these to its `finish`.
+        """
+        only = None if select is None else set(self.select(select))
+        tree = insert_local(self.tree, self.local(rank))
+        aliases = {**self.aliases, **self.parts.local_aliases(rank)}
+        restore = Restore(into, tree, self.metas_for(rank), aliases, only)
+        if restore.mismatch and strict:
+            raise restore.mismatch.error(self.path)
+        return restore
+
     def _restore(
         self, into: object, select: str | Iterable[str] | None, *, verify: bool, strict: bool
     ) -> object:
-        metas = {
-            leaf.name: LeafMeta(leaf.name, leaf.dtype, leaf.shape, leaf.framework)
-            for leaf in self._leaves.values()
-        }
-        only = None if select is None else set(self.select(select))
-        restore = Restore(into, self.root.tree, metas, self._aliases, only)
-        if restore.mismatch and strict:
-            raise restore.mismatch.error(self.path)
-        arrays, wanted = self._fresh_wanted(restore.fresh)
-        wanted += [Wanted(self._leaf(name), place) for name, place in restore.destinations.items()]
-        self.shards.read(wanted, verify=verify, whole=len(wanted) == len(self._leaves))
+        restore = self.plan_restore(into, select, strict=strict)
+        arrays, wanted = self.fresh(restore.fresh)
+        wanted += wanted_of(restore, self.metas_for(0), 0)
+        self.fetch(wanted, verify=verify)
         restored = restore.finish(arrays)
         if restore.mismatch:
             # From holdfast.load, past Checkpoint.load, to the line that asked for it.
@@ -184,6 +227,63 @@ class Checkpoint:
             )
         return restored
 
+    def fetch(
+        self,
+        wanted: Sequence[Wanted],
+        *,
+        verify: bool = True,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Reads boxes of leaves to where they shall go, out of the files that hold them.
+
+        Every byte read is verified, unless told otherwise. `CorruptCheckpoint` names file and leaf.
+        """
+        if self.parts.stored_whole and self._fetch_whole(wanted, verify=verify, progress=progress):
+            return
+        boxes = [(want.leaf, want.box) for want in wanted if want.box.volume]
+        metas = {name: self._meta(name) for name in dict.fromkeys(want.leaf for want in wanted)}
+        reads = plan_fetch(self.parts.holding(boxes), wanted, metas, self.path, verify=verify)
+        fetch(reads, self.reader, verify=verify, progress=progress)
+
+    def _fetch_whole(
+        self, wanted: Sequence[Wanted], *, verify: bool, progress: Callable[[int], None] | None
+    ) -> bool:
+        """Whole leaves of one process go straight from its files; False when this is something else."""
+        stored = self.parts.leaves_of(0)
+        requests: dict[str, Request] = {}
+        for want in wanted:
+            leaf = stored.get(want.leaf)
+            if leaf is None or want.box.shape != leaf.shape or want.leaf in requests:
+                return False
+            requests[want.leaf] = whole_leaf(leaf, want.destination)
+        self.reader(0).read(
+            list(requests.values()), verify=verify, whole=len(requests) == len(stored), progress=progress
+        )
+        return True
+
+    def visible_damage(self) -> Problem | None:
+        """The damage that shows without reading arrays: a part or shard that is gone, or another."""
+        for rank in self.parts.ranks:
+            try:
+                self.parts[rank]
+            except (CorruptCheckpoint, ReadFailed) as error:
+                return Problem(self.parts.file_of(rank), getattr(error, "reason", str(error)))
+            problem = self.reader(rank).visible_damage()
+            if problem is not None:
+                return problem
+        return None
+
+    def fresh(self, names: Iterable[str]) -> tuple[dict[str, Any], list[Wanted]]:
+        """New arrays for leaves, and what to fetch to fill them."""
+        metas = {name: self._meta(name) for name in names}
+        residues = self.parts.residues(metas.values(), ALIGNMENT)
+        arrays: dict[str, Any] = {}
+        wanted: list[Wanted] = []
+        for name, meta in metas.items():
+            arrays[name], memory = empty(meta.dtype, meta.shape, meta.framework, residues.get(name, 0))
+            wanted.append(Wanted(meta.name, whole(meta.shape), memory))
+        return arrays, wanted
+
     def _read_fresh(
         self,
         names: Sequence[str],
@@ -192,28 +292,26 @@ class Checkpoint:
         verify: bool,
         progress: Callable[[int], None] | None = None,
     ) -> dict[str, Any]:
-        stored = list(dict.fromkeys(self._aliases.get(name, name) for name in names))
-        arrays, wanted = self._fresh_wanted(stored)
-        self.shards.read(wanted, verify=verify, whole=len(stored) == len(self._leaves), progress=progress)
+        stored = {name: self._meta(name).name for name in names}
+        arrays, wanted = self.fresh(dict.fromkeys(stored.values()))
+        self.fetch(wanted, verify=verify, progress=progress)
         if framework is not None:
             arrays = {name: convert(array, framework) for name, array in arrays.items()}
-        return {name: arrays[self._aliases.get(name, name)] for name in names}
+        return {name: arrays[stored[name]] for name in names}
 
-    def _fresh_wanted(self, names: Iterable[str]) -> tuple[dict[str, Any], list[Wanted]]:
-        arrays: dict[str, Any] = {}
-        wanted: list[Wanted] = []
-        for name in names:
-            leaf = self._leaf(name)
-            residue = leaf.fragments[0].offset % ALIGNMENT
-            arrays[name], memory = empty(leaf.dtype, leaf.shape, leaf.framework, residue)
-            wanted.append(Wanted(leaf, memory))
-        return arrays, wanted
+    def reader(self, rank: int) -> ShardReader:
+        """The shards of a rank."""
+        return ShardReader(self.parts[rank], self._hold)
 
-    def _leaf(self, name: str) -> Leaf:
-        try:
-            return self._leaves[self._aliases.get(name, name)]
-        except KeyError:
-            raise KeyError(f"{self.path} has no leaf {name!r}") from None
+    def _meta(self, name: str) -> LeafMeta:
+        """Of a leaf, under any of its names."""
+        found = self.parts.metas.get(self.parts.aliases.get(name, name))
+        rank = local_rank(name)
+        if found is None and rank is not None:
+            found = self.parts.local_metas(rank).get(self.parts.local_aliases(rank).get(name, name))
+        if found is None:
+            raise KeyError(f"{self.path} has no leaf {name!r}")
+        return found
 
     def close(self) -> None:
         """Lets go of the files. What was read stays; leaves that are still to be read are out of reach."""
@@ -231,105 +329,8 @@ class Checkpoint:
         return f"<Checkpoint {self.path} step {self.step}, {len(self)} leaves, {self.nbytes} bytes>"
 
 
-def resolve(path: str | os.PathLike[str]) -> str:
-    """The checkpoint a path means: itself, or the newest committed one of a run."""
-    where = os.path.abspath(os.fspath(path))
-    if where.endswith((PARTIAL, RETIRED)):
-        raise IncompleteCheckpoint("this is not a committed checkpoint: the save did not finish", path=where)
-    if is_checkpoint(where):
-        return where
-    if not os.path.isdir(where):
-        hint = "; a save to it did not finish" if os.path.isdir(where + PARTIAL) else ""
-        raise CheckpointNotFound(f"there is no checkpoint at {where}{hint}")
-    steps = list_steps(where)
-    if steps:
-        return os.path.join(where, step_name(steps[-1]))
-    raise IncompleteCheckpoint(
-        "no manifest and no checkpoints inside: not a checkpoint, nor a run with one", path=where
-    )
-
-
-def is_checkpoint(directory: str) -> bool:
-    """Whether a directory looks like one checkpoint, whole or not: it has a manifest, or what may hold it."""
-    return any(os.path.exists(os.path.join(directory, name)) for name in (MANIFEST, SHARD))
-
-
-def _read_root(directory: str, path: str) -> Root:
-    """The manifest of the checkpoint at `path`: a file by itself, or else in the header of its only shard."""
-    where = os.path.join(path, MANIFEST)
-    try:
-        with reading(where):
-            require_regular(os.path.join(directory, MANIFEST), where)
-            with open(os.path.join(directory, MANIFEST), "rb") as file:
-                data = file.read(MAX_ROOT_NBYTES + 1)
-    except OSError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return _read_embedded(directory, path)
-        raise
-    root = decode_root(data, where)
-    _refuse_second_manifest(directory, path)
-    return root
-
-
-def _read_embedded(directory: str, path: str) -> Root:
-    where = os.path.join(path, SHARD)
-    try:
-        with reading(where):
-            nbytes = require_regular(os.path.join(directory, SHARD), where).st_size
-            with open(os.path.join(directory, SHARD), "rb") as file:
-                header = file.read(PEEK_NBYTES)
-                header += file.read(max(0, header_nbytes(header, nbytes, where) - PEEK_NBYTES))
-    except OSError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            missing = os.path.join(path, MANIFEST)
-            raise IncompleteCheckpoint("the manifest is missing", path=missing) from error
-        raise
-    return extract_root(header, nbytes, where)
-
-
-def _refuse_second_manifest(directory: str, path: str) -> None:
-    """Two that disagree could each be the right one: nobody writes such a checkpoint."""
-    try:
-        require_regular(os.path.join(directory, SHARD), os.path.join(path, SHARD))
-        with open(os.path.join(directory, SHARD), "rb") as file:
-            beginning = file.read(PEEK_NBYTES)
-    except (OSError, CorruptCheckpoint):
-        return  # whoever needs the shard is told what is wrong with it
-    if embeds_root(beginning):
-        reason = f"this file holds a manifest, and there is a {MANIFEST} beside it"
-        raise CorruptCheckpoint(reason, path=os.path.join(path, SHARD))
-
-
-def _open(path: str) -> tuple[Hold, Root]:
-    """Holds a checkpoint and reads its manifest. One that is replaced at this very moment is opened anew."""
-    for _ in range(_MAX_REPLACED):
-        hold = Hold(path)
-        try:
-            root = _read_root(hold.directory, path)
-            _refuse_unknown_layout(root, path)
-            if hold.pin(file.name for file in root.part.files) or hold.current:
-                return hold, root
-        except IncompleteCheckpoint:
-            if hold.current:
-                hold.close()
-                raise
-        except BaseException:
-            hold.close()
-            raise
-        hold.close()
-    raise CheckpointNotFound(f"{path} is being replaced all the time")
-
-
-def _refuse_unknown_layout(root: Root, path: str) -> None:
-    if root.world != 1 or root.parts or any(len(leaf.fragments) != 1 for leaf in root.part.leaves):
-        raise UnsupportedCheckpoint(
-            f"{path} was written by several processes, which this version of Holdfast cannot read; "
-            "upgrade Holdfast"
-        )
-
-
-def _info(leaf: Leaf, alias_of: str | None) -> LeafInfo:
-    nbytes = itemsize(leaf.dtype)
-    for size in leaf.shape:
+def _info(meta: LeafMeta, alias_of: str | None) -> LeafInfo:
+    nbytes = itemsize(meta.dtype)
+    for size in meta.shape:
         nbytes *= size
-    return LeafInfo(leaf.dtype, leaf.shape, nbytes, leaf.framework, alias_of)
+    return LeafInfo(meta.dtype, meta.shape, nbytes, meta.framework, alias_of)

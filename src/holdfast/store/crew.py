@@ -22,7 +22,7 @@ from holdfast.store import volumes
 from holdfast.store.calls import Call, Calls, Conversation, Plan
 from holdfast.store.commit import CheckpointInfo
 from holdfast.store.handing import Link
-from holdfast.store.opening import all_or_none
+from holdfast.store.unison import all_or_none
 from holdfast.store.partial import Spare
 from holdfast.store.shares import Replicas, Share, Shares
 from holdfast.store.together import Together

@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import ctypes
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from holdfast.engine import Memory
 from holdfast.format.dtypes import itemsize
-from holdfast.format.records import Leaf
-from holdfast.plan import rows_to_read
-from holdfast.state import Framework, empty
-from holdfast.store.shards import ShardReader
-
-_COARSE_NBYTES = 1 << 20
-"""Rows up to a chunk are read whole: the checksum covers a chunk anyway."""
-_WINDOW_NBYTES = 64 << 20
-"""Most that is held beside the result while a selection of columns is read."""
+from holdfast.format.geometry import Box
+from holdfast.state import Framework, LeafMeta, empty
+from holdfast.store.wanted import Wanted
 
 
 class LazyLeaf:
     """Behaves like an array that is not there yet: has `shape` and `dtype`, and reads what is indexed."""
 
-    def __init__(self, name: str, leaf: Leaf, shards: ShardReader) -> None:
+    def __init__(self, name: str, meta: LeafMeta, fetch: Callable[[Sequence[Wanted]], None]) -> None:
         self.name = name
-        self._leaf = leaf
-        self._shards = shards
+        self._meta = meta
+        self._fetch = fetch
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._leaf.shape
+        return self._meta.shape
 
     @property
     def dtype(self) -> str:
         """The stored element type, by its safetensors name."""
-        return self._leaf.dtype
+        return self._meta.dtype
 
     @property
     def framework(self) -> Framework:
-        return self._leaf.framework
+        return self._meta.framework
 
     @property
     def ndim(self) -> int:
@@ -66,36 +62,16 @@ class LazyLeaf:
         spans = [
             _span(item, extent, axis) for axis, (item, extent) in enumerate(zip(key, self.shape, strict=True))
         ]
-        box = tuple(range(span.start, span.stop) for span in spans)
-        elements = self._read_box(box)
+        starts = tuple(span.start for span in spans)
+        elements = self._read_box(Box(starts, tuple(span.stop - span.start for span in spans)))
         inside = tuple(span.inside for span in spans)
         return _finish(elements[inside], self.dtype, self.framework)
 
-    def _read_box(self, box: tuple[range, ...]) -> np.ndarray[Any, Any]:
+    def _read_box(self, box: Box) -> np.ndarray[Any, Any]:
         """The elements of a box, as opaque fixed-size items: indexing moves them, nothing looks into them."""
-        size = itemsize(self.dtype)
-        item = np.dtype((np.void, size))
-        out = np.empty(tuple(len(span) for span in box), item)
-        if out.nbytes == 0:
-            return out
-        for prefix, span in rows_to_read(self.shape, box, size, _COARSE_NBYTES):
-            depth = len(prefix)
-            row_shape = self.shape[depth + 1 :]
-            row_nbytes = size * int(np.prod(row_shape, dtype=np.int64))
-            place = tuple(at - axis.start for at, axis in zip(prefix, box, strict=False))
-            inner = (slice(None), *(slice(axis.start, axis.stop) for axis in box[depth + 1 :]))
-            rows = span.nbytes // row_nbytes
-            step = max(1, _WINDOW_NBYTES // row_nbytes)
-            target = out[place] if depth < len(self.shape) else None
-            for first in range(0, rows, step):
-                count = min(step, rows - first)
-                start = span.start + first * row_nbytes
-                part = type(span)(start, start + count * row_nbytes)
-                read = np.frombuffer(self._shards.read_range(self._leaf, part), item)
-                if target is None:
-                    out[place] = read[0]
-                else:
-                    target[first : first + count] = read.reshape((count, *row_shape))[inner]
+        out = np.empty(box.shape, np.dtype((np.void, itemsize(self.dtype))))
+        if out.nbytes:
+            self._fetch([Wanted(self._meta.name, box, Memory(out.ctypes.data, out.nbytes, out))])
         return out
 
 

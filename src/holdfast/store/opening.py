@@ -1,51 +1,107 @@
-"""What succeeds on all ranks or on none; opening a checkpoint is such a thing."""
+"""From a path to a checkpoint that is held and whose manifest has been read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
 
-from holdfast.errors import CorruptCheckpoint
-from holdfast.store.checkpoint import Checkpoint
-from holdfast.store.outcomes import settle
-from holdfast.team import Team
+from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint
+from holdfast.format.embedded import PEEK_NBYTES, embeds_root, extract_root
+from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root
+from holdfast.format.records import Root
+from holdfast.format.shard import header_nbytes
+from holdfast.store.commit import MANIFEST, SHARD
+from holdfast.store.failures import reading, require_regular
+from holdfast.store.hold import Hold
+from holdfast.store.partial import PARTIAL
+from holdfast.store.run import RETIRED, list_steps, step_name
+
+_MAX_REPLACED = 100
+"""Times that a checkpoint is opened in vain because another took its place meanwhile."""
 
 
-@contextmanager
-def all_or_none(team: Team, key: str, timeout: float) -> Iterator[None]:
-    """A block that succeeds on all ranks or on none."""
-    error: Exception | None = None
+def resolve(path: str | os.PathLike[str]) -> str:
+    """The checkpoint a path means: itself, or the newest committed one of a run."""
+    where = os.path.abspath(os.fspath(path))
+    if where.endswith((PARTIAL, RETIRED)):
+        raise IncompleteCheckpoint("this is not a committed checkpoint: the save did not finish", path=where)
+    if is_checkpoint(where):
+        return where
+    if not os.path.isdir(where):
+        hint = "; a save to it did not finish" if os.path.isdir(where + PARTIAL) else ""
+        raise CheckpointNotFound(f"there is no checkpoint at {where}{hint}")
+    steps = list_steps(where)
+    if steps:
+        return os.path.join(where, step_name(steps[-1]))
+    raise IncompleteCheckpoint(
+        "no manifest and no checkpoints inside: not a checkpoint, nor a run with one", path=where
+    )
+
+
+def is_checkpoint(directory: str) -> bool:
+    """Whether a directory looks like one checkpoint, whole or not: it has a manifest, or what may hold it."""
+    return any(os.path.exists(os.path.join(directory, name)) for name in (MANIFEST, SHARD))
+
+
+def open_checkpoint(path: str) -> tuple[Hold, Root]:
+    """Holds a checkpoint and reads its manifest. One that is replaced at this very moment is opened anew."""
+    for _ in range(_MAX_REPLACED):
+        hold = Hold(path)
+        try:
+            root = _read_root(hold.directory, path)
+            if hold.pin(file.name for file in root.part.files if file.volume is None) or hold.current:
+                return hold, root
+        except IncompleteCheckpoint:
+            if hold.current:
+                hold.close()
+                raise
+        except BaseException:
+            hold.close()
+            raise
+        hold.close()
+    raise CheckpointNotFound(f"{path} is being replaced all the time")
+
+
+def _read_root(directory: str, path: str) -> Root:
+    """The manifest of the checkpoint at `path`: a file by itself, or else in the header of its only shard."""
+    where = os.path.join(path, MANIFEST)
     try:
-        yield
-    except Exception as raised:
-        error = raised
-    settle(team, key, error, timeout)
-
-
-def open_together(
-    team: Team, path: str, timeout: float, check: Callable[[Checkpoint], None] | None = None
-) -> Checkpoint:
-    """The checkpoint that rank 0 finds at `path`, on every rank. Damage that one rank sees all raise.
-
-    `check` may refuse it. Where a rank's directory of that name holds another checkpoint, nobody goes on.
-    """
-    opened: Checkpoint | None = None
-    error: Exception | None = None
-    try:
-        opened = Checkpoint(path)
-        if check is not None:
-            check(opened)
-    except Exception as raised:
-        error = raised
-    id = b"" if opened is None else opened.id.encode()
-    leading = team.tell("opened", id if team.is_coordinator else None, timeout)
-    if error is None and leading and leading != id:
-        error = CorruptCheckpoint("another checkpoint than the one that rank 0 has at this path", path=path)
-    try:
-        settle(team, "open", error, timeout)
-    except BaseException:
-        if opened is not None:
-            opened.close()
+        with reading(where):
+            require_regular(os.path.join(directory, MANIFEST), where)
+            with open(os.path.join(directory, MANIFEST), "rb") as file:
+                data = file.read(MAX_ROOT_NBYTES + 1)
+    except OSError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return _read_embedded(directory, path)
         raise
-    assert opened is not None
-    return opened
+    root = decode_root(data, where)
+    _refuse_second_manifest(directory, path)
+    return root
+
+
+def _read_embedded(directory: str, path: str) -> Root:
+    where = os.path.join(path, SHARD)
+    try:
+        with reading(where):
+            nbytes = require_regular(os.path.join(directory, SHARD), where).st_size
+            with open(os.path.join(directory, SHARD), "rb") as file:
+                header = file.read(PEEK_NBYTES)
+                header += file.read(max(0, header_nbytes(header, nbytes, where) - PEEK_NBYTES))
+    except OSError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            missing = os.path.join(path, MANIFEST)
+            raise IncompleteCheckpoint("the manifest is missing", path=missing) from error
+        raise
+    return extract_root(header, nbytes, where)
+
+
+def _refuse_second_manifest(directory: str, path: str) -> None:
+    """Two that disagree could each be the right one: nobody writes such a checkpoint."""
+    try:
+        require_regular(os.path.join(directory, SHARD), os.path.join(path, SHARD))
+        with open(os.path.join(directory, SHARD), "rb") as file:
+            beginning = file.read(PEEK_NBYTES)
+    except (OSError, CorruptCheckpoint):
+        return  # whoever needs the shard is told what is wrong with it
+    if embeds_root(beginning):
+        reason = f"this file holds a manifest, and there is a {MANIFEST} beside it"
+        raise CorruptCheckpoint(reason, path=os.path.join(path, SHARD))

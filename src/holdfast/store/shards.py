@@ -1,17 +1,15 @@
-"""Reading leaves out of a part's shards: requests in, verified bytes out, damage as typed errors."""
+"""Reading out of one part's shards: requests in, verified bytes out, damage as typed errors."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from holdfast import engine
 from holdfast.engine import Destination, Padding, ReadPiece, Tuning, Unkept
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
-from holdfast.format.checksums import digest
+from holdfast.format.checksums import HEX_DIGITS, digest
 from holdfast.format.embedded import check_header
 from holdfast.format.records import EMBEDDED, Fragment, Leaf, Part, ShardFile
 from holdfast.plan import ByteRange, gaps
@@ -20,11 +18,32 @@ from holdfast.store.hold import Hold
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A whole leaf and where it shall go."""
+class Request:
+    """Some bytes of a fragment of a leaf, in file number `file`, and where they go.
 
-    leaf: Leaf
-    destination: Destination | Unkept
+    They begin where checksum number `chunk` of the fragment does, or they are not to be verified.
+    """
+
+    leaf: str
+    file: int
+    piece: ReadPiece
+    chunk: int = 0
+
+
+def request(leaf: str, fragment: Fragment, destination: Destination | Unkept) -> Request:
+    """All of a fragment."""
+    return Request(leaf, fragment.file, ReadPiece(fragment.offset, destination, fragment.chunks))
+
+
+def request_range(
+    leaf: str, fragment: Fragment, span: ByteRange, chunk_nbytes: int, destination: Destination | Unkept
+) -> Request:
+    """Some bytes of a fragment: whole chunks of it, unless they are not to be verified."""
+    first, last = span.start // chunk_nbytes, -(-span.stop // chunk_nbytes)
+    checksums = fragment.chunks[first * HEX_DIGITS : last * HEX_DIGITS]
+    return Request(
+        leaf, fragment.file, ReadPiece(fragment.offset + span.start, destination, checksums), first
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +53,13 @@ class Problem:
     file: str
     reason: str
     leaf: str | None = None
+
+    def error(self) -> CorruptCheckpoint:
+        kind = IncompleteCheckpoint if self.reason.startswith(MISSING) else CorruptCheckpoint
+        return kind(self.reason, path=self.file, leaf=self.leaf)
+
+
+MISSING = "the file is missing"
 
 
 class ShardReader:
@@ -46,99 +72,81 @@ class ShardReader:
 
     def read(
         self,
-        wanted: Sequence[Wanted],
+        requests: Sequence[Request],
         *,
         verify: bool,
         whole: bool,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Reads leaves; `CorruptCheckpoint` names file and leaf. `whole`: checks header and padding, too."""
-        for problem in self.problems(wanted, verify=verify, whole=whole, progress=progress):
-            kind = IncompleteCheckpoint if problem.reason == MISSING else CorruptCheckpoint
-            raise kind(problem.reason, path=problem.file, leaf=problem.leaf)
+        """Reads; `CorruptCheckpoint` names file and leaf. `whole`: checks header and padding, too."""
+        for problem in self.problems(requests, verify=verify, whole=whole, progress=progress):
+            raise problem.error()
 
     def problems(
         self,
-        wanted: Sequence[Wanted],
+        requests: Iterable[Request],
         *,
         verify: bool,
         whole: bool,
         progress: Callable[[int], None] | None = None,
     ) -> list[Problem]:
-        """Reads leaves and returns all that is wrong with them."""
+        """Reads, and returns all that is wrong. `progress` is told the bytes of the files before as well."""
+        in_files: list[list[Request]] = [[] for _ in self._part.files]
+        for item in requests:
+            in_files[item.file].append(item)
         found: list[Problem] = []
-        for index, file in enumerate(self._part.files):
-            in_file = [
-                (fragment, request)
-                for request in wanted
-                for fragment in request.leaf.fragments
-                if fragment.file == index
-            ]
-            in_file.sort(key=lambda item: item[0].offset)
+        done = 0
+        for index, in_file in enumerate(in_files):
             if in_file or whole:
-                found += self._read_file(file, in_file, verify=verify, whole=whole, progress=progress)
+                advance = None if progress is None else _later(progress, done)
+                found += self.file_problems(index, in_file, verify=verify, whole=whole, progress=advance)
+                done += sum(item.piece.destination.nbytes for item in in_file)
         return found
 
-    def visible_damage(self) -> Problem | None:
-        """The damage that shows without reading: a shard that is gone, or has another size."""
-        return next(filter(None, (self._file_problem(file, None) for file in self._part.files)), None)
-
-    def read_range(self, leaf: Leaf, span: ByteRange, *, verify: bool = True) -> memoryview:
-        """Some bytes of a leaf. What is read is rounded out to chunks, so that it can be verified."""
-        (fragment,) = leaf.fragments
-        file = self._part.files[fragment.file]
-        chunk = self._part.chunk_nbytes
-        outer = span.rounded_out(chunk, fragment.nbytes) if verify else span
-        buffer = np.empty(outer.nbytes, np.uint8)
-        memory = engine.Memory(buffer.ctypes.data, outer.nbytes, buffer)
-        first, last = outer.start // chunk, -(-outer.stop // chunk)
-        checksums = fragment.chunks[first * 16 : last * 16]
-        piece = ReadPiece(fragment.offset + outer.start, memory, checksums)
-        problem = self._file_problem(file, leaf.name)
-        if problem is None:
-            damage = self._engine_read(file, [piece], verify=verify)
-            if damage:
-                problem = Problem(self._shown_path(file), _damaged(first + damage[0].chunk), leaf.name)
-        if problem is not None:
-            kind = IncompleteCheckpoint if problem.reason == MISSING else CorruptCheckpoint
-            raise kind(problem.reason, path=problem.file, leaf=problem.leaf)
-        inner = span.start - outer.start
-        return buffer[inner : inner + span.nbytes].data
-
-    def _read_file(
+    def file_problems(
         self,
-        file: ShardFile,
-        in_file: list[tuple[Fragment, Wanted]],
+        index: int,
+        requests: Sequence[Request],
         *,
         verify: bool,
         whole: bool,
-        progress: Callable[[int], None] | None,
+        progress: Callable[[int], None] | None = None,
     ) -> list[Problem]:
-        shown = self._shown_path(file)
-        problem = self._file_problem(file, in_file[0][1].leaf.name if in_file else None)
+        """Reads out of one file."""
+        file = self._part.files[index]
+        in_file = sorted(requests, key=lambda item: item.piece.offset)
+        problem = self._file_problem(file, in_file[0].leaf if in_file else None)
         if problem is not None:
             return [problem]
         found: list[Problem] = []
-        pieces = [ReadPiece(f.offset, request.destination, f.chunks) for f, request in in_file]
-        names: list[str | None] = [request.leaf.name for _, request in in_file]
+        pieces = [item.piece for item in in_file]
+        owners: list[Request | None] = list(in_file)
         if verify and whole:
             found += self._header_problem(file)
-            taken = [ByteRange(f.offset, f.offset + f.nbytes) for f, _ in in_file]
+            taken = [ByteRange(piece.offset, piece.offset + piece.destination.nbytes) for piece in pieces]
             padding = list(gaps(taken, file.header_nbytes, file.nbytes))
             merged = sorted(
                 [
-                    *zip(pieces, names, strict=True),
+                    *zip(pieces, owners, strict=True),
                     *((ReadPiece(p.start, Padding(p.nbytes)), None) for p in padding),
                 ],
                 key=lambda item: item[0].offset,
             )
             pieces = [piece for piece, _ in merged]
-            names = [name for _, name in merged]
+            owners = [owner for _, owner in merged]
+        shown = self.shown_path(file)
         for damage in self._engine_read(file, pieces, verify=verify, progress=progress):
-            name = names[damage.piece]
-            reason = _damaged(damage.chunk) if name is not None else "the padding between leaves is not zero"
-            found.append(Problem(shown, reason, name))
+            owner = owners[damage.piece]
+            if owner is None:
+                found.append(Problem(shown, "the padding between leaves is not zero"))
+            else:
+                reason = f"chunk {owner.chunk + damage.chunk} does not match its checksum"
+                found.append(Problem(shown, reason, owner.leaf))
         return found
+
+    def visible_damage(self) -> Problem | None:
+        """The damage that shows without reading: a shard that is gone, or has another size."""
+        return next(filter(None, (self._file_problem(file, None) for file in self._part.files)), None)
 
     def _engine_read(
         self,
@@ -148,9 +156,10 @@ class ShardReader:
         verify: bool,
         progress: Callable[[int], None] | None = None,
     ) -> list[engine.Damage]:
-        path = self._path(file)
-        with reading(self._shown_path(file)):
-            beside = os.path.join(self._hold.directory, file.name)
+        path = self.path(file)
+        with reading(self.shown_path(file)):
+            # By name: what holds a file open by descriptor does not say on which device it is.
+            beside = os.path.join(file.volume or self._hold.directory, file.name)
             tuning = replace(self._tuning, backend=engine.choose_read_backend(beside, self._tuning.backend))
             return engine.read(
                 path,
@@ -162,14 +171,14 @@ class ShardReader:
             )
 
     def _file_problem(self, file: ShardFile, leaf: str | None) -> Problem | None:
-        with reading(self._shown_path(file)):
+        with reading(self.shown_path(file)):
             try:
-                nbytes = require_regular(self._path(file), self._shown_path(file)).st_size
+                nbytes = require_regular(self.path(file), self.shown_path(file)).st_size
             except FileNotFoundError:
-                return Problem(self._shown_path(file), MISSING, leaf or self._first_leaf(file, 0))
+                return Problem(self.shown_path(file), _missing(file), leaf or self._first_leaf(file, 0))
         if nbytes != file.nbytes:
             reason = f"the file has {nbytes} bytes instead of {file.nbytes}"
-            return Problem(self._shown_path(file), reason, self._first_leaf(file, nbytes) or leaf)
+            return Problem(self.shown_path(file), reason, self._first_leaf(file, nbytes) or leaf)
         return None
 
     def _first_leaf(self, file: ShardFile, after: int) -> str | None:
@@ -184,26 +193,41 @@ class ShardReader:
         return min(reach)[1] if reach else None
 
     def _header_problem(self, file: ShardFile) -> list[Problem]:
-        with reading(self._shown_path(file)), open(self._path(file), "rb") as opened:
+        with reading(self.shown_path(file)), open(self.path(file), "rb") as opened:
             header = opened.read(file.header_nbytes)
         if file.header_xxh3 == EMBEDDED:
             try:
-                check_header(header, file.nbytes, self._shown_path(file))
+                check_header(header, file.nbytes, self.shown_path(file))
             except CorruptCheckpoint as error:
-                return [Problem(self._shown_path(file), error.reason, None)]
+                return [Problem(self.shown_path(file), error.reason, None)]
         elif digest(header) != file.header_xxh3:
-            return [Problem(self._shown_path(file), "the shard's header does not match its checksum", None)]
+            return [Problem(self.shown_path(file), "the shard's header does not match its checksum", None)]
         return []
 
-    def _path(self, file: ShardFile) -> str:
-        return self._hold.file(file.name)
+    def path(self, file: ShardFile) -> str:
+        """The path to open a shard by."""
+        return self._hold.file(file.name) if file.volume is None else os.path.join(file.volume, file.name)
 
-    def _shown_path(self, file: ShardFile) -> str:
-        return os.path.join(self._hold.path, file.name)
+    def shown_path(self, file: ShardFile) -> str:
+        """The path to name it by."""
+        return os.path.join(file.volume or self._hold.path, file.name)
 
 
-MISSING = "the file is missing"
+def _missing(file: ShardFile) -> str:
+    if file.volume is None:
+        return MISSING
+    host = f" of host {file.host}" if file.host else ""
+    return (
+        f"{MISSING}: it lies on volume {file.volume}{host}, which cannot be reached from here: "
+        "mount it, or restore where it is"
+    )
 
 
-def _damaged(chunk: int) -> str:
-    return f"chunk {chunk} does not match its checksum"
+def whole_leaf(leaf: Leaf, destination: Destination | Unkept) -> Request:
+    """All of a leaf that is stored in one piece."""
+    (fragment,) = leaf.fragments
+    return request(leaf.name, fragment, destination)
+
+
+def _later(progress: Callable[[int], None], done: int) -> Callable[[int], None]:
+    return lambda nbytes: progress(done + nbytes)

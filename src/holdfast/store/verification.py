@@ -6,15 +6,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast.engine import Unkept
 from holdfast.errors import CorruptCheckpoint, ReadFailed
 from holdfast.format.dtypes import carrier
-from holdfast.format.records import ShardFile
+from holdfast.format.records import Part, ShardFile
 from holdfast.format.shard import HeaderEntry, entry_name, is_pad, parse_header
 from holdfast.store.checkpoint import Checkpoint, resolve
 from holdfast.store.commit import MANIFEST
 from holdfast.store.failures import reading
-from holdfast.store.shards import Problem, Wanted
+from holdfast.store.shards import Problem, request
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Report:
     nbytes: int
     problems: tuple[Problem, ...]
     strangers: tuple[str, ...] = ()
+    files: int = 0
 
     @property
     def intact(self) -> bool:
@@ -42,48 +45,108 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | No
         file = getattr(error, "path", None) or os.path.join(where, MANIFEST)
         return Report(where, None, 0, 0, (Problem(file, getattr(error, "reason", str(error))),))
     with checkpoint:
-        part = checkpoint.root.part
-        wanted = [Wanted(leaf, Unkept(sum(f.nbytes for f in leaf.fragments))) for leaf in part.leaves]
+        problems: list[Problem] = []
+        files = _Files(checkpoint, where)
+        done = 0
+        for rank in checkpoint.parts.ranks:
+            problems += files.check(rank, None if progress is None else _later(progress, done))
+            done = files.nbytes
+        if not problems:
+            problems += _content_problems(checkpoint)
+        strangers = tuple(sorted(set(os.listdir(where)) - files.names))
+        leaves = 0 if files.unreadable else len(checkpoint)
+        return Report(where, checkpoint.step, leaves, files.nbytes, tuple(problems), strangers, files.number)
+
+
+class _Files:
+    """The files of a checkpoint, checked rank by rank."""
+
+    def __init__(self, checkpoint: Checkpoint, where: str) -> None:
+        self._checkpoint = checkpoint
+        self.names = {os.path.basename(checkpoint.manifest_path)}
+        self.names.update(ref.file for ref in checkpoint.root.parts)
+        self.nbytes = 0
+        self.number = len(checkpoint.root.parts) + (checkpoint.manifest_path == os.path.join(where, MANIFEST))
+        self.unreadable = False
+
+    def check(self, rank: int, progress: Callable[[int], None] | None) -> list[Problem]:
         try:
-            problems = checkpoint.shards.problems(wanted, verify=True, whole=True, progress=progress)
+            part = self._checkpoint.part(rank)
+        except (CorruptCheckpoint, ReadFailed) as error:
+            self.unreadable = True
+            self.names.update(name for name in os.listdir(self._checkpoint.path) if _is_shard_of(name, rank))
+            own = self._checkpoint.parts.file_of(rank)
+            return [Problem(getattr(error, "path", None) or own, getattr(error, "reason", str(error)))]
+        self.names.update(file.name for file in part.files if file.volume is None)
+        self.number += len(part.files)
+        self.nbytes += sum(file.nbytes for file in part.files)
+        reader = self._checkpoint.reader(rank)
+        requests = [
+            request(leaf.name, fragment, Unkept(fragment.nbytes))
+            for leaf in part.leaves
+            for fragment in leaf.fragments
+        ]
+        try:
+            problems = reader.problems(requests, verify=True, whole=True, progress=progress)
         except ReadFailed as error:
             problems = [Problem(os.fsdecode(error.filename), str(error))]
         except CorruptCheckpoint as error:
-            problems = [Problem(error.path or where, error.reason, error.leaf)]
+            problems = [Problem(error.path or self._checkpoint.path, error.reason, error.leaf)]
         damaged = {problem.file for problem in problems if problem.leaf is None}
         for index, file in enumerate(part.files):
-            shown = os.path.join(where, file.name)
-            if shown not in damaged and os.path.exists(shown):
-                problems += _header_problems(checkpoint, index, file, shown)
-        ours = {file.name for file in part.files} | {ref.file for ref in checkpoint.root.parts}
-        ours.add(os.path.basename(checkpoint.manifest_path))
-        strangers = tuple(sorted(set(os.listdir(where)) - ours))
-        return Report(
-            where, checkpoint.step, len(checkpoint), checkpoint.stored_nbytes, tuple(problems), strangers
-        )
+            shown = reader.shown_path(file)
+            if shown not in damaged and os.path.exists(reader.path(file)):
+                problems += _header_problems(part, index, file, reader.path(file), shown)
+        return problems
 
 
-def _header_problems(checkpoint: Checkpoint, index: int, file: ShardFile, shown: str) -> list[Problem]:
+def _is_shard_of(name: str, rank: int) -> bool:
+    return name.startswith(f"r{rank:05d}.v") and name.endswith(".safetensors")
+
+
+def _content_problems(checkpoint: Checkpoint) -> list[Problem]:
+    """What only shows with all parts at hand: that they fit together, and hold all of every leaf once."""
+    try:
+        checkpoint.parts.check_agreement()
+    except CorruptCheckpoint as error:
+        return [Problem(error.path or checkpoint.manifest_path, error.reason, error.leaf)]
+    return []
+
+
+def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: str) -> list[Problem]:
     """What safetensors readers see must be what the manifest says."""
     try:
-        with reading(shown), open(shown, "rb") as opened:
+        with reading(shown), open(path, "rb") as opened:
             header = parse_header(opened.read(file.header_nbytes), file.nbytes, shown)
     except (CorruptCheckpoint, ReadFailed) as error:
         return [Problem(shown, getattr(error, "reason", str(error)))]
-    expected = {
-        HeaderEntry(
-            entry_name(leaf.name),
-            carrier(leaf.dtype).name,
-            (*fragment.shape, *carrier(leaf.dtype).tail),
-            fragment.offset - file.header_nbytes,
-            fragment.offset - file.header_nbytes + fragment.nbytes,
+    expected: set[HeaderEntry] = set()
+    leaf_of: dict[str, str] = {}
+    for leaf in part.leaves:
+        fragments = [fragment for fragment in leaf.fragments if fragment.file == index]
+        stored = carrier(leaf.dtype)
+        # Entries are numbered in the order in which the writer came to the fragments: any will do.
+        leaf_of.update((entry_name(leaf.name, number), leaf.name) for number in range(len(fragments)))
+        expected.update(
+            HeaderEntry(
+                leaf.name,
+                stored.name,
+                (*fragment.shape, *stored.tail),
+                fragment.offset - file.header_nbytes,
+                fragment.offset - file.header_nbytes + fragment.nbytes,
+            )
+            for fragment in fragments
         )
-        for leaf in checkpoint.root.part.leaves
-        for fragment in leaf.fragments
-        if fragment.file == index
+    present = {
+        msgspec.structs.replace(entry, name=leaf_of.get(entry.name, f"entry {entry.name}"))
+        for entry in header.entries
+        if not is_pad(entry.name)
     }
-    present = {entry for entry in header.entries if not is_pad(entry.name)}
     return [
-        Problem(shown, "the shard's header and the manifest describe this leaf differently", entry.name)
-        for entry in sorted(expected ^ present, key=lambda entry: entry.name)
+        Problem(shown, "the shard's header and the manifest describe this leaf differently", name)
+        for name in sorted({entry.name for entry in expected ^ present})
     ]
+
+
+def _later(progress: Callable[[int], None], done: int) -> Callable[[int], None]:
+    return lambda nbytes: progress(done + nbytes)

@@ -1,0 +1,187 @@
+"""State trees of several ranks made one: what each of them has, at the place where it has it.
+
+Ranks of a pipeline hold other layers, ranks of a sharded optimizer other parameters, and each says in its
+tree what it holds. Together they are the tree of the whole state. Where two say something about one place
+that cannot be joined (values, arrays, lists of other lengths), the first one counts; as a rule they are
+equal.
+
+Nodes come from files: the walk is bounded, and what makes no sense is `CorruptCheckpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from holdfast.state.node import (
+    COUNTER,
+    DICT,
+    MAX_DEPTH,
+    ORDERED,
+    STATE_DICT,
+    TUPLE,
+    Node,
+    corrupt,
+    items_of,
+    leaf_of,
+    pairs_of,
+    shorten,
+    state_dict_body,
+    tag_of,
+)
+
+PER_RANK = "$per_rank"
+"""Tag of a place where every rank has something of its own; the body names it among the rank's trees."""
+
+_PLAIN = "plain"
+_LIST = "list"
+_MAPPINGS = (DICT, ORDERED, COUNTER, STATE_DICT)
+_STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
+
+
+def merge_trees(trees: Sequence[Node]) -> Node:
+    """The union of the trees, in order of appearance. Linear in their size."""
+    return _merge(trees, 0)
+
+
+def insert_local(tree: Node, local: Mapping[str, Node]) -> Node:
+    """The tree with one rank's own state in its places.
+
+    A place this rank has nothing for is left out of a mapping, and None in a sequence.
+    """
+    return _insert(tree, local, 0)
+
+
+def _merge(nodes: Sequence[Node], depth: int) -> Node:
+    first = nodes[0]
+    if depth > MAX_DEPTH:
+        corrupt(f"nested deeper than {MAX_DEPTH} levels")
+    kind = _kind(first)
+    if len(nodes) == 1 or kind is None:
+        return first
+    alike = [node for node in nodes if _kind(node) == kind]
+    if kind in (_LIST, TUPLE):
+        return _rebuilt(first, kind, _merge_items([items_of(node) or [] for node in alike], depth))
+    return _rebuilt(first, kind, _merge_pairs([_entries(node) for node in alike], depth))
+
+
+def _kind(node: Node) -> str | None:
+    """What can be merged with its like; None for what stands for itself."""
+    if type(node) is list:
+        return _LIST
+    if type(node) is not dict:
+        return None
+    tag = tag_of(node)
+    if tag is None:
+        return _PLAIN
+    return tag if tag in _MAPPINGS or tag == TUPLE else None
+
+
+def _rebuilt(first: Node, kind: str, body: list[Node]) -> Node:
+    """A node of the kind of `first`: elements of a sequence, or pairs of a mapping."""
+    if kind == _LIST:
+        return body
+    if kind == _PLAIN:
+        return {str(pair[0]): pair[1] for pair in body if type(pair) is list}
+    if kind == STATE_DICT:
+        assert type(first) is dict
+        return {kind: [state_dict_body(first[kind])[0], *body]}
+    return {kind: body}
+
+
+def _entries(node: Node) -> dict[object, tuple[Node, Node]]:
+    """Key node and value node of every entry, by something to compare keys with."""
+    return {_identity(key): (key, value) for key, value in pairs_of(node) or ()}
+
+
+def _merge_items(lists: Sequence[list[Node]], depth: int) -> list[Node]:
+    alike = [items for items in lists if len(items) == len(lists[0])]
+    return [_merge(nodes, depth + 1) for nodes in zip(*alike, strict=True)]
+
+
+def _merge_pairs(mappings: Sequence[dict[object, tuple[Node, Node]]], depth: int) -> list[Node]:
+    found: dict[object, tuple[Node, list[Node]]] = {}
+    for entries in mappings:
+        for identity, (key, value) in entries.items():
+            found.setdefault(identity, (key, []))[1].append(value)
+    optimizers = all(map(_is_optimizer, mappings))
+    return [
+        [
+            key,
+            _merge_groups(values, depth + 1) if optimizers and key == _GROUPS else _merge(values, depth + 1),
+        ]
+        for key, values in found.values()
+    ]
+
+
+def _is_optimizer(entries: Mapping[object, tuple[Node, Node]]) -> bool:
+    """State by parameter, and groups that list the parameters they apply to."""
+    state, groups = entries.get(_STATE), entries.get(_GROUPS)
+    if state is None or groups is None or pairs_of(state[1]) is None:
+        return False
+    return type(groups[1]) is list and all(
+        _kind(group) == _PLAIN and type(group) is dict and type(group.get(_PARAMETERS)) is list
+        for group in groups[1]
+    )
+
+
+def _merge_groups(lists: Sequence[Node], depth: int) -> Node:
+    """Groups by position: their parameters united, all else from the first. Further groups follow."""
+    if depth + 2 > MAX_DEPTH:
+        corrupt(f"nested deeper than {MAX_DEPTH} levels")
+    merged: list[Node] = []
+    groups = [groups for groups in lists if type(groups) is list]
+    for position in range(max(map(len, groups))):
+        here = [found for its in groups if position < len(its) and type(found := its[position]) is dict]
+        names = [its for group in here if type(its := group[_PARAMETERS]) is list]
+        united = {_identity(name): name for its in reversed(names) for name in reversed(its)}
+        order = dict.fromkeys(_identity(name) for its in names for name in its)
+        rest: dict[str, Node] = {}
+        for group in here:
+            for key, value in group.items():
+                rest.setdefault(key, value)
+        rest[_PARAMETERS] = [united[identity] for identity in order]
+        merged.append(rest)
+    return merged
+
+
+def _identity(node: Node) -> object:
+    """Equal for equal nodes only: to Python, 1 and 1.0 and True are equal as well."""
+    if type(node) is str:
+        return node
+    try:
+        return msgspec.json.encode(node)
+    except (RecursionError, ValueError):
+        corrupt("a key that cannot be one")
+
+
+def _insert(node: Node, local: Mapping[str, Node], depth: int) -> Node:
+    if depth > MAX_DEPTH:
+        corrupt(f"nested deeper than {MAX_DEPTH} levels")
+    place = place_of(node)
+    if place is not None:
+        return local.get(place)
+    if leaf_of(node) is not None:
+        return node
+    kind = _kind(node)
+    if kind is None:
+        return node
+    if kind in (_LIST, TUPLE):
+        return _rebuilt(node, kind, [_insert(item, local, depth + 1) for item in items_of(node) or ()])
+    pairs: list[Node] = []
+    for key, value in pairs_of(node) or ():
+        place = place_of(value)
+        if place is None or place in local:
+            pairs.append([key, _insert(value, local, depth + 1)])
+    return _rebuilt(node, kind, pairs)
+
+
+def place_of(node: Node) -> str | None:
+    """The place that a node leaves to each rank, None when it is not such a node."""
+    if type(node) is dict and len(node) == 1 and PER_RANK in node:
+        place = node[PER_RANK]
+        if type(place) is not str:
+            corrupt(f"{PER_RANK} holds {shorten(place)} where a place belongs")
+        return place
+    return None

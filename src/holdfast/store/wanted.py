@@ -1,0 +1,69 @@
+"""What a reader asks of a checkpoint: boxes of leaves, and where their bytes shall go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from holdfast.engine import Destination, Unkept
+from holdfast.errors import UnsupportedState
+from holdfast.format.dtypes import itemsize
+from holdfast.format.geometry import Box, whole
+from holdfast.plan.fragments import part_of_destination, spread_of
+from holdfast.plan.placement import LeafLayout, Piece, holding
+from holdfast.state import LeafMeta, Restore, Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The elements of a box of a leaf, in C order, and where they go: a place for exactly as many."""
+
+    leaf: str
+    box: Box
+    destination: Destination | Unkept
+
+
+def wanted_of(restore: Restore, metas: Mapping[str, LeafMeta], rank: int) -> list[Wanted]:
+    """What a restore reads straight into the memory of its target, as rank `rank` of the target's meshes.
+
+    Arrays that it wants fresh (`Restore.fresh`) are not among them: they have no memory yet.
+    """
+    found: list[Wanted] = []
+    for name, destination in restore.destinations.items():
+        meta = metas[name]
+        part = restore.parts.get(name)
+        if part is None:
+            found.append(Wanted(name, whole(meta.shape), destination))
+            continue
+        sharding, local = part
+        size = itemsize(meta.dtype)
+        found += [
+            Wanted(name, piece.box, part_of_destination(destination, local, size, piece.local))
+            for piece in _pieces(meta, sharding, local, rank)
+            if piece.box.volume
+        ]
+    return found
+
+
+def _pieces(meta: LeafMeta, sharding: Sharding, local: tuple[int, ...], rank: int) -> Iterator[Piece]:
+    """The boxes of a leaf that a rank has in an array of shape `local`, and where in it."""
+    if sharding.mesh_shape is None:
+        box = sharding.box
+        if box is None:
+            return
+        within, pieces = box.shape, iter((Piece(box, whole(box.shape), box.shape),))
+    else:
+        spread = spread_of(sharding)
+        coordinate = spread.mesh.coordinate(rank)
+        if coordinate is None:
+            return
+        leaf = LeafLayout(meta.name, meta.dtype, meta.shape, (spread,), meta.framework)
+        held = holding(leaf, spread, coordinate)
+        within, pieces = held.shape, held.pieces()
+    if within != local:
+        raise UnsupportedState(
+            f"{meta.name}: this rank has an array of shape {list(local)}, but by its placements it should "
+            f"have {list(within)} of {list(meta.shape)}. Shards of uneven sizes must be cut as torch.chunk "
+            "does"
+        )
+    yield from pieces

@@ -1,0 +1,204 @@
+"""Checkpoints that several ranks wrote, read by one process: bit for bit, whatever the layout."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.engine import Consumed, Strided
+from holdfast.format.geometry import Box
+from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, pieces_of
+from holdfast.plan.ranks import WritePlan
+from holdfast.plan.topology import Topology
+from holdfast.store.wanted import Wanted
+from plan.worlds import (
+    DTYPES,
+    Array,
+    inside,
+    layouts,
+    leaf_kinds,
+    local_array,
+    memory_of,
+    random_state,
+    topologies,
+)
+from store.several import write_several
+
+
+def leaf(
+    name: str, shape: tuple[int, ...], mesh: Mesh, *splits: Split, dtype: str = "F32", box: Box | None = None
+) -> LeafLayout:
+    return LeafLayout(name, dtype, shape, (Spread(mesh, splits, box),), "numpy")
+
+
+GRID4, GRID22 = Mesh.grid(4), Mesh.grid(2, 2)
+
+LAYOUTS: dict[str, tuple[int, list[LeafLayout]]] = {
+    "ddp": (4, [leaf("a", (300, 7), GRID4), leaf("b", (), GRID4, dtype="I64"), leaf("none", (0, 3), GRID4)]),
+    "fsdp": (4, [leaf("a", (13, 5), GRID4, Split(0, 0)), leaf("short", (2, 3), GRID4, Split(0, 0))]),
+    "tensor parallel": (
+        4,
+        [leaf("a", (9, 32), GRID4, Split(1, 0)), leaf("b", (8, 3, 5), GRID4, Split(2, 0))],
+    ),
+    "fsdp on tensor parallel": (4, [leaf("a", (16, 6), GRID22, Split(0, 1), Split(0, 0))]),
+    "strided": (4, [leaf("a", (17, 3), GRID22, Split(0, 0, 2), Split(0, 1))]),
+    "hsdp": (4, [leaf("a", (64, 33), GRID22, Split(0, 1)), leaf("b", (5,), GRID22, Split(0, 1))]),
+    "pipeline": (
+        4,
+        [leaf("first.w", (8, 8), Mesh.grid(2), Split(0, 0)), leaf("last.w", (8, 8), Mesh.grid(2, first=2))],
+    ),
+    "large": (2, [leaf("a", (3000, 700), Mesh.grid(2), Split(1, 0)), leaf("b", (1 << 20,), Mesh.grid(2))]),
+}
+
+
+def plan_of(name: str) -> WritePlan:
+    world, leaves = LAYOUTS[name]
+    return WritePlan(leaves, Topology.regular(world), block_nbytes=64)
+
+
+@pytest.fixture(params=sorted(LAYOUTS))
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, WritePlan, dict[str, Array]]:
+    plan = plan_of(request.param)
+    state = random_state(plan.leaves, 3)
+    write_several(tmp_path / "c", plan, state)
+    return tmp_path / "c", plan, state
+
+
+def same(a: Any, b: Array) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def test_one_process_loads_what_several_saved(saved: tuple[Path, WritePlan, dict[str, Array]]) -> None:
+    path, plan, state = saved
+    loaded = holdfast.load(path)
+    assert list(loaded) == list(state)
+    assert all(same(loaded[name], state[name]) for name in state)
+    into = {name: np.zeros_like(array) for name, array in state.items()}
+    holdfast.load(path, into)
+    assert all(same(into[name], state[name]) for name in state)
+    with holdfast.open(path) as opened:
+        assert opened.world == plan.topology.world
+        assert opened.nbytes == sum(array.nbytes for array in state.values())
+        assert opened.visible_damage() is None
+        assert {name: info.shape for name, info in opened.leaves.items()} == {
+            name: array.shape for name, array in state.items()
+        }
+        some = opened.read(f"{next(iter(state))[:1]}*")
+        assert some
+        assert all(same(array, state[name]) for name, array in some.items())
+    assert holdfast.verify(path).intact
+
+
+def test_slices_of_leaves_in_pieces(saved: tuple[Path, WritePlan, dict[str, Array]]) -> None:
+    path, _, state = saved
+    with holdfast.open(path) as opened:
+        for name, array in state.items():
+            for index in [
+                np.s_[...],
+                np.s_[1:],
+                np.s_[-2:],
+                np.s_[::-1],
+                np.s_[..., 1:3],
+                np.s_[::2, ..., -1],
+            ]:
+                if array.ndim > 1 or (index in (..., np.s_[1:]) and array.ndim):
+                    assert same(opened[name][index], np.ascontiguousarray(array[index])), (name, index)
+
+
+def test_every_rank_of_any_layout_gets_its_part(saved: tuple[Path, WritePlan, dict[str, Array]]) -> None:
+    path, _, state = saved
+    with holdfast.open(path) as opened:
+        for world in (1, 3):
+            mesh = Mesh.grid(world)
+            for name, array in state.items():
+                for axis in range(array.ndim):
+                    target = LeafLayout(
+                        name, opened.metas[name].dtype, array.shape, (Spread(mesh, (Split(axis, 0),)),)
+                    )
+                    for rank in range(world):
+                        got, wanted = wants(target, rank)
+                        opened.fetch(wanted)
+                        assert same(got, local_array(array, target.spreads[0], (rank,)))
+
+
+def wants(leaf: LeafLayout, rank: int) -> tuple[Array, list[Wanted]]:
+    """An array for what a rank holds, and what to fetch for it, into strided memory."""
+    (spread,) = leaf.spreads
+    coordinate = spread.mesh.coordinate(rank)
+    assert coordinate is not None
+    shape = local_array(np.empty(leaf.shape, np.uint8), spread, coordinate).shape
+    out = np.zeros(shape, DTYPES[leaf.dtype])
+    found = []
+    for _, piece in pieces_of(leaf, rank):
+        part = out[inside(piece.local)]
+        found.append(
+            Wanted(
+                leaf.name, piece.box, Strided(part.ctypes.data, out.itemsize, part.shape, part.strides, out)
+            )
+        )
+    return out, found
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_layout_to_any_layout(data: st.DataObject) -> None:
+    world = data.draw(st.integers(2, 6))
+    kinds = data.draw(leaf_kinds())
+    leaves = data.draw(layouts(kinds, world))
+    plan = WritePlan(
+        leaves, data.draw(topologies(world)), block_nbytes=data.draw(st.sampled_from([1, 16, 1000]))
+    )
+    state = random_state(leaves, data.draw(st.integers(0, 5)))
+    other = data.draw(st.integers(1, 6))
+    wanted_leaves = data.draw(layouts(kinds, other))
+    with tempfile.TemporaryDirectory() as folder:
+        volumes = [Path(folder) / "second"] if data.draw(st.booleans()) else []
+        for volume in volumes:
+            volume.mkdir()
+        write_several(Path(folder) / "c", plan, state, volumes=volumes)
+        assert holdfast.verify(Path(folder) / "c").problems == ()
+        with holdfast.open(Path(folder) / "c") as opened:
+            read = opened.read(framework="numpy")
+            assert all(same(read[name], state[name]) for name in state)
+            for rank in range(other):
+                memory = memory_of(wanted_leaves, state, rank)
+                got = {key: np.zeros_like(array) for key, array in memory.items()}
+                opened.fetch(list(everything(wanted_leaves, rank, got, data.draw(st.booleans()))))
+                assert all(same(got[key], memory[key]) for key in memory)
+
+
+def everything(
+    leaves: Sequence[LeafLayout], rank: int, into: dict[tuple[str, int], Array], consumed: bool
+) -> Any:
+    for layout in leaves:
+        for number, piece in pieces_of(layout, rank):
+            part = into[layout.name, number][(*inside(piece.local), ...)]
+            if consumed:
+                yield Wanted(layout.name, piece.box, Consumed(part.nbytes, drain(part)))
+            else:
+                where = Strided(part.ctypes.data, part.itemsize, part.shape, part.strides, part)
+                yield Wanted(layout.name, piece.box, where)
+
+
+def drain(part: Array) -> Any:
+    """Collects the C-order bytes of an array, in whatever order, and puts them in once all are there."""
+    flat = np.zeros(part.nbytes, np.uint8)
+    left = part.nbytes
+
+    def take(window: memoryview, offset: int) -> None:
+        nonlocal left
+        flat[offset : offset + len(window)] = np.frombuffer(window, np.uint8)
+        left -= len(window)
+        assert left >= 0
+        if not left:
+            part[...] = flat.view(part.dtype).reshape(part.shape)
+
+    return take
