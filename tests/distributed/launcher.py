@@ -97,22 +97,34 @@ class _Orders:
 class Ranks:
     """The processes of a world, while they run."""
 
-    def __init__(self, processes: Sequence[BaseProcess], folder: Path, timeout: float, last: Connection):
+    def __init__(
+        self, processes: Sequence[BaseProcess], pipes: Sequence[Connection], folder: Path, end: float
+    ):
         self._processes = processes
+        self._pipes = pipes
         self._folder = folder
-        self._end = time.monotonic() + timeout
-        self._last = last
+        self._end = end
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The process of each rank."""
         return tuple(process.pid or 0 for process in self._processes)
 
+    def gather(self) -> None:
+        """Let all ranks begin once all are in the process group: no end of one disturbs its making."""
+        for pipe in self._pipes:
+            with contextlib.suppress(EOFError, OSError):  # it failed before
+                if pipe.poll(max(0.0, self._end - time.monotonic())):
+                    pipe.recv_bytes()
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send_bytes(b"begin")
+
     def join(self) -> list[Outcome]:
         """Wait for all, kill those that take too long; what became of each."""
         end = self._end + GRACE_SECONDS
         late = self._wait(range(1, len(self._processes)), end)
-        self._last.close()
+        self._pipes[0].close()
         # One that only stayed for the others' sake needs a moment to end.
         late |= self._wait([0], max(end, time.monotonic() + GRACE_SECONDS) if late else end)
         return [self._outcome(rank, rank in late) for rank in range(len(self._processes))]
@@ -183,22 +195,24 @@ def started(
             # Bound here, so that its port is known; connections queue until rank 0 accepts them.
             listener = stack.enter_context(socket.create_server((HOST, 0), backlog=128))
             port = listener.getsockname()[1]
-        ours, theirs = context.Pipe(duplex=False)
-        stack.callback(ours.close)
-        stack.callback(theirs.close)
         call = pickle.dumps((target, args))
         processes: list[BaseProcess] = []
+        pipes: list[Connection] = []
         stack.callback(_end_all, processes)
         for rank in range(world):
             (folder / f"{rank}.output").touch()
             orders = _Orders(rank, world, port, timeout, call, str(folder), dict(env or {}))
-            hosting = (listener, ours) if rank == 0 and listener is not None else (None, None)
-            process = context.Process(target=_run, args=(orders, *hosting))
-            process.start()
+            ours, theirs = context.Pipe()
+            pipes.append(stack.enter_context(ours))
+            with theirs:
+                process = context.Process(target=_run, args=(orders, theirs, listener if rank == 0 else None))
+                process.start()
             processes.append(process)
             if listener is not None:
                 listener.close()  # now only rank 0 has it: who asks after its death is refused
-        yield Ranks(processes, folder, timeout, theirs)
+        ranks = Ranks(processes, pipes, folder, time.monotonic() + timeout)
+        ranks.gather()
+        yield ranks
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
@@ -218,6 +232,9 @@ def _end_all(processes: Sequence[BaseProcess]) -> None:
 
 def _start_server(context: multiprocessing.context.ForkServerContext) -> None:
     """The server that ranks are forked from: torch reads some variables when it is loaded, which is there."""
+    server = multiprocessing.forkserver._forkserver
+    if server._preload_modules != list(_PRELOADED):
+        server._stop()  # one that another test has started for itself has nothing loaded
     context.set_forkserver_preload(list(_PRELOADED))
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(_ENVIRONMENT)
@@ -231,14 +248,14 @@ def _start_server(context: multiprocessing.context.ForkServerContext) -> None:
                 os.environ[name] = value
 
 
-def _run(orders: _Orders, listener: socket.socket | None, last: Connection | None) -> None:
+def _run(orders: _Orders, parent: Connection, listener: socket.socket | None) -> None:
     """The whole life of a rank."""
     _redirect(Path(orders.folder, f"{orders.rank}.output"))
     faulthandler.dump_traceback_later(orders.timeout)
     os.environ.update(_variables(orders))
     failed = False
     try:
-        result: tuple[Any, ...] = (_call(orders, listener), None, "", "")
+        result: tuple[Any, ...] = (_call(orders, parent, listener), None, "", "")
         data = pickle.dumps(result)
     except BaseException as error:  # SystemExit too: that a target ends its process is an outcome
         failed = True
@@ -246,16 +263,17 @@ def _run(orders: _Orders, listener: socket.socket | None, last: Connection | Non
     result_path = Path(orders.folder, f"{orders.rank}.result")
     result_path.with_suffix(".unfinished").write_bytes(data)
     result_path.with_suffix(".unfinished").rename(result_path)
-    if last is not None:
+    if listener is not None:
         # The store lives here: the others need it until they have ended.
         with contextlib.suppress(EOFError):
-            last.recv_bytes()
+            while parent.recv_bytes():
+                continue
     _leave()
     faulthandler.cancel_dump_traceback_later()
     sys.exit(1 if failed else 0)
 
 
-def _call(orders: _Orders, listener: socket.socket | None) -> Any:
+def _call(orders: _Orders, parent: Connection, listener: socket.socket | None) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -274,6 +292,8 @@ def _call(orders: _Orders, listener: socket.socket | None) -> Any:
             master_listen_fd=listener.detach(),
         )
     dist.init_process_group("gloo", store=store, rank=orders.rank, world_size=orders.world, timeout=limit)
+    parent.send_bytes(b"ready")
+    parent.recv_bytes()
     return target(*args)
 
 

@@ -59,7 +59,7 @@ def test_a_world_of_processes_runs_collectives(store):
 
 
 def test_every_end_is_told_and_a_hang_is_one_of_them():
-    fine, raised, killed, hung = launch(4, _different_ends, timeout=4)
+    fine, raised, killed, hung = launch(4, _different_ends, timeout=3)
     assert fine.ok
     assert fine.value == "fine"
     assert (raised.error, raised.message, raised.exitcode) == ("ValueError", "one does not fit", 1)

@@ -31,6 +31,7 @@ ANSWER_SECONDS: Final = 5.0
 _COMPRESSED_FROM: Final = 1 << 14
 _MAX_WAIT_SECONDS: Final = 7 * 86_400.0
 _KEYS_AT_ONCE: Final = 1024
+_IDLE_LINES: Final = 2
 _PLAIN, _DEFLATED = b"\0", b"\1"
 _T = TypeVar("_T")
 
@@ -46,15 +47,15 @@ class Mail:
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
-        self._store = store
+        self._lines = _Lines(store)
         self._prefix = prefix
-        self._lock = threading.Lock()
-        self._idle: list[_Line] = []
-        self._closed = False
 
     def under(self, prefix: str) -> Mail:
-        """Mail over the same store, on connections of its own, with a longer prefix."""
-        return Mail(self._store, f"{self._prefix}/{prefix}")
+        """Mail with a longer prefix, over the same lines: they are closed together."""
+        mail = object.__new__(Mail)
+        mail._lines = self._lines
+        mail._prefix = f"{self._prefix}/{prefix}"
+        return mail
 
     def post(self, key: str, data: bytes) -> None:
         """Leave a message, in place of one that is there already."""
@@ -124,11 +125,7 @@ class Mail:
 
     def close(self) -> None:
         """Hang up. Calls that are under way come to their end."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for line in idle:
-            line.hang_up()
+        self._lines.close()
 
     def _name(self, key: str) -> str:
         name = f"{self._prefix}/{key}"
@@ -137,20 +134,46 @@ class Mail:
         return name
 
     def _call(self, function: Callable[[Any], _T], timeout: float = 0.0) -> _T:
+        return self._lines.call(function, _bounded(timeout) + ANSWER_SECONDS)
+
+
+class _Lines:
+    """Lines to one store: as many as there are calls at the same time, few of them kept in between."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._idle: list[_Line] = []
+        self._closed = False
+
+    def call(self, function: Callable[[Any], _T], seconds: float) -> _T:
         with self._lock:
             if self._closed:
                 raise RuntimeError("these messages are closed")
             line = self._idle.pop() if self._idle else None
         if line is None:
             line = _Line(self._store)
-        result = line.call(function, _bounded(timeout) + ANSWER_SECONDS)
-        with self._lock:
-            keep = not self._closed
-            if keep:
-                self._idle.append(line)
-        if not keep:
+        try:
+            result = line.call(function, seconds)
+        except BaseException:
             line.hang_up()
+            raise
+        self._keep(line)
         return result
+
+    def _keep(self, line: _Line) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle) < _IDLE_LINES:
+                self._idle.append(line)
+                return
+        line.hang_up()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for line in idle:
+            line.hang_up()
 
 
 class _Line:
@@ -166,10 +189,8 @@ class _Line:
         answer = _Answer()
         self._jobs.put((function, answer))
         if not answer.there.wait(seconds):
-            self.hang_up()
             raise _unreachable(f"it did not answer for {seconds:.0f} s")
         if answer.error is not None:
-            self.hang_up()
             if isinstance(answer.error, (RuntimeError, OSError, ValueError)):
                 raise _unreachable(str(answer.error).split("\n")[0][:200]) from answer.error
             raise answer.error
@@ -253,6 +274,5 @@ def _unframe(framed: bytes, key: str) -> bytes:
 def _unreachable(reason: str) -> RankFailed:
     return RankFailed(
         "the process group's store cannot be reached: its host, rank 0 or the launcher, has ended or is cut "
-        f"off ({reason})",
-        ranks=(0,),
+        f"off ({reason})"
     )

@@ -100,9 +100,6 @@ class Board:
         some = self.look(ranks[:8])
         return "".join(f"; rank {rank} is at: {what}" for rank, what in some.items())
 
-    def close(self) -> None:
-        self._mail.close()
-
 
 def name_ranks(ranks: tuple[int, ...]) -> str:
     """``rank 3``, ``ranks 1, 2``, with an end."""
@@ -132,8 +129,9 @@ def _hold(mail: Mail, board: Board, world: int, card: Card, purpose: str, timeou
         cards = (card, *(msgspec.msgpack.decode(answers[rank], type=Card) for rank in range(1, world)))
         closing = _Closing(heard, cards)
     finally:
-        mail.post(f"closed/{number}", msgspec.msgpack.encode(closing))
+        # First the number: who reads the message and comes again must not find this meeting open.
         mail.count("closed")
+        mail.post(f"closed/{number}", msgspec.msgpack.encode(closing))
     return Met(cards, token, (f"open/{number}", f"closed/{number}"))
 
 
@@ -169,4 +167,6 @@ def _attend(mail: Mail, board: Board, rank: int, card: Card, purpose: str, timeo
             continue
         if closing.failure:
             raise RankFailed(closing.failure, ranks=closing.missing)
+        if closing.cards[rank] != card:  # of a process that had this rank before
+            continue
         return Met(closing.cards, opening.token, (f"open/{number}", f"closed/{number}"))

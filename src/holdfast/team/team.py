@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.errors import RankFailed
+from holdfast.errors import HoldfastError, RankFailed
 from holdfast.format.checksums import digest
 from holdfast.plan.topology import Topology
 from holdfast.team.mail import Mail, Silence
@@ -64,12 +64,18 @@ class _Unread:
 class Team:
     """A rank's place in the team. Made by `join`; one thread at a time per key."""
 
-    def __init__(self, rank: int, members: tuple[Member, ...], topology: Topology, mail: Mail, board: Board):
+    def __init__(self, rank: int, met: Met, home: Mail, board: Board) -> None:
+        machines: dict[str, int] = {}
+        nodes = tuple(machines.setdefault(card.machine, len(machines)) for card in met.cards)
         self.rank = rank
-        self.world = len(members)
-        self.members = members
-        self.topology = topology
-        self.mail = mail
+        self.world = len(met.cards)
+        self.members = tuple(
+            Member(number, card.host, card.pid, card.socket) for number, card in enumerate(met.cards)
+        )
+        self.topology = Topology(nodes, tuple(card.socket for card in met.cards))
+        self.mail = home.under(met.token)
+        self._met = met
+        self._home = home
         self._board = board
         self._lock = threading.Lock()
         self._calls: dict[str, int] = {}
@@ -110,8 +116,8 @@ class Team:
         try:
             data = decide([mine, *(heard.get(rank) for rank in range(1, self.world))])
         except BaseException as error:
-            ranks = tuple(error.ranks) if isinstance(error, RankFailed) else (0,)
-            self._pronounce(call, _Verdict(failure=str(error) or type(error).__name__, ranks=ranks))
+            text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+            self._pronounce(call, _Verdict(failure=f"rank 0: {text}", ranks=getattr(error, "ranks", (0,))))
             raise
         self._pronounce(call, _Verdict(data))
         return data
@@ -155,14 +161,17 @@ class Team:
         """Leave. The last one to leave removes what is left of the team's messages."""
         try:
             if self.is_coordinator:
-                rest = [key for unread in self._unread for key in (unread.readers, *unread.keys)]
+                with self._lock:
+                    rest = [key for unread in self._unread for key in (unread.readers, *unread.keys)]
                 self.mail.post("rest", msgspec.msgpack.encode(rest))
             if self.mail.count("left") == self.world:
                 rest = _decode(self.mail.read("rest", 0.0), list[str], "rest")
                 self.mail.forget([*rest, "rest", "left"])
+                self._home.forget(self._met.keys)
+        except RankFailed:
+            return  # the store is gone, and with it what was to be removed
         finally:
             self.mail.close()
-            self._board.close()
 
     def _next_call(self, key: str) -> str:
         with self._lock:
@@ -256,31 +265,20 @@ def join(purpose: str, timeout: float) -> Team | None:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if world == 1:
         return None
-    everywhere = Mail(_default_store(), "holdfast")
-    board = Board(everywhere)
-    mail = everywhere.under(purpose_prefix(purpose))
+    mail = Mail(_default_store(), "holdfast")
+    board = Board(mail)
+    home = mail.under(purpose_prefix(purpose))
     try:
-        met = meet(mail, board, rank, world, purpose, timeout)
+        return Team(rank, meet(home, board, rank, world, purpose, timeout), home, board)
     except BaseException:
-        board.close()
-        raise
-    finally:
         mail.close()
-    return _team(rank, met, mail.under(met.token), board)
+        raise
 
 
 def _default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
-
-
-def _team(rank: int, met: Met, mail: Mail, board: Board) -> Team:
-    machines: dict[str, int] = {}
-    nodes = tuple(machines.setdefault(card.machine, len(machines)) for card in met.cards)
-    topology = Topology(nodes, tuple(card.socket for card in met.cards))
-    members = tuple(Member(number, card.host, card.pid, card.socket) for number, card in enumerate(met.cards))
-    return Team(rank, members, topology, mail, board)
 
 
 def _decode(data: bytes, kind: Any, call: str) -> Any:
