@@ -31,6 +31,8 @@ ERRORS = {
     "StorageDenied": PermissionError,
     "StorageMissing": FileNotFoundError,
     "ReadFailed": OSError,
+    "RankFailed": ConnectionError,
+    "RanksDisagree": ValueError,
     "EngineTimeout": TimeoutError,
     "EngineUnavailable": RuntimeError,
 }
