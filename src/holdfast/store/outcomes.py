@@ -1,0 +1,102 @@
+"""How ranks tell each other what went wrong, so that all of them raise, and raise the fitting error.
+
+What one rank alone has met is an error of its own there, and `RankFailed` on all others. But what is wrong
+with the checkpoint is wrong for everybody: every rank raises the same kind, so that all of them go on to the
+same older checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.errors import CorruptCheckpoint, HoldfastError, IncompleteCheckpoint, RankFailed, ReadFailed
+from holdfast.team import Team
+from holdfast.team.hearing import all_heard
+
+_MAX_TEXT = 2000
+_KINDS: tuple[tuple[str, type[HoldfastError]], ...] = (
+    # Of several failures the first of these counts for all; incomplete ones are damaged, too.
+    ("damaged", CorruptCheckpoint),
+    ("unread", ReadFailed),
+)
+_OWN = ""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a rank has met. `kind` is one of those above, or empty for what is only that rank's own."""
+
+    rank: int
+    text: str
+    kind: str = _OWN
+    incomplete: bool = False
+    path: str | None = None
+    leaf: str | None = None
+    errno: int | None = None
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, rank: int, error: Exception) -> Failure:
+        filename = getattr(error, "filename", None)
+        return cls(
+            rank=rank,
+            text=str(getattr(error, "reason", None) or error or type(error).__name__)[:_MAX_TEXT],
+            kind=_kind(error),
+            incomplete=isinstance(error, IncompleteCheckpoint),
+            path=getattr(error, "path", None) or (filename if isinstance(filename, str) else None),
+            leaf=getattr(error, "leaf", None),
+            errno=getattr(error, "errno", None),
+            ranks=tuple(error.ranks) if isinstance(error, RankFailed) else (),
+        )
+
+    def error(self) -> HoldfastError:
+        """What the other ranks raise."""
+        what = f"found by rank {self.rank}: {self.text}"
+        if self.kind == "unread":
+            failed = ReadFailed(what)
+            failed.errno, failed.filename = self.errno, self.path
+            return failed
+        if self.kind == "damaged":
+            kind = IncompleteCheckpoint if self.incomplete else CorruptCheckpoint
+            return kind(what, path=self.path, leaf=self.leaf)
+        if self.ranks:
+            return RankFailed(what, ranks=self.ranks)
+        return RankFailed(
+            f"rank {self.rank} failed, so this one gave up, too: {self.text}", ranks=[self.rank]
+        )
+
+
+def settle(team: Team, key: str, error: Exception | None, timeout: float) -> None:
+    """Returns on all ranks if none has an error, raises on all if one has."""
+
+    def decide(messages: Sequence[bytes | None]) -> bytes:
+        found = [msgspec.msgpack.decode(message, type=Failure) for message in messages if message]
+        if not found:
+            all_heard(messages, key, timeout)
+            return b""
+        return msgspec.msgpack.encode(_worst(found))
+
+    mine = b"" if error is None else msgspec.msgpack.encode(Failure.of(team.rank, error))
+    verdict = team.agree(key, mine, decide, timeout)
+    if verdict:
+        give_up([msgspec.msgpack.decode(verdict, type=Failure)], error)
+
+
+def give_up(failures: Sequence[Failure], error: Exception | None) -> None:
+    """Raises what this rank has to raise, if any rank failed: its own error where that is of the fitting kind."""
+    if not failures:
+        return
+    worst = _worst(failures)
+    if error is not None and _kind(error) == worst.kind:
+        raise error
+    raise worst.error() from error
+
+
+def _kind(error: Exception) -> str:
+    return next((kind for kind, known in _KINDS if isinstance(error, known)), _OWN)
+
+
+def _worst(failures: Sequence[Failure]) -> Failure:
+    order = [*(kind for kind, _ in _KINDS), _OWN]
+    return min(failures, key=lambda failure: (order.index(failure.kind), failure.rank))

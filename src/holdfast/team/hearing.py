@@ -1,0 +1,28 @@
+"""What a coordinator hears from all ranks, for those decisions that nobody may be left out of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.errors import RankFailed
+
+_SHOWN = 8
+
+
+def all_heard(messages: Sequence[bytes | None], during: str, timeout: float) -> list[bytes]:
+    """The messages of all ranks, by rank; `RankFailed` names those that were not heard of."""
+    missing = [rank for rank, message in enumerate(messages) if message is None]
+    if missing:
+        raise RankFailed(
+            f"{ranks_in_words(missing)} did not come so far in {during}, within {timeout:g} s: gone, or busy with "
+            "something else",
+            ranks=missing,
+        )
+    return [message for message in messages if message is not None]
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 1, 2``; of many, the first."""
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
