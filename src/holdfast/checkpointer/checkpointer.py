@@ -141,6 +141,10 @@ class Checkpointer:
                 self._staging = Staging(options.snapshot_nbytes)
                 self._hooks = Hooks(self._before_step)
                 self._hooks.attach(self._optimizers() if mode == "overlap" else ())
+            if not self._crew.leads:
+                self._run = FollowedRun(self._crew.told(""))
+            else:
+                self._crew.told(self._run.path)
         except BaseException:
             self._run.close()
             self._crew.close()

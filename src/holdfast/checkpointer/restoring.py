@@ -78,9 +78,7 @@ def _load(crew: Crew, state: Any, path: str, step: int) -> int:
             _check(checkpoint, step)
             checkpoint.load(state)
             return checkpoint.nbytes
-    with open_together(
-        crew.team, path, crew.timeout, lambda found: _check(found, step)
-    ) as checkpoint:
+    with open_together(crew.team, path, crew.timeout, lambda found: _check(found, step)) as checkpoint:
         load_together(
             crew.team,
             checkpoint,

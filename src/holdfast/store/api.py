@@ -18,10 +18,10 @@ from holdfast.store.crew import Crew, Way, mustered
 from holdfast.store.failures import saving
 from holdfast.store.handing import Link
 from holdfast.store.loading import load_together
-from holdfast.store.unison import all_or_none, open_together
 from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED
 from holdfast.store.shares import Replicas
+from holdfast.store.unison import all_or_none, open_together
 from holdfast.team import Team
 
 _STAGING_NBYTES = 64 << 20

@@ -1,8 +1,8 @@
 """What ranks want of a checkpoint in common, so that each byte of it is read once per node.
 
-Every rank tells how it wants each leaf: as a whole array, as a box, or spread over a mesh. Leaves that several
-ranks want in the very same way are shared (`holdfast.plan.sharing`); whatever a rank wants in a way of its
-own it reads itself. Pure arithmetic on what was told: every rank finds the same.
+Every rank tells how it wants each leaf: as a whole array, as a box, or spread over a mesh. Leaves that
+several ranks want in the very same way are shared (`holdfast.plan.sharing`); whatever a rank wants in a way
+of its own it reads itself. Pure arithmetic on what was told: every rank finds the same.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Sharing:
 def commons_of(views: Mapping[View, Sequence[int]]) -> list[Common]:
     """The leaves that can be shared, from each different view of what is wanted and the ranks that have it.
 
-    In the order of the lowest ranks' views, the same on all ranks. A leaf that is wanted in several ways comes
-    several times, once for those who want it in each of them.
+    In the order of the lowest ranks' views, the same on all ranks. A leaf that is wanted in several ways
+    comes several times, once for those who want it in each of them.
     """
     holders: dict[Seen, list[int]] = {}
     for view, ranks in sorted(views.items(), key=lambda entry: min(entry[1])):

@@ -8,6 +8,7 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +23,10 @@ from holdfast.store import volumes
 from holdfast.store.calls import Call, Calls, Conversation, Plan
 from holdfast.store.commit import CheckpointInfo
 from holdfast.store.handing import Link
-from holdfast.store.unison import all_or_none
 from holdfast.store.partial import Spare
 from holdfast.store.shares import Replicas, Share, Shares
 from holdfast.store.together import Together
+from holdfast.store.unison import all_or_none
 from holdfast.store.watch import Watch
 from holdfast.team import Team, join
 
@@ -54,7 +55,8 @@ def mustered(what: str, together: bool | None, timeout: float) -> Iterator[Team 
         yield team
     finally:
         if team is not None:
-            team.close()
+            with contextlib.suppress(RankFailed):
+                team.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,13 @@ class Crew:
             return
         with all_or_none(self.team, what, self.timeout):
             yield
+
+    def told(self, text: str) -> str:
+        """What the coordinator says, on every rank."""
+        if self.team is None:
+            return text
+        data = text.encode("utf-8", "surrogateescape") if self.leads else None
+        return self.team.tell("told", data, self.timeout).decode("utf-8", "surrogateescape")
 
     def signal(self, name: str) -> None:
         """Tells the coordinator that the training is asked to end."""
@@ -205,7 +214,8 @@ class Crew:
 
     def close(self) -> None:
         if self.team is not None:
-            self.team.close()
+            with contextlib.suppress(RankFailed):  # the store has gone before: nothing of this is left in it
+                self.team.close()
 
     def _flatten(self, state: object, talk: Conversation | None) -> Flat:
         try:

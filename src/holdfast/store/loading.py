@@ -235,7 +235,9 @@ class _Load:
         if local:
             last = self._checkpoint.world - 1
             beyond = f"rank {last}" if last == world else f"ranks {world} to {last}"
-            self._warn(f"what {beyond} had alone is not restored, there is no such rank: {_some(tuple(local))}")
+            self._warn(
+                f"what {beyond} had alone is not restored, there is no such rank: {_some(tuple(local))}"
+            )
 
     def _warn(self, text: str) -> None:
         # Past this method, `warn` and `load_together`, to whoever asked for it.

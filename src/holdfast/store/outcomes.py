@@ -41,7 +41,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         filename = getattr(error, "filename", None)
         return cls(
             rank=rank,
-            text=str(getattr(error, "reason", None) or error or type(error).__name__)[:_MAX_TEXT],
+            text=(getattr(error, "reason", None) or str(error) or type(error).__name__)[:_MAX_TEXT],
             kind=_kind(error),
             incomplete=isinstance(error, IncompleteCheckpoint),
             path=getattr(error, "path", None) or (filename if isinstance(filename, str) else None),
@@ -84,7 +84,9 @@ def settle(team: Team, key: str, error: Exception | None, timeout: float) -> Non
 
 
 def give_up(failures: Sequence[Failure], error: Exception | None) -> None:
-    """Raises what this rank has to raise, if any rank failed: its own error where that is of the fitting kind."""
+    """Raises what this rank has to raise, if any rank failed: its own error where that is of the fitting
+    kind.
+    """
     if not failures:
         return
     worst = _worst(failures)

@@ -42,7 +42,7 @@ def list_steps(run: str) -> list[int]:
 
 
 class FollowedRun:
-    """A run as the other ranks see it, while the coordinator writes to it: they change nothing by themselves."""
+    """A run as the other ranks see it while the coordinator writes to it: they change nothing in it."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -71,9 +71,7 @@ class Together:
         groups: Sequence[Sequence[LeafSource]] | None = None,
         watch: Watch | None = None,
     ) -> CheckpointInfo:
-        """Returns when the checkpoint is durable. Else raises, has told the others, and leaves nothing
-        behind.
-        """
+        """Returns when it is durable. Else raises, has told the others, and leaves nothing behind."""
         began = time.perf_counter()
         lead = self._lead if self.rank == 0 else self._follow
         try:

@@ -120,7 +120,7 @@ class ShareWriter(AbstractContextManager["ShareWriter"]):
         ]
 
     def sync(self, directory: str, part: Part | None = None) -> bytes:
-        """Makes all that was written durable, and the file of the part, if one is given: returns its bytes."""
+        """Makes all that was written durable, and the file of the part if one is given; its bytes."""
         began = time.perf_counter()
         encoded = b"" if part is None else encode_part(part)
         written: list[WriteJob | fs.PendingFile] = [job for _, _, job in self._files]
