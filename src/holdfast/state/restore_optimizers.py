@@ -152,19 +152,19 @@ def _plan_entry(restore: Restore, own: Any, key: Any, node: Node, parameter: Any
     A different shape is normal (a history that grows) unless the tensor follows the parameter's shape.
     """
     name = leaf_of(node)
-    tensor: Any = own.get(key) if isinstance(own, dict) else None
     if name is None:
         return restore.plan_new(node)
     meta = restore.meta(name)
-    if not is_array(tensor):
-        if not sharded.is_dtensor(parameter) or tuple(meta.shape) != tuple(parameter.shape):
-            return restore.plan_new(node)
-        tensor = sharded.like(parameter, meta.dtype)
-    if array_type(tensor, place) == (meta.dtype, tuple(meta.shape)):
-        return restore.plan_leaf(tensor, name, place)
-    dtype, shape = array_type(tensor, place)
-    if tuple(meta.shape) != shape == tuple(parameter.shape):
-        return restore.wrong(name, str(meta), tensor, describe(dtype, shape))
+    tensor: Any = own.get(key) if isinstance(own, dict) else None
+    if is_array(tensor):
+        dtype, shape = array_type(tensor, place)
+        if (dtype, shape) == (meta.dtype, tuple(meta.shape)):
+            return restore.plan_leaf(tensor, name, place)
+        if tuple(meta.shape) != shape == tuple(parameter.shape):
+            return restore.wrong(name, str(meta), tensor, describe(dtype, shape))
+    model = tensor if sharded.is_dtensor(tensor) else parameter
+    if sharded.is_dtensor(model) and tuple(meta.shape) == tuple(model.shape):
+        return restore.plan_leaf(sharded.like(model, meta.dtype), name, place)
     return restore.plan_new(node)
 
 
