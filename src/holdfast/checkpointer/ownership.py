@@ -22,7 +22,8 @@ import numpy as np
 
 from holdfast.engine import Memory, Strided
 from holdfast.state import LeafSource
-from holdfast.state.torch_objects import is_module, is_optimizer, modules_in, optimizers_in
+from holdfast.state.sharded import local_tensor
+from holdfast.state.torch_objects import is_module, is_optimizer, is_zero, modules_in, optimizers_in
 
 T = TypeVar("T")
 
@@ -96,6 +97,9 @@ class Owners:
         self._starts: dict[str, list[int]] = {}
 
     def add(self, tensor: Any, owner: int) -> None:
+        tensor = local_tensor(tensor)  # of one that is spread over ranks, what is here
+        if tensor is None:
+            return
         device, start, stop = _extent(tensor)
         if stop > start:
             self._found.setdefault(device, []).append((start, stop, owner))
@@ -131,7 +135,9 @@ def owners(state: object, hooks: Hooks, *, bracketed: bool) -> Owners:
             for parameter in group["params"]:
                 found.add(parameter, index)
                 owned.add(id(parameter))
-        for tensor in _tensors(list(optimizer.state.values())):
+        # One that divides its state among ranks steps through another, and changes all parameters afterwards.
+        holder = optimizer.optim if is_zero(optimizer) else optimizer
+        for tensor in _tensors(list(holder.state.values())):
             found.add(tensor, index)
     for _, module in modules_in(state):
         parameters = list(module.parameters())

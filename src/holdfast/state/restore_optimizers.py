@@ -19,7 +19,7 @@ from holdfast.state.landings import Lookup, Plan
 from holdfast.state.node import Node, items_of, leaf_of, pairs_of
 from holdfast.state.rebuild import decode_key, decode_value
 from holdfast.state.targets import array_type, describe, is_array, kind_of, load_state
-from holdfast.state.torch_objects import OptimizerNames, name_of_index, optimizer_names
+from holdfast.state.torch_objects import OptimizerNames, name_of_index, optimizer_view
 
 if TYPE_CHECKING:
     from holdfast.state.restore import Restore
@@ -59,19 +59,24 @@ def _by_key(node: Node) -> dict[Any, Node] | None:
 
 
 def plan_optimizer(restore: Restore, optimizer: Any, node: Node, place: str) -> Plan:
-    current = optimizer.state_dict()
-    names = optimizer_names(optimizer, restore.parameter_names())
-    index_names = name_of_index(current, names)
+    view = optimizer_view(optimizer, restore.parameter_names(), place)
+    current = view.state()
+    index_names = name_of_index(current, view.names)
     if index_names is None:  # an optimizer with a state of its own form
         return restore.plan_stateful(optimizer, node, place)
     saved = _read_saved(node)
     if saved is None:
         return restore.wrong(place, f"holds {kind_of(node)}", optimizer, "an optimizer")
     prefix = f"{place}." if place else ""
+    names = view.all_names
     saved_key = _match(names, saved)
     _report(restore, names, saved, saved_key, prefix)
+    here = set(view.names.flat())
+    for name, key in saved_key.items():
+        if name not in here:
+            restore.others(saved.state.get(key))
 
-    parameters = _parameter_of_index(optimizer, current)
+    parameters = _parameter_of_index(view.optimizer, current)
     states: dict[Any, dict[Any, Plan] | Plan] = {}
     for index, name in index_names.items():
         item = saved.state.get(saved_key.get(name))
@@ -103,8 +108,9 @@ def plan_optimizer(restore: Restore, optimizer: Any, node: Node, place: str) -> 
             {**{key: plan(lookup) for key, plan in group.items()}, "params": packed["params"]}
             for group, packed in zip(groups, current["param_groups"], strict=True)
         ]
-        load_state(optimizer, whole, place)
-        _undo_casts(optimizer, ready, parameters)
+        load_state(view.optimizer, whole, place)
+        _undo_casts(view.optimizer, ready, parameters)
+        view.loaded()
         return optimizer
 
     return fill

@@ -32,16 +32,20 @@ Shardings = dict[tuple[Any, ...], tuple[Sharding, bool]]
 share a few of them."""
 
 
-def sharded_types() -> dict[type, Callable[[Any, str, Shardings], Held]]:
+_Look = Callable[[Any, str, Shardings], Held]
+_known_types: dict[type, _Look] = {}
+
+
+def sharded_types() -> dict[type, _Look]:
     """The classes of arrays that are parts, as far as they have been imported, and what tells their parts."""
-    found: dict[type, Callable[[Any, str, Shardings], Held]] = {}
-    tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None and hasattr(tensors, "DTensor"):
-        found[tensors.DTensor] = _held_of_dtensor
-    meshless = sys.modules.get("torch.distributed._shard.sharded_tensor")
-    if meshless is not None and hasattr(meshless, "ShardedTensor"):
-        found[meshless.ShardedTensor] = _held_of_sharded_tensor
-    return found
+    if len(_known_types) < 2:
+        meshed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+        if meshed is not None:
+            _known_types[meshed] = _held_of_dtensor
+        boxed = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
+        if boxed is not None:
+            _known_types[boxed] = _held_of_sharded_tensor
+    return _known_types
 
 
 def held(value: Any, place: str, known: Shardings | None = None) -> Held | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from holdfast.state.node import MAX_DEPTH
 from holdfast.state.per_rank import PerRank
+from holdfast.state.value_encoder import unsupported
 
 _CONTAINERS = (list, tuple, deque)
 _MAPPINGS = (dict, OrderedDict)
@@ -152,6 +153,56 @@ def optimizer_names(optimizer: Any, names: ParameterNames) -> OptimizerNames:
     return OptimizerNames(tuple(groups), known)
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerView:
+    """An optimizer as its state is kept: the one that holds state here, and the names of its parameters.
+
+    Of a ZeroRedundancyOptimizer that is an optimizer of this rank's parameters only; `all_names` are those of
+    all ranks, and every rank lists them in its groups.
+    """
+
+    optimizer: Any
+    names: OptimizerNames
+    all_names: OptimizerNames
+    outer: Any = None
+
+    def state(self) -> Any:
+        """The ``state_dict()`` of what is here."""
+        if self.outer is not None:
+            # A schedule works on the outer one, which passes hyperparameters on when it steps.
+            self.outer._sync_param_groups(self.outer.param_groups, self.optimizer.param_groups)
+        return self.optimizer.state_dict()
+
+    def loaded(self) -> None:
+        """Must be called when the optimizer has taken a state."""
+        if self.outer is not None:
+            self.outer._sync_param_groups(self.optimizer.param_groups, self.outer.param_groups)
+
+
+def optimizer_view(optimizer: Any, names: ParameterNames, place: str) -> OptimizerView:
+    every = optimizer_names(optimizer, names)
+    if not is_zero(optimizer):
+        return OptimizerView(optimizer, every, every)
+    inner = optimizer.optim
+    if not is_optimizer(inner):
+        raise unsupported(
+            place, "a ZeroRedundancyOptimizer with overlap_with_ddp=True keeps its state out of reach"
+        )
+    name_of = {
+        id(parameter): name
+        for group, members in zip(optimizer.param_groups, every.groups, strict=True)
+        for parameter, name in zip(group["params"], members, strict=True)
+    }
+    here = tuple(tuple(name_of[id(p)] for p in group["params"]) for group in inner.param_groups)
+    return OptimizerView(inner, OptimizerNames(here, every.known), every, optimizer)
+
+
+def is_zero(optimizer: object) -> bool:
+    """Whether it is torch's optimizer that divides its state among ranks."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
+
+
 def _unique(wanted: str, taken: Counter[str]) -> str:
     name, count = wanted, 0
     while name in taken:
@@ -161,19 +212,19 @@ def _unique(wanted: str, taken: Counter[str]) -> str:
     return name
 
 
-def named_state(state: Any, names: OptimizerNames) -> dict[Any, Any] | None:
+def named_state(view: OptimizerView, state: Any) -> dict[Any, Any] | None:
     """An optimizer's ``state_dict()`` with names for indices; None when it does not have torch's usual form.
 
     ``torch.optim.Optimizer.load_state_dict`` takes the result as it is: it matches parameters by their order
     in the groups and only asks that the keys agree.
     """
-    index_names = name_of_index(state, names)
+    index_names = name_of_index(state, view.names)
     if index_names is None:
         return None
     by_name = {index_names.get(key, key): value for key, value in state["state"].items()}
     groups = [
         {**group, "params": list(members)}
-        for group, members in zip(state["param_groups"], names.groups, strict=True)
+        for group, members in zip(state["param_groups"], view.all_names.groups, strict=True)
     ]
     return {**state, "state": by_name, "param_groups": groups}
 

@@ -364,8 +364,9 @@ class _Walk:
         return node
 
     def _optimizer(self, optimizer: Any, place: str, depth: int) -> Node:
-        state = optimizer.state_dict()
-        named = torch_objects.named_state(state, torch_objects.optimizer_names(optimizer, self._names()))
+        view = torch_objects.optimizer_view(optimizer, self._names(), place)
+        state = view.state()
+        named = torch_objects.named_state(view, state)
         if named is None or not all(type(key) is str and key[:1] != "$" for key in named):
             return self.node(state, place, self._deeper(place, depth))
         depth = self._deeper(place, depth)
