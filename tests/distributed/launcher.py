@@ -47,11 +47,14 @@ _PRELOADED = (
 )
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
-    # torch looks up the names of its peers, and waits for name servers that do not answer.
-    "RES_OPTIONS": "timeout:1 attempts:1",
+    # torch looks up the names of its peers, and all clients of a store wait while it does: ask nobody.
+    "RES_OPTIONS": "attempts:0",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
 }
+
+# Also for this process, in which stores are hosted and looked at. Their threads read it whenever they start.
+os.environ["RES_OPTIONS"] = _ENVIRONMENT["RES_OPTIONS"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +185,7 @@ def started(
     """As `launch`, for tests that do something from outside meanwhile: kill a rank, for instance."""
     import torch.distributed as dist
 
-    context = multiprocessing.get_context("forkserver")
-    _start_server(context)
+    context = prepared_context()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-ranks-")))
         listener: socket.socket | None = None
@@ -230,8 +232,9 @@ def _end_all(processes: Sequence[BaseProcess]) -> None:
         process.close()
 
 
-def _start_server(context: multiprocessing.context.ForkServerContext) -> None:
-    """The server that ranks are forked from: torch reads some variables when it is loaded, which is there."""
+def prepared_context() -> multiprocessing.context.ForkServerContext:
+    """For processes that start with torch loaded, which reads some variables when it is: in the server."""
+    context = multiprocessing.get_context("forkserver")
     server = multiprocessing.forkserver._forkserver
     if server._preload_modules != list(_PRELOADED):
         server._stop()  # one that another test has started for itself has nothing loaded
@@ -246,6 +249,7 @@ def _start_server(context: multiprocessing.context.ForkServerContext) -> None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+    return context
 
 
 def _run(orders: _Orders, parent: Connection, listener: socket.socket | None) -> None:

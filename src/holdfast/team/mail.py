@@ -25,8 +25,9 @@ MAX_KEY_LENGTH: Final = 4096
 MAX_MESSAGE_NBYTES: Final = (8 << 20) - 16
 """TCPStore drops the connection of whoever sends more, or a key of more than 8 KiB."""
 
-ANSWER_SECONDS: Final = 5.0
-"""How long a store may take for what needs no waiting: it answers in microseconds or not at all."""
+ANSWER_SECONDS: Final = 30.0
+"""How long a store may take for what needs no waiting. It answers in microseconds, but TCPStore looks up the
+name of everybody who connects, and serves nobody while a name server makes it wait."""
 
 _COMPRESSED_FROM: Final = 1 << 14
 _MAX_WAIT_SECONDS: Final = 7 * 86_400.0
@@ -117,7 +118,9 @@ class Mail:
             for name in names:
                 try:
                     store.delete_key(name)
-                except NotImplementedError:
+                except RuntimeError as error:
+                    if not _lacks(error):
+                        raise
                     return
 
         if names:
@@ -145,16 +148,24 @@ class _Lines:
         self._lock = threading.Lock()
         self._idle: list[_Line] = []
         self._closed = False
+        self._lost = ""
 
     def call(self, function: Callable[[Any], _T], seconds: float) -> _T:
         with self._lock:
             if self._closed:
                 raise RuntimeError("these messages are closed")
+            if self._lost:
+                # Hosts do not come back, and trying to connect to one takes long.
+                raise _unreachable(self._lost)
             line = self._idle.pop() if self._idle else None
         if line is None:
             line = _Line(self._store)
         try:
             result = line.call(function, seconds)
+        except _Lost as error:
+            line.hang_up()
+            self._lost = str(error)
+            raise _unreachable(self._lost) from error.__cause__
         except BaseException:
             line.hang_up()
             raise
@@ -192,7 +203,7 @@ class _Line:
             raise _unreachable(f"it did not answer for {seconds:.0f} s")
         if answer.error is not None:
             if isinstance(answer.error, (RuntimeError, OSError, ValueError)):
-                raise _unreachable(str(answer.error).split("\n")[0][:200]) from answer.error
+                raise _Lost(str(answer.error).split("\n")[0][:200]) from answer.error
             raise answer.error
         result: _T = answer.result
         return result
@@ -207,7 +218,7 @@ class _Line:
             function, answer = job
             try:
                 if connection is None:
-                    connection = store.clone() if hasattr(store, "clone") else store
+                    connection = _connect(store)
                 answer.result = function(connection)
             except BaseException as error:  # told to the thread that asked
                 answer.error = error
@@ -215,11 +226,32 @@ class _Line:
             del job, function, answer
 
 
+class _Lost(Exception):
+    """A connection failed."""
+
+
 class _Answer:
     def __init__(self) -> None:
         self.there = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
+
+
+def _connect(store: Any) -> Any:
+    """A connection of our own; the store itself if it has no such thing."""
+    try:
+        return store.clone()
+    except AttributeError:
+        return store
+    except RuntimeError as error:
+        if not _lacks(error):
+            raise
+        return store
+
+
+def _lacks(error: RuntimeError) -> bool:
+    """Whether it says that this kind of store cannot do such a thing (stores written in Python may not)."""
+    return isinstance(error, NotImplementedError) or "pure virtual" in str(error)
 
 
 def _wait(store: Any, names: Sequence[str], timeout: float) -> bool:

@@ -1,7 +1,7 @@
 """How the ranks of a world come together as a team: meetings that the coordinator opens and closes.
 
 Everything is kept by the store, nothing by the processes, so it does not matter what a rank missed before.
-For each purpose there are two numbers, of meetings opened and of meetings closed.
+For each purpose there are two numbers, of the last meeting opened and of the last one closed.
 
 1. The coordinator opens the next meeting: a message with a random token.
 2. A rank that arrives attends the meeting that is open, or waits for the next to be opened. It answers with
@@ -130,7 +130,7 @@ def _hold(mail: Mail, board: Board, world: int, card: Card, purpose: str, timeou
         closing = _Closing(heard, cards)
     finally:
         # First the number: who reads the message and comes again must not find this meeting open.
-        mail.count("closed")
+        mail.post("closed", b"%d" % number)
         mail.post(f"closed/{number}", msgspec.msgpack.encode(closing))
     return Met(cards, token, (f"open/{number}", f"closed/{number}"))
 
@@ -139,7 +139,7 @@ def _attend(mail: Mail, board: Board, rank: int, card: Card, purpose: str, timeo
     end = time.monotonic() + timeout + GRACE_SECONDS
     while True:
         # Read in this order: a meeting that closes in between counts as open, and is found to be closed.
-        closed = mail.count("closed", 0)
+        closed = int(mail.collect(["closed"], 0.0).get("closed", b"0"))
         opened = mail.count("opened", 0)
         number = opened if opened > closed else closed + 1
         try:

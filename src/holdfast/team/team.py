@@ -130,24 +130,24 @@ class Team:
         """
         call = self._next_call(key)
         name = f"{digest(mine)}{len(mine):x}"
-        blobs: list[str] = []
         if self.is_coordinator:
             table = self._tabulate(call, name, timeout)
-            blobs = [f"{call}/blob/{other}" for other, _ in table.entries]
-            self._pronounce(call, _Verdict(msgspec.msgpack.encode(table)), blobs)
+            self._post(call, _Verdict(msgspec.msgpack.encode(table)))
         else:
-            data = self._ask(call, name.encode(), timeout, done=False)
-            table = _decode(data, _Table, call)
-        for other, ranks in table.entries:
-            if ranks[0] == self.rank:
-                self.mail.post(f"{call}/blob/{other}", mine)
-        found = {
-            mine if other == name else self._blob(call, other, ranks, timeout): ranks
-            for other, ranks in table.entries
-        }
-        if not self.is_coordinator:
-            self.mail.count(f"{call}/read")
-        return found
+            table = _decode(self._ask(call, name.encode(), timeout, done=False), _Table, call)
+        try:
+            if any(ranks[0] == self.rank for _, ranks in table.entries):
+                self.mail.post(f"{call}/blob/{name}", mine)
+            return {
+                mine if other == name else self._blob(call, other, ranks, timeout): ranks
+                for other, ranks in table.entries
+            }
+        finally:
+            # Not before all of it was read here, too: another thread's call might remove it.
+            if self.is_coordinator:
+                self._retire(call, [f"{call}/blob/{other}" for other, _ in table.entries])
+            else:
+                self.mail.count(f"{call}/read")
 
     def say(self, what: str) -> None:
         """What this rank is at, for the error messages of others."""
@@ -178,8 +178,15 @@ class Team:
             number = self._calls[key] = self._calls.get(key, 0) + 1
         return f"{key}/{number}"
 
-    def _pronounce(self, call: str, verdict: _Verdict, also: Sequence[str] = ()) -> None:
+    def _pronounce(self, call: str, verdict: _Verdict) -> None:
+        self._post(call, verdict)
+        self._retire(call)
+
+    def _post(self, call: str, verdict: _Verdict) -> None:
         self.mail.post(f"{call}/verdict", msgspec.msgpack.encode(verdict))
+
+    def _retire(self, call: str, also: Sequence[str] = ()) -> None:
+        """Keep in mind to remove the messages of a call, and remove those of earlier ones."""
         with self._lock:
             before = list(self._unread)
             self._unread.append(_Unread(f"{call}/read", [f"{call}/verdict", *also]))

@@ -1,0 +1,183 @@
+"""Messages over a store: the same promises over every kind of store, and when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from distributed.launcher import prepared_context
+from holdfast.errors import RankFailed
+from holdfast.team import mail as mail_module
+from holdfast.team.mail import MAX_MESSAGE_NBYTES, Mail, Silence
+
+
+@pytest.fixture(params=["tcp", "prefixed tcp", "hash", "file"])
+def store(request, tmp_path):
+    if request.param == "hash":
+        return dist.HashStore()
+    if request.param == "file":
+        return dist.FileStore(str(tmp_path / "store"), 1)
+    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return tcp if request.param == "tcp" else dist.PrefixStore("default_pg", tcp)
+
+
+@pytest.fixture
+def mail(store):
+    made = Mail(store, "mine")
+    yield made
+    made.close()
+
+
+def test_messages_are_read_as_they_were_posted(mail):
+    for data in (b"", b"\0", b"text", bytes(range(256)), b"repeats " * 10_000, os.urandom(100_000)):
+        mail.post("key", data)
+        assert mail.read("key", 5) == data
+        assert mail.has("key")
+    mail.post("empty", b"")
+    assert mail.collect(["key", "empty"], 5) == {"key": data, "empty": b""}
+
+
+def test_the_first_message_stays(mail):
+    assert mail.post_once("who", b"") == b""
+    assert mail.post_once("who", b"second") == b""
+    assert mail.read("who", 5) == b""
+
+
+def test_numbers_count(mail):
+    assert [mail.count("n"), mail.count("n", 0), mail.count("n", 2)] == [1, 1, 3]
+
+
+def test_what_is_forgotten_is_gone(mail):
+    mail.post("a", b"1")
+    mail.post("b", b"2")
+    mail.forget(["a", "never was there"])
+    assert not mail.has("a")
+    assert mail.collect(["a", "b"], 0) == {"b": b"2"}
+    assert mail.post_once("a", b"again") == b"again"
+
+
+def test_silence_is_told_after_the_time_given_and_the_line_goes_on_working(mail):
+    started = time.monotonic()
+    with pytest.raises(Silence):
+        mail.read("nothing", 0.2)
+    assert time.monotonic() - started >= 0.19
+    for timeout in (0.0, -1.0):  # never for ever
+        with pytest.raises(Silence):
+            mail.read("nothing", timeout)
+    mail.post("something", b"x")
+    assert mail.collect(["nothing", "something"], 0.1) == {"something": b"x"}
+    for timeout in (1e12, float("inf")):  # more than a store can count
+        assert mail.read("something", timeout) == b"x"
+
+
+def test_prefixes_keep_messages_apart(mail, store):
+    other = mail.under("other")
+    mail.post("key", b"mine")
+    other.post("key", b"other")
+    assert mail.read("key", 1) == b"mine"
+    assert mail.read("other/key", 1) == b"other"
+    assert not Mail(store, "else").has("key")
+
+
+def test_threads_that_wait_do_not_keep_others_waiting(mail):
+    found = {}
+
+    def wait(number):
+        found[number] = mail.read(f"late {number}", 30)
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for number in range(4):
+        mail.post(f"late {number}", b"%d" % number)
+    for thread in threads:
+        thread.join(30)
+    assert found == {number: b"%d" % number for number in range(4)}
+
+
+def test_messages_and_keys_that_no_store_takes_are_refused_before_they_are_sent(mail):
+    with pytest.raises(ValueError, match="a message of 8,388,"):
+        mail.post("key", os.urandom(MAX_MESSAGE_NBYTES))
+    with pytest.raises(ValueError, match="a key of"):
+        mail.post("k" * 9000, b"x")
+    mail.post("key", os.urandom(MAX_MESSAGE_NBYTES - 1))  # the largest there is
+    assert len(mail.read("key", 5)) == MAX_MESSAGE_NBYTES - 1
+    mail.post("key", bytes(20 << 20))  # compresses
+    assert mail.read("key", 5) == bytes(20 << 20)
+
+
+def test_bytes_that_nobody_here_has_sent_are_a_failure_of_a_rank(mail, store):
+    for bad in (b"?", b"\1not deflated"):
+        store.set("mine/key", bad)
+        with pytest.raises(RankFailed, match="makes no sense"):
+            mail.read("key", 1)
+
+
+def test_closed_is_closed(mail):
+    mail.post("key", b"x")
+    mail.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        mail.read("key", 1)
+
+
+def _host(pipe):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+
+
+@pytest.fixture
+def hosted():
+    """A store in another process, and that process."""
+    context = prepared_context()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_host, args=(theirs,))
+    process.start()
+    yield dist.TCPStore("127.0.0.1", ours.recv(), is_master=False), process
+    process.kill()
+    process.join()
+
+
+def test_a_store_whose_host_was_killed_is_a_failure_at_once_also_for_who_is_waiting(hosted):
+    store, host = hosted
+    mail = Mail(store, "mine")
+    mail.post("key", b"x")
+    errors = []
+
+    def wait():
+        try:
+            mail.read("nothing", 600)
+        except RankFailed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    os.kill(host.pid, signal.SIGKILL)
+    thread.join(30)
+    assert len(errors) == 1
+    assert "the process group's store cannot be reached: its host, rank 0 or the launcher" in str(errors[0])
+    with pytest.raises(RankFailed, match="cannot be reached"):
+        mail.has("key")
+
+
+def test_a_store_that_stopped_answering_does_not_keep_anybody(hosted, monkeypatch):
+    monkeypatch.setattr(mail_module, "ANSWER_SECONDS", 0.3)
+    store, host = hosted
+    mail = Mail(store, "mine")
+    mail.post("key", b"x")
+    os.kill(host.pid, signal.SIGSTOP)
+    for call in (
+        lambda: mail.read("nothing", 0.2),
+        lambda: mail.collect(["key", "nothing"], 0.2),
+        lambda: mail.has("key"),
+        lambda: mail.count("number"),
+    ):
+        with pytest.raises(RankFailed, match="did not answer"):
+            call()
