@@ -15,7 +15,7 @@ from holdfast.errors import CorruptCheckpoint
 from holdfast.format.checksums import HEX_DIGITS, chunk_count, is_hex
 from holdfast.format.dtypes import is_known, itemsize
 from holdfast.format.geometry import Box, TooTangled, disjoint
-from holdfast.format.records import MAX_INT, Fragment, Leaf, Part, Root
+from holdfast.format.records import EMBEDDED, MAX_INT, Fragment, Leaf, Part, Root, ShardFile
 
 MIN_CHUNK_NBYTES: Final = 4096
 MAX_CHUNK_NBYTES: Final = 1 << 30
@@ -23,7 +23,10 @@ MAX_EXACT_INT: Final = 2**53
 """Beyond this a JSON number may not survive other readers; larger integers are tagged strings."""
 MAX_JSON_DEPTH: Final = 330
 """JSON brackets inside each other: 100 levels of state, up to three brackets each, and the manifest's own."""
+MAX_PATH_NBYTES: Final = 4096
+MAX_HOST_LENGTH: Final = 255
 
+_OWN_NAME = re.compile(r"@(0|[1-9]\d{0,4})\.", re.ASCII)
 _SHARD_NAME = re.compile(r"r(\d{5})\.v(?:0|[1-9]\d{0,4})\.safetensors", re.ASCII)
 
 
@@ -45,18 +48,36 @@ def validate_root(root: Root, where: str) -> None:
                 f"part file name {ref.file[:80]!r} is not one Holdfast writes", path=where
             )
         previous = ref.rank
+    _check_trees(root, where)
     alone = root.world == 1
-    names = _check_part(root.part, where, must_cover=alone)
+    if alone and root.layout:
+        raise CorruptCheckpoint("a layout of ranks in a checkpoint of one process", path=where)
+    names = _check_part(root.part, where, alone=alone)
     _check_tree(root.tree, where, names if alone else None)
 
 
 def validate_part(part: Part, where: str) -> None:
     """`CorruptCheckpoint` unless the part keeps every rule that can be checked without the other parts."""
-    _check_part(part, where, must_cover=False)
+    _check_part(part, where, alone=False)
+    _check_tree(part.tree, where, None)
 
 
-def _check_part(part: Part, where: str, *, must_cover: bool) -> set[str]:
-    """Returns the names of leaves and aliases."""
+def _check_trees(root: Root, where: str) -> None:
+    """The root has a tree itself; others are in parts that there are, each mentioned once."""
+    if root.part.tree is not None:
+        raise CorruptCheckpoint("the root has a second tree in its part", path=where)
+    there = {ref.rank for ref in root.parts}
+    previous = 0
+    for rank in root.trees:
+        if rank <= previous or rank not in there:
+            raise CorruptCheckpoint(
+                f"the tree of rank {rank} is repeated, out of order, or of no part there is", path=where
+            )
+        previous = rank
+
+
+def _check_part(part: Part, where: str, *, alone: bool) -> set[str]:
+    """Returns the names of leaves and aliases. `alone`: there are no other parts."""
     chunk = part.chunk_nbytes
     if not MIN_CHUNK_NBYTES <= chunk <= MAX_CHUNK_NBYTES or chunk & (chunk - 1):
         raise CorruptCheckpoint(f"chunk size {chunk} is not a power of two in the allowed range", path=where)
@@ -68,7 +89,10 @@ def _check_part(part: Part, where: str, *, must_cover: bool) -> set[str]:
         if leaf.name in names:
             raise CorruptCheckpoint("leaf name appears twice", path=where, leaf=leaf.name[:1000])
         names.add(leaf.name)
-        problem = _leaf_problem(leaf, part, extents, must_cover=must_cover)
+        problem = None if alone else _owner_problem(leaf.name, part)
+        if problem is None:
+            must_cover = alone or _own_name(leaf.name) is not None
+            problem = _leaf_problem(leaf, part, extents, must_cover=must_cover)
         if problem is not None:
             raise CorruptCheckpoint(problem, path=where, leaf=leaf.name[:1000])
     for file, ranges in zip(part.files, extents, strict=True):
@@ -82,12 +106,32 @@ def _check_part(part: Part, where: str, *, must_cover: bool) -> set[str]:
     for alias in part.aliases:
         if alias.name in names:
             raise CorruptCheckpoint("alias has a name that is taken", path=where, leaf=alias.name[:1000])
-        if alias.of not in targets:
+        own = not alone and (_own_name(alias.name) is not None or _own_name(alias.of) is not None)
+        problem = _owner_problem(alias.name, part) if own else None
+        if problem is not None:
+            raise CorruptCheckpoint(problem, path=where, leaf=alias.name[:1000])
+        # What ranks share may be in any of their parts.
+        if alias.of not in targets and (alone or own):
             raise CorruptCheckpoint(
                 "alias of something that is not a leaf", path=where, leaf=alias.name[:1000]
             )
         names.add(alias.name)
+    for tree in part.local.values():
+        _check_tree(tree, where, names)
     return names
+
+
+def _own_name(name: str) -> str | None:
+    """The digits of the rank whose own a leaf of this name is; None for what ranks share."""
+    match = _OWN_NAME.match(name)
+    return None if match is None else match[1]
+
+
+def _owner_problem(name: str, part: Part) -> str | None:
+    digits = _own_name(name)
+    if digits is not None and digits != str(part.rank):
+        return f"rank {part.rank} has what belongs to rank {digits} alone"
+    return None
 
 
 def _check_files(part: Part, where: str) -> None:
@@ -102,11 +146,30 @@ def _check_files(part: Part, where: str) -> None:
         if file.name in seen:
             raise CorruptCheckpoint(f"shard {file.name} is listed twice", path=where)
         seen.add(file.name)
+        problem = _volume_problem(file)
+        if problem is not None:
+            raise CorruptCheckpoint(f"shard {file.name}: {problem}", path=where)
         if not 8 <= file.header_nbytes <= file.nbytes:
             raise CorruptCheckpoint(
                 f"shard {file.name} of {file.nbytes} bytes cannot have a header of {file.header_nbytes}",
                 path=where,
             )
+
+
+def _volume_problem(file: ShardFile) -> str | None:
+    """A volume is a plain absolute path: what is opened is what an error message can name."""
+    if file.host is not None and (len(file.host) > MAX_HOST_LENGTH or "\0" in file.host):
+        return "its host has no name that a host can have"
+    if file.volume is None:
+        return None
+    if len(file.volume.encode("utf-8", "surrogatepass")) > MAX_PATH_NBYTES or "\0" in file.volume:
+        return "its volume has no path that a directory can have"
+    first, *names = file.volume.split("/")
+    if first or not names or any(name in ("", ".", "..") for name in names):
+        return f"its volume {file.volume[:80]!r} is not a plain absolute path"
+    if file.header_xxh3 == EMBEDDED:
+        return "it holds the manifest, but lies elsewhere"
+    return None
 
 
 def _leaf_problem(

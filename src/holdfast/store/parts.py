@@ -118,7 +118,12 @@ class Parts:
 
     @functools.cached_property
     def _with_trees(self) -> list[Part]:
-        return [self[rank] for rank in (0, *self._root.trees)]
+        found = [self[rank] for rank in (0, *self._root.trees)]
+        for part in found[1:]:
+            if part.tree is None:
+                reason = f"the part of rank {part.rank} has no tree, where the root says it has"
+                raise CorruptCheckpoint(reason, path=self.file_of(part.rank))
+        return found
 
     @functools.cached_property
     def tree(self) -> Node:
