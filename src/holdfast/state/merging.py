@@ -24,15 +24,10 @@ from holdfast.state.node import (
     Node,
     corrupt,
     items_of,
-    leaf_of,
     pairs_of,
-    shorten,
     state_dict_body,
     tag_of,
 )
-
-PER_RANK = "$per_rank"
-"""Tag of a place where every rank has something of its own; the body names it among the rank's trees."""
 
 _PLAIN = "plain"
 _LIST = "list"
@@ -43,14 +38,6 @@ _STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
 def merge_trees(trees: Sequence[Node]) -> Node:
     """The union of the trees, in order of appearance. Linear in their size."""
     return _merge(trees, 0)
-
-
-def insert_local(tree: Node, local: Mapping[str, Node]) -> Node:
-    """The tree with one rank's own state in its places.
-
-    A place this rank has nothing for is left out of a mapping, and None in a sequence.
-    """
-    return _insert(tree, local, 0)
 
 
 def _merge(nodes: Sequence[Node], depth: int) -> Node:
@@ -154,34 +141,3 @@ def _identity(node: Node) -> object:
         return msgspec.json.encode(node)
     except (RecursionError, ValueError):
         corrupt("a key that cannot be one")
-
-
-def _insert(node: Node, local: Mapping[str, Node], depth: int) -> Node:
-    if depth > MAX_DEPTH:
-        corrupt(f"nested deeper than {MAX_DEPTH} levels")
-    place = place_of(node)
-    if place is not None:
-        return local.get(place)
-    if leaf_of(node) is not None:
-        return node
-    kind = _kind(node)
-    if kind is None:
-        return node
-    if kind in (_LIST, TUPLE):
-        return _rebuilt(node, kind, [_insert(item, local, depth + 1) for item in items_of(node) or ()])
-    pairs: list[Node] = []
-    for key, value in pairs_of(node) or ():
-        place = place_of(value)
-        if place is None or place in local:
-            pairs.append([key, _insert(value, local, depth + 1)])
-    return _rebuilt(node, kind, pairs)
-
-
-def place_of(node: Node) -> str | None:
-    """The place that a node leaves to each rank, None when it is not such a node."""
-    if type(node) is dict and len(node) == 1 and PER_RANK in node:
-        place = node[PER_RANK]
-        if type(place) is not str:
-            corrupt(f"{PER_RANK} holds {shorten(place)} where a place belongs")
-        return place
-    return None

@@ -24,7 +24,7 @@ from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import whole
 from holdfast.format.records import EMBEDDED, Part
 from holdfast.state import Framework, LeafMeta, Node, Restore, convert, empty, prune, unflatten, values
-from holdfast.state.merging import insert_local
+from holdfast.state.node import localized
 from holdfast.store.commit import MANIFEST, SHARD
 from holdfast.store.fetching import fetch, plan_fetch
 from holdfast.store.lazy import LazyLeaf
@@ -120,7 +120,7 @@ class Checkpoint:
     @functools.cached_property
     def values(self) -> dict[str, object]:
         """Everything that is not an array, by dotted name; where every rank has its own, that of rank 0."""
-        return values(insert_local(self.tree, self.local(0)), where=self.manifest_path)
+        return values(self.tree, local=self.local(0), where=self.manifest_path)
 
     @property
     def nbytes(self) -> int:
@@ -182,7 +182,7 @@ class Checkpoint:
     ) -> Any:
         """The whole tree in fresh memory, or put back in place with `into`. See `holdfast.load`."""
         if into is None:
-            tree = insert_local(self.tree, self.local(0))
+            tree = localized(self.tree, self.local(0))
             if select is None:
                 own = {**self.parts.local_metas(0), **self.parts.local_aliases(0)}
                 chosen = [*self.parts.metas, *self.aliases, *own]
@@ -203,9 +203,9 @@ class Checkpoint:
         Read `wanted_of` it and `fresh` arrays for what it wants fresh, and hand these to its `finish`.
         """
         only = None if select is None else set(self.select(select))
-        tree = insert_local(self.tree, self.local(rank))
         aliases = {**self.aliases, **self.parts.local_aliases(rank)}
-        restore = Restore(into, tree, self.metas_for(rank), aliases, only)
+        local = self.local(rank)
+        restore = Restore(into, self.tree, self.metas_for(rank), aliases, only, local=local)
         if restore.mismatch and strict:
             raise restore.mismatch.error(self.path)
         return restore
@@ -218,13 +218,13 @@ class Checkpoint:
         wanted += wanted_of(restore, self.metas_for(0), 0)
         self.fetch(wanted, verify=verify)
         restored = restore.finish(arrays)
+        # From holdfast.load, past Checkpoint.load, to the line that asked for it.
         if restore.mismatch:
-            # From holdfast.load, past Checkpoint.load, to the line that asked for it.
-            warnings.warn(
-                f"{self.path}: {restore.mismatch}\n  All else has been restored.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            text = f"{self.path}: {restore.mismatch}\n  All else has been restored."
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        if restore.kept:
+            text = f"{self.path} has no {', '.join(restore.kept[:20])} of rank 0: this stays as it is"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
         return restored
 
     def fetch(
