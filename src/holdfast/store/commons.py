@@ -68,8 +68,8 @@ class Sharing:
 def commons_of(views: Mapping[View, Sequence[int]]) -> list[Common]:
     """The leaves that can be shared, from each different view of what is wanted and the ranks that have it.
 
-    In the order of the lowest ranks' views, the same on all ranks. A leaf that is wanted in several ways
-    comes several times, once for those who want it in each of them.
+    In the order of the lowest ranks' views, the same on all ranks. A leaf that is wanted in several ways is
+    there several times, once for those who want it in each of them.
     """
     holders: dict[Seen, list[int]] = {}
     for view, ranks in sorted(views.items(), key=lambda entry: min(entry[1])):

@@ -228,8 +228,8 @@ class _Load:
             self._warn(f"{told}\n  All else has been restored.")
         if restore.kept:
             self._warn(
-                f"of the {self._checkpoint.world} ranks that saved it, none had number {rank} and this state of "
-                f"its own, which stays as it is: {_some(restore.kept)}"
+                f"of the {self._checkpoint.world} ranks that saved it, none had number {rank} and this state "
+                f"of its own, which stays as it is: {_some(restore.kept)}"
             )
         local = self._checkpoint.local(0) if rank == 0 and self._checkpoint.world > world else {}
         if local:

@@ -84,9 +84,7 @@ def settle(team: Team, key: str, error: Exception | None, timeout: float) -> Non
 
 
 def give_up(failures: Sequence[Failure], error: Exception | None) -> None:
-    """Raises what this rank has to raise, if any rank failed: its own error where that is of the fitting
-    kind.
-    """
+    """Raises what this rank has to, if any rank failed: its own error where that is of the fitting kind."""
     if not failures:
         return
     worst = _worst(failures)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -24,12 +23,11 @@ from holdfast.plan.cohorts import Cohort, cohorts_of
 from holdfast.plan.fragments import part_of_source
 from holdfast.plan.placement import LeafLayout
 from holdfast.state import LeafSource, Node
-from holdfast.state.node import DEQUE, STATE_DICT, deque_body, items_of, leaf_of, pairs_of, tag_of
+from holdfast.state.node import DEQUE, PER_RANK, STATE_DICT, deque_body, items_of, leaf_of, pairs_of, tag_of
 from holdfast.state.rebuild import decode_key
 from holdfast.state.tree import component
-
-if TYPE_CHECKING:
-    from holdfast.team.team import Team
+from holdfast.team.hearing import all_heard, ranks_in_words
+from holdfast.team.team import Team
 
 WINDOW_NBYTES = 8 << 20
 """Larger arrays are hashed window by window: what is not in one row in host memory needs a buffer."""
@@ -79,14 +77,18 @@ def check_replicas(
     here = {leaf.name: leaf for leaf in leaves}
     mine = list(_hashed(team.rank, here, layouts, cohorts))
     sums = [_StreamDigest(item.cohort, item.stream, xxh3_64(item.digests)) for item in mine]
-    verdict = team.agree(f"{key}/streams", msgspec.msgpack.encode(sums), _unequal_streams, timeout)
+
+    def compare(messages: Sequence[bytes | None]) -> bytes:
+        return msgspec.msgpack.encode(_unequal_streams(all_heard(messages, key, timeout)))
+
+    verdict = team.agree(f"{key}/streams", msgspec.msgpack.encode(sums), compare, timeout)
     suspects = msgspec.msgpack.decode(verdict, type=list[tuple[int, int]])
     if not suspects:
         return
     details = [item for item in mine if (item.cohort, item.stream) in suspects]
 
     def find(messages: Sequence[bytes | None]) -> bytes:
-        return msgspec.msgpack.encode(_unequal_leaves(messages, layouts, cohorts))
+        return msgspec.msgpack.encode(_unequal_leaves(all_heard(messages, key, timeout), layouts, cohorts))
 
     report = team.agree(f"{key}/leaves", msgspec.msgpack.encode(details), find, timeout)
     raise _disagreement(msgspec.msgpack.decode(report, type=list[_Finding]))
@@ -143,24 +145,24 @@ def _window_digest(
     return xxh3_64(window.data)
 
 
-def _unequal_streams(messages: Sequence[bytes | None]) -> bytes:
+def _unequal_streams(messages: Sequence[bytes]) -> list[tuple[int, int]]:
     """The first streams of which not all holders have the same."""
     first: dict[tuple[int, int], int] = {}
     unequal: dict[tuple[int, int], None] = {}
     for message in messages:
-        for item in msgspec.msgpack.decode(message, type=list[_StreamDigest]) if message else ():
+        for item in msgspec.msgpack.decode(message, type=list[_StreamDigest]):
             place = item.cohort, item.stream
             if first.setdefault(place, item.digest) != item.digest:
                 unequal[place] = None
-    return msgspec.msgpack.encode(sorted(unequal)[:_MAX_STREAMS])
+    return sorted(unequal)[:_MAX_STREAMS]
 
 
 def _unequal_leaves(
-    messages: Sequence[bytes | None], layouts: Sequence[LeafLayout], cohorts: Sequence[Cohort]
+    messages: Sequence[bytes], layouts: Sequence[LeafLayout], cohorts: Sequence[Cohort]
 ) -> list[_Finding]:
     held: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
     for rank, message in enumerate(messages):
-        for item in msgspec.msgpack.decode(message, type=list[_LeafDigests]) if message else ():
+        for item in msgspec.msgpack.decode(message, type=list[_LeafDigests]):
             digests = struct.unpack(f"<{len(item.digests) // 8}Q", item.digests)
             held.setdefault((item.cohort, item.stream), {})[rank] = digests
     found: list[_Finding] = []
@@ -180,8 +182,8 @@ def _disagreement(findings: Sequence[_Finding]) -> RanksDisagree:
     for finding in findings:
         # What most ranks have is taken for right; among equals, what the lowest rank has.
         reference, *others = sorted(finding.sets, key=lambda ranks: (-len(ranks), ranks[0]))
-        words = " and from ".join([f"that of {_ranks(reference)}", *map(_ranks, others[1:])])
-        lines.append(f"{finding.leaf}: the copy of {_ranks(others[0])} differs from {words}")
+        words = " and from ".join([f"that of {ranks_in_words(reference)}", *map(ranks_in_words, others[1:])])
+        lines.append(f"{finding.leaf}: the copy of {ranks_in_words(others[0])} differs from {words}")
         different += [rank for ranks in others for rank in ranks if rank not in different]
     if len(findings) == _MAX_LEAVES:
         lines.append("... and perhaps others")
@@ -193,12 +195,6 @@ def _disagreement(findings: Sequence[_Finding]) -> RanksDisagree:
         leaf=findings[0].leaf if findings else None,
         ranks=sorted(different)[:_MAX_RANKS],
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
-    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 # --- values -------------------------------------------------------------------------------------------------
@@ -282,6 +278,8 @@ def _blank(node: Node) -> Node:
     if leaf_of(node) is not None:
         return node
     tag = tag_of(node)
+    if tag == PER_RANK:
+        return node
     if tag is None:
         return {key: _blank(value) for key, value in node.items()}
     if tag == DEQUE:

@@ -1,0 +1,261 @@
+"""Copies that are not equal are found and named, whichever way ranks hold them; equal ones pass."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.engine import Memory, Produced, Strided
+from holdfast.errors import RankFailed, RanksDisagree
+from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
+from holdfast.state import LeafSource, flatten
+from holdfast.team import Team, join, replicas
+from holdfast.team.replicas import array_digest, check_replicas, differing, structure_digest, values_digest
+from tests.distributed.launcher import launch, values
+
+
+def _source(array: np.ndarray[Any, Any], kind: str) -> Any:
+    """The same bytes as memory in one row, with strides, or on a device."""
+    if kind == "row":
+        return Memory(array.ctypes.data, array.nbytes, array)
+    if kind == "strided":
+        apart = np.empty((*array.shape, 2), array.dtype)[..., 0]
+        apart[...] = array
+        return Strided(apart.ctypes.data, array.itemsize, array.shape, apart.strides, apart)
+    flat = array.reshape(-1).view(np.uint8)
+
+    def fill(window: memoryview, offset: int) -> None:
+        np.frombuffer(window, np.uint8)[:] = flat[offset : offset + len(window)]
+
+    return Produced(array.nbytes, fill, array)
+
+
+_KINDS = ("row", "strided", "device")
+
+
+def _leaf(name: str, array: np.ndarray[Any, Any], kind: str) -> LeafSource:
+    return LeafSource(name, "F32", array.shape, "numpy", _source(array, kind))
+
+
+def test_a_digest_depends_on_the_bytes_only_and_on_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "WINDOW_NBYTES", 64)
+    buffer = np.empty(64, np.uint8)
+    rng = np.random.default_rng(5)
+    for shape in [(), (0,), (3,), (16,), (5, 7), (4, 3, 11), (1, 16)]:
+        array = rng.random(shape).astype(np.float32)
+        digests = {array_digest(_leaf("x", array, kind), buffer) for kind in _KINDS}
+        assert len(digests) == 1, shape
+        for index in np.ndindex(shape) if array.size else ():
+            changed = array.copy()
+            changed[index] = np.nextafter(changed[index], np.float32(2))
+            assert {array_digest(_leaf("x", changed, kind), buffer) for kind in _KINDS}.isdisjoint(digests)
+
+
+# --- ranks --------------------------------------------------------------------------------------------------
+
+_GRID = Mesh.grid(2, 2)
+_LAYOUTS = [
+    LeafLayout("everywhere", "F32", (40, 3), (Spread(Mesh.grid(4)),)),
+    LeafLayout("hybrid", "F32", (9, 5), (Spread(_GRID, (Split(0, 1),)),)),
+    LeafLayout("sharded", "F32", (16,), (Spread(Mesh.grid(4), (Split(0, 0),)),)),
+    LeafLayout("pair", "F32", (7, 7), (Spread(Mesh.of([1, 3])),)),
+    LeafLayout("bias", "F32", (3,), (Spread(Mesh.grid(4)),)),
+    LeafLayout("alone", "F32", (5,), (Spread(Mesh.of([2])),)),
+]
+
+
+def _arrays(rank: int) -> dict[str, np.ndarray[Any, Any]]:
+    """What a rank holds: equal copies, parts of its own, a NaN with a payload among them."""
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    for number, layout in enumerate(_LAYOUTS):
+        (spread,) = layout.spreads
+        coordinate = spread.mesh.coordinate(rank)
+        if coordinate is not None:
+            whole = np.arange(np.prod(layout.shape), dtype=np.float32).reshape(layout.shape) + number
+            whole.reshape(-1).view(np.uint32)[0] = 0x7FC00123
+            held = holding(layout, spread, coordinate)
+            array = np.empty(held.shape, np.float32)
+            for piece in held.pieces():
+                array[_index(piece.local)] = whole[_index(piece.box)]
+            found[layout.name] = array
+    return found
+
+
+def _index(box: Any) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
+
+
+def _flip(array: np.ndarray[Any, Any], place: int = -1) -> None:
+    array.reshape(-1).view(np.uint32)[place] ^= 1
+
+
+def _checked(team: Team, changes: dict[int, dict[str, int]]) -> tuple[str, str | None, tuple[int, ...]] | None:
+    """Check with these bits flipped on these ranks; what was said."""
+    arrays = _arrays(team.rank)
+    for name, place in changes.get(team.rank, {}).items():
+        _flip(arrays[name], place)
+    leaves = [
+        _leaf(name, array, _KINDS[(number + team.rank) % 3])
+        for number, (name, array) in enumerate(arrays.items())
+    ]
+    try:
+        check_replicas(team, leaves, _LAYOUTS, 20.0)
+    except RanksDisagree as error:
+        return str(error), error.leaf, error.ranks
+    return None
+
+
+def _all_checks() -> list[tuple[str, str | None, tuple[int, ...]] | None]:
+    team = join("replicas", 20.0)
+    assert team is not None
+    return [
+        _checked(team, {}),
+        _checked(team, {2: {"everywhere": 77}}),
+        _checked(team, {0: {"bias": 0}}),
+        _checked(team, {1: {"hybrid": -1}, 3: {"pair": 0}}),
+        _checked(team, {2: {"sharded": 0, "alone": 0}}),  # nobody has a copy of these
+        _checked(team, {2: {"bias": 1}, 3: {"bias": 1}}),
+        _checked(team, {0: {"bias": 0}, 1: {"bias": 1}, 2: {"bias": 2}}),
+    ]
+
+
+def test_copies_that_differ_are_named_on_all_ranks_alike() -> None:
+    equal, one, first, two, own, halves, many = zip(*values(launch(4, _all_checks)), strict=True)
+    assert set(equal) == {None}
+    assert set(own) == {None}
+
+    assert len(set(one)) == 1
+    text, leaf, ranks = one[0]
+    assert (leaf, ranks) == ("everywhere", (2,))
+    assert "everywhere: the copy of rank 2 differs from that of ranks 0, 1, 3" in text
+    assert "holdfast.per_rank" in text
+    assert "broadcast" in text
+
+    text, leaf, ranks = first[0]  # what most have is right, even if rank 0 does not
+    assert (leaf, ranks) == ("bias", (0,))
+    assert "the copy of rank 0 differs from that of ranks 1, 2, 3" in text
+
+    assert len(set(two)) == 1
+    text, _, ranks = two[0]
+    assert ranks == (3,)
+    assert "hybrid: the copy of rank 3 differs from that of rank 1" in text
+    assert "pair: the copy of rank 3 differs from that of rank 1" in text
+
+    text, _, ranks = halves[0]
+    assert ranks == (2, 3)
+    assert "the copy of ranks 2, 3 differs from that of ranks 0, 1" in text
+
+    assert len(set(many)) == 1
+    assert many[0][2] == (1, 2, 3)
+    assert "the copy of rank 1 differs from that of rank 0 and from rank 2 and from rank 3" in many[0][0]
+
+
+def _absent() -> tuple[int, ...]:
+    team = join("replicas", 20.0)
+    assert team is not None
+    if team.rank == 1:
+        team.mail.read("told", 20.0)
+        return (1,)
+    with pytest.raises(RankFailed) as caught:
+        check_replicas(team, [_leaf("bias", np.zeros(3, np.float32), "row")], _LAYOUTS[4:5], 0.3)
+    if team.rank == 0:
+        team.mail.post("told", b"yes")
+    return caught.value.ranks
+
+
+def test_a_rank_that_does_not_compare_is_named() -> None:
+    assert values(launch(3, _absent)) == [(1,)] * 3
+
+
+# --- values -------------------------------------------------------------------------------------------------
+
+
+def _state() -> dict[str, Any]:
+    return {
+        "model": {f"layer{n}": {"w": np.zeros(2, np.float32)} for n in range(100)},
+        "optimizer": {"lr": 0.1, "betas": (0.9, 0.99), "names": {"a", "b", "c", "d", "e"}},
+        "history": deque([1.0, 2.0], maxlen=4),
+        "counts": Counter(a=1),
+        "loss": 0.5,
+        "order": OrderedDict(x=1, y=[2, 3]),
+        7: {"seven": 7},
+    }
+
+
+def test_places_with_other_values_are_named() -> None:
+    mine = values_digest(flatten(_state()).tree)
+    assert len(mine) <= 64
+    assert not differing(mine, values_digest(flatten(_state()).tree))
+    other = _state()
+    other["optimizer"]["lr"] = 0.2
+    other["history"].append(3.0)
+    other["loss"] = float("nan")
+    other[7]["seven"] = 7.0
+    other["new"] = None
+    found = differing(mine, values_digest(flatten(other).tree))
+    assert {"optimizer.lr", "loss", "7.seven", "new"} <= set(found)
+    assert {place.split(".")[0] for place in found} == {"optimizer", "history", "loss", "7", "new"}
+    # Too many for places of their own; but a change is seen.
+    assert "model" in mine
+    other = _state()
+    other["model"]["layer5"]["v"] = 1
+    assert differing(mine, values_digest(flatten(other).tree)) == ["model"]
+
+
+def test_at_most_64_places_and_no_change_unseen() -> None:
+    state = {f"k{n}": n for n in range(500)}
+    mine = values_digest(flatten(state).tree)
+    assert 1 <= len(mine) <= 64
+    for name in ("k0", "k499"):
+        assert differing(mine, values_digest(flatten({**state, name: -1}).tree))
+
+
+def _digests() -> tuple[dict[str, str], str]:
+    tree = flatten(
+        {"names": {f"name{n}" for n in range(50)}, "nested": {(frozenset({"a", "b", "c"}), 1): 2}}
+    ).tree
+    return values_digest(tree), structure_digest(tree)
+
+
+def test_sets_are_equal_in_processes_that_order_them_differently() -> None:
+    import subprocess
+    import sys
+
+    script = "from tests.distributed.test_replicas import _digests; print(_digests())"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(filter(None, sys.path))},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1
+
+
+def test_structure_is_everything_but_plain_values() -> None:
+    mine = structure_digest(flatten(_state()).tree)
+    other = _state()
+    other["optimizer"]["lr"] = float("inf")
+    other["history"][0] = 2**70
+    other["counts"]["a"] = 5
+    other["order"]["y"][1] = "three"
+    other["loss"] = "none"
+    assert structure_digest(flatten(other).tree) == mine
+
+    def changed(change: Any) -> str:
+        state = _state()
+        change(state)
+        return structure_digest(flatten(state).tree)
+
+    assert changed(lambda state: state["optimizer"].update(eps=1)) != mine
+    assert changed(lambda state: state["model"].pop("layer3")) != mine
+    assert changed(lambda state: state.update(loss=np.zeros(1))) != mine
+    assert changed(lambda state: state.update(loss=[0.5])) != mine
+    assert changed(lambda state: state["optimizer"].update(betas=[0.9, 0.99])) != mine
+    assert changed(lambda state: state["history"].append(1.0)) != mine
