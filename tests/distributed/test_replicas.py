@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.distributed.launcher import launch, values
 
 from holdfast.engine import Memory, Produced, Strided
 from holdfast.errors import RankFailed, RanksDisagree
@@ -14,7 +15,6 @@ from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
 from holdfast.state import LeafSource, flatten
 from holdfast.team import Team, join, replicas
 from holdfast.team.replicas import array_digest, check_replicas, differing, structure_digest, values_digest
-from tests.distributed.launcher import launch, values
 
 
 def _source(array: np.ndarray[Any, Any], kind: str) -> Any:
@@ -92,7 +92,9 @@ def _flip(array: np.ndarray[Any, Any], place: int = -1) -> None:
     array.reshape(-1).view(np.uint32)[place] ^= 1
 
 
-def _checked(team: Team, changes: dict[int, dict[str, int]]) -> tuple[str, str | None, tuple[int, ...]] | None:
+def _checked(
+    team: Team, changes: dict[int, dict[str, int]]
+) -> tuple[str, str | None, tuple[int, ...]] | None:
     """Check with these bits flipped on these ranks; what was said."""
     arrays = _arrays(team.rank)
     for name, place in changes.get(team.rank, {}).items():

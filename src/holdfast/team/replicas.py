@@ -235,21 +235,32 @@ def _children(node: Node, place: str) -> Iterator[tuple[str, Node]]:
     pairs = pairs_of(node)
     if pairs is not None:
         for key, value in pairs:
-            yield prefix + component(key if type(key) is str else decode_key(key)), value
+            yield prefix + _key_name(key), value
     else:
         for index, item in enumerate(items_of(node) or ()):
             yield f"{prefix}{index}", item
 
 
+def _key_name(key: Node) -> str:
+    if type(key) is str:
+        return component(key)
+    data = _canonical(key)
+    return data.decode() if _has_sets(data) else component(decode_key(key))
+
+
 _UNORDERED = ("$set", "$frozenset")
+
+
+def _has_sets(data: bytes) -> bool:
+    """Whether encoded nodes may hold sets, of whose members every process has its own order."""
+    return any(b'"%b"' % tag.encode() in data for tag in _UNORDERED)
 
 
 def _canonical(node: Node) -> bytes:
     """A node as bytes that are the same wherever the value is the same."""
     data = msgspec.json.encode(node, order="deterministic")
-    if not any(b'"%b"' % tag.encode() in data for tag in _UNORDERED):
+    if not _has_sets(data):
         return data
-    # Every process has its own order of a set's members.
     return msgspec.json.encode(_sorted(node), order="deterministic")
 
 
