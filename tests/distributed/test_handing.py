@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.distributed.launcher import launch, values
 
+from distributed.launcher import launch, values
 from holdfast.engine import Consumed, Memory, Strided
 from holdfast.errors import RankFailed
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding

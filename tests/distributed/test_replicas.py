@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.distributed.launcher import launch, values
 
+from distributed.launcher import launch, values
 from holdfast.engine import Memory, Produced, Strided
 from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
@@ -226,7 +226,7 @@ def test_sets_are_equal_in_processes_that_order_them_differently() -> None:
     import subprocess
     import sys
 
-    script = "from tests.distributed.test_replicas import _digests; print(_digests())"
+    script = "from distributed.test_replicas import _digests; print(_digests())"
     found = {
         subprocess.run(
             [sys.executable, "-c", script],

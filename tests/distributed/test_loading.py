@@ -1,0 +1,463 @@
+"""Loading together: every rank gets its state bit by bit, each byte is read once per node, all raise if one does.
+
+Many checks share a launch: starting a world takes longer than most of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import holdfast
+from distributed.launcher import launch, values
+from holdfast import engine
+from holdfast.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMismatch, UnsupportedState
+from holdfast.plan.placement import LeafLayout, Mesh, Spread
+from holdfast.plan.ranks import WritePlan
+from holdfast.plan.topology import Topology
+from holdfast.store import handing
+from holdfast.store.checkpoint import Checkpoint
+from holdfast.store.handing import Link
+from holdfast.store.loading import load_together
+from holdfast.team import Team, join
+from store.several import Own, write_several
+
+TIMEOUT = 20.0
+
+
+def _state(seed: int = 3) -> dict[str, Any]:
+    """About 6 MiB: enough for several readers."""
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "model": {
+            "big": torch.randn(1024, 1000, generator=g),
+            "odd": torch.randn(7, 333, 3, generator=g),
+            "half": torch.randn(513, 1001, generator=g).to(torch.bfloat16),
+            "few": torch.arange(3, dtype=torch.int64),
+            "empty": torch.empty(0, 4),
+            "scalar": torch.tensor(2.5),
+            **{f"bias{n}": torch.randn(n + 1, generator=g) for n in range(50)},
+        },
+        "step": 5,
+        "names": {"a", "b"},
+        "loader": {"position": 17, "seen": [1, 2, 3]},
+    }
+
+
+def _zeros(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state)
+    if isinstance(state, dict):
+        return {key: _zeros(value) for key, value in state.items()}
+    return {list: list, set: set}.get(type(state), lambda _: 0)(()) if not isinstance(state, int) else 0
+
+
+def _nbytes(state: dict[str, Any]) -> int:
+    return sum(tensor.nbytes for tensor in state["model"].values())
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """The sizes of all reads from storage in this process."""
+    sizes: list[int] = []
+    real = engine.read
+
+    def read(path: Any, pieces: Any, **options: Any) -> Any:
+        sizes.extend(piece.destination.nbytes for piece in pieces)
+        return real(path, pieces, **options)
+
+    engine.read = read
+    try:
+        yield sizes
+    finally:
+        engine.read = real
+
+
+def _same(found: Any, wanted: torch.Tensor) -> bool:
+    if isinstance(found, DTensor):
+        held = distribute_tensor(wanted, found.device_mesh, found.placements, src_data_rank=None)
+        found, wanted = found.to_local(), held.to_local()
+    return found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def _check(loaded: dict[str, Any], state: dict[str, Any], names: Any = None) -> None:
+    for name in state["model"] if names is None else names:
+        assert _same(loaded["model"][name], state["model"][name]), name
+    for place in ("step", "names", "loader"):
+        assert loaded[place] == state[place]
+
+
+class _Rank:
+    """What a rank needs for one load after the other."""
+
+    def __init__(self, path: str, seed: int = 3) -> None:
+        team = join("loading", TIMEOUT)
+        assert team is not None
+        self.team: Team = team
+        self.link = Link.open()
+        self.path = path
+        self.state = _state(seed)
+
+    def load(self, into: Any, **options: Any) -> Any:
+        with Checkpoint(self.path) as checkpoint:
+            settings = {"timeout": TIMEOUT, "link": self.link, **options}
+            return load_together(self.team, checkpoint, into, **settings)
+
+    def counted(self, into: Any, **options: Any) -> int:
+        """Load and compare; how much was read here. Unverified: checksums are of more than what is wanted."""
+        with _counted() as sizes:
+            _check(self.load(into, verify=False, **options), self.state)
+        return sum(sizes)
+
+
+def _spread(
+    state: dict[str, Any], mesh: DeviceMesh, placements: Callable[[torch.Tensor], Any]
+) -> dict[str, Any]:
+    """Zeros of the same shapes, spread over a mesh."""
+    model = {
+        name: DTensor.from_local(
+            torch.zeros_like(
+                distribute_tensor(tensor, mesh, placements(tensor), src_data_rank=None).to_local()
+            ),
+            mesh,
+            placements(tensor),
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+        for name, tensor in state["model"].items()
+    }
+    return {**_zeros({**state, "model": {}}), "model": model}
+
+
+def _rows(dims: int, at: int) -> Callable[[torch.Tensor], Any]:
+    """Split by rows along one dimension of the mesh; what has no rows is replicated."""
+    return lambda tensor: [Shard(0) if dim == at and tensor.dim() else Replicate() for dim in range(dims)]
+
+
+# --- layouts ------------------------------------------------------------------------------------------------
+
+
+def _layouts(path: str) -> dict[str, int]:
+    rank = _Rank(path)
+    state, number = rank.state, rank.team.rank
+    found: dict[str, int] = {}
+
+    found["ddp"] = rank.counted(_zeros(state))
+    _check(rank.load(_zeros(state)), state)  # verified
+    _check(rank.load(_zeros(state), link=None), state)
+
+    flat = DeviceMesh("cpu", list(range(4)))
+    found["fsdp"] = rank.counted(_spread(state, flat, _rows(1, 0)))
+    _check(rank.load(_spread(state, flat, _rows(1, 0))), state)
+
+    grid = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    found["hsdp"] = rank.counted(_spread(state, grid, _rows(2, 1)))
+    _check(rank.load(_spread(state, grid, _rows(2, 0))), state)
+
+    by_columns = _spread(
+        state, grid, lambda tensor: [Replicate(), Shard(1) if tensor.dim() > 1 else Replicate()]
+    )
+    found["columns"] = rank.counted(by_columns)
+
+    some = DeviceMesh("cpu", [1, 2, 3])
+    mixed = _spread(state, some, _rows(1, 0)) if number else _zeros(state)
+    _check(rank.load(mixed), state)
+
+    # Memory with steps between its elements, and arrays of numpy; one rank has an empty place.
+    odd = _zeros(state)
+    if number == 1:
+        odd["model"] = {name: torch.stack([value, value], -1)[..., 0] for name, value in odd["model"].items()}
+    if number == 2:
+        odd["model"] = {}
+    found["odd"] = rank.counted(odd)
+
+    rank.team.topology = Topology.regular(4, 2)
+    found["two nodes"] = rank.counted(_zeros(state))
+    return found
+
+
+def _names(rank: int) -> list[str]:
+    return [name for n, name in enumerate(_state()["model"]) if n % 2 == rank // 2 or name == "big"]
+
+
+def _stages(path: str) -> dict[str, Any]:
+    """Every rank has other leaves, as the stages of a pipeline."""
+    rank = _Rank(path)
+    state, number = rank.state, rank.team.rank
+    found: dict[str, Any] = {}
+    into = _zeros(state)
+    into["model"] = {name: into["model"][name] for name in _names(number)}
+    with _counted() as sizes:
+        _check(rank.load(into, verify=False), state, _names(number))
+    found["stages"] = sum(sizes)
+
+    # A leaf that nobody has a place for.
+    into = _zeros(state)
+    del into["model"]["odd"]
+    with pytest.raises(StateMismatch) as caught:
+        rank.load(into)
+    assert caught.value.extra == ("model.odd",)
+    assert not into["model"]["big"].any()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _check(rank.load(into, strict=False), state, [name for name in state["model"] if name != "odd"])
+    found["extra"] = [str(item.message) for item in told]
+    if number == 1:  # another rank has it: nothing is wrong
+        into["model"]["odd"] = torch.zeros(7, 333, 3)
+    rank.load(into)
+
+    into = _zeros(state)
+    with _counted() as sizes:
+        rank.load(into, select="model.bias*", verify=False)
+    assert all(_same(into["model"][f"bias{n}"], state["model"][f"bias{n}"]) for n in range(50))
+    assert not into["model"]["big"].any()
+    found["select"] = sum(sizes)
+    return found
+
+
+def _mismatches(path: str) -> list[tuple[str, tuple[int, ...]]]:
+    """What each rank raises when one does not fit."""
+    rank = _Rank(path)
+    found: list[tuple[str, tuple[int, ...]]] = []
+
+    def attempt(change: Callable[[dict[str, Any]], object], **options: Any) -> None:
+        into = _zeros(rank.state)
+        if rank.team.rank == 2:
+            change(into)
+        try:
+            rank.load(into, **options)
+        except (StateMismatch, UnsupportedState, RankFailed) as error:
+            assert not any(tensor.any() for tensor in into["model"].values() if not tensor.is_meta)
+            found.append((type(error).__name__, getattr(error, "ranks", ())))
+        else:
+            found.append(("", ()))
+
+    attempt(lambda into: into["model"].update(big=torch.zeros(3)))
+    attempt(lambda into: into["model"].update(more=torch.zeros(3)))
+    attempt(lambda into: into["model"].update(big=torch.zeros(1024, 1000, device="meta")))
+    attempt(lambda into: into.update(model=[torch.zeros(1)]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        attempt(lambda into: into["model"].update(big=torch.zeros(3)), strict=False)
+    found.append(("warned" if told else "", ()))
+
+    class Refusing:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise ValueError("not mine")
+
+    into = _zeros(rank.state)
+    into["loader"] = Refusing() if rank.team.rank == 2 else into["loader"]
+    try:
+        rank.load(into)
+    except (StateMismatch, RankFailed) as error:
+        found.append((type(error).__name__, getattr(error, "ranks", ())))
+    _check(rank.load(_zeros(rank.state)), rank.state)
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("loading") / "one"
+    holdfast.save(path, _state())
+    return str(path)
+
+
+def test_layouts_are_bit_exact_and_read_once_per_node(saved: str) -> None:
+    found = values(launch(4, _layouts, saved))
+    total = _nbytes(_state())
+    for layout in ("ddp", "fsdp", "hsdp", "odd"):
+        assert sum(item[layout] for item in found) == total, layout
+    # Columns are read in the rows that they are in; by half of the ranks.
+    assert total <= sum(item["columns"] for item in found) <= 2 * total
+    assert sum(item["two nodes"] for item in found[:2]) == total
+    assert sum(item["two nodes"] for item in found[2:]) == total
+    # Nobody reads it all for the others.
+    assert max(item["ddp"] for item in found) < 0.4 * total
+
+
+def test_leaves_of_some_ranks_only(saved: str) -> None:
+    found = values(launch(4, _stages, saved))
+    state = _state()["model"]
+    assert sum(item["stages"] for item in found) == _nbytes(_state())
+    assert [len(item["extra"]) for item in found] == [1, 0, 0, 0]
+    assert "model.odd" in found[0]["extra"][0]
+    assert sum(item["select"] for item in found) == sum(state[f"bias{n}"].nbytes for n in range(50))
+
+
+def test_when_one_rank_does_not_fit_all_raise_and_the_others_know_which(saved: str) -> None:
+    found = values(launch(3, _mismatches, saved))
+    mine = [
+        "StateMismatch",
+        "StateMismatch",
+        "UnsupportedState",
+        "StateMismatch",
+        "",
+        "warned",
+        "StateMismatch",
+    ]
+    assert [kind for kind, _ in found[2]] == mine
+    for other in found[:2]:
+        failed = ("RankFailed", (2,))
+        assert other == [failed, failed, failed, failed, ("", ()), ("", ()), failed]
+
+
+# --- damage and death ---------------------------------------------------------------------------------------
+
+
+def _damaged(good: str, bad: str) -> list[tuple[str, str, str | None, str | None]]:
+    rank = _Rank(bad)
+    found: list[tuple[str, str, str | None, str | None]] = []
+
+    def attempt() -> None:
+        into = _zeros(rank.state)
+        with pytest.raises((CorruptCheckpoint, ReadFailed)) as caught:
+            rank.load(into)
+        error = caught.value
+        found.append(
+            (type(error).__name__, str(error), getattr(error, "path", None), getattr(error, "leaf", None))
+        )
+
+    attempt()
+    real = Checkpoint.fetch
+
+    def unreadable(self: Checkpoint, wanted: Any, **options: Any) -> None:
+        if rank.team.rank == 1:
+            error = ReadFailed("the device said no")
+            error.filename = "r00001"
+            raise error
+        real(self, wanted, **options)
+
+    Checkpoint.fetch = unreadable  # type: ignore[method-assign]
+    attempt()  # damage counts for all, also on the rank that could not read
+    rank.path = good
+    attempt()
+    Checkpoint.fetch = real  # type: ignore[method-assign]
+    _check(rank.load(_zeros(rank.state)), rank.state)  # an older checkpoint, with the same team and link
+    return found
+
+
+def test_damage_seen_by_one_reader_is_raised_by_all(saved: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    holdfast.save(bad, _state())
+    with holdfast.open(bad) as checkpoint:
+        leaf = next(leaf for leaf in checkpoint.part(0).leaves if leaf.name == "model.big")
+        (fragment,) = leaf.fragments
+        (file,) = checkpoint.part(0).files
+    with open(bad / file.name, "r+b") as shard:
+        shard.seek(fragment.offset + fragment.nbytes - 100)
+        byte = shard.read(1)
+        shard.seek(-1, os.SEEK_CUR)
+        shard.write(bytes([byte[0] ^ 1]))
+    found = values(launch(3, _damaged, saved, str(bad)))
+    for damaged, both, unread in found:
+        for kind, text, path, leaf_name in (damaged, both):
+            assert kind == "CorruptCheckpoint", text
+            assert leaf_name == "model.big"
+            assert path is not None
+            assert Path(path).name == file.name
+        assert unread[0] == "ReadFailed"
+        assert "the device said no" in unread[1]
+    # One has seen it; the others say who has.
+    assert sum("found by rank" in item[0][1] for item in found) == 2
+    assert ["found by rank 1" in item[2][1] for item in found] == [True, False, True]
+
+
+def _killed(path: str, when: str) -> tuple[str, tuple[int, ...]]:
+    rank = _Rank(path)
+    if rank.team.rank == 1:
+        if when == "reading":
+            Checkpoint.fetch = _die  # type: ignore[method-assign]
+        elif when == "handing":
+            handing._gather = _die
+        else:
+            rank.team.exchange = _die  # type: ignore[method-assign]
+    with pytest.raises(RankFailed) as caught:
+        rank.load(_zeros(rank.state), timeout=3.0)
+    return str(caught.value), caught.value.ranks
+
+
+def _die(*args: Any, **options: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("when", ["planning", "reading", "handing"])
+def test_survivors_of_a_killed_rank_are_told_in_time(saved: str, when: str) -> None:
+    outcomes = launch(3, _killed, saved, when, timeout=40.0)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.ok, outcome.describe()
+        text, ranks = outcome.value
+        assert 1 in ranks, text
+
+
+# --- state of single ranks ----------------------------------------------------------------------------------
+
+
+def _own(path: str) -> dict[str, Any]:
+    team = join("loading", TIMEOUT)
+    assert team is not None
+    into = {
+        "model": {"w": np.zeros((300, 7), np.float32)},
+        "noise": holdfast.per_rank({"array": np.full(5, -1.0, np.float32), "count": -1}),
+    }
+    with warnings.catch_warnings(record=True) as told, Checkpoint(path) as checkpoint:
+        warnings.simplefilter("always")
+        loaded: Any = load_together(team, checkpoint, into, timeout=TIMEOUT, link=Link.open())
+    assert np.array_equal(loaded["model"]["w"], _weights())
+    noise = loaded["noise"].value
+    return {
+        "array": noise["array"].tolist(),
+        "count": noise["count"],
+        "told": [str(item.message) for item in told if item.category is RuntimeWarning],
+    }
+
+
+def _weights() -> Any:
+    return np.arange(2100, dtype=np.float32).reshape(300, 7)
+
+
+def _write_with_own(path: Path, world: int) -> None:
+    layout = LeafLayout("model.w", "F32", (300, 7), (Spread(Mesh.grid(world)),), "numpy")
+    own = {
+        rank: Own(
+            local={"noise": {"array": {"$leaf": f"@{rank}.noise.array"}, "count": rank}},
+            arrays={f"@{rank}.noise.array": np.full(5, rank, np.float32)},
+        )
+        for rank in range(world)
+    }
+    tree = {"model": {"w": {"$leaf": "model.w"}}, "noise": {"$per_rank": "noise"}}
+    plan = WritePlan([layout], Topology.regular(world), block_nbytes=64)
+    write_several(path, plan, {"model.w": _weights()}, tree=tree, own=own)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 2), (3, 2), (2, 3)])
+def test_what_belongs_to_a_rank_goes_back_to_it(tmp_path: Path, saving: int, loading: int) -> None:
+    _write_with_own(tmp_path / "own", saving)
+    found = values(launch(loading, _own, str(tmp_path / "own")))
+    for rank, item in enumerate(found):
+        known = rank < saving
+        assert item["array"] == [float(rank) if known else -1.0] * 5
+        assert item["count"] == (rank if known else -1)
+        if not known:
+            (text,) = item["told"]
+            assert "stays as it is: noise" in text
+        elif rank == 0 and saving > loading:
+            (text,) = item["told"]
+            assert "rank 2 had alone is not restored" in text
+        else:
+            assert item["told"] == []
