@@ -38,18 +38,19 @@ def part(whole: Numbers, sharding: Sharding, rank: int) -> Numbers:
     if sharding.mesh_shape is None:
         box = sharding.box
         assert box is not None
-        return np.ascontiguousarray(whole[_slices(box)])
+        return np.ascontiguousarray(whole[slices(box)])
     spread = spread_of(sharding)
     coordinate = spread.mesh.coordinate(rank)
     assert coordinate is not None
     found = holding(LeafLayout("x", "F32", whole.shape, (spread,)), spread, coordinate)
     local = np.empty(found.shape, whole.dtype)
     for piece in found.pieces():
-        local[_slices(piece.local)] = whole[_slices(piece.box)]
+        local[slices(piece.local)] = whole[slices(piece.box)]
     return local
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def slices(box: Box) -> tuple[slice, ...]:
+    """The index of a box."""
     return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
 
 

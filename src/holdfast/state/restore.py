@@ -91,7 +91,7 @@ class Restore:
         self._elsewhere: dict[str, None] = {}
         self._landings = Landings(aliases)
         self._last: list[Callable[[], None]] = []
-        self._state = into
+        self.state = into
         self._parameters: torch_objects.ParameterNames | None = None
         self._plan = self.plan(into, localized(tree, local), "", 0)
         self._landings.settle_overlaps()
@@ -117,7 +117,7 @@ class Restore:
 
     def missing(self, place: str, target: object) -> Plan:
         if self._only is None:
-            self._missing.extend(names_in(target, place, self._state))
+            self._missing.extend(names_in(target, place, self.state))
         return lambda lookup: target
 
     def extra(self, place: str, node: Node) -> None:
@@ -147,7 +147,7 @@ class Restore:
 
     def parameter_names(self) -> torch_objects.ParameterNames:
         if self._parameters is None:
-            self._parameters = torch_objects.parameter_names(self._state)
+            self._parameters = torch_objects.parameter_names(self.state)
         return self._parameters
 
     def meta(self, name: str) -> LeafMeta:

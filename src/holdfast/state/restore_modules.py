@@ -11,12 +11,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from holdfast.state import sharded
+from holdfast.state import fsdp1, sharded
 from holdfast.state.landings import Lookup, Plan
 from holdfast.state.node import STATE_DICT, Node, leaf_of, pairs_of, state_dict_body
 from holdfast.state.rebuild import decode_key, decode_value
 from holdfast.state.targets import array_type, is_array, kind_of, load_state, memory_key
 from holdfast.state.torch_arrays import destination
+from holdfast.state.torch_objects import module_state
 
 if TYPE_CHECKING:
     from holdfast.state.restore import Restore
@@ -27,7 +28,7 @@ def plan_module(restore: Restore, module: Any, node: Node, place: str) -> Plan:
     if pairs is None:
         return restore.wrong(place, f"holds {kind_of(node)}", module, f"the module {type(module).__name__}")
     prefix = f"{place}." if place else ""
-    state = module.state_dict()
+    state = module_state(module)
     live = _live_memory(module)
     plans: dict[Any, Plan] = {}
     seen: set[Any] = set()
@@ -65,7 +66,7 @@ def plan_module(restore: Restore, module: Any, node: Node, place: str) -> Plan:
         if needs_load:
             if metadata is not None:
                 found._metadata = metadata  # type: ignore[attr-defined]
-            load_state(_Lenient(module), found, place)
+            load_state(_Lenient(module, state), found, place)
         return module
 
     return fill
@@ -76,9 +77,15 @@ class _Lenient:
     """A module whose loading does not mind absent keys: what is absent has been reported already."""
 
     module: Any
+    own: Any
 
     def load_state_dict(self, state: Any) -> None:
-        self.module.load_state_dict(state, strict=False)
+        if not fsdp1.holds_fsdp1(self.module):
+            self.module.load_state_dict(state, strict=False)
+            return
+        for key, tensor in self.own.items():
+            state.setdefault(key, tensor)  # FSDP1 does mind absent keys
+        fsdp1.load_module(self.module, state)
 
 
 def _live_memory(module: Any) -> set[Any]:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from holdfast.state import sharded
+from holdfast.state import fsdp1, sharded
 from holdfast.state.landings import Lookup, Plan
 from holdfast.state.node import Node, items_of, leaf_of, pairs_of
 from holdfast.state.rebuild import decode_key, decode_value
 from holdfast.state.targets import array_type, describe, is_array, kind_of, load_state
-from holdfast.state.torch_objects import OptimizerNames, name_of_index, optimizer_view
+from holdfast.state.torch_objects import OptimizerNames, OptimizerView, name_of_index, optimizer_view
 
 if TYPE_CHECKING:
     from holdfast.state.restore import Restore
@@ -59,8 +59,8 @@ def _by_key(node: Node) -> dict[Any, Node] | None:
 
 
 def plan_optimizer(restore: Restore, optimizer: Any, node: Node, place: str) -> Plan:
-    view = optimizer_view(optimizer, restore.parameter_names(), place)
-    current = view.state()
+    view = optimizer_view(optimizer, restore.parameter_names(), restore.state, place)
+    current = view.state
     index_names = name_of_index(current, view.names)
     if index_names is None:  # an optimizer with a state of its own form
         return restore.plan_stateful(optimizer, node, place)
@@ -76,7 +76,9 @@ def plan_optimizer(restore: Restore, optimizer: Any, node: Node, place: str) -> 
         if name not in here:
             restore.others(saved.state.get(key))
 
-    parameters = _parameter_of_index(view.optimizer, current)
+    # FSDP1's parameters are pieces without a shape; its state dict has tensors that are spread as they are.
+    fsdp = view.fsdp1
+    parameters = _parameter_of_index(view.optimizer, current) if fsdp is None else fsdp1.module_state(fsdp)
     states: dict[Any, dict[Any, Plan] | Plan] = {}
     for index, name in index_names.items():
         item = saved.state.get(saved_key.get(name))
@@ -108,12 +110,21 @@ def plan_optimizer(restore: Restore, optimizer: Any, node: Node, place: str) -> 
             {**{key: plan(lookup) for key, plan in group.items()}, "params": packed["params"]}
             for group, packed in zip(groups, current["param_groups"], strict=True)
         ]
-        load_state(view.optimizer, whole, place)
-        _undo_casts(view.optimizer, ready, parameters)
-        view.loaded()
+        _load(view, whole, parameters, place)
         return optimizer
 
     return fill
+
+
+def _load(view: OptimizerView, whole: dict[Any, Any], parameters: dict[Any, Any], place: str) -> None:
+    optimizer = view.optimizer
+    if view.fsdp1 is not None:
+        whole = fsdp1.optimizer_state_to_load(view.fsdp1, optimizer, whole)
+        parameters = _parameter_of_index(optimizer, whole)
+    states = dict(whole["state"])
+    load_state(optimizer, whole, place)
+    _undo_casts(optimizer, states, parameters)
+    view.loaded()
 
 
 def _match(names: OptimizerNames, saved: _Saved) -> dict[str, Any]:
@@ -168,8 +179,8 @@ def _plan_entry(restore: Restore, own: Any, key: Any, node: Node, parameter: Any
             return restore.plan_leaf(tensor, name, place)
         if tuple(meta.shape) != shape == tuple(parameter.shape):
             return restore.wrong(name, str(meta), tensor, describe(dtype, shape))
-    model = tensor if sharded.is_dtensor(tensor) else parameter
-    if sharded.is_dtensor(model) and tuple(meta.shape) == tuple(model.shape):
+    model = tensor if sharded.is_sharded(tensor) else parameter
+    if sharded.is_sharded(model) and tuple(meta.shape) == tuple(model.shape):
         return restore.plan_leaf(sharded.like(model, meta.dtype), name, place)
     return restore.plan_new(node)
 

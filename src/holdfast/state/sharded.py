@@ -7,6 +7,7 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,24 +134,23 @@ def _plain(tensor: Any, place: str) -> Any:
     raise wrapper_refusal(tensor, place)
 
 
-def like(parameter: Any, dtype: str) -> Any:
-    """A DTensor of another element type that lies as `parameter` does, in fresh memory."""
+def like(model: Any, dtype: str) -> Any:
+    """A tensor of another element type that is spread as `model` is, in fresh memory."""
+    return _dtensor_like(model, dtype) if is_dtensor(model) else _sharded_tensor_like(model, dtype)
+
+
+def _dtensor_like(model: Any, dtype: str) -> Any:
     import torch
     from torch.distributed.tensor import DTensor
 
-    local = torch.empty_like(
-        parameter._local_tensor,
-        dtype=torch_dtype(dtype),
-        requires_grad=False,
-        memory_format=torch.preserve_format,
-    )
+    local = torch.empty_like(model._local_tensor, dtype=torch_dtype(dtype), requires_grad=False)
     return DTensor.from_local(
         local,
-        parameter.device_mesh,
-        parameter.placements,
+        model.device_mesh,
+        model.placements,
         run_check=False,  # it would communicate
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=model.shape,
+        stride=model.stride(),
     )
 
 
@@ -169,3 +169,21 @@ def _held_of_sharded_tensor(value: Any, place: str, known: Shardings) -> Held:
     (shard,) = shards
     box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
     return Held(_plain(shard.tensor.detach(), place), Sharding(shape, box=box))
+
+
+def _sharded_tensor_like(model: Any, dtype: str) -> Any:
+    import torch
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    kind = torch_dtype(dtype)
+    metadata = copy.deepcopy(model.metadata())
+    metadata.tensor_properties.dtype = kind
+    shards = [
+        Shard(torch.empty_like(shard.tensor, dtype=kind, requires_grad=False), shard.metadata)
+        for shard in model.local_shards()
+    ]
+    # The only way that does not ask the other ranks; FSDP1 takes it, too.
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=model._process_group
+    )

@@ -328,8 +328,10 @@ class _Walk:
             )
         if torch_objects.is_optimizer(value):
             return self._optimizer(value, place, depth)
+        if torch_objects.is_module(value):
+            state = torch_objects.module_state(torch_objects.plain_module(value))
+            return self.node(state, place, self._deeper(place, depth))
         if torch_objects.is_stateful(value):
-            value = torch_objects.plain_module(value) if torch_objects.is_module(value) else value
             depth = self._deeper(place, depth)
             if getattr(value, "restore_last", False) is True:
                 return self._ask_last(value, place, depth)
@@ -364,11 +366,10 @@ class _Walk:
         return node
 
     def _optimizer(self, optimizer: Any, place: str, depth: int) -> Node:
-        view = torch_objects.optimizer_view(optimizer, self._names(), place)
-        state = view.state()
-        named = torch_objects.named_state(view, state)
+        view = torch_objects.optimizer_view(optimizer, self._names(), self._state, place)
+        named = torch_objects.named_state(view)
         if named is None or not all(type(key) is str and key[:1] != "$" for key in named):
-            return self.node(state, place, self._deeper(place, depth))
+            return self.node(view.state, place, self._deeper(place, depth))
         depth = self._deeper(place, depth)
         prefix = f"{place}." if place else ""
         return {

@@ -1,0 +1,122 @@
+"""FullyShardedDataParallel, the first one: modules whose own tensors are flat pieces of many parameters.
+
+Owns the ways of such modules and of their optimizers: the state is taken and given back through FSDP's
+sharded state dicts, in which every parameter has its own name and is spread over ranks like any other.
+
+FSDP makes these by collectives, so all ranks must flatten and restore together. That is acceptable, since
+both happen in the thread of the training, which runs collectives of its own; nothing else in this floor
+communicates. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from holdfast.state.value_encoder import unsupported
+
+_PREFIX = "_fsdp_wrapped_module"
+
+
+def _class() -> Any:
+    return getattr(
+        sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel"),
+        "FullyShardedDataParallel",
+        None,
+    )
+
+
+def holds_fsdp1(module: Any) -> bool:
+    """Whether a module is, or has inside, one that FSDP1 wrapped."""
+    wrapper = _class()
+    return wrapper is not None and any(isinstance(part, wrapper) for part in module.modules())
+
+
+@contextlib.contextmanager
+def _sharded(module: Any) -> Iterator[Any]:
+    """FSDP's class, while its state dicts of that module are sharded ones that stay on their device."""
+    from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+
+    wrapper = _class()
+    before = wrapper.set_state_dict_type(
+        module,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=False),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    )
+    try:
+        yield wrapper
+    finally:
+        wrapper.set_state_dict_type(
+            module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+        )
+
+
+def module_state(module: Any) -> Any:
+    """The sharded state dict, with the names that the module has without FSDP. Communicates."""
+    with _sharded(module):
+        state = module.state_dict()
+    named = OrderedDict(state)
+    metadata = OrderedDict((_plain_name(name), entry) for name, entry in state._metadata.items())
+    named._metadata = metadata  # type: ignore[attr-defined]
+    return named
+
+
+def load_module(module: Any, state: Any) -> None:
+    """Give a module a state of the form of `module_state`. Communicates."""
+    with _sharded(module):
+        module.load_state_dict(state, strict=False)
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _PREFIX)
+
+
+def module_of(optimizer: Any, modules: Iterable[Any], place: str) -> Any:
+    """The module with FSDP1 inside whose parameters an optimizer has; None for any other optimizer."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(_is_piece(parameter) for parameter in parameters):
+        return None
+    known = {id(parameter) for parameter in parameters}
+    found = [
+        module
+        for module in modules
+        if holds_fsdp1(module) and any(id(parameter) in known for parameter in module.parameters())
+    ]
+    if len(found) != 1:
+        raise unsupported(
+            place,
+            "an optimizer of FSDP1's parameters, which are pieces without names. Put the one module that "
+            f"they belong to into the state as well ({len(found)} are there)",
+        )
+    return found[0]
+
+
+def _is_piece(parameter: Any) -> bool:
+    return type(parameter).__name__ == "FlatParameter" or getattr(parameter, "_fsdp_flattened", False) is True
+
+
+def optimizer_state(module: Any, optimizer: Any) -> Any:
+    """An optimizer's state by the names of parameters, each spread as the parameter is. Communicates."""
+    import torch
+
+    with _sharded(module) as wrapper:
+        state = wrapper.optim_state_dict(module, optimizer)
+    # Parameters that are pieces of one flat tensor have one step count. It is no longer one when it is loaded
+    # where they are not.
+    taken: set[int] = set()
+    for entries in state["state"].values():
+        for key, value in entries.items():
+            if type(value) is torch.Tensor and id(value) in taken:
+                entries[key] = value.clone()
+            taken.add(id(value))
+    return state
+
+
+def optimizer_state_to_load(module: Any, optimizer: Any, state: Any) -> Any:
+    """A state of the form of `optimizer_state` as the optimizer itself takes it. Communicates."""
+    with _sharded(module) as wrapper:
+        return wrapper.optim_state_dict_to_load(module, optimizer, state)
