@@ -1,31 +1,257 @@
+"""Teams of real processes: what they tell, agree on and exchange, and what happens when somebody is gone."""
+
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from distributed.launcher import launch, values
-from holdfast.team import join
+from holdfast.errors import RankFailed, RanksDisagree
+from holdfast.team import Team, join, meeting
+from holdfast.team import team as team_module
+
+PURPOSE = "Checkpointer /data/run"
 
 
-def _everything():
-    rank = dist.get_rank()
-    team = join("Checkpointer /data/run", 10)
+def _join(timeout: float = 20, purpose: str = PURPOSE) -> Team:
+    team = join(purpose, timeout)
     assert team is not None
-    told = team.tell("plan", b"the plan" if rank == 0 else None, 5)
-    agreed = team.agree("commit", b"%d" % rank, lambda found: b"+".join(found), 5)
-    exchanged = team.exchange("views", b"even" if rank % 2 == 0 else b"odd", 5)
+    return team
+
+
+def _failure(function, *args):
+    """What a call fails with, as something that can be sent to the test."""
+    try:
+        function(*args)
+    except RankFailed as error:
+        return str(error), error.ranks
+    raise AssertionError("it did not fail")
+
+
+def _members():
+    rank = dist.get_rank()
+    meeting.machine = lambda: f"machine {rank // 2}"
+    meeting.numa_node = lambda: rank % 2
+    team = _join()
+    team.say(f"work of rank {rank}")
+    dist.barrier()
+    found = team.whereabouts([0, 2])
     team.close()
-    return told, agreed, exchanged, [m.pid for m in team.members], os.getpid(), team.topology, team.node_peers
+    return team.rank, team.world, team.members, team.topology, team.node_peers, team.is_coordinator, found
 
 
-def test_a_team_tells_agrees_and_exchanges():
-    found = values(launch(3, _everything, timeout=30))
-    pids = [value[4] for value in found]
-    for told, agreed, exchanged, members, _, topology, peers in found:
-        assert told == b"the plan"
-        assert agreed == b"0+1+2"
-        assert list(exchanged.items()) == [(b"even", (0, 2)), (b"odd", (1,))]
-        assert members == pids
-        assert topology.nodes == (0, 0, 0)
-        assert peers == (0, 1, 2)
+def test_everybody_knows_who_runs_where():
+    found = values(launch(3, _members, timeout=30))
+    pids = [member.pid for member in found[0][2]]
+    assert len(set(pids)) == 3
+    for rank, (its, world, members, topology, peers, coordinator, at) in enumerate(found):
+        assert (its, world, coordinator) == (rank, 3, rank == 0)
+        assert [member.rank for member in members] == [0, 1, 2]
+        assert [member.pid for member in members] == pids
+        assert [member.socket for member in members] == [0, 1, 0]
+        assert topology.nodes == (0, 0, 1)
+        assert topology.sockets == (0, 1, 0)
+        assert peers == ((0, 1) if rank < 2 else (2,))
+        assert at == {0: "work of rank 0", 2: "work of rank 2"}
+
+
+def _calls():
+    team = _join()
+    rank = team.rank
+    out = []
+    for turn in range(3):  # the same keys again and again
+        told = team.tell("plan", b"plan %d" % turn if rank == 0 else None, 20)
+        agreed = team.agree("commit", b"%d" % rank, lambda found: b"+".join(found), 20)
+        exchanged = team.exchange("views", [b"even", b"", b"even"][rank], 20)
+        out.append((told, agreed, list(exchanged.items())))
+    empty = team.tell("nothing", b"" if rank == 0 else None, 20)
+    large = team.exchange("large", os.urandom(1 << 20) if rank == 2 else bytes(1 << 22), 20)
+    sizes = [(len(data), ranks) for data, ranks in large.items()]
+    if rank == 0:
+        with pytest.raises(ValueError, match="has to give"):
+            team.tell("none", None, 20)
+    team.close()
+    return out, empty, sizes
+
+
+@pytest.mark.parametrize("store", ["agent", "rank0"])
+def test_a_team_tells_agrees_and_exchanges(store):
+    for out, empty, sizes in values(launch(3, _calls, timeout=40, store=store)):
+        assert out == [(b"plan %d" % turn, b"0+1+2", [(b"even", (0, 2)), (b"", (1,))]) for turn in range(3)]
+        assert empty == b""
+        assert sizes == [(1 << 22, (0, 1)), (1 << 20, (2,))]
+
+
+def _failing_decisions():
+    team = _join()
+
+    def disagree(found):
+        raise RanksDisagree(f"heard {found}", ranks=(1,))
+
+    def break_down(found):
+        raise ZeroDivisionError("nothing left")
+
+    if team.rank == 0:
+        with pytest.raises(RanksDisagree):
+            team.agree("a", b"0", disagree, 20)
+        with pytest.raises(ZeroDivisionError):
+            team.agree("a", b"0", break_down, 20)
+        out = []
+    else:
+        out = [_failure(team.agree, "a", b"1", disagree, 20), _failure(team.agree, "a", b"1", break_down, 20)]
+    after = team.agree("a", b"x", lambda found: b"goes on", 20)
+    team.close()
+    return out, after
+
+
+def test_what_the_coordinator_cannot_decide_fails_everywhere_and_the_team_goes_on():
+    coordinator, other = values(launch(2, _failing_decisions, timeout=30))
+    assert coordinator == ([], b"goes on")
+    assert other == (
+        [("rank 0: heard [b'0', b'1']", (1,)), ("rank 0: ZeroDivisionError: nothing left", (0,))],
+        b"goes on",
+    )
+
+
+def _somebody_is_late(timeout):
+    """Rank 1 leaves out a call of each kind until the others have given up."""
+    team = _join()
+    team.say(f"step {team.rank}")
+
+    def decide(found):
+        return b"without " + b",".join(b"%d" % rank for rank, data in enumerate(found) if data is None)
+
+    if team.rank == 1:
+        team.mail.read("both gave up", 30)
+        agreed = team.agree("a", b"late", decide, 0.1)
+        exchanged = _failure(team.exchange, "e", b"late", 0.1)
+    else:
+        agreed = team.agree("a", b"in time", decide, timeout)
+        exchanged = _failure(team.exchange, "e", b"in time", timeout)
+        if team.mail.count("gave up") == team.world - 1:
+            team.mail.post("both gave up", b"")
+    again = team.exchange("e", b"%d" % team.rank, 20)
+    team.close()
+    return agreed, exchanged, list(again.values())
+
+
+def test_who_is_late_learns_what_was_decided_and_takes_part_in_the_next_call():
+    for agreed, (message, ranks), again in values(launch(3, _somebody_is_late, 1.0, timeout=30)):
+        assert agreed == b"without 1"
+        assert message == "rank 1 was not heard of within 1 s; rank 1 is at: step 1"
+        assert ranks == (1,)
+        assert again == [(0,), (1,), (2,)]
+
+
+def _die_after_the_meeting(victim):
+    team = _join()
+    team.say("the end" if team.rank == victim else "life")
+    team.mail.post(f"said/{team.rank}", b"")
+    if team.rank == victim:
+        assert len(team.mail.collect([f"said/{rank}" for rank in range(team.world)], 20)) == team.world
+        os.kill(os.getpid(), signal.SIGKILL)
+    if victim == 0:
+        team_module.GRACE_SECONDS = 0.1  # nobody there whose word is worth waiting for
+    failures = [
+        _failure(team.exchange, "e", b"x", 1.0),
+        _failure(team.agree, "a", b"x", _nobody_missing, 1.0),
+    ]
+    if team.rank != 0:
+        failures.append(_failure(team.tell, "t", None, 0.5) if victim == 0 else None)
+    team.close()
+    return failures
+
+
+def _nobody_missing(found):
+    missing = [rank for rank, data in enumerate(found) if data is None]
+    if missing:
+        raise RankFailed(f"missing {missing}", ranks=missing)
+    return b"fine"
+
+
+def test_a_killed_rank_fails_the_calls_of_all_others():
+    first, killed, last = launch(3, _die_after_the_meeting, 1, timeout=40)
+    assert killed.exitcode == -signal.SIGKILL
+    exchange = ("rank 1 was not heard of within 1 s; rank 1 is at: the end", (1,))
+    assert values([first])[0] == [exchange, ("missing [1]", (1,))]
+    assert values([last])[0] == [exchange, ("rank 0: missing [1]", (1,)), None]
+
+
+def test_a_killed_coordinator_is_named_and_a_store_that_died_with_it_is_noticed_at_once():
+    _, *others = launch(3, _die_after_the_meeting, 0, timeout=40)
+    for failures in values(others):
+        assert failures[0] == ("rank 0 was not heard of within 1 s; rank 0 is at: the end", (0,))
+        assert [ranks for _, ranks in failures] == [(0,)] * 3
+    _, *others = launch(3, _die_after_the_meeting, 0, store="rank0", timeout=40)
+    for failures in values(others):
+        assert all("the process group's store cannot be reached" in message for message, _ in failures)
+
+
+def test_threads_wait_for_messages_while_others_are_in_collectives():
+    for total, out in values(launch(3, _waits_beside_collectives, 30, timeout=60)):
+        assert total == 1.0
+        assert out == [b"not before the collectives"] + [True] * 30
+
+
+def _waits_beside_collectives(turns):
+    team = _join()
+    out = []
+
+    def background():
+        out.append(team.mail.read("late", 30))
+        for turn in range(turns):
+            verdict = team.agree("commit", b"%d," % turn, lambda found: b"".join(found), 30)
+            out.append(verdict == b"%d," % turn * team.world)
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    total = torch.ones(1)
+    for turn in range(3 * turns):
+        dist.all_reduce(total)
+        total /= team.world
+        team.exchange("meanwhile", b"%d" % team.rank, 30)
+        dist.barrier()
+        if turn == turns and team.rank == 1:
+            team.mail.post("late", b"not before the collectives")
+    thread.join(30)
+    team.close()
+    return float(total), out
+
+
+def _count_keys(turns):
+    """How many keys the store has after some calls, after many more, and after the team has gone."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def keys():
+        dist.barrier()
+        number = store.num_keys()
+        dist.barrier()
+        return number
+
+    before = keys()
+    team = _join()
+    counts = []
+    for turn in range(turns):
+        team.tell("plan", b"plan" if team.rank == 0 else None, 20)
+        team.agree("commit", b"x", lambda found: b"y", 20)
+        team.exchange("views", b"%d" % team.rank, 20)
+        team.agree(f"step {turn}", b"x", lambda found: b"y", 20)  # keys that are not used again
+        team.say(f"step {turn}")
+        counts.append(keys())
+    team.close()
+    after = keys()
+    for _ in range(3):
+        _join().close()
+    return before, counts, after, keys()
+
+
+def test_the_store_does_not_grow_with_the_number_of_calls():
+    before, counts, after, again = values(launch(3, _count_keys, 25, timeout=60))[0]
+    assert max(counts[5:]) <= max(counts[:5])
+    assert after - before <= 3 + 2  # what each rank is at, and two numbers of the purpose
+    assert again == after

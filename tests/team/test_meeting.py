@@ -1,0 +1,201 @@
+"""How ranks come together: for the same purpose, in time or not, again, and after a new process group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from distributed.launcher import HOST, launch, values
+from holdfast.errors import RankFailed
+from holdfast.team import Team, join
+from holdfast.team.mail import Mail
+from holdfast.team.meeting import name_ranks, purpose_prefix
+from holdfast.team.places import _cpus, machine, numa_node
+from holdfast.team.team import _default_store
+
+
+def _join(purpose: str, timeout: float = 20) -> Team:
+    team = join(purpose, timeout)
+    assert team is not None
+    return team
+
+
+def _failure(purpose: str, timeout: float):
+    with pytest.raises(RankFailed) as caught:
+        join(purpose, timeout)
+    return str(caught.value), caught.value.ranks
+
+
+def _works(team: Team) -> bool:
+    return list(team.exchange("views", b"%d" % team.rank, 20).values()) == [(0,), (1,), (2,)]
+
+
+def _nobody() -> bool:
+    return join("anything", 5) is None
+
+
+def test_there_is_no_team_without_others(monkeypatch):
+    assert _nobody()  # no process group
+    assert values(launch(1, _nobody, timeout=30)) == [True]
+    monkeypatch.delitem(sys.modules, "torch.distributed")
+    assert _nobody()
+
+
+def _different_purposes(timeout):
+    purpose = "save to /here" if dist.get_rank() == 0 else "Checkpointer /there"
+    found = _failure(purpose, timeout)
+    team = _join("long " * 10_000)
+    return found, _works(team)
+
+
+def test_ranks_that_come_for_different_purposes_learn_what_the_others_are_at():
+    coordinator, *others = values(launch(3, _different_purposes, 0.5, timeout=30))
+    assert coordinator == (
+        (
+            "ranks 1, 2 did not come to the meeting for save to /here within 0.5 s; "
+            "rank 1 is at: meeting for Checkpointer /there; rank 2 is at: meeting for Checkpointer /there",
+            (1, 2),
+        ),
+        True,
+    )
+    for (message, ranks), works in others:
+        assert message.startswith("rank 0 did not open the meeting for Checkpointer /there within 0.5 s")
+        assert ranks == (0,)
+        assert works
+
+
+def _misses(timeout):
+    """Each rank in turn stays away from a meeting, while the others wait in vain; then all meet."""
+    rank, out = dist.get_rank(), []
+    mail = Mail(_default_store(), "test")
+    for absent in (2, 0, 1):
+        if rank != absent:
+            out.append(_failure("run", timeout)[1])
+            mail.post(f"{absent}/gave up/{rank}", b"")
+        else:
+            others = [f"{absent}/gave up/{other}" for other in range(3) if other != absent]
+            assert len(mail.collect(others, 30)) == 2
+        team = _join("run")
+        assert _works(team)
+        if absent != 2:  # whether they leave in order or not
+            team.close()
+    return out
+
+
+def test_a_rank_that_missed_a_meeting_finds_the_next():
+    assert values(launch(3, _misses, 0.5, timeout=60)) == [[(2,), (1,)], [(2,), (0,)], [(0,), (1,)]]
+
+
+def _give_up(mail_key):
+    """The coordinator is interrupted while it waits for somebody."""
+    if dist.get_rank() == 0:
+        collect = Mail.collect
+
+        def interrupted(self, keys, timeout):
+            self.read(mail_key, 20)
+            raise KeyboardInterrupt
+
+        Mail.collect = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            join("run", 20)
+        Mail.collect = collect
+        out = None
+    elif dist.get_rank() == 1:
+        out = _failure("run", 20)
+        Mail(_default_store(), "test").post("told", b"")
+    else:
+        out = Mail(_default_store(), "test").read("told", 20)
+    return out, _works(_join("run"))
+
+
+def test_a_meeting_that_the_coordinator_gave_up_is_closed():
+    first, second, third = values(launch(3, _give_up, "answer/1/1", timeout=30))
+    assert (first, third) == ((None, True), (b"", True))
+    assert second == (("rank 0 gave up the meeting for run", (0,)), True)
+
+
+def _coordinator_dies_in_the_meeting():
+    if dist.get_rank() == 0:
+        threading.Thread(target=join, args=("run", 0.5), daemon=True).start()
+        Mail(_default_store(), f"holdfast/{purpose_prefix('run')}").read("answer/1/1", 20)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif dist.get_rank() == 1:
+        return _failure("run", 0.5)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("store", "expected"),
+    [("agent", "rank 0 opened the meeting for run and did not close it"), ("rank0", "cannot be reached")],
+)
+def test_a_coordinator_that_dies_in_a_meeting_is_noticed(store, expected):
+    killed, waiting, _ = launch(3, _coordinator_dies_in_the_meeting, store=store, timeout=30)
+    assert killed.exitcode == -signal.SIGKILL
+    message, _ = values([waiting])[0]
+    assert expected in message
+
+
+def _again_and_again(turns):
+    """Whoever is first comes again before the others have left: it must not find the old meeting."""
+    rank = dist.get_rank()
+    tokens = []
+    for turn in range(turns):
+        team = _join("run")
+        told = team.tell("turn", b"%d" % turn if rank == 0 else None, 20)
+        assert told == b"%d" % turn
+        tokens.append(team.mail._prefix)
+        if turn % 2:
+            team.close()
+    return tokens
+
+
+def test_no_meeting_is_attended_twice():
+    first, *others = values(launch(4, _again_and_again, 30, timeout=60))
+    assert len(set(first)) == 30
+    assert all(other == first for other in others)
+
+
+def _new_process_groups():
+    rank, out = dist.get_rank(), []
+    port = int(os.environ["MASTER_PORT"])
+    for turn in range(3):
+        team = _join("run")
+        out.append(_works(team))
+        if turn == 0:
+            team.close()
+        dist.barrier()
+        dist.destroy_process_group()
+        assert join("run", 5) is None
+        # Each a store of its own, on the same host; the last has been there before.
+        store = dist.PrefixStore(f"group {turn}", dist.TCPStore(HOST, port, is_master=False))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    return out
+
+
+def test_a_new_process_group_is_a_new_world():
+    assert values(launch(3, _new_process_groups, timeout=40)) == [[True] * 3] * 3
+
+
+def test_processors_belong_to_sockets(tmp_path):
+    assert _cpus("0-3,8\n") == {0, 1, 2, 3, 8}
+    assert _cpus("\n") == set()
+    assert numa_node(tmp_path) == 0
+    here = sorted(os.sched_getaffinity(0))
+    for number, cpus in ((0, "9000-9001"), (1, ",".join(map(str, here)))):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(cpus)
+    assert numa_node(tmp_path) == 1
+    (tmp_path / "node1" / "cpulist").write_text("none of this kind")
+    assert numa_node(tmp_path) == 0
+    assert machine() == machine()
+
+
+def test_many_ranks_are_named_by_the_first_of_them():
+    assert name_ranks((3,)) == "rank 3"
+    assert name_ranks((1, 2)) == "ranks 1, 2"
+    assert name_ranks(tuple(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
