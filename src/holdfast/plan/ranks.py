@@ -69,6 +69,11 @@ class WritePlan:
         """The bytes meant for every rank. What it writes differs from that by no more than cuts may move."""
         return np.array(self._loads)
 
+    def leaf(self, name: str) -> LeafLayout | None:
+        """The leaf of that name, None when there is none."""
+        number = self._numbers.get(name)
+        return None if number is None else self.leaves[number]
+
     def fragments(self, rank: int) -> tuple[Owned, ...]:
         """What a rank writes, in the order of leaves, and of elements inside of each."""
         owned: list[Owned] = []

@@ -267,7 +267,8 @@ class Checkpoint:
             try:
                 self.parts[rank]
             except (CorruptCheckpoint, ReadFailed) as error:
-                return Problem(self.parts.file_of(rank), getattr(error, "reason", str(error)))
+                file = getattr(error, "path", None) or self.parts.file_of(rank)
+                return Problem(file, getattr(error, "reason", str(error)))
             problem = self.reader(rank).visible_damage()
             if problem is not None:
                 return problem

@@ -11,12 +11,12 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
-from holdfast.format.geometry import Box, TooTangled, disjoint, whole
+from holdfast.format.geometry import Box, TooTangled, disjoint, intersect, whole
 from holdfast.format.manifest import decode_part
 from holdfast.format.records import Leaf, Part, PartRef, Root
 from holdfast.plan.description import decode_plan
@@ -82,7 +82,22 @@ class Parts:
                 f"a layout of {plan.topology.world} ranks in a checkpoint of {self._root.world}",
                 path=self._where,
             )
+        self._check_described(self._root.part, plan)
         return plan
+
+    def _check_described(self, part: Part, plan: WritePlan) -> None:
+        """What a layout says of a leaf, readers believe: so every part that is opened must say the same."""
+        for leaf in part.leaves:
+            if is_local(part, leaf.name):
+                continue
+            said = plan.leaf(leaf.name)
+            if said is None or (said.dtype, said.shape) != (leaf.dtype, leaf.shape):
+                meta = LeafMeta(leaf.name, leaf.dtype, leaf.shape, leaf.framework)
+                raise CorruptCheckpoint(
+                    f"the part of rank {part.rank} says {meta}, the layout something else",
+                    path=self._where,
+                    leaf=leaf.name,
+                )
 
     @functools.cached_property
     def metas(self) -> dict[str, LeafMeta]:
@@ -222,32 +237,20 @@ class Parts:
 
         Each leaf must be all there, no element of it twice, and described alike by everyone who has some.
         """
-        boxes: dict[str, list[Box]] = {}
+        boxes: dict[str, dict[int, list[Box]]] = {name: {} for name in self.metas}
         metas = dict(self.metas)
-        for rank in self.ranks:
-            metas.update(self.local_metas(rank))
         for part in self:
+            metas.update(self.local_metas(part.rank))
             for leaf in part.leaves:
-                meta = metas.get(leaf.name)
-                if meta is None or (meta.dtype, meta.shape) != (leaf.dtype, leaf.shape):
-                    reason = f"the part of rank {part.rank} has it otherwise than the layout, or alone"
-                    raise CorruptCheckpoint(reason, path=self.file_of(part.rank), leaf=leaf.name)
-                boxes.setdefault(leaf.name, []).extend(
-                    Box(fragment.start, fragment.shape) for fragment in leaf.fragments
-                )
+                held = [Box(fragment.start, fragment.shape) for fragment in leaf.fragments]
+                boxes.setdefault(leaf.name, {})[part.rank] = held
         for name, meta in metas.items():
-            held = boxes.get(name, [])
             try:
-                once = disjoint(held)
-            except TooTangled as error:
-                raise CorruptCheckpoint(str(error), path=self._where, leaf=name) from None
-            if not once:
-                raise CorruptCheckpoint(
-                    "two ranks have stored the same elements", path=self._where, leaf=name
-                )
-            left = math.prod(meta.shape) - sum(box.volume for box in held)
-            if left:
-                raise CorruptCheckpoint(f"{left} of its elements are nowhere", path=self._where, leaf=name)
+                _check_whole(meta, boxes[name])
+                if self.layout is not None and name in self.metas:
+                    _check_writers(self.layout, meta, boxes[name])
+            except CorruptCheckpoint as error:
+                raise CorruptCheckpoint(error.reason, path=self._where, leaf=name) from None
         self.tree  # noqa: B018 -- checks that it refers to leaves that are there
 
     def _read(self, ref: PartRef) -> Part:
@@ -268,8 +271,32 @@ class Parts:
                 raise IncompleteCheckpoint(f"the part of rank {ref.rank} is missing", path=shown) from error
             raise
         part = decode_part(data, shown, ref)
+        if self.layout is not None:
+            self._check_described(part, self.layout)
         self._hold.pin(file.name for file in part.files if file.volume is None)
         return part
+
+
+def _check_whole(meta: LeafMeta, held: Mapping[int, Sequence[Box]]) -> None:
+    boxes = [box for its in held.values() for box in its]
+    try:
+        once = disjoint(boxes)
+    except TooTangled as error:
+        raise CorruptCheckpoint(str(error)) from None
+    if not once:
+        raise CorruptCheckpoint("two ranks have stored the same elements")
+    left = math.prod(meta.shape) - sum(box.volume for box in boxes)
+    if left:
+        raise CorruptCheckpoint(f"{left} of its elements are nowhere")
+
+
+def _check_writers(layout: WritePlan, meta: LeafMeta, held: Mapping[int, Sequence[Box]]) -> None:
+    """Every rank must have stored what a reader will look for in its part."""
+    pieces = itertools.islice(layout.sources(meta.name, whole(meta.shape)), _MAX_SOURCES)
+    for rank, box in pieces:
+        both = (intersect(box, its) for its in held.get(rank, ()))
+        if sum(found.volume for found in both if found is not None) != box.volume:
+            raise CorruptCheckpoint(f"rank {rank} has not stored what the layout says it has")
 
 
 def local_rank(name: str) -> int | None:

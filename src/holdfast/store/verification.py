@@ -52,10 +52,12 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | No
             problems += files.check(rank, None if progress is None else _later(progress, done))
             done = files.nbytes
         if not problems:
-            problems += _content_problems(checkpoint)
+            problems += _disagreements(checkpoint)
+            files.unreadable |= bool(problems)
         strangers = tuple(sorted(set(os.listdir(where)) - files.names))
         leaves = 0 if files.unreadable else len(checkpoint)
-        return Report(where, checkpoint.step, leaves, files.nbytes, tuple(problems), strangers, files.number)
+        found = tuple(dict.fromkeys(problems))
+        return Report(where, checkpoint.step, leaves, files.nbytes, found, strangers, files.number)
 
 
 class _Files:
@@ -104,7 +106,7 @@ def _is_shard_of(name: str, rank: int) -> bool:
     return name.startswith(f"r{rank:05d}.v") and name.endswith(".safetensors")
 
 
-def _content_problems(checkpoint: Checkpoint) -> list[Problem]:
+def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
     """What only shows with all parts at hand: that they fit together, and hold all of every leaf once."""
     try:
         checkpoint.parts.check_agreement()

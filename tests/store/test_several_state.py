@@ -1,0 +1,186 @@
+"""State of several ranks as one: trees that differ, ties, and what belongs to one rank alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.format.geometry import Box, whole
+from holdfast.plan.description import encode_plan
+from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.ranks import WritePlan
+from holdfast.plan.topology import Topology
+from holdfast.state import LeafMeta, Restore, Sharding
+from holdfast.store.wanted import wanted_of
+from plan.worlds import Array, local_array, random_state
+from store.several import Own, write_several
+
+LEAVES = [
+    LeafLayout("m.first", "F32", (6, 5), (Spread(Mesh.grid(2), (Split(0, 0),)),), "numpy"),
+    LeafLayout("m.last", "F32", (7, 4), (Spread(Mesh.grid(2, first=2), (Split(1, 0),)),), "numpy"),
+    LeafLayout("shared", "I64", (3,), (Spread(Mesh.grid(4)),), "numpy"),
+]
+PLAN = WritePlan(LEAVES, Topology.regular(4), block_nbytes=8)
+STATE = random_state(LEAVES, 1)
+
+FIRST = {
+    "m": {"first": {"$leaf": "m.first"}, "tied": {"$leaf": "m.tied"}},
+    "shared": {"$leaf": "shared"},
+    "step": 5,
+    "mine": {"$per_rank": "mine"},
+}
+LAST = {
+    "m": {"last": {"$leaf": "m.last"}},
+    "shared": {"$leaf": "shared"},
+    "step": 5,
+    "mine": {"$per_rank": "mine"},
+    "note": "stage 1",
+}
+
+
+def own(rank: int) -> Own:
+    name = f"@{rank}.mine.draws"
+    return Own(
+        tree=LAST if rank == 2 else None,
+        local={"mine": {"draws": {"$leaf": name}, "rank": rank, "again": {"$leaf": f"@{rank}.again"}}},
+        arrays={name: np.arange(rank + 1)},
+        aliases={f"@{rank}.again": name, **({} if rank > 1 else {"m.tied": "m.first"})},
+    )
+
+
+@pytest.fixture(params=["layout", "no layout"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    layout = None if request.param == "layout" else b""
+    everyone = {rank: own(rank) for rank in range(4)}
+    write_several(tmp_path / "c", PLAN, STATE, tree=FIRST, own=everyone, layout=layout)
+    return tmp_path / "c"
+
+
+def test_the_whole_state_is_that_of_all_ranks(path: Path) -> None:
+    state = holdfast.load(path)
+    assert list(state) == ["m", "shared", "step", "mine", "note"]
+    assert np.array_equal(state["m"]["first"], STATE["m.first"], equal_nan=True)
+    assert state["m"]["last"].tobytes() == STATE["m.last"].tobytes()
+    assert state["m"]["tied"] is state["m"]["first"]
+    assert state["mine"]["draws"].tolist() == [0]
+    assert state["mine"]["again"] is state["mine"]["draws"]
+    assert (state["step"], state["mine"]["rank"], state["note"]) == (5, 0, "stage 1")
+
+
+def test_what_an_open_checkpoint_tells(path: Path) -> None:
+    with holdfast.open(path) as opened:
+        assert set(opened.metas) == {"m.first", "m.last", "shared"}
+        assert opened.values == {"step": 5, "note": "stage 1", "mine.rank": 0}
+        assert dict(opened.aliases) == {"m.tied": "m.first"}
+        assert opened.leaves["m.tied"].alias_of == "m.first"
+        assert opened.leaves["@3.mine.draws"].shape == (4,)
+        assert opened.leaves["@3.again"].alias_of == "@3.mine.draws"
+        assert "@2.again" in opened
+        assert "@9.again" not in opened
+        assert len(opened) == 3 + 1 + 8
+        assert opened["@2.again"][1:].tolist() == [1, 2]
+        assert opened.read("@*.mine.draws")["@1.mine.draws"].tolist() == [0, 1]
+        assert opened.local(3)["mine"]["rank"] == 3  # type: ignore[index,call-overload]
+        assert opened.local(4) == {}
+        assert opened.part(2).rank == 2
+        assert set(opened.metas_for(1)) == {*opened.metas, "@1.mine.draws"}
+        with pytest.raises(KeyError, match="no leaf"):
+            opened["m.nothing"]
+    assert holdfast.verify(path).problems == ()
+
+
+def test_only_the_parts_that_are_needed_are_opened(tmp_path: Path) -> None:
+    write_several(tmp_path / "c", PLAN, STATE)
+    for rank in (1, 2, 3):
+        (tmp_path / "c" / f"r{rank:05d}.json").rename(tmp_path / f"{rank}.json")
+    (tmp_path / "1.json").rename(tmp_path / "c" / "r00001.json")
+    with holdfast.open(tmp_path / "c") as opened:
+        assert set(opened.metas) == {leaf.name for leaf in LEAVES}
+        assert opened["m.first"][...].tobytes() == STATE["m.first"].tobytes()
+        with pytest.raises(holdfast.IncompleteCheckpoint, match="part of rank 2") as caught:
+            opened["m.last"][0]
+        assert caught.value.path == str(tmp_path / "c" / "r00002.json")
+
+
+def test_selected_leaves_of_several_ranks(path: Path) -> None:
+    state = holdfast.load(path, select="m.*")
+    assert set(state["m"]) == {"first", "tied", "last"}
+    into = {"m": {"last": np.zeros((7, 4), np.float32)}, "step": 0}
+    holdfast.load(path, into, select="m.last")
+    assert into["m"]["last"].tobytes() == STATE["m.last"].tobytes()  # type: ignore[index]
+    assert into["step"] == 0
+
+
+def target() -> dict[str, Any]:
+    return {
+        "m": {"first": np.zeros((6, 5), np.float32), "last": np.zeros((7, 4), np.float32), "tied": None},
+        "shared": np.zeros(3, np.int64),
+        "step": 0,
+        "mine": holdfast.per_rank({"draws": np.zeros(1, np.int64), "rank": 9, "again": None}),
+        "note": "",
+    }
+
+
+def test_one_process_takes_rank_zeros_own(path: Path) -> None:
+    into = target()
+    into["m"]["tied"] = into["m"]["first"]
+    into["mine"].value["again"] = into["mine"].value["draws"]
+    holdfast.load(path, into)
+    assert into["m"]["last"].tobytes() == STATE["m.last"].tobytes()
+    assert into["mine"].value["rank"] == 0
+    assert into["note"] == "stage 1"
+
+
+def test_what_rank_zero_has_none_of_stays_and_a_warning_says_so(tmp_path: Path) -> None:
+    tree = {"shared": {"$leaf": "shared"}, "mine": {"$per_rank": "mine"}}
+    write_several(tmp_path / "c", PLAN, STATE, tree=tree, own={1: Own(local={"mine": 3})})
+    into = {"shared": np.zeros(3, np.int64), "mine": holdfast.per_rank(4)}
+    with pytest.warns(RuntimeWarning, match=r"no mine of rank 0"):
+        holdfast.load(tmp_path / "c", into)
+    assert into["mine"].value == 4  # type: ignore[union-attr]
+
+
+def restore_of(leaf: LeafLayout, out: Array, sharding: Sharding | None) -> Restore:
+    metas = {leaf.name: LeafMeta(leaf.name, leaf.dtype, leaf.shape, leaf.framework)}
+    restore = Restore({"x": np.zeros(leaf.shape, out.dtype)}, {"x": {"$leaf": leaf.name}}, metas, {})
+    from holdfast.engine import Memory
+
+    restore.destinations[leaf.name] = Memory(out.ctypes.data, out.nbytes, out)
+    if sharding is not None:
+        restore.parts[leaf.name] = (sharding, out.shape)
+    return restore
+
+
+def test_a_restore_wants_the_boxes_of_its_rank(tmp_path: Path) -> None:
+    write_several(tmp_path / "c", PLAN, STATE)
+    leaf = LEAVES[1]
+    spread = Spread(Mesh.grid(3), (Split(0, 0, 2),))
+    sharding = Sharding(leaf.shape, (3,), (0, 1, 2), ((0, 2),))
+    with holdfast.open(tmp_path / "c") as opened:
+        for rank in range(4):
+            expected = (
+                local_array(STATE[leaf.name], spread, (rank,)) if rank < 3 else np.zeros((0, 4), np.float32)
+            )
+            out = np.zeros_like(expected)
+            wanted = wanted_of(restore_of(leaf, out, sharding), opened.metas, rank)
+            opened.fetch(wanted)
+            assert out.tobytes() == expected.tobytes()
+        box = Box((1, 2), (3, 2))
+        out = np.zeros((3, 2), np.float32)
+        opened.fetch(wanted_of(restore_of(leaf, out, Sharding(leaf.shape, box=box)), opened.metas, 0))
+        assert out.tobytes() == STATE[leaf.name][1:4, 2:4].tobytes()
+        (whole_one,) = wanted_of(restore_of(leaf, np.zeros((7, 4), np.float32), None), opened.metas, 0)
+        assert whole_one.box == whole((7, 4))
+        with pytest.raises(holdfast.UnsupportedState, match=r"torch\.chunk"):
+            wanted_of(restore_of(leaf, np.zeros((5, 4), np.float32), sharding), opened.metas, 0)
+
+
+def test_a_layout_of_another_world_is_refused(tmp_path: Path) -> None:
+    other = encode_plan(WritePlan(LEAVES, Topology.regular(5)))
+    write_several(tmp_path / "c", PLAN, STATE, layout=other)
+    with pytest.raises(holdfast.CorruptCheckpoint, match="layout of 5 ranks"):
+        holdfast.load(tmp_path / "c")
