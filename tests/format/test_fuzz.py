@@ -18,7 +18,7 @@ from holdfast.format.manifest import decode_root, encode_root
 from holdfast.format.shard import parse_header
 
 from . import making
-from .test_hostile import WHERE, header, honest
+from .test_hostile import WHERE, header, honest, many
 
 
 def decodes_or_is_refused(data: bytes) -> bool:
@@ -78,7 +78,7 @@ def mutated(draw: st.DrawFn, original: bytes) -> bytes:
     return bytes(data)
 
 
-@given(mutated(VALID_ROOT))
+@given(mutated(VALID_ROOT) | mutated(making.seal(many(honest()))))
 @settings(max_examples=400)
 def test_fuzz_mutated_manifests(data: bytes) -> None:
     decodes_or_is_refused(data)
@@ -110,16 +110,19 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from paths(below, (*at, i))
 
 
-HONEST_PATHS = sorted((path for path in paths(honest()) if path not in [(), ("xxh3",)]), key=repr)
+HONEST_PATHS = sorted((path for path in paths(many(honest())) if path not in [(), ("xxh3",)]), key=repr)
 ODD = st.sampled_from(
     [0, 1, -1, 2**53, 2**63 - 1, 2**63, 2**64, 4096, 1e308, "", "w", "0" * 16, [], [0], {}, None]
 )
 
 
-@given(st.lists(st.tuples(st.sampled_from(HONEST_PATHS), ODD | json_values), min_size=1, max_size=3))
+@given(
+    st.lists(st.tuples(st.sampled_from(HONEST_PATHS), ODD | json_values), min_size=1, max_size=3),
+    st.booleans(),
+)
 @settings(max_examples=600)
-def test_fuzz_any_value_in_any_field(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
-    value = honest()
+def test_fuzz_any_value_in_any_field(changes: list[tuple[tuple[Any, ...], Any]], alone: bool) -> None:
+    value = honest() if alone else many(honest())
     for path, new in changes:
         node = value
         try:
@@ -136,3 +139,4 @@ def test_the_fuzz_does_reach_acceptance() -> None:
     assert decodes_or_is_refused(VALID_ROOT)
     assert parses_or_is_refused(VALID_SHARD)
     assert decodes_or_is_refused(making.seal({**honest(), "step": 0}))
+    assert decodes_or_is_refused(making.seal({**many(honest()), "step": 0}))

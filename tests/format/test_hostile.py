@@ -212,6 +212,123 @@ FIELDS: dict[str, tuple[str, Attack]] = {
 }
 
 
+def many(value: dict[str, Any]) -> dict[str, Any]:
+    """The same root as one of three ranks: with a layout, another tree, volumes and state of its own."""
+    value.update(
+        world=3,
+        parts=[ref(), ref(rank=2, file="r00002.json")],
+        trees=[2],
+        layout={"format": "any", "leaves": [[1, "x"]]},
+    )
+    file(value).update(volume="/mnt/ssd1/run", host="node-7")
+    value["part"]["local"] = {"rng": {"draws": {"$leaf": "@0.rng"}, "n": 3}, "": None}
+    own = copy.deepcopy(value["part"]["leaves"][1])
+    own["name"] = "@0.rng"
+    own["fragments"][0]["offset"] += 64
+    file(value)["nbytes"] += 4096
+    value["part"]["leaves"].append(own)
+    value["part"]["aliases"].append({"name": "elsewhere", "of": "a leaf of others"})
+    return value
+
+
+def test_an_honest_root_of_several_ranks_is_accepted_and_stays_as_it_is() -> None:
+    root = decode_root(making.seal(many(honest())), WHERE)
+    assert root.trees == (2,)
+    assert json.loads(root.layout) == {"format": "any", "leaves": [[1, "x"]]}
+    assert root.part.files[0].volume == "/mnt/ssd1/run"
+    assert root.part.local == {"rng": {"draws": {"$leaf": "@0.rng"}, "n": 3}, "": None}
+    again = encode_root(root)
+    assert encode_root(decode_root(again, WHERE)) == again
+
+
+def own(value: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = value["part"]["leaves"][-1]
+    return found
+
+
+def volume(path: Any) -> Attack:
+    return lambda v: file(v).update(volume=path)
+
+
+MANY: dict[str, tuple[str, Attack]] = {
+    "volume up": ("plain absolute path", volume("/mnt/../etc")),
+    "volume that ends up": ("plain absolute path", volume("/mnt/..")),
+    "relative volume": ("plain absolute path", volume("mnt/ssd")),
+    "no volume": ("plain absolute path", volume("")),
+    "the root directory": ("plain absolute path", volume("/")),
+    "volume with a dot": ("plain absolute path", volume("/mnt/./ssd")),
+    "volume with two slashes": ("plain absolute path", volume("/mnt//ssd")),
+    "nul in volume": ("no path that a directory", volume("/mnt/\0ssd")),
+    "endless volume": ("no path that a directory", volume("/m" * 5000)),
+    "volume as number": ("volume", volume(5)),
+    "endless host": ("no name that a host", lambda v: file(v).update(host="h" * 256)),
+    "nul in host": ("no name that a host", lambda v: file(v).update(host="a\0b")),
+    "tree of rank 0": ("out of order", lambda v: v.update(trees=[0])),
+    "tree of no part": ("no part there is", lambda v: v.update(world=9, trees=[5])),
+    "tree twice": ("repeated", lambda v: v.update(trees=[2, 2])),
+    "trees backwards": ("out of order", lambda v: v.update(trees=[2, 1])),
+    "gigantic rank of a tree": ("trees", lambda v: v.update(trees=[10**9])),
+    "second tree in the root": ("second tree", lambda v: v["part"].update(tree={"a": 1})),
+    "layout of one process": ("one process", lambda v: v.update(world=1, parts=[], trees=[])),
+    "local as list": ("local", lambda v: v["part"].update(local=[1])),
+    "local of others": ("not there", lambda v: v["part"]["local"].update(x={"$leaf": "@1.rng"})),
+    "local of nobody": ("not there", lambda v: v["part"]["local"].update(x={"$leaf": 5})),
+    "integer in local": ("2\\^53", lambda v: v["part"]["local"].update(x=[2**60])),
+    "deep local": ("nested", lambda v: v["part"]["local"].update(x=nest(400))),
+    "leaf of another rank": ("belongs to rank 1", lambda v: own(v).update(name="@1.rng")),
+    "part of a leaf that is one rank's": (
+        "fragments hold 4 elements",
+        lambda v: own(v).update(shape=[8]),
+    ),
+    "alias of another rank": (
+        "belongs to rank 2",
+        lambda v: v["part"]["aliases"].append({"name": "@2.x", "of": "w"}),
+    ),
+    "own alias of what others have": (
+        "not a leaf",
+        lambda v: v["part"]["aliases"].append({"name": "@0.x", "of": "a leaf of others"}),
+    ),
+    "alias of what is another rank's": (
+        "not a leaf",
+        lambda v: v["part"]["aliases"].append({"name": "x", "of": "@2.rng"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", MANY)
+def test_a_field_of_several_ranks_that_lies_is_refused(attack: str) -> None:
+    match, change = MANY[attack]
+    value = many(honest())
+    change(value)
+    data = making.seal(value)
+    with refused(match, nbytes=len(data)):
+        decode_root(data, WHERE)
+
+
+def test_a_part_keeps_the_same_rules() -> None:
+    value = many(honest())["part"]
+    value["rank"] = 1
+    value["files"][0]["name"] = "r00001.v0.safetensors"
+    value["leaves"][-1]["name"] = "@1.rng"
+    value["local"]["rng"]["draws"]["$leaf"] = "@1.rng"
+
+    def sealed(**changes: Any) -> bytes:
+        return making.seal({"xxh3": "", "format": "holdfast/1", "part": {**value, **changes}})
+
+    part = decode_part(sealed(tree={"any": {"$leaf": "of any rank"}}), WHERE)
+    assert part.tree == {"any": {"$leaf": "of any rank"}}
+    assert decode_part(encode_part(part), WHERE) == part
+    for match, changes in [
+        ("nested", {"tree": nest(400)}),
+        ("2\\^53", {"tree": {"n": -(2**60)}}),
+        ("not there", {"local": {"x": {"$leaf": "of any rank"}}}),
+        ("belongs to rank 1", {"rank": 2, "files": [{**value["files"][0], "name": "r00002.v0.safetensors"}]}),
+    ]:
+        data = sealed(**changes)
+        with refused(match, nbytes=len(data)):
+            decode_part(data, WHERE)
+
+
 @pytest.mark.parametrize("attack", FIELDS)
 def test_a_field_that_lies_is_refused(attack: str) -> None:
     match, change = FIELDS[attack]
