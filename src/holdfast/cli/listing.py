@@ -106,17 +106,28 @@ def _entry(path: str, step: int | None) -> Entry:
     nbytes = directory_nbytes(path)
     try:
         with Checkpoint(path) as checkpoint:
+            damage = _visible_damage(checkpoint)
+            known = _contents(checkpoint)
             return Entry(
                 path,
                 checkpoint.step,
-                nbytes,
+                nbytes + (known[1] if known else 0),
                 checkpoint.created,
-                len(checkpoint),
+                known[0] if known else None,
                 checkpoint.metrics,
-                _visible_damage(checkpoint),
+                damage,
             )
     except (CorruptCheckpoint, ReadFailed) as error:
         return Entry(path, step, nbytes, damage=getattr(error, "reason", str(error)))
+
+
+def _contents(checkpoint: Checkpoint) -> tuple[int, int] | None:
+    """The number of leaves, and the bytes that lie on other volumes. None when a rank's part is damaged."""
+    try:
+        elsewhere = sum(file.nbytes for part in checkpoint.parts for file in part.files if file.volume)
+        return len(checkpoint), elsewhere
+    except (CorruptCheckpoint, ReadFailed):
+        return None
 
 
 def _visible_damage(checkpoint: Checkpoint) -> str | None:

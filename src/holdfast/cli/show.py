@@ -11,6 +11,7 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
+    from holdfast.format.records import ShardFile
     from holdfast.store import Checkpoint
 
 _MANY = 100
@@ -58,10 +59,17 @@ def _document(checkpoint: Checkpoint, chosen: list[str]) -> dict[str, object]:
         "metrics": checkpoint.metrics,
         "nbytes": checkpoint.nbytes,
         "stored_nbytes": checkpoint.stored_nbytes,
-        "files": [{"name": file.name, "nbytes": file.nbytes} for file in root.part.files],
+        "files": [_file(file) for part in checkpoint.parts for file in part.files],
         "values": value_nodes(checkpoint),
         "leaves": [{"name": name, **_leaf(checkpoint, name)} for name in chosen],
     }
+
+
+def _file(file: ShardFile) -> dict[str, object]:
+    found: dict[str, object] = {"name": file.name, "nbytes": file.nbytes}
+    if file.volume is not None:
+        found.update(volume=file.volume, host=file.host)
+    return found
 
 
 def _leaf(checkpoint: Checkpoint, name: str) -> dict[str, object]:
@@ -103,9 +111,29 @@ def _print_facts(out: Session, checkpoint: Checkpoint) -> None:
             ", ".join(f"{number:,} {words.plain(name)}" for name, number in by_type.most_common()) or "none",
         ),
         ("size", f"{words.size(checkpoint.nbytes)}, {words.size(checkpoint.stored_nbytes)} in shards"),
+        *_ranks(checkpoint),
         ("format", checkpoint.root.format),
     ]
     out.console.print(facts(rows))
+
+
+def _ranks(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Who wrote it and where, unless it was one process to one place."""
+    from holdfast.cli import words
+
+    files = [file for part in checkpoint.parts for file in part.files]
+    volumes = {file.volume for file in files}
+    if checkpoint.world == 1 and volumes <= {None}:
+        return []
+    written = f"{words.count(checkpoint.world, 'rank')}, {words.count(len(files), 'shard')}"
+    if volumes <= {None}:
+        return [("written by", written)]
+    places = [
+        *(["the checkpoint's own"] if None in volumes else []),
+        *sorted(words.plain(volume) for volume in volumes if volume is not None),
+    ]
+    shown = ", ".join(places[:8]) + (f" {words.ELLIPSIS}" if len(places) > 8 else "")
+    return [("written by", f"{written} on {words.count(len(volumes), 'volume')}"), ("volumes", shown)]
 
 
 def _print_values(out: Session, checkpoint: Checkpoint, everything: bool) -> None:

@@ -77,6 +77,7 @@ def _document(report: Report) -> dict[str, object]:
         "intact": report.intact,
         "leaves": report.leaves,
         "nbytes": report.nbytes,
+        "files": report.files,
         "problems": report.problems,
         "strangers": report.strangers,
     }
@@ -90,6 +91,8 @@ def _print(out: Session, report: Report) -> None:
     name = words.plain(os.path.basename(report.path))
     if report.intact:
         amount = f"{words.count(report.leaves, 'leaf', 'leaves')}, {words.size(report.nbytes)}"
+        if report.files > 2:
+            amount += f" in {words.count(report.files, 'file')}"
         out.say(f"intact   {name}   {amount}", style="green")
     else:
         out.say(f"DAMAGED  {name}   {words.count(len(report.problems), 'problem')}", style="bold red")

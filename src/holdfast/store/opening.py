@@ -66,9 +66,9 @@ def _read_root(directory: str, path: str) -> Root:
     where = os.path.join(path, MANIFEST)
     try:
         with reading(where):
-            require_regular(os.path.join(directory, MANIFEST), where)
+            nbytes = require_regular(os.path.join(directory, MANIFEST), where).st_size
             with open(os.path.join(directory, MANIFEST), "rb") as file:
-                data = file.read(MAX_ROOT_NBYTES + 1)
+                data = file.read(min(nbytes, MAX_ROOT_NBYTES) + 1)
     except OSError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return _read_embedded(directory, path)

@@ -21,7 +21,10 @@ from holdfast.store.shards import Problem, request
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found. `strangers` are files that do not belong there: harmless, but not ours."""
+    """What `verify` found. `strangers` are files that do not belong there: harmless, but not ours.
+
+    `nbytes` counts the shards, `files` these and the manifest's.
+    """
 
     path: str
     step: int | None
