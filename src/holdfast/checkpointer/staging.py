@@ -78,6 +78,8 @@ class Staging:
                     leaf.shape,
                     leaf.framework,
                     Memory(base + piece.offset, leaf.nbytes, buffer),
+                    leaf.sharding,
+                    leaf.slot,
                 )
                 for leaf, piece in zip(chosen, pieces, strict=True)
             ]
