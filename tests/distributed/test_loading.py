@@ -1,4 +1,5 @@
-"""Loading together: every rank gets its state bit by bit, each byte is read once per node, all raise if one does.
+"""Loading together: every rank gets its state bit by bit, each byte is read once per node, all raise if one
+does.
 
 Many checks share a launch: starting a world takes longer than most of them.
 """

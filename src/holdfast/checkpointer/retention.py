@@ -1,12 +1,60 @@
-"""What a `Keep` has to choose from: the checkpoints of a run on disk."""
+"""Which checkpoints a run has, as its `Keep` sees them, and which of them go when one is added."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Sequence
 
-from holdfast.checkpointer.keep import Kept
-from holdfast.errors import CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint
-from holdfast.store import Checkpoint, list_steps, step_name
+from holdfast.checkpointer.keep import Keep, Kept
+from holdfast.errors import CorruptCheckpoint, ReadFailed, SaveFailed, UnsupportedCheckpoint
+from holdfast.store import Checkpoint, CheckpointInfo, FollowedRun, WritableRun, list_steps, step_name
+
+
+class Retention:
+    """The checkpoints of one run, while it is being written."""
+
+    def __init__(self, run: WritableRun | FollowedRun, keep: Keep, known: Sequence[Kept]) -> None:
+        self._run = run
+        self._keep = keep
+        self._known = list(known)
+        self._superseded: list[int] = []
+
+    @property
+    def newest(self) -> int | None:
+        return self._known[-1].step if self._known else None
+
+    def forget(self, step: int) -> None:
+        """One that turned out damaged takes no place among those to keep. It stays on disk to be looked at.
+        """
+        self._known = [item for item in self._known if item.step != step]
+
+    def supersede(self, steps: Sequence[int]) -> None:
+        """Training goes back on these: the next one that is added removes them."""
+        self._superseded = list(steps)
+
+    def add(self, info: CheckpointInfo) -> None:
+        """One that has just become durable; retires what is not to be kept any more."""
+        newest = info.step
+        # After going back to an older step, the one just saved is not the last by number; it stays anyway.
+        superseded = [step for step in self._superseded if step != newest]
+        self._superseded = []
+        others = [item for item in self._known if item.step not in (newest, *superseded)]
+        known = sorted([*others, Kept(newest, info.created, info.metrics)], key=lambda item: item.step)
+        stay = self._keep.chosen(known) | {newest}
+        gone = [item.step for item in known if item.step not in stay]
+        gone += [step for step in superseded if os.path.isdir(self._run.path_of(step))]
+        try:
+            self._run.retire(gone)
+        except SaveFailed as error:
+            # The save itself is durable. What could not be taken away stays a candidate for the next time.
+            warnings.warn(
+                f"step {newest} is saved, but an old checkpoint could not be retired: {error}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            gone = [step for step in gone if not os.path.isdir(self._run.path_of(step))]
+        self._known = [item for item in known if item.step not in gone]
 
 
 def history(run: str) -> list[Kept]:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 
 from holdfast.checkpointer.guard import Guard
@@ -24,18 +23,7 @@ from holdfast.engine import WriteJob
 from holdfast.errors import EngineTimeout, MutatedDuringSave, SaveFailed
 from holdfast.plan import ShardPlan
 from holdfast.state import LeafSource
-from holdfast.store import CheckpointInfo, Spare, Watch
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What is to be saved: these leaves, and how they become a checkpoint.
-
-    `commit` is given the target, files to write over, the leaves in their order, and who watches.
-    """
-
-    leaves: tuple[LeafSource, ...]
-    commit: Callable[[str, Spare | None, Sequence[Sequence[LeafSource]] | None, Watch], CheckpointInfo]
+from holdfast.store import CheckpointInfo, Watch
 
 
 class Saving(Watch):

@@ -14,6 +14,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
 
 from holdfast.engine import Tuning
 from holdfast.errors import RankFailed, RanksDisagree
@@ -29,6 +32,8 @@ from holdfast.store.together import Together
 from holdfast.store.unison import all_or_none
 from holdfast.store.watch import Watch
 from holdfast.team import Team, join
+
+_T = TypeVar("_T")
 
 
 def muster(what: str, together: bool | None, timeout: float) -> Team | None:
@@ -122,12 +127,13 @@ class Crew:
         with all_or_none(self.team, what, self.timeout):
             yield
 
-    def told(self, text: str) -> str:
-        """What the coordinator says, on every rank."""
+    def told(self, what: _T, kind: Any) -> _T:
+        """What the coordinator says, on every rank; `kind` is its type."""
         if self.team is None:
-            return text
-        data = text.encode("utf-8", "surrogateescape") if self.leads else None
-        return self.team.tell("told", data, self.timeout).decode("utf-8", "surrogateescape")
+            return what
+        data = self.team.tell("told", msgspec.msgpack.encode(what) if self.leads else None, self.timeout)
+        heard: _T = msgspec.msgpack.decode(data, type=kind)
+        return heard
 
     def signal(self, name: str) -> None:
         """Tells the coordinator that the training is asked to end."""

@@ -1,0 +1,54 @@
+"""What one save has to do: which leaves this rank writes, and how they become a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.checkpointer.retention import ids
+from holdfast.state import LeafSource, flatten
+from holdfast.store import CheckpointInfo, Commit, Conversation, Crew, Spare, Watch
+
+Groups = Sequence[Sequence[LeafSource]]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be saved: these leaves, and how they become a checkpoint.
+
+    `commit` is given the target, files to write over, the leaves in their order, and who watches.
+    """
+
+    leaves: tuple[LeafSource, ...]
+    commit: Callable[[str, Spare | None, Groups | None, Watch], CheckpointInfo]
+
+
+def take_apart(
+    crew: Crew, state: object, run: str, step: int, metrics: Mapping[str, float], talk: Conversation | None
+) -> Work:
+    """The state as it is now, as far as this rank writes it."""
+    if not crew.needed:
+        flat = flatten(state)
+
+        def alone(target: str, spare: Spare | None, groups: Groups | None, watch: Watch) -> CheckpointInfo:
+            commit = Commit(target, step, metrics, crew.way.tuning, spare, overwrite=True)
+            return commit.run(flat, groups, watch)
+
+        return Work(flat.leaves, alone)
+    ready = crew.prepare(state, talk)
+    live = ids(run) if crew.leads and crew.way.volumes else ()
+
+    def together(target: str, spare: Spare | None, groups: Groups | None, watch: Watch) -> CheckpointInfo:
+        return crew.commit(
+            ready,
+            target,
+            step,
+            metrics,
+            groups=groups,
+            watch=watch,
+            spare=spare,
+            overwrite=True,
+            live=live,
+        )
+
+    return Work(ready.share.fragments, together)
