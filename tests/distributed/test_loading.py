@@ -189,6 +189,38 @@ def _layouts(path: str) -> dict[str, int]:
     return found
 
 
+def _tied(path: str) -> int:
+    """One array under two names in the checkpoint; in the targets it lies in two ways, or in one."""
+    rank = _Rank(path)
+    wanted = _embedding()
+    mesh = DeviceMesh("cpu", list(range(4)))
+
+    def spread(placement: Any) -> Any:
+        local = distribute_tensor(wanted, mesh, [placement], src_data_rank=None).to_local()
+        zeros = torch.zeros_like(local)
+        return DTensor.from_local(
+            zeros, mesh, [placement], run_check=False, shape=wanted.shape, stride=(64, 1)
+        )
+
+    def load(first: Any, second: Any) -> None:
+        loaded = rank.load({"in": {"w": first}, "out": {"w": second}}, verify=False)
+        assert _same(loaded["in"]["w"], wanted)
+        assert _same(loaded["out"]["w"], wanted)
+
+    load(spread(Shard(0)), spread(Shard(1)))
+    load(spread(Replicate()), spread(Shard(0)))
+    load(spread(Shard(0)), torch.zeros_like(wanted))
+    load(torch.zeros_like(wanted), spread(Shard(1)))
+    one = spread(Shard(0))
+    with _counted() as sizes:
+        load(one, one)
+    return sum(sizes)
+
+
+def _embedding() -> torch.Tensor:
+    return torch.arange(37 * 64, dtype=torch.float32).reshape(37, 64)
+
+
 def _names(rank: int) -> list[str]:
     return [name for n, name in enumerate(_state()["model"]) if n % 2 == rank // 2 or name == "big"]
 
@@ -289,6 +321,12 @@ def test_layouts_are_bit_exact_and_read_once_per_node(saved: str) -> None:
     assert sum(item["two nodes"] for item in found[2:]) == total
     # Nobody reads it all for the others.
     assert max(item["ddp"] for item in found) < 0.4 * total
+
+
+def test_tied_arrays_may_lie_differently_in_the_target(tmp_path: Path) -> None:
+    embedding = _embedding()
+    holdfast.save(tmp_path / "tied", {"in": {"w": embedding}, "out": {"w": embedding}})
+    assert sum(values(launch(4, _tied, str(tmp_path / "tied")))) == embedding.nbytes
 
 
 def test_leaves_of_some_ranks_only(saved: str) -> None:
