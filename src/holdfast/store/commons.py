@@ -69,23 +69,31 @@ def commons_of(views: Mapping[View, Sequence[int]]) -> list[Common]:
     """The leaves that can be shared, from each different view of what is wanted and the ranks that have it.
 
     In the order of the lowest ranks' views, the same on all ranks. A leaf that is wanted in several ways is
-    there several times, once for those who want it in each of them.
+    there several times, once for those who want it in each of them. Takes time in the number of leaves, and
+    in that of ranks for each different kind of them only.
     """
-    holders: dict[Seen, list[int]] = {}
-    for view, ranks in sorted(views.items(), key=lambda entry: min(entry[1])):
+    ordered = sorted(views.items(), key=lambda entry: min(entry[1]))
+    listed_in: dict[Seen, list[int]] = {}
+    for number, (view, _) in enumerate(ordered):
         for seen in view:
-            holders.setdefault(seen, []).extend(ranks)
+            listed_in.setdefault(seen, []).append(number)
     meshes: dict[tuple[int, ...], Mesh] = {}
+    complete: dict[tuple[Spread, tuple[int, ...], tuple[int, ...]], bool] = {}
     found: list[Common] = []
-    for seen, listed in holders.items():
-        ranks = tuple(sorted(listed))
+    for seen, numbers in listed_in.items():
+        holders = tuple(numbers)
+        if holders not in meshes:
+            meshes[holders] = Mesh.of(sorted(rank for number in holders for rank in ordered[number][1]))
         if seen.spread is not None:
             layout = LeafLayout(seen.name, seen.dtype, seen.shape, (seen.spread,), seen.framework)
             # Without a rank of the mesh that has some of it, the others cannot count on the plan.
-            if set(_having(layout, seen.spread)) <= set(ranks):
+            kind = seen.spread, seen.shape, holders
+            if kind not in complete:
+                complete[kind] = set(_having(layout, seen.spread)) <= set(meshes[holders].ranks().tolist())
+            if complete[kind]:
                 found.append(Common(seen, layout, (0,) * len(seen.shape)))
         elif len(seen.boxes) <= 1:
-            spread = Spread(meshes.setdefault(ranks, Mesh.of(ranks)))
+            spread = Spread(meshes[holders])
             shape, origin = seen.shape, (0,) * len(seen.shape)
             if seen.boxes:
                 shape, origin = seen.boxes[0].shape, seen.boxes[0].start
