@@ -11,9 +11,12 @@ import pytest
 from distributed.launcher import launch, values
 from holdfast.engine import Memory, Produced, Strided
 from holdfast.errors import RankFailed, RanksDisagree
+from holdfast.plan.fragments import seen
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
+from holdfast.plan.world import merge_views
 from holdfast.state import LeafSource, flatten
-from holdfast.team import Team, join, replicas
+from holdfast.state.per_rank import per_rank
+from holdfast.team import Team, exchange_views, join, replicas
 from holdfast.team.replicas import array_digest, check_replicas, differing, structure_digest, values_digest
 
 
@@ -153,6 +156,43 @@ def test_copies_that_differ_are_named_on_all_ranks_alike() -> None:
     assert len(set(many)) == 1
     assert many[0][2] == (1, 2, 3)
     assert "the copy of rank 1 differs from that of rank 0 and from rank 2 and from rank 3" in many[0][0]
+
+
+def _hybrid() -> list[str | None]:
+    """Sharded and replicated by torch; then one bit of one rank's shard, and one of a buffer."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    team = join("replicas", 20.0)
+    assert team is not None
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    whole = torch.arange(70, dtype=torch.float32).reshape(7, 10)
+    sharded = distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None)
+    state = {"w": sharded, "b": torch.full((5,), float("nan")), "own": per_rank(torch.tensor(team.rank))}
+    found: list[str | None] = []
+    for damage in (None, sharded.to_local(), state["b"]):
+        if damage is not None and team.rank == 3:
+            damage.view(torch.int32)[0] ^= 1
+        leaves = flatten(state, team.rank).leaves
+        view = tuple(
+            seen(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding) for leaf in leaves
+        )
+        layouts = merge_views(exchange_views(team, view, 20.0))
+        try:
+            check_replicas(team, leaves, layouts, 20.0)
+            found.append(None)
+        except RanksDisagree as error:
+            found.append(str(error))
+    return found
+
+
+def test_replicas_of_shards_are_compared_with_each_other() -> None:
+    for equal, one, both in values(launch(4, _hybrid)):
+        assert equal is None
+        assert "w: the copy of rank 3 differs from that of rank 1" in one
+        assert "b:" not in one
+        assert "b: the copy of rank 3 differs from that of ranks 0, 1, 2" in both
 
 
 def _absent() -> tuple[int, ...]:
