@@ -8,6 +8,7 @@ same older checkpoint.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import msgspec
 
@@ -38,17 +39,20 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of(cls, rank: int, error: Exception) -> Failure:
-        filename = getattr(error, "filename", None)
-        return cls(
-            rank=rank,
-            text=(getattr(error, "reason", None) or str(error) or type(error).__name__)[:_MAX_TEXT],
-            kind=_kind(error),
-            incomplete=isinstance(error, IncompleteCheckpoint),
-            path=getattr(error, "path", None) or (filename if isinstance(filename, str) else None),
-            leaf=getattr(error, "leaf", None),
-            errno=getattr(error, "errno", None),
-            ranks=tuple(error.ranks) if isinstance(error, RankFailed) else (),
-        )
+        if isinstance(error, CorruptCheckpoint):
+            return cls(
+                rank=rank,
+                text=_text(error.reason),
+                kind=_kind(error),
+                incomplete=isinstance(error, IncompleteCheckpoint),
+                path=_text(error.path),
+                leaf=_text(error.leaf),
+            )
+        text = _text(str(error) or type(error).__name__)
+        if isinstance(error, ReadFailed):
+            path = _text(error.filename) if isinstance(error.filename, str) else None
+            return cls(rank=rank, text=text, kind=_kind(error), path=path, errno=error.errno)
+        return cls(rank=rank, text=text, ranks=error.ranks if isinstance(error, RankFailed) else ())
 
     def error(self) -> HoldfastError:
         """What the other ranks raise."""
@@ -91,6 +95,15 @@ def give_up(failures: Sequence[Failure], error: Exception | None) -> None:
     if error is not None and _kind(error) == worst.kind:
         raise error
     raise worst.error() from error
+
+
+@overload
+def _text(text: str) -> str: ...
+@overload
+def _text(text: None) -> None: ...
+def _text(text: str | None) -> str | None:
+    """Text that fits a message: names of files need not be UTF-8."""
+    return None if text is None else text[:_MAX_TEXT].encode("utf-8", "backslashreplace").decode()
 
 
 def _kind(error: Exception) -> str:
