@@ -11,10 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.errors import StateMismatch, UnsupportedState
+from holdfast.format.geometry import Box
 from holdfast.state import LeafSource, Sharding, flatten
 
 from .support import save
@@ -140,6 +142,60 @@ def test_a_dtensor_and_its_own_part_are_two_leaves_and_come_back() -> None:
         wholes = {"whole": np.float32([5, 6, 7, 8]), "part": np.float32([7, 8])}
         restore_parts(state, as_saved(flat, wholes), wholes, 1)
         assert tensor._local_tensor.tolist() == [7, 8]
+
+
+# --- without a mesh -----------------------------------------------------------------------------------------
+
+
+def boxed(shape: tuple[int, ...], boxes: list[Box], rank: int = 0) -> Any:
+    """A ShardedTensor of zeros; `boxes` are on this rank."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+
+    here = [ShardMetadata(list(b.start), list(b.shape), f"rank:{rank}/cpu") for b in boxes]
+    # What is not here is said to be on the next rank, in one piece after the other.
+    left = [ShardMetadata([at, 0], [1, shape[1]], f"rank:{rank + 1}/cpu") for at in range(shape[0])]
+    taken = {at for b in boxes for at in range(b.start[0], b.stop[0])}
+    metadata = ShardedTensorMetadata(
+        [*here, *(m for m in left if m.shard_offsets[0] not in taken)],
+        torch.Size(shape),
+        TensorProperties(dtype=torch.float32),
+    )
+    shards = [LocalShard(torch.zeros(m.shard_sizes), m) for m in here]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata)
+
+
+def test_a_sharded_tensor_is_the_box_that_is_here() -> None:
+    with world(0, 2):
+        tensor = boxed((4, 3), [Box((1, 0), (2, 3))])
+        flat = flatten({"w": tensor})
+        (leaf,) = flat.leaves
+        assert (leaf.shape, leaf.whole_shape) == ((2, 3), (4, 3))
+        assert leaf.sharding == Sharding((4, 3), box=Box((1, 0), (2, 3)))
+        local = tensor.local_shards()[0].tensor
+        assert leaf.source.address == local.data_ptr()
+        wholes = {"w": numbers((4, 3)).numpy()}
+        made = restore_parts({"w": tensor}, as_saved(flat, wholes), wholes, 0)
+        assert list(made.parts) == ["w"]
+        assert local.tolist() == [[3, 4, 5], [6, 7, 8]]
+
+
+def test_a_sharded_tensor_with_nothing_here_has_a_node_only() -> None:
+    with world(0, 2):
+        tensor = boxed((4, 3), [])
+        flat = flatten({"w": tensor})
+        assert (flat.tree, flat.leaves) == ({"w": {"$leaf": "w"}}, ())
+        wholes = {"w": numbers((4, 3)).numpy()}
+        assert not restore_parts({"w": tensor}, as_saved(flat, wholes), wholes, 0).destinations
+
+
+def test_a_sharded_tensor_in_several_pieces_here_is_refused() -> None:
+    with world(0, 2):
+        tensor = boxed((4, 3), [Box((0, 0), (1, 3)), Box((2, 0), (1, 3))])
+        with pytest.raises(UnsupportedState, match=r"w.*2 shards on this rank"):
+            flatten({"w": tensor})
 
 
 # --- restoring ----------------------------------------------------------------------------------------------
@@ -302,7 +358,10 @@ def test_sharded_trainings_resume_from_a_plain_one(
             optimizer.step()
         memory = {name: local_of(p).data_ptr() for name, p in net.named_parameters()}
         monkeypatch.setattr(nn.Module, "load_state_dict", _must_not_be_called)
-        made = _restore_bytes({"net": net, "optimizer": optimizer}, saved, rank)
+        with CommDebugMode() as talk:
+            made = _restore_bytes({"net": net, "optimizer": optimizer}, saved, rank)
+            flatten({"net": net, "optimizer": optimizer})
+        assert talk.get_total_counts() == 0
         assert {name: local_of(p).data_ptr() for name, p in net.named_parameters()} == memory
         assert optimizer.param_groups[0]["lr"] == 0.1
         assert all(name.endswith(".step") for name in made.fresh), "read whole"

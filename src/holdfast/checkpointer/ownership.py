@@ -22,6 +22,7 @@ import numpy as np
 
 from holdfast.engine import Memory, Strided
 from holdfast.state import LeafSource
+from holdfast.state.per_rank import PerRank
 from holdfast.state.sharded import local_tensor
 from holdfast.state.torch_objects import is_module, is_optimizer, is_zero, modules_in, optimizers_in
 
@@ -193,6 +194,8 @@ def _arrays(x: object) -> Iterator[Any]:
     elif isinstance(x, (list, tuple)):
         for item in x:
             yield from _arrays(item)
+    elif isinstance(x, PerRank):
+        yield from _arrays(x.value)
     elif is_module(x):
         yield from x.parameters()  # type: ignore[attr-defined]
         yield from x.buffers()  # type: ignore[attr-defined]
@@ -223,6 +226,8 @@ def _tensors(value: object) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
+    elif isinstance(value, PerRank):
+        yield from _tensors(value.value)
 
 
 def _extent(array: Any) -> tuple[str, int, int]:

@@ -177,10 +177,10 @@ def _plan_entry(restore: Restore, own: Any, key: Any, node: Node, parameter: Any
         dtype, shape = array_type(tensor, place)
         if (dtype, shape) == (meta.dtype, tuple(meta.shape)):
             return restore.plan_leaf(tensor, name, place)
-        if tuple(meta.shape) != shape == tuple(parameter.shape):
+        if tuple(meta.shape) != shape == sharded.whole_shape(parameter, place):
             return restore.wrong(name, str(meta), tensor, describe(dtype, shape))
     model = tensor if sharded.is_sharded(tensor) else parameter
-    if sharded.is_sharded(model) and tuple(meta.shape) == tuple(model.shape):
+    if sharded.is_sharded(model) and tuple(meta.shape) == sharded.whole_shape(model, place):
         return restore.plan_leaf(sharded.like(model, meta.dtype), name, place)
     return restore.plan_new(node)
 

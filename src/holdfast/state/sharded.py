@@ -28,9 +28,21 @@ class Held:
     sharding: Sharding
 
 
-Shardings = dict[tuple[Any, ...], tuple[Sharding, bool]]
-"""By mesh, placements and shape: the sharding, and whether this rank is in the mesh. Thousands of tensors
-share a few of them."""
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What DTensors of one shape, mesh and placements have in common."""
+
+    sharding: Sharding
+    here: bool
+    """Whether this rank is in the mesh."""
+    mesh: Any
+    """Held, because it is known by its identity."""
+    plain: type
+    """The class of tensors without more to them."""
+
+
+Shardings = dict[tuple[Any, ...], _Layout]
+"""By mesh, placements and shape. Thousands of tensors share a few of them."""
 
 
 _Look = Callable[[Any, str, Shardings], Held]
@@ -63,6 +75,18 @@ def is_sharded(value: object) -> bool:
     return type(value) in sharded_types()
 
 
+def whole_shape(value: Any, place: str) -> tuple[int, ...]:
+    """The shape of an array, also of one that is spread over ranks."""
+    found = held(value, place)
+    return tuple(value.shape) if found is None else found.sharding.shape
+
+
+def element_type(value: Any) -> Any:
+    """The torch dtype of a tensor that is spread over ranks, wherever its elements are."""
+    # ShardedTensor warns that it is old whenever it is asked for something.
+    return value.dtype if is_dtensor(value) else value.metadata().tensor_properties.dtype
+
+
 def local_tensor(value: Any) -> Any:
     """The memory that an array has here: the part of one that is spread, else the array itself.
 
@@ -88,22 +112,26 @@ def memory_identity(tensor: Any) -> tuple[Any, ...]:
 
 
 def _held_of_dtensor(value: Any, place: str, known: Shardings) -> Held:
-    mesh, placements, shape = value.device_mesh, value.placements, tuple(value.shape)
-    key = mesh, placements, shape
+    spec = value._spec
+    mesh, placements, shape = spec.mesh, spec.placements, spec.shape
+    key = id(mesh), placements, shape
     found = known.get(key)
     if found is None:
         sharding = Sharding(
-            shape,
+            tuple(shape),
             tuple(mesh.mesh.shape),
             tuple(mesh.mesh.flatten().tolist()),
-            tuple(_placement(placement, len(shape), value, place) for placement in placements),
+            tuple(_placement(placement, value, place) for placement in placements),
         )
-        found = known[key] = sharding, mesh.get_coordinate() is not None
-    sharding, here = found
-    return Held(_plain(value._local_tensor, place) if here else None, sharding)
+        here = mesh.get_coordinate() is not None
+        found = known[key] = _Layout(sharding, here, mesh, sys.modules["torch"].Tensor)
+    if not found.here:
+        return Held(None, found.sharding)
+    local = value._local_tensor
+    return Held(local if type(local) is found.plain else _plain(local, place), found.sharding)
 
 
-def _placement(placement: Any, ndim: int, value: Any, place: str) -> tuple[int, int] | None:
+def _placement(placement: Any, value: Any, place: str) -> tuple[int, int] | None:
     if placement.is_replicate():
         return None
     if placement.is_partial():
@@ -112,6 +140,7 @@ def _placement(placement: Any, ndim: int, value: Any, place: str) -> tuple[int, 
             "a DTensor with a Partial placement is a sum that has not been computed yet. Redistribute it to "
             "Replicate or Shard first",
         )
+    ndim = value.ndim
     axis = getattr(placement, "dim", None)
     factor = getattr(placement, "split_factor", 1)  # that of _StridedShard
     if type(axis) is not int or type(factor) is not int or not -ndim <= axis < ndim:

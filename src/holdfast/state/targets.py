@@ -38,7 +38,7 @@ def array_type(target: Any, place: str) -> tuple[str, tuple[int, ...]]:
         if part is None:
             return torch_arrays.tensor_type(target, place)
         if part.tensor is None:
-            return torch_arrays.logical_name(target.dtype, place), part.sharding.shape
+            return torch_arrays.logical_name(sharded.element_type(target), place), part.sharding.shape
         return torch_arrays.tensor_type(part.tensor, place)[0], part.sharding.shape
     dtype = arrays.logical_name(target.dtype)
     if dtype is None or type(target) not in (np.ndarray, np.memmap):
