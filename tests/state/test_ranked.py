@@ -8,7 +8,7 @@ from tests.distributed.launcher import launch, values
 from .ranked import LAYOUTS, from_layout_to_layouts
 
 
-@pytest.mark.parametrize("source", LAYOUTS)
-def test_every_layout_resumes_from_this_one(source: str) -> None:
-    for wrong in values(launch(2, from_layout_to_layouts, source, LAYOUTS, timeout=100)):
+@pytest.mark.parametrize(("source", "ranks"), [*((layout, 2) for layout in LAYOUTS), ("fsdp2", 3)])
+def test_every_layout_resumes_from_this_one(source: str, ranks: int) -> None:
+    for wrong in values(launch(ranks, from_layout_to_layouts, source, LAYOUTS, timeout=100)):
         assert not wrong
