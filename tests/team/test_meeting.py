@@ -54,17 +54,17 @@ def _different_purposes(timeout):
 
 
 def test_ranks_that_come_for_different_purposes_learn_what_the_others_are_at():
-    coordinator, *others = values(launch(3, _different_purposes, 0.5, timeout=30))
+    coordinator, *others = values(launch(3, _different_purposes, 1.0, timeout=30))
     assert coordinator == (
         (
-            "ranks 1, 2 did not come to the meeting for save to /here within 0.5 s; "
+            "ranks 1, 2 did not come to the meeting for save to /here within 1 s; "
             "rank 1 is at: meeting for Checkpointer /there; rank 2 is at: meeting for Checkpointer /there",
             (1, 2),
         ),
         True,
     )
     for (message, ranks), works in others:
-        assert message.startswith("rank 0 did not open the meeting for Checkpointer /there within 0.5 s")
+        assert message.startswith("rank 0 did not open the meeting for Checkpointer /there within 1 s")
         assert ranks == (0,)
         assert works
 
@@ -88,7 +88,7 @@ def _misses(timeout):
 
 
 def test_a_rank_that_missed_a_meeting_finds_the_next():
-    assert values(launch(3, _misses, 0.5, timeout=60)) == [[(2,), (1,)], [(2,), (0,)], [(0,), (1,)]]
+    assert values(launch(3, _misses, 1.0, timeout=60)) == [[(2,), (1,)], [(2,), (0,)], [(0,), (1,)]]
 
 
 def _give_up(mail_key):

@@ -2,7 +2,9 @@
 
 Rank 0 coordinates: what concerns everybody is collected and decided by it, and read from it. Each such *call*
 has a key, and the next number of that key, counted on every rank: all ranks make the calls of a key in the
-same order. No call is a collective; each has a time-out, after which those that are left get `RankFailed`.
+same order. A rank that may leave a call out, because it failed before, needs keys that say what the call is
+about (the step): it would take the verdict it has missed for that of the next call. No call is a collective;
+each has a time-out, after which those that are left get `RankFailed`.
 
 Nothing stays behind in the store: a rank removes its message when it has read what the coordinator made of
 it, and says that it has; the coordinator removes its own when everybody has.
