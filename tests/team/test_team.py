@@ -87,6 +87,38 @@ def test_a_team_tells_agrees_and_exchanges(store):
         assert sizes == [(1 << 22, (0, 1)), (1 << 20, (2,))]
 
 
+def _far_behind(turns):
+    """The coordinator tells more than it is allowed to keep, before anybody reads."""
+    team = _join()
+    if team.rank != 0:
+        team.mail.read("number/60/verdict", 20)
+    told = [team.tell("number", b"%d" % turn if team.rank == 0 else None, 20) for turn in range(turns)]
+    team.close()
+    team.close()
+    return told
+
+
+def test_nothing_that_is_told_is_lost_however_far_a_rank_is_behind():
+    assert values(launch(2, _far_behind, 200, timeout=40)) == [[b"%d" % turn for turn in range(200)]] * 2
+
+
+def _announce_and_die():
+    team = _join()
+    if team.rank == 1:
+        # What `exchange` does, up to the announcement.
+        team.mail.post("e/1/from/1", b"0123456789abcdef1")
+        team.mail.read("e/1/verdict", 20)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _failure(team.exchange, "e", b"x", 1.0)
+
+
+def test_a_rank_that_dies_in_the_middle_of_an_exchange_is_named_by_all():
+    first, _, last = launch(3, _announce_and_die, timeout=30)
+    for message, ranks in values([first, last]):
+        assert message.startswith("rank 1 did not send what was announced within 1 s")
+        assert ranks == (1,)
+
+
 def _failing_decisions():
     team = _join()
 
@@ -104,6 +136,12 @@ def _failing_decisions():
         out = []
     else:
         out = [_failure(team.agree, "a", b"1", disagree, 20), _failure(team.agree, "a", b"1", break_down, 20)]
+    if team.rank == 0:
+        with pytest.raises(ValueError, match="a message of"):
+            team.agree("a", b"0", lambda found: os.urandom(9 << 20), 20)
+    else:
+        out.append(_failure(team.agree, "a", b"1", break_down, 20))
+        assert "ValueError: a message of" in out.pop()[0]
     after = team.agree("a", b"x", lambda found: b"goes on", 20)
     team.close()
     return out, after

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -28,7 +28,7 @@ from holdfast.team.mail import Mail, Silence
 from holdfast.team.meeting import GRACE_SECONDS, Board, Met, meet, name_ranks, purpose_prefix
 
 _MOST_UNREAD: Final = 64
-"""Calls whose results somebody has not read yet. Who is further behind will not come any more."""
+"""Calls whose results somebody has not read yet: the coordinator waits for those that are further behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,18 @@ class _Table(msgspec.Struct, frozen=True):
     entries: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Unread:
-    """Messages of the coordinator, to be removed when the others have read them."""
+    """A call whose messages are to be removed when all others have read them."""
 
-    readers: str
-    keys: list[str] = field(default_factory=list)
+    call: str
+    blobs: tuple[str, ...]
+    whole: bool
+    """Whether everybody was heard of, and so can be expected to read."""
+
+    @property
+    def keys(self) -> list[str]:
+        return [*(f"{self.call}/{end}" for end in ("verdict", "read", "done")), *self.blobs]
 
 
 class Team:
@@ -80,8 +86,10 @@ class Team:
         self._home = home
         self._board = board
         self._lock = threading.Lock()
+        self._cleaning = threading.Lock()
         self._calls: dict[str, int] = {}
         self._unread: deque[_Unread] = deque()
+        self._closed = False
 
     @property
     def is_coordinator(self) -> bool:
@@ -93,13 +101,14 @@ class Team:
         return self.topology.peers(self.rank)
 
     def tell(self, key: str, data: bytes | None, timeout: float) -> bytes:
-        """The coordinator's data, on every rank. Only the coordinator gives any, and it does not wait."""
-        call = self._next_call(key)
+        """The coordinator's data, on every rank; others give None. It waits only for who is far behind."""
         if not self.is_coordinator:
-            return self._hear(call, timeout)
+            return self._hear(self._next_call(key), timeout)
         if data is None:
             raise ValueError("the coordinator has to give the data that it tells")
-        self._pronounce(call, _Verdict(data))
+        call = self._next_call(key)
+        self._post(call, _Verdict(data))
+        self._retire(_Unread(call, (), True), timeout)
         return data
 
     def agree(
@@ -117,11 +126,13 @@ class Team:
         heard = self._collect(call, timeout)
         try:
             data = decide([mine, *(heard.get(rank) for rank in range(1, self.world))])
+            self._post(call, _Verdict(data))
         except BaseException as error:
             text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
-            self._pronounce(call, _Verdict(failure=f"rank 0: {text}", ranks=getattr(error, "ranks", (0,))))
+            self._post(call, _Verdict(failure=f"rank 0: {text}", ranks=tuple(getattr(error, "ranks", (0,)))))
             raise
-        self._pronounce(call, _Verdict(data))
+        finally:
+            self._retire(_Unread(call, (), len(heard) == self.world - 1), timeout)
         return data
 
     def exchange(self, key: str, mine: bytes, timeout: float) -> dict[bytes, tuple[int, ...]]:
@@ -131,7 +142,7 @@ class Team:
         from its own. `RankFailed` on all ranks when one is not heard of.
         """
         call = self._next_call(key)
-        name = f"{digest(mine)}{len(mine):x}"
+        name = _blob_name(mine)
         if self.is_coordinator:
             table = self._tabulate(call, name, timeout)
             self._post(call, _Verdict(msgspec.msgpack.encode(table)))
@@ -140,16 +151,14 @@ class Team:
         try:
             if any(ranks[0] == self.rank for _, ranks in table.entries):
                 self.mail.post(f"{call}/blob/{name}", mine)
-            return {
-                mine if other == name else self._blob(call, other, ranks, timeout): ranks
-                for other, ranks in table.entries
-            }
+            return self._blobs(call, {name: mine}, table, timeout)
         finally:
             # Not before all of it was read here, too: another thread's call might remove it.
             if self.is_coordinator:
-                self._retire(call, [f"{call}/blob/{other}" for other, _ in table.entries])
+                blobs = tuple(f"{call}/blob/{other}" for other, _ in table.entries)
+                self._retire(_Unread(call, blobs, True), timeout)
             else:
-                self.mail.count(f"{call}/read")
+                self._acknowledge(call)
 
     def say(self, what: str) -> None:
         """What this rank is at, for the error messages of others."""
@@ -161,10 +170,14 @@ class Team:
 
     def close(self) -> None:
         """Leave. The last one to leave removes what is left of the team's messages."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         try:
             if self.is_coordinator:
-                with self._lock:
-                    rest = [key for unread in self._unread for key in (unread.readers, *unread.keys)]
+                with self._cleaning:
+                    rest = [key for unread in self._unread for key in unread.keys]
                 self.mail.post("rest", msgspec.msgpack.encode(rest))
             if self.mail.count("left") == self.world:
                 rest = _decode(self.mail.read("rest", 0.0), list[str], "rest")
@@ -180,32 +193,30 @@ class Team:
             number = self._calls[key] = self._calls.get(key, 0) + 1
         return f"{key}/{number}"
 
-    def _pronounce(self, call: str, verdict: _Verdict) -> None:
-        self._post(call, verdict)
-        self._retire(call)
-
     def _post(self, call: str, verdict: _Verdict) -> None:
         self.mail.post(f"{call}/verdict", msgspec.msgpack.encode(verdict))
 
-    def _retire(self, call: str, also: Sequence[str] = ()) -> None:
-        """Keep in mind to remove the messages of a call, and remove those of earlier ones."""
-        with self._lock:
-            before = list(self._unread)
-            self._unread.append(_Unread(f"{call}/read", [f"{call}/verdict", *also]))
-        self._clean(before)
+    def _acknowledge(self, call: str) -> None:
+        """Say that this rank has read all it needs; the last one says so for all."""
+        if self.mail.count(f"{call}/read") == self.world - 1:
+            self.mail.post(f"{call}/done", b"")
 
-    def _clean(self, unread: Sequence[_Unread]) -> None:
-        """Remove what everybody has read; two calls are looked at, so each call does as much as the next."""
-        for position, entry in enumerate(unread):
-            over = len(unread) - position >= _MOST_UNREAD
-            if position >= 2 and not over:
-                return
-            if over or self.mail.count(entry.readers, 0) >= self.world - 1:
-                with self._lock:
-                    if entry not in self._unread:
-                        continue
+    def _retire(self, ended: _Unread, timeout: float) -> None:
+        """Keep in mind to remove the messages of a call, and remove those of earlier ones.
+
+        Two of them are looked at, so that each call does as much as the next.
+        """
+        with self._cleaning:
+            earlier = list(self._unread)
+            self._unread.append(ended)
+            for position, entry in enumerate(earlier):
+                over = len(earlier) - position >= _MOST_UNREAD
+                if position >= 2 and not over:
+                    return
+                done = self.mail.collect([f"{entry.call}/done"], timeout if over and entry.whole else 0.0)
+                if done or over:
                     self._unread.remove(entry)
-                self.mail.forget([entry.readers, *entry.keys])
+                    self.mail.forget(entry.keys)
 
     def _collect(self, call: str, timeout: float) -> dict[int, bytes]:
         keys = {f"{call}/from/{rank}": rank for rank in range(1, self.world)}
@@ -227,11 +238,10 @@ class Team:
                 f"rank 0 was not heard of within {timeout:g} s{self._board.describe((0,))}", ranks=(0,)
             ) from None
         verdict: _Verdict = _decode(data, _Verdict, call)
+        if done or verdict.failure:
+            self._acknowledge(call)
         if verdict.failure:
-            self.mail.count(f"{call}/read")
             raise RankFailed(verdict.failure, ranks=verdict.ranks)
-        if done:
-            self.mail.count(f"{call}/read")
         return verdict.data
 
     def _tabulate(self, call: str, name: str, timeout: float) -> _Table:
@@ -240,26 +250,31 @@ class Team:
         if missing:
             failure = f"{name_ranks(missing)} {'were' if len(missing) > 1 else 'was'} not heard of within "
             failure += f"{timeout:g} s{self._board.describe(missing)}"
-            self._pronounce(call, _Verdict(failure=failure, ranks=missing))
+            self._post(call, _Verdict(failure=failure, ranks=missing))
+            self._retire(_Unread(call, (), False), timeout)
             raise RankFailed(failure, ranks=missing)
         by_name: dict[str, list[int]] = {name: [0]}
         for rank in range(1, self.world):
             by_name.setdefault(heard[rank].decode(errors="replace"), []).append(rank)
         return _Table(tuple((other, tuple(ranks)) for other, ranks in by_name.items()))
 
-    def _blob(self, call: str, name: str, ranks: tuple[int, ...], timeout: float) -> bytes:
-        first = ranks[0]
-        try:
-            data = self.mail.read(f"{call}/blob/{name}", timeout)
-        except Silence:
+    def _blobs(
+        self, call: str, mine: dict[str, bytes], table: _Table, timeout: float
+    ) -> dict[bytes, tuple[int, ...]]:
+        """The messages that a table lists; `mine` is here already."""
+        keys = {f"{call}/blob/{name}": name for name, _ in table.entries if name not in mine}
+        found = mine | {keys[key]: data for key, data in self.mail.collect(list(keys), timeout).items()}
+        silent = tuple(ranks[0] for name, ranks in table.entries if name not in found)
+        if silent:
             raise RankFailed(
-                f"rank {first} did not send what it said it has within {timeout:g} s"
-                f"{self._board.describe((first,))}",
-                ranks=(first,),
-            ) from None
-        if f"{digest(data)}{len(data):x}" != name:
-            raise RankFailed(f"rank {first} sent other data than it said it has", ranks=(first,))
-        return data
+                f"{name_ranks(silent)} did not send what was announced within {timeout:g} s"
+                f"{self._board.describe(silent)}",
+                ranks=silent,
+            )
+        for name, ranks in table.entries:
+            if _blob_name(found[name]) != name:
+                raise RankFailed(f"rank {ranks[0]} sent other data than it announced", ranks=ranks[:1])
+        return {found[name]: ranks for name, ranks in table.entries}
 
 
 def join(purpose: str, timeout: float) -> Team | None:
@@ -282,6 +297,10 @@ def join(purpose: str, timeout: float) -> Team | None:
     except BaseException:
         mail.close()
         raise
+
+
+def _blob_name(data: bytes) -> str:
+    return f"{digest(data)}{len(data):x}"
 
 
 def _default_store() -> Any:
