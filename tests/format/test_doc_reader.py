@@ -26,6 +26,12 @@ from holdfast.format.manifest import (
     shard_name,
 )
 from holdfast.format.shard import HeaderEntry, build_header, parse_header
+from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.ranks import WritePlan
+from holdfast.plan.topology import Topology
+from holdfast.state.node import localized
+from plan.worlds import random_state
+from store.several import Own, write_several
 
 from . import making
 
@@ -152,3 +158,43 @@ def test_the_reader_in_the_doc_joins_the_fragments_of_several_ranks(
     (tmp_path / ref.file).write_bytes(encode_part(parts[0]))
     with pytest.raises(ValueError, match="not the part"):
         reader.read_checkpoint(tmp_path)
+
+
+def test_the_reader_in_the_doc_reads_what_several_ranks_saved(
+    reader: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Against the real reader: arrays in pieces on two volumes, trees that differ, state of one rank."""
+    leaves = [
+        LeafLayout("m.w", "F32", (30, 7), (Spread(Mesh.grid(3), (Split(1, 0),)),), "numpy"),
+        LeafLayout("m.b", "I64", (20,), (Spread(Mesh.grid(2, first=1)),), "numpy"),
+        LeafLayout("m.none", "F16", (0, 4), (Spread(Mesh.grid(3)),), "numpy"),
+    ]
+    state = random_state(leaves, 5)
+    first = {
+        "m": {"$odict": [["w", {"$leaf": "m.w"}], ["none", {"$leaf": "m.none"}]]},
+        "opt": {"state": {"w": 1}, "param_groups": [{"lr": 0.5, "params": ["w"]}]},
+        "own": {"$per_rank": "own"},
+    }
+    second = {
+        "m": {"$odict": [["b", {"$leaf": "m.b"}], ["tied", {"$leaf": "m.tied"}]]},
+        "opt": {"state": {"b": 2}, "param_groups": [{"lr": 0.1, "params": ["b", "w"]}, {"params": []}]},
+        "own": {"$per_rank": "own"},
+        "late": [1],
+    }
+    own = {
+        0: Own(local={"own": {"x": {"$leaf": "@0.own.x"}}}, arrays={"@0.own.x": np.arange(3)}),
+        1: Own(tree=second, aliases={"m.tied": "m.w"}),
+        2: Own(local={"own": 7}),
+    }
+    far = tmp_path / "far"
+    far.mkdir()
+    plan = WritePlan(leaves, Topology.regular(3), block_nbytes=16)
+    write_several(tmp_path / "c", plan, state, tree=first, own=own, volumes=[far])
+    root, arrays = reader.read_checkpoint(tmp_path / "c")
+    assert all(same(arrays[name], array) for name, array in state.items())
+    assert arrays["@0.own.x"].tolist() == [0, 1, 2]
+    assert arrays["m.tied"] is arrays["m.w"]
+    with holdfast.open(tmp_path / "c") as opened:
+        assert root["tree"] == localized(opened.tree, opened.local(0))
+        assert reader.read_checkpoint(tmp_path / "c", 2)[0]["tree"] == localized(opened.tree, opened.local(2))
+    assert reader.read_checkpoint(tmp_path / "c", 5)[0]["tree"]["own"] is None

@@ -104,7 +104,8 @@ class Checkpoint:
 
     def metas_for(self, rank: int) -> dict[str, LeafMeta]:
         """The leaves that a rank can restore: those of all, and its own."""
-        return {**self.parts.metas, **self.parts.local_metas(rank)}
+        own = self.parts.local_metas(rank)
+        return {**self.parts.metas, **own} if own else self.parts.metas
 
     @functools.cached_property
     def leaves(self) -> dict[str, LeafInfo]:

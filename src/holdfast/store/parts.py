@@ -122,7 +122,7 @@ class Parts:
 
     def local_metas(self, rank: int) -> dict[str, LeafMeta]:
         """The leaves that belong to one rank alone; none if it did not take part."""
-        if rank not in self:
+        if rank not in self or not self[rank].local:
             return {}
         part = self[rank]
         return {
@@ -169,7 +169,7 @@ class Parts:
 
     def local_aliases(self, rank: int) -> dict[str, str]:
         """Further names of the leaves of one rank."""
-        if rank not in self:
+        if rank not in self or not self[rank].local:
             return {}
         part = self[rank]
         return {alias.name: alias.of for alias in part.aliases if is_local(part, alias.name)}
