@@ -68,6 +68,7 @@ def resume(
 def _agreed(crew: Crew, steps: Sequence[int]) -> list[int]:
     if crew.team is None:
         return list(steps)
+    crew.restart()
     mine = msgspec.json.encode(list(steps)) if crew.leads else None
     return msgspec.json.decode(crew.team.tell("steps", mine, crew.timeout), type=list[int])
 

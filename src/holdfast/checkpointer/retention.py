@@ -74,13 +74,13 @@ def history(run: str) -> list[Kept]:
     return found
 
 
-def ids(run: str) -> tuple[str, ...]:
-    """The ids of all checkpoints of a run, damaged or not; none when one cannot even be told."""
+def ids(run: str) -> tuple[str, ...] | None:
+    """The ids of all checkpoints of a run, damaged or not; None when one cannot even be told."""
     found = []
     for step in list_steps(run):
         try:
             with Checkpoint(os.path.join(run, step_name(step))) as checkpoint:
                 found.append(checkpoint.id)
         except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint):
-            return ()
+            return None
     return tuple(found)

@@ -94,7 +94,7 @@ def _prune(run: Path, keep: Keep, *, dry_run: bool) -> Pruned:
     from holdfast.checkpointer import Kept
     from holdfast.cli.listing import leftovers, list_run
     from holdfast.errors import CheckpointNotFound
-    from holdfast.store import WritableRun, is_checkpoint
+    from holdfast.store import WritableRun, is_checkpoint, volumes
 
     where = os.path.abspath(run)
     if is_checkpoint(where):
@@ -111,9 +111,12 @@ def _prune(run: Path, keep: Keep, *, dry_run: bool) -> Pruned:
     if (gone or before.leftovers) and not dry_run:
         writable = WritableRun(where)  # sweeps what unfinished saves left
         try:
+            elsewhere = [home for step in gone for home in volumes.homes_of(writable.path_of(step))]
             writable.retire(gone)
         finally:
             writable.close()
+        for home in elsewhere:
+            volumes.remove(home)
     removed = tuple(
         Removed(entry.path, entry.step, entry.nbytes) for entry in before.checkpoints if entry.step in gone
     )

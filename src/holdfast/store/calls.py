@@ -9,14 +9,19 @@ Owns the conversation, not what it is about. In call number n, under keys that b
 5. ``end``, by the coordinator: committed, or what went wrong.
 
 A coordinator that fails says so in every message that is still to come, so nobody waits for one in vain; a
-rank that dies is noticed by its silence, after the time-out. A rank that missed calls (it raised before it
-came to them) goes on with the first that has not ended. All in all a rank sends one message per save and
+rank that dies is noticed by its silence, after the time-out. All in all a rank sends one message per save and
 reads five, whatever the size of state and world.
+
+Ranks find together again by the step, whoever missed a call or came to one twice: a rank that is ahead of the
+coordinator says in the older call that it does not take part, and goes on to the next; one that is behind
+raises, and leaves the call for when it gets there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
@@ -28,15 +33,21 @@ from holdfast.format.records import PartRef
 from holdfast.team import Silence, Team
 
 GRACE_SECONDS: Final = 10.0
-"""Others wait so much longer than the coordinator, which itself waits for the slowest."""
+"""Others wait so much longer than the coordinator, which itself waits for the slowest; but not more than
+twice the time-out."""
+
+_MANY: Final = 128
+"""Calls of which nobody was asked to say anything: their messages are forgotten when there are so many."""
 
 
 class Failure(Struct, frozen=True, tag="failure"):
-    """A rank's error: the name of its type, and what it said."""
+    """A rank's error: the name of its type, and what it said. `open`: it may have been committed all the
+    same, so what was written must stay."""
 
     rank: int
     kind: str
     message: str
+    open: bool = False
 
 
 class Call(Struct, frozen=True, tag="call"):
@@ -61,7 +72,7 @@ class Open(Struct, frozen=True, tag="open"):
 
     directory: str
     recycle: bool
-    live: tuple[str, ...] = ()
+    live: tuple[str, ...] | None = None
 
 
 class Done(Struct, frozen=True, tag="done"):
@@ -99,49 +110,90 @@ class Calls:
     def __init__(self, team: Team, timeout: float) -> None:
         self.team = team
         self.timeout = timeout
+        self.grace = min(GRACE_SECONDS, timeout)
+        self._lock = threading.Lock()
         self._next = 0
         self._kept = 0
         """The first call whose messages are still there."""
+        self._ended = -1
+        self._under_way: set[int] = set()
 
     def begin(self, what: str, step: int, call: Call | None = None) -> Conversation:
         """Joins the next call, in which the coordinator says `call`. All are to come for the same thing."""
-        team = self.team
-        team.say(f"{what}, step {step}")
-        if call is not None:
+        self.team.say(f"{what}, step {step}")
+        return self._join(what, step) if call is None else self._hold(call)
+
+    def restart(self) -> None:
+        """By the coordinator, when all begin anew, perhaps at an older step: all calls so far are over."""
+        with self._lock:
+            self._end(self._next - 1)
+
+    def close(self, number: int, *, heard: bool) -> None:
+        """By the coordinator: a call has ended. `heard`: all have taken part in it to the end, and so have
+        read all that was said before it.
+        """
+        with self._lock:
+            self._under_way = {other for other in self._under_way if other > number}
+            self._end(number)
+            if heard:
+                self._forget(number)
+
+    def _hold(self, call: Call) -> Conversation:
+        with self._lock:
             number = self._next
             self._next += 1
-            team.mail.post(f"{number}/call", msgspec.json.encode(call))
-            if not call.due and number - self._kept >= _MANY:
-                self.forget(number - _MANY // 2)
-            return Conversation(self, number, call)
-        ended = _number(team.mail.read("ended", 0.0)) if team.mail.has("ended") else -1
-        number = max(self._next, ended + 1)
-        while True:
-            self._next = number  # as long as it has not been held, whatever comes next has this number
-            talk = Conversation(self, number, Call(what, step))
-            talk.call = found = talk.read("call", Call, self.timeout)
-            same = (found.what, found.step) == (what, step)
-            number += 1
-            if same or found.due:
-                break
-            # A step that was not saved, and that this rank has missed.
-        self._next = number
-        if not same:
-            said = (
-                f"rank {team.rank} called {what} with step {step}, rank 0 {found.what} with step {found.step}"
-            )
-            talk.fail(Failure(team.rank, RanksDisagree.__name__, said))
-            raise RanksDisagree(f"{said}. All ranks must save the same steps", ranks=(0, team.rank))
-        return talk
+            if number - self._kept >= _MANY:
+                upto = min([number - _MANY // 2, *self._under_way])
+                self._end(upto - 1)  # or who is so far behind would wait for what was said there
+                self._forget(upto)
+            if call.due:
+                self._under_way.add(number)
+        self.team.mail.post(f"{number}/call", msgspec.json.encode(call))
+        return Conversation(self, number, call)
 
-    def forget(self, upto: int) -> None:
+    def _join(self, what: str, step: int) -> Conversation:
+        mail = self.team.mail
+        ended = _number(mail.read("ended", 0.0)) if mail.has("ended") else -1
+        self._next = max(self._next, ended + 1)
+        end = time.monotonic() + self.timeout
+        older: Call | None = None
+        while True:
+            talk = Conversation(self, self._next, Call(what, step))
+            try:
+                found = talk.hear("call", Call, end - time.monotonic())
+            except Silence:
+                if older is not None:
+                    raise self._disagreement(talk.call, older) from None
+                raise talk.silence([0]) from None
+            if found.step > step:
+                raise self._disagreement(talk.call, found)
+            self._next += 1
+            if found.step == step:
+                talk.call = found
+                return talk
+            # One that this rank has missed.
+            if found.due:
+                older = found
+                talk.failed(self._disagreement(talk.call, found))
+
+    def _disagreement(self, mine: Call, leading: Call) -> RanksDisagree:
+        rank = self.team.rank
+        return RanksDisagree(
+            f"rank {rank} called {mine.what} with step {mine.step}, rank 0 {leading.what} with step "
+            f"{leading.step}. All ranks must save the same steps",
+            ranks=(0, rank),
+        )
+
+    def _end(self, number: int) -> None:
+        if number > self._ended:
+            self._ended = number
+            self.team.mail.post("ended", str(number).encode())
+
+    def _forget(self, upto: int) -> None:
         """What was said in the calls before number `upto`."""
         names = ["call", "plan", "open", "end", *(f"done/{rank}" for rank in range(1, self.team.world))]
         self.team.mail.forget([f"{old}/{name}" for old in range(self._kept, upto) for name in names])
         self._kept = max(self._kept, upto)
-
-
-_MANY = 128
 
 
 class Conversation:
@@ -149,10 +201,11 @@ class Conversation:
 
     def __init__(self, calls: Calls, number: int, call: Call) -> None:
         self.call = call
+        self.number = number
+        self.refused = False
+        """Whether the coordinator has said that nothing comes of it, and nothing written is to stay."""
         self._calls = calls
         self._team = calls.team
-        self._timeout = calls.timeout
-        self._number = number
         self._unsaid = ["plan", "open", "end"] if self._team.is_coordinator else ["done"]
 
     @property
@@ -170,70 +223,70 @@ class Conversation:
         self._unsaid.clear()
         self._post(f"done/{self._team.rank}", message)
 
-    def fail(self, failure: Failure) -> None:
+    def committed(self, end: End) -> None:
+        """The coordinator's last message. It is durable: who cannot be told any more finds out."""
+        with contextlib.suppress(RankFailed):
+            self.say("end", end)
+            self._calls.close(self.number, heard=True)
+
+    def failed(self, error: BaseException, *, open: bool = False) -> None:
         """Tells the others, as far as they still listen. Who is told nothing finds out by the silence."""
         unsaid, self._unsaid = self._unsaid, []
+        failure = Failure(self._team.rank, type(error).__name__, str(error), open)
         with contextlib.suppress(RankFailed):  # the store has gone: there is nobody to tell
             for key in unsaid:
                 self._post(key if self._team.is_coordinator else f"done/{self._team.rank}", failure)
-            if self._team.is_coordinator:
-                self.close()
-
-    def failed(self, error: BaseException) -> None:
-        self.fail(Failure(self._team.rank, type(error).__name__, str(error)))
+            if self._team.is_coordinator and unsaid:
+                # Others may still be at the end of the call before.
+                self._calls.close(self.number, heard=False)
 
     def _post(self, key: str, message: _Message) -> None:
-        self._team.mail.post(f"{self._number}/{key}", msgspec.json.encode(message))
+        self._team.mail.post(f"{self.number}/{key}", msgspec.json.encode(message))
 
     # --- hearing
 
-    def read(self, key: str, kind: type[_M], timeout: float | None = None) -> _M:
+    def read(self, key: str, kind: type[_M]) -> _M:
         """The coordinator's message of that name. Raises what the coordinator failed with, or its silence."""
         try:
-            data = self._team.mail.read(
-                f"{self._number}/{key}", self._timeout if timeout is None else timeout
-            )
+            return self.hear(key, kind, self._calls.timeout + self._calls.grace)
         except Silence:
-            raise self._silence([0]) from None
-        message = _decoder.decode(data)
+            raise self.silence([0], committed=None if key == "end" else False) from None
+
+    def hear(self, key: str, kind: type[_M], timeout: float) -> _M:
+        """As `read`, but silence is for the caller to deal with."""
+        message = _decoder.decode(self._team.mail.read(f"{self.number}/{key}", timeout))
         if isinstance(message, Failure):
             self._unsaid = []
+            self.refused = not message.open
             raise error_of(message, self.what)
         assert isinstance(message, kind), f"{key} is a {type(message).__name__}"
         return message
 
-    def end(self) -> End:
-        """What became of it."""
-        return self.read("end", End, self._timeout + GRACE_SECONDS)
-
     def collect(self) -> list[Done]:
         """What all others say, in the order of ranks. Raises when one failed, or was not heard of in time."""
         ranks = range(1, self._team.world)
-        keys = {f"{self._number}/done/{rank}": rank for rank in ranks}
-        found = self._team.mail.collect(list(keys), self._timeout)
+        keys = {f"{self.number}/done/{rank}": rank for rank in ranks}
+        found = self._team.mail.collect(list(keys), self._calls.timeout)
         messages = {keys[key]: _decoder.decode(data) for key, data in found.items()}
         failures = [message for message in messages.values() if isinstance(message, Failure)]
         if failures:
             raise error_of(min(failures, key=lambda failure: failure.rank), self.what)
         silent = [rank for rank in ranks if rank not in messages]
         if silent:
-            raise self._silence(silent)
+            raise self.silence(silent)
         return [message for _, message in sorted(messages.items()) if isinstance(message, Done)]
 
-    def close(self) -> None:
-        """The coordinator's last word: the call has ended, and what was said in earlier ones is forgotten."""
-        self._team.mail.post("ended", str(self._number).encode())
-        self._calls.forget(self._number)  # everybody who takes part in this one has read all of those before
-
-    def _silence(self, ranks: Sequence[int]) -> RankFailed:
-        where = self._team.whereabouts(ranks)
+    def silence(self, ranks: Sequence[int], *, committed: bool | None = False) -> RankFailed:
+        """The error when ranks were not heard of. `committed` None: that is not known."""
+        where = self._team.whereabouts(ranks[:8])
         some = ", ".join(
-            f"rank {rank} ({where[rank]})" if rank in where else f"rank {rank}" for rank in ranks[:8]
+            f"rank {rank} (last at: {where[rank]})" if rank in where else f"rank {rank}" for rank in ranks[:8]
         )
         more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        fate = "" if committed is False else ", and whether it was committed is not known"
         return RankFailed(
-            f"{self.what} failed: nothing heard from {some}{more} within {self._timeout:g} s; it has ended, "
-            "hangs, or does not save this step. Earlier checkpoints are untouched",
+            f"{self.what} failed: nothing heard from {some}{more} within {self._calls.timeout:g} s; it has "
+            f"ended, hangs, or does not save this step{fate}. Earlier checkpoints are untouched",
             ranks=ranks,
         )
 

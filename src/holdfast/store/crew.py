@@ -93,9 +93,24 @@ class Crew:
         self.way = way
         self.timeout = timeout
         self._calls = None if team is None else Calls(team, timeout)
-        speeds = volumes.measure(way.volumes) if way.volumes else [1.0]
-        self.shares = Shares(team, writers=way.writers, speeds=speeds, replicas=way.replicas, timeout=timeout)
         self._link: Link | None = None
+        with self.all_or_none("crew"):
+            self._check_way()
+            speeds = volumes.measure(way.volumes) if way.volumes else [1.0]
+            self.shares = Shares(
+                team, writers=way.writers, speeds=speeds, replicas=way.replicas, timeout=timeout
+            )
+
+    @classmethod
+    def gather(cls, what: str, together: bool | None, way: Way, timeout: float) -> Crew:
+        """The crew of all ranks; of this process alone if there is no team (see `muster`)."""
+        team = muster(what, together, timeout)
+        try:
+            return cls(team, way, timeout)
+        except BaseException:
+            if team is not None:
+                team.close()
+            raise
 
     @property
     def rank(self) -> int:
@@ -135,6 +150,11 @@ class Crew:
         heard: _T = msgspec.msgpack.decode(data, type=kind)
         return heard
 
+    def restart(self) -> None:
+        """All begin anew, perhaps at an older step."""
+        if self._calls is not None and self.leads:
+            self._calls.restart()
+
     def signal(self, name: str) -> None:
         """Tells the coordinator that the training is asked to end."""
         assert self.team is not None
@@ -160,7 +180,7 @@ class Crew:
             flat = self._flatten(state, talk)
             anew = self._anew(flat, talk)
             if anew:
-                self.shares.plan(flat)
+                self.shares.plan(flat, _number(talk))
             elif not self.shares.knows(flat):
                 raise RanksDisagree(
                     f"the leaves of rank {self.rank} have changed since the last save, those of rank 0 have "
@@ -186,7 +206,7 @@ class Crew:
         watch: Watch | None = None,
         spare: Spare | None = None,
         overwrite: bool = False,
-        live: Sequence[str] = (),
+        live: Sequence[str] | None = None,
     ) -> CheckpointInfo:
         """Writes this rank's share; returns when the whole checkpoint is durable."""
         team = self.team
@@ -203,36 +223,53 @@ class Crew:
             self.way.volumes,
             spare,
             overwrite,
-            tuple(live),
+            None if live is None else tuple(live),
             team is None or team.node_peers[0] == team.rank,
         )
         try:
             return together.run(ready.flat, ready.share, groups, watch)
         except BaseException:
-            self.shares.forget()
+            self._plan_anew()
             raise
 
     def failed(self, talk: Conversation | None, error: BaseException) -> None:
         """Tells the others that nothing comes of a call, and plans anew next time."""
-        self.shares.forget()
+        self._plan_anew()
         if talk is not None:
             talk.failed(error)
+
+    def _plan_anew(self) -> None:
+        """Next time. Others do so when the coordinator does: what it did not see fail still holds."""
+        if self.leads:
+            self.shares.forget()
 
     def close(self) -> None:
         if self.team is not None:
             with contextlib.suppress(RankFailed):  # the store has gone before: nothing of this is left in it
                 self.team.close()
 
+    def _check_way(self) -> None:
+        """Whether all ranks write in the same way. Their volumes may be different ones."""
+        if self.team is None:
+            return
+        mine = f"writers={self.way.writers!r}, replicas={self.way.replicas!r}"
+        leading = self.team.tell("way", mine.encode() if self.leads else None, self.timeout).decode()
+        if mine != leading:
+            raise RanksDisagree(
+                f"rank {self.rank} has Options({mine}), rank 0 Options({leading}): they must be the same",
+                ranks=(0, self.rank),
+            )
+
     def _flatten(self, state: object, talk: Conversation | None) -> Flat:
         try:
             return flatten(state, self.rank)
         except BaseException as error:
-            if talk is not None and not self.leads and talk.read("plan", Plan).anew:
-                # The others are about to exchange what they see, and would wait for this rank.
-                try:
-                    self.shares.plan(None, str(error))
-                except RankFailed:
-                    raise error from None
+            if talk is not None and not self.leads:
+                # What is wrong here is the error to see, whatever else is wrong elsewhere.
+                with contextlib.suppress(RankFailed, RanksDisagree):
+                    if talk.read("plan", Plan).anew:
+                        # The others are about to exchange what they see, and would wait for this rank.
+                        self.shares.plan(None, _number(talk), str(error))
             raise
 
     def _anew(self, flat: Flat, talk: Conversation | None) -> bool:
@@ -243,3 +280,7 @@ class Crew:
         anew = not self.shares.knows(flat)
         talk.say("plan", Plan(anew))
         return anew
+
+
+def _number(talk: Conversation | None) -> int:
+    return 0 if talk is None else talk.number

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def try_lock_directory(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
@@ -32,6 +34,21 @@ def unlock_directory(descriptor: int) -> None:
     _exclusive.discard(descriptor)
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
+
+
+@contextmanager
+def held_directory(path: str) -> Iterator[str]:
+    """A directory by a name that leads to it, and to no other, whatever has its path meanwhile."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    name = f"/proc/self/fd/{descriptor}"
+    try:
+        yield name
+    except OSError as error:
+        if error.filename is not None and os.fsdecode(error.filename).startswith(name):
+            error.filename = path + os.fsdecode(error.filename)[len(name) :]
+        raise
+    finally:
+        os.close(descriptor)
 
 
 _exclusive: set[int] = set()

@@ -88,8 +88,13 @@ class Shares:
         """Plans anew next time."""
         self._known = None
 
-    def plan(self, flat: Flat | None, why_not: str = "") -> None:
-        """Plans anew, with all others. A rank without a state says `why_not`, and all raise."""
+    def plan(self, flat: Flat | None, call: int, why_not: str = "") -> None:
+        """Plans anew, with all others. A rank without a state says `why_not`, and all raise.
+
+        `call`: the number of the call that this is for. A rank that missed one must not hear what was said
+        there.
+        """
+        key = f"plan/{call}"
         self._known = None
         view = () if flat is None else tuple(_seen(leaf) for leaf in flat.leaves)
         if self._team is None:
@@ -98,11 +103,11 @@ class Shares:
             speakers: tuple[int, ...] = (0,)
         else:
             structure = _REFUSAL + why_not if flat is None else structure_digest(flat.tree)
-            speakers = self._speakers(structure)
-            layouts = merge_views(exchange_views(self._team, view, self._timeout))
+            speakers = self._speakers(structure, f"{key}/structure")
+            layouts = merge_views(exchange_views(self._team, view, self._timeout, f"{key}/views"))
             assert flat is not None
             if self._replicas == "check":
-                check_replicas(self._team, flat.leaves, layouts, self._timeout)
+                check_replicas(self._team, flat.leaves, layouts, self._timeout, f"{key}/replicas")
         assert flat is not None
         self._known = _signature(flat), self._planned(layouts, speakers)
 
@@ -136,11 +141,11 @@ class Shares:
             writes.leaves, stripe(owned, self.speeds) if owned else (), layout, digest(layout), speakers
         )
 
-    def _speakers(self, structure: str) -> tuple[int, ...]:
+    def _speakers(self, structure: str, key: str) -> tuple[int, ...]:
         """Who speaks for whom. Raises when a rank has nothing to save."""
         assert self._team is not None
         found = [0] * self._team.world
-        for blob, ranks in self._team.exchange("structure", structure.encode(), self._timeout).items():
+        for blob, ranks in self._team.exchange(key, structure.encode(), self._timeout).items():
             if blob.startswith(_REFUSAL.encode()):
                 said = blob.decode(errors="replace")[len(_REFUSAL) :]
                 raise RankFailed(f"rank {ranks[0]} cannot save: {said}", ranks=ranks)

@@ -16,8 +16,8 @@ process and one file; the messages are those of `holdfast.store.calls`):
 A rank that fails says so instead of ``done``; one that dies is silent, and the coordinator gives up after the
 time-out. Then nothing is committed, and ``D.partial`` is removed, or swept by the next writer. When the
 coordinator dies, nobody can commit any more: what it had renamed is whole, and what not is swept. Late files
-of a rank that was given up can do no harm: they are in a directory without a manifest, and only that rank
-itself would write files of the same names again, one save after the other.
+of a rank that was given up can do no harm: it holds the directory that it was told of, and nobody else ever
+writes to that one once it has been given up.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from holdfast.state import Flat, LeafSource
 from holdfast.store import volumes
 from holdfast.store.calls import Conversation, Done, End, Open
 from holdfast.store.commit import CheckpointInfo, Seconds, check_step, publish, refuse_existing
+from holdfast.store.directories import held_directory
 from holdfast.store.failures import save_failed
 from holdfast.store.partial import PARTIAL, Partial, Spare
 from holdfast.store.shares import Share, check_values
@@ -59,8 +60,8 @@ class Together:
     volumes: Sequence[str] = ()
     spare: Spare | None = None
     overwrite: bool = False
-    live: tuple[str, ...] = ()
-    """Of a run: the checkpoints whose shards on volumes are to stay. Empty: nothing is swept."""
+    live: tuple[str, ...] | None = None
+    """Of a run: the checkpoints whose shards on volumes are to stay. None: nothing is swept."""
     sweeps: bool = False
     """Whether this rank is the one of its node that sweeps."""
 
@@ -74,30 +75,35 @@ class Together:
         """Returns when it is durable. Else raises, has told the others, and leaves nothing behind."""
         began = time.perf_counter()
         lead = self._lead if self.rank == 0 else self._follow
+        # Not `settled`: the coordinator has taken the name, and could not give it back.
+        partial = Partial(self.target, self.spare, self.target + PARTIAL)
         try:
             check_step(self.step)
-            info = lead(flat, share, [share.fragments] if groups is None else groups, watch or Watch(), began)
+            sources = [share.fragments] if groups is None else groups
+            return lead(partial, flat, share, sources, watch or Watch(), began)
         except BaseException as error:
             failed = error
             if isinstance(error, OSError) and not isinstance(error, HoldfastError):
                 failed = save_failed(error, self.target)
             if self.talk is not None:
-                self.talk.failed(failed)
-            self._remove_from_volumes()
+                self.talk.failed(failed, open=not partial.settled)
             if failed is not error:
                 raise failed from error
             raise
-        if self.talk is not None and self.rank == 0:
-            self.talk.close()
-        return info
 
     # --- the coordinator
 
     def _lead(
-        self, flat: Flat, share: Share, groups: Sequence[Sequence[LeafSource]], watch: Watch, began: float
+        self,
+        partial: Partial,
+        flat: Flat,
+        share: Share,
+        groups: Sequence[Sequence[LeafSource]],
+        watch: Watch,
+        began: float,
     ) -> CheckpointInfo:
-        partial = Partial(self.target, self.spare, self.target + PARTIAL)
         parent = os.path.dirname(self.target)
+        publishing = False
         try:
             refuse_existing(self.target, overwrite=self.overwrite)
             fs.anchor(parent, once=True)
@@ -106,6 +112,7 @@ class Together:
             partial.make()
             if self.talk is not None:
                 self.talk.say("open", Open(partial.path, partial.recycle, self.live))
+            self._sweep(self.live)
             with ShareWriter(0, self._places(partial.path), self.tuning, recycle=partial.recycle) as writer:
                 writer.write(groups, watch)
                 part = writer.part(share.description)
@@ -117,9 +124,12 @@ class Together:
             partial.directory_to_sync(ours)
             manifest = fs.write_file(os.path.join(partial.path, MANIFEST_NAME), root, recycle=partial.recycle)
             fs.sync([manifest], partial.path)
+            publishing = True
             publish(partial, self.target, overwrite=self.overwrite)
         except BaseException:
             partial.remove()
+            if not publishing:
+                self._remove_from_volumes()
             raise
         finally:
             partial.release()
@@ -130,8 +140,7 @@ class Together:
             len(share.plan.leaves),
         )
         if self.talk is not None:
-            self.talk.say("end", end)
-        self._sweep(self.live)
+            self.talk.committed(end)
         return self._info(end, writer, began)
 
     def _root(
@@ -155,28 +164,46 @@ class Together:
     # --- everybody else
 
     def _follow(
-        self, flat: Flat, share: Share, groups: Sequence[Sequence[LeafSource]], watch: Watch, began: float
+        self,
+        partial: Partial,
+        flat: Flat,
+        share: Share,
+        groups: Sequence[Sequence[LeafSource]],
+        watch: Watch,
+        began: float,
     ) -> CheckpointInfo:
         assert self.talk is not None
         opened = self.talk.read("open", Open)
-        places = self._places(opened.directory)
-        with ShareWriter(self.rank, places, self.tuning, recycle=opened.recycle) as writer:
-            writer.write(groups, watch)
-            part = writer.part(share.description)
-            encoded = writer.sync(opened.directory, part)
-        self.talk.done(
-            Done(
-                ref=part_ref(part, encoded),
-                files=(part_name(self.rank), *writer.names),
-                nbytes=sum(leaf.nbytes for leaf in share.fragments),
-                stored_nbytes=writer.stored_nbytes + len(encoded),
-                plan=share.plan.fingerprint,
-                tree=part.tree is not None,
-                values=share.values,
-            )
-        )
-        end = self.talk.end()
         self._sweep(opened.live)
+        try:
+            # Held, so that a rank that was given up never writes into what others put in its place.
+            with held_directory(opened.directory) as directory:
+                places = self._places(directory)
+                with ShareWriter(self.rank, places, self.tuning, recycle=opened.recycle) as writer:
+                    writer.write(groups, watch)
+                    part = writer.part(share.description)
+                    encoded = writer.sync(directory, part)
+        except BaseException:
+            self._remove_from_volumes()
+            raise
+        try:
+            self.talk.done(
+                Done(
+                    ref=part_ref(part, encoded),
+                    files=(part_name(self.rank), *writer.names),
+                    nbytes=sum(leaf.nbytes for leaf in share.fragments),
+                    stored_nbytes=writer.stored_nbytes + len(encoded),
+                    plan=share.plan.fingerprint,
+                    tree=part.tree is not None,
+                    values=share.values,
+                )
+            )
+            end = self.talk.read("end", End)
+        except BaseException:
+            # As long as nobody says that it has failed, it may have been committed.
+            if self.talk.refused:
+                self._remove_from_volumes()
+            raise
         return self._info(end, writer, began)
 
     # --- both
@@ -184,8 +211,9 @@ class Together:
     def _places(self, directory: str) -> list[Place]:
         return volumes.places(self.volumes, self.target, self.id) if self.volumes else [Place(directory)]
 
-    def _sweep(self, live: Sequence[str]) -> None:
-        if self.volumes and self.sweeps and live:
+    def _sweep(self, live: Sequence[str] | None) -> None:
+        """Before anything is written: what a failed save left may be what there is no room for."""
+        if self.volumes and self.sweeps and live is not None:
             volumes.sweep(self.volumes, self.target, {*live, self.id})
 
     def _remove_from_volumes(self) -> None:

@@ -3,7 +3,7 @@
 A volume is a directory on one device. The shards of one checkpoint lie there in ``RUN-xxxxxxxx/ID/``: the
 run's name with a digest of its path, and the checkpoint's id, so that no two saves ever write to the same
 place. A checkpoint's manifest says where its shards are; what no manifest of the run speaks of is removed by
-a later save.
+a later save. A volume must be there: one that is not mounted is not made in its place on another device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import socket
 from collections.abc import Collection, Sequence
 
 from holdfast.engine import fs, raw_write
+from holdfast.errors import StorageMissing
 from holdfast.format.checksums import digest
+from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.writing import Place
 
 _PROBE_NBYTES = 32 << 20
@@ -22,11 +24,12 @@ _PROBE_NBYTES = 32 << 20
 
 def measure(volumes: Sequence[str]) -> list[float]:
     """How fast each can be written, in bytes per second; with one there is nothing to compare."""
+    for volume in volumes:
+        _require(volume)
     if len(volumes) < 2:
         return [1.0] * len(volumes)
     speeds: list[float] = []
     for volume in volumes:
-        fs.make_directories(volume)
         path = os.path.join(volume, f".holdfast-probe-{os.getpid()}")
         try:
             speeds.append(_PROBE_NBYTES / max(raw_write(path, _PROBE_NBYTES), 1e-6))
@@ -47,9 +50,28 @@ def places(volumes: Sequence[str], target: str, id: str) -> list[Place]:
     host = socket.gethostname()
     found: list[Place] = []
     for volume in volumes:
+        _require(volume)
         directory = os.path.join(volume, home(target), id)
         fs.make_directories(directory)
         found.append(Place(directory, directory, host))
+    return found
+
+
+def _require(volume: str) -> None:
+    if not os.path.isdir(volume):
+        raise StorageMissing(
+            f"there is no volume {volume} on {socket.gethostname()}: create this directory, or check that "
+            "its device is mounted"
+        )
+
+
+def homes_of(path: str) -> set[str]:
+    """The directories on volumes of this host that hold shards of a checkpoint."""
+    host = socket.gethostname()
+    found: set[str] = set()
+    with Checkpoint(path) as checkpoint:
+        for part in checkpoint.parts:
+            found.update(file.volume for file in part.files if file.volume is not None and file.host == host)
     return found
 
 
