@@ -110,13 +110,13 @@ def save(
     way = None if options is None else options.way()
     with mustered(what, together, timeout) as team:
         if team is None and (way is None or not way.volumes):
-            _check_target(target, overwrite=overwrite)
+            check_target(target, overwrite=overwrite)
             tuning = _DEFAULT if way is None else way.tuning
             return Commit(target, step, dict(metrics or {}), tuning, overwrite=overwrite).run(flatten(state))
         crew = Crew(team, way or Options().way(), timeout)
         talk = crew.begin(what, step)
         try:
-            _check_target(target, overwrite=overwrite)
+            check_target(target, overwrite=overwrite)
         except BaseException as error:
             crew.failed(talk, error)
             raise
@@ -182,7 +182,8 @@ def _resolve_together(team: Team, path: str | os.PathLike[str], timeout: float) 
     return os.fsdecode(team.tell("path", os.fsencode(found) if team.is_coordinator else None, timeout))
 
 
-def _check_target(target: str, *, overwrite: bool) -> None:
+def check_target(target: str, *, overwrite: bool) -> None:
+    """Raises unless a checkpoint may be saved there, as far as its name and what is there tell."""
     if target.endswith((PARTIAL, RETIRED)):
         raise ValueError(f"{target}: names that end so mark what is no checkpoint; choose another")
     if overwrite:

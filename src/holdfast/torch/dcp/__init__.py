@@ -1,0 +1,22 @@
+"""Holdfast under ``torch.distributed.checkpoint``: hand `Writer` to its ``save``, `Reader` to its ``load``.
+
+    import torch.distributed.checkpoint as dcp
+    from holdfast.torch.dcp import Reader, Writer
+
+    dcp.save(state, storage_writer=Writer("runs/x/step-000000000100"))
+    dcp.load(state, storage_reader=Reader("runs/x/step-000000000100"))
+
+DCP's planners decide what is saved and who writes it, and its process group carries what ranks tell each
+other. The files, and how they become durable, are Holdfast's: what is written is a checkpoint like any other.
+
+The rooms: `writer` and `reader` (DCP's two protocols), `underway` (a save between DCP's calls), `record`
+(what DCP wants to know of a checkpoint, in its tree), `values` (objects that are no tensors), `paths`.
+Importing this does not import torch.
+"""
+
+from __future__ import annotations
+
+from holdfast.torch.dcp.reader import Reader
+from holdfast.torch.dcp.writer import Writer
+
+__all__ = ["Reader", "Writer"]

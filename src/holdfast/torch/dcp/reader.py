@@ -1,0 +1,339 @@
+"""DCP's ``StorageReader``: what its planner wants, out of whichever shards hold it, verified.
+
+Tensors are filled in place. Where that cannot be (another element type, memory that torch has to copy to, or
+that two names share), a part is read beside and copied by torch.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from holdfast.engine import Memory, Strided
+from holdfast.errors import CorruptCheckpoint
+from holdfast.format.geometry import Box, whole
+from holdfast.state import LeafMeta, empty
+from holdfast.state.torch_arrays import destination, torch_dtype
+from holdfast.store import Checkpoint
+from holdfast.store.wanted import Wanted
+from holdfast.torch.dcp.paths import path_of, valid_path
+from holdfast.torch.dcp.record import Entries, Properties, entries_of
+from holdfast.torch.dcp.values import Pickler
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+    from torch.distributed.checkpoint.storage import StorageReader
+    from torch.futures import Future
+else:
+    StorageReader = object  # registered as one below: torch is imported by whoever makes a reader
+
+_BESIDE_NBYTES = 64 << 20
+"""So much is read beside at a time; more only for a single part that is larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """A tensor of the planner's, and the part of a leaf that belongs there."""
+
+    item: ReadItem
+    tensor: Any
+    meta: LeafMeta
+    box: Box
+    where: Any
+    """Where to read it to; None when torch has to copy it."""
+
+
+class Reader(StorageReader):
+    """Reads a Holdfast checkpoint for ``torch.distributed.checkpoint``, whatever layout it was saved in.
+
+    Every byte is checked against its checksum, unless ``verify=False``: `CorruptCheckpoint`, inside of DCP's
+    ``CheckpointException``, names file and leaf. The path may also be given to DCP, as ``checkpoint_id``.
+    Checkpoints that DCP has not written are read as well, as far as names are what DCP would call them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, verify: bool = True) -> None:
+        from torch.distributed.checkpoint.storage import StorageReader as Protocol
+
+        Protocol.register(Reader)
+        self._path = None if path is None else path_of(path)
+        self._verify = verify
+        self._opened: tuple[Checkpoint, Entries] | None = None
+        self._failed: Exception | None = None
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The checkpoint that is read."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path that a checkpoint could be read from."""
+        return valid_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another load begins, from `checkpoint_id` if that is given."""
+        self._close()
+        if checkpoint_id is not None:
+            self._path = path_of(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        from torch.distributed.checkpoint.metadata import Metadata
+
+        if "rank" in kwargs and self._failed is not None:
+            # DCP asks again after a failure, and would tell of the second one as text only. It is raised by
+            # `set_up_storage_reader` instead, as what it is.
+            return Metadata({})
+        if self._path is None:
+            raise ValueError("no path: give one to Reader(path), or to DCP as checkpoint_id=")
+        self._close()
+        try:
+            checkpoint = Checkpoint(self._path)
+            entries = entries_of(checkpoint.tree, checkpoint.manifest_path)
+            self._opened = checkpoint, entries
+            return _metadata(checkpoint, entries)
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        from torch.futures import Future
+
+        if self._opened is None:
+            self.read_metadata()
+        assert self._opened is not None
+        try:
+            _Load(*self._opened, planner, verify=self._verify).run(plan.items)
+        finally:
+            self._close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _close(self) -> None:
+        opened, self._opened = self._opened, None
+        self._failed = None
+        if opened is not None:
+            opened[0].close()
+
+
+def _metadata(checkpoint: Checkpoint, entries: Entries) -> Metadata:
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        Metadata,
+        StorageMeta,
+        TensorStorageMetadata,
+    )
+
+    properties = dict(entries.record.properties)
+    chunks = _chunks(checkpoint)
+    known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    metas = checkpoint.metas
+    names = {**{name: name for name in metas}, **checkpoint.aliases}
+    for name, of in names.items():
+        if name in entries.bytes:
+            known[name] = BytesStorageMetadata()
+            continue
+        meta = metas[of]
+        known[name] = TensorStorageMetadata(
+            _properties(meta, properties.get(name, Properties())),
+            _size(meta.shape),
+            list(chunks.get(of, [])),
+        )
+    known.update((name, BytesStorageMetadata()) for name in entries.values)
+    return Metadata(
+        known,
+        entries.planner_data,
+        storage_data={},
+        storage_meta=StorageMeta(checkpoint_id=checkpoint.path, save_id=checkpoint.id),
+        version=entries.record.version,
+    )
+
+
+def _chunks(checkpoint: Checkpoint) -> dict[str, list[ChunkStorageMetadata]]:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    found: dict[str, list[ChunkStorageMetadata]] = {}
+    for part in checkpoint.parts:
+        for leaf in part.leaves:
+            found.setdefault(leaf.name, []).extend(
+                ChunkStorageMetadata(_size(fragment.start), _size(fragment.shape))
+                for fragment in leaf.fragments
+            )
+    return found
+
+
+def _size(numbers: Sequence[int]) -> Any:
+    import torch
+
+    return torch.Size(numbers)
+
+
+def _properties(meta: LeafMeta, own: Properties) -> TensorProperties:
+    import torch
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    return TensorProperties(
+        dtype=torch_dtype(meta.dtype),
+        requires_grad=own.requires_grad,
+        memory_format=getattr(torch, own.memory_format),
+        pin_memory=own.pin_memory,
+    )
+
+
+class _Load:
+    """One rank's share of a load."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, entries: Entries, planner: LoadPlanner, *, verify: bool
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._entries = entries
+        self._planner = planner
+        self._verify = verify
+        self._metas = checkpoint.metas
+
+    def run(self, items: Sequence[ReadItem]) -> None:
+        from torch.distributed.checkpoint.planner import LoadItemType
+
+        objects = [item for item in items if item.type == LoadItemType.BYTE_IO]
+        fills = [self._fill(item) for item in items if item.type != LoadItemType.BYTE_IO]
+        fills = _without_sharing(fills)
+        stored, wanted = self._stored_bytes(objects)
+        direct = [fill for fill in fills if fill.where is not None]
+        wanted += [Wanted(fill.meta.name, fill.box, fill.where) for fill in direct]
+        self._checkpoint.fetch(wanted, verify=self._verify)
+        self._commit(direct)
+        self._read_beside([fill for fill in fills if fill.where is None])
+        pickler = Pickler()
+        for item in objects:
+            name = item.storage_index.fqn
+            data = stored.get(name)
+            value = io.BytesIO(data) if data is not None else pickler.bytes_of(self._entries.values[name])
+            self._planner.load_bytes(item, value)
+
+    def _fill(self, item: ReadItem) -> _Fill:
+        meta = self._meta(item.storage_index.fqn)
+        tensor = self._planner.resolve_tensor(item).detach()
+        offset = item.storage_index.offset or (0,) * len(meta.shape)
+        start = tuple(at + more for at, more in zip(offset, item.storage_offsets, strict=True))
+        box = Box(start, tuple(item.lengths))
+        if tuple(tensor.shape) != box.shape:
+            raise ValueError(
+                f"{item.storage_index.fqn}: the planner asks for a part of shape {list(box.shape)}, and its "
+                f"tensor has {list(tensor.shape)}"
+            )
+        same = tensor.dtype == torch_dtype(meta.dtype)
+        return _Fill(item, tensor, meta, box, destination(tensor) if same else None)
+
+    def _meta(self, name: str) -> LeafMeta:
+        found = self._metas.get(self._checkpoint.aliases.get(name, name))
+        if found is None:
+            raise CorruptCheckpoint("no such leaf", path=self._checkpoint.path, leaf=name)
+        return found
+
+    def _stored_bytes(self, objects: Sequence[ReadItem]) -> tuple[dict[str, Any], list[Wanted]]:
+        """Memory for objects that are stored as bytes, and what to fetch to fill it."""
+        found: dict[str, Any] = {}
+        wanted: list[Wanted] = []
+        for item in objects:
+            name = item.storage_index.fqn
+            if name not in self._entries.values and name not in found:
+                meta = self._meta(name)
+                found[name], memory = empty("U8", meta.shape, "numpy", 0)
+                wanted.append(Wanted(meta.name, whole(meta.shape), memory))
+        return found, wanted
+
+    def _read_beside(self, fills: Sequence[_Fill]) -> None:
+        for group in _groups(fills):
+            arrays: list[Any] = []
+            wanted: list[Wanted] = []
+            for fill in group:
+                array, memory = empty(fill.meta.dtype, fill.box.shape, "torch", 0)
+                arrays.append(array)
+                wanted.append(Wanted(fill.meta.name, fill.box, memory))
+            self._checkpoint.fetch(wanted, verify=self._verify)
+            for fill, array in zip(group, arrays, strict=True):
+                fill.tensor.copy_(array)
+            self._commit(group)
+
+    def _commit(self, fills: Sequence[_Fill]) -> None:
+        from torch.autograd.graph import increment_version
+
+        for fill in fills:
+            if fill.where is not None and not fill.tensor.is_inference():
+                increment_version(fill.tensor)  # the engine writes behind torch's back
+            self._planner.commit_tensor(fill.item, fill.tensor)
+
+
+def _groups(fills: Sequence[_Fill]) -> Iterator[list[_Fill]]:
+    group: list[_Fill] = []
+    nbytes = 0
+    for fill in fills:
+        size = fill.box.volume * torch_dtype(fill.meta.dtype).itemsize
+        if group and nbytes + size > _BESIDE_NBYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(fill)
+        nbytes += size
+    if group:
+        yield group
+
+
+def _without_sharing(fills: Sequence[_Fill]) -> list[_Fill]:
+    """Of tensors that share memory under different names, all but the first are copied to by torch.
+
+    The engine would fill and check them at the same time, and what is stored of them need not be the same.
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    for fill in fills:
+        span = _span(fill.where)
+        if span is not None:
+            name = fill.item.dest_index.fqn
+            before = spans.get(name, span)
+            spans[name] = min(before[0], span[0]), max(before[1], span[1])
+    shared: set[str] = set()
+    end = 0
+    for name, (begin, stop) in sorted(spans.items(), key=lambda entry: entry[1]):
+        if begin < end:
+            shared.add(name)
+        end = max(end, stop)
+    return [
+        _Fill(fill.item, fill.tensor, fill.meta, fill.box, None)
+        if fill.item.dest_index.fqn in shared
+        else fill
+        for fill in fills
+    ]
+
+
+def _span(where: object) -> tuple[int, int] | None:
+    """The addresses between which host memory lies; None for other memory, and for none at all."""
+    if isinstance(where, Memory) and where.nbytes:
+        return where.address, where.address + where.nbytes
+    if isinstance(where, Strided) and where.nbytes:
+        reach = [(size - 1) * step for size, step in zip(where.shape, where.strides, strict=True)]
+        low = where.address + sum(step for step in reach if step < 0)
+        return low, where.address + sum(step for step in reach if step > 0) + where.itemsize
+    return None

@@ -1,0 +1,285 @@
+"""DCP's `Metadata`, as a Holdfast tree and back.
+
+Arrays need no record: DCP's chunks are a leaf's fragments, and its names are the leaves'. Their places in the
+state, which DCP's planner knows as paths, are their places in the tree. What is left is in a `Record` that
+stands where torch keeps the ``_metadata`` of a state dict: which entries are values and which are bytes, and
+what tensors are beside their type. A tree without a record, of any other Holdfast checkpoint, is read by
+DCP's rules for taking a state apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from holdfast.errors import CorruptCheckpoint, UnsupportedState
+from holdfast.state import Node
+from holdfast.state.node import (
+    DICT,
+    LEAF,
+    STATE_DICT,
+    holds_leaves,
+    items_of,
+    leaf_of,
+    pairs_of,
+    state_dict_body,
+    tag_of,
+)
+from holdfast.state.rebuild import decode_key, decode_value
+from holdfast.state.tree import component
+from holdfast.state.value_encoder import is_text
+from holdfast.torch.dcp.values import NotPlain, plain_node
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+Path = tuple[str | int, ...]
+_KEY = "holdfast.torch.dcp"
+_MAX_NESTED = 64
+"""Deeper states lie flat in the tree."""
+
+
+class Properties(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What DCP knows of a tensor beside type and shape. All of it is deprecated there, and seldom set."""
+
+    requires_grad: bool = False
+    pin_memory: bool = False
+    memory_format: Literal["contiguous_format", "channels_last", "preserve_format"] = "contiguous_format"
+
+    @classmethod
+    def of(cls, properties: TensorProperties) -> Properties:
+        name = str(properties.memory_format).removeprefix("torch.")
+        # One that DCP itself could not store.
+        known = name if name in ("channels_last", "preserve_format") else "contiguous_format"
+        return cls(bool(properties.requires_grad), bool(properties.pin_memory), known)  # type: ignore[arg-type]
+
+
+class Record(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the tree does not say by itself."""
+
+    version: str | None = None
+    """Of DCP."""
+    planner: Literal["none", "paths", "value"] = "none"
+    """Whether the planner's data are none, the entries' paths in the tree, or `planner_data`."""
+    planner_data: Any = None
+    values: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
+    """Names of entries that are values, and their paths in the tree."""
+    bytes: tuple[str, ...] = ()
+    """Leaves that are the bytes of an object, not an array."""
+    properties: tuple[tuple[str, Properties], ...] = ()
+    """Of tensors that have any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What a checkpoint holds, in DCP's words. Leaves that are in neither are tensors."""
+
+    record: Record
+    values: dict[str, Node]
+    bytes: frozenset[str]
+    planner_data: Any
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+def compose(nodes: Mapping[str, Node], record: Record, values: frozenset[str], planner_data: object) -> Node:
+    """The tree with the nodes of all entries: at the paths that the planner has for them, if it has any.
+
+    `nodes` are in the order in which they shall stand there.
+    """
+    for name in nodes:
+        if not is_text(name):
+            raise UnsupportedState(f"the name {name!r} has no UTF-8")
+    paths = _paths(planner_data)
+    flat: dict[str, Path] = {name: (name,) for name in nodes}
+    placed = flat if paths is None else {name: paths.get(name, (name,)) for name in nodes}
+    try:
+        pairs = _nest(placed, nodes)
+        record = msgspec.structs.replace(record, planner="none" if paths is None else "paths")
+        if paths is None and planner_data is not None:
+            raise _Clash
+    except _Clash:
+        # Two entries cannot both be where their paths say, or these are no paths.
+        placed = flat
+        pairs = _nest(flat, nodes)
+        try:
+            kept = plain_node(planner_data)
+        except NotPlain:
+            kind = type(planner_data).__name__
+            raise UnsupportedState(
+                f"the planner's planner_data (a {kind}) is not a mapping of names to paths, nor made of "
+                "plain values, and Holdfast stores no pickles of its own"
+            ) from None
+        record = msgspec.structs.replace(record, planner="value", planner_data=kept)
+    listed = tuple((name, placed[name]) for name in nodes if name in values)
+    record = msgspec.structs.replace(record, values=listed)
+    return {STATE_DICT: [{_KEY: msgspec.to_builtins(record)}, *pairs]}
+
+
+class _Clash(Exception):
+    """The paths of two entries do not go together in one tree."""
+
+
+def _paths(planner_data: object) -> dict[str, Path] | None:
+    """The planner's data, if they are what DCP's own planner has: the path of each name."""
+    if not isinstance(planner_data, dict):
+        return None
+    for name, path in planner_data.items():
+        if type(name) is not str or type(path) is not tuple or not path or type(path[0]) is not str:
+            return None
+        if not all((type(key) is str and is_text(key)) or (type(key) is int and key >= 0) for key in path):
+            return None
+    return planner_data
+
+
+class _Branch(dict[str | int, "_Branch | str"]):
+    """Children by key; a name is an entry."""
+
+
+def _nest(paths: Mapping[str, Path], nodes: Mapping[str, Node]) -> list[Node]:
+    root = _Branch()
+    for name, path in paths.items():
+        if len(path) > _MAX_NESTED:
+            raise _Clash
+        branch = root
+        for key in path[:-1]:
+            below = branch.setdefault(key, _Branch())
+            if isinstance(below, str):
+                raise _Clash
+            branch = below
+        if path[-1] in branch:
+            raise _Clash
+        branch[path[-1]] = name
+    return [[key, _branch_node(child, nodes)] for key, child in root.items() if type(key) is str]
+
+
+def _branch_node(branch: _Branch | str, nodes: Mapping[str, Node]) -> Node:
+    if isinstance(branch, str):
+        return nodes[branch]
+    numbers = [key for key in branch if type(key) is int]
+    if not numbers:
+        pairs = [(str(key), _branch_node(child, nodes)) for key, child in branch.items()]
+        if any(key[:1] == "$" for key, _ in pairs):
+            return {DICT: [[key, node] for key, node in pairs]}
+        return dict(pairs)
+    if len(numbers) != len(branch) or max(numbers) > 2 * len(numbers) + 1000:
+        raise _Clash
+    # An element that no rank has saved (a planner may leave some out) keeps its place.
+    items: list[Node] = [None] * (max(numbers) + 1)
+    for key, child in branch.items():
+        items[int(key)] = _branch_node(child, nodes)
+    return items
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def entries_of(tree: Node, where: str) -> Entries:
+    """What a tree says to DCP; `where` is its file, for the error message."""
+    record = _record_of(tree, where)
+    if record is None:
+        return _entries_by_rule(tree)
+    lookup = _Lookup(tree, where)
+    paths: dict[str, Path] = {}
+    values: dict[str, Node] = {}
+    for name, path in record.values:
+        values[name] = lookup.at(path)
+        paths[name] = path
+    planner_data: Any = None
+    if record.planner == "value":
+        planner_data = decode_value(record.planner_data)
+    elif record.planner == "paths":
+        paths.update(_leaf_paths(tree))
+        planner_data = paths
+    return Entries(record, values, frozenset(record.bytes), planner_data)
+
+
+def _record_of(tree: Node, where: str) -> Record | None:
+    if type(tree) is not dict or tag_of(tree) != STATE_DICT:
+        return None
+    metadata = state_dict_body(tree[STATE_DICT])[0]
+    if type(metadata) is not dict or _KEY not in metadata:
+        return None
+    try:
+        return msgspec.convert(metadata[_KEY], Record)
+    except msgspec.ValidationError as error:
+        raise CorruptCheckpoint(f"what the tree says to DCP is malformed: {error}", path=where) from None
+
+
+class _Lookup:
+    """Places of a tree by path. Mappings that are asked more than once are not searched again."""
+
+    def __init__(self, tree: Node, where: str) -> None:
+        self._tree = tree
+        self._where = where
+        self._known: dict[int, dict[Any, Node]] = {}
+
+    def at(self, path: Path) -> Node:
+        node = self._tree
+        for key in path:
+            below = self._below(node)
+            if key not in below:
+                raise CorruptCheckpoint(f"the tree has no value at {list(path)[:8]}", path=self._where)
+            node = below[key]
+        return node
+
+    def _below(self, node: Node) -> dict[Any, Node]:
+        found = self._known.get(id(node))
+        if found is None:
+            pairs = pairs_of(node)
+            if pairs is not None:
+                found = {decode_key(key): item for key, item in pairs}
+            else:
+                found = dict(enumerate(items_of(node) or ()))
+            self._known[id(node)] = found  # the tree keeps the node alive
+        return found
+
+
+def _leaf_paths(tree: Node) -> dict[str, Path]:
+    return {name: path for path, node in _terminals(tree, ()) if (name := leaf_of(node)) is not None}
+
+
+def _entries_by_rule(tree: Node) -> Entries:
+    """Of a tree that was not made here: names as DCP would give them, where it takes states apart alike."""
+    values: dict[str, Node] = {}
+    paths: dict[str, Path] = {}
+    for path, node in _terminals(tree, ()):
+        name = leaf_of(node) or ".".join(map(str, path))
+        paths[name] = path
+        if leaf_of(node) is None:
+            values[name] = node
+    return Entries(Record(), values, frozenset(), paths)
+
+
+def _terminals(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+    """Where DCP's own planner would stop: it descends mappings, and sequences with arrays or mappings."""
+    if leaf_of(node) is not None:
+        yield path, node
+        return
+    pairs = pairs_of(node)
+    if pairs is not None:
+        for key, item in pairs:
+            yield from _terminals(item, (*path, component(decode_key(key))))
+        return
+    items = items_of(node)
+    if items is not None and path and (holds_leaves(node) or _holds_mappings(node)):
+        for number, item in enumerate(items):
+            yield from _terminals(item, (*path, number))
+    elif path:
+        yield path, node
+
+
+def _holds_mappings(node: Node) -> bool:
+    return any(
+        pairs_of(item) is not None or (type(item) is list and _holds_mappings(item))
+        for item in items_of(node) or ()
+    )
+
+
+def leaf_node(name: str) -> Node:
+    return {LEAF: name}

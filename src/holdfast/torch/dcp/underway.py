@@ -1,0 +1,87 @@
+"""A save between DCP's calls: where it writes, and what becomes of it when DCP does not call again.
+
+When a rank fails, DCP raises on all of them without a word to the storage. What the coordinator holds then is
+given up when its writer is let go of or used again, or when another save to the same path begins; or it dies
+with its process, and the next save to that path sweeps it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast import engine
+from holdfast.engine import Tuning, fs
+from holdfast.errors import RunLocked
+from holdfast.format.records import Part
+from holdfast.store.commit import refuse_existing
+from holdfast.store.partial import PARTIAL, Partial
+
+
+class Underway:
+    """One save of this process. The coordinator's has the directory; other ranks know where it must be."""
+
+    def __init__(self, target: str, *, overwrite: bool) -> None:
+        self.target = target
+        self.overwrite = overwrite
+        self.directory = target + PARTIAL
+        self.part: Part | None = None
+        """What the coordinator itself has written."""
+        self.partial: Partial | None = None
+        self._pid = os.getpid()
+        self._writing = False
+        with _lock:
+            other = _saves.get(target)
+            if other is not None and other._pid == self._pid and other._writing:
+                raise RunLocked(f"this process is saving to {target} already; wait for that save")
+            _saves[target] = self
+        if other is not None:
+            other.give_up()
+
+    def make(self, tuning: Tuning) -> None:
+        """Makes the directory, as the coordinator."""
+        parent = os.path.dirname(self.target)
+        refuse_existing(self.target, overwrite=self.overwrite)
+        fs.make_directories(parent)
+        # Choosing may write a trial file, so it comes before there is anything to clean up.
+        engine.choose_backend(parent, tuning.backend)
+        self.partial = Partial(self.target, None, self.directory)
+        self.partial.make()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """While it lasts, no other save of this process may have the directory."""
+        self._writing = True
+        try:
+            yield
+        finally:
+            self._writing = False
+
+    def give_up(self) -> None:
+        """Removes what there is, of a save that can no longer be committed. A second time does nothing."""
+        self._leave(remove=True)
+
+    def close(self) -> None:
+        """After the commit."""
+        self._leave(remove=False)
+
+    def _leave(self, *, remove: bool) -> None:
+        with _lock:
+            if _saves.get(self.target) is self:
+                del _saves[self.target]
+            partial, self.partial = self.partial, None
+        if partial is not None and self._pid == os.getpid():  # a forked child leaves it to its parent
+            if remove:
+                partial.remove()
+            partial.release()
+
+    def belongs_to(self, owner: object) -> weakref.finalize:  # type: ignore[type-arg]
+        """Gives up with its owner, unless that has come to an end before."""
+        return weakref.finalize(owner, self.give_up)
+
+
+_lock = threading.Lock()
+_saves: dict[str, Underway] = {}

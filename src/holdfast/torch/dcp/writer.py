@@ -1,0 +1,384 @@
+"""DCP's ``StorageWriter``: the commit protocol of several ranks, with DCP's own messages.
+
+For a checkpoint that shall appear at ``D`` (`holdfast.store.together` is the same with Holdfast's messages):
+
+1. ``set_up_storage_writer``: the coordinator refuses a ``D`` that exists.
+2. ``prepare_global_plan``: it makes ``D.partial`` and gives ranks their numbers.
+3. ``write_data``: every rank writes what DCP's plan gives it into a shard of its own, all but the coordinator
+   also the part that describes it, and syncs both. Size and digest of the part go to the coordinator with the
+   results, and so do plain values.
+4. ``finish``: the coordinator writes the root manifest, syncs, renames ``D.partial`` to ``D`` and syncs the
+   directory above. **The rename is the commit.**
+
+When DCP keeps its plans from save to save, ranks hear nothing new from the coordinator before they write: so
+the directory is known by its name alone, and plans carry nothing but numbers that never change.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from holdfast.engine import Memory, fs
+from holdfast.errors import SaveFailed, UnsupportedState
+from holdfast.format.geometry import Box, disjoint
+from holdfast.format.manifest import MANIFEST_NAME, encode_root, part_ref
+from holdfast.format.records import PartRef, Root
+from holdfast.state import LeafSource, Node, Slot
+from holdfast.state.torch_arrays import describer, wrapper_refusal
+from holdfast.store.api import Options, check_target
+from holdfast.store.commit import check_step, publish, refuse_existing
+from holdfast.store.failures import saving
+from holdfast.store.watch import Watch
+from holdfast.store.writing import Description, Place, ShareWriter
+from holdfast.torch.dcp.paths import path_of, valid_path
+from holdfast.torch.dcp.record import Properties, Record, compose, leaf_node
+from holdfast.torch.dcp.underway import Underway
+from holdfast.torch.dcp.values import NotPlain, value_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+    from torch.futures import Future
+else:
+    StorageWriter = object  # registered as one below: torch is imported by whoever makes a writer
+
+_STEP = re.compile(r"step-([0-9]{12})")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a rank tells the coordinator of an item; `part` of the part that its leaves are in."""
+
+    kind: Literal["tensor", "bytes", "value"]
+    value: Node = None
+    part: PartRef | None = None
+
+
+class Writer(StorageWriter):
+    """Writes what ``torch.distributed.checkpoint`` saves as one Holdfast checkpoint at `path`.
+
+    When ``dcp.save`` returns, or the future of ``dcp.async_save`` is done, the checkpoint is durable and
+    whole; before, and after a failure, there is nothing at `path`, or what was there before.
+    ``overwrite=True`` replaces a checkpoint, at once and whole. `step` is by default the number in a name
+    like ``step-000000000100``, else 0. The path may also be given to DCP, as ``checkpoint_id``.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        overwrite: bool = False,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        _register()
+        if step is not None:
+            check_step(step)
+        options = options or Options()
+        if options.volumes or options.writers != "all":
+            raise ValueError(
+                "with DCP its planner decides who writes what, and shards lie in the checkpoint's directory: "
+                "Options(volumes=..., writers=...) are for holdfast.save and Checkpointer"
+            )
+        self._path = None if path is None else path_of(path)
+        self._overwrite = overwrite
+        self._step = step
+        self._metrics = dict(metrics or {})
+        self._tuning = options.tuning()
+        self._save_id = os.urandom(16).hex()
+        self._coordinator = 0
+        self._underway: Underway | None = None
+        self._end: weakref.finalize | None = None  # type: ignore[type-arg]
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """Where the next checkpoint is written."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path that a checkpoint could be written to."""
+        return valid_path(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        from torch.distributed.checkpoint.metadata import StorageMeta
+
+        return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another save begins, to `checkpoint_id` if that is given."""
+        self._give_up()
+        if checkpoint_id is not None:
+            self._path = path_of(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise ValueError("a Holdfast checkpoint is one commit of all ranks: leave use_collectives=True")
+        if self._path is None:
+            raise ValueError("no path: give one to Writer(path), or to DCP as checkpoint_id=")
+        self._give_up()
+        target = self._path
+        if is_coordinator:
+            self._coordinator = int(kwargs.get("rank", 0))
+            check_target(target, overwrite=self._overwrite)
+            refuse_existing(target, overwrite=self._overwrite)
+        self._save_id = os.urandom(16).hex()
+        self._underway = Underway(target, overwrite=self._overwrite)
+        self._end = self._underway.belongs_to(self)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        underway = self._current()
+        try:
+            with saving(underway.target):
+                underway.make(self._tuning)
+        except BaseException:
+            underway.give_up()
+            raise
+        return [replace(plan, storage_data=self._number(rank)) for rank, plan in enumerate(plans)]
+
+    def _number(self, rank: int) -> int:
+        """Of a rank's files. The coordinator's is 0, whatever its rank: its part is in the root."""
+        if rank == self._coordinator:
+            return 0
+        return rank + 1 if rank < self._coordinator else rank
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        from torch.futures import Future
+
+        underway = self._current()
+        try:
+            with saving(underway.target), underway.writing():
+                results = self._write(plan, planner, underway)
+        except BaseException:
+            underway.give_up()
+            raise
+        if plan.storage_data != 0:
+            underway.close()  # what is left to do is the coordinator's
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner, underway: Underway) -> list[WriteResult]:
+        from torch.distributed.checkpoint.storage import WriteResult
+
+        number: int = plan.storage_data
+        if not os.path.isdir(underway.directory):
+            raise SaveFailed(
+                f"there is no {underway.directory} here, which the coordinator has made: all ranks must save "
+                "to the same path, in a file system that they share"
+            )
+        leaves, told = _sources(plan.items, planner)
+        ref: PartRef | None = None
+        with ShareWriter(number, [Place(underway.directory)], self._tuning, recycle=False) as writer:
+            if leaves:
+                writer.write([leaves], Watch())
+            part = writer.part(Description())
+            if number == 0:
+                writer.sync(underway.directory)
+                underway.part = part
+            elif leaves:
+                ref = part_ref(part, writer.sync(underway.directory, part))
+        sizes: dict[str, int] = {}
+        for leaf in leaves:
+            sizes[leaf.name] = sizes.get(leaf.name, 0) + leaf.nbytes
+        return [
+            WriteResult(item.index, sizes.get(item.index.fqn, 0), replace(written, part=ref))
+            for item, written in zip(plan.items, told, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        underway = self._current()
+        try:
+            with saving(underway.target):
+                self._commit(underway, metadata, results)
+        except BaseException:
+            underway.give_up()
+            raise
+        underway.close()
+
+    def _commit(self, underway: Underway, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        partial, part = underway.partial, underway.part
+        if partial is None or part is None:
+            raise SaveFailed(
+                f"another save to {underway.target} has begun meanwhile, and this one is given up"
+            )
+        from torch.distributed.checkpoint import filesystem
+
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        metadata.storage_meta = self.storage_meta()
+        refs = {
+            result.storage_data.part.rank: result.storage_data.part
+            for written in results
+            for result in written
+            if result.storage_data.part is not None
+        }
+        for ref in refs.values():
+            _require(os.path.join(partial.path, ref.file), ref)
+        root = Root(
+            id=self._save_id,
+            step=_step_in(underway.target) if self._step is None else self._step,
+            created=time.time(),
+            world=len(results),
+            metrics=self._metrics,
+            tree=_tree(metadata, results),
+            part=part,
+            parts=tuple(refs[number] for number in sorted(refs)),
+        )
+        manifest = fs.write_file(os.path.join(partial.path, MANIFEST_NAME), encode_root(root))
+        fs.sync([manifest], partial.path)
+        publish(partial, underway.target, overwrite=self._overwrite)
+
+    def _current(self) -> Underway:
+        if self._underway is None:
+            raise RuntimeError("DCP calls set_up_storage_writer before anything else")
+        return self._underway
+
+    def _give_up(self) -> None:
+        """What a save that did not come to its end has left."""
+        if self._end is not None:
+            self._end()
+        self._underway = self._end = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which saves by itself (``AsyncCheckpointerType.PROCESS``)."""
+        return {**vars(self), "_underway": None, "_end": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _register()
+        vars(self).update(state)
+
+
+def _register() -> None:
+    """So that ``isinstance(writer, StorageWriter)`` holds, though torch was not there for the class."""
+    from torch.distributed.checkpoint.storage import StorageWriter as Protocol
+
+    Protocol.register(Writer)
+
+
+def _sources(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[LeafSource], list[Written]]:
+    """The leaves to write for a plan, and what to tell of each item."""
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    leaves: list[LeafSource] = []
+    told: list[Written] = []
+    counts: dict[str, int] = {}
+    for item in items:
+        name = item.index.fqn
+        if item.type == WriteItemType.BYTE_IO:
+            try:
+                told.append(Written("value", value_of(planner, item)))
+            except NotPlain:
+                leaves.append(_bytes_source(item, planner))
+                told.append(Written("bytes"))
+        else:
+            index = counts[name] = counts.get(name, -1) + 1
+            leaves.append(_tensor_source(item, planner, index))
+            told.append(Written("tensor"))
+    return leaves, told
+
+
+def _bytes_source(item: WriteItem, planner: SavePlanner) -> LeafSource:
+    made: Any = planner.resolve_data(item)
+    data = np.frombuffer(made.getbuffer(), np.uint8)
+    source = Memory(data.ctypes.data, data.nbytes, data)
+    return LeafSource(item.index.fqn, "U8", data.shape, "numpy", source)
+
+
+def _tensor_source(item: WriteItem, planner: SavePlanner, index: int) -> LeafSource:
+    import torch
+
+    name = item.index.fqn
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    tensor: Any = planner.resolve_data(item)
+    tensor = tensor.detach()
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        tensor = tensor.wait()  # the result of a collective that the training has started
+    if type(tensor) is not torch.Tensor:
+        raise wrapper_refusal(tensor, name)
+    dtype, shape, source, _ = describer()(tensor, name)
+    if shape != tuple(chunk.sizes):
+        raise UnsupportedState(
+            f"{name}: the planner announced a part of shape {list(chunk.sizes)} and hands over {list(shape)}"
+        )
+    slot = Slot(tuple(chunk.offsets), tuple(item.tensor_data.size), index)
+    return LeafSource(name, dtype, shape, "torch", source, None, slot)
+
+
+def _require(path: str, ref: PartRef) -> None:
+    """Ranks that were given different paths would each have written, and none of it to the same place."""
+    try:
+        nbytes = os.stat(path).st_size
+    except FileNotFoundError:
+        nbytes = -1
+    if nbytes != ref.nbytes:
+        raise SaveFailed(
+            f"rank {ref.rank} reports that it has written {path}, but "
+            + ("it is not there" if nbytes < 0 else f"it has {nbytes} bytes and not {ref.nbytes}")
+            + ": all ranks must save to the same path, in a file system that they share"
+        )
+
+
+def _tree(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Node:
+    """The tree of all that was written. `UnsupportedState` for an array that is not all there."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    written: dict[str, Written] = {}
+    for result in (result for of_rank in results for result in of_rank):
+        written.setdefault(result.index.fqn, result.storage_data)
+    described = metadata.state_dict_metadata
+    order = [name for name in _names(metadata.planner_data) if name in described]
+    nodes: dict[str, Node] = {}
+    properties: list[tuple[str, Properties]] = []
+    for name in (*order, *(name for name in described if name not in set(order))):
+        what = described[name]
+        if name not in written:
+            raise SaveFailed(f"no rank has written {name!r}, which is in the planner's metadata")
+        if isinstance(what, TensorStorageMetadata):
+            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in what.chunks]
+            _require_whole(name, tuple(what.size), boxes)
+            own = Properties.of(what.properties)
+            if own != Properties():
+                properties.append((name, own))
+        nodes[name] = written[name].value if written[name].kind == "value" else leaf_node(name)
+    record = Record(
+        version=metadata.version,
+        bytes=tuple(name for name in nodes if written[name].kind == "bytes"),
+        properties=tuple(properties),
+    )
+    values = frozenset(name for name in nodes if written[name].kind == "value")
+    return compose(nodes, record, values, metadata.planner_data)
+
+
+def _names(planner_data: object) -> list[str]:
+    """The planner's order is that of the state; that of the metadata depends on who writes what."""
+    return [name for name in planner_data if isinstance(name, str)] if isinstance(planner_data, dict) else []
+
+
+def _require_whole(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    held, whole = sum(box.volume for box in boxes), math.prod(shape)
+    if held != whole or (len(boxes) > 1 and not disjoint(boxes)):
+        raise UnsupportedState(
+            f"{name}: what ranks save of it has {held} of its {whole} elements"
+            + (", some of them twice" if held >= whole else "")
+            + ". A Holdfast checkpoint holds whole arrays: save on all ranks that have a part of it, together"
+        )
+
+
+def _step_in(target: str) -> int:
+    match = _STEP.fullmatch(os.path.basename(target))
+    return int(match[1]) if match else 0
