@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import inspect
+import pickle
 
 import pytest
 
@@ -96,6 +97,17 @@ def test_corruption_names_file_and_leaf() -> None:
     assert (error.reason, error.path, error.leaf) == ("a bit is wrong", "/run/x", "model.w")
     assert str(error) == "corrupt checkpoint in /run/x, leaf 'model.w': a bit is wrong"
     assert isinstance(holdfast.IncompleteCheckpoint("missing"), holdfast.CorruptCheckpoint)
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS))
+def test_every_error_arrives_at_another_rank_as_it_was(name: str) -> None:
+    kind = getattr(holdfast, name)
+    corrupt = issubclass(kind, holdfast.CorruptCheckpoint)
+    error = kind("what happened", path="/run/x", leaf="model.w") if corrupt else kind("what happened")
+    arrived = pickle.loads(pickle.dumps(error))
+    assert type(arrived) is kind
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
 
 
 def test_the_signatures_of_the_calls() -> None:

@@ -8,6 +8,7 @@ says what to do about it; the message says what happened, where, and what is sti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class HoldfastError(Exception):
@@ -29,6 +30,16 @@ class CorruptCheckpoint(HoldfastError, ValueError):
             [f" in {path}" if path is not None else "", f", leaf {leaf!r}" if leaf is not None else ""]
         )
         super().__init__(f"corrupt checkpoint{where}: {reason}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors are sent from rank to rank; made again of its message, this one would say it twice."""
+        return _corrupt, (type(self), self.reason, self.path, self.leaf)
+
+
+def _corrupt(
+    kind: type[CorruptCheckpoint], reason: str, path: str | None, leaf: str | None
+) -> CorruptCheckpoint:
+    return kind(reason, path=path, leaf=leaf)
 
 
 class IncompleteCheckpoint(CorruptCheckpoint, FileNotFoundError):
