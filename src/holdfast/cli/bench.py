@@ -1,6 +1,7 @@
-"""``holdfast bench [DIR]``: Holdfast beside its alternatives, alone or in the middle of a training.
+"""``holdfast bench [DIR]``: Holdfast beside its alternatives, alone, in a training, or on several ranks.
 
-The measuring is `holdfast.study.bench`'s and `holdfast.study.training`'s; here are only the options.
+The measuring is `holdfast.study.bench`'s, `holdfast.study.training`'s and `holdfast.study.ranks`'s; here are
+only the options.
 """
 
 from __future__ import annotations
@@ -50,13 +51,24 @@ def bench(
     repeat: Annotated[
         int | None,
         typer.Option(
-            "--repeat", min=1, help="Rounds; all systems take turns in each. Default: 5; in a training 4."
+            "--repeat",
+            "--rounds",
+            min=1,
+            help="Rounds; all systems take turns in each. Default: 5; in a training 4; with ranks 3.",
         ),
     ] = None,
     system: Annotated[
         list[str] | None, typer.Option("--system", help="Only this one; may be given again.")
     ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw a .png or .svg.")] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            "--ranks",
+            metavar="N,N,...",
+            help="So many processes that save and load one replicated state together, such as 1,2,4.",
+        ),
+    ] = None,
     training: Annotated[
         bool,
         typer.Option(
@@ -120,11 +132,16 @@ def bench(
     """Measure saving and loading, side by side with the alternatives.
 
     Every system is durable: file and directory are synced. Needs about four times the size in free space; in
-    a training (about six minutes) sixteen times. Exit code 1 when Holdfast misses one of its promises.
+    a training (about six minutes) sixteen times, as with 1,2,4 ranks, which hold it in memory four times.
+    Exit code 1 when Holdfast misses one of its promises.
     """
     told = _Training(quick, layers, width, batch, sequence, steps, sweep, restarts)
     with session(as_json) as out:
-        if training:
+        if ranks is not None:
+            if training or shape is not None or told != _Training():
+                raise typer.BadParameter("--ranks goes with neither --training and its options nor --shape")
+            _bench_ranks(out, ranks, directory, size, repeat, tuple(system or ()), plot)
+        elif training:
             if shape is not None:
                 raise typer.BadParameter("--shape is for saving alone; --training has a model of its own")
             _bench_training(out, directory, size, repeat, tuple(system or ()), plot, told)
@@ -219,6 +236,35 @@ def _bench_training(
     try:
         result = run(options, out.errors)
     except (MemoryError, RuntimeError) as error:  # as above, or no torch
+        out.fail(type(error).__name__, str(error))
+    _finish(out, to_json(result) if out.as_json else render(result), result.bars)
+
+
+def _bench_ranks(
+    out: Session,
+    ranks: str,
+    directory: Path,
+    size: str | None,
+    repeat: int | None,
+    systems: tuple[str, ...],
+    plot: Path | None,
+) -> None:
+    from holdfast.study.bench import parse_size
+    from holdfast.study.ranks.bench import RanksOptions, check, parse_ranks, run
+    from holdfast.study.ranks.report import render, to_json
+
+    try:
+        options = RanksOptions(parse_ranks(ranks), directory, systems=systems, plot=plot)
+        if size is not None:
+            options = replace(options, nbytes=parse_size(size))
+        if repeat is not None:
+            options = replace(options, rounds=repeat)
+        check(options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        result = run(options, out.errors)
+    except (MemoryError, RuntimeError) as error:  # as above, or ranks that cannot be started at all
         out.fail(type(error).__name__, str(error))
     _finish(out, to_json(result) if out.as_json else render(result), result.bars)
 
