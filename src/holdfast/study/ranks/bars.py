@@ -1,4 +1,4 @@
-"""The promises about ranks that save together, held against one run. They are made for states of some size."""
+"""The promises about ranks that save together, held against one run; made for states of some size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARES_PERCENT = 1.0
 COPIES = 1.01
 """Names, places and checksums come on top of the state's own bytes."""
 LEAST_SHARE_NBYTES = 100 * BLOCK_NBYTES
-"""Cuts between shares may move by a block, to where an array or a row ends: of smaller shares that is more."""
+"""Cuts between shares move by up to a block, to where an array or a row ends: too much for smaller ones."""
 
 _OURS = (results.HOLDFAST, results.RECYCLED)
 

@@ -33,6 +33,7 @@ _ENVIRONMENT = {
 }
 _LAST_LINES = 3
 _END_SECONDS = 10.0
+_GRACE_SECONDS = 1.0
 
 
 class RankEnded(RuntimeError):
@@ -126,8 +127,17 @@ class World(AbstractContextManager["World"]):
     def _decode(self, rank: int, line: bytes) -> Did:
         answer: Answer = self._decoder.decode(line)
         if isinstance(answer, Failed):
-            raise RankEnded(f"rank {rank}: {answer.reason}")
+            raise RankEnded(self._first_to_end() or f"rank {rank}: {answer.reason}")
         return answer
+
+    def _first_to_end(self) -> str | None:
+        """The rank that has ended, if one has: what others say is then only that they miss it."""
+        end = time.monotonic() + _GRACE_SECONDS  # sockets close a moment before a process is gone
+        for rank, process in enumerate(self._processes):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+                return self._end_of(rank)
+        return None
 
     def _end_of(self, rank: int) -> str:
         code = self._processes[rank].wait()
