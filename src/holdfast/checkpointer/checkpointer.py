@@ -31,21 +31,19 @@ from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.checkpointer.ownership import Hooks, find_optimizers, owners
 from holdfast.checkpointer.preemption import Preemption
 from holdfast.checkpointer.restoring import resume
-from holdfast.checkpointer.retention import history, ids
-from holdfast.checkpointer.saving import Saving, Work
+from holdfast.checkpointer.retention import Retention, history
+from holdfast.checkpointer.saving import Saving
 from holdfast.checkpointer.schedule import Cost, Schedule, make_schedule
 from holdfast.checkpointer.staging import Division, Staging
+from holdfast.checkpointer.work import Work, take_apart
 from holdfast.errors import EngineTimeout, HoldfastError, SaveFailed
 from holdfast.state import LeafSource, flatten
 from holdfast.store import (
     CheckpointInfo,
-    Commit,
     Conversation,
     Crew,
     FollowedRun,
     Options,
-    Spare,
-    Watch,
     WritableRun,
     check_step,
     list_steps,
@@ -113,7 +111,6 @@ class Checkpointer:
             raise ValueError(f"timeout must be positive seconds, not {timeout!r}")
         options = options or Options()
         self.state = state
-        self.keep = keep or Keep()
         self._mode: Mode = mode
         self._given_optimizers = None if optimizers is None else list(optimizers)
         self._on_error = on_error
@@ -125,25 +122,24 @@ class Checkpointer:
         self._in_flight: Saving | None = None
         self._stalled = 0.0
         self._overlapped = False
-        self._superseded: list[int] = []
         path = os.path.abspath(os.fspath(run))
         self._crew = Crew.gather(f"Checkpointer of {path}", together, options.way(), timeout)
         self._drill = drilling.join(path) if self._crew.leads else None
         self._run: WritableRun | FollowedRun = FollowedRun(path)
-        self._history: list[Kept] = []
         self._open = True
         try:
+            known: list[Kept] = []
             with self._crew.all_or_none("open"):
                 if self._crew.leads:
                     self._run = WritableRun(self._drill.path if self._drill else path)
-                    self._history = history(self._run.path)
+                    known = history(self._run.path)
                 self._staging = Staging(options.snapshot_nbytes)
                 self._hooks = Hooks(self._before_step)
                 self._hooks.attach(self._optimizers() if mode == "overlap" else ())
+            where, known = self._crew.told((self._run.path, known), tuple[str, list[Kept]])
             if not self._crew.leads:
-                self._run = FollowedRun(self._crew.told(""))
-            else:
-                self._crew.told(self._run.path)
+                self._run = FollowedRun(where)
+            self._retention = Retention(self._run, keep or Keep(), known)
         except BaseException:
             self._run.close()
             self._crew.close()
@@ -173,8 +169,7 @@ class Checkpointer:
     @property
     def last_durable(self) -> int | None:
         """The newest step that survives a power cut now."""
-        known = self._history
-        return known[-1].step if known else None
+        return self._retention.newest
 
     @property
     def schedule(self) -> Schedule:
@@ -277,7 +272,7 @@ class Checkpointer:
         if self._drill is not None:
             self._drill.saving(step, self.mode)
         try:
-            work = self._work(step, metrics, talk)
+            work = take_apart(self._crew, self.state, self._run.path, step, metrics, talk)
             division = self._divide(work.leaves)
         except BaseException as error:
             self._crew.failed(talk, error)
@@ -298,33 +293,6 @@ class Checkpointer:
                 saving.start()
                 saving.leave_urgent(self._timeout)
         return saving
-
-    def _work(self, step: int, metrics: dict[str, float], talk: Conversation | None) -> Work:
-        """The state taken apart, as far as this rank writes it, and how it is committed."""
-        if not self._crew.needed:
-            flat = flatten(self.state)
-
-            def alone(target: str, spare: Spare | None, *how: Any) -> CheckpointInfo:
-                return Commit(target, step, metrics, self._crew.way.tuning, spare, True).run(flat, *how)
-
-            return Work(flat.leaves, alone)
-        ready = self._crew.prepare(self.state, talk)
-        live = ids(self._run.path) if self._crew.leads and self._crew.way.volumes else None
-
-        def together(target: str, spare: Spare | None, groups: Any, watch: Watch) -> CheckpointInfo:
-            return self._crew.commit(
-                ready,
-                target,
-                step,
-                metrics,
-                groups=groups,
-                watch=watch,
-                spare=spare,
-                overwrite=True,
-                live=live,
-            )
-
-        return Work(ready.share.fragments, together)
 
     def _divide(self, leaves: tuple[LeafSource, ...]) -> Division:
         if self._mode == "sync":
@@ -366,9 +334,7 @@ class Checkpointer:
         if self._drill is not None:
             self._drill.durable(step, info.path)
         began = time.perf_counter()
-        others = [item for item in self._history if item.step != step]
-        self._history = sorted([*others, Kept(step, info.created, info.metrics)], key=lambda item: item.step)
-        self._apply_keep(step)
+        self._retention.add(info)
         retention = time.perf_counter() - began
         phases = Phases(stage_seconds, info.phases.write, info.phases.sync, info.phases.commit + retention)
         stall = saving.stall_seconds
@@ -388,26 +354,6 @@ class Checkpointer:
         )
         self._schedule.finished(Cost(step, stall, phases.total, info.nbytes))
         return info
-
-    def _apply_keep(self, newest: int) -> None:
-        # After going back to an older step, the one just saved is not the last by number; it stays anyway.
-        superseded = [step for step in self._superseded if step != newest]
-        self._superseded = []
-        self._history = [item for item in self._history if item.step not in superseded]
-        stay = self.keep.chosen(self._history) | {newest}
-        gone = [item.step for item in self._history if item.step not in stay]
-        gone += [step for step in superseded if os.path.isdir(self._run.path_of(step))]
-        try:
-            self._run.retire(gone)
-        except SaveFailed as error:
-            # The save itself is durable. What could not be taken away stays a candidate for the next time.
-            warnings.warn(
-                f"step {newest} is saved, but an old checkpoint could not be retired: {error}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            gone = [step for step in gone if not os.path.isdir(self._run.path_of(step))]
-        self._history = [item for item in self._history if item.step not in gone]
 
     # --- who waits for what
 
@@ -481,8 +427,7 @@ class Checkpointer:
         return self.steps if self._crew.leads else []
 
     def _passed_over(self, step: int, error: HoldfastError) -> None:
-        # It stays on disk to be looked at, but takes no place among those to keep.
-        self._history = [item for item in self._history if item.step != step]
+        self._retention.forget(step)
         self._events.add(PassedOver(step, time.time(), str(error)))
         warnings.warn(f"passing over step {step}: {error}", RuntimeWarning, stacklevel=4)
 
@@ -495,11 +440,12 @@ class Checkpointer:
         self._crew.shares.check_replicas(flatten(self.state, self._crew.rank))
 
     def _go_back_to(self, step: int, present: Sequence[int]) -> None:
-        self._superseded = [other for other in present if other > step]
-        if self._superseded:
+        later = [other for other in present if other > step]
+        self._retention.supersede(later)
+        if later:
             warnings.warn(
                 f"going back to step {step}: the first save removes the later checkpoints "
-                f"({', '.join(map(str, self._superseded))})",
+                f"({', '.join(map(str, later))})",
                 RuntimeWarning,
                 stacklevel=3,
             )

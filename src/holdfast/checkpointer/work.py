@@ -36,7 +36,7 @@ def take_apart(
 
         return Work(flat.leaves, alone)
     ready = crew.prepare(state, talk)
-    live = ids(run) if crew.leads and crew.way.volumes else ()
+    live = ids(run) if crew.leads and crew.way.volumes else None
 
     def together(target: str, spare: Spare | None, groups: Groups | None, watch: Watch) -> CheckpointInfo:
         return crew.commit(

@@ -56,10 +56,20 @@ def _sharded(module: Any) -> Iterator[Any]:
 
 
 def module_state(module: Any) -> Any:
-    """The sharded state dict, with the names that the module has without FSDP. Communicates."""
+    """The sharded state dict, with the names that the module has without FSDP. Communicates.
+
+    FSDP makes its tensors up for the occasion, one per name. A parameter of two names is made one tensor
+    again: apart, it could be restored only to where it is apart.
+    """
     with _sharded(module):
         state = module.state_dict()
     named = OrderedDict(state)
+    first: dict[int, str] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        name = _plain_name(path)
+        known = first.setdefault(id(parameter), name)
+        if known != name and known in named and name in named:
+            named[name] = named[known]
     metadata = OrderedDict((_plain_name(name), entry) for name, entry in state._metadata.items())
     named._metadata = metadata  # type: ignore[attr-defined]
     return named

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.state import fsdp1
 from holdfast.state.node import MAX_DEPTH
 from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import unsupported
@@ -48,22 +49,8 @@ def plain_module(module: Any) -> Any:
 
 
 def module_state(module: Any) -> Any:
-    """The ``state_dict()`` of a module, in which one parameter of two names is one tensor.
-
-    FSDP1 makes its tensors up for the occasion, one per name: apart, they would be restored only to where
-    they are apart.
-    """
-    state = module.state_dict()
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if fsdp is None or not isinstance(module, fsdp.FullyShardedDataParallel):
-        return state
-    first: dict[int, str] = {}
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        name = path.replace("_fsdp_wrapped_module.", "")
-        known = first.setdefault(id(parameter), name)
-        if known != name and known in state and name in state:
-            state[name] = state[known]
-    return state
+    """A module's state dict; every parameter under its own name."""
+    return fsdp1.module_state(module) if fsdp1.holds_fsdp1(module) else module.state_dict()
 
 
 def is_stateful(value: object) -> bool:
@@ -174,23 +161,19 @@ def optimizer_names(optimizer: Any, names: ParameterNames) -> OptimizerNames:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerView:
-    """An optimizer as its state is kept: the one that holds state here, and the names of its parameters.
+    """An optimizer as its state is kept: the one that holds state here, the state, its parameters' names.
 
-    Of a ZeroRedundancyOptimizer that is an optimizer of this rank's parameters only; `all_names` are those of
-    all ranks, and every rank lists them in its groups.
+    Of a ZeroRedundancyOptimizer (`outer`) that is an optimizer of this rank's parameters only; `all_names`
+    are those of all ranks, and every rank lists them in its groups. Of an optimizer of FSDP1's parameters,
+    the state is by names already, and spread over ranks as the parameters of `fsdp1`, the module, are.
     """
 
     optimizer: Any
+    state: Any
     names: OptimizerNames
     all_names: OptimizerNames
     outer: Any = None
-
-    def state(self) -> Any:
-        """The ``state_dict()`` of what is here."""
-        if self.outer is not None:
-            # A schedule works on the outer one, which passes hyperparameters on when it steps.
-            self.outer._sync_param_groups(self.outer.param_groups, self.optimizer.param_groups)
-        return self.optimizer.state_dict()
+    fsdp1: Any = None
 
     def loaded(self) -> None:
         """Must be called when the optimizer has taken a state."""
@@ -198,10 +181,16 @@ class OptimizerView:
             self.outer._sync_param_groups(self.optimizer.param_groups, self.outer.param_groups)
 
 
-def optimizer_view(optimizer: Any, names: ParameterNames, place: str) -> OptimizerView:
+def optimizer_view(optimizer: Any, names: ParameterNames, state: object, place: str) -> OptimizerView:
+    """An optimizer that is part of `state`, whose modules' parameters have the given names."""
+    module = fsdp1.module_of(optimizer, (module for _, module in modules_in(state)), place)
+    if module is not None:
+        own = fsdp1.optimizer_state(module, optimizer)
+        listed = OptimizerNames(tuple(tuple(group["params"]) for group in own["param_groups"]), True)
+        return OptimizerView(optimizer, own, listed, listed, fsdp1=module)
     every = optimizer_names(optimizer, names)
     if not is_zero(optimizer):
-        return OptimizerView(optimizer, every, every)
+        return OptimizerView(optimizer, optimizer.state_dict(), every, every)
     inner = optimizer.optim
     if not is_optimizer(inner):
         raise unsupported(
@@ -213,7 +202,9 @@ def optimizer_view(optimizer: Any, names: ParameterNames, place: str) -> Optimiz
         for parameter, name in zip(group["params"], members, strict=True)
     }
     here = tuple(tuple(name_of[id(p)] for p in group["params"]) for group in inner.param_groups)
-    return OptimizerView(inner, OptimizerNames(here, every.known), every, optimizer)
+    # A schedule works on the outer one, which passes hyperparameters on when it steps.
+    optimizer._sync_param_groups(optimizer.param_groups, inner.param_groups)
+    return OptimizerView(inner, inner.state_dict(), OptimizerNames(here, every.known), every, outer=optimizer)
 
 
 def is_zero(optimizer: object) -> bool:
@@ -231,12 +222,13 @@ def _unique(wanted: str, taken: Counter[str]) -> str:
     return name
 
 
-def named_state(view: OptimizerView, state: Any) -> dict[Any, Any] | None:
+def named_state(view: OptimizerView) -> dict[Any, Any] | None:
     """An optimizer's ``state_dict()`` with names for indices; None when it does not have torch's usual form.
 
     ``torch.optim.Optimizer.load_state_dict`` takes the result as it is: it matches parameters by their order
     in the groups and only asks that the keys agree.
     """
+    state = view.state
     index_names = name_of_index(state, view.names)
     if index_names is None:
         return None

@@ -333,8 +333,6 @@ class _Walk:
             return self.node(state, place, self._deeper(place, depth))
         if torch_objects.is_stateful(value):
             depth = self._deeper(place, depth)
-            if torch_objects.is_module(value):
-                return self.node(torch_objects.module_state(torch_objects.plain_module(value)), place, depth)
             if getattr(value, "restore_last", False) is True:
                 return self._ask_last(value, place, depth)
             return self.node(value.state_dict(), place, depth)
