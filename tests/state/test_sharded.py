@@ -408,6 +408,24 @@ def _restore_bytes(into: object, saved: Any, rank: int) -> Any:
     return restore_parts(into, saved, wholes, rank)
 
 
+def test_a_step_count_is_plain_though_the_parameter_is_a_single_number_on_a_mesh() -> None:
+    def training(value: Any) -> dict[str, Any]:
+        parameter = nn.Parameter(value)
+        return {"p": parameter, "optimizer": torch.optim.Adam([parameter])}
+
+    plain = training(torch.tensor(2.0))
+    plain["p"].grad = torch.tensor(0.5)
+    plain["optimizer"].step()
+    with world(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        state = training(DTensor.from_local(torch.tensor(0.0), mesh, [Replicate()], run_check=False))
+        _restore_bytes(state, save(plain), 1)
+        found = state["optimizer"].state[state["p"]]
+        assert type(found["step"]) is torch.Tensor
+        assert type(found["exp_avg"]) is DTensor
+        assert found["exp_avg"]._local_tensor == plain["optimizer"].state[plain["p"]]["exp_avg"]
+
+
 def test_what_is_flattened_from_a_sharded_training_has_the_names_of_the_plain_one() -> None:
     plain = trained()
     names = {leaf.name: leaf.shape for leaf in flatten(plain).leaves}

@@ -179,6 +179,8 @@ def _plan_entry(restore: Restore, own: Any, key: Any, node: Node, parameter: Any
             return restore.plan_leaf(tensor, name, place)
         if tuple(meta.shape) != shape == sharded.whole_shape(parameter, place):
             return restore.wrong(name, str(meta), tensor, describe(dtype, shape))
+    if key == "step" and not meta.shape:
+        return restore.plan_new(node)  # a count, also where the parameter is a single number that is spread
     model = tensor if sharded.is_sharded(tensor) else parameter
     if sharded.is_sharded(model) and tuple(meta.shape) == sharded.whole_shape(model, place):
         return restore.plan_leaf(sharded.like(model, meta.dtype), name, place)
