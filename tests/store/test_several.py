@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import Consumed, Strided
-from holdfast.format.geometry import Box
+from holdfast import engine
+from holdfast.engine import Consumed, Memory, Strided, Unkept
+from holdfast.format.geometry import Box, whole
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, pieces_of
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
@@ -30,7 +31,7 @@ from plan.worlds import (
     random_state,
     topologies,
 )
-from store.several import write_several
+from store.several import Own, write_several
 
 
 def leaf(
@@ -202,3 +203,48 @@ def drain(part: Array) -> Any:
             part[...] = flat.view(part.dtype).reshape(part.shape)
 
     return take
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_the_same_elements_may_go_to_several_places(tmp_path: Path, verify: bool) -> None:
+    plan = plan_of("large")
+    state = random_state(plan.leaves, 6)
+    write_several(tmp_path / "c", plan, state, own={0: Own(aliases={"tied": "a"})})
+    boxes = [
+        Box((0, 0), (3000, 700)),
+        Box((0, 0), (3000, 700)),
+        Box((10, 340), (2000, 30)),  # across both fragments
+        Box((2999, 699), (1, 1)),
+        Box((5, 0), (1, 350)),  # one row of one fragment
+        Box((7, 7), (0, 3)),
+    ]
+    outs = [np.zeros(box.shape, np.float32) for box in boxes]
+    names = ["a", "a", "tied", "a", "a", "a"]
+    wanted = [
+        Wanted(name, box, Memory(out.ctypes.data, out.nbytes, out))
+        for name, box, out in zip(names, boxes, outs, strict=True)
+    ]
+    with holdfast.open(tmp_path / "c") as opened:
+        opened.fetch([*wanted, Wanted("b", whole((1 << 20,)), Unkept(4 << 20))], verify=verify)
+    for box, out in zip(boxes, outs, strict=True):
+        assert same(out, np.ascontiguousarray(state["a"][inside(box)]))
+
+
+def test_a_fragment_for_one_place_is_read_straight_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of("fsdp")
+    state = random_state(plan.leaves, 1)
+    write_several(tmp_path / "c", plan, state)
+    kinds: list[type] = []
+    real = engine.read
+
+    def read(path: Any, pieces: Any, **rest: Any) -> Any:
+        kinds.extend(type(piece.destination) for piece in pieces)
+        return real(path, pieces, **rest)
+
+    monkeypatch.setattr(engine, "read", read)
+    into = {name: np.zeros_like(array) for name, array in state.items()}
+    holdfast.load(tmp_path / "c", into)
+    assert all(same(into[name], state[name]) for name in state)
+    assert set(kinds) == {Memory}

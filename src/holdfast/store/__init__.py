@@ -2,6 +2,10 @@
 
 `commit` is how a checkpoint becomes durable, `run` what a run's directory holds and who may change it,
 `checkpoint` an open checkpoint, `verification` the full check, `api` the calls that users know.
+
+Reading: `opening` finds a checkpoint and its manifest, `parts` has what each rank wrote, `wanted` says which
+boxes of leaves go where, `fetching` which files they come from, `shards` reads one part's files and
+`scattering` takes apart what goes to several places.
 """
 
 from __future__ import annotations

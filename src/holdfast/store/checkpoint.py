@@ -14,7 +14,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -241,8 +241,10 @@ class Checkpoint:
         """
         if self.parts.stored_whole and self._fetch_whole(wanted, verify=verify, progress=progress):
             return
-        boxes = [(want.leaf, want.box) for want in wanted if want.box.volume]
         metas = {name: self._meta(name) for name in dict.fromkeys(want.leaf for want in wanted)}
+        wanted = [replace(want, leaf=metas[want.leaf].name) for want in wanted if want.box.volume]
+        metas = {meta.name: meta for meta in metas.values()}
+        boxes = [(want.leaf, want.box) for want in wanted]
         reads = plan_fetch(self.parts.holding(boxes), wanted, metas, self.path, verify=verify)
         fetch(reads, self.reader, verify=verify, progress=progress)
 

@@ -27,6 +27,8 @@ from holdfast.state.node import leaf_names
 from holdfast.store.failures import reading, require_regular
 from holdfast.store.hold import Hold
 
+_MAX_PINNED = 128
+"""Parts whose shards stay within reach even if the checkpoint is replaced: each takes a file descriptor."""
 _MAX_SOURCES = 1 << 22
 """Pieces that a layout is asked about. One that makes more of a request is not worth following."""
 
@@ -273,7 +275,8 @@ class Parts:
         part = decode_part(data, shown, ref)
         if self.layout is not None:
             self._check_described(part, self.layout)
-        self._hold.pin(file.name for file in part.files if file.volume is None)
+        if len(self._known) <= _MAX_PINNED:
+            self._hold.pin(file.name for file in part.files if file.volume is None)
         return part
 
 
