@@ -37,3 +37,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
     if "faults" in sums:
         terminalreporter.write_line(f"failing calls: {sums['faults']}; kills: {sums.get('kills', 0)}")
+    _write_layouts(terminalreporter)
+
+
+def _write_layouts(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tables of layouts x layouts, as `distributed/test_layouts.py` recorded them, also when it failed."""
+    for report in [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]:
+        for name, table in report.user_properties:
+            if report.when == "call" and name == "layouts":
+                for line in table:
+                    terminalreporter.write_line(line)

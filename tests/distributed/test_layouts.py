@@ -1,0 +1,127 @@
+"""Resume on any layout with no conversion: saved in each, restored in each, every element bit for bit.
+
+The table of all pairs is printed at the end of the test run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import holdfast
+from cli.support import command
+from distributed.jobs import load_layouts, save_layouts
+from distributed.launcher import launch, values
+from distributed.layouts import (
+    LAYOUTS,
+    MOMENTS,
+    STEPS,
+    bits,
+    groups_truth,
+    scheduler_truth,
+    true_model,
+)
+
+Cells = dict[tuple[int, int], list[str]]
+
+USUAL = [number for number, layout in enumerate(LAYOUTS) if layout.usual]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param(USUAL, id="usual"),
+        pytest.param(range(len(LAYOUTS)), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_of_any_layout_is_restored_in_any_layout(
+    numbers: Sequence[int], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    worlds = sorted({LAYOUTS[number].world for number in numbers})
+    mine = {world: [n for n in numbers if LAYOUTS[n].world == world] for world in worlds}
+    for world in worlds:
+        _save(tmp_path, world, mine[world])
+    for number in numbers:
+        _check_in_one_process(tmp_path / str(number))
+    cells: Cells = {}
+    for world in worlds:
+        for found in values(
+            launch(world, load_layouts, str(tmp_path), list(numbers), mine[world], timeout=300.0)
+        ):
+            for cell, differences in found.items():
+                cells.setdefault(cell, []).extend(differences)
+    assert set(cells) == {(source, target) for source in numbers for target in numbers}
+    record_property("layouts", _table(cells, numbers))
+    wrong = {
+        f"{LAYOUTS[source].name} -> {LAYOUTS[target].name}": differences[:5]
+        for (source, target), differences in cells.items()
+        if differences
+    }
+    assert not wrong, f"{len(wrong)} of {len(cells)} restored states differ from what was saved"
+
+
+def _save(folder: Path, world: int, numbers: Sequence[int]) -> None:
+    found = values(launch(world, save_layouts, str(folder), list(numbers), timeout=120.0))
+    one_copy = _nbytes(true_model().state_dict()) + sum(
+        4 + 2 * parameter.nbytes for parameter in true_model().parameters()
+    )
+    for stored in found:
+        assert stored == [one_copy] * len(numbers)
+
+
+def _nbytes(state: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for name, tensor in state.items() if name != "head.weight")
+
+
+def _table(cells: Cells, numbers: Sequence[int]) -> list[str]:
+    good = sum(not differences for differences in cells.values())
+    width = max(len(LAYOUTS[number].name) for number in numbers)
+    lines = [
+        f"layouts: {good} of {len(cells)} restored bit for bit; saved as (rows), restored as (columns):",
+        " " * (width + 3) + "".join(f"{column + 1:3d}" for column in range(len(numbers))),
+    ]
+    for row, source in enumerate(numbers):
+        marks = "".join(f"  {'✗' if cells[source, target] else '✓'}" for target in numbers)
+        lines.append(f"{row + 1:2d} {LAYOUTS[source].name:<{width}}{marks}")
+    return lines
+
+
+def _check_in_one_process(path: Path) -> None:
+    """Without any process group: the whole tree, `holdfast verify`, and the safetensors package."""
+    tree = holdfast.load(path)
+    assert tree["epoch"] == 3
+    assert tree["scheduler"] == scheduler_truth()
+    model = true_model()
+    expected = model.state_dict()
+    assert {name: bits(tensor) for name, tensor in tree["model"].items()} == {
+        name: bits(tensor) for name, tensor in expected.items()
+    }
+    _check_optimizer(tree["optimizer"])
+    verified = command("verify", path)
+    assert verified.code == 0, verified.out
+    shards = [
+        Path(top, name) for top, _, names in os.walk(path) for name in names if name.endswith(".safetensors")
+    ]
+    assert shards
+    for shard in shards:
+        with safe_open(shard, "pt") as opened:
+            assert sum(opened.get_tensor(name).nbytes for name in opened.keys()) > 0  # noqa: SIM118
+
+
+def _check_optimizer(tree: Any) -> None:
+    names = [name for name, _ in true_model().named_parameters()]
+    assert set(tree["state"]) == set(names)
+    for key in MOMENTS:
+        for name, parameter in true_model(key).named_parameters():
+            assert bits(tree["state"][name][key]) == bits(parameter), f"{name} {key}"
+    assert {entry["step"].item() for entry in tree["state"].values()} == {float(STEPS)}
+    assert sorted(name for group in tree["param_groups"] for name in group["params"]) == sorted(names)
+    for group, expected in zip(tree["param_groups"], groups_truth(), strict=True):
+        assert {key: group[key] for key in expected} == expected
