@@ -151,18 +151,16 @@ def _metadata(checkpoint: Checkpoint, entries: Entries) -> Metadata:
     chunks = _chunks(checkpoint)
     known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     metas = checkpoint.metas
-    names = {**{name: name for name in metas}, **checkpoint.aliases}
-    for name, of in names.items():
-        if name in entries.bytes:
+    for name in dict.fromkeys((*entries.names, *metas)):
+        if name in entries.values or name in entries.bytes:
             known[name] = BytesStorageMetadata()
             continue
-        meta = metas[of]
+        of = checkpoint.aliases.get(name, name)
         known[name] = TensorStorageMetadata(
-            _properties(meta, properties.get(name, Properties())),
-            _size(meta.shape),
+            _properties(metas[of], properties.get(name, Properties())),
+            _size(metas[of].shape),
             list(chunks.get(of, [])),
         )
-    known.update((name, BytesStorageMetadata()) for name in entries.values)
     return Metadata(
         known,
         entries.planner_data,

@@ -9,7 +9,7 @@ DCP's rules for taking a state apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -79,6 +79,8 @@ class Entries:
     """What a checkpoint holds, in DCP's words. Leaves that are in neither are tensors."""
 
     record: Record
+    names: tuple[str, ...]
+    """In the order of the state."""
     values: dict[str, Node]
     bytes: frozenset[str]
     planner_data: Any
@@ -184,19 +186,22 @@ def entries_of(tree: Node, where: str) -> Entries:
     record = _record_of(tree, where)
     if record is None:
         return _entries_by_rule(tree)
-    lookup = _Lookup(tree, where)
+    listed = {path: name for name, path in record.values}
     paths: dict[str, Path] = {}
     values: dict[str, Node] = {}
-    for name, path in record.values:
-        values[name] = lookup.at(path)
-        paths[name] = path
+    for path, node in _places(tree, (), listed):
+        name = listed.get(path)
+        if name is not None:
+            values[name] = node
+        paths[name or leaf_of(node) or ""] = path
+    if len(values) != len(record.values):
+        raise CorruptCheckpoint("values that DCP has saved are not in the tree", path=where)
     planner_data: Any = None
     if record.planner == "value":
         planner_data = decode_value(record.planner_data)
     elif record.planner == "paths":
-        paths.update(_leaf_paths(tree))
         planner_data = paths
-    return Entries(record, values, frozenset(record.bytes), planner_data)
+    return Entries(record, tuple(paths), values, frozenset(record.bytes), planner_data)
 
 
 def _record_of(tree: Node, where: str) -> Record | None:
@@ -211,37 +216,18 @@ def _record_of(tree: Node, where: str) -> Record | None:
         raise CorruptCheckpoint(f"what the tree says to DCP is malformed: {error}", path=where) from None
 
 
-class _Lookup:
-    """Places of a tree by path. Mappings that are asked more than once are not searched again."""
-
-    def __init__(self, tree: Node, where: str) -> None:
-        self._tree = tree
-        self._where = where
-        self._known: dict[int, dict[Any, Node]] = {}
-
-    def at(self, path: Path) -> Node:
-        node = self._tree
-        for key in path:
-            below = self._below(node)
-            if key not in below:
-                raise CorruptCheckpoint(f"the tree has no value at {list(path)[:8]}", path=self._where)
-            node = below[key]
-        return node
-
-    def _below(self, node: Node) -> dict[Any, Node]:
-        found = self._known.get(id(node))
-        if found is None:
-            pairs = pairs_of(node)
-            if pairs is not None:
-                found = {decode_key(key): item for key, item in pairs}
-            else:
-                found = dict(enumerate(items_of(node) or ()))
-            self._known[id(node)] = found  # the tree keeps the node alive
-        return found
-
-
-def _leaf_paths(tree: Node) -> dict[str, Path]:
-    return {name: path for path, node in _terminals(tree, ()) if (name := leaf_of(node)) is not None}
+def _places(node: Node, path: Path, stops: Container[Path]) -> Iterator[tuple[Path, Node]]:
+    """Every leaf of a tree and every node at one of the paths, in the tree's order."""
+    if leaf_of(node) is not None or path in stops:
+        yield path, node
+        return
+    pairs = pairs_of(node)
+    if pairs is not None:
+        for key, item in pairs:
+            yield from _places(item, (*path, decode_key(key)), stops)
+        return
+    for number, item in enumerate(items_of(node) or ()):
+        yield from _places(item, (*path, number), stops)
 
 
 def _entries_by_rule(tree: Node) -> Entries:
@@ -249,11 +235,12 @@ def _entries_by_rule(tree: Node) -> Entries:
     values: dict[str, Node] = {}
     paths: dict[str, Path] = {}
     for path, node in _terminals(tree, ()):
-        name = leaf_of(node) or ".".join(map(str, path))
+        leaf = leaf_of(node)
+        name = ".".join(map(str, path)) if leaf is None else leaf
         paths[name] = path
-        if leaf_of(node) is None:
+        if leaf is None:
             values[name] = node
-    return Entries(Record(), values, frozenset(), paths)
+    return Entries(Record(), tuple(paths), values, frozenset(), paths)
 
 
 def _terminals(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:

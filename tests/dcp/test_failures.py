@@ -1,0 +1,191 @@
+"""Saves that fail leave nothing; what is damaged is named; a power cut leaves all or nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.crash.power import Budget, Disk
+from tests.dcp.states import assert_same, failures, flip_in, load, save
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import holdfast
+from holdfast.engine import faults
+from holdfast.torch.dcp import Reader, Writer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
+STATE = {"w": torch.arange(3000.0), "epoch": 3}
+OTHER = {"w": torch.arange(3000.0) + 7, "epoch": 4}
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(item.name for item in folder.iterdir())
+
+
+def test_what_is_there_is_not_replaced_unless_asked(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "first")
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        save(OTHER, tmp_path / "first")
+    assert isinstance(failures(caught.value)[0], holdfast.CheckpointExists)
+    assert_same(load(STATE, tmp_path / "first"), STATE)
+    save(OTHER, tmp_path / "first", overwrite=True)
+    assert_same(load(OTHER, tmp_path / "first"), OTHER)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").touch()
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        save(OTHER, tmp_path / "other", overwrite=True)
+    assert "is not a checkpoint" in str(failures(caught.value)[0])
+    assert _names(tmp_path) == ["first", "other"]
+
+
+def test_any_call_that_fails_leaves_nothing_or_all(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "first"
+    nth = 0
+    while True:
+        nth += 1
+        faults.install(*faults.parse(f"any:{nth}:EIO"))
+        try:
+            save(STATE, path)
+            failed = None
+        except dcp.api.CheckpointException as error:
+            failed = failures(error)[0]
+        finally:
+            calls = faults.count_calls()
+            faults.install()
+        if failed is None:
+            assert_same(load(STATE, path), STATE)
+            if calls < nth:
+                break
+            holdfast.save(path, {}, overwrite=True)  # the fault hit what need not succeed
+            continue
+        assert isinstance(failed, holdfast.SaveFailed), failed
+        assert not path.exists()
+        save(STATE, path)  # and the next one succeeds
+        assert _names(path.parent) == ["first"]
+        for item in path.iterdir():
+            item.unlink()
+        path.rmdir()
+    assert nth > 8
+
+
+def test_a_failure_of_the_planner_leaves_nothing(tmp_path: Path) -> None:
+    class Failing(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            raise ZeroDivisionError("of the planner")
+
+    writer = Writer(tmp_path / "first")
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.save(STATE, storage_writer=writer, planner=Failing(), no_dist=True)
+    assert isinstance(failures(caught.value)[0], ZeroDivisionError)
+    assert _names(tmp_path) == []
+    dcp.save(STATE, storage_writer=writer, no_dist=True)
+    assert_same(load(STATE, tmp_path / "first"), STATE)
+
+
+def test_a_save_that_dcp_abandons_is_given_up(tmp_path: Path) -> None:
+    """When another rank fails, DCP never calls `finish`, and tells the writer nothing."""
+
+    abandoned = _written(tmp_path / "first")
+    save(STATE, tmp_path / "first")  # while the other is still held
+    assert _names(tmp_path) == ["first"]
+    with pytest.raises(holdfast.SaveFailed, match="given up"):
+        abandoned.finish(dcp.metadata.Metadata({}), [[]])
+    assert_same(load(STATE, tmp_path / "first"), STATE)
+
+
+def test_what_it_has_left_goes_with_the_writer(tmp_path: Path) -> None:
+    writer = _written(tmp_path / "first")
+    del writer
+    assert _names(tmp_path) == []
+    writer = _written(tmp_path / "first")
+    writer.reset()
+    assert _names(tmp_path) == []
+
+
+def _written(path: Path) -> Writer:
+    """A writer that DCP has called for everything but the end."""
+    writer, planner = Writer(path), DefaultSavePlanner()
+    planner.set_up_planner(STATE, is_coordinator=True)
+    writer.set_up_storage_writer(True, rank=0)
+    plans, _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    writer.write_data(writer.prepare_global_plan(plans)[0], planner)
+    assert _names(path.parent) == [f"{path.name}.partial"]
+    return writer
+
+
+def test_states_that_cannot_be_stored_are_named(tmp_path: Path) -> None:
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        save({"model": {"sparse": torch.eye(3).to_sparse()}}, tmp_path / "first")
+    failed = failures(caught.value)[0]
+    assert isinstance(failed, holdfast.UnsupportedState)
+    assert "model.sparse" in str(failed)
+    with pytest.raises(ValueError, match="use_collectives"):
+        dcp.save(STATE, storage_writer=Writer(tmp_path / "first"), no_dist=True, use_collectives=False)
+    assert _names(tmp_path) == []
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "first")
+    shard = tmp_path / "first" / "r00000.v0.safetensors"
+    flip_in(shard, "w")
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        load(STATE, tmp_path / "first")
+    failed = failures(caught.value)[0]
+    assert isinstance(failed, holdfast.CorruptCheckpoint)
+    assert (failed.path, failed.leaf) == (str(shard), "w")
+    load(STATE, tmp_path / "first", verify=False)
+    shard.unlink()
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        load(STATE, tmp_path / "first")
+    assert isinstance(failures(caught.value)[0], holdfast.IncompleteCheckpoint)
+    manifest = tmp_path / "first" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"epoch"', b'"Epoch"'))
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        load(STATE, tmp_path / "first")
+    assert isinstance(failures(caught.value)[0], holdfast.CorruptCheckpoint)
+    with pytest.raises(holdfast.CheckpointNotFound):
+        Reader(tmp_path / "none").read_metadata()
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        load(STATE, tmp_path / "none")
+    assert isinstance(failures(caught.value)[0], holdfast.CheckpointNotFound)
+
+
+@pytest.mark.parametrize("replace", [False, True], ids=["new", "replaced"])
+def test_a_power_cut_leaves_all_or_nothing(tmp_path: Path, replace: bool) -> None:
+    root, after = tmp_path / "disk", tmp_path / "after"
+    root.mkdir()
+    after.mkdir()
+    with faults.traced() as first:
+        if replace:
+            save(STATE, root / "first")
+    with faults.traced() as second:
+        save(OTHER, root / "first", overwrite=replace, options=holdfast.Options(small_nbytes=0))
+    # What happens above makes the root itself durable, as the model assumes.
+    earlier, events = ([event for event in some if _inside(event, root)] for some in (first, second))
+    disk, rng, tried = Disk(root), random.Random(0), set()
+    for event in earlier:
+        disk.replay(event)
+    for number, event in enumerate(events, 1):
+        disk.replay(event)
+        reported = number == len(events)
+        for image in disk.crashes(Budget(), rng):
+            if (image.digest(), reported) in tried:
+                continue
+            tried.add((image.digest(), reported))
+            image.write(after)
+            if (after / "first").exists():
+                found = load(OTHER, after / "first")
+                assert_same(found, STATE if found["epoch"] == 3 and replace and not reported else OTHER)
+            else:
+                assert not replace
+                assert not reported
+    assert len(tried) > 40
+
+
+def _inside(event: faults.Event, root: Path) -> bool:
+    return event.path.startswith(str(root))
