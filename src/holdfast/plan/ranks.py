@@ -156,6 +156,9 @@ class _Shared:
             high = self.place(stream, copy + 1)
             if low < high and high > begin:
                 rank = int(self._ranks[stream, copy])
+                if low <= begin and end <= high:
+                    yield rank, piece.box  # all of it, as a rule: cuts fall between arrays where they can
+                    return
                 lower, upper = max(low, begin) - base, min(high, end) - base
                 for local in boxes_of_range(piece.within, lower // itemsize, upper // itemsize):
                     both = intersect(local, piece.local)
