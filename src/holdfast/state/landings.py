@@ -74,10 +74,11 @@ class Landings:
     the target, so that each is read by itself. Of those in `parts`, only a part is read.
     """
 
-    def __init__(self, aliases: Mapping[str, str]) -> None:
+    def __init__(self, aliases: Mapping[str, str], shardings: sharded.Shardings) -> None:
         self.destinations: dict[str, Destination] = {}
         self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = {}
         self._aliases = aliases
+        self._shardings = shardings
         self._first: dict[str, Landing] = {}
         self._at: dict[str, Landing] = {}
         self._all: list[Landing] = []
@@ -91,7 +92,7 @@ class Landings:
     def land(self, target: Any, name: str, place: str) -> Plan:
         """The plan for an array of the target that receives a leaf of its type."""
         leaf = self._aliases.get(name, name)
-        part = sharded.held(target, place)
+        part = sharded.held(target, place, self._shardings)
         if part is not None and (part.tensor is None or not part.tensor.numel()):
             return lambda lookup: target  # nothing of it is here
         array, sharding = (target, None) if part is None else (part.tensor, part.sharding)

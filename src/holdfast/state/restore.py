@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from holdfast.engine.buffers import Destination
-from holdfast.state import torch_objects
+from holdfast.state import sharded, torch_objects
 from holdfast.state.landings import Landings, Lookup, Plan, TiedElsewhere
 from holdfast.state.leaves import Sharding
 from holdfast.state.mismatch import LeafMeta, Mismatch
@@ -89,7 +89,8 @@ class Restore:
         self._wrong: list[str] = []
         self._kept: dict[str, None] = {}
         self._elsewhere: dict[str, None] = {}
-        self._landings = Landings(aliases)
+        self.shardings: sharded.Shardings = {}
+        self._landings = Landings(aliases, self.shardings)
         self._last: list[Callable[[], None]] = []
         self.state = into
         self._parameters: torch_objects.ParameterNames | None = None
@@ -237,7 +238,7 @@ class Restore:
     def plan_leaf(self, target: Any, name: str, place: str) -> Plan:
         """Read a leaf into an array of the target, in place where its memory allows."""
         meta = self.meta(name)
-        dtype, shape = array_type(target, place)
+        dtype, shape = array_type(target, place, self.shardings)
         if (meta.dtype, tuple(meta.shape)) != (dtype, shape):
             return self.wrong(name, str(meta), target, describe(dtype, shape))
         try:

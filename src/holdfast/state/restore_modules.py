@@ -53,7 +53,7 @@ def plan_module(restore: Restore, module: Any, node: Node, place: str) -> Plan:
             needs_load = True
         else:
             # A hook made this tensor up: only the module knows where its contents belong.
-            array_type(own, f"{prefix}{key}")
+            array_type(own, f"{prefix}{key}", restore.shardings)
             plans[key] = restore.plan_new(item)
             needs_load = True
     for key, own in state.items():

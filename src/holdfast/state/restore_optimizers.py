@@ -174,15 +174,17 @@ def _plan_entry(restore: Restore, own: Any, key: Any, node: Node, parameter: Any
     meta = restore.meta(name)
     tensor: Any = own.get(key) if isinstance(own, dict) else None
     if is_array(tensor):
-        dtype, shape = array_type(tensor, place)
+        dtype, shape = array_type(tensor, place, restore.shardings)
         if (dtype, shape) == (meta.dtype, tuple(meta.shape)):
             return restore.plan_leaf(tensor, name, place)
-        if tuple(meta.shape) != shape == sharded.whole_shape(parameter, place):
+        if tuple(meta.shape) != shape == sharded.whole_shape(parameter, place, restore.shardings):
             return restore.wrong(name, str(meta), tensor, describe(dtype, shape))
     if key == "step" and not meta.shape:
         return restore.plan_new(node)  # a count, also where the parameter is a single number that is spread
     model = tensor if sharded.is_sharded(tensor) else parameter
-    if sharded.is_sharded(model) and tuple(meta.shape) == sharded.whole_shape(model, place):
+    if sharded.is_sharded(model) and tuple(meta.shape) == sharded.whole_shape(
+        model, place, restore.shardings
+    ):
         return restore.plan_leaf(sharded.like(model, meta.dtype), name, place)
     return restore.plan_new(node)
 

@@ -46,38 +46,41 @@ Shardings = dict[tuple[Any, ...], _Layout]
 
 
 _Look = Callable[[Any, str, Shardings], Held]
-_known_types: dict[type, _Look] = {}
+_looks: dict[type, _Look | None] = {}
+"""By class; None for those of arrays that are all here. Asked for every tensor of every save."""
 
 
 def sharded_types() -> dict[type, _Look]:
     """The classes of arrays that are parts, as far as they have been imported, and what tells their parts."""
-    if len(_known_types) < 2:
-        meshed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-        if meshed is not None:
-            _known_types[meshed] = _held_of_dtensor
-        boxed = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
-        if boxed is not None:
-            _known_types[boxed] = _held_of_sharded_tensor
-    return _known_types
+    meshed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    boxed = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
+    found = {meshed: _held_of_dtensor, boxed: _held_of_sharded_tensor}
+    return {kind: look for kind, look in found.items() if kind is not None}
 
 
-def held(value: Any, place: str, known: Shardings | None = None) -> Held | None:
+def _look_of(kind: type) -> _Look | None:
+    if kind not in _looks:
+        _looks[kind] = sharded_types().get(kind)
+    return _looks[kind]
+
+
+def held(value: Any, place: str, known: Shardings) -> Held | None:
     """This rank's part of a DTensor or ShardedTensor; None for an array that is all here."""
-    look = sharded_types().get(type(value))
-    return None if look is None else look(value, place, {} if known is None else known)
+    look = _look_of(type(value))
+    return None if look is None else look(value, place, known)
 
 
 def is_dtensor(value: object) -> bool:
-    return sharded_types().get(type(value)) is _held_of_dtensor
+    return _look_of(type(value)) is _held_of_dtensor
 
 
 def is_sharded(value: object) -> bool:
-    return type(value) in sharded_types()
+    return _look_of(type(value)) is not None
 
 
-def whole_shape(value: Any, place: str) -> tuple[int, ...]:
+def whole_shape(value: Any, place: str, known: Shardings) -> tuple[int, ...]:
     """The shape of an array, also of one that is spread over ranks."""
-    found = held(value, place)
+    found = held(value, place, known)
     return tuple(value.shape) if found is None else found.sharding.shape
 
 
@@ -90,13 +93,15 @@ def element_type(value: Any) -> Any:
 def local_tensor(value: Any) -> Any:
     """The memory that an array has here: the part of one that is spread, else the array itself.
 
-    None where nothing of it is here, or where its part cannot be told.
+    None where nothing of it is here, or where its part cannot be told. Quick: how it is spread is not asked.
     """
+    look = _look_of(type(value))
+    if look is None:
+        return value
     try:
-        found = held(value, "")
+        return _plain(value._local_tensor, "") if look is _held_of_dtensor else look(value, "", {}).tensor
     except UnsupportedState:
         return None
-    return value if found is None else found.tensor
 
 
 def memory_identity(tensor: Any) -> tuple[Any, ...]:

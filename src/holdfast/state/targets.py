@@ -28,13 +28,13 @@ def is_array(value: object) -> bool:
     return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
 
 
-def array_type(target: Any, place: str) -> tuple[str, tuple[int, ...]]:
+def array_type(target: Any, place: str, known: sharded.Shardings) -> tuple[str, tuple[int, ...]]:
     """Logical name and shape of an array; `UnsupportedState` for one that could not be saved either.
 
     Of an array that is spread over ranks: the whole shape.
     """
     if not isinstance(target, np.ndarray):
-        part = sharded.held(target, place)
+        part = sharded.held(target, place, known)
         if part is None:
             return torch_arrays.tensor_type(target, place)
         if part.tensor is None:
