@@ -25,8 +25,7 @@ class Retention:
         return self._known[-1].step if self._known else None
 
     def forget(self, step: int) -> None:
-        """One that turned out damaged takes no place among those to keep. It stays on disk to be looked at.
-        """
+        """One that turned out damaged takes no place among those to keep; it stays to be looked at."""
         self._known = [item for item in self._known if item.step != step]
 
     def supersede(self, steps: Sequence[int]) -> None:

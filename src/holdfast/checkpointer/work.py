@@ -34,7 +34,7 @@ def take_apart(
             commit = Commit(target, step, metrics, crew.way.tuning, spare, overwrite=True)
             return commit.run(flat, groups, watch)
 
-        return Work(flat.leaves, alone)
+        return Work(flat.leaves + flat.local_leaves, alone)
     ready = crew.prepare(state, talk)
     live = ids(run) if crew.leads and crew.way.volumes else None
 

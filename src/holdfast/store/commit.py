@@ -33,7 +33,7 @@ from msgspec import Struct
 
 from holdfast import engine
 from holdfast.engine import Tuning, fs
-from holdfast.errors import CheckpointExists, HoldfastError
+from holdfast.errors import CheckpointExists, HoldfastError, UnsupportedState
 from holdfast.format.checksums import digest
 from holdfast.format.embedded import EMBEDDING_SHARD
 from holdfast.format.manifest import MANIFEST_NAME, encode_root
@@ -120,7 +120,9 @@ class Commit(Struct, frozen=True):
         began: float,
     ) -> CheckpointInfo:
         identity = Identity(os.urandom(16).hex(), self.step, time.time(), dict(self.metrics))
-        layout = arrange([flat.leaves] if groups is None else groups)
+        leaves = flat.leaves + flat.local_leaves
+        _refuse_parts(leaves)
+        layout = arrange([leaves] if groups is None else groups)
         limit = self.tuning.small_nbytes
         single = one_file(identity, flat, layout, limit) if layout.nbytes < limit else None
         plan = layout.plan() if single is None else single.plan
@@ -147,8 +149,8 @@ class Commit(Struct, frozen=True):
             id=identity.id,
             created=identity.created,
             metrics=identity.metrics,
-            leaves=len(flat.leaves),
-            nbytes=sum([leaf.source.nbytes for leaf in flat.leaves]),
+            leaves=len(leaves),
+            nbytes=sum([leaf.source.nbytes for leaf in leaves]),
             stored_nbytes=plan.nbytes + manifest_nbytes,
             seconds=ended - began,
             phases=Seconds(syncing - writing - synced, synced, ended - began - (syncing - writing)),
@@ -197,6 +199,17 @@ class Commit(Struct, frozen=True):
         began = time.perf_counter()
         fs.sync([file], directory)
         return time.perf_counter() - began
+
+
+def _refuse_parts(leaves: Sequence[LeafSource]) -> None:
+    """One process can store whole arrays only: of others it does not have all."""
+    for leaf in leaves:
+        if leaf.sharding is not None and leaf.sharding.shape != leaf.shape:
+            raise UnsupportedState(
+                f"{leaf.name}: this process has {list(leaf.shape)} of an array of shape "
+                f"{list(leaf.sharding.shape)} that is spread over ranks. Save it on all of them together "
+                "(not with together=False)"
+            )
 
 
 def refuse_existing(target: str, *, overwrite: bool) -> None:

@@ -43,14 +43,14 @@ def describe(
         )
         for leaf, offset, chunks in zip(leaves, offsets, checksums, strict=True)
     ]
-    aliases = tuple([Alias(name, of) for name, of in flat.aliases])
+    aliases = tuple([Alias(name, of) for name, of in (*flat.aliases, *flat.local_aliases)])
     return Root(
         id=identity.id,
         step=identity.step,
         created=identity.created,
         metrics=dict(identity.metrics),
         tree=flat.tree,
-        part=Part(0, CHUNK_NBYTES, (shard,), tuple(described), aliases),
+        part=Part(0, CHUNK_NBYTES, (shard,), tuple(described), aliases, dict(flat.local)),
     )
 
 

@@ -129,7 +129,9 @@ class Shares:
             fragments += sources(owned, planned.leaves, here, volume)
         speaks = planned.speakers[rank] == rank
         description = Description(
-            flat.aliases if speaks else (), flat.local, flat.tree if speaks and rank > 0 else None
+            (*(flat.aliases if speaks else ()), *flat.local_aliases),
+            flat.local,
+            flat.tree if speaks and rank > 0 else None,
         )
         return Share((*fragments, *flat.local_leaves), description, values_digest(flat.tree), planned)
 
