@@ -269,7 +269,6 @@ MANY: dict[str, tuple[str, Attack]] = {
     "trees backwards": ("out of order", lambda v: v.update(trees=[2, 1])),
     "gigantic rank of a tree": ("trees", lambda v: v.update(trees=[10**9])),
     "second tree in the root": ("second tree", lambda v: v["part"].update(tree={"a": 1})),
-    "layout of one process": ("one process", lambda v: v.update(world=1, parts=[], trees=[])),
     "local as list": ("local", lambda v: v["part"].update(local=[1])),
     "local of others": ("not there", lambda v: v["part"]["local"].update(x={"$leaf": "@1.rng"})),
     "local of nobody": ("not there", lambda v: v["part"]["local"].update(x={"$leaf": 5})),

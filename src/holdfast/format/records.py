@@ -99,7 +99,7 @@ class Root(Struct, frozen=True, kw_only=True):
 
     `trees` are the ranks whose parts have a tree of their own, to be merged into this one in their order.
     `layout` is the description of who wrote what (`holdfast.plan.description`), so that a reader opens the
-    parts it needs only; empty when one process wrote all.
+    parts it needs only; empty when one process wrote all to its own directory.
     """
 
     format: str = FORMAT

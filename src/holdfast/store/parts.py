@@ -70,8 +70,13 @@ class Parts:
 
     @functools.cached_property
     def stored_whole(self) -> bool:
-        """Whether one process wrote all, every leaf in one piece."""
-        return self._root.world == 1 and all(len(leaf.fragments) == 1 for leaf in self._root.part.leaves)
+        """Whether one process wrote all to its own directory, every leaf in one piece."""
+        return self._alone and all(len(leaf.fragments) == 1 for leaf in self._root.part.leaves)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether the one part has been found to have all that the tree refers to."""
+        return self._root.world == 1 and not self._root.layout
 
     @functools.cached_property
     def layout(self) -> WritePlan | None:
@@ -146,7 +151,7 @@ class Parts:
     def tree(self) -> Node:
         """The tree of the whole state: those of all ranks that have one of their own, merged."""
         root: Node = self._root.tree
-        if self._root.world == 1:
+        if self._alone:
             return root
         tree = merge_trees([root, *(part.tree for part in self._with_trees[1:])])
         if any(name not in self.metas and name not in self.aliases for name in leaf_names(tree)):
@@ -159,7 +164,7 @@ class Parts:
         found: dict[str, str] = {}
         for part in self._with_trees:
             for alias in part.aliases:
-                if not is_local(part, alias.name) and (self._root.world == 1 or alias.name not in self.metas):
+                if not is_local(part, alias.name) and (self._alone or alias.name not in self.metas):
                     if alias.of not in self.metas:
                         raise CorruptCheckpoint(
                             "alias of something that is not a leaf",
