@@ -193,14 +193,15 @@ def contents_of(checkpoint: Checkpoint) -> Contents:
     from holdfast.format.checksums import digest
     from holdfast.state import flatten
 
-    part = checkpoint.root.part
-    leaves = {
-        leaf.name: digest(
-            f"{leaf.dtype}{leaf.shape}{[(piece.start, piece.chunks) for piece in leaf.fragments]}".encode()
-        )
-        for leaf in part.leaves
-    }
-    leaves.update({alias.name: f"tied to {alias.of}" for alias in part.aliases})
+    forms: dict[str, str] = {}
+    pieces: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+    for part in checkpoint.parts:
+        for leaf in part.leaves:
+            forms[leaf.name] = f"{leaf.dtype}{leaf.shape}"
+            held = pieces.setdefault(leaf.name, [])
+            held.extend((piece.start, piece.chunks) for piece in leaf.fragments)
+    leaves = {name: digest(f"{form}{sorted(pieces[name])}".encode()) for name, form in forms.items()}
+    leaves.update({alias.name: f"tied to {alias.of}" for part in checkpoint.parts for alias in part.aliases})
     values = {name: digest(_canonical(flatten(value).tree)) for name, value in checkpoint.values.items()}
     return Contents(leaves, values)
 

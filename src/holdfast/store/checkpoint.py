@@ -125,7 +125,8 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        return sum(info.nbytes for info in self.leaves.values() if info.alias_of is None)
+        """The size of the arrays that one process loads; where every rank has its own, those of rank 0."""
+        return sum(_info(meta, None).nbytes for meta in self.metas_for(0).values())
 
     @property
     def stored_nbytes(self) -> int:
