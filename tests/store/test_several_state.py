@@ -101,6 +101,7 @@ def test_only_the_parts_that_are_needed_are_opened(tmp_path: Path) -> None:
     with holdfast.open(tmp_path / "c") as opened:
         assert set(opened.metas) == {leaf.name for leaf in LEAVES}
         assert opened.nbytes == sum(array.nbytes for array in STATE.values())
+        assert opened.select("*st") == ["m.first", "m.last"]
         assert opened["m.first"][...].tobytes() == STATE["m.first"].tobytes()
         with pytest.raises(holdfast.IncompleteCheckpoint, match="part of rank 2") as caught:
             opened["m.last"][0]

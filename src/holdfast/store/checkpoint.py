@@ -160,11 +160,17 @@ class Checkpoint:
         return self._read_fresh(chosen, framework, verify=verify, progress=progress)
 
     def select(self, patterns: str | Iterable[str]) -> list[str]:
-        """Names of the leaves that match. A pattern that matches nothing is an error: a typing mistake."""
+        """Names of the leaves that match. A pattern that matches nothing is an error: a typing mistake.
+
+        What belongs to single ranks is matched by ``*``, and by patterns that begin with their ``@``.
+        """
         patterns = [patterns] if isinstance(patterns, str) else list(patterns)
         chosen: dict[str, None] = {}
         for pattern in patterns:
-            matching = [name for name in self.leaves if fnmatch.fnmatchcase(name, pattern)]
+            # All leaves are in all parts, which none of many ranks should have to open.
+            alone = pattern == "*" or pattern.startswith("@")
+            names = self.leaves if alone else [*self.parts.metas, *self.parts.aliases]
+            matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
             if not matching and pattern != "*":
                 raise StateMismatch(
                     f"no leaf of {self.path} matches {pattern!r}; `holdfast show` lists them",
