@@ -13,8 +13,8 @@ and the last pipeline stage), the view of the lowest rank counts, and the other 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -42,33 +42,45 @@ class Seen:
 View = tuple[Seen, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Holders:
+    """The ranks that have the same view. Compared by number: there may be thousands, and as many leaves."""
+
+    number: int
+    ranks: tuple[int, ...] = field(compare=False)
+
+
+_Found = Sequence[tuple[Seen, _Holders]]
+
+
 def merge_views(views: Mapping[View, Sequence[int]]) -> list[LeafLayout]:
     """The world's leaves, from each different view and the ranks that have it.
 
     The same on every rank: leaves come in the order of the lowest ranks' views.
     """
-    by_leaf: dict[str, list[tuple[Seen, tuple[int, ...]]]] = {}
-    for view, ranks in sorted(views.items(), key=lambda entry: min(entry[1])):
-        holders = tuple(sorted(ranks))
+    by_leaf: dict[str, list[tuple[Seen, _Holders]]] = {}
+    in_order = sorted(views.items(), key=lambda entry: min(entry[1]))
+    for number, (view, ranks) in enumerate(in_order):
+        holders = _Holders(number, tuple(sorted(ranks)))
         names: set[str] = set()
         for seen in view:
             if seen.name in names:
-                raise RanksDisagree("listed twice in one view", leaf=seen.name, ranks=holders[:8])
+                raise RanksDisagree("listed twice in one view", leaf=seen.name, ranks=holders.ranks[:8])
             names.add(seen.name)
             by_leaf.setdefault(seen.name, []).append((seen, holders))
-    meshes: dict[tuple[int, ...], Mesh] = {}
+    meshes: dict[tuple[Hashable, ...], Mesh] = {}
     return [_merge(found, meshes) for found in by_leaf.values()]
 
 
-def _merge(found: Sequence[tuple[Seen, tuple[int, ...]]], meshes: dict[tuple[int, ...], Mesh]) -> LeafLayout:
-    first, its_ranks = found[0]
-    for seen, ranks in found[1:]:
+def _merge(found: _Found, meshes: dict[tuple[Hashable, ...], Mesh]) -> LeafLayout:
+    first, its = found[0]
+    for seen, others in found[1:]:
         if (seen.dtype, seen.shape) != (first.dtype, first.shape):
             raise RanksDisagree(
-                f"{first.dtype} of shape {list(first.shape)} on rank {its_ranks[0]}, "
-                f"{seen.dtype} of shape {list(seen.shape)} on rank {ranks[0]}",
+                f"{first.dtype} of shape {list(first.shape)} on rank {its.ranks[0]}, "
+                f"{seen.dtype} of shape {list(seen.shape)} on rank {others.ranks[0]}",
                 leaf=first.name,
-                ranks=(its_ranks[0], ranks[0]),
+                ranks=(its.ranks[0], others.ranks[0]),
             )
     if first.spread is not None:
         spreads: tuple[Spread, ...] = (_stacked(first, first.spread, found, meshes),)
@@ -80,17 +92,17 @@ def _merge(found: Sequence[tuple[Seen, tuple[int, ...]]], meshes: dict[tuple[int
 def _stacked(
     first: Seen,
     spread: Spread,
-    found: Sequence[tuple[Seen, tuple[int, ...]]],
-    meshes: dict[tuple[int, ...], Mesh],
+    found: _Found,
+    meshes: dict[tuple[Hashable, ...], Mesh],
 ) -> Spread:
     """The spread of a DTensor; where other ranks have it in the same way on meshes of their own, all of them.
 
     That is how data parallel copies of a tensor-parallel model look: each copy has a mesh to itself. Together
     these are one mesh with one dimension more, along which it is replicated.
     """
-    if sum(len(ranks) for seen, ranks in found if seen.spread == spread) == spread.mesh.size and all(
-        seen.spread in (None, spread) for seen, _ in found
-    ):
+    if sum(
+        len(holders.ranks) for seen, holders in found if seen.spread == spread
+    ) == spread.mesh.size and all(seen.spread in (None, spread) for seen, _ in found):
         return spread  # as a rule, and without a look at thousands of ranks
     alike = [spread]
     taken = set(spread.mesh.ranks().flat)
@@ -103,7 +115,7 @@ def _stacked(
         if same and taken.isdisjoint(ranks):
             alike.append(other)
             taken |= ranks
-    listed = {rank for seen, ranks in found if seen.spread in alike for rank in ranks}
+    listed = {rank for seen, holders in found if seen.spread in alike for rank in holders.ranks}
     absent = sorted(int(rank) for rank in taken - listed)
     if absent:
         some = ", ".join(map(str, absent[:8]))
@@ -123,26 +135,23 @@ def _stacked(
     return Spread(mesh, splits, spread.box)
 
 
-def _from_boxes(
-    first: Seen, found: Sequence[tuple[Seen, tuple[int, ...]]], meshes: dict[tuple[int, ...], Mesh]
-) -> tuple[Spread, ...]:
+def _from_boxes(first: Seen, found: _Found, meshes: dict[tuple[Hashable, ...], Mesh]) -> tuple[Spread, ...]:
     """One spread for each different box, over the ranks that have it."""
     everything = whole(first.shape)
-    holders: dict[Box, list[int]] = {}
-    for seen, ranks in found:
+    holders: dict[Box, list[_Holders]] = {}
+    for seen, its in found:
         if seen.spread is None:
             for box in seen.boxes or (everything,):
-                holders.setdefault(box, []).extend(ranks)
+                holders.setdefault(box, []).append(its)
     if everything in holders:
         # Somebody has all of it: ranks that have a part besides need not write any.
         holders = {everything: holders[everything]}
     boxes = [box for box in holders if box.volume] or list(holders)[:1]
-    ranks_of_all = sorted({rank for ranks in holders.values() for rank in ranks})
     if not disjoint(boxes):
         raise RanksDisagree(
             "boxes of different ranks overlap without being the same",
             leaf=first.name,
-            ranks=ranks_of_all[:8],
+            ranks=_ranks_of(its for some in holders.values() for its in some)[:8],
         )
     if sum(box.volume for box in boxes) != math.prod(first.shape):
         gone = subtract(everything, boxes)
@@ -150,16 +159,20 @@ def _from_boxes(
             f"start {list(gone[0].start)}, shape {list(gone[0].shape)}" if gone else "outside of its shape"
         )
         raise RanksDisagree(
-            f"no rank has all of it; missing: {place}", leaf=first.name, ranks=ranks_of_all[:8]
+            f"no rank has all of it; missing: {place}",
+            leaf=first.name,
+            ranks=_ranks_of(its for some in holders.values() for its in some)[:8],
         )
-    return tuple(
-        Spread(_mesh(tuple(sorted(set(holders[box]))), meshes), (), None if box == everything else box)
-        for box in boxes
-    )
+    return tuple(Spread(_mesh(holders[box], meshes), (), None if box == everything else box) for box in boxes)
 
 
-def _mesh(ranks: tuple[int, ...], meshes: dict[tuple[int, ...], Mesh]) -> Mesh:
-    found = meshes.get(ranks)
+def _mesh(holders: Sequence[_Holders], meshes: dict[tuple[Hashable, ...], Mesh]) -> Mesh:
+    key = tuple(dict.fromkeys(holders))
+    found = meshes.get(key)
     if found is None:
-        found = meshes[ranks] = Mesh.of(ranks)
+        found = meshes[key] = Mesh.of(_ranks_of(key))
     return found
+
+
+def _ranks_of(holders: Iterable[_Holders]) -> tuple[int, ...]:
+    return tuple(sorted({rank for its in holders for rank in its.ranks}))
