@@ -1,9 +1,12 @@
 """How planning grows: real planner and manifest code on thousands of ranks that do not exist. No I/O.
 
-For each layout and world it takes the time of what one rank does once per layout (plan, its own fragments),
-once per save (its part), what the coordinator does per commit (collect a small record from every rank, encode
-the root), and what one rank does to resume on three quarters of the ranks. Work for one rank is measured on a
-few of them and on a plan of their own, as it would be in as many processes.
+For each layout and world it takes the time of what one rank does once per layout (merge everybody's view,
+plan, its own fragments), once per save (its part), what the coordinator does per commit (decode and compare
+everybody's message, encode the root), and what one rank does to resume on three quarters of the ranks (decode
+root and layout, find the parts it needs, plan its reads). Work for one rank is measured on a few of them and
+on a plan of their own, as it would be in as many processes.
+
+Seconds are those of the CPU: all of it is computing, and others on the machine shall not count.
 
 ``python -m holdfast.study.scale`` prints the table, and growth against linear.
 """
@@ -16,9 +19,11 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -31,22 +36,25 @@ from holdfast.format.manifest import (
     Fragment,
     Leaf,
     Part,
-    PartRef,
     Root,
     ShardFile,
     decode_root,
     encode_part,
     encode_root,
+    part_name,
     part_ref,
     shard_name,
 )
 from holdfast.format.shard import HeaderEntry, build_header, entry_name
-from holdfast.plan.description import encode_plan
+from holdfast.plan.description import decode_plan, encode_plan, fingerprint
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.resharding import StoredIndex, Wanted, plan_reads
 from holdfast.plan.sharing import SharePlan
 from holdfast.plan.topology import Topology
+from holdfast.plan.world import Seen, View, merge_views
+from holdfast.store.calls import Call, Calls, Conversation, Done
+from holdfast.store.shares import check_values
 from holdfast.study.scale_report import (
     COMMIT_LIMIT_SECONDS,
     COMMIT_LIMIT_WORLD,
@@ -55,6 +63,8 @@ from holdfast.study.scale_report import (
     Layout,
     show,
 )
+from holdfast.team.replicas import values_digest
+from holdfast.team.views import decode_view, encode_view
 
 WORLDS = (256, 1024, 4096, 16384)
 LEAVES = 2000
@@ -90,21 +100,25 @@ def model(count: int) -> list[tuple[str, str, tuple[int, ...]]]:
 
 def describe(layout: Layout, world: int, count: int) -> list[LeafLayout]:
     """The world's leaves as the planner takes them."""
+    return merge_views({look(layout, world, count): range(world)})
+
+
+def look(layout: Layout, world: int, count: int) -> View:
+    """The leaves as a rank sees them, the same on all ranks: plain copies, or how they lie on a mesh."""
     tensor = math.gcd(world, _RANKS_PER_NODE) if layout == "hsdp x tp" else 1
     copies = {"ddp": world, "fsdp": 1, "hsdp x tp": math.gcd(world // tensor, 4)}[layout]
     mesh = Mesh.grid(copies, world // copies // tensor, tensor)
-    sharded = () if layout == "ddp" else (Split(0, 1),)
     spreads = {
-        None: Spread(mesh, sharded),
+        None: None if layout == "ddp" else Spread(mesh, (Split(0, 1),)),
         # Fully sharded on top of tensor parallel: the latter comes first.
         0: Spread(mesh, (Split(0, 2), Split(0, 1))),
         1: Spread(mesh, (Split(0, 1), Split(1, 2))),
     }
-    found: list[LeafLayout] = []
+    found: list[Seen] = []
     for name, dtype, shape in model(count):
         axis = None if tensor == 1 or len(shape) == 1 else int(".out." in name or ".down." in name)
-        found.append(LeafLayout(name, dtype, shape, (spreads[axis],)))
-    return found
+        found.append(Seen(name, dtype, shape, spreads[axis]))
+    return tuple(found)
 
 
 def simulate(layout: Layout, world: int, count: int = LEAVES, samples: int = 4) -> Case:
@@ -118,21 +132,25 @@ def simulate(layout: Layout, world: int, count: int = LEAVES, samples: int = 4) 
 def _simulate(layout: Layout, world: int, count: int, samples: int) -> Case:
     topology = Topology.regular(world, _RANKS_PER_NODE, sockets_per_node=2)
     plan = WritePlan(describe(layout, world, count), topology)
+    view = look(layout, world, count)
+    merge_seconds: list[float] = []
     plan_seconds: list[float] = []
     fragment_seconds: list[float] = []
     part_seconds: list[float] = []
     parts: list[tuple[Part, bytes]] = []
     for rank in _sample(world, samples):
-        seconds, own = _timed(lambda: WritePlan(describe(layout, world, count), topology))
+        seconds, leaves = _timed(lambda: merge_views({decode_view(encode_view(view)): range(world)}))
+        merge_seconds.append(seconds)
+        seconds, own = _timed(partial(WritePlan, leaves, topology))
         plan_seconds.append(seconds)
         fragment_seconds.append(_timed(partial(own.fragments, rank))[0])
         part = _part(own, rank)
         seconds, encoded = _timed(partial(encode_part, part))
         part_seconds.append(seconds)
         parts.append((part, encoded))
-    commit_seconds, root = _commit(world, parts, plan)
+    commit_seconds, message_nbytes, root = _commit(world, parts, plan)
     smaller = max(1, world * 3 // 4)
-    resharded = [_reshard(plan, layout, smaller, rank) for rank in _sample(smaller, samples)]
+    resharded = [_reshard(root, layout, count, smaller, rank) for rank in _sample(smaller, samples)]
     loads = plan.loads
     written = max(
         sum(fragment.nbytes for leaf in part.leaves for fragment in leaf.fragments) for part, _ in parts
@@ -142,6 +160,7 @@ def _simulate(layout: Layout, world: int, count: int, samples: int) -> Case:
         world=world,
         leaves=len(plan.leaves),
         state_nbytes=int(loads.sum()),
+        merge_seconds=statistics.median(merge_seconds),
         plan_seconds=statistics.median(plan_seconds),
         fragments_seconds=statistics.median(fragment_seconds),
         load_ratio=max(int(loads.max()), written) / float(loads.mean()),
@@ -149,13 +168,15 @@ def _simulate(layout: Layout, world: int, count: int, samples: int) -> Case:
         description_nbytes=len(encode_plan(plan)),
         part_nbytes=statistics.mean(len(encoded) for _, encoded in parts),
         part_seconds=statistics.median(part_seconds),
+        message_nbytes=message_nbytes,
         root_nbytes=len(root),
         commit_seconds=commit_seconds,
         reshard_world=smaller,
-        reshard_parts=statistics.mean(found[0] for found in resharded),
-        reshard_reads=statistics.mean(found[1] for found in resharded),
-        reshard_locate_seconds=statistics.median(found[2] for found in resharded),
-        reshard_seconds=statistics.median(found[3] for found in resharded),
+        reshard_parts=statistics.mean(found.parts for found in resharded),
+        reshard_reads=statistics.mean(found.reads for found in resharded),
+        reshard_open_seconds=statistics.median(found.open_seconds for found in resharded),
+        reshard_locate_seconds=statistics.median(found.locate_seconds for found in resharded),
+        reshard_seconds=statistics.median(found.plan_seconds for found in resharded),
     )
 
 
@@ -185,9 +206,9 @@ def _timed(work: Callable[[], _T]) -> tuple[float, _T]:
     # A rank's own collector would not go through what this process holds of the others.
     gc.collect()
     gc.freeze()
-    start = time.perf_counter()
+    start = time.thread_time()
     result = work()
-    return time.perf_counter() - start, result
+    return time.thread_time() - start, result
 
 
 def _part(plan: WritePlan, rank: int) -> Part:
@@ -222,34 +243,79 @@ def _part(plan: WritePlan, rank: int) -> Part:
     return Part(rank, DEFAULT_CHUNK_NBYTES, (file,), leaves, ())
 
 
-def _commit(world: int, parts: Sequence[tuple[Part, bytes]], plan: WritePlan) -> tuple[float, bytes]:
-    """What the coordinator does once everybody's record is there; checked by decoding the result."""
+def _commit(world: int, parts: Sequence[tuple[Part, bytes]], plan: WritePlan) -> tuple[float, float, bytes]:
+    """What the coordinator does once everybody's message is there: seconds, bytes of a message, the root."""
     first, encoded = parts[0]
-    record = part_ref(first, encoded)
-    messages = [
-        msgspec.json.encode(msgspec.structs.replace(record, rank=rank, file=f"r{rank:05d}.json"))
-        for rank in range(1, world)
-    ]
-    tree = {leaf.name: {"$leaf": leaf.name} for leaf in plan.leaves}
-    decoder = msgspec.json.Decoder(PartRef)
+    layout, plan_digest = encode_plan(plan), fingerprint(plan)
+    tree = _tree(plan)
+    values = values_digest(tree)
+    letters: dict[str, bytes] = {}
+    for rank in range(1, world):
+        ref = msgspec.structs.replace(part_ref(first, encoded), rank=rank, file=part_name(rank))
+        files = (part_name(rank), shard_name(rank, 0))
+        done = Done(ref, files, 1 << 30, 1 << 30, plan_digest, tree=False, values=values)
+        letters[f"0/done/{rank}"] = msgspec.json.encode(done)
+    talk = _conversation(world, letters)
 
     def commit() -> bytes:
-        refs = tuple(sorted(map(decoder.decode, messages), key=lambda ref: ref.rank))
+        dones = talk.collect()
+        if any(done.plan != plan_digest for done in dones):
+            raise AssertionError("a rank wrote by another plan")
+        check_values({0: values, **{done.ref.rank: done.values for done in dones}}, [0] * world)
         return encode_root(
-            Root(id="5" * 32, step=1000, created=0.0, world=world, tree=tree, part=first, parts=refs)
+            Root(
+                id="5" * 32,
+                step=1000,
+                created=0.0,
+                world=world,
+                tree=tree,
+                part=first,
+                parts=tuple(done.ref for done in dones),
+                trees=tuple(done.ref.rank for done in dones if done.tree),
+                layout=layout,
+            )
         )
 
     seconds, root = min((_timed(commit) for _ in range(3)), key=lambda found: found[0])
     if len(decode_root(root, "the simulation").parts) != world - 1:
         raise AssertionError("the root does not name everybody's part")
-    return seconds, root
+    return seconds, statistics.mean(map(len, letters.values())) if letters else 0.0, root
 
 
-def _reshard(plan: WritePlan, layout: Layout, world: int, rank: int) -> tuple[int, int, float, float]:
-    """One rank of a smaller world: parts it needs, reads, seconds to find the parts, seconds to plan."""
-    own = WritePlan(plan.leaves, plan.topology)
-    wanted_layout = describe(layout, world, len(plan.leaves))
+def _conversation(world: int, letters: Mapping[str, bytes]) -> Conversation:
+    """The coordinator's end of a call in which everybody has said what there is to say."""
+
+    def collect(keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+        return {key: letters[key] for key in keys}
+
+    team = SimpleNamespace(world=world, is_coordinator=True, mail=SimpleNamespace(collect=collect))
+    return Conversation(Calls(cast("Any", team), 1.0), 0, Call("save", 1000))
+
+
+def _tree(plan: WritePlan) -> dict[str, Any]:
+    """The state's tree: containers by the first word of a leaf's name, and some plain values."""
+    tree: dict[str, Any] = {"step": 1000, "scheduler": {"last_epoch": 1000, "base_lrs": [3e-4]}}
+    for leaf in plan.leaves:
+        group, _, name = leaf.name.partition(".")
+        tree.setdefault(group, {})[name] = {"$leaf": leaf.name}
+    return tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Resharded:
+    """What one rank of another world does to resume, and how long each step of that takes."""
+
+    parts: int
+    reads: int
+    open_seconds: float
+    locate_seconds: float
+    plan_seconds: float
+
+
+def _reshard(root: bytes, layout: Layout, count: int, world: int, rank: int) -> _Resharded:
+    wanted_layout = describe(layout, world, count)
     share = SharePlan(wanted_layout, Topology.regular(world, _RANKS_PER_NODE))
+    opening, own = _timed(lambda: decode_plan(decode_root(root, "the root").layout, "the root"))
 
     def locate() -> tuple[list[Wanted], set[int]]:
         wanted = [Wanted(wanted_layout[item.leaf].name, item.piece) for item in share.reads(rank)]
@@ -262,7 +328,7 @@ def _reshard(plan: WritePlan, layout: Layout, world: int, rank: int) -> tuple[in
         raise AssertionError(
             f"{len(found.missing)} boxes are missing, the first of {found.missing[0].leaf!r}"
         )
-    return len(parts), len(found.reads), locating, planning
+    return _Resharded(len(parts), len(found.reads), opening, locating, planning)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

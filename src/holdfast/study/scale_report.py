@@ -25,8 +25,10 @@ class Case(msgspec.Struct, frozen=True):
     world: int
     leaves: int
     state_nbytes: int
+    merge_seconds: float
+    """Once per layout, on every rank: encode its view, decode another, merge them to the world's leaves."""
     plan_seconds: float
-    """Once per layout, on every rank: describe the world's leaves, share them out."""
+    """Once per layout, on every rank: share the leaves out."""
     fragments_seconds: float
     """Once per layout, on every rank: its own fragments."""
     load_ratio: float
@@ -37,12 +39,16 @@ class Case(msgspec.Struct, frozen=True):
     part_nbytes: float
     part_seconds: float
     """Per save, on every rank: encode its part."""
+    message_nbytes: float
+    """Per save: what a rank tells the coordinator when its part is durable."""
     root_nbytes: int
     commit_seconds: float
-    """Per save, on the coordinator: decode everybody's record, encode the root."""
+    """Per save, on the coordinator: decode and compare everybody's message, encode the root."""
     reshard_world: int
     reshard_parts: float
     reshard_reads: float
+    reshard_open_seconds: float
+    """Per resume, on every rank: decode the root and the layout in it."""
     reshard_locate_seconds: float
     """Per resume, on every rank: which parts hold what it wants."""
     reshard_seconds: float
@@ -50,7 +56,11 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def rank_seconds(self) -> float:
-        return self.plan_seconds + self.fragments_seconds
+        return self.merge_seconds + self.plan_seconds + self.fragments_seconds
+
+    @property
+    def resume_seconds(self) -> float:
+        return self.reshard_open_seconds + self.reshard_locate_seconds + self.reshard_seconds
 
     @property
     def all_ranks_seconds(self) -> float:
@@ -80,12 +90,13 @@ def show(cases: Sequence[Case], console: Console) -> None:
     """The table, then growth between worlds."""
     table = Table(
         title="Planning at scale (simulated ranks, real planner and manifests)",
-        caption="plan/rank, encode, locate, plan reads: median of a few ranks; all ranks: plan/rank x ranks. "
-        "max/mean above 1 where a layout leaves shards uneven that have no copies to share.",
+        caption="plan/rank (merge views, plan, own fragments), encode, open, locate, plan reads: CPU time, "
+        "median of a few ranks; all ranks: plan/rank x ranks. max/mean above 1 where a layout leaves shards "
+        "uneven that have no copies to share.",
     )
     headings = (
         "layout", "ranks", "leaves", "plan/rank", "all ranks", "max/mean", "described", "fragments", "part",
-        "encode", "root", "commit", "resume on", "parts", "reads", "locate", "plan reads",
+        "encode", "message", "root", "commit", "resume on", "parts", "reads", "open", "locate", "plan reads",
     )  # fmt: skip
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number == 0 else "right")
@@ -101,11 +112,13 @@ def show(cases: Sequence[Case], console: Console) -> None:
             f"{case.fragments:,.0f}",
             _kib(case.part_nbytes),
             _ms(case.part_seconds),
+            f"{case.message_nbytes:,.0f} B",
             _kib(case.root_nbytes),
             _ms(case.commit_seconds),
             f"{case.reshard_world:,}",
             f"{case.reshard_parts:,.0f}",
             f"{case.reshard_reads:,.0f}",
+            _ms(case.reshard_open_seconds),
             _ms(case.reshard_locate_seconds),
             _ms(case.reshard_seconds),
         )
@@ -129,7 +142,7 @@ def _growth_line(before: Case, after: Case) -> str:
         ("part", lambda case: case.part_nbytes),
         ("root", lambda case: case.root_nbytes),
         ("commit", lambda case: case.commit_seconds),
-        ("reshard/rank", lambda case: case.reshard_locate_seconds + case.reshard_seconds),
+        ("reshard/rank", lambda case: case.resume_seconds),
     )
     found = ", ".join(f"{name} {growth(before, after, value):.2f}" for name, value in values)
     return (
