@@ -14,7 +14,7 @@ reads five, whatever the size of state and world.
 
 Ranks find together again by the step, whoever missed a call or came to one twice: a rank that is ahead of the
 coordinator says in the older call that it does not take part, and goes on to the next; one that is behind
-raises, and leaves the call for when it gets there.
+raises, and leaves the call for when it gets there; one that comes when a call has failed already learns why.
 """
 
 from __future__ import annotations
@@ -36,17 +36,22 @@ GRACE_SECONDS: Final = 10.0
 """Others wait so much longer than the coordinator, which itself waits for the slowest; but not more than
 twice the time-out."""
 
+STRAGGLER_SECONDS: Final = 5.0
+"""What others write after a failure is removed once they have ended. Who takes longer leaves it for the next
+save."""
+
 _MANY: Final = 128
 """Calls of which nobody was asked to say anything: their messages are forgotten when there are so many."""
 
 
 class Failure(Struct, frozen=True, tag="failure"):
-    """A rank's error: the name of its type, and what it said. `open`: it may have been committed all the
-    same, so what was written must stay."""
+    """A rank's error: the name of its type, and what it said. `ranks`: it is about these, the others of which
+    raise the same. `open`: it may have been committed all the same, so what was written must stay."""
 
     rank: int
     kind: str
     message: str
+    ranks: tuple[int, ...] = ()
     open: bool = False
 
 
@@ -117,6 +122,8 @@ class Calls:
         """The first call whose messages are still there."""
         self._ended = -1
         self._under_way: set[int] = set()
+        self._ahead = -1
+        """The call that this rank was told of before it got there."""
 
     def begin(self, what: str, step: int, call: Call | None = None) -> Conversation:
         """Joins the next call, in which the coordinator says `call`. All are to come for the same thing."""
@@ -126,7 +133,7 @@ class Calls:
     def restart(self) -> None:
         """By the coordinator, when all begin anew, perhaps at an older step: all calls so far are over."""
         with self._lock:
-            self._end(self._next - 1)
+            self._end(self._next - 1, self._next)
 
     def close(self, number: int, *, heard: bool) -> None:
         """By the coordinator: a call has ended. `heard`: all have taken part in it to the end, and so have
@@ -134,9 +141,7 @@ class Calls:
         """
         with self._lock:
             self._under_way = {other for other in self._under_way if other > number}
-            self._end(number)
-            if heard:
-                self._forget(number)
+            self._end(number, number if heard else 0)
 
     def _hold(self, call: Call) -> Conversation:
         with self._lock:
@@ -144,8 +149,7 @@ class Calls:
             self._next += 1
             if number - self._kept >= _MANY:
                 upto = min([number - _MANY // 2, *self._under_way])
-                self._end(upto - 1)  # or who is so far behind would wait for what was said there
-                self._forget(upto)
+                self._end(upto - 1, upto)
             if call.due:
                 self._under_way.add(number)
         self.team.mail.post(f"{number}/call", msgspec.json.encode(call))
@@ -153,26 +157,34 @@ class Calls:
 
     def _join(self, what: str, step: int) -> Conversation:
         mail = self.team.mail
-        ended = _number(mail.read("ended", 0.0)) if mail.has("ended") else -1
-        self._next = max(self._next, ended + 1)
+        ended, kept = _numbers(mail.read("ended", 0.0)) if mail.has("ended") else (-1, 0)
+        self._next = max(self._next, kept)
         end = time.monotonic() + self.timeout
         older: Call | None = None
         while True:
+            over = self._next <= ended
             talk = Conversation(self, self._next, Call(what, step))
             try:
-                found = talk.hear("call", Call, end - time.monotonic())
+                found = talk.hear("call", Call, 0.0 if over else end - time.monotonic())
             except Silence:
+                if over:  # forgotten meanwhile
+                    self._next += 1
+                    continue
                 if older is not None:
                     raise self._disagreement(talk.call, older) from None
                 raise talk.silence([0]) from None
-            if found.step > step:
+            told, self._ahead = self._ahead == self._next, -1
+            if found.step > step and not (told and over):
+                self._ahead = self._next
                 raise self._disagreement(talk.call, found)
             self._next += 1
-            if found.step == step:
+            if found.step == step and not (told and over):
                 talk.call = found
+                if found.due and over:
+                    talk.hear("end", End, 0.0)  # raises what it failed with
                 return talk
             # One that this rank has missed.
-            if found.due:
+            if found.due and not over:
                 older = found
                 talk.failed(self._disagreement(talk.call, found))
 
@@ -184,16 +196,14 @@ class Calls:
             ranks=(0, rank),
         )
 
-    def _end(self, number: int) -> None:
-        if number > self._ended:
-            self._ended = number
-            self.team.mail.post("ended", str(number).encode())
-
-    def _forget(self, upto: int) -> None:
-        """What was said in the calls before number `upto`."""
+    def _end(self, number: int, unneeded: int) -> None:
+        """Tells that the calls up to a number have ended. Of those before `unneeded` nothing is kept."""
+        first, self._kept = self._kept, max(self._kept, unneeded)
+        self._ended = max(self._ended, number)
+        # First this, or who is behind would wait for what is no more.
+        self.team.mail.post("ended", f"{self._ended} {self._kept}".encode())
         names = ["call", "plan", "open", "end", *(f"done/{rank}" for rank in range(1, self.team.world))]
-        self.team.mail.forget([f"{old}/{name}" for old in range(self._kept, upto) for name in names])
-        self._kept = max(self._kept, upto)
+        self.team.mail.forget([f"{old}/{name}" for old in range(first, self._kept) for name in names])
 
 
 class Conversation:
@@ -232,7 +242,8 @@ class Conversation:
     def failed(self, error: BaseException, *, open: bool = False) -> None:
         """Tells the others, as far as they still listen. Who is told nothing finds out by the silence."""
         unsaid, self._unsaid = self._unsaid, []
-        failure = Failure(self._team.rank, type(error).__name__, str(error), open)
+        about = tuple(error.ranks) if isinstance(error, (RankFailed, RanksDisagree)) else ()
+        failure = Failure(self._team.rank, type(error).__name__, str(error), about, open)
         with contextlib.suppress(RankFailed):  # the store has gone: there is nobody to tell
             for key in unsaid:
                 self._post(key if self._team.is_coordinator else f"done/{self._team.rank}", failure)
@@ -261,6 +272,18 @@ class Conversation:
             raise error_of(message, self.what)
         assert isinstance(message, kind), f"{key} is a {type(message).__name__}"
         return message
+
+    def check(self) -> None:
+        """Raises what the coordinator failed with, if it has said so."""
+        with contextlib.suppress(Silence):
+            self.hear("end", End, 0.0)
+
+    def await_others(self) -> None:
+        """By the coordinator, after it has failed: returns when nobody is at work any more, or soon."""
+        ranks = range(1, self._team.world)
+        with contextlib.suppress(RankFailed):
+            seconds = min(STRAGGLER_SECONDS, self._calls.timeout)
+            self._team.mail.collect([f"{self.number}/done/{rank}" for rank in ranks], seconds)
 
     def collect(self) -> list[Done]:
         """What all others say, in the order of ranks. Raises when one failed, or was not heard of in time."""
@@ -294,14 +317,17 @@ class Conversation:
 def error_of(failure: Failure, what: str) -> RankFailed | RanksDisagree:
     """What a rank raises when another one has failed."""
     if failure.kind == RanksDisagree.__name__:
-        return RanksDisagree(f"{what} failed: {failure.message}", ranks=(failure.rank,))
+        return RanksDisagree(failure.message, ranks=failure.ranks)
+    if failure.ranks:
+        return RankFailed(failure.message, ranks=failure.ranks)
     return RankFailed(
         f"{what} failed on rank {failure.rank}: {failure.kind}: {failure.message}", ranks=(failure.rank,)
     )
 
 
-def _number(data: bytes) -> int:
+def _numbers(data: bytes) -> tuple[int, int]:
     try:
-        return int(data)
+        ended, kept = map(int, data.split())
     except ValueError as error:
         raise SaveFailed(f"another rank says nonsense: {data[:40]!r}") from error
+    return ended, kept

@@ -103,6 +103,9 @@ class WritableRun:
             # Not taken: somebody reads it, or the save failed before.
             if spare is not None and os.path.lexists(spare.path):
                 self._stuck.append(spare.path)
+            # A rank that was slow to learn of a failure has written into what was being removed.
+            if os.path.lexists(self.path_of(step) + PARTIAL):
+                self._stuck.append(self.path_of(step) + PARTIAL)
         self._committed[step] = info.stored_nbytes
         # The commit has synced the run's directory, and with it the new names of what was retired before.
         unsynced, self._unsynced = self._unsynced, []

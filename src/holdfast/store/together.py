@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from holdfast import engine
 from holdfast.engine import Tuning, fs
-from holdfast.errors import HoldfastError, RanksDisagree
+from holdfast.errors import HoldfastError, RankFailed, RanksDisagree
 from holdfast.format.manifest import MANIFEST_NAME, encode_root, part_name, part_ref
 from holdfast.format.records import Part, PartRef, Root
 from holdfast.state import Flat, LeafSource
@@ -75,18 +75,14 @@ class Together:
         """Returns when it is durable. Else raises, has told the others, and leaves nothing behind."""
         began = time.perf_counter()
         lead = self._lead if self.rank == 0 else self._follow
-        # Not `settled`: the coordinator has taken the name, and could not give it back.
-        partial = Partial(self.target, self.spare, self.target + PARTIAL)
         try:
             check_step(self.step)
             sources = [share.fragments] if groups is None else groups
-            return lead(partial, flat, share, sources, watch or Watch(), began)
+            return lead(flat, share, sources, watch or Watch(), began)
         except BaseException as error:
-            failed = error
-            if isinstance(error, OSError) and not isinstance(error, HoldfastError):
-                failed = save_failed(error, self.target)
+            failed = self._typed(error)
             if self.talk is not None:
-                self.talk.failed(failed, open=not partial.settled)
+                self.talk.failed(failed)
             if failed is not error:
                 raise failed from error
             raise
@@ -95,15 +91,15 @@ class Together:
 
     def _lead(
         self,
-        partial: Partial,
         flat: Flat,
         share: Share,
         groups: Sequence[Sequence[LeafSource]],
         watch: Watch,
         began: float,
     ) -> CheckpointInfo:
+        partial = Partial(self.target, self.spare, self.target + PARTIAL)
         parent = os.path.dirname(self.target)
-        publishing = False
+        opened = publishing = False
         try:
             refuse_existing(self.target, overwrite=self.overwrite)
             fs.anchor(parent, once=True)
@@ -112,6 +108,7 @@ class Together:
             partial.make()
             if self.talk is not None:
                 self.talk.say("open", Open(partial.path, partial.recycle, self.live))
+                opened = True
             self._sweep(self.live)
             with ShareWriter(0, self._places(partial.path), self.tuning, recycle=partial.recycle) as writer:
                 writer.write(groups, watch)
@@ -126,7 +123,11 @@ class Together:
             fs.sync([manifest], partial.path)
             publishing = True
             publish(partial, self.target, overwrite=self.overwrite)
-        except BaseException:
+        except BaseException as error:
+            if self.talk is not None:
+                self.talk.failed(self._typed(error), open=not partial.settled)
+                if opened and not publishing and not isinstance(error, RankFailed):
+                    self.talk.await_others()
             partial.remove()
             if not publishing:
                 self._remove_from_volumes()
@@ -165,7 +166,6 @@ class Together:
 
     def _follow(
         self,
-        partial: Partial,
         flat: Flat,
         share: Share,
         groups: Sequence[Sequence[LeafSource]],
@@ -183,8 +183,10 @@ class Together:
                     writer.write(groups, watch)
                     part = writer.part(share.description)
                     encoded = writer.sync(directory, part)
-        except BaseException:
+        except BaseException as error:
             self._remove_from_volumes()
+            if isinstance(error, FileNotFoundError):
+                self.talk.check()  # a coordinator that gave up has removed what this rank writes to
             raise
         try:
             self.talk.done(
@@ -207,6 +209,11 @@ class Together:
         return self._info(end, writer, began)
 
     # --- both
+
+    def _typed(self, error: BaseException) -> BaseException:
+        if isinstance(error, OSError) and not isinstance(error, HoldfastError):
+            return save_failed(error, self.target)
+        return error
 
     def _places(self, directory: str) -> list[Place]:
         return volumes.places(self.volumes, self.target, self.id) if self.volumes else [Place(directory)]

@@ -1,0 +1,118 @@
+"""Something is wrong on one rank: all learn what and where, nothing is committed, and the next save succeeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.distributed import failing
+from tests.distributed.failing import Got
+from tests.distributed.launcher import launch, values
+from tests.distributed.worlds import Mode
+
+WORLD = 3
+
+DEVICE_TROUBLES = [
+    (1, "open:1:EIO"),
+    (1, "write:1:ENOSPC"),
+    (2, "sync:1:EIO"),
+    (1, "sync_dir:1:EIO"),
+    (0, "mkdir:1:ENOSPC"),
+    (0, "write:1:ENOSPC"),
+    (0, "sync:1:EIO"),
+    (0, "rename:1:EIO"),
+]
+
+
+def gathered(found: list[Any]) -> dict[str, list[Got]]:
+    """What each rank got in each trouble."""
+    assert [notes for _, notes in found] == [[]] * len(found)
+    return {name: [got[name] for got, _ in found] for name in found[0][0]}
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_the_device_of_one_rank_fails(tmp_path: Path, mode: Mode) -> None:
+    found = gathered(values(launch(WORLD, failing.failing_device, tmp_path / "run", mode, DEVICE_TROUBLES)))
+    for rank, fault in DEVICE_TROUBLES:
+        got = found[f"{fault} on {rank}"]
+        own = "StorageFull" if fault.endswith("ENOSPC") else "SaveFailed"
+        for other, (kind, message, ranks) in enumerate(got):
+            if other == rank:
+                assert kind == own, (fault, got)
+            else:
+                assert (kind, ranks) == ("RankFailed", (rank,)), (fault, got)
+                assert f"failed on rank {rank}: {own}: " in message, message
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("overlap", marks=pytest.mark.slow)])
+def test_ranks_that_do_not_save_the_same(tmp_path: Path, mode: Mode) -> None:
+    found = gathered(values(launch(WORLD, failing.disagreeing, tmp_path / "run", mode)))
+    for name, rank in (
+        ("unsupported on 1", 1),
+        ("unsupported on 0", 0),
+        ("unsupported on 1, planned anew", 1),
+    ):
+        for other, (kind, message, _) in enumerate(found[name]):
+            assert kind == ("UnsupportedState" if other == rank else "RankFailed"), (name, other, message)
+            assert "odd" in message
+            assert other == rank or f"rank {rank}" in message
+    for name in ("a leaf more on 2", "a leaf less on 2"):
+        assert [kind for kind, _, _ in found[name]] == ["RanksDisagree"] * WORLD
+        assert all("the leaves of rank 2 have changed" in message for _, message, _ in found[name])
+    assert [kind for kind, _, _ in found["values of 1"]] == ["RanksDisagree"] * WORLD
+    assert all("rank 1" in message and "'lr'" in message for _, message, _ in found["values of 1"])
+    assert [kind for kind, _, _ in found["copy of 2"]] == ["RanksDisagree"] * WORLD
+    assert all("model.0" in message and "rank 2" in message for _, message, _ in found["copy of 2"])
+
+
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("sync", marks=pytest.mark.slow)])
+def test_ranks_that_do_not_come_to_a_save(tmp_path: Path, mode: Mode) -> None:
+    found = gathered(values(launch(WORLD, failing.missing, tmp_path / "run", mode, timeout=100)))
+    assert _kinds(found, "1 skips") == ["RankFailed", "", "RankFailed"]
+    assert _kinds(found, "0 skips") == ["", "RankFailed", "RankFailed"]
+    assert _kinds(found, "2 skips, planned anew") == ["RankFailed", "RankFailed", ""]
+    assert "rank 1 (last at: " in found["1 skips"][0][1]
+    assert "rank 0 (last at: " in found["0 skips"][1][1]
+    assert found["1 skips"][0][2] == found["1 skips"][2][2] == (1,)
+    assert _kinds(found, "1 ahead") == ["RanksDisagree"] * WORLD
+    for _, message, _ in found["1 ahead"]:
+        assert "rank 1 called the Checkpointer's save with step" in message
+    # Who is behind is told at once, and the others wait whether it gets there.
+    assert _kinds(found, "1 behind") == ["RankFailed", "RanksDisagree", "RankFailed"]
+    assert "rank 1 (last at: the Checkpointer's save, step" in found["1 behind"][0][1]
+    assert _kinds(found, "0 ahead") == ["RankFailed", "RanksDisagree", "RanksDisagree"]
+    assert _kinds(found, "0 behind") == ["RanksDisagree"] * WORLD
+    assert _kinds(found, "bad step on 1") == ["RankFailed", "ValueError", "RankFailed"]
+
+
+def test_weights_of_one_rank_change_while_they_are_written(tmp_path: Path) -> None:
+    got = gathered(values(launch(2, failing.mutated, tmp_path / "run")))["mutated on 1"]
+    assert [kind for kind, _, _ in got] == ["RankFailed", "MutatedDuringSave"]
+    assert "failed on rank 1: MutatedDuringSave: " in got[0][1]
+
+
+def test_troubles_of_single_saves_and_of_opening(tmp_path: Path) -> None:
+    found = values(launch(WORLD, failing.one_by_one, tmp_path))
+    got = {name: [rank[name] for rank in found] for name in found[0]}
+    kinds = {name: _kinds(got, name) for name in got}
+    assert kinds["another path"] == ["RankFailed"] * WORLD
+    assert f"save to {tmp_path / 'a'}" in got["another path"][0][1]
+    assert f"save to {tmp_path / 'b'}" in got["another path"][1][1]
+    for name in ("the same path", "trusted copies", "unlocked"):
+        assert kinds[name] == [""] * WORLD
+    assert kinds["it exists"] == ["CheckpointExists", "RankFailed", "RankFailed"]
+    assert kinds["copies"] == ["RanksDisagree"] * WORLD
+    assert all("w: the copy of rank 1 differs" in message for _, message, _ in got["copies"])
+    assert kinds["writers"][1] == "RanksDisagree"
+    assert all("writers=" in message and "rank 1" in message for _, message, _ in got["writers"])
+    assert kinds["volume"] == ["RankFailed", "StorageMissing", "RankFailed"]
+    assert all(f"no volume {tmp_path / 'none'} on " in message for _, message, _ in got["volume"])
+    assert kinds["no directory"][1:] == ["RankFailed"] * (WORLD - 1)
+    assert "rank 0" in got["no directory"][1][1]
+    assert kinds["locked"] == ["RunLocked", "RankFailed", "RankFailed"]
+    assert all("is being written by process" in message for _, message, _ in got["locked"])
+
+
+def _kinds(found: dict[str, list[Got]], name: str) -> list[str]:
+    return [kind for kind, _, _ in found[name]]
