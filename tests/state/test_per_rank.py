@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.errors import CorruptCheckpoint, UnsupportedState
+from holdfast.errors import CorruptCheckpoint, StateMismatch, UnsupportedState
 from holdfast.state import Flat, LeafMeta, Restore, flatten, leaf_names, prune, unflatten, values
 from holdfast.state.torch_objects import modules_in, optimizers_in, parameter_names
 
@@ -156,6 +156,17 @@ def test_what_was_not_saved_of_this_rank_stays_as_it_is_and_is_listed(local: Any
     assert into["mine"].value == {"n": 7}
     assert into["deep"] == {"p": 8, "q": 2}
     assert into["r"] == [1, 9]
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["of this rank", "of others"])
+def test_what_the_target_has_no_place_for_may_be_left_out_and_is_listed(here: bool) -> None:
+    saved, local = saved_with_local({"w": 1, "mine": holdfast.per_rank({"n": 4, "x": np.arange(2)})})
+    made = put_back({"w": 0}, saved, local if here else {})
+    assert made.left_out == ("mine",)
+    assert made.fresh == ()
+    saved, local = saved_with_local({"w": 1, "mine": {"n": 4}})
+    with pytest.raises(StateMismatch, match="mine"):
+        put_back({"w": np.zeros(1)}, saved, local)
 
 
 def test_a_mark_on_one_side_only_is_no_obstacle() -> None:

@@ -64,9 +64,11 @@ class Restore:
     `fresh` as well, if another place takes it whole.)
 
     `local` has the nodes of what was saved of one rank alone; places without them stay as they are, and are
-    listed in `kept`. With `shared`, the checkpoint is that of many ranks and may have more than this one:
-    leaves that have no place here are listed in `elsewhere`. Of a sharded optimizer, those of other ranks
-    always are. With `only`, every place that holds none of these leaves stays as it is.
+    listed in `kept`. Such state that has no place here is no mismatch, and listed in `left_out`: on another
+    number of ranks, a position in the data means nothing. With `shared`, the checkpoint is that of many ranks
+    and may have more than this one: leaves that have no place here are listed in `elsewhere`. Of a sharded
+    optimizer, those of other ranks always are. With `only`, every place that holds none of these leaves stays
+    as it is.
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class Restore:
     ) -> None:
         self._only = only
         self._shared = shared
+        self._own = frozenset(local or ())
+        self._left_out: list[str] = []
         self._leaves = leaves
         self._aliases = aliases
         self._missing: list[str] = []
@@ -100,6 +104,7 @@ class Restore:
         self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = self._landings.parts
         self.fresh: tuple[str, ...] = self._landings.fresh()
         self.kept: tuple[str, ...] = tuple(self._kept)
+        self.left_out: tuple[str, ...] = tuple(self._left_out)
         self.elsewhere: tuple[str, ...] = tuple(self._elsewhere)
         self.mismatch = Mismatch(tuple(self._missing), tuple(self._extra), tuple(self._wrong))
 
@@ -122,7 +127,9 @@ class Restore:
         return lambda lookup: target
 
     def extra(self, place: str, node: Node) -> None:
-        if self._shared:
+        if self._only is None and (place in self._own or per_rank_of(node) is not None):
+            self._left_out.append(place)
+        elif self._shared:
             self.others(node)
         elif self._only is None:
             self._extra.extend(list(leaf_names(node)) or [place or NAMELESS])

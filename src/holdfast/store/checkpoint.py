@@ -233,6 +233,16 @@ class Checkpoint:
         if restore.kept:
             text = f"{self.path} has no {', '.join(restore.kept[:20])} of rank 0: this stays as it is"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
+        if restore.left_out:
+            text = f"{self.path}: the target has no place for rank 0's own {', '.join(restore.left_out[:20])}"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        own = self.local(0) if self.world > 1 and select is None else {}
+        beyond = [place for place in own if place not in restore.left_out]
+        if beyond:
+            who = "rank 1" if self.world == 2 else f"ranks 1 to {self.world - 1}"
+            text = f"{self.path}: what {who} had alone is not restored, there is no such rank: "
+            text += ", ".join(beyond[:20])
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
         return restored
 
     def fetch(

@@ -231,7 +231,10 @@ class _Load:
                 f"of the {self._checkpoint.world} ranks that saved it, none had number {rank} and this state "
                 f"of its own, which stays as it is: {_some(restore.kept)}"
             )
+        if restore.left_out:
+            self._warn(f"what rank {rank} had alone has no place in the target: {_some(restore.left_out)}")
         local = self._checkpoint.local(0) if rank == 0 and self._checkpoint.world > world else {}
+        local = {place: node for place, node in local.items() if place not in restore.left_out}
         if local:
             last = self._checkpoint.world - 1
             beyond = f"rank {last}" if last == world else f"ranks {world} to {last}"
