@@ -10,6 +10,7 @@ own means, and what it has on a rank is what a restored one must have there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -178,17 +179,24 @@ def _pipeline(*stages: tuple[str, ...]) -> Callable[[Model], nn.Module]:
 
 
 def _fsdp1(model: Model) -> nn.Module:
-    wrapped = FSDP1(
+    return FSDP1(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         use_orig_params=True,
         device_id=torch.device("cpu"),
         device_mesh=_mesh((dist.get_world_size(),), ("shard",)),
     )
-    FSDP1.set_state_dict_type(
-        wrapped, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-    )
-    return wrapped
+
+
+@contextlib.contextmanager
+def _sharded_dicts(model: Any) -> Iterator[None]:
+    """State dicts of FSDP1 are sharded ones; of any other module they are what they are."""
+    if not isinstance(model, FSDP1):
+        yield
+        return
+    options = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    with FSDP1.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *options):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,17 +251,6 @@ class Training:
         """The optimizer that has the state."""
         return self.optimizer.optim if self.layout.zero else self.optimizer
 
-    def gather(self) -> None:
-        """FSDP1's optimizer state is a dict made for the occasion."""
-        if isinstance(self.model, FSDP1):
-            self.state["optimizer"] = FSDP1.optim_state_dict(self.model, self.optimizer)
-
-    def restored(self) -> None:
-        """And is handed back after a restore."""
-        if isinstance(self.model, FSDP1):
-            ready = FSDP1.optim_state_dict_to_load(self.model, self.optimizer, self.state["optimizer"])
-            self.optimizer.load_state_dict(ready)
-
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -273,16 +270,14 @@ def saved_training(layout: Layout) -> Training:
         group.update(values)
     found.scheduler.load_state_dict(scheduler_truth())
     found.state["epoch"] = 3
-    found.gather()
     return found
 
 
 def fresh_training(layout: Layout, *, stepped: bool) -> Training:
     """One that has nothing in common with the truth. `stepped`: its optimizer has state."""
     found = _training(layout, "another", lr=0.5)
-    if stepped or isinstance(found.model, FSDP1):
+    if stepped:
         _make_state(found)
-    found.gather()
     return found
 
 
@@ -411,14 +406,18 @@ def _clean(name: str) -> str:
 
 def _arrays_of(model: Any) -> Iterator[tuple[str, Any]]:
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    for name, tensor in inner.state_dict().items():
+    with _sharded_dicts(inner):
+        state = inner.state_dict()
+    for name, tensor in state.items():
         yield f"model.{name}", tensor
 
 
 def _states_of(training: Training) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The optimizer's state, by the parameters' names."""
     if isinstance(training.model, FSDP1):
-        yield from FSDP1.optim_state_dict(training.model, training.optimizer)["state"].items()
+        with _sharded_dicts(training.model):
+            state = FSDP1.optim_state_dict(training.model, training.optimizer)["state"]
+        yield from state.items()
         return
     for name, parameter in training.model.named_parameters():
         if parameter in training.inner.state:
