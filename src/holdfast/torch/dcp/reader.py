@@ -99,6 +99,7 @@ class Reader(StorageReader):
         try:
             checkpoint = Checkpoint(self._path)
             entries = entries_of(checkpoint.tree, checkpoint.manifest_path)
+            _check_bytes(checkpoint, entries)
             self._opened = checkpoint, entries
             return _metadata(checkpoint, entries)
         except Exception as error:
@@ -137,6 +138,15 @@ class Reader(StorageReader):
         self._failed = None
         if opened is not None:
             opened[0].close()
+
+
+def _check_bytes(checkpoint: Checkpoint, entries: Entries) -> None:
+    """Memory for them is of this type and shape: what is not must not be read to it."""
+    metas = checkpoint.metas
+    for name in entries.bytes:
+        meta = metas.get(name)
+        if meta is None or meta.dtype != "U8" or len(meta.shape) != 1:
+            raise CorruptCheckpoint("not the bytes of an object", path=checkpoint.manifest_path, leaf=name)
 
 
 def _metadata(checkpoint: Checkpoint, entries: Entries) -> Metadata:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.state import Node
@@ -26,6 +26,7 @@ from holdfast.state.node import (
     items_of,
     leaf_of,
     pairs_of,
+    per_rank_of,
     state_dict_body,
     tag_of,
 )
@@ -66,7 +67,7 @@ class Record(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
     planner: Literal["none", "paths", "value"] = "none"
     """Whether the planner's data are none, the entries' paths in the tree, or `planner_data`."""
     planner_data: Any = None
-    values: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
+    values: tuple[tuple[str, Annotated[tuple[str | int, ...], Meta(min_length=1)]], ...] = ()
     """Names of entries that are values, and their paths in the tree."""
     bytes: tuple[str, ...] = ()
     """Leaves that are the bytes of an object, not an array."""
@@ -235,6 +236,8 @@ def _entries_by_rule(tree: Node) -> Entries:
     values: dict[str, Node] = {}
     paths: dict[str, Path] = {}
     for path, node in _terminals(tree, ()):
+        if per_rank_of(node) is not None:
+            continue  # DCP has nothing of the kind
         leaf = leaf_of(node)
         name = ".".join(map(str, path)) if leaf is None else leaf
         paths[name] = path

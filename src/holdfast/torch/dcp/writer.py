@@ -192,11 +192,13 @@ class Writer(StorageWriter):
                 underway.part = part
             elif leaves:
                 ref = part_ref(part, writer.sync(underway.directory, part))
-        sizes: dict[str, int] = {}
-        for leaf in leaves:
-            sizes[leaf.name] = sizes.get(leaf.name, 0) + leaf.nbytes
+        sizes = iter(leaves)
         return [
-            WriteResult(item.index, sizes.get(item.index.fqn, 0), replace(written, part=ref))
+            WriteResult(
+                item.index,
+                0 if written.kind == "value" else next(sizes).nbytes,
+                replace(written, part=ref),
+            )
             for item, written in zip(plan.items, told, strict=True)
         ]
 
@@ -270,7 +272,7 @@ def _register() -> None:
 
 
 def _sources(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[LeafSource], list[Written]]:
-    """The leaves to write for a plan, and what to tell of each item."""
+    """The leaves to write for a plan, in the order of its items, and what to tell of each item."""
     from torch.distributed.checkpoint.planner import WriteItemType
 
     leaves: list[LeafSource] = []
@@ -341,10 +343,12 @@ def _tree(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Node:
     for result in (result for of_rank in results for result in of_rank):
         written.setdefault(result.index.fqn, result.storage_data)
     described = metadata.state_dict_metadata
-    order = [name for name in _names(metadata.planner_data) if name in described]
+    # The planner's order is that of the state; that of the metadata depends on who writes what.
+    paths = metadata.planner_data
+    order = [name for name in paths if name in described] if isinstance(paths, dict) else []
     nodes: dict[str, Node] = {}
     properties: list[tuple[str, Properties]] = []
-    for name in (*order, *(name for name in described if name not in set(order))):
+    for name in dict.fromkeys((*order, *described)):
         what = described[name]
         if name not in written:
             raise SaveFailed(f"no rank has written {name!r}, which is in the planner's metadata")
@@ -362,11 +366,6 @@ def _tree(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Node:
     )
     values = frozenset(name for name in nodes if written[name].kind == "value")
     return compose(nodes, record, values, metadata.planner_data)
-
-
-def _names(planner_data: object) -> list[str]:
-    """The planner's order is that of the state; that of the metadata depends on who writes what."""
-    return [name for name in planner_data if isinstance(name, str)] if isinstance(planner_data, dict) else []
 
 
 def _require_whole(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
