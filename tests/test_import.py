@@ -37,7 +37,7 @@ def test_errors_can_be_caught_without_importing_anything() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["engine", "format", "state", "plan", "store", "checkpointer", "study", "cli"]
+    "module", ["engine", "format", "state", "plan", "store", "checkpointer", "torch.dcp", "study", "cli"]
 )
 def test_no_floor_imports_a_framework(module: str) -> None:
     frameworks = [name for name in HEAVY if name != "numpy"]

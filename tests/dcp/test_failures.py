@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import holdfast
 from holdfast.engine import faults
 from holdfast.torch.dcp import Reader, Writer
+from holdfast.torch.dcp.record import Record
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -153,6 +154,18 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(dcp.api.CheckpointException) as caught:
         load(STATE, tmp_path / "none")
     assert isinstance(failures(caught.value)[0], holdfast.CheckpointNotFound)
+
+
+def test_an_array_is_not_read_as_the_bytes_of_an_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record that lies about its leaves must not lead to memory of the wrong size."""
+    monkeypatch.setattr(
+        "holdfast.torch.dcp.writer.Record", lambda **known: Record(**{**known, "bytes": ("w",)})
+    )
+    save(STATE, tmp_path / "first")
+    with pytest.raises(holdfast.CorruptCheckpoint, match="not the bytes of an object"):
+        Reader(tmp_path / "first").read_metadata()
 
 
 @pytest.mark.parametrize("replace", [False, True], ids=["new", "replaced"])

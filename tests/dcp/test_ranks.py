@@ -15,11 +15,12 @@ import torch.distributed.checkpoint as dcp
 from tests.dcp.states import Odd, assert_same, failures, flip_in, load, model, save
 from tests.distributed.launcher import launch, values
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
 from holdfast.torch.dcp import Reader, Writer
@@ -201,6 +202,60 @@ def three_ranks(folder: str) -> None:
         restored(f"{folder}/{name}")
     dcp.save(spread(whole_state()), storage_writer=Writer(f"{folder}/three"))
     restored(f"{folder}/three")
+
+
+def four_ranks(folder: str) -> None:
+    """Two dimensions of parallelism, replicas, and groups of some ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    made = torch.nn.Sequential(torch.nn.Linear(13, 30), torch.nn.Linear(30, 9))
+    parallelize_module(made, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(made, mesh=mesh["data"])
+    wanted = {name: item.full_tensor().clone() for name, item in made.named_parameters()}
+    dcp.save({"model": get_model_state_dict(made)}, storage_writer=Writer(f"{folder}/grid"))
+    state = {"model": {name: torch.zeros_like(item) for name, item in get_model_state_dict(made).items()}}
+    dcp.load(state, storage_reader=Reader(f"{folder}/grid"))
+    assert_same(gathered(state["model"]), wanted)
+
+    replicated = torch.nn.Linear(13, 30)
+    fully_shard(replicated, mesh=mesh)
+    dcp.save({"model": replicated.state_dict()}, storage_writer=Writer(f"{folder}/replicated"))
+
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        numbers = {"numbers": torch.arange(5), "more": torch.ones(7)}
+        dcp.save(numbers, storage_writer=Writer(f"{folder}/group"), process_group=group)
+        target = {name: torch.zeros_like(item) for name, item in numbers.items()}
+        dcp.load(target, storage_reader=Reader(f"{folder}/group"), process_group=group)
+        assert_same(target, numbers)
+
+    # A part of what others have cannot be a checkpoint.
+    mine = Writer(f"{folder}/alone{dist.get_rank()}")
+    failed = raised(lambda: dcp.save(spread(whole_state()), storage_writer=mine, no_dist=True))
+    assert "rows: what ranks save of it has" in str(failed[0])
+    assert isinstance(failed[0], holdfast.UnsupportedState)
+
+    # Directories that ranks do not share, with a checkpoint in each.
+    path = f"{folder}/apart{dist.get_rank()}"
+    save({"x": torch.ones(2)}, path)
+    found = raised(lambda: dcp.load({"x": torch.zeros(2)}, storage_reader=Reader(path)))
+    assert "different checkpoints" in str(found[0])
+
+
+def test_ranks_of_a_mesh_and_of_groups(tmp_path: Path) -> None:
+    values(launch(4, four_ranks, str(tmp_path), timeout=100))
+    for name in ("grid", "replicated", "group"):
+        assert holdfast.verify(tmp_path / name).problems == ()
+    assert holdfast.open(tmp_path / "group").world == 2
+    with holdfast.open(tmp_path / "replicated") as checkpoint:
+        stored = sum(
+            fragment.nbytes
+            for rank in range(4)
+            for leaf in checkpoint.part(rank).leaves
+            for fragment in leaf.fragments
+        )
+        assert stored == checkpoint.nbytes == 4 * (13 * 30 + 30)
+    assert not list(tmp_path.glob("alone*"))
 
 
 def test_ranks_save_and_load_together(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Subclass(str):
     """Would come back as something else."""
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(STATES)
 def test_names_paths_and_values_survive(state: dict[str, Any]) -> None:
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine import Memory, Strided
@@ -114,9 +114,12 @@ class Reader(StorageReader):
             raise failed
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return plan if self._opened is None else replace(plan, storage_data=self._opened[0].id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if len({plan.storage_data for plan in plans}) > 1:
+            # One that is replaced right now, or a directory that ranks do not share.
+            raise CorruptCheckpoint("ranks have opened different checkpoints at this path", path=self._path)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
