@@ -99,6 +99,22 @@ def test_a_save_that_dcp_abandons_is_given_up(tmp_path: Path) -> None:
     assert_same(load(STATE, tmp_path / "first"), STATE)
 
 
+def test_one_save_at_a_time_to_a_path(tmp_path: Path) -> None:
+    class Another(DefaultSavePlanner):
+        """Saves to the same path while it is asked for data."""
+
+        def resolve_data(self, write_item: Any) -> Any:
+            with pytest.raises(dcp.api.CheckpointException) as caught:
+                save(OTHER, tmp_path / "first")
+            refused.append(failures(caught.value)[0])
+            return super().resolve_data(write_item)
+
+    refused: list[BaseException] = []
+    dcp.save(STATE, storage_writer=Writer(tmp_path / "first"), planner=Another(), no_dist=True)
+    assert {type(error) for error in refused} == {holdfast.RunLocked}
+    assert_same(load(STATE, tmp_path / "first"), STATE)
+
+
 def test_what_it_has_left_goes_with_the_writer(tmp_path: Path) -> None:
     writer = _written(tmp_path / "first")
     del writer

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from holdfast import engine
 from holdfast.engine import Tuning, fs
-from holdfast.errors import RunLocked
+from holdfast.errors import RunLocked, SaveFailed
 from holdfast.format.records import Part
 from holdfast.store.commit import refuse_existing
 from holdfast.store.partial import PARTIAL, Partial
@@ -32,10 +32,10 @@ class Underway:
         """What the coordinator itself has written."""
         self.partial: Partial | None = None
         self._pid = os.getpid()
-        self._writing = False
+        self._at_work = False
         with _lock:
             other = _saves.get(target)
-            if other is not None and other._pid == self._pid and other._writing:
+            if other is not None and other._pid == self._pid and other._at_work:
                 raise RunLocked(f"this process is saving to {target} already; wait for that save")
             _saves[target] = self
         if other is not None:
@@ -52,13 +52,18 @@ class Underway:
         self.partial.make()
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def at_work(self) -> Iterator[None]:
         """While it lasts, no other save of this process may have the directory."""
-        self._writing = True
+        with _lock:
+            if _saves.get(self.target) is not self:
+                raise SaveFailed(
+                    f"another save to {self.target} has begun meanwhile, and this one was given up"
+                )
+            self._at_work = True
         try:
             yield
         finally:
-            self._writing = False
+            self._at_work = False
 
     def give_up(self) -> None:
         """Removes what there is, of a save that can no longer be committed. A second time does nothing."""

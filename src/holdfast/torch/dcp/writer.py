@@ -161,7 +161,7 @@ class Writer(StorageWriter):
 
         underway = self._current()
         try:
-            with saving(underway.target), underway.writing():
+            with saving(underway.target), underway.at_work():
                 results = self._write(plan, planner, underway)
         except BaseException:
             underway.give_up()
@@ -205,7 +205,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         underway = self._current()
         try:
-            with saving(underway.target):
+            with saving(underway.target), underway.at_work():
                 self._commit(underway, metadata, results)
         except BaseException:
             underway.give_up()
@@ -214,10 +214,7 @@ class Writer(StorageWriter):
 
     def _commit(self, underway: Underway, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         partial, part = underway.partial, underway.part
-        if partial is None or part is None:
-            raise SaveFailed(
-                f"another save to {underway.target} has begun meanwhile, and this one is given up"
-            )
+        assert partial is not None and part is not None, "DCP calls this where it called `write_data`"
         from torch.distributed.checkpoint import filesystem
 
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
