@@ -45,7 +45,9 @@ class Underway:
         """Makes the directory, as the coordinator."""
         parent = os.path.dirname(self.target)
         refuse_existing(self.target, overwrite=self.overwrite)
-        fs.make_directories(parent)
+        if not os.path.isdir(parent):
+            fs.make_directories(parent)
+        fs.anchor(parent, once=True)
         # Choosing may write a trial file, so it comes before there is anything to clean up.
         engine.choose_backend(parent, tuning.backend)
         self.partial = Partial(self.target, None, self.directory)

@@ -214,7 +214,8 @@ class Writer(StorageWriter):
 
     def _commit(self, underway: Underway, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         partial, part = underway.partial, underway.part
-        assert partial is not None and part is not None, "DCP calls this where it called `write_data`"
+        assert partial is not None
+        assert part is not None
         from torch.distributed.checkpoint import filesystem
 
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
