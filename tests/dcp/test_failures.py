@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,25 @@ def test_one_save_at_a_time_to_a_path(tmp_path: Path) -> None:
     dcp.save(STATE, storage_writer=Writer(tmp_path / "first"), planner=Another(), no_dist=True)
     assert {type(error) for error in refused} == {holdfast.RunLocked}
     assert_same(load(STATE, tmp_path / "first"), STATE)
+
+
+def test_a_writer_that_is_saving_cannot_be_given_another_path(tmp_path: Path) -> None:
+    class Held(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            asked.set()
+            assert going_on.wait(60)
+            return super().resolve_data(write_item)
+
+    asked, going_on, writer = threading.Event(), threading.Event(), Writer(tmp_path / "first")
+    saving: Any = dcp.async_save(STATE, storage_writer=writer, planner=Held(), no_dist=True)
+    assert asked.wait(60)
+    with pytest.raises(holdfast.RunLocked, match="another Writer"):
+        dcp.save(OTHER, storage_writer=writer, checkpoint_id=tmp_path / "second", no_dist=True)
+    going_on.set()
+    saving.result(60)
+    assert_same(load(STATE, tmp_path / "first"), STATE)
+    dcp.save(OTHER, storage_writer=writer, checkpoint_id=tmp_path / "second", no_dist=True)
+    assert_same(load(OTHER, tmp_path / "second"), OTHER)
 
 
 def test_what_it_has_left_goes_with_the_writer(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ class Underway:
         self.part: Part | None = None
         """What the coordinator itself has written."""
         self.partial: Partial | None = None
+        self.thread = threading.get_ident()
+        """DCP makes all calls of one save in one thread."""
         self._pid = os.getpid()
         self._at_work = False
         with _lock:
@@ -40,6 +42,10 @@ class Underway:
             _saves[target] = self
         if other is not None:
             other.give_up()
+
+    @property
+    def is_at_work(self) -> bool:
+        return self._at_work
 
     def make(self, tuning: Tuning) -> None:
         """Makes the directory, as the coordinator."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from holdfast.engine import Memory, fs
-from holdfast.errors import SaveFailed, UnsupportedState
+from holdfast.errors import RunLocked, SaveFailed, UnsupportedState
 from holdfast.format.geometry import Box, disjoint
 from holdfast.format.manifest import MANIFEST_NAME, encode_root, part_ref
 from holdfast.format.records import PartRef, Root
@@ -243,12 +244,20 @@ class Writer(StorageWriter):
         publish(partial, underway.target, overwrite=self._overwrite)
 
     def _current(self) -> Underway:
-        if self._underway is None:
-            raise RuntimeError("DCP calls set_up_storage_writer before anything else")
-        return self._underway
+        underway = self._underway
+        if underway is None or underway.thread != threading.get_ident():
+            raise SaveFailed(
+                "this Writer has begun another save meanwhile, and this one was given up: use one for each "
+                "of several saves at a time"
+            )
+        return underway
 
     def _give_up(self) -> None:
         """What a save that did not come to its end has left."""
+        if self._underway is not None and self._underway.is_at_work:
+            raise RunLocked(
+                f"this Writer is saving to {self._underway.target}: wait for that save, or use another Writer"
+            )
         if self._end is not None:
             self._end()
         self._underway = self._end = None
