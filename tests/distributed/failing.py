@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.distributed.worlds import Mode, advance, bits, error_of, leftovers, make_state
+
 import holdfast
 from holdfast.engine import faults
-from tests.distributed.worlds import Mode, advance, bits, error_of, leftovers, make_state
 
 Got = tuple[str, str, tuple[int, ...]]
 
@@ -260,25 +261,25 @@ def mutated(run: Path) -> tuple[dict[str, Got], list[str]]:
 
     with bench(run, "overlap") as here:
 
+        def change(amount: float) -> None:
+            with torch.no_grad():
+                for parameter in here.state["model"] if here.rank == 1 else ():
+                    parameter.add_(amount)
+                    here.state["optimizer"].state[parameter]["momentum_buffer"].add_(amount)
+
         def act() -> None:
             write = ShareWriter.write
 
             def late(self: ShareWriter, groups: Any, watch: Any) -> None:
-                with torch.no_grad():
-                    for parameter in here.state["model"]:
-                        parameter.add_(1.0)
+                change(1.0)
                 write(self, groups, watch)
 
-            if here.rank == 1:
-                ShareWriter.write = late  # type: ignore[method-assign]
+            ShareWriter.write = late  # type: ignore[method-assign]
             try:
                 here.save()
             finally:
                 ShareWriter.write = write  # type: ignore[method-assign]
-                if here.rank == 1:
-                    with torch.no_grad():
-                        for parameter in here.state["model"]:
-                            parameter.sub_(1.0)
+                change(-1.0)
 
         here.trouble("mutated on 1", act)
         return report(here)

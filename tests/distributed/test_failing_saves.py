@@ -1,4 +1,4 @@
-"""Something is wrong on one rank: all learn what and where, nothing is committed, and the next save succeeds."""
+"""Something is wrong on one rank: all learn what and where, nothing is committed, the next save succeeds."""
 
 from __future__ import annotations
 

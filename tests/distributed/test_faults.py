@@ -1,4 +1,4 @@
-"""A rank is killed, at any point of a save: all or nothing is committed, nobody hangs, the next launch goes on.
+"""A rank is killed at any point of a save: all or nothing is committed, nobody hangs, and others resume.
 
 Killed at every call of the file system that a rank makes in a save, and before and after each message it
 sends. Several worlds are at it at the same time: most of their time they wait for somebody who is dead.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +120,8 @@ def test_the_store_dies_with_the_coordinator(tmp_path: Path, record_property: Re
 
 
 @pytest.fixture(params=["sync", "overlap"])
-def mode(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield request.param
+def mode(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @pytest.mark.crash_large
