@@ -1,0 +1,88 @@
+"""What saving together costs: messages that do not grow with the state, and one copy of it, shared out."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tests.distributed.launcher import launch, values
+
+import holdfast
+
+SAVES = 4
+
+
+def _count_messages(run: Path, leaves: int) -> list[int]:
+    """How often this rank speaks to the store, for each save."""
+    from holdfast.team.mail import Mail
+
+    calls: list[str] = []
+    ask = Mail._call
+
+    def counted(self: Mail, *arguments: Any) -> Any:
+        calls.append("")
+        return ask(self, *arguments)
+
+    Mail._call = counted  # type: ignore[method-assign]
+    state = {f"leaf{number}": np.arange(8.0) + number for number in range(leaves)}
+    found: list[int] = []
+    with holdfast.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
+        for step in range(1, SAVES + 1):
+            before = len(calls)
+            checkpointer.save(step)
+            found.append(len(calls) - before)
+    return found
+
+
+def test_messages_do_not_grow_with_the_state_or_the_world(tmp_path: Path) -> None:
+    counts = {
+        (world, leaves): values(launch(world, _count_messages, tmp_path / f"{world}-{leaves}", leaves))
+        for world, leaves in ((2, 3), (4, 3), (2, 300))
+    }
+    for found in counts.values():
+        followers = {tuple(counts[1:]) for counts in found[1:]}
+        assert len(followers) == 1
+        for number in (*found[0][1:], *followers.pop()):
+            assert number <= 10
+    assert counts[2, 3][1][-1] == counts[4, 3][1][-1] == counts[2, 300][1][-1]
+    assert counts[2, 3][0][-1] == counts[4, 3][0][-1] == counts[2, 300][0][-1]
+
+
+NBYTES = 3 << 20
+
+
+def _save_one_copy(folder: Path) -> list[int]:
+    """How many bytes of a state that all hold this rank writes: with all, one per node or socket, and two."""
+    import torch.distributed as dist
+
+    state = {f"w{number}": np.ones((number + 3, 1001), np.float32) for number in range(30)}
+    rest = NBYTES - sum(array.nbytes for array in state.values())
+    state["rest"] = np.ones(rest // 4, np.float32)
+    found: list[int] = []
+    for number, writers in enumerate(("all", "node", "socket", 2)):
+        options = holdfast.Options(writers=writers)  # type: ignore[arg-type]
+        info = holdfast.save(folder / str(number), state, options=options)
+        with holdfast.open(info.path) as checkpoint:
+            part = checkpoint.parts[dist.get_rank()]
+            found.append(sum(piece.nbytes for leaf in part.leaves for piece in leaf.fragments))
+        dist.barrier()
+    return found
+
+
+def test_ranks_share_one_copy(tmp_path: Path) -> None:
+    world = 4
+    found = values(launch(world, _save_one_copy, tmp_path))
+    everybody, node, socket, two = zip(*found, strict=True)
+    for written in (everybody, node, socket, two):
+        assert sum(written) == NBYTES // 4 * 4
+    assert max(everybody) - min(everybody) <= NBYTES / world * 0.01
+    assert sorted(node) == [0, 0, 0, sum(node)]
+    assert sum(1 for nbytes in socket if nbytes) <= world  # the machine decides how many sockets there are
+    writing = [nbytes for nbytes in two if nbytes]
+    assert len(writing) == 2
+    assert math.isclose(*writing, rel_tol=0.01)
+    for path in tmp_path.iterdir():
+        with holdfast.open(path) as checkpoint:
+            assert checkpoint.nbytes == sum(everybody)

@@ -1,0 +1,109 @@
+"""How trainings of several ranks end: by a signal to one of them, by an error on one, or before a save has."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.distributed.launcher import StoreHost, launch, values
+from tests.distributed.worlds import Mode, advance, bits, check_alone, leftovers, make_state
+
+import holdfast
+from holdfast.store import list_steps
+
+WORLD = 3
+MANY_STEPS = 1000
+PATIENCE_SECONDS = 60.0
+
+
+def _checkpointer(run: Path, state: dict[str, Any], mode: Mode, **more: Any) -> holdfast.Checkpointer:
+    return holdfast.Checkpointer(run, state, mode=mode, **{"timeout": PATIENCE_SECONDS, **more})
+
+
+def _train_until_asked(run: Path, mode: Mode, every: int, asked: int, at: int) -> None:
+    """Rank `asked` gets a signal in the middle of step `at`."""
+    import torch.distributed as dist
+
+    state = make_state()
+    with _checkpointer(run, state, mode, every=every) as checkpointer:
+        for step in range(1, MANY_STEPS):
+            advance(state)
+            if (dist.get_rank(), step) == (asked, at):
+                os.kill(os.getpid(), signal.SIGTERM)
+            checkpointer.save(step)
+            dist.barrier()  # as gradients do
+    raise AssertionError("nobody ended this training")
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "asked", "store"),
+    [("overlap", 5, 1, "agent"), ("sync", 1, 2, "rank0"), ("overlap", 5, 0, "rank0")],
+)
+def test_one_rank_is_asked_to_end(
+    tmp_path: Path, mode: Mode, every: int, asked: int, store: StoreHost
+) -> None:
+    run = tmp_path / "run"
+    found = launch(WORLD, _train_until_asked, run, mode, every, asked, 7, store=store)
+    for outcome in found:
+        # SystemExit(0) ended it, which the launcher tells as an error.
+        assert (outcome.error, outcome.message) == ("SystemExit", "0"), outcome.describe()
+    assert check_alone(run, MANY_STEPS) in (7, 8)
+
+
+def _raise_on_one(run: Path, mode: Mode, failing: int) -> tuple[str, bool]:
+    """One rank leaves its training by an error; what the others get."""
+    import torch.distributed as dist
+
+    state = make_state()
+    with _checkpointer(run, state, mode, timeout=2.0) as checkpointer:
+        for step in range(1, MANY_STEPS):
+            advance(state)
+            if (dist.get_rank(), step) == (failing, 5):
+                raise KeyError("a bug in the training")
+            checkpointer.save(step)
+    raise AssertionError("nobody ended this training")
+
+
+@pytest.mark.parametrize(("mode", "failing"), [("overlap", 0), ("sync", 1)])
+def test_one_rank_raises(tmp_path: Path, mode: Mode, failing: int) -> None:
+    run = tmp_path / "run"
+    found = launch(WORLD, _raise_on_one, run, mode, failing)
+    assert [outcome.timed_out for outcome in found] == [False] * WORLD
+    expected = ["KeyError" if rank == failing else "RankFailed" for rank in range(WORLD)]
+    assert [outcome.error for outcome in found] == expected, "\n".join(map(str, found))
+    assert check_alone(run, 4) == 4
+
+
+def _end_at_once(run: Path) -> None:
+    """The interpreter ends while a save is under way; nobody waits for it, nobody closes anything."""
+    from holdfast.store.writing import ShareWriter
+
+    write = ShareWriter.write
+
+    def slowly(self: ShareWriter, groups: Any, watch: Any) -> None:
+        import threading
+
+        threading.main_thread().join()  # the training's thread has nothing more to do
+        write(self, groups, watch)
+
+    state = make_state()
+    checkpointer = _checkpointer(run, state, "overlap")
+    advance(state)
+    checkpointer.save(1)
+    checkpointer.wait()
+    advance(state)
+    ShareWriter.write = slowly  # type: ignore[method-assign]
+    checkpointer.save(2)
+
+
+def test_the_interpreter_ends_while_a_save_is_under_way(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    values(launch(WORLD, _end_at_once, run))
+    assert list_steps(str(run)) == [1, 2]
+    restored = make_state()
+    holdfast.load(run, restored)
+    assert bits(restored) == bits(make_state(2))
+    assert leftovers(run) == []
