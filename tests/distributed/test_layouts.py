@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 import holdfast
 from cli.support import command
-from distributed.jobs import load_layouts, save_layouts
+from distributed.jobs import large_nbytes, load_layouts, save_and_load_large, save_layouts
 from distributed.launcher import launch, values
 from distributed.layouts import (
     LAYOUTS,
@@ -125,3 +125,24 @@ def _check_optimizer(tree: Any) -> None:
     assert sorted(name for group in tree["param_groups"] for name in group["params"]) == sorted(names)
     for group, expected in zip(tree["param_groups"], groups_truth(), strict=True):
         assert {key: group[key] for key in expected} == expected
+
+
+READ_BUDGET_NBYTES = 96 << 20
+"""What the engine may take for reading, whatever the size of the state."""
+
+
+@pytest.mark.parametrize("side", [300, pytest.param(2048, marks=pytest.mark.slow)])
+def test_a_restore_on_another_layout_reads_one_copy_and_takes_little_memory(
+    side: int, tmp_path: Path
+) -> None:
+    found = values(launch(2, save_and_load_large, str(tmp_path), side, timeout=110.0))
+    assert all(loaded.differences == 0 for rank in found for loaded in rank.values())
+    one_copy = large_nbytes(side)
+    assert one_copy <= sum(rank["ddp"].read_nbytes for rank in found) < 1.1 * one_copy
+    # Checksums are of whole rows, of which a rank that has columns wants half.
+    assert sum(rank["tp"].read_nbytes for rank in found) < 1.6 * one_copy
+    for rank in found:
+        for loaded in rank.values():
+            assert loaded.peak_nbytes < READ_BUDGET_NBYTES + (16 << 20)
+    if side > 1000:
+        assert one_copy > 1.5 * (READ_BUDGET_NBYTES + (16 << 20)), "too small to tell"
