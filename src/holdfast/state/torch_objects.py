@@ -48,6 +48,28 @@ def plain_module(module: Any) -> Any:
     return module
 
 
+def lent_buffers(module: Any) -> frozenset[int]:
+    """Addresses of buffers whose copy on this rank does not count.
+
+    DistributedDataParallel gives all ranks those of the first one before every forward pass; what each rank
+    makes of them in that pass (statistics of its own batch) is thrown away by the next.
+    """
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    if parallel is None or not isinstance(module, parallel.DistributedDataParallel):
+        inner = getattr(module, "_modules", {}).get("_orig_mod")
+        return frozenset() if inner is None else lent_buffers(inner)
+    from torch.distributed import get_rank
+
+    syncs = getattr(module, "forward_sync_buffers", getattr(module, "broadcast_buffers", False))
+    if not syncs or get_rank(module.process_group) == 0:
+        return frozenset()
+    return frozenset(
+        buffer.data_ptr()
+        for name, buffer in module.module.named_buffers()
+        if name not in module.parameters_to_ignore and buffer.numel()
+    )
+
+
 def module_state(module: Any) -> Any:
     """A module's state dict; every parameter under its own name."""
     return fsdp1.module_state(module) if fsdp1.holds_fsdp1(module) else module.state_dict()

@@ -110,6 +110,7 @@ class _Walk:
         self._last: list[Callable[[], None]] = [] if outer is None else outer._last
         self._parameters: torch_objects.ParameterNames | None = None
         self._shardings: sharded.Shardings = {}
+        self._lent: frozenset[int] = frozenset()
         self._walkers: dict[type, Walker] = {
             dict: self._dict,
             list: self._list,
@@ -244,6 +245,8 @@ class _Walk:
     # --- leaves
 
     def _tensor(self, tensor: Any, place: str, depth: int, sharding: Sharding | None = None) -> Node:
+        if self._lent and tensor.data_ptr() in self._lent:
+            return self._elsewhere(place)
         dtype, shape, source, own = self._describe(tensor, place)
         leaf = LeafSource(place, dtype, shape, "torch", source, sharding)
         if own and type(source) is not Produced:
@@ -258,7 +261,10 @@ class _Walk:
         held = self._sharded_types[type(tensor)](tensor, place, self._shardings)
         if held.tensor is not None:
             return self._tensor(held.tensor, place, depth, held.sharding)
-        # Other ranks have it. The tree is the same on all of them.
+        return self._elsewhere(place)
+
+    def _elsewhere(self, place: str) -> Node:
+        """Other ranks have it. The tree is the same on all of them."""
         name = self._name(place)
         self._used.add(name)
         return {LEAF: name}
@@ -329,6 +335,8 @@ class _Walk:
         if torch_objects.is_optimizer(value):
             return self._optimizer(value, place, depth)
         if torch_objects.is_module(value):
+            if self._rank > 0 and self._outer is None:  # rank 0, or a process by itself, has all that counts
+                self._lent |= torch_objects.lent_buffers(value)
             state = torch_objects.module_state(torch_objects.plain_module(value))
             return self.node(state, place, self._deeper(place, depth))
         if torch_objects.is_stateful(value):
