@@ -28,7 +28,7 @@ from holdfast.checkpointer.events import Failed, Saved
 from holdfast.engine import faults
 
 TIMEOUT = 120.0
-SAMPLES, WIDTH, HIDDEN = 37, 199, 301
+SAMPLES, WIDTH, HIDDEN = 40, 199, 301
 
 Kind = Literal["ddp", "fsdp2"]
 
@@ -70,12 +70,10 @@ class Job:
     def __init__(self, kind: Kind, seed: int) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(seed)  # all ranks begin with the same weights
+        # Statistics of each rank's own batches: DDP throws away all but rank 0's.
+        norm = nn.BatchNorm1d(HIDDEN) if kind == "ddp" else nn.LayerNorm(HIDDEN)
         net = nn.Sequential(
-            nn.Linear(WIDTH, HIDDEN),
-            nn.LayerNorm(HIDDEN),
-            nn.ReLU(),
-            nn.Dropout(0.3),
-            nn.Linear(HIDDEN, WIDTH),
+            nn.Linear(WIDTH, HIDDEN), norm, nn.ReLU(), nn.Dropout(0.3), nn.Linear(HIDDEN, WIDTH)
         )
         self.model: Any = net
         if kind == "ddp":
@@ -126,6 +124,11 @@ class Job:
         """Of whole arrays, and what must be the same on all ranks; of what is this rank's own below "own"."""
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         found: dict[str, str] = {}
+        for name, buffer in model.named_buffers():
+            # Those of rank 0, as in the next forward pass.
+            counts = buffer.clone()
+            dist.broadcast(counts, 0)
+            found[f"model.{name}"] = _digest(counts)
         for name, parameter in model.named_parameters():
             found[f"model.{name}"] = _digest(parameter)
             for key, value in self.optimizer.state.get(parameter, {}).items():
