@@ -12,11 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from cli.support import command
-from distributed.jobs import large_nbytes, load_layouts, save_and_load_large, save_layouts
+from distributed.jobs import TIMEOUT, large_nbytes, load_layouts, save_and_load_large, save_layouts
 from distributed.launcher import launch, values
 from distributed.layouts import (
     LAYOUTS,
@@ -146,3 +151,31 @@ def test_a_restore_on_another_layout_reads_one_copy_and_takes_little_memory(
             assert loaded.peak_nbytes < READ_BUDGET_NBYTES + (16 << 20)
     if side > 1000:
         assert one_copy > 1.5 * (READ_BUDGET_NBYTES + (16 << 20)), "too small to tell"
+
+
+def _save_what_counts(folder: str) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    summands = DTensor.from_local(torch.full((3,), rank + 1.0), mesh, [Partial()])
+    state = {"gradient": summands}
+    with pytest.raises(holdfast.UnsupportedState, match=r"'gradient'.*Redistribute it to Replicate or Shard"):
+        holdfast.save(f"{folder}/sum", state, timeout=TIMEOUT)
+    with holdfast.Checkpointer(f"{folder}/run", state, timeout=TIMEOUT, preemption=False) as checkpointer:
+        with pytest.raises(holdfast.UnsupportedState, match="Redistribute"):
+            checkpointer.save(1)
+        state["gradient"] = summands.redistribute(placements=[Replicate()])
+        checkpointer.save(2)
+    assert holdfast.load(f"{folder}/run")["gradient"].tolist() == [3.0, 3.0, 3.0]
+
+    model = nn.BatchNorm1d(2)
+    state = {"model": DistributedDataParallel(model)}
+    model.running_mean.fill_(rank + 1.0)  # as a batch of its own makes it
+    holdfast.save(f"{folder}/all", state, timeout=TIMEOUT)
+    holdfast.save(f"{folder}/{rank}", state, together=False)
+    assert holdfast.load(f"{folder}/{rank}")["model"]["running_mean"].tolist() == [rank + 1.0] * 2
+    holdfast.load(f"{folder}/all", state, timeout=TIMEOUT)
+    assert model.running_mean.tolist() == [1.0, 1.0]
+
+
+def test_sums_not_yet_computed_are_refused_and_buffers_of_ddp_are_rank_0s(tmp_path: Path) -> None:
+    values(launch(2, _save_what_counts, str(tmp_path)))
