@@ -164,7 +164,7 @@ def test_a_system_that_fails_is_out_and_a_new_world_goes_on(
     assert rows["load", DCP].reason == "there is nothing to load: it could not be saved"
     assert rows["save", HOLDFAST].seconds == (2.0, 2.0, 2.0)  # from the first beginning to the last end
     assert rows["load", HOLDFAST].seconds == (2.0, 2.0, 2.0)
-    left = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
+    left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [f"specimen-{HOLDFAST}-2", f"specimen-{RAW}-2"], "only what was to be loaded is left"
 
 

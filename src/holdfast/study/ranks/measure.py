@@ -96,6 +96,7 @@ class _Site:
         self._world: World | None = None
         self._prepared: set[str] = set()
         self._launches = 0
+        self._made: list[Path] = []
 
     def tell(self, order: Order) -> list[Did]:
         """`RankEnded` when a rank does not do it; then there is no world any more."""
@@ -114,11 +115,14 @@ class _Site:
             self._prepared.add(system)
 
     def close(self, *, politely: bool) -> None:
+        """Ends the ranks, and removes what they needed on the disk."""
         world, self._world = self._world, None
         if world is not None:
             with world:
                 if politely:
                     world.stop()
+        for directory in self._made:
+            remove(directory)
 
     def _ranks(self) -> World:
         if self._world is None:
@@ -129,7 +133,8 @@ class _Site:
 
     def _directory(self, name: str) -> Path:
         directory = self._room / f"{name}-of-{self.size}-{self._launches}"
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir()
+        self._made.append(directory)
         return directory
 
 
