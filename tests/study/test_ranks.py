@@ -203,7 +203,7 @@ def test_every_row_is_held_against_its_own_world() -> None:
 def test_the_report_says_what_was_found() -> None:
     text = text_of(made_up())
     for words in (
-        "best on this device: 2 writers",
+        "best on this device: 2 writers (about as good: 3, 4)",
         "0.00 %",
         "1 of 4",
         "4 → 1",

@@ -71,7 +71,11 @@ def _best(result: RanksResult) -> Text:
     best = result.best_writers
     if best is None:
         return Text("which number of writers is best was not measured", style="yellow")
-    return Text(f"best on this device: {best} {'writer' if best == 1 else 'writers'}", style="bold")
+    text = Text(f"best on this device: {best} {'writer' if best == 1 else 'writers'}", style="bold")
+    equal = [str(writers) for writers in result.about_as_good if writers != best]
+    if equal:
+        text.append(f" (about as good: {', '.join(equal)})", style="not bold")
+    return text
 
 
 def _loads(result: RanksResult) -> Table:
@@ -141,7 +145,8 @@ def _footnotes(result: RanksResult) -> Text:
         "times as fast as that row holdfast.save (holdfast.load) is; 'shares': how far apart the bytes of "
         "the ranks are, of a share, or how many of them wrote any; 'copies': what is on the disk, over the "
         "state. Checkpointer is the steady state of a training, over recycled files; holdfast.save makes a "
-        "new directory, and meets, plans and compares replicas each time.",
+        "new directory, and meets, plans and compares replicas each time. The raw limit is that of one "
+        "process and a new file: several writers, and writing over an old file, can be faster.",
     ]
     if result.machine.load_before > BUSY * result.machine.cpu_count:
         notes.insert(

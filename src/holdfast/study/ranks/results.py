@@ -88,6 +88,16 @@ class RanksResult(msgspec.Struct, frozen=True):
         tried = [row for row in self.of("writers") if row.rate is not None]
         return max(tried, key=lambda row: row.rate or 0.0).writers if tried else None
 
+    @property
+    def about_as_good(self) -> tuple[int, ...]:
+        """The numbers of writers whose rounds do not all lie behind those of the best one, which is included."""
+        rows = [row for row in self.of("writers") if row.seconds]
+        best = next((row for row in rows if row.writers == self.best_writers), None)
+        if best is None:
+            return ()
+        slowest = max(best.seconds)
+        return tuple(row.writers for row in rows if row.writers is not None and min(row.seconds) <= slowest)
+
 
 def summarise(rows: Sequence[Row], nbytes: int) -> tuple[Row, ...]:
     """The same rows with their summaries: each is compared with those of its own world and kind."""
