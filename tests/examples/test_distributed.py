@@ -69,3 +69,15 @@ def test_fsdp2_with_tensor_parallelism_killed_resumes_on_other_meshes(tmp_path: 
     assert steps_of(third)[24][0] < before[1][0]
     with holdfast.open(path) as checkpoint:
         assert checkpoint.step == 24
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_code_on_the_page_about_many_ranks_runs(tmp_path: Path) -> None:
+    for volume in ("nvme0/ckpt", "nvme1/ckpt"):
+        (tmp_path / volume).mkdir(parents=True)
+    here = Path(__file__)
+    lines = run(3, str(here.with_name("page.py")), here.parents[2] / "docs/distributed.md", tmp_path)
+    ran = [line for line in lines if line.endswith(" ran")]
+    assert ran[-1] == f"block {len(ran) - 1} of {len(ran)} ran"
+    assert len(ran) >= 6

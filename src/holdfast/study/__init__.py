@@ -10,6 +10,7 @@
 | `report`, `plot` | a table, a JSON document, a picture |
 | `bench` | the whole run, from options to result |
 | `training` | the same for a training that saves every step (`holdfast bench --training`) |
+| `ranks` | the same for several ranks that save one state together (`holdfast bench --ranks`) |
 | `drill` | a user's own training, killed again and again (`holdfast drill`) |
 | `demo`, `demo_train`, `demo_speed` | the demonstration |
 | `stats_plot` | the picture of a run's saves |

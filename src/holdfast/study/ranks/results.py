@@ -90,7 +90,7 @@ class RanksResult(msgspec.Struct, frozen=True):
 
     @property
     def about_as_good(self) -> tuple[int, ...]:
-        """The numbers of writers whose rounds do not all lie behind those of the best one, itself included."""
+        """The numbers of writers whose rounds do not all lie behind those of the best one; itself, too."""
         rows = [row for row in self.of("writers") if row.seconds]
         best = next((row for row in rows if row.writers == self.best_writers), None)
         if best is None:
