@@ -1,4 +1,5 @@
-"""How trainings of several ranks end: by a signal to one of them, by an error on one, or before a save has."""
+"""How trainings of several ranks end: by a signal to one of them, by an error on one, or before a save has.
+"""
 
 from __future__ import annotations
 
