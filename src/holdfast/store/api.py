@@ -121,7 +121,9 @@ def save(
             crew.failed(talk, error)
             raise
         ready = crew.prepare(state, talk)
-        return crew.commit(ready, target, step, dict(metrics or {}), overwrite=overwrite)
+        info = crew.commit(ready, target, step, dict(metrics or {}), overwrite=overwrite)
+        crew.close(wait=True)
+        return info
 
 
 def load(

@@ -143,6 +143,15 @@ class Calls:
             self._under_way = {other for other in self._under_way if other > number}
             self._end(number, number if heard else 0)
 
+    def rest(self) -> list[str]:
+        """The keys of all messages that are still there, when there will be no more calls."""
+        with self._lock:
+            return ["ended", *self._keys(self._kept, self._next)]
+
+    def _keys(self, first: int, stop: int) -> list[str]:
+        names = ["call", "plan", "open", "end", *(f"done/{rank}" for rank in range(1, self.team.world))]
+        return [f"{number}/{name}" for number in range(first, stop) for name in names]
+
     def _hold(self, call: Call) -> Conversation:
         with self._lock:
             number = self._next
@@ -202,8 +211,7 @@ class Calls:
         self._ended = max(self._ended, number)
         # First this, or who is behind would wait for what is no more.
         self.team.mail.post("ended", f"{self._ended} {self._kept}".encode())
-        names = ["call", "plan", "open", "end", *(f"done/{rank}" for rank in range(1, self.team.world))]
-        self.team.mail.forget([f"{old}/{name}" for old in range(first, self._kept) for name in names])
+        self.team.mail.forget(self._keys(first, self._kept))
 
 
 class Conversation:

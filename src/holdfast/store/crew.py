@@ -64,6 +64,9 @@ def mustered(what: str, together: bool | None, timeout: float) -> Iterator[Team 
                 team.close()
 
 
+_LEAVING_SECONDS = 5.0
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """How a crew writes."""
@@ -115,6 +118,11 @@ class Crew:
     @property
     def rank(self) -> int:
         return 0 if self.team is None else self.team.rank
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a save of this crew has ended, one way or the other, once it is written."""
+        return self.timeout if self._calls is None else self.timeout + self._calls.grace
 
     @property
     def leads(self) -> bool:
@@ -243,10 +251,14 @@ class Crew:
         if self.leads:
             self.shares.forget()
 
-    def close(self) -> None:
-        if self.team is not None:
-            with contextlib.suppress(RankFailed):  # the store has gone before: nothing of this is left in it
-                self.team.close()
+    def close(self, *, wait: bool = False) -> None:
+        """Ends it. With `wait` the coordinator sees to it, for a few seconds, that others know how it ended:
+        the store may go with its process."""
+        if self.team is None:
+            return
+        rest = ["signal", *self._calls.rest()] if self._calls is not None and self.leads else []
+        with contextlib.suppress(RankFailed):  # the store has gone before: nothing of this is left in it
+            self.team.close(rest, min(_LEAVING_SECONDS, self.timeout) if wait else 0.0)
 
     def _check_way(self) -> None:
         """Whether all ranks write in the same way. Their volumes may be different ones."""

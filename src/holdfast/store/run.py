@@ -31,6 +31,11 @@ def step_name(step: int) -> str:
     return f"step-{step:012d}"
 
 
+def is_step_name(name: str) -> bool:
+    """Whether a checkpoint of that name belongs to the run it is in."""
+    return _STEP.fullmatch(name) is not None
+
+
 def list_steps(run: str) -> list[int]:
     """Steps of the committed checkpoints, oldest first. Needs no lock."""
     try:

@@ -39,6 +39,7 @@ from holdfast.store.commit import CheckpointInfo, Seconds, check_step, publish, 
 from holdfast.store.directories import held_directory
 from holdfast.store.failures import save_failed
 from holdfast.store.partial import PARTIAL, Partial, Spare
+from holdfast.store.run import is_step_name
 from holdfast.store.shares import Share, check_values
 from holdfast.store.watch import Watch
 from holdfast.store.writing import Place, ShareWriter
@@ -130,7 +131,7 @@ class Together:
                     self.talk.await_others()
             partial.remove()
             if not publishing:
-                self._remove_from_volumes()
+                self._remove_from_volumes(last=True)
             raise
         finally:
             partial.release()
@@ -142,6 +143,7 @@ class Together:
         )
         if self.talk is not None:
             self.talk.committed(end)
+        self._sweep_replaced()
         return self._info(end, writer, began)
 
     def _root(
@@ -184,7 +186,7 @@ class Together:
                     part = writer.part(share.description)
                     encoded = writer.sync(directory, part)
         except BaseException as error:
-            self._remove_from_volumes()
+            self._remove_from_volumes(last=False)
             if isinstance(error, FileNotFoundError):
                 self.talk.check()  # a coordinator that gave up has removed what this rank writes to
             raise
@@ -204,8 +206,9 @@ class Together:
         except BaseException:
             # As long as nobody says that it has failed, it may have been committed.
             if self.talk.refused:
-                self._remove_from_volumes()
+                self._remove_from_volumes(last=True)
             raise
+        self._sweep_replaced()
         return self._info(end, writer, began)
 
     # --- both
@@ -219,14 +222,19 @@ class Together:
         return volumes.places(self.volumes, self.target, self.id) if self.volumes else [Place(directory)]
 
     def _sweep(self, live: Sequence[str] | None) -> None:
-        """Before anything is written: what a failed save left may be what there is no room for."""
+        """In a run before anything is written: what a failed save left may be what there is no room for."""
         if self.volumes and self.sweeps and live is not None:
             volumes.sweep(self.volumes, self.target, {*live, self.id})
 
-    def _remove_from_volumes(self) -> None:
+    def _sweep_replaced(self) -> None:
+        """Of a checkpoint outside of a run, only the newest is there."""
+        if not is_step_name(os.path.basename(self.target)):
+            self._sweep(())
+
+    def _remove_from_volumes(self, *, last: bool) -> None:
         for volume in self.volumes:
             directory = os.path.join(volume, volumes.home(self.target), self.id)
-            volumes.remove_files_of(directory, self.rank)
+            volumes.remove_files_of(directory, self.rank, last=last)
 
     def _info(self, end: End, writer: ShareWriter, began: float) -> CheckpointInfo:
         seconds = time.perf_counter() - began

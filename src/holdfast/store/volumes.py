@@ -2,8 +2,10 @@
 
 A volume is a directory on one device. The shards of one checkpoint lie there in ``RUN-xxxxxxxx/ID/``: the
 run's name with a digest of its path, and the checkpoint's id, so that no two saves ever write to the same
-place. A checkpoint's manifest says where its shards are; what no manifest of the run speaks of is removed by
-a later save. A volume must be there: one that is not mounted is not made in its place on another device.
+place. (One that is not in a run has its own name and path for those of the run.) A checkpoint's manifest says
+where its shards are; what no manifest of the run speaks of is removed by a later save.
+
+A volume must be there: one that is not mounted is not made in its place on another device.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from holdfast.engine import fs, raw_write
 from holdfast.errors import StorageMissing
 from holdfast.format.checksums import digest
 from holdfast.store.checkpoint import Checkpoint
+from holdfast.store.run import is_step_name
 from holdfast.store.writing import Place
 
 _PROBE_NBYTES = 32 << 20
@@ -40,19 +43,21 @@ def measure(volumes: Sequence[str]) -> list[float]:
 
 
 def home(target: str) -> str:
-    """The name under which the checkpoints of a run lie on its volumes."""
-    run = os.path.dirname(os.path.realpath(target))
-    return f"{os.path.basename(run)}-{digest(os.fsencode(run))[:8]}"
+    """The name under which the checkpoints of a run lie on its volumes; of one outside of a run, its own."""
+    parent, name = os.path.split(target)
+    owner = os.path.realpath(parent)
+    if not is_step_name(name):
+        owner = os.path.join(owner, name)
+    return f"{os.path.basename(owner)}-{digest(os.fsencode(owner))[:8]}"
 
 
 def places(volumes: Sequence[str], target: str, id: str) -> list[Place]:
-    """Where the shards of a checkpoint go; makes these directories."""
+    """Where the shards of a checkpoint go. Nothing is made yet: a volume may get none."""
     host = socket.gethostname()
     found: list[Place] = []
     for volume in volumes:
         _require(volume)
         directory = os.path.join(volume, home(target), id)
-        fs.make_directories(directory)
         found.append(Place(directory, directory, host))
     return found
 
@@ -85,13 +90,15 @@ def sweep(volumes: Sequence[str], target: str, live: Collection[str]) -> None:
                     remove(os.path.join(base, name))
 
 
-def remove_files_of(directory: str, rank: int) -> None:
-    """Removes what one rank wrote, after a failure, and the directory if nobody else wrote there."""
+def remove_files_of(directory: str, rank: int, *, last: bool) -> None:
+    """Removes what one rank wrote, after a failure. `last`: and the directory, if nothing else is there; as
+    long as others may be about to write to it, it is left to a later save."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             if name.startswith(f"r{rank:05d}."):
                 fs.unlink(os.path.join(directory, name))
-        fs.rmdir(directory)
+        if last:
+            fs.rmdir(directory)
 
 
 def remove(directory: str) -> None:

@@ -63,6 +63,8 @@ class ShareWriter(AbstractContextManager["ShareWriter"]):
             if not any(mine):
                 continue
             plan = arrange(mine).plan()
+            if place.volume is not None:
+                fs.make_directories(place.directory)
             backend = engine.choose_backend(place.directory, self._tuning.backend)
             job = engine.write(
                 os.path.join(place.directory, shard_name(self._rank, volume)),
@@ -128,10 +130,11 @@ class ShareWriter(AbstractContextManager["ShareWriter"]):
             path = os.path.join(directory, part_name(self._rank))
             written.append(fs.write_file(path, encoded, recycle=self._recycle))
         fs.sync(written, directory)
-        for place in {place.directory: place for place in self._places if place.volume is not None}.values():
-            # The file's name, and the names of the directories made for it.
-            fs.sync_dir(place.directory)
-            fs.sync_dir(os.path.dirname(place.directory))
+        for volume, _, _ in self._files:
+            place = self._places[volume]
+            if place.volume is not None:
+                # The file's name; those of the directories are durable already.
+                fs.sync_dir(place.directory)
         self.sync_seconds += time.perf_counter() - began
         return encoded
 

@@ -12,6 +12,7 @@ it, and says that it has; the coordinator removes its own when everybody has.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections import deque
@@ -168,8 +169,12 @@ class Team:
         """What these ranks said last they were at; those that said nothing are left out."""
         return self._board.look(tuple(ranks))
 
-    def close(self) -> None:
-        """Leave. The last one to leave removes what is left of the team's messages."""
+    def close(self, rest: Iterable[str] = (), wait: float = 0.0) -> None:
+        """Leave. The last one to leave removes what is left of the team's messages.
+
+        The coordinator may give the keys of messages that it knows of, and wait so long for all others to
+        leave first: its process may be the store's host, and they may have something to read yet.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -177,11 +182,17 @@ class Team:
         try:
             if self.is_coordinator:
                 with self._cleaning:
-                    rest = [key for unread in self._unread for key in unread.keys]
-                self.mail.post("rest", msgspec.msgpack.encode(rest))
-            if self.mail.count("left") == self.world:
-                rest = _decode(self.mail.read("rest", 0.0), list[str], "rest")
-                self.mail.forget([*rest, "rest", "left"])
+                    unread = [key for unread in self._unread for key in unread.keys]
+                self.mail.post("rest", msgspec.msgpack.encode([*rest, *unread]))
+                if wait > 0:
+                    with contextlib.suppress(Silence):
+                        self.mail.read("gone", wait)
+            left = self.mail.count("left")
+            if left == self.world - 1:
+                self.mail.post("gone", b"")
+            elif left == self.world:
+                known = _decode(self.mail.read("rest", 0.0), list[str], "rest")
+                self.mail.forget([*known, "rest", "gone", "left"])
                 self._home.forget(self._met.keys)
         except RankFailed:
             return  # the store is gone, and with it what was to be removed
