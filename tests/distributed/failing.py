@@ -76,7 +76,7 @@ class Bench:
         self.meet()
 
     @contextmanager
-    def impatient(self) -> Iterator[None]:
+    def impatient(self, seconds: float = SILENCE_SECONDS) -> Iterator[None]:
         """A short time-out, where it is silence that shall be noticed."""
         crew = self.checkpointer._crew
         calls = crew._calls
@@ -87,7 +87,7 @@ class Bench:
             crew.shares._timeout = seconds
 
         self.meet()
-        wait(SILENCE_SECONDS)
+        wait(seconds)
         try:
             yield
         finally:
@@ -250,6 +250,49 @@ def missing(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
                 here.meet()
                 here.got[name] = error_of(act)
             here.recover(name)
+        return report(here)
+
+
+def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
+    """A rank is so slow to write that it is given up; it gets there while the same step is saved again."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from holdfast.store.calls import Conversation
+    from holdfast.store.writing import ShareWriter
+
+    store = _get_default_store()
+    write, say = ShareWriter.write, Conversation.say
+    with bench(run, mode) as here:
+
+        def late(self: ShareWriter, groups: Any, watch: Any) -> None:
+            ShareWriter.write = write  # type: ignore[method-assign]
+            store.wait(["opened again"])
+            write(self, groups, watch)
+
+        def tell(self: Conversation, key: str, message: Any) -> None:
+            say(self, key, message)
+            if key == "open":
+                store.set("opened again", b"")
+
+        if here.rank == 1:
+            ShareWriter.write = late  # type: ignore[method-assign]
+        calls = here.checkpointer._crew._calls
+        assert calls is not None
+        here.meet()
+        if here.rank == 0:
+            calls.timeout = SILENCE_SECONDS
+            # Planned anew, the next save would not begin before the slow one is there.
+            here.checkpointer._crew.shares.forget = lambda: None  # type: ignore[method-assign]
+        here.got["late"] = error_of(here.save)
+        calls.timeout = PATIENCE_SECONDS
+        if here.rank == 0:
+            Conversation.say = tell  # type: ignore[method-assign]
+        here.got["again"] = error_of(lambda: here.checkpointer.save(here.step))
+        here.got["again, durable"] = error_of(here.checkpointer.wait)
+        here.meet()
+        if here.checkpointer.steps[-1] != here.step or any(".partial" in left for left in leftovers(run)):
+            here.notes.append(f"{here.checkpointer.steps} and {leftovers(run)}")
+        here.recover("after it")
         return report(here)
 
 

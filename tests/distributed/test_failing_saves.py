@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed import failing
+from tests.distributed import failing, failing_random
 from tests.distributed.failing import Got
 from tests.distributed.launcher import launch, values
 from tests.distributed.worlds import Mode
@@ -84,6 +84,23 @@ def test_ranks_that_do_not_come_to_a_save(tmp_path: Path, mode: Mode) -> None:
     assert _kinds(found, "0 ahead") == ["RankFailed", "RanksDisagree", "RanksDisagree"]
     assert _kinds(found, "0 behind") == ["RanksDisagree"] * WORLD
     assert _kinds(found, "bad step on 1") == ["RankFailed", "ValueError", "RankFailed"]
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("overlap", marks=pytest.mark.slow)])
+def test_a_rank_that_was_given_up_disturbs_nobody(tmp_path: Path, mode: Mode) -> None:
+    found = gathered(values(launch(WORLD, failing.straggling, tmp_path / "run", mode)))
+    assert _kinds(found, "late") == ["RankFailed"] * WORLD
+    assert all("nothing heard from rank 1" in message for _, message, _ in found["late"])
+    assert _kinds(found, "again") == _kinds(found, "again, durable") == [""] * WORLD
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_with_minds_of_their_own(tmp_path: Path, mode: Mode, seed: int) -> None:
+    found = values(launch(WORLD, failing_random.wander, tmp_path / "run", mode, seed, 15, timeout=300))
+    assert found == [[]] * WORLD
 
 
 def test_weights_of_one_rank_change_while_they_are_written(tmp_path: Path) -> None:

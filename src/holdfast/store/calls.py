@@ -121,6 +121,7 @@ class Calls:
         self._kept = 0
         """The first call whose messages are still there."""
         self._ended = -1
+        self._due: set[int] = set()
         self._under_way: set[int] = set()
         self._ahead = -1
         """The call that this rank was told of before it got there."""
@@ -149,8 +150,11 @@ class Calls:
             return ["ended", *self._keys(self._kept, self._next)]
 
     def _keys(self, first: int, stop: int) -> list[str]:
-        names = ["call", "plan", "open", "end", *(f"done/{rank}" for rank in range(1, self.team.world))]
-        return [f"{number}/{name}" for number in range(first, stop) for name in names]
+        """Of the messages of these calls; of one in which nothing was due, there is but one."""
+        names = ["plan", "open", "end", *(f"done/{rank}" for rank in range(1, self.team.world))]
+        due = [number for number in range(first, stop) if number in self._due]
+        keys = [f"{number}/call" for number in range(first, stop)]
+        return keys + [f"{number}/{name}" for number in due for name in names]
 
     def _hold(self, call: Call) -> Conversation:
         with self._lock:
@@ -160,6 +164,7 @@ class Calls:
                 upto = min([number - _MANY // 2, *self._under_way])
                 self._end(upto - 1, upto)
             if call.due:
+                self._due.add(number)
                 self._under_way.add(number)
         self.team.mail.post(f"{number}/call", msgspec.json.encode(call))
         return Conversation(self, number, call)
@@ -212,6 +217,7 @@ class Calls:
         # First this, or who is behind would wait for what is no more.
         self.team.mail.post("ended", f"{self._ended} {self._kept}".encode())
         self.team.mail.forget(self._keys(first, self._kept))
+        self._due = {due for due in self._due if due >= self._kept}
 
 
 class Conversation:
