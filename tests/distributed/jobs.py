@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
-from distributed.layouts import LAYOUTS, MOMENTS, STEPS, Truth, fresh_training, local, saved_training
+from distributed.layouts import LAYOUTS
+from distributed.truth import MOMENTS, STEPS, Truth, fresh_training, local, saved_training, traits
 from holdfast import engine
 
 TIMEOUT = 120.0
@@ -30,9 +31,9 @@ def is_run(number: int) -> bool:
     return number % 2 == 1
 
 
-def save_layouts(folder: str, numbers: Sequence[int]) -> list[int]:
-    """Save the truth in each of these layouts; how many bytes each took."""
-    stored = []
+def save_layouts(folder: str, numbers: Sequence[int]) -> list[tuple[int, set[str]]]:
+    """Save the truth in each of these layouts; how many bytes each took, and its traits here."""
+    found = []
     for number in numbers:
         path, training = os.path.join(folder, str(number)), saved_training(LAYOUTS[number])
         if is_run(number):
@@ -41,10 +42,11 @@ def save_layouts(folder: str, numbers: Sequence[int]) -> list[int]:
             ) as checkpointer:
                 saving = checkpointer.save(STEPS)
                 assert saving is not None
-                stored.append(saving.wait().nbytes)
+                info = saving.wait()
         else:
-            stored.append(holdfast.save(path, training.state, step=STEPS, timeout=TIMEOUT).nbytes)
-    return stored
+            info = holdfast.save(path, training.state, step=STEPS, timeout=TIMEOUT)
+        found.append((info.nbytes, traits(training)))
+    return found
 
 
 def load_layouts(

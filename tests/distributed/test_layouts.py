@@ -23,15 +23,8 @@ import holdfast
 from cli.support import command
 from distributed.jobs import TIMEOUT, large_nbytes, load_layouts, save_and_load_large, save_layouts
 from distributed.launcher import launch, values
-from distributed.layouts import (
-    LAYOUTS,
-    MOMENTS,
-    STEPS,
-    bits,
-    groups_truth,
-    scheduler_truth,
-    true_model,
-)
+from distributed.layouts import LAYOUTS
+from distributed.truth import MOMENTS, STEPS, bits, groups_truth, scheduler_truth, true_model
 
 Cells = dict[tuple[int, int], list[str]]
 
@@ -51,8 +44,10 @@ def test_a_checkpoint_of_any_layout_is_restored_in_any_layout(
 ) -> None:
     worlds = sorted({LAYOUTS[number].world for number in numbers})
     mine = {world: [n for n in numbers if LAYOUTS[n].world == world] for world in worlds}
+    traits: set[str] = set()
     for world in worlds:
-        _save(tmp_path, world, mine[world])
+        traits |= _save(tmp_path, world, mine[world])
+    assert traits >= TRAITS
     for number in numbers:
         _check_in_one_process(tmp_path / str(number))
     cells: Cells = {}
@@ -72,13 +67,29 @@ def test_a_checkpoint_of_any_layout_is_restored_in_any_layout(
     assert not wrong, f"{len(wrong)} of {len(cells)} restored states differ from what was saved"
 
 
-def _save(folder: Path, world: int, numbers: Sequence[int]) -> None:
+TRAITS = {
+    "whole",
+    "part",
+    "empty",
+    "uneven",
+    "axis 0",
+    "axis 1",
+    "strided",
+    "replicated",
+    "mesh of some ranks",
+    "some layers",
+    "some moments",
+}
+
+
+def _save(folder: Path, world: int, numbers: Sequence[int]) -> set[str]:
+    """All the traits that these layouts have."""
     found = values(launch(world, save_layouts, str(folder), list(numbers), timeout=120.0))
     one_copy = _nbytes(true_model().state_dict()) + sum(
         4 + 2 * parameter.nbytes for parameter in true_model().parameters()
     )
-    for stored in found:
-        assert stored == [one_copy] * len(numbers)
+    assert all(nbytes == one_copy for rank in found for nbytes, _ in rank)
+    return {trait for rank in found for _, traits in rank for trait in traits}
 
 
 def _nbytes(state: Mapping[str, torch.Tensor]) -> int:

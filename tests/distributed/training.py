@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import holdfast
-from distributed.layouts import local
+from distributed.truth import local
 from holdfast.checkpointer.events import Failed, Saved
 from holdfast.engine import faults
 
