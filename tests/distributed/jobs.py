@@ -22,6 +22,7 @@ import holdfast
 from distributed.layouts import LAYOUTS
 from distributed.truth import MOMENTS, STEPS, Truth, fresh_training, local, saved_training, traits
 from holdfast import engine
+from holdfast.checkpointer.checkpointer import Mode
 
 TIMEOUT = 120.0
 
@@ -37,8 +38,9 @@ def save_layouts(folder: str, numbers: Sequence[int]) -> list[tuple[int, set[str
     for number in numbers:
         path, training = os.path.join(folder, str(number)), saved_training(LAYOUTS[number])
         if is_run(number):
+            mode: Mode = "overlap" if number % 4 == 1 else "snapshot"
             with holdfast.Checkpointer(
-                path, training.state, timeout=TIMEOUT, preemption=False, mode="snapshot"
+                path, training.state, timeout=TIMEOUT, preemption=False, mode=mode
             ) as checkpointer:
                 saving = checkpointer.save(STEPS)
                 assert saving is not None

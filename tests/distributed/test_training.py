@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,16 @@ def _resume(folder: str, kind: Kind) -> Trained:
     return train(f"{folder}/stopped", kind, STEPS, seed=2)
 
 
-def _only_restore(folder: str, kind: Kind, step: int) -> Trained:
+def _go_on(folder: str, kind: Kind, step: int) -> Trained:
     return train(f"{folder}/whole", kind, step, seed=3, same_world=False)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_resumed_training_is_the_one_that_was_not_interrupted(kind: Kind, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    began = values(launch(2, _uninterrupted_and_stopped, folder, kind, timeout=180.0))
-    resumed = values(launch(2, _resume, folder, kind, timeout=120.0))
+    began = values(launch(2, _uninterrupted_and_stopped, folder, kind, timeout=240.0))
+    resumed = values(launch(2, _resume, folder, kind, timeout=240.0))
     for (whole, stopped), again in zip(began, resumed, strict=True):
         assert (whole.start, stopped.start, again.start) == (0, 0, STOP)
         assert again.restored == whole.digests[STOP]
@@ -48,17 +48,28 @@ def test_a_resumed_training_is_the_one_that_was_not_interrupted(kind: Kind, tmp_
     for step, expected in whole_ranks[0].digests.items():
         _check_stored(tmp_path / "whole" / step_name(step), expected)
 
-    for world in (1, 4):
-        for rank, other in enumerate(
-            values(launch(world, _only_restore, folder, kind, STEPS, timeout=120.0))
-        ):
-            assert other.start == STEPS
-            assert _common(other.restored) == _common(whole_ranks[0].digests[STEPS])
+    _check_other_worlds(folder, kind, whole_ranks[0].digests[STEPS])
+
+
+def _check_other_worlds(folder: str, kind: Kind, expected: Mapping[str, str]) -> None:
+    """The same run goes on with one rank, then with four: each begins with exactly what was saved."""
+    before = 2
+    for step, world in ((STEPS + 1, 1), (STEPS + 2, 4)):
+        ranks = values(launch(world, _go_on, folder, kind, step, timeout=240.0))
+        for rank, trained in enumerate(ranks):
+            assert trained.start == step - 1
+            assert _common(trained.restored) == _common(expected)
+            assert [saved.step for saved in trained.saved] == [step]
             # Ranks that were there before have got their own back; the others keep theirs, and say so.
-            kept = [text for text in other.warnings if "stays as it is" in text]
-            assert len(kept) == (rank >= 2)
-            beyond = [text for text in other.warnings if "there is no such rank: " in text]
-            assert len(beyond) == (world == 1)
+            assert _count(trained.warnings, "stays as it is") == (rank >= before)
+            assert _count(trained.warnings, "there is no such rank") == (rank == 0 and before > world)
+        expected = ranks[0].digests[step]
+        _check_stored(Path(folder, "whole", step_name(step)), expected)
+        before = world
+
+
+def _count(texts: Sequence[str], part: str) -> int:
+    return sum(part in text for text in texts)
 
 
 def _common(digests: Mapping[str, str]) -> dict[str, str]:
@@ -94,8 +105,9 @@ def _both(folder: str) -> list[Trained]:
     return [_accumulating(folder, "ddp"), _accumulating(folder, "fsdp2")]
 
 
+@pytest.mark.timeout(300)
 def test_saves_of_every_second_step_write_over_the_files_of_retired_ones(tmp_path: Path) -> None:
-    ranks = values(launch(2, _both, str(tmp_path), timeout=110.0))
+    ranks = values(launch(2, _both, str(tmp_path), timeout=240.0))
     for rank, found in enumerate(ranks):
         for kind, trained in zip(("ddp", "fsdp2"), found, strict=True):
             assert [saved.step for saved in trained.saved] == [2, 4, 6, 8, 10, 12, 14]
