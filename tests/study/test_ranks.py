@@ -141,7 +141,8 @@ class FakeWorld:
                 raise RankEnded("rank 1 was ended by signal 9")
         return [Did(1.0 + rank, 2.0 + rank) for rank in range(self.size)]
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        raise RankEnded("rank 0 did not answer within 5 s")
 
     def __enter__(self) -> None: ...
 
@@ -158,6 +159,7 @@ def test_a_system_that_fails_is_out_and_a_new_world_goes_on(
     )
     rows = {(row.kind, row.system): row for row in meter.run()}
     assert FakeWorld.started == 2
+    assert meter.problems == ["2 ranks did not end well: rank 0 did not answer within 5 s"]
     assert len(FakeWorld.prepared) == len(set(FakeWorld.prepared)), "a new world has directories of its own"
     assert rows["save", DCP].status == "failed"
     assert rows["save", DCP].reason == "rank 1 was ended by signal 9"
@@ -166,6 +168,22 @@ def test_a_system_that_fails_is_out_and_a_new_world_goes_on(
     assert rows["load", HOLDFAST].seconds == (2.0, 2.0, 2.0)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [f"specimen-{HOLDFAST}-2", f"specimen-{RAW}-2"], "only what was to be loaded is left"
+
+
+def test_ranks_that_cannot_be_started_are_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def start(size: int, *more: object) -> None:
+        tries.append(size)
+        raise RankEnded("rank 0 ended with exit code 1: no torch")
+
+    monkeypatch.setattr(measure, "World", start)
+    rows = measure.Meter(1000, tmp_path, ranks=(1, 2), rounds=2, timeout=5.0).run()
+    assert tries == [1, 2]  # and nobody is started to load what was not saved
+    assert {row.status for row in rows} == {"failed"}
+    reasons = {row.reason for row in rows if row.kind == "save"}
+    assert "2 ranks could not be started: rank 0 ended with exit code 1: no torch" in reasons
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_worlds_come_in_an_order_in_which_there_is_something_to_load() -> None:

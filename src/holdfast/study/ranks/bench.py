@@ -116,6 +116,7 @@ def run(options: RanksOptions, console: Console) -> RanksResult:
         cache_method=meter.cache_method,
         machine=machine_facts(options.directory, load_before),
         rows=summarise(rows, nbytes),
+        problems=tuple(meter.problems),
     )
     result = msgspec.structs.replace(result, bars=bars.judge(result))
     if options.plot is not None:

@@ -96,6 +96,7 @@ class _Site:
         self._world: World | None = None
         self._prepared: set[str] = set()
         self._launches = 0
+        self._why_not: str | None = None
         self._made: list[Path] = []
 
     def tell(self, order: Order) -> list[Did]:
@@ -115,20 +116,28 @@ class _Site:
             self._prepared.add(system)
 
     def close(self, *, politely: bool) -> None:
-        """Ends the ranks, and removes what they needed on the disk."""
+        """Ends the ranks, and removes what they had on the disk. `RankEnded` when one does not end well."""
         world, self._world = self._world, None
-        if world is not None:
-            with world:
-                if politely:
-                    world.stop()
-        for directory in self._made:
-            remove(directory)
+        try:
+            if world is not None:
+                with world:
+                    if politely:
+                        world.stop()
+        finally:
+            for directory in self._made:
+                remove(directory)
 
     def _ranks(self) -> World:
+        if self._why_not is not None:
+            raise RankEnded(self._why_not)  # once is enough: it may have taken all of the time-out
         if self._world is None:
             self._launches += 1
             self._prepared.clear()
-            self._world = World(self.size, self._nbytes, self._directory("logs"), self._timeout)
+            try:
+                self._world = World(self.size, self._nbytes, self._directory("logs"), self._timeout)
+            except RankEnded as error:
+                self._why_not = f"{self.size} ranks could not be started: {error}"
+                raise RankEnded(self._why_not) from error
         return self._world
 
     def _directory(self, name: str) -> Path:
@@ -161,6 +170,7 @@ class Meter:
         self._progress = progress
         self._temperatures: set[Temperature] = set()
         self.cache_method = "nothing was loaded"
+        self.problems: list[str] = []
 
     @property
     def temperature(self) -> Temperature:
@@ -195,7 +205,7 @@ class Meter:
             for source in visit.loads
             for key in self._loading
         ]
-        politely = False
+        measured = False
         try:
             self._rounds_of(site, saves, self._save)
             if visit.saves and visit.world in (min(self._ranks), max(self._ranks)):
@@ -204,9 +214,12 @@ class Meter:
                 if not self._specimen(log.system, log.saved_by).exists():
                     log.failure = "there is nothing to load: it could not be saved"
             self._rounds_of(site, loads, self._load)
-            politely = True
+            measured = True
         finally:
-            site.close(politely=politely)
+            try:
+                site.close(politely=measured)
+            except RankEnded as error:  # all has been measured, and is not lost to that
+                self.problems.append(f"{visit.world} ranks did not end well: {error}")
         return [*saves, *loads]
 
     @property

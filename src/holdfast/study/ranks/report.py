@@ -139,6 +139,7 @@ def _bars(bars: Sequence[Bar]) -> Table:
 def _footnotes(result: RanksResult) -> Text:
     notes = [
         *(f"{row.title}, {row.world} ranks: {row.status}. {row.reason}" for row in result.rows if row.reason),
+        *result.problems,
         "GB/s: bytes of one copy of the state (GB is 10^9), over the time from the first rank's start to "
         "the last one's end; of a load, too, however many ranks receive it. Every save is synced, files and "
         f"directories. 'of raw': of one process writing (reading) as much; '{_TIMES}Holdfast': how many "

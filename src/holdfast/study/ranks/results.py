@@ -77,6 +77,7 @@ class RanksResult(msgspec.Struct, frozen=True):
     machine: Machine
     rows: tuple[Row, ...]
     bars: tuple[Bar, ...] = ()
+    problems: tuple[str, ...] = ()
     format: str = "holdfast-bench-ranks/1"
 
     def of(self, kind: Kind) -> tuple[Row, ...]:
