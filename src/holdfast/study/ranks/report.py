@@ -147,8 +147,8 @@ def _footnotes(result: RanksResult) -> Text:
         "the ranks are, of a share, or how many of them wrote any; 'copies': what is on the disk, over the "
         "state. Checkpointer is the steady state of a training, over recycled files; holdfast.save makes a "
         "new directory, and meets, plans and compares replicas each time. The raw limit is that of one "
-        "process, memory in normal pages and a new file: several writers, huge pages, and writing over an old "
-        "file can be faster.",
+        "process, memory in normal pages and a new file: several writers, huge pages, and writing over an "
+        "old file can be faster.",
     ]
     if result.machine.load_before > BUSY * result.machine.cpu_count:
         notes.insert(
