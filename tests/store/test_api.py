@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -349,3 +350,22 @@ def test_progress_counts_the_bytes(tmp_path: Path) -> None:
         opened.read(progress=told.append)
     assert told == sorted(told)
     assert all(0 <= done <= opened.stored_nbytes for done in told)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        (
+            {"writers": "nodes"},
+            'writers must be "all", "node", "socket" or a number from 1 on, not \'nodes\'',
+        ),
+        ({"writers": 0}, "a number from 1 on, not 0"),
+        ({"writers": True}, "a number from 1 on, not True"),
+        ({"volumes": "/nvme0"}, "volumes must be a list of directories, not '/nvme0'"),
+        ({"volumes": 3}, "volumes must be a list of directories, not 3"),
+        ({"replicas": "never"}, 'replicas must be "check" or "trust", not \'never\''),
+    ],
+)
+def test_wrong_options_are_refused_when_they_are_made(wrong: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(advice)):
+        holdfast.Options(**wrong)

@@ -11,6 +11,12 @@ import numpy.typing as npt
 Writers = Literal["all", "node", "socket"] | int
 
 
+def check_writers(choice: Writers) -> None:
+    """Raises unless it is one of the choices."""
+    if choice not in ("all", "node", "socket") and (type(choice) is not int or choice < 1):
+        raise ValueError(f'writers must be "all", "node", "socket" or a number from 1 on, not {choice!r}')
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """The node of every rank, and its socket inside that node. Numbers need not be consecutive."""
@@ -45,6 +51,7 @@ class Topology:
 
     def writers(self, choice: Writers) -> npt.NDArray[np.bool_]:
         """Which ranks write: all, the first of every node or socket, or N spread over nodes and sockets."""
+        check_writers(choice)
         if choice == "all":
             return np.ones(self.world, dtype=np.bool_)
         chosen = np.zeros(self.world, dtype=np.bool_)
@@ -53,10 +60,8 @@ class Topology:
         elif choice == "socket":
             places = zip(self.nodes, self.sockets, strict=True)
             chosen[list({place: rank for rank, place in reversed(list(enumerate(places)))}.values())] = True
-        elif type(choice) is int and choice >= 1:
+        elif isinstance(choice, int):
             chosen[self._spread_out()[:choice]] = True
-        else:
-            raise ValueError(f'writers must be "all", "node", "socket" or a number from 1 on, not {choice!r}')
         return chosen
 
     def _spread_out(self) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from holdfast.engine import Backend, Tuning
 from holdfast.errors import CheckpointExists
-from holdfast.plan.topology import Writers
+from holdfast.plan.topology import Writers, check_writers
 from holdfast.state import Framework, flatten
 from holdfast.store.checkpoint import Checkpoint, resolve
 from holdfast.store.commit import MANIFEST, CheckpointInfo, Commit
@@ -51,6 +51,13 @@ class Options:
     volumes: Sequence[str | os.PathLike[str]] = ()
     replicas: Replicas = "check"
 
+    def __post_init__(self) -> None:
+        check_writers(self.writers)
+        if isinstance(self.volumes, (str, os.PathLike)) or not isinstance(self.volumes, Sequence):
+            raise ValueError(f"volumes must be a list of directories, not {self.volumes!r}")
+        if self.replicas not in get_args(Replicas):
+            raise ValueError(f'replicas must be "check" or "trust", not {self.replicas!r}')
+
     @property
     def snapshot_nbytes(self) -> int:
         """What is left for copies."""
@@ -65,10 +72,6 @@ class Options:
 
     def way(self) -> Way:
         """How several ranks, or one to several volumes, write."""
-        if isinstance(self.volumes, (str, os.PathLike)):
-            raise ValueError("volumes must be a list of directories, not one")
-        if self.replicas not in get_args(Replicas):
-            raise ValueError(f'replicas must be "check" or "trust", not {self.replicas!r}')
         volumes = tuple(os.path.abspath(os.fspath(volume)) for volume in self.volumes)
         if len(set(map(os.path.realpath, volumes))) < len(volumes):
             raise ValueError(f"volumes must be different directories, not {list(volumes)}")
