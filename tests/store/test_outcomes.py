@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import (
+    CheckpointNotFound,
     CorruptCheckpoint,
     HoldfastError,
     IncompleteCheckpoint,
@@ -51,6 +52,14 @@ def test_damage_is_damage_on_all_ranks_and_says_file_leaf_and_who_saw_it() -> No
 def test_a_missing_file_is_missing_on_all_ranks() -> None:
     other, _ = _raised(None, IncompleteCheckpoint("gone", path="r00001.json"))
     assert type(other) is IncompleteCheckpoint
+
+
+def test_where_no_checkpoint_is_there_is_none_for_all_ranks() -> None:
+    mine = CheckpointNotFound("there is no checkpoint at /run/best")
+    own, other = _raised(mine, None)
+    assert own is mine
+    assert type(other) is CheckpointNotFound
+    assert str(other) == "found by rank 0: there is no checkpoint at /run/best"
 
 
 def test_all_ranks_raise_the_same_kind_when_several_failed_differently() -> None:

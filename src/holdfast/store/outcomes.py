@@ -1,8 +1,8 @@
 """How ranks tell each other what went wrong, so that all of them raise, and raise the fitting error.
 
 What one rank alone has met is an error of its own there, and `RankFailed` on all others. But what is wrong
-with the checkpoint is wrong for everybody: every rank raises the same kind, so that all of them go on to the
-same older checkpoint.
+with the checkpoint, or that there is none, is so for everybody: every rank raises the same kind, so that all
+of them go on to the same older checkpoint, or all begin anew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import overload
 
 import msgspec
 
-from holdfast.errors import CorruptCheckpoint, HoldfastError, IncompleteCheckpoint, RankFailed, ReadFailed
+from holdfast.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    HoldfastError,
+    IncompleteCheckpoint,
+    RankFailed,
+    ReadFailed,
+)
 from holdfast.team import Team
 from holdfast.team.hearing import all_heard
 
@@ -21,6 +28,7 @@ _KINDS: tuple[tuple[str, type[HoldfastError]], ...] = (
     # Of several failures the first of these counts for all; incomplete ones are damaged, too.
     ("damaged", CorruptCheckpoint),
     ("unread", ReadFailed),
+    ("absent", CheckpointNotFound),
 )
 _OWN = ""
 
@@ -52,7 +60,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if isinstance(error, ReadFailed):
             path = _text(error.filename) if isinstance(error.filename, str) else None
             return cls(rank=rank, text=text, kind=_kind(error), path=path, errno=error.errno)
-        return cls(rank=rank, text=text, ranks=error.ranks if isinstance(error, RankFailed) else ())
+        return cls(
+            rank=rank,
+            text=text,
+            kind=_kind(error),
+            ranks=error.ranks if isinstance(error, RankFailed) else (),
+        )
 
     def error(self) -> HoldfastError:
         """What the other ranks raise."""
@@ -64,6 +77,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.kind == "damaged":
             kind = IncompleteCheckpoint if self.incomplete else CorruptCheckpoint
             return kind(what, path=self.path, leaf=self.leaf)
+        if self.kind == "absent":
+            return CheckpointNotFound(what)
         if self.ranks:
             return RankFailed(what, ranks=self.ranks)
         return RankFailed(
