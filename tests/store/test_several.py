@@ -271,3 +271,6 @@ def test_one_process_with_several_volumes(tmp_path: Path) -> None:
     with holdfast.open(tmp_path / "c") as opened:
         assert {file.volume is None for file in opened.part(0).files} == {False}
         assert same(opened["large"][10:20, 5], np.ascontiguousarray(loaded["large"][10:20, 5]))
+    Path(opened.part(0).files[0].volume or "", opened.part(0).files[0].name).unlink()
+    with pytest.raises(holdfast.IncompleteCheckpoint, match="of this host, and has been removed from there"):
+        holdfast.load(tmp_path / "c")

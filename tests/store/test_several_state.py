@@ -115,6 +115,8 @@ def test_selected_leaves_of_several_ranks(path: Path) -> None:
     holdfast.load(path, into, select="m.last")
     assert into["m"]["last"].tobytes() == STATE["m.last"].tobytes()  # type: ignore[index]
     assert into["step"] == 0
+    with pytest.raises(holdfast.StateMismatch, match=r"try '@\*\.mine\*'"):
+        holdfast.load(path, select="mine*")
 
 
 def target() -> dict[str, Any]:

@@ -172,10 +172,10 @@ class Checkpoint:
             names = self.leaves if alone else [*self.parts.metas, *self.parts.aliases]
             matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
             if not matching and pattern != "*":
-                raise StateMismatch(
-                    f"no leaf of {self.path} matches {pattern!r}; `holdfast show` lists them",
-                    missing=[pattern],
-                )
+                text = f"no leaf of {self.path} matches {pattern!r}; `holdfast show` lists them"
+                if self.world > 1 and not alone:
+                    text += f". Names of what belongs to single ranks begin with @: try '@*.{pattern}'"
+                raise StateMismatch(text, missing=[pattern])
             chosen.update(dict.fromkeys(matching))
         return list(chosen)
 

@@ -16,6 +16,7 @@ beyond the present world had saved is left out. Both is said in a warning.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -228,8 +229,8 @@ class _Load:
             self._warn(f"{told}\n  All else has been restored.")
         if restore.kept:
             self._warn(
-                f"of the {self._checkpoint.world} ranks that saved it, none had number {rank} and this state "
-                f"of its own, which stays as it is: {_some(restore.kept)}"
+                f"{_some(restore.kept)} of rank {rank} stays as it is: it is per_rank, and of the "
+                f"{self._checkpoint.world} ranks that saved this checkpoint none of that number had it"
             )
         if restore.left_out:
             self._warn(f"what rank {rank} had alone has no place in the target: {_some(restore.left_out)}")
@@ -239,15 +240,23 @@ class _Load:
             last = self._checkpoint.world - 1
             beyond = f"rank {last}" if last == world else f"ranks {world} to {last}"
             self._warn(
-                f"what {beyond} had alone is not restored, there is no such rank: {_some(tuple(local))}"
+                f"what {beyond} had alone is not restored, there are only {world} ranks now: "
+                f"{_some(tuple(local))}"
             )
 
     def _warn(self, text: str) -> None:
-        # Past this method, `warn` and `load_together`, to whoever asked for it.
-        warnings.warn(f"{self._checkpoint.path}: {text}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{self._checkpoint.path}: {text}", RuntimeWarning, stacklevel=_asking())
 
     def _meta(self, name: str) -> LeafMeta:
         return self._metas[self._aliases.get(name, name)]
+
+
+def _asking() -> int:
+    """The stack level, for who calls this, of the line outside of this library that asked for the load."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("holdfast."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _some(names: Sequence[str]) -> str:

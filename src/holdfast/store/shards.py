@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -217,6 +218,8 @@ def _missing(file: ShardFile) -> str:
     if file.volume is None:
         return MISSING
     host = f" of host {file.host}" if file.host else ""
+    if file.host == socket.gethostname() and os.path.isdir(file.volume):
+        return f"{MISSING}: it was on volume {file.volume} of this host, and has been removed from there"
     return (
         f"{MISSING}: it lies on volume {file.volume}{host}, which cannot be reached from here: "
         "mount it, or restore where it is"

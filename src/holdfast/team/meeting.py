@@ -30,6 +30,7 @@ from holdfast.team.places import machine, numa_node
 
 GRACE_SECONDS = 2.0
 """How much longer others wait than the coordinator, who tells them how it ended."""
+_ADVICE = ". All ranks must call it, with the same path"
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -82,7 +83,7 @@ def meet(mail: Mail, board: Board, rank: int, world: int, purpose: str, timeout:
 
 
 class Board:
-    """What each rank of the world is at, for the error messages of others."""
+    """What each rank of the world said last that it is at, for the error messages of others."""
 
     def __init__(self, mail: Mail) -> None:
         self._mail = mail
@@ -96,9 +97,9 @@ class Board:
         return {keys[key]: data.decode(errors="replace") for key, data in found.items()}
 
     def describe(self, ranks: tuple[int, ...]) -> str:
-        """A sentence part: what these ranks are at, as far as known; empty if it is not."""
+        """A sentence part: what these ranks said last, as far as known; empty if nothing is."""
         some = self.look(ranks[:8])
-        return "".join(f"; rank {rank} is at: {what}" for rank, what in some.items())
+        return "".join(f"; rank {rank} said last: {what}" for rank, what in some.items())
 
 
 def name_ranks(ranks: tuple[int, ...]) -> str:
@@ -122,7 +123,7 @@ def _hold(mail: Mail, board: Board, world: int, card: Card, purpose: str, timeou
         if missing:
             failure = (
                 f"{name_ranks(missing)} did not come to the meeting for {purpose} within {timeout:g} s"
-                f"{board.describe(missing)}"
+                f"{board.describe(missing)}{_ADVICE}"
             )
             closing = _Closing(heard, failure=failure, missing=missing)
             raise RankFailed(failure, ranks=missing)
@@ -146,7 +147,8 @@ def _attend(mail: Mail, board: Board, rank: int, card: Card, purpose: str, timeo
             data = mail.read(f"open/{number}", end - time.monotonic())
         except Silence:
             raise RankFailed(
-                f"rank 0 did not open the meeting for {purpose} within {timeout:g} s{board.describe((0,))}",
+                f"rank 0 did not open the meeting for {purpose} within {timeout:g} s{board.describe((0,))}"
+                f"{_ADVICE}",
                 ranks=(0,),
             ) from None
         opening = msgspec.msgpack.decode(data, type=_Opening)
