@@ -1,4 +1,4 @@
-"""How trainings of several ranks end: by a signal to one, an error on one, or while a save is under way."""
+"""How trainings of several ranks end: by a signal to one of them, by an error on one, or before a save."""
 
 from __future__ import annotations
 
