@@ -209,8 +209,8 @@ def disagreeing(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
         return report(here)
 
 
-def missing(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
-    """Ranks that do not come, come late, or with another step."""
+def missing(run: Path, mode: Mode, troubles: list[str]) -> tuple[dict[str, Got], list[str]]:
+    """Ranks that do not come, or come with another step."""
     with bench(run, mode) as here:
 
         def skips(rank: int) -> Callable[[], None]:
@@ -236,7 +236,7 @@ def missing(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
             here.checkpointer._crew.shares.forget()
             skips(2)()
 
-        for name, act in {
+        acts = {
             "1 skips": skips(1),
             "0 skips": skips(0),
             "2 skips, planned anew": planned_without,
@@ -245,10 +245,11 @@ def missing(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
             "0 ahead": ahead(0),
             "0 behind": behind(0),
             "bad step on 1": bad_step,
-        }.items():
+        }
+        for name in troubles:
             with here.impatient():
                 here.meet()
-                here.got[name] = error_of(act)
+                here.got[name] = error_of(acts[name])
             here.recover(name)
         return report(here)
 
@@ -292,6 +293,7 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
         here.meet()
         if here.checkpointer.steps[-1] != here.step or any(".partial" in left for left in leftovers(run)):
             here.notes.append(f"{here.checkpointer.steps} and {leftovers(run)}")
+        here.meet()
         here.recover("after it")
         return report(here)
 
