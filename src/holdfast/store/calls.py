@@ -134,6 +134,7 @@ class Calls:
     def restart(self) -> None:
         """By the coordinator, when all begin anew, perhaps at an older step: all calls so far are over."""
         with self._lock:
+            self._under_way.clear()
             self._end(self._next - 1, self._next)
 
     def close(self, number: int, *, heard: bool) -> None:
@@ -194,9 +195,9 @@ class Calls:
             self._next += 1
             if found.step == step and not (told and over):
                 talk.call = found
-                if found.due and over:
-                    talk.hear("end", End, 0.0)  # raises what it failed with
-                return talk
+                if not (found.due and over):
+                    return talk
+                talk.check()  # raises what it failed with
             # One that this rank has missed.
             if found.due and not over:
                 older = found
