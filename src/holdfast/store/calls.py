@@ -40,8 +40,12 @@ STRAGGLER_SECONDS: Final = 5.0
 """What others write after a failure is removed once they have ended. Who takes longer leaves it for the next
 save."""
 
-_MANY: Final = 128
-"""Calls of which nobody was asked to say anything: their messages are forgotten when there are so many."""
+_MANY: Final = 4096
+"""Calls of which nobody was asked to say anything: their messages are forgotten when there are more. A rank
+may be so many steps behind the coordinator, where the training itself does not keep them together."""
+
+_AT_ONCE: Final = 16
+"""So many of them at a time: the training waits meanwhile."""
 
 
 class Failure(Struct, frozen=True, tag="failure"):
@@ -131,11 +135,20 @@ class Calls:
         self.team.say(f"{what}, step {step}")
         return self._join(what, step) if call is None else self._hold(call)
 
-    def restart(self) -> None:
-        """By the coordinator, when all begin anew, perhaps at an older step: all calls so far are over."""
+    @property
+    def next(self) -> int:
+        """The number of the next call."""
         with self._lock:
-            self._under_way.clear()
-            self._end(self._next - 1, self._next)
+            return self._next
+
+    def go_on_from(self, number: int) -> None:
+        """By everybody, when all begin anew, perhaps at an older step: calls before this one are over.
+
+        Their messages stay, for ranks that are still on their way through them.
+        """
+        with self._lock:
+            self._next = max(self._next, number)
+            self._ahead = -1
 
     def close(self, number: int, *, heard: bool) -> None:
         """By the coordinator: a call has ended. `heard`: all have taken part in it to the end, and so have
@@ -143,7 +156,8 @@ class Calls:
         """
         with self._lock:
             self._under_way = {other for other in self._under_way if other > number}
-            self._end(number, number if heard else 0)
+            unneeded = self._end(number, number if heard else 0)
+        self.team.mail.forget(unneeded)
 
     def rest(self) -> list[str]:
         """The keys of all messages that are still there, when there will be no more calls."""
@@ -161,12 +175,14 @@ class Calls:
         with self._lock:
             number = self._next
             self._next += 1
-            if number - self._kept >= _MANY:
-                upto = min([number - _MANY // 2, *self._under_way])
-                self._end(upto - 1, upto)
+            unneeded: list[str] = []
+            if number - self._kept >= _MANY + _AT_ONCE:
+                upto = min([number - _MANY, *self._under_way])
+                unneeded = self._end(upto - 1, upto)
             if call.due:
                 self._due.add(number)
                 self._under_way.add(number)
+        self.team.mail.forget(unneeded)
         self.team.mail.post(f"{number}/call", msgspec.json.encode(call))
         return Conversation(self, number, call)
 
@@ -195,9 +211,9 @@ class Calls:
             self._next += 1
             if found.step == step and not (told and over):
                 talk.call = found
-                if not (found.due and over):
-                    return talk
-                talk.check()  # raises what it failed with
+                if found.due and over:
+                    talk.hear("end", End, 0.0)  # raises what it failed with
+                return talk
             # One that this rank has missed.
             if found.due and not over:
                 older = found
@@ -211,14 +227,17 @@ class Calls:
             ranks=(0, rank),
         )
 
-    def _end(self, number: int, unneeded: int) -> None:
-        """Tells that the calls up to a number have ended. Of those before `unneeded` nothing is kept."""
+    def _end(self, number: int, unneeded: int) -> list[str]:
+        """Tells that the calls up to a number have ended; the messages of those before `unneeded`, which are
+        to be forgotten: by the caller, so that nobody waits for the lock meanwhile.
+        """
         first, self._kept = self._kept, max(self._kept, unneeded)
         self._ended = max(self._ended, number)
         # First this, or who is behind would wait for what is no more.
         self.team.mail.post("ended", f"{self._ended} {self._kept}".encode())
-        self.team.mail.forget(self._keys(first, self._kept))
+        found = self._keys(first, self._kept)
         self._due = {due for due in self._due if due >= self._kept}
+        return found
 
 
 class Conversation:

@@ -159,9 +159,9 @@ class Crew:
         return heard
 
     def restart(self) -> None:
-        """All begin anew, perhaps at an older step."""
-        if self._calls is not None and self.leads:
-            self._calls.restart()
+        """All begin anew, perhaps at an older step: calls that a rank has missed are over."""
+        if self._calls is not None:
+            self._calls.go_on_from(self.told(self._calls.next, int))
 
     def signal(self, name: str) -> None:
         """Tells the coordinator that the training is asked to end."""

@@ -1,0 +1,75 @@
+"""Ranks that are not where the others are: they come late, run ahead, or leave something out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tests.distributed.launcher import launch, values
+
+import holdfast
+
+PATIENCE_SECONDS = 60.0
+
+
+def _wait_for(other: int, word: str) -> None:
+    """Until rank `other` has said that word; nobody else waits."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    if dist.get_rank() == other:
+        store.set(word, b"1")
+    else:
+        store.wait([word])
+
+
+def _number_of_keys() -> int:
+    """How many messages the store has, once everybody is here."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    dist.barrier()
+    found = int(_get_default_store().num_keys())
+    dist.barrier()
+    return found
+
+
+def _train_apart(folder: Path) -> dict[str, Any]:
+    """Rank 0 runs ahead: through many steps that are not saved, then into a restore."""
+    import torch.distributed as dist
+
+    found: dict[str, Any] = {}
+    state = {"w": np.zeros(10), "step": 0}
+    with holdfast.Checkpointer(folder / "run", state, mode="sync", every=1000, timeout=PATIENCE_SECONDS) as c:
+        if dist.get_rank() == 1:
+            _wait_for(0, "ahead")
+        for step in range(1, 301):
+            c.save(step)
+        if dist.get_rank() == 0:
+            _wait_for(0, "ahead")
+        state["step"] = 1000
+        c.save(1000)
+        for step in range(1001, 1004):
+            state["step"] = step
+            if dist.get_rank() == 1:
+                _wait_for(0, f"restoring {step}")
+            c.save(step)
+            if dist.get_rank() == 0:
+                _wait_for(0, f"restoring {step}")
+            found[f"restored {step}"] = c.restore(), state["step"]
+    before = _number_of_keys()
+    for number in range(3):
+        holdfast.save(folder / "one", state, overwrite=number > 0, timeout=PATIENCE_SECONDS)
+    # Those that count how often ranks have met to save there.
+    found["left behind"] = _number_of_keys() - before - 2
+    return found
+
+
+def test_the_coordinator_runs_ahead_of_the_others(tmp_path: Path) -> None:
+    for found in values(launch(2, _train_apart, tmp_path)):
+        assert found == {
+            **{f"restored {step}": (1000, 1000) for step in range(1001, 1004)},
+            "left behind": 0,
+        }
