@@ -373,10 +373,11 @@ class Checkpointer:
         """One save at a time: the earlier one ends first, or this one is not made."""
         if earlier is None or earlier.done:
             return
-        if not earlier.join(self._crew.patience):
+        patience = self._crew.patience
+        if not earlier.join(patience):
             raise SaveFailed(
                 f"step {step} was not saved: the save of step {earlier.step} is still under way after "
-                f"{self._timeout:g} s. Earlier checkpoints are untouched; look at the device (`holdfast "
+                f"{patience:g} s. Earlier checkpoints are untouched; look at the device (`holdfast "
                 "doctor`), or save less often"
             )
 
@@ -463,22 +464,16 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finishes what is under way and gives up the run's lock. Raises what failed in the background."""
-        self._close(expected=True)
-
-    def _close(self, *, expected: bool) -> None:
-        """`expected`: other ranks do so, too."""
         if not self._open or os.getpid() != self._pid:
             return
-        saving = self._in_flight
-        well = False
+        saving, patience = self._in_flight, self._crew.patience
         try:
-            if saving is not None and not saving.join(self._crew.patience):
+            if saving is not None and not saving.join(patience):
                 raise SaveFailed(
-                    f"the save of step {saving.step} is still under way after {self._timeout:g} s and may "
+                    f"the save of step {saving.step} is still under way after {patience:g} s and may "
                     "never become durable; earlier checkpoints are untouched"
                 )
             self._tell(saving)
-            well = expected
         finally:
             self._open = False
             self._hooks.detach()
@@ -488,7 +483,7 @@ class Checkpointer:
             self._events.close()
             if saving is None or saving.done:
                 self._run.close()
-                self._crew.close(wait=well)
+                self._crew.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -500,7 +495,7 @@ class Checkpointer:
             self.close()
             return
         try:
-            self._close(expected=False)
+            self.close()
         except Exception as failure:  # the error that ends the block is the one to see
             warnings.warn(f"{type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=2)
 

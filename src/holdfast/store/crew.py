@@ -23,7 +23,7 @@ from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.plan.topology import Writers
 from holdfast.state import Flat, LeafSource, flatten
 from holdfast.store import volumes
-from holdfast.store.calls import Call, Calls, Conversation, Plan
+from holdfast.store.calls import STRAGGLER_SECONDS, Call, Calls, Conversation, Plan
 from holdfast.store.commit import CheckpointInfo
 from holdfast.store.handing import Link
 from holdfast.store.partial import Spare
@@ -127,6 +127,11 @@ class Crew:
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    @property
+    def patience(self) -> float:
+        """Seconds in which a save ends, unless the device hangs: of silent ranks it has told by then."""
+        return self.timeout + (0.0 if self._calls is None else self._calls.grace + STRAGGLER_SECONDS)
 
     @property
     def link(self) -> Link:
