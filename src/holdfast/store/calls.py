@@ -149,6 +149,7 @@ class Calls:
         with self._lock:
             self._next = max(self._next, number)
             self._ahead = -1
+            self._under_way = {other for other in self._under_way if other >= number}
 
     def close(self, number: int, *, heard: bool) -> None:
         """By the coordinator: a call has ended. `heard`: all have taken part in it to the end, and so have
@@ -211,9 +212,9 @@ class Calls:
             self._next += 1
             if found.step == step and not (told and over):
                 talk.call = found
-                if found.due and over:
-                    talk.hear("end", End, 0.0)  # raises what it failed with
-                return talk
+                if not (found.due and over):
+                    return talk
+                talk.check()  # raises what it failed with
             # One that this rank has missed.
             if found.due and not over:
                 older = found

@@ -120,11 +120,6 @@ class Crew:
         return 0 if self.team is None else self.team.rank
 
     @property
-    def patience(self) -> float:
-        """Seconds after which a save of this crew has ended, one way or the other, once it is written."""
-        return self.timeout if self._calls is None else self.timeout + self._calls.grace
-
-    @property
     def leads(self) -> bool:
         return self.rank == 0
 
