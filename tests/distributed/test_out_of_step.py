@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from tests.distributed.launcher import launch, values
 
 import holdfast
@@ -73,3 +74,30 @@ def test_the_coordinator_runs_ahead_of_the_others(tmp_path: Path) -> None:
             **{f"restored {step}": (1000, 1000) for step in range(1001, 1004)},
             "left behind": 0,
         }
+
+
+def _leave_out_calls(folder: Path) -> list[Any]:
+    """Rank 0 alone restores and compares, in vain; then all do."""
+    import torch.distributed as dist
+
+    found: list[Any] = []
+    state = {"w": np.zeros(10), "step": 0}
+    with holdfast.Checkpointer(folder, state, mode="sync", timeout=2.0) as c:
+        c.save(1)
+        dist.barrier()
+        for call in (c.restore, c.check_replicas):
+            if dist.get_rank() == 0:
+                with pytest.raises(holdfast.RankFailed, match="rank 1 did not come") as caught:
+                    call()
+                assert caught.value.ranks == (1,)
+            dist.barrier()
+            # As patient as a slow machine needs: the silence has been heard.
+            c._crew.timeout = c._crew.shares._timeout = PATIENCE_SECONDS
+            found += [call(), call()]
+            c._crew.timeout = c._crew.shares._timeout = 2.0
+            dist.barrier()
+    return found
+
+
+def test_a_rank_that_left_out_a_call_comes_to_the_next(tmp_path: Path) -> None:
+    assert values(launch(2, _leave_out_calls, tmp_path)) == [[1, 1, None, None]] * 2

@@ -430,7 +430,7 @@ class Checkpointer:
     def _passed_over(self, step: int, error: HoldfastError) -> None:
         self._retention.forget(step)
         self._events.add(PassedOver(step, time.time(), str(error)))
-        warnings.warn(f"passing over step {step}: {error}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"passing over step {step}: {error}", RuntimeWarning, stacklevel=5)
 
     def check_replicas(self) -> None:
         """Compares, bit by bit, what several ranks hold the same of; `RanksDisagree` names what differs.

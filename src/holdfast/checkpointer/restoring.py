@@ -17,6 +17,7 @@ from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, HoldfastError
 from holdfast.store import Checkpoint, Crew
 from holdfast.store.loading import load_together
 from holdfast.store.unison import open_together
+from holdfast.team import Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,25 @@ def resume(
 
     With `only`, from that one. The coordinator's list of steps counts.
     """
-    candidates = _agreed(crew, steps)
+    with crew.again(f"restore from {os.path.dirname(path_of(0))}") as team:
+        return _resume(crew, team, state, steps, path_of, only, passed_over)
+
+
+def _resume(
+    crew: Crew,
+    team: Team | None,
+    state: object,
+    steps: Sequence[int],
+    path_of: Callable[[int], str],
+    only: int | None,
+    passed_over: Callable[[int, HoldfastError], None],
+) -> Resumed | None:
+    candidates = _agreed(crew, team, steps)
     failures: list[HoldfastError] = []
     for step in reversed(candidates if only is None else [only]):
         began = time.perf_counter()
         try:
-            nbytes = _load(crew, state, path_of(step), step)
+            nbytes = _load(crew, team, state, path_of(step), step)
         except (CorruptCheckpoint, ReadFailed) as error:
             if only is not None:
                 raise
@@ -65,23 +79,23 @@ def resume(
     return None
 
 
-def _agreed(crew: Crew, steps: Sequence[int]) -> list[int]:
-    if crew.team is None:
+def _agreed(crew: Crew, team: Team | None, steps: Sequence[int]) -> list[int]:
+    if team is None:
         return list(steps)
-    crew.restart()
+    crew.restart(team)
     mine = msgspec.json.encode(list(steps)) if crew.leads else None
-    return msgspec.json.decode(crew.team.tell("steps", mine, crew.timeout), type=list[int])
+    return msgspec.json.decode(team.tell("steps", mine, crew.timeout), type=list[int])
 
 
-def _load(crew: Crew, state: Any, path: str, step: int) -> int:
-    if crew.team is None:
+def _load(crew: Crew, team: Team | None, state: Any, path: str, step: int) -> int:
+    if team is None:
         with Checkpoint(path) as checkpoint:
             _check(checkpoint, step)
             checkpoint.load(state)
             return checkpoint.nbytes
-    with open_together(crew.team, path, crew.timeout, lambda found: _check(found, step)) as checkpoint:
+    with open_together(team, path, crew.timeout, lambda found: _check(found, step)) as checkpoint:
         load_together(
-            crew.team,
+            team,
             checkpoint,
             state,
             select=None,

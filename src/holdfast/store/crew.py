@@ -158,10 +158,20 @@ class Crew:
         heard: _T = msgspec.msgpack.decode(data, type=kind)
         return heard
 
-    def restart(self) -> None:
+    @contextmanager
+    def again(self, what: str) -> Iterator[Team | None]:
+        """The crew's team for one thing, whatever a rank has missed before; None for a process by itself."""
+        if self.team is None:
+            yield None
+            return
+        with self.team.again(what, self.timeout) as team:
+            yield team
+
+    def restart(self, team: Team) -> None:
         """All begin anew, perhaps at an older step: calls that a rank has missed are over."""
-        if self._calls is not None:
-            self._calls.go_on_from(self.told(self._calls.next, int))
+        assert self._calls is not None
+        number = b"%d" % self._calls.next if self.leads else None
+        self._calls.go_on_from(int(team.tell("next", number, self.timeout)))
 
     def signal(self, name: str) -> None:
         """Tells the coordinator that the training is asked to end."""

@@ -115,8 +115,9 @@ class Shares:
         """Raises `RanksDisagree` when ranks hold different bytes of what they should hold the same of."""
         if self._team is None:
             return
-        layouts = merge_views(exchange_views(self._team, tuple(map(_seen, flat.leaves)), self._timeout))
-        check_replicas(self._team, flat.leaves, layouts, self._timeout)
+        with self._team.again("comparing replicas", self._timeout) as team:
+            layouts = merge_views(exchange_views(team, tuple(map(_seen, flat.leaves)), self._timeout))
+            check_replicas(team, flat.leaves, layouts, self._timeout)
 
     def of(self, flat: Flat) -> Share:
         """This rank's share of a state that the plan at hand is for."""

@@ -16,7 +16,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -73,7 +73,8 @@ class _Unread:
 class Team:
     """A rank's place in the team. Made by `join`; one thread at a time per key."""
 
-    def __init__(self, rank: int, met: Met, home: Mail, board: Board) -> None:
+    def __init__(self, rank: int, met: Met, home: Mail, board: Board, *, within: bool = False) -> None:
+        """`within`: it is another team's, which goes on to use the same lines."""
         machines: dict[str, int] = {}
         nodes = tuple(machines.setdefault(card.machine, len(machines)) for card in met.cards)
         self.rank = rank
@@ -91,6 +92,8 @@ class Team:
         self._calls: dict[str, int] = {}
         self._unread: deque[_Unread] = deque()
         self._closed = False
+        self._within = within
+        self._again: set[str] = set()
 
     @property
     def is_coordinator(self) -> bool:
@@ -161,6 +164,23 @@ class Team:
             else:
                 self._acknowledge(call)
 
+    @contextlib.contextmanager
+    def again(self, purpose: str, timeout: float) -> Iterator[Team]:
+        """The same ranks, come together once more, for one thing.
+
+        For what a rank may leave out, or come to late: calls are counted anew, so it does not matter what
+        anybody has missed before.
+        """
+        prefix = purpose_prefix(purpose)
+        self._again.add(prefix)
+        home = self.mail.under(prefix)
+        met = meet(home, self._board, self.rank, self.world, purpose, timeout)
+        team = Team(self.rank, met, home, self._board, within=True)
+        try:
+            yield team
+        finally:
+            team.close()
+
     def say(self, what: str) -> None:
         """What this rank is at, for the error messages of others."""
         self._board.say(self.rank, what)
@@ -183,7 +203,8 @@ class Team:
             if self.is_coordinator:
                 with self._cleaning:
                     unread = [key for unread in self._unread for key in unread.keys]
-                self.mail.post("rest", msgspec.msgpack.encode([*rest, *unread]))
+                met = [f"{prefix}/{name}" for prefix in self._again for name in ("opened", "closed")]
+                self.mail.post("rest", msgspec.msgpack.encode([*rest, *unread, *met]))
                 if wait > 0:
                     with contextlib.suppress(Silence):
                         self.mail.read("gone", wait)
@@ -197,7 +218,8 @@ class Team:
         except RankFailed:
             return  # the store is gone, and with it what was to be removed
         finally:
-            self.mail.close()
+            if not self._within:
+                self.mail.close()
 
     def _next_call(self, key: str) -> str:
         with self._lock:
