@@ -77,6 +77,32 @@ def test_one_rank_raises(tmp_path: Path, mode: Mode, failing: int) -> None:
     assert check_alone(run, 4) == 4
 
 
+class _Asked(holdfast.Checkpointer):
+    """Is asked to end, as by a launcher that has seen a rank die, while it closes."""
+
+    def close(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().close()
+
+
+def _end_beside_a_dead_rank(run: Path, dead: int) -> None:
+    import torch.distributed as dist
+
+    with _Asked(run, make_state(), mode="snapshot", timeout=PATIENCE_SECONDS) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        if dist.get_rank() == dead:
+            os.kill(os.getpid(), signal.SIGKILL)
+        checkpointer.save(2)
+        raise KeyError("what a collective without all ranks raises")
+
+
+def test_a_training_that_ends_by_an_error_beside_a_dead_rank_obeys_the_launcher(tmp_path: Path) -> None:
+    found = launch(WORLD, _end_beside_a_dead_rank, tmp_path / "run", 1)
+    assert [outcome.exitcode for outcome in found] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
+    assert list_steps(tmp_path / "run") == [1]
+
+
 def _leave_out_the_last(run: Path, silent: int) -> tuple[str, tuple[int, ...]] | None:
     import torch.distributed as dist
 

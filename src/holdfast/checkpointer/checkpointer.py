@@ -494,6 +494,9 @@ class Checkpointer:
         if error is None:
             self.close()
             return
+        if self._preemption is not None and self._crew.team is not None and os.getpid() == self._pid:
+            # The save under way may wait for a dead rank: a launcher that clears up is obeyed at once.
+            self._preemption.close()
         try:
             self.close()
         except Exception as failure:  # the error that ends the block is the one to see
