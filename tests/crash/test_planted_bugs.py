@@ -159,19 +159,19 @@ def test_cleaning_up_while_the_names_are_uncertain_is_caught(
 ) -> None:
     """After a failed sync the exchange may be on the disk and its reversal not."""
 
-    def publish(self: commit.Commit, partial: Partial) -> None:
-        replaces = os.path.lexists(self.target)
+    def publish(partial: Partial, target: str, *, overwrite: bool) -> None:
+        replaces = overwrite and os.path.lexists(target)
         move = fs.exchange if replaces else fs.rename
-        move(partial.path, self.target)
+        move(partial.path, target)
         try:
-            fs.sync_dir(self.parent)
+            fs.sync_dir(os.path.dirname(target))
         except OSError:
-            move(self.target, partial.path)
+            move(target, partial.path)
             raise
         if replaces:
             fs.remove_tree(partial.path)
 
-    monkeypatch.setattr(commit.Commit, "_publish", publish)
+    monkeypatch.setattr(commit, "publish", publish)
     recording = sequences.with_failing_call(tmp_path, WINDOWED, "sync_dir:2:EIO")
     monkeypatch.undo()
     catches(RunRecovery(), recording, ram)
