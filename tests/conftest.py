@@ -13,7 +13,8 @@ settings.register_profile("default", deadline=None, suppress_health_check=[Healt
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
-# A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that; some tests send it.
+# A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that; some tests send
+# it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
