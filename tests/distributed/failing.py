@@ -13,14 +13,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.worlds import Mode, advance, bits, error_of, leftovers, make_state
+from tests.distributed.worlds import (
+    PATIENCE_SECONDS,
+    Mode,
+    advance,
+    bits,
+    error_of,
+    leftovers,
+    make_state,
+    set_patience,
+)
 
 import holdfast
 from holdfast.engine import faults
 
 Got = tuple[str, str, tuple[int, ...]]
 
-PATIENCE_SECONDS = 60.0
 SILENCE_SECONDS = 2.0
 
 
@@ -78,21 +86,13 @@ class Bench:
     @contextmanager
     def impatient(self, seconds: float = SILENCE_SECONDS) -> Iterator[None]:
         """A short time-out, where it is silence that shall be noticed."""
-        crew = self.checkpointer._crew
-        calls = crew._calls
-        assert calls is not None
-
-        def wait(seconds: float) -> None:
-            crew.timeout = self.checkpointer._timeout = calls.timeout = calls.grace = seconds
-            crew.shares._timeout = seconds
-
         self.meet()
-        wait(seconds)
+        set_patience(self.checkpointer, seconds)
         try:
             yield
         finally:
             self.meet()
-            wait(PATIENCE_SECONDS)
+            set_patience(self.checkpointer, PATIENCE_SECONDS)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ SILENCE_SECONDS = 2.0
 """How long survivors wait for the dead."""
 ARMED = 4
 """The save in which a rank is killed: two checkpoints are there, one of which it will retire, and a spare."""
-AT_ONCE = 6
+AT_ONCE = 7
 
 POSTS = {0: ("/call", "/plan", "/open", "/end", "ended"), 1: ("/done/1",), 2: ("at/2", "/done/2")}
 """What each rank says in a save."""

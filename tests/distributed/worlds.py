@@ -20,6 +20,7 @@ from holdfast.store import list_steps
 
 Mode = Literal["sync", "overlap"]
 
+PATIENCE_SECONDS = 60.0
 ROWS = 61
 """Rows of the weights: no world divides them evenly."""
 
@@ -73,7 +74,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What all ranks of a training do."""
+    """What all ranks of a training do. `timeout` is that of the armed save, and of those after it."""
 
     run: Path
     steps: int
@@ -97,7 +98,7 @@ def train(course: Course) -> dict[str, Any]:
         state,
         mode=course.mode,
         keep=holdfast.Keep(last=2),
-        timeout=course.timeout,
+        timeout=PATIENCE_SECONDS,
         options=holdfast.Options(**course.options),
     )
     counted = 0
@@ -106,6 +107,9 @@ def train(course: Course) -> dict[str, Any]:
         found = bits(state)
         for step in range(resumed + 1, course.steps + 1):
             advance(state)
+            if step == course.armed:
+                dist.barrier()
+                set_patience(checkpointer, course.timeout)
             mine = step == course.armed and course.kill is not None and course.kill.rank == rank
             if mine and course.kill is not None:
                 _arm(course.kill)
@@ -119,6 +123,14 @@ def train(course: Course) -> dict[str, Any]:
         checkpointer.wait()
         os.write(known, f"{checkpointer.last_durable or 0}\n".encode())
     return {"resumed": resumed, "exact": found == bits(make_state(resumed)), "calls": counted}
+
+
+def set_patience(checkpointer: holdfast.Checkpointer, seconds: float) -> None:
+    """From now on this rank waits so long for others."""
+    crew = checkpointer._crew
+    calls = crew._calls
+    assert calls is not None
+    crew.timeout = checkpointer._timeout = calls.timeout = calls.grace = crew.shares._timeout = seconds
 
 
 def _arm(kill: Kill) -> None:
