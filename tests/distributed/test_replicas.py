@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import holdfast
 from distributed.launcher import launch, values
 from holdfast.engine import Memory, Produced, Strided
 from holdfast.errors import RankFailed, RanksDisagree
@@ -301,3 +303,28 @@ def test_structure_is_everything_but_plain_values() -> None:
     assert changed(lambda state: state.update(loss=[0.5])) != mine
     assert changed(lambda state: state["optimizer"].update(betas=[0.9, 0.99])) != mine
     assert changed(lambda state: state["history"].append(1.0)) != mine
+
+
+def _part_after_the_first_save(run: Path) -> list[Any]:
+    """Copies that are equal when it is planned who writes what, and not later; nothing else tells."""
+    import torch.distributed as dist
+
+    state = {"weights": np.zeros(3000), "statistics": np.zeros(7), "table": np.zeros((6, 4)).T}
+    found: list[Any] = []
+    with holdfast.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
+        checkpointer.save(1)
+        for step, name in ((2, "statistics"), (3, "weights")):
+            state[name] += dist.get_rank()
+            with pytest.raises(holdfast.RanksDisagree, match="rank 1 has other copies than rank 0") as caught:
+                checkpointer.save(step)
+            with pytest.raises(holdfast.RanksDisagree, match=f"{name}: the copy of rank 1 differs"):
+                checkpointer.save(step)
+            state[name][:] = 5.0 * step
+            checkpointer.save(step)
+            found.append(caught.value.ranks)
+        return [*found, checkpointer.steps]
+
+
+def test_copies_that_part_after_the_plan_was_made(tmp_path: Path) -> None:
+    found = values(launch(2, _part_after_the_first_save, tmp_path))
+    assert found == [[(0, 1), (0, 1), [1, 2, 3]]] * 2

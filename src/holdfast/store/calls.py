@@ -97,6 +97,8 @@ class Done(Struct, frozen=True, tag="done"):
     """Whether the part has a tree of its own."""
     values: Mapping[str, str]
     """Digests of its plain values, by place."""
+    samples: Mapping[str, str] = {}
+    """Digests of samples of its copies of arrays (`holdfast.team.replicas`)."""
 
 
 class End(Struct, frozen=True, tag="end"):

@@ -25,7 +25,15 @@ from holdfast.plan.world import Seen, merge_views
 from holdfast.state import Flat, LeafSource
 from holdfast.store.writing import Description
 from holdfast.team import Team
-from holdfast.team.replicas import check_replicas, differing, structure_digest, values_digest
+from holdfast.team.replicas import (
+    Copies,
+    check_replicas,
+    copies_of,
+    differing,
+    samples,
+    structure_digest,
+    values_digest,
+)
 from holdfast.team.views import exchange_views
 
 Replicas = Literal["check", "trust"]
@@ -39,6 +47,8 @@ class Share:
     description: Description
     values: Mapping[str, str]
     """Digests of its plain values, by place."""
+    samples: Mapping[str, str]
+    """Digests of samples of what others hold, too."""
     plan: Planned
 
 
@@ -53,6 +63,8 @@ class Planned:
     fingerprint: str
     speakers: tuple[int, ...]
     """For each rank, the first one with the same structure of state: that one's tree is stored."""
+    copies: Copies
+    """What is compared in every save."""
 
 
 class Shares:
@@ -134,14 +146,26 @@ class Shares:
             flat.local,
             flat.tree if speaks and rank > 0 else None,
         )
-        return Share((*fragments, *flat.local_leaves), description, values_digest(flat.tree), planned)
+        return Share(
+            (*fragments, *flat.local_leaves),
+            description,
+            values_digest(flat.tree),
+            samples(planned.copies, here),
+            planned,
+        )
 
     def _planned(self, layouts: Sequence[LeafLayout], speakers: tuple[int, ...]) -> Planned:
         writes = WritePlan(layouts, self._topology, writers=self._writers)
         owned = writes.fragments(self.rank)
         layout = encode_plan(writes)
+        compared = self._team is not None and self._replicas == "check"
         return Planned(
-            writes.leaves, stripe(owned, self.speeds) if owned else (), layout, digest(layout), speakers
+            writes.leaves,
+            stripe(owned, self.speeds) if owned else (),
+            layout,
+            digest(layout),
+            speakers,
+            copies_of(self.rank, writes.leaves) if compared else (),
         )
 
     def _speakers(self, structure: str, key: str) -> tuple[int, ...]:

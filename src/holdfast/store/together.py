@@ -43,6 +43,7 @@ from holdfast.store.run import is_step_name
 from holdfast.store.shares import Share, check_values
 from holdfast.store.watch import Watch
 from holdfast.store.writing import Place, ShareWriter
+from holdfast.team.replicas import check_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,7 @@ class Together:
                     plan=share.plan.fingerprint,
                     tree=part.tree is not None,
                     values=share.values,
+                    samples=share.samples,
                 )
             )
             end = self.talk.read("end", End)
@@ -261,3 +263,4 @@ def _check(dones: Sequence[Done], share: Share) -> None:
                 ranks=(0, done.ref.rank),
             )
     check_values({0: share.values, **{done.ref.rank: done.values for done in dones}}, share.plan.speakers)
+    check_samples({0: share.samples, **{done.ref.rank: done.samples for done in dones}})

@@ -3,6 +3,9 @@
 Copies are written in shares, one by each holder: if they are not equal, what is stored is none of them. So
 they are compared, bit by bit, by digests. One small message per rank tells whether all is well; only where it
 is not, the ranks concerned send the digests of single leaves, and everybody gets the same error.
+
+Hashing all bytes takes its time, so that is done when it is planned who writes what. Copies may part later:
+statistics that every rank gathers for itself, say. A sample of them is compared in every save.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from holdfast.engine import Memory, Produced, Source, WritePiece, copy, xxh3_64
+from holdfast.engine import Memory, Produced, Source, WritePiece, copy, fingerprints, xxh3_64
 from holdfast.engine.views import view
 from holdfast.errors import RanksDisagree
 from holdfast.format.checksums import digest
@@ -36,6 +39,7 @@ _MAX_STREAMS = 8
 _MAX_LEAVES = 8
 _MAX_RANKS = 8
 _MAX_PLACES = 64
+_MAX_SAMPLES = 32
 
 
 class _StreamDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -110,6 +114,57 @@ def _hashed(
             digests.append(0 if found is None else array_digest(found, buffer))
         stream = cohort.stream_number(dict(enumerate(coordinate)))
         yield _LeafDigests(number, stream, struct.pack(f"<{len(digests)}Q", *digests))
+
+
+Copies = tuple[tuple[str, tuple[str, ...]], ...]
+"""What a rank holds that others hold, too: streams (see `holdfast.plan.cohorts`), and their leaves."""
+
+
+def copies_of(rank: int, layouts: Sequence[LeafLayout]) -> Copies:
+    """What this rank and others hold copies of. The streams of all ranks have the same names."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for number, cohort in enumerate(cohorts_of(layouts)):
+        coordinate = cohort.mesh.coordinate(rank)
+        if cohort.copies > 1 and coordinate is not None:
+            stream = cohort.stream_number(dict(enumerate(coordinate)))
+            found.append((f"{number}.{stream}", tuple(layouts[leaf].name for leaf, _ in cohort.members)))
+    return tuple(found[:_MAX_SAMPLES])
+
+
+def samples(copies: Copies, here: Mapping[str, LeafSource]) -> dict[str, str]:
+    """Digests over samples of this rank's copies, by stream: equal where the copies are.
+
+    At next to no cost, so only of what lies in one row in host memory. Of which leaves that is belongs to the
+    name, so that nobody compares samples of different ones.
+    """
+    found: dict[str, str] = {}
+    for stream, names in copies:
+        plain: list[str] = []
+        memory: list[Memory] = []
+        for name in names:
+            source = here[name].source if name in here else None
+            if isinstance(source, Memory):
+                plain.append(name)
+                memory.append(source)
+        if memory:
+            sampled = struct.pack(f"<{len(memory)}Q", *fingerprints(memory))
+            found[f"{stream}/{digest(chr(0).join(plain).encode())}"] = digest(sampled)
+    return found
+
+
+def check_samples(by_rank: Mapping[int, Mapping[str, str]]) -> None:
+    """`RanksDisagree` when samples of copies differ."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, sampled in sorted(by_rank.items()):
+        for stream, its in sampled.items():
+            other, known = first.setdefault(stream, (rank, its))
+            if known != its:
+                raise RanksDisagree(
+                    f"rank {rank} has other copies than rank {other} of arrays that they should hold the "
+                    "same of, and one copy is stored. The next save, or Checkpointer.check_replicas, names "
+                    "them. Mark state that is meant to differ with holdfast.per_rank; make all else equal",
+                    ranks=(other, rank),
+                )
 
 
 def array_digest(leaf: LeafSource, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
