@@ -6,6 +6,11 @@
 Reading: `opening` finds a checkpoint and its manifest, `parts` has what each rank wrote, `wanted` says which
 boxes of leaves go where, `fetching` which files they come from, `shards` reads one part's files and
 `scattering` takes apart what goes to several places.
+
+Several ranks: `crew` is what stays from save to save, `shares` who writes what, `calls` the messages of a
+save, `together` its protocol, `writing` a rank's own files, `volumes` directories elsewhere. `loading`
+restores on all ranks, `commons` and `handing` read once per node what several want; `unison` and `outcomes`
+make what one rank meets the result of all.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ def load(
 
     Under ``torch.distributed`` all ranks call this with `into`, each with its own target, whatever layout the
     checkpoint was saved in: each gets the parts it holds, and ranks of a node that hold the same share the
-    reading. ``together=False``, and loading without `into`, read by themselves.
+    reading. ``together=False``, and loading without `into`, read by themselves: of what is `per_rank` that is
+    what rank 0 saved.
     """
     with mustered(f"load of {os.fspath(path)}", together if into is not None else False, timeout) as team:
         if team is None:

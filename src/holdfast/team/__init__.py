@@ -5,7 +5,9 @@
 | `mail` | messages over the process group's store, with time-outs; what it means when the store is gone |
 | `meeting`, `places` | how ranks come together, and who they are |
 | `team` | what a team does: tell, agree, exchange |
+| `hearing` | who was not heard of, where an answer of everybody is needed |
 | `views` | what each rank sees of the state, as bytes, and everybody's |
+| `replicas` | whether ranks that should hold equal copies do, by digests |
 
 No collectives: every thread may use it while the training is in the middle of one.
 """
