@@ -36,7 +36,10 @@ PLAN = {
 
 def main(run: str, steps: int, tp: int) -> None:
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("data", "tensor"))
+    world = dist.get_world_size()
+    if world % tp:
+        raise SystemExit(f"--tp {tp} does not divide {world} ranks")
+    mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("data", "tensor"))
     text = Text()
     torch.manual_seed(0)
     model = Transformer(len(text.alphabet))
