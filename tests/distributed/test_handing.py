@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+import holdfast
 from distributed.launcher import launch, values
 from holdfast.engine import Consumed, Memory, Strided
 from holdfast.errors import RankFailed
@@ -179,3 +181,26 @@ def test_host_memory_goes_by_gloo_in_every_way_torch_says_so() -> None:
     assert not handing._by_gloo("nccl")
     assert not handing._by_gloo("cpu:mpi,cuda:nccl")
     assert not handing._by_gloo("cuda:gloo")
+
+
+def _load_over_groups_of_their_own(folder: Path) -> tuple[int, list[int]]:
+    """As where the process group moves no host memory: how many groups there are, before and after loads."""
+    import torch.distributed.distributed_c10d as c10d
+
+    handing._by_gloo = lambda backends: False
+    state = {"weights": np.ones(1 << 20, np.float32)}
+    groups = [len(c10d._world.pg_map)]
+    with holdfast.Checkpointer(folder / "run", state, mode="sync", timeout=60.0) as checkpointer:
+        checkpointer.save(1)
+        for _ in range(2):
+            state["weights"][:] = 0
+            checkpointer.restore()
+    groups.append(len(c10d._world.pg_map))
+    for _ in range(2):
+        holdfast.load(folder / "run", state, timeout=60.0)
+    groups.append(len(c10d._world.pg_map))
+    return int(state["weights"].sum()), groups
+
+
+def test_groups_made_for_loads_are_given_up(tmp_path: Path) -> None:
+    assert values(launch(2, _load_over_groups_of_their_own, tmp_path)) == [(1 << 20, [1, 1, 1])] * 2

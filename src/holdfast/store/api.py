@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -163,7 +164,10 @@ def load(
                 return checkpoint.load(into, select=select, framework=framework, verify=verify, strict=strict)
         if framework is not None:
             raise TypeError("framework= goes with fresh arrays; with into= the target decides")
-        with open_together(team, _resolve_together(team, path, timeout), timeout) as checkpoint:
+        with (
+            open_together(team, _resolve_together(team, path, timeout), timeout) as checkpoint,
+            closing(Link.open(timeout)) as link,
+        ):
             return load_together(
                 team,
                 checkpoint,
@@ -172,7 +176,7 @@ def load(
                 verify=verify,
                 strict=strict,
                 timeout=timeout,
-                link=Link.open(timeout),
+                link=link,
             )
 
 

@@ -266,6 +266,8 @@ class Crew:
         the store may go with its process."""
         if self.team is None:
             return
+        if self._link is not None:
+            self._link.close()
         rest = ["signal", *self._calls.rest()] if self._calls is not None and self.leads else []
         with contextlib.suppress(RankFailed):  # the store has gone before: nothing of this is left in it
             self.team.close(rest, min(_LEAVING_SECONDS, self.timeout) if wait else 0.0)

@@ -67,6 +67,7 @@ class Link:
     def __init__(self, group: Any = None) -> None:
         """`group` is a gloo group of all ranks; None for the default one."""
         self._group = group
+        self._ours = False
         self._times = 0
 
     @classmethod
@@ -76,7 +77,17 @@ class Link:
 
         if _by_gloo(dist.get_backend_config()):
             return cls()
-        return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
+        link = cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
+        link._ours = True
+        return link
+
+    def close(self) -> None:
+        """Give up a group that was made for this link: it has threads and connections of its own."""
+        import torch.distributed as dist
+
+        if self._ours and dist.is_initialized():  # else it has gone with all others
+            self._ours = False
+            dist.destroy_process_group(self._group)
 
     def next_tag(self) -> int:
         """A tag of its own for every exchange: what one that failed has left behind must not be met again."""
