@@ -42,7 +42,7 @@ class Options:
     `writers`: which ranks write what several hold: ``"all"``, one per ``"node"`` or ``"socket"``, or so many.
     `volumes`: directories that shards go to instead of the checkpoint's own, shared out by how fast each is;
     they may be each node's own. `replicas`: ``"check"`` compares what several ranks hold the same of when it
-    is first planned who writes what, ``"trust"`` does not.
+    is first planned who writes what, and a sample of it in every save; ``"trust"`` does not.
     """
 
     backend: Backend | None = None
