@@ -170,3 +170,21 @@ def test_one_that_is_replaced_outside_of_a_run(tmp_path: Path, volumes: list[Pat
     with pytest.raises(holdfast.StorageFull), faults.injected("write:1:ENOSPC"):
         holdfast.save(tmp_path / "other", {"w": np.ones(3)}, options=options)
     assert len(_there(volumes[0])) == 4
+
+
+def test_a_run_that_was_moved_away_keeps_its_shards(tmp_path: Path) -> None:
+    (tmp_path / "volume").mkdir()
+    options = holdfast.Options(volumes=[tmp_path / "volume"])
+    for number, name in enumerate(("first", "second", "third")):
+        with holdfast.Checkpointer(
+            tmp_path / "run",
+            {"w": np.full(100, number)},
+            mode="sync",
+            options=options,
+            keep=holdfast.Keep(last=1),
+        ) as checkpointer:
+            for step in range(1, 4):
+                checkpointer.save(step)
+        (tmp_path / "run").rename(tmp_path / name)
+    for number, name in enumerate(("first", "second", "third")):
+        assert holdfast.load(tmp_path / name)["w"].tolist() == [number] * 100

@@ -1,9 +1,9 @@
 """Shards outside of the checkpoint's directory: on several devices of a node, or on directories of its own.
 
 A volume is a directory on one device. The shards of one checkpoint lie there in ``RUN-xxxxxxxx/ID/``: the
-run's name with a digest of its path, and the checkpoint's id, so that no two saves ever write to the same
-place. (One that is not in a run has its own name and path for those of the run.) A checkpoint's manifest says
-where its shards are; what no manifest of the run speaks of is removed by a later save.
+run's name with a digest of its path and directory, and the checkpoint's id, so that no two saves ever write
+to the same place. (One that is not in a run has its own name and path for those of the run.) A checkpoint's
+manifest says where its shards are; what no manifest of the run speaks of is removed by a later save.
 
 A volume must be there: one that is not mounted is not made in its place on another device.
 """
@@ -43,12 +43,22 @@ def measure(volumes: Sequence[str]) -> list[float]:
 
 
 def home(target: str) -> str:
-    """The name under which the checkpoints of a run lie on its volumes; of one outside of a run, its own."""
+    """The name under which the checkpoints of a run lie on its volumes; of one outside of a run, its own.
+
+    A run is known by its directory, not only by its path: one that was moved away keeps its shards when
+    another begins in its place.
+    """
     parent, name = os.path.split(target)
     owner = os.path.realpath(parent)
     if not is_step_name(name):
         owner = os.path.join(owner, name)
-    return f"{os.path.basename(owner)}-{digest(os.fsencode(owner))[:8]}"
+        return f"{os.path.basename(owner)}-{digest(os.fsencode(owner))[:8]}"
+    try:
+        inode = os.stat(owner).st_ino
+    except OSError:  # it has gone, and nothing of it is on any volume yet
+        inode = 0
+    known = b"%s/%d" % (os.fsencode(owner), inode)
+    return f"{os.path.basename(owner)}-{digest(known)[:8]}"
 
 
 def places(volumes: Sequence[str], target: str, id: str) -> list[Place]:
