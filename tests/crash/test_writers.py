@@ -280,7 +280,9 @@ def test_forks_during_saves_harm_neither_side(tmp_path: Path, way: holdfast.Opti
         with holdfast.Checkpointer(
             run, state, keep=holdfast.Keep(last=2), options=way, mode="sync"
         ) as checkpointer:
-            for step in range(1, 13):
+            step = 0
+            while step < 12 or forks <= 3:  # a fast disk and a busy machine: the two have to meet
+                step += 1
                 state.update(make_state(step, 0, wide))
                 checkpointer.save(step)
                 assert identify(holdfast.load(run / step_name(step))) == (step, 0)
@@ -289,7 +291,6 @@ def test_forks_during_saves_harm_neither_side(tmp_path: Path, way: holdfast.Opti
         forker.join(60)
     assert not forker.is_alive()
     assert failures == []
-    assert forks > 3
 
 
 def test_a_child_forked_during_a_save_does_not_lock_the_checkpoint(
