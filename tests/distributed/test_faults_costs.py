@@ -79,7 +79,7 @@ def test_ranks_share_one_copy(tmp_path: Path) -> None:
         assert sum(written) == NBYTES // 4 * 4
     assert max(everybody) - min(everybody) <= NBYTES / world * 0.01
     assert sorted(node) == [0, 0, 0, sum(node)]
-    assert sum(1 for nbytes in socket if nbytes) <= world  # the machine decides how many sockets there are
+    assert sorted(socket) == [0, 0, 0, sum(socket)]  # all may run on the same processors, so on one socket
     writing = [nbytes for nbytes in two if nbytes]
     assert len(writing) == 2
     assert math.isclose(*writing, rel_tol=0.01)
