@@ -1,0 +1,40 @@
+"""Shards on several volumes: each gets as much as it is fast."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.store import volumes
+
+
+def test_bytes_go_to_volumes_in_proportion_to_their_measured_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "slow", tmp_path / "fast"]
+    for folder in folders:
+        folder.mkdir()
+
+    def raw_write(path: str, nbytes: int) -> float:
+        return 3.0 if os.path.dirname(path) == os.fspath(folders[0]) else 1.0
+
+    monkeypatch.setattr(volumes, "raw_write", raw_write)
+    state = {"w": np.arange(4 << 20, dtype=np.float32)}
+    holdfast.save(tmp_path / "one", state, options=holdfast.Options(volumes=folders))
+    slow, fast = (sum(f.stat().st_size for f in folder.rglob("*.safetensors")) for folder in folders)
+    assert 2.9 < fast / slow < 3.1
+    assert np.array_equal(holdfast.load(tmp_path / "one")["w"], state["w"])
+
+
+def test_measuring_writes_to_the_volume_and_leaves_nothing_there(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    speeds = volumes.measure([os.fspath(folder) for folder in folders])
+    assert len(speeds) == 2
+    assert min(speeds) > 0
+    assert not any(list(folder.iterdir()) for folder in folders)
