@@ -218,6 +218,7 @@ def test_a_reader_in_another_process_goes_on_too(ram: Path) -> None:
         checkpointer.save(1)
         with forked(read) as reader:
             assert reader.pipe.receive() == "open"
+            os.waitpid(reader.pid, os.WUNTRACED)  # it has stopped: a signal to go on is not lost
             for step in range(2, 6):
                 checkpointer.state = make_state(step)
                 checkpointer.save(step)
