@@ -1,4 +1,9 @@
 // Memory to memory: snapshots of pieces, and fingerprints that tell whether memory has changed since.
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -6,6 +11,29 @@
 #include "transfer.hpp"
 
 namespace holdfast {
+
+#if defined(__x86_64__)
+void copy_past_caches(char* to, const char* from, size_t nbytes) {
+  constexpr size_t kLine = 64;
+  const size_t ragged = std::min<size_t>(nbytes, -reinterpret_cast<uintptr_t>(to) % kLine);
+  std::memcpy(to, from, ragged);
+  size_t at = ragged;
+  for (; at + kLine <= nbytes; at += kLine) {
+    const auto* lines = reinterpret_cast<const __m128i*>(from + at);
+    const __m128i a = _mm_loadu_si128(lines), b = _mm_loadu_si128(lines + 1);
+    const __m128i c = _mm_loadu_si128(lines + 2), d = _mm_loadu_si128(lines + 3);
+    auto* there = reinterpret_cast<__m128i*>(to + at);
+    _mm_stream_si128(there, a);
+    _mm_stream_si128(there + 1, b);
+    _mm_stream_si128(there + 2, c);
+    _mm_stream_si128(there + 3, d);
+  }
+  std::memcpy(to + at, from + at, nbytes - at);
+  _mm_sfence();
+}
+#else
+void copy_past_caches(char* to, const char* from, size_t nbytes) { std::memcpy(to, from, nbytes); }
+#endif
 
 void copy_pieces(const Plan& plan, char* destination) {
   for (const Piece& piece : plan.pieces) {

@@ -10,14 +10,15 @@ namespace holdfast {
 
 uint64_t xxh3(const void* data, size_t nbytes);
 
-// Blocks to be hashed, each by itself, and what came of it.
+// Blocks to be hashed, each by itself, and what came of it. Copied to `copy` on the way, where that is not null.
 struct Hashing {
   const char* data;
   size_t nbytes;
+  char* copy = nullptr;
   uint64_t value = 0;
 };
 enum class Instructions { best, common };  // of this processor; or those that every one of its kind has
-// The same as `xxh3` of each, sooner.
+// The same as `xxh3` of each, sooner. Copies go past the processor's caches: they are for a device.
 void xxh3_each(std::vector<Hashing>& blocks, Instructions instructions = Instructions::best);
 
 // For bytes that exist only piece by piece (gathered, or fetched from a device).

@@ -1,17 +1,19 @@
 // XXH3-64 of four long blocks in step. Included by hash_lanes.cpp once per instruction set, in a namespace of its
 // own, where `Vector` is defined and HOLDFAST_TARGET lets the compiler use the instructions. Therefore no guard.
 
-struct alignas(64) Lane {
-  uint64_t sums[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
-                      kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+constexpr size_t kVectors = kStripe / sizeof(Vector);
+
+struct Lane {
+  Vector sums[kVectors];
+  HOLDFAST_TARGET Lane() { std::memcpy(sums, kStart, sizeof sums); }
 };
 
-constexpr size_t kVectors = sizeof(Lane) / sizeof(Vector);
-
-HOLDFAST_TARGET inline void accumulate(Lane& lane, const char* stripe, const uint8_t* secret) {
-  auto* sums = reinterpret_cast<Vector*>(lane.sums);
+HOLDFAST_TARGET inline void accumulate(Lane& lane, const char* stripe, const uint8_t* secret,
+                                       char* copy = nullptr) {
+  Vector* sums = lane.sums;
   for (size_t i = 0; i < kVectors; ++i) {
     const Vector data = load(stripe + i * sizeof(Vector));
+    if (copy != nullptr) store_past_caches(copy + i * sizeof(Vector), data);
     const Vector key = exclusive_or(data, load(secret + i * sizeof(Vector)));
     const Vector product = multiply_low_halves(key, shift_right<32>(key));
     sums[i] = add(product, add(sums[i], swap_neighbours(data)));
@@ -20,7 +22,7 @@ HOLDFAST_TARGET inline void accumulate(Lane& lane, const char* stripe, const uin
 
 // After each block, so that no input can cancel another.
 HOLDFAST_TARGET inline void scramble(Lane& lane) {
-  auto* sums = reinterpret_cast<Vector*>(lane.sums);
+  Vector* sums = lane.sums;
   const uint8_t* secret = kSecret + kSecretSize - kStripe;
   const Vector prime = everywhere(kPrime32_1);
   for (size_t i = 0; i < kVectors; ++i) {
@@ -31,43 +33,72 @@ HOLDFAST_TARGET inline void scramble(Lane& lane) {
   }
 }
 
+// Whether a copy can be made on the way: stores past the caches want alignment.
+inline bool on_the_way(const Hashing& block) {
+  return block.copy != nullptr && reinterpret_cast<uintptr_t>(block.copy) % sizeof(Vector) == 0;
+}
+
+inline char* place_of_copy(const Hashing& block) {
+  if (on_the_way(block)) return block.copy;
+  if (block.copy != nullptr) std::memcpy(block.copy, block.data, block.nbytes);
+  return nullptr;
+}
+
+inline char* after(char* copy, size_t nbytes) { return copy == nullptr ? nullptr : copy + nbytes; }
+
 // The value, from a lane that has taken in the first `done` blocks of 1 KiB.
-HOLDFAST_TARGET inline uint64_t finish(Lane& lane, const char* data, size_t nbytes, size_t done) {
+HOLDFAST_TARGET inline uint64_t finish(Lane& lane, const char* data, size_t nbytes, size_t done, char* copy) {
   // The last block is never whole here: its last stripe is taken with a secret of its own.
   const size_t blocks = (nbytes - 1) / kBlock;
   for (; done < blocks; ++done) {
     for (size_t s = 0; s < kStripesPerBlock; ++s) {
-      accumulate(lane, data + done * kBlock + s * kStripe, kSecret + s * kSecretStep);
+      const size_t at = done * kBlock + s * kStripe;
+      accumulate(lane, data + at, kSecret + s * kSecretStep, after(copy, at));
     }
     scramble(lane);
   }
   const size_t stripes = (nbytes - 1 - blocks * kBlock) / kStripe;
   for (size_t s = 0; s < stripes; ++s) {
-    accumulate(lane, data + blocks * kBlock + s * kStripe, kSecret + s * kSecretStep);
+    const size_t at = blocks * kBlock + s * kStripe;
+    accumulate(lane, data + at, kSecret + s * kSecretStep, after(copy, at));
   }
+  const size_t rest = blocks * kBlock + stripes * kStripe;
+  if (copy != nullptr) std::memcpy(copy + rest, data + rest, nbytes - rest);
   accumulate(lane, data + nbytes - kStripe, kSecret + kSecretSize - kStripe - kLastStripeShift);
-  return merge(lane.sums, nbytes);
+  uint64_t sums[std::size(kStart)];
+  std::memcpy(sums, lane.sums, sizeof sums);
+  return merge(sums, nbytes);
+}
+
+HOLDFAST_TARGET void hash_one(Hashing& block) {
+  Lane lane;
+  block.value = finish(lane, block.data, block.nbytes, 0, place_of_copy(block));
 }
 
 HOLDFAST_TARGET void hash_four(Hashing* const* group) {
   Lane lanes[kLanes];
   const char* at[kLanes];
+  char* copies[kLanes];
   size_t common = SIZE_MAX;
   for (size_t i = 0; i < kLanes; ++i) {
     at[i] = group[i]->data;
+    copies[i] = place_of_copy(*group[i]);
     common = least(common, (group[i]->nbytes - 1) / kBlock);
   }
   for (size_t block = 0; block < common; ++block) {
-    for (size_t s = 0; s < kStripesPerBlock; ++s) {
-      const uint8_t* secret = kSecret + s * kSecretStep;
-      for (size_t i = 0; i < kLanes; ++i) accumulate(lanes[i], at[i] + s * kStripe, secret);
-    }
+    // A whole block of each in turn: stores past the caches of four places at once would get in each other's way.
     for (size_t i = 0; i < kLanes; ++i) {
+      for (size_t s = 0; s < kStripesPerBlock; ++s) {
+        const size_t stripe = s * kStripe;
+        accumulate(lanes[i], at[i] + stripe, kSecret + s * kSecretStep, after(copies[i], stripe));
+      }
       scramble(lanes[i]);
       at[i] += kBlock;
+      copies[i] = after(copies[i], kBlock);
     }
   }
   for (size_t i = 0; i < kLanes; ++i) {
-    group[i]->value = finish(lanes[i], group[i]->data, group[i]->nbytes, common);
+    char* copy = on_the_way(*group[i]) ? group[i]->copy : nullptr;
+    group[i]->value = finish(lanes[i], group[i]->data, group[i]->nbytes, common, copy);
   }
 }

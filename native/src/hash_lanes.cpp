@@ -2,6 +2,7 @@
 //
 // One core reads memory faster in four places than in one: the processor's prefetchers follow each of them, and
 // stop at the end of every page. Four blocks hashed in step take two thirds of the time of one after the other.
+// Storing what has been loaded anyway makes a copy at little cost.
 // Only this loop (hash_four.hpp) is written here; short blocks, streams and other processors use the library.
 #include "hash.hpp"
 
@@ -9,6 +10,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <iterator>
 
 namespace holdfast {
 namespace {
@@ -24,6 +26,8 @@ constexpr uint64_t kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 
 constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4EB4F;
 constexpr uint64_t kPrime64_3 = 0x165667B19E3779F9, kPrime64_4 = 0x85EBCA77C2B2AE63;
 constexpr uint64_t kPrime64_5 = 0x27D4EB2F165667C5, kPrimeMx1 = 0x165667919E3779F9;
+constexpr uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                                kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
 
 // The algorithm's default secret, and where its parts are taken from.
 constexpr size_t kSecretSize = 192, kSecretStep = 8, kLastStripeShift = 7, kMergeShift = 11;
@@ -71,6 +75,9 @@ constexpr size_t least(size_t a, size_t b) { return a < b ? a : b; }
 namespace sse2 {
 using Vector = __m128i;
 HOLDFAST_TARGET inline Vector load(const void* from) { return _mm_loadu_si128(static_cast<const Vector*>(from)); }
+HOLDFAST_TARGET inline void store_past_caches(void* to, Vector a) {
+  _mm_stream_si128(static_cast<Vector*>(to), a);
+}
 HOLDFAST_TARGET inline Vector exclusive_or(Vector a, Vector b) { return _mm_xor_si128(a, b); }
 HOLDFAST_TARGET inline Vector add(Vector a, Vector b) { return _mm_add_epi64(a, b); }
 HOLDFAST_TARGET inline Vector multiply_low_halves(Vector a, Vector b) { return _mm_mul_epu32(a, b); }
@@ -94,6 +101,9 @@ namespace avx2 {
 using Vector = __m256i;
 HOLDFAST_TARGET inline Vector load(const void* from) {
   return _mm256_loadu_si256(static_cast<const Vector*>(from));
+}
+HOLDFAST_TARGET inline void store_past_caches(void* to, Vector a) {
+  _mm256_stream_si256(static_cast<Vector*>(to), a);
 }
 HOLDFAST_TARGET inline Vector exclusive_or(Vector a, Vector b) { return _mm256_xor_si256(a, b); }
 HOLDFAST_TARGET inline Vector add(Vector a, Vector b) { return _mm256_add_epi64(a, b); }
@@ -119,11 +129,14 @@ HOLDFAST_TARGET inline Vector shift_left(Vector a) {
 
 void xxh3_each(std::vector<Hashing>& blocks, Instructions instructions) {
   static const bool has_avx2 = __builtin_cpu_supports("avx2");
-  const auto hash_four = has_avx2 && instructions == Instructions::best ? avx2::hash_four : sse2::hash_four;
+  const bool wide = has_avx2 && instructions == Instructions::best;
+  const auto hash_four = wide ? avx2::hash_four : sse2::hash_four;
+  const auto hash_one = wide ? avx2::hash_one : sse2::hash_one;
   Hashing* group[kLanes];
   size_t count = 0;
   for (Hashing& block : blocks) {
     if (block.nbytes < kLong) {
+      if (block.copy != nullptr) std::memcpy(block.copy, block.data, block.nbytes);
       block.value = xxh3(block.data, block.nbytes);
       continue;
     }
@@ -133,7 +146,8 @@ void xxh3_each(std::vector<Hashing>& blocks, Instructions instructions) {
       count = 0;
     }
   }
-  for (size_t i = 0; i < count; ++i) group[i]->value = xxh3(group[i]->data, group[i]->nbytes);
+  for (size_t i = 0; i < count; ++i) hash_one(*group[i]);
+  _mm_sfence();  // what went past the caches is there for a device, too
 }
 
 }  // namespace holdfast
@@ -143,7 +157,10 @@ void xxh3_each(std::vector<Hashing>& blocks, Instructions instructions) {
 namespace holdfast {
 
 void xxh3_each(std::vector<Hashing>& blocks, Instructions) {
-  for (Hashing& block : blocks) block.value = xxh3(block.data, block.nbytes);
+  for (Hashing& block : blocks) {
+    if (block.copy != nullptr) std::memcpy(block.copy, block.data, block.nbytes);
+    block.value = xxh3(block.data, block.nbytes);
+  }
 }
 
 }  // namespace holdfast

@@ -1,10 +1,14 @@
 #include "memory.hpp"
 
+#include <fcntl.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <new>
 #include <thread>
 
@@ -44,7 +48,83 @@ bool huge_pages_are_slow(uintptr_t first, uintptr_t end) {
   return true;
 }
 
+// Of the ioctl PAGEMAP_SCAN, Linux 6.7: younger than the headers of many systems.
+struct PageRegion {
+  uint64_t start, end, categories;
+};
+struct PageScan {
+  uint64_t size, flags, start, end, walk_end, regions, region_count, max_pages;
+  uint64_t inverted, all_of, any_of, returned;
+};
+constexpr unsigned long kPageScan = _IOWR('f', 16, PageScan);
+constexpr uint64_t kIsHuge = 1U << 6;
+// What one allocation got for its first part it got for the rest.
+constexpr size_t kLookedAt = 64U << 20;
+
+// Kept for the next job. Not behind a lock, which a fork could catch while it is held.
+std::atomic<Staging*> kept{nullptr};
+constexpr size_t kMostKept = 64U << 20;
+
 }  // namespace
+
+Staging::Staging(size_t nbytes, Pages pages)
+    : mapped_nbytes_(nbytes + (pages == Pages::huge ? kHugePage : 0)), nbytes_(nbytes), owner_(::getpid()) {
+  mapped_ = ::mmap(nullptr, mapped_nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped_ == MAP_FAILED) throw std::bad_alloc();
+  ::madvise(mapped_, mapped_nbytes_, MADV_DONTFORK);
+  data_ = static_cast<char*>(mapped_);
+  if (pages == Pages::normal) return;
+  data_ = reinterpret_cast<char*>(up(reinterpret_cast<uintptr_t>(mapped_), kHugePage));
+  ::madvise(data_, nbytes / kHugePage * kHugePage, MADV_HUGEPAGE);
+}
+
+Staging::~Staging() {
+  // In a forked child nothing of ours is there, and by now perhaps something else.
+  if (ours()) ::munmap(mapped_, mapped_nbytes_);
+}
+
+bool Staging::ours() const { return ::getpid() == owner_; }
+
+Windows::Windows(size_t nbytes) {
+  std::unique_ptr<Staging> found(kept.exchange(nullptr));
+  if (!found || !found->ours() || found->nbytes() < nbytes) {
+    found = std::make_unique<Staging>(nbytes, Staging::Pages::huge);
+  }
+  staging_ = found.release();
+}
+
+Windows::~Windows() {
+  std::unique_ptr<Staging> done(staging_);
+  Staging* nothing = nullptr;
+  if (done->nbytes() <= kMostKept && kept.compare_exchange_strong(nothing, staging_)) {
+    static_cast<void>(done.release());
+  }
+}
+
+PageSizes::PageSizes() : pagemap_(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)) {}
+
+PageSizes::~PageSizes() {
+  if (pagemap_ >= 0) ::close(pagemap_);
+}
+
+bool PageSizes::huge(uintptr_t address, size_t nbytes) const {
+  const uintptr_t low = up(address, kHugePage);
+  const uintptr_t high = std::min(address + nbytes, low + kLookedAt) / kHugePage * kHugePage;
+  if (pagemap_ < 0 || low >= high) return false;
+  PageRegion regions[kLookedAt / kHugePage];
+  PageScan scan{};
+  scan.size = sizeof scan;
+  scan.start = low;
+  scan.end = high;
+  scan.regions = reinterpret_cast<uintptr_t>(regions);
+  scan.region_count = std::size(regions);
+  scan.all_of = kIsHuge;
+  scan.returned = kIsHuge;
+  const int count = ::ioctl(pagemap_, kPageScan, &scan);
+  uint64_t found = 0;
+  for (int i = 0; i < count; ++i) found += regions[i].end - regions[i].start;
+  return found > (high - low) / 2;
+}
 
 FreshMemory::FreshMemory(size_t nbytes) : nbytes_(nbytes) {
   data_ = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

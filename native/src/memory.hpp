@@ -8,6 +8,58 @@
 
 namespace holdfast {
 
+// Aligned memory, left out of forked children so that a fork during direct I/O copies nothing of it.
+class Staging {
+ public:
+  // Huge pages make transfers cheaper but are zeroed whole at the first touch: not for memory of which little is
+  // used.
+  enum class Pages { normal, huge };
+  explicit Staging(size_t nbytes, Pages pages = Pages::normal);
+  ~Staging();
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+  [[nodiscard]] char* data() const { return data_; }
+  [[nodiscard]] size_t nbytes() const { return nbytes_; }
+  // Whether it is that of this process, and not of the one that this process was forked from.
+  [[nodiscard]] bool ours() const;
+
+ private:
+  void* mapped_;
+  size_t mapped_nbytes_;
+  char* data_;
+  size_t nbytes_;
+  const int owner_;
+};
+
+// Staging in huge pages for all windows of a job. The process keeps one: to get huge pages anew costs as much as
+// a small save takes.
+class Windows {
+ public:
+  explicit Windows(size_t nbytes);
+  ~Windows();
+  Windows(const Windows&) = delete;
+  Windows& operator=(const Windows&) = delete;
+  [[nodiscard]] char* data() const { return staging_->data(); }
+
+ private:
+  Staging* staging_;
+};
+
+// Finds out whether memory lies in huge pages. What does not is scattered all over, page by page: a device
+// takes such memory at half its speed, and the kernel needs about as long to hand it over as a copy takes.
+class PageSizes {
+ public:
+  PageSizes();
+  ~PageSizes();
+  PageSizes(const PageSizes&) = delete;
+  PageSizes& operator=(const PageSizes&) = delete;
+  // True when most of it does. False also where the kernel does not tell (before Linux 6.7).
+  [[nodiscard]] bool huge(uintptr_t address, size_t nbytes) const;
+
+ private:
+  int pagemap_;
+};
+
 // Fresh anonymous memory, page-aligned, in huge pages where these come cheaply.
 class FreshMemory {
  public:

@@ -1,4 +1,6 @@
 // The Python module: errors, checksums, and the parts bound elsewhere.
+#include <nanobind/stl/vector.h>
+
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -34,13 +36,15 @@ void translate(const std::exception_ptr& pointer, void*) {
   }
 }
 
-// `common`: with the instructions that every processor of this kind has, as on the oldest of them.
-nb::list xxh3_64_each(nb::list blocks, bool common) {
+// `common`: with the instructions that every processor of this kind has, as on the oldest of them. `copies`: the
+// address for a copy of each block, 0 for none; or nothing.
+nb::list xxh3_64_each(nb::list blocks, bool common, const std::vector<uintptr_t>& copies) {
   std::vector<std::unique_ptr<View>> views;
   std::vector<Hashing> hashing;
   for (nb::handle block : blocks) {
     const Py_buffer& buffer = views.emplace_back(std::make_unique<View>(block))->buffer;
     hashing.push_back({static_cast<const char*>(buffer.buf), static_cast<size_t>(buffer.len)});
+    if (hashing.size() <= copies.size()) hashing.back().copy = reinterpret_cast<char*>(copies[hashing.size() - 1]);
   }
   xxh3_each(hashing, common ? Instructions::common : Instructions::best);
   nb::list values;

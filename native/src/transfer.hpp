@@ -1,18 +1,16 @@
 // What a job moves: pieces of one file, and where each piece's bytes lie in memory.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <mutex>
-#include <new>
 #include <string>
 #include <vector>
 
+#include "memory.hpp"
 #include "queue.hpp"
 #include "strided.hpp"
 #include "sys.hpp"
@@ -85,28 +83,6 @@ struct Cancelled {};
 // Inside-a-piece parts shorter than this are copied: each separate segment costs the kernel a little.
 inline constexpr uint64_t kMinDirect = 32U << 10;
 
-// Aligned memory, left out of forked children so that a fork during direct I/O copies nothing of it.
-class Staging {
- public:
-  // Huge pages make transfers cheaper but are zeroed whole at the first touch: not for memory of which little is
-  // used.
-  enum class Pages { normal, huge };
-  explicit Staging(size_t nbytes, Pages pages = Pages::normal) : nbytes_(nbytes) {
-    data_ = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data_ == MAP_FAILED) throw std::bad_alloc();
-    ::madvise(data_, nbytes, MADV_DONTFORK);
-    if (pages == Pages::huge) ::madvise(data_, nbytes, MADV_HUGEPAGE);
-  }
-  ~Staging() { ::munmap(data_, nbytes_); }
-  Staging(const Staging&) = delete;
-  Staging& operator=(const Staging&) = delete;
-  [[nodiscard]] char* data() const { return static_cast<char*>(data_); }
-
- private:
-  void* data_;
-  size_t nbytes_;
-};
-
 constexpr uint64_t align_down(uint64_t value, uint64_t alignment) { return value / alignment * alignment; }
 constexpr uint64_t align_up(uint64_t value, uint64_t alignment) {
   return align_down(value + alignment - 1, alignment);
@@ -147,6 +123,8 @@ inline constexpr size_t kMaxDamage = 4096;
 Read read_file(const std::string& path, const Plan& plan, const std::vector<uint64_t>& expected,
                const Tuning& tuning, Control& control);
 
+// Copies to where the processor will not look: it stays out of the caches.
+void copy_past_caches(char* to, const char* from, size_t nbytes);
 // Copies every piece of `plan` to `destination` + its offset: memory, strided or fetched.
 void copy_pieces(const Plan& plan, char* destination);
 // A hash over a sample of the memory: all of it up to 4 KiB, else cache lines spread evenly from end to end. A

@@ -1,9 +1,10 @@
 // Writing one file at the speed of the device.
 //
-// The file is cut into windows. Each window becomes one vectored transfer whose segments point straight into the
-// caller's memory wherever address and offset allow it, and into staging for the ragged rest: heads, tails, small
-// pieces, strided and device data, padding. `depth` windows are under way at once and finish in order. Checksums
-// are computed after a window's submission, while the device works.
+// The file is cut into windows, each one vectored transfer. Its segments point straight into the caller's memory
+// where that lies in huge pages and address and offset allow it. Memory in small pages passes through staging,
+// which is in huge ones: a device takes scattered pages at half its speed, and to hand them over costs the kernel
+// as much as the copy, which is made while the checksums are computed. So do ragged heads and tails, small pieces,
+// strided and device data, and padding. `depth` windows are under way at once and finish in order.
 #include <fcntl.h>
 
 #include <algorithm>
@@ -25,6 +26,13 @@ class Writer {
       count += chunk_count(piece.nbytes, tuning.chunk);
     }
     out.hashes.resize(count);
+    direct_.resize(plan.pieces.size(), tuning.backend == Backend::buffered);  // it makes a copy of its own
+    if (tuning.backend == Backend::buffered) return;
+    const PageSizes pages;
+    for (size_t i = 0; i < plan.pieces.size(); ++i) {
+      const Piece& piece = plan.pieces[i];
+      direct_[i] = piece.place == Place::memory && pages.huge(piece.address, piece.nbytes);
+    }
   }
 
   // Points `iov` at the bytes of [low, high): caller's memory where possible, else `staging`, which is filled.
@@ -33,6 +41,8 @@ class Writer {
     run_start_ = staging;
     iov_ = &iov;
     iov.clear();
+    copies_.clear();
+    next_copy_ = 0;
     uint64_t at = low;
     const auto& pieces = plan_.pieces;
     while (current_ < pieces.size() && pieces[current_].end() <= low) ++current_;
@@ -42,7 +52,7 @@ class Writer {
       const uint64_t to = std::min(piece.end(), high);
       if (from >= to) continue;
       stage_zeros(from - at);
-      const Span span = direct_span(piece, from, to, tuning_.effective_alignment());
+      const Span span = direct_[i] ? direct_span(piece, from, to, tuning_.effective_alignment()) : Span{to, to};
       if (span.low < span.high) {
         stage(i, from, span.low);
         close_run();
@@ -58,7 +68,10 @@ class Writer {
     close_run();
   }
 
-  // Checksums of the chunks of in-memory pieces that end at or before `high`.
+  // Whether the last window needs its checksums computed before it is complete.
+  [[nodiscard]] bool copies_wait() const { return !copies_.empty(); }
+
+  // Checksums of the chunks of in-memory pieces that end at or before `high`, and the copies that wait for them.
   void hash_up_to(uint64_t high) {
     due_.clear();
     due_at_.clear();
@@ -81,8 +94,11 @@ class Writer {
         const uint64_t from = hash_chunk_ * tuning_.chunk;
         const uint64_t to = std::min(from + tuning_.chunk, piece.nbytes);
         if (piece.offset + to > high) return;
-        due_.push_back({reinterpret_cast<const char*>(piece.address) + from, to - from});
-        due_at_.push_back(first_hash_[hash_piece_] + hash_chunk_);
+        const uint64_t number = first_hash_[hash_piece_] + hash_chunk_;
+        char* copy = nullptr;
+        if (next_copy_ < copies_.size() && copies_[next_copy_].hash == number) copy = copies_[next_copy_++].to;
+        due_.push_back({reinterpret_cast<const char*>(piece.address) + from, to - from, copy});
+        due_at_.push_back(number);
       }
     }
   }
@@ -105,7 +121,7 @@ class Writer {
     const uint64_t nbytes = to - from;
     switch (piece.place) {
       case Place::memory:
-        std::memcpy(staging_, reinterpret_cast<const char*>(piece.address) + inside, nbytes);
+        stage_memory(number, inside, nbytes);
         break;
       case Place::strided:
         plan_.strided[piece.index].gather(inside, nbytes, staging_);
@@ -121,6 +137,21 @@ class Writer {
         break;
     }
     staging_ += nbytes;
+  }
+
+  // Chunks that lie whole in this window are copied when they are hashed, in one pass over the memory.
+  void stage_memory(size_t number, uint64_t inside, uint64_t nbytes) {
+    const Piece& piece = plan_.pieces[number];
+    const char* data = reinterpret_cast<const char*>(piece.address) + inside;
+    const uint64_t end = inside + nbytes;
+    const uint64_t first = align_up(inside, tuning_.chunk);
+    const uint64_t last = end == piece.nbytes ? end : align_down(end, tuning_.chunk);
+    if (first >= last) return copy_past_caches(staging_, data, nbytes);
+    copy_past_caches(staging_, data, first - inside);
+    for (uint64_t at = first; at < last; at += tuning_.chunk) {
+      copies_.push_back({first_hash_[number] + at / tuning_.chunk, staging_ + (at - inside)});
+    }
+    copy_past_caches(staging_ + (last - inside), data + (last - inside), end - last);
   }
 
   void stream(size_t number, uint64_t inside, uint64_t nbytes) {
@@ -141,6 +172,13 @@ class Writer {
   const Tuning& tuning_;
   Written& out_;
   std::vector<uint64_t> first_hash_;
+  std::vector<bool> direct_;  // per piece: in memory that the device takes as fast as any
+  struct Copy {
+    uint64_t hash;  // in `hashes`
+    char* to;
+  };
+  std::vector<Copy> copies_;  // in order
+  size_t next_copy_ = 0;
   StreamHash stream_;
   size_t current_ = 0;
   size_t hash_piece_ = 0;
@@ -164,6 +202,7 @@ void write_small(uint64_t nbytes, Writer& writer, Written& out) {
   Transfer transfer;
   transfer.file = &out.file;
   writer.assemble(0, nbytes, staging.data(), transfer.iov);
+  writer.hash_up_to(nbytes);
   while (!transfer.iov.empty()) {
     const ssize_t done =
         sys::pwritev(out.file, transfer.iov.data(), static_cast<int>(transfer.iov.size()), transfer.offset);
@@ -172,7 +211,6 @@ void write_small(uint64_t nbytes, Writer& writer, Written& out) {
     transfer.advance(static_cast<uint64_t>(done));
   }
   start_writeback(out.file);
-  writer.hash_up_to(nbytes);
   out.stats.transfers = 1;
 }
 
@@ -182,7 +220,7 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
     Transfer transfer;
     uint64_t nbytes = 0;
   };
-  Staging staging(tuning.depth * tuning.window);
+  const Windows staging(tuning.depth * tuning.window);
   std::vector<Slot> slots(tuning.depth);
   // Declared last, so destroyed first: it drains what is under way before the memory goes.
   const auto queue = make_queue(tuning.backend, tuning.depth);
@@ -210,9 +248,11 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
     slot.transfer.offset = low;
     slot.nbytes = high - low;
     writer.assemble(low, high, staging.data() + (number % slots.size()) * tuning.window, slot.transfer.iov);
+    const bool copies = writer.copies_wait();
+    if (copies) writer.hash_up_to(high);
     queue->submit(slot.transfer);
     ++out.stats.transfers;
-    writer.hash_up_to(high);
+    if (!copies) writer.hash_up_to(high);  // while the device works
   }
   for (size_t i = 0; i < slots.size(); ++i) retire(slots[(number + i) % slots.size()]);
 }

@@ -53,30 +53,52 @@ def _blocks(*lengths: int) -> list[bytes]:
     return [rng.bytes(length) for length in lengths]
 
 
+LENGTHS = [
+    (),
+    (5000,),
+    (4096,) * 4,  # four in step, each ending with its last block
+    (8191, 8192, 8193, 8256),  # around the ends of a block and of a stripe
+    (4097, 70_000, 5121, 1 << 20),  # in step as far as the shortest goes
+    (100_000, 0, 3, 240, 241, 4095, 50_000, 60_000, 70_000, 80_000),  # short ones between, one left over
+]
+
+
 @pytest.mark.parametrize("common_instructions", [False, True])
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        (),
-        (5000,),
-        (4096,) * 4,  # four in step, each ending with its last block
-        (8191, 8192, 8193, 8256),  # around the ends of a block and of a stripe
-        (4097, 70_000, 5121, 1 << 20),  # in step as far as the shortest goes
-        (100_000, 0, 3, 240, 241, 4095, 50_000, 60_000, 70_000, 80_000),  # short ones between, one left over
-    ],
-)
+@pytest.mark.parametrize("lengths", LENGTHS)
 def test_many_at_once_are_hashed_as_one_by_one(lengths: tuple[int, ...], common_instructions: bool) -> None:
     blocks = _blocks(*lengths)
-    assert xxh3_64_each(blocks, common_instructions) == [xxh3_64(block) for block in blocks]
+    assert xxh3_64_each(blocks, common_instructions, []) == [xxh3_64(block) for block in blocks]
 
 
 @pytest.mark.parametrize("common_instructions", [False, True])
 def test_every_byte_of_every_lane_counts(common_instructions: bool) -> None:
     blocks = _blocks(*[6000] * 4)
-    before = xxh3_64_each(blocks, common_instructions)
+    before = xxh3_64_each(blocks, common_instructions, [])
     for lane in range(4):
         for at in (0, 1023, 1024, 5119, 5120, 5999):
             changed = list(blocks)
             changed[lane] = bytes([*blocks[lane][:at], blocks[lane][at] ^ 1, *blocks[lane][at + 1 :]])
-            after = xxh3_64_each(changed, common_instructions)
+            after = xxh3_64_each(changed, common_instructions, [])
             assert [a == b for a, b in zip(after, before, strict=True)] == [n != lane for n in range(4)]
+
+
+@pytest.mark.parametrize("common_instructions", [False, True])
+@pytest.mark.parametrize("residue", [0, 8, 16], ids=["aligned", "odd", "for the shorter instructions only"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_copies_made_on_the_way_are_exact(
+    lengths: tuple[int, ...], residue: int, common_instructions: bool
+) -> None:
+    """Every other block is copied, to places with and without alignment; nothing beside them is touched."""
+    blocks = _blocks(*lengths)
+    room = [np.full(len(block) + 256, 0xA5, np.uint8) for block in blocks]
+    starts = [64 + (residue - array.ctypes.data) % 64 for array in room]
+    wanted = [number % 3 != 1 for number in range(len(blocks))]
+    addresses = [
+        array.ctypes.data + start if want else 0
+        for array, start, want in zip(room, starts, wanted, strict=True)
+    ]
+    assert xxh3_64_each(blocks, common_instructions, addresses) == [xxh3_64(block) for block in blocks]
+    for block, array, start, want in zip(blocks, room, starts, wanted, strict=True):
+        end = start + len(block)
+        assert bytes(array[start:end]) == (block if want else b"\xa5" * len(block))
+        assert set(array[:start]) | set(array[end:]) == {0xA5}
