@@ -58,6 +58,8 @@ class ShareWriter(AbstractContextManager["ShareWriter"]):
     def write(self, groups: Sequence[Sequence[LeafSource]], watch: Watch) -> None:
         """Writes the fragments, group by group; returns when all have left memory."""
         began = time.perf_counter()
+        # All jobs together take no more memory than one would.
+        depth = max(2, self._tuning.depth // max(1, len(self._places)))
         for volume, place in enumerate(self._places):
             mine = [[leaf for leaf in group if _volume(leaf) == volume] for group in groups]
             if not any(mine):
@@ -70,7 +72,7 @@ class ShareWriter(AbstractContextManager["ShareWriter"]):
                 os.path.join(place.directory, shard_name(self._rank, volume)),
                 plan.nbytes,
                 plan.pieces(),
-                tuning=replace(self._tuning, backend=backend),
+                tuning=replace(self._tuning, backend=backend, depth=depth),
                 header=plan.header,
                 recycle=self._recycle and place.volume is None,
                 background=plan.nbytes > self._tuning.small_nbytes,

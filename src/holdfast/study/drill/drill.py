@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.checkpointer.drilling import RUNS
+from holdfast.engine import Tuning
 from holdfast.store import Checkpoint, list_steps, step_name
 from holdfast.study.drill.aim import Aim, Lengths, arrange, draw
 from holdfast.study.drill.causes import causes
@@ -31,7 +32,6 @@ from holdfast.study.drill.diary import Account, Diary, Sight
 from holdfast.study.drill.judge import Agreement, Final, agree, compare_last, index
 from holdfast.study.drill.report import DrillReport, Killed, Problem
 
-WINDOW_NBYTES = 8 << 20
 _SAVE_CALLS = 6
 """Calls of the engine in a small save: a directory, a file, syncs, the rename."""
 _RESTORE_CALLS = 2
@@ -162,7 +162,7 @@ class _Drill:
     def _lengths(self, reference: Start, account: Account) -> Lengths:
         path = self.directory / "reference" / RUNS / account.run
         with Checkpoint(str(path / step_name(list_steps(str(path))[-1]))) as last:
-            windows = math.ceil(last.stored_nbytes / WINDOW_NBYTES)
+            windows = math.ceil(last.stored_nbytes / Tuning().window_nbytes)
         at = account.completed_at
         steps = [later - earlier for earlier, later in itertools.pairwise(at)]
         save = statistics.median(account.save_seconds)
