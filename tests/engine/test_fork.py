@@ -145,3 +145,24 @@ def test_a_child_can_sync_after_its_parent_did(backend: Backend, tmp_path: Path)
     assert save("meanwhile")
     assert status(pid) == 0
     assert save("after")
+
+
+def test_a_child_does_not_use_the_staging_that_its_parent_keeps(backend: Backend, tmp_path: Path) -> None:
+    """It is not in the child's memory at all. Sizes grow: a kept one can be too small."""
+
+    def write(name: str, count: int) -> bool:
+        data = random_bytes(count * LARGE, count)
+        job = engine.write(
+            tmp_path / name,
+            data.nbytes,
+            [WritePiece(0, memory_of(data))],
+            tuning=Tuning(backend, LARGE, count),
+        )
+        job.wait(PATIENCE)
+        fs.sync([job])
+        return bool(np.array_equal(np.fromfile(tmp_path / name, np.uint8), data))
+
+    for count in (2, 4):
+        assert write(f"parent-{count}", count)
+        assert status(child(lambda count=count: write(f"child-{count}", count))) == 0  # type: ignore[misc]
+        assert write(f"again-{count}", count)
