@@ -57,7 +57,7 @@ struct PageScan {
   uint64_t inverted, all_of, any_of, returned;
 };
 constexpr unsigned long kPageScan = _IOWR('f', 16, PageScan);
-constexpr uint64_t kIsHuge = 1U << 6;
+constexpr uint64_t kIsPresent = 1U << 3, kIsHuge = 1U << 6;
 // What one allocation got for its first part it got for the rest.
 constexpr size_t kLookedAt = 64U << 20;
 
@@ -85,19 +85,18 @@ Staging::~Staging() {
 
 bool Staging::ours() const { return ::getpid() == owner_; }
 
-Windows::Windows(size_t nbytes) {
-  std::unique_ptr<Staging> found(kept.exchange(nullptr));
-  if (!found || !found->ours() || found->nbytes() < nbytes) {
-    found = std::make_unique<Staging>(nbytes, Staging::Pages::huge);
+Windows::Windows(size_t nbytes, Staging::Pages pages) : pages_(pages) {
+  if (pages == Staging::Pages::huge) staging_.reset(kept.exchange(nullptr));
+  if (!staging_ || !staging_->ours() || staging_->nbytes() < nbytes) {
+    staging_ = std::make_unique<Staging>(nbytes, pages);
   }
-  staging_ = found.release();
 }
 
 Windows::~Windows() {
-  std::unique_ptr<Staging> done(staging_);
   Staging* nothing = nullptr;
-  if (done->nbytes() <= kMostKept && kept.compare_exchange_strong(nothing, staging_)) {
-    static_cast<void>(done.release());
+  if (pages_ == Staging::Pages::huge && staging_->nbytes() <= kMostKept &&
+      kept.compare_exchange_strong(nothing, staging_.get())) {
+    static_cast<void>(staging_.release());
   }
 }
 
@@ -107,10 +106,10 @@ PageSizes::~PageSizes() {
   if (pagemap_ >= 0) ::close(pagemap_);
 }
 
-bool PageSizes::huge(uintptr_t address, size_t nbytes) const {
+PageSizes::Kind PageSizes::of(uintptr_t address, size_t nbytes) const {
   const uintptr_t low = up(address, kHugePage);
   const uintptr_t high = std::min(address + nbytes, low + kLookedAt) / kHugePage * kHugePage;
-  if (pagemap_ < 0 || low >= high) return false;
+  if (pagemap_ < 0 || low >= high) return Kind::unknown;
   PageRegion regions[kLookedAt / kHugePage];
   PageScan scan{};
   scan.size = sizeof scan;
@@ -118,12 +117,15 @@ bool PageSizes::huge(uintptr_t address, size_t nbytes) const {
   scan.end = high;
   scan.regions = reinterpret_cast<uintptr_t>(regions);
   scan.region_count = std::size(regions);
-  scan.all_of = kIsHuge;
-  scan.returned = kIsHuge;
+  scan.all_of = kIsPresent;
+  scan.returned = kIsPresent | kIsHuge;
   const int count = ::ioctl(pagemap_, kPageScan, &scan);
-  uint64_t found = 0;
-  for (int i = 0; i < count; ++i) found += regions[i].end - regions[i].start;
-  return found > (high - low) / 2;
+  uint64_t small = 0, huge = 0;
+  for (int i = 0; i < count; ++i) {
+    ((regions[i].categories & kIsHuge) != 0 ? huge : small) += regions[i].end - regions[i].start;
+  }
+  if (small + huge == 0) return Kind::unknown;
+  return huge > small ? Kind::huge : Kind::small;
 }
 
 FreshMemory::FreshMemory(size_t nbytes) : nbytes_(nbytes) {

@@ -31,30 +31,33 @@ class Staging {
   const int owner_;
 };
 
-// Staging in huge pages for all windows of a job. The process keeps one: to get huge pages anew costs as much as
-// a small save takes.
+// Staging for all windows of a job. The process keeps one in huge pages: to get these anew costs as much as a
+// small save takes.
 class Windows {
  public:
-  explicit Windows(size_t nbytes);
+  explicit Windows(size_t nbytes, Staging::Pages pages = Staging::Pages::huge);
   ~Windows();
   Windows(const Windows&) = delete;
   Windows& operator=(const Windows&) = delete;
   [[nodiscard]] char* data() const { return staging_->data(); }
 
  private:
-  Staging* staging_;
+  std::unique_ptr<Staging> staging_;
+  const Staging::Pages pages_;
 };
 
-// Finds out whether memory lies in huge pages. What does not is scattered all over, page by page: a device
-// takes such memory at half its speed, and the kernel needs about as long to hand it over as a copy takes.
+// Finds out in what pages memory lies. What lies in small ones is scattered all over: a device moves it at half
+// its speed, and the kernel needs about as long to hand it over as a copy takes.
 class PageSizes {
  public:
+  // `unknown`: it has no pages yet, is too short for huge ones, or the kernel does not tell (before Linux 6.7).
+  enum class Kind { unknown, small, huge };
   PageSizes();
   ~PageSizes();
   PageSizes(const PageSizes&) = delete;
   PageSizes& operator=(const PageSizes&) = delete;
-  // True when most of it does. False also where the kernel does not tell (before Linux 6.7).
-  [[nodiscard]] bool huge(uintptr_t address, size_t nbytes) const;
+  // What most of it lies in.
+  [[nodiscard]] Kind of(uintptr_t address, size_t nbytes) const;
 
  private:
   int pagemap_;

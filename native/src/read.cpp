@@ -1,9 +1,9 @@
 // Reading pieces of one file: the mirror of write.cpp.
 //
 // Neighbouring pieces are joined into windows; each window is one vectored transfer straight into the caller's
-// memory where alignment allows, else through staging. Windows finish in order. A second thread copies and
-// verifies them: fresh memory costs the submitting thread page faults, which would otherwise add to the cost of
-// checksums.
+// memory where that is fresh or in huge pages and alignment allows, else through staging (why: write.cpp). Windows
+// finish in order. A second thread copies and verifies them, in one pass: fresh memory costs the submitting thread
+// page faults, which would otherwise add to the cost of checksums.
 #include <fcntl.h>
 
 #include <algorithm>
@@ -23,6 +23,10 @@ namespace {
 // Two pieces closer than this are read together: the device moves the gap faster than it starts a new transfer.
 constexpr uint64_t kMaxGap = 64U << 10;
 
+// From here on staging is worth huge pages; in windows so small that all of them fit into what the process keeps.
+constexpr uint64_t kMuchStaged = 16U << 20;
+constexpr uint64_t kStagedWindow = 4U << 20;
+
 struct Slot {
   Transfer transfer;
   struct Copy {
@@ -38,8 +42,10 @@ struct Slot {
 
 class Reader {
  public:
-  Reader(const Plan& plan, const std::vector<uint64_t>& expected, const Tuning& tuning, Read& out)
-      : plan_(plan), expected_(expected), tuning_(tuning), out_(out) {
+  // `direct`: per piece, whether the device may write into the caller's memory.
+  Reader(const Plan& plan, const std::vector<uint64_t>& expected, const std::vector<bool>& direct,
+         const Tuning& tuning, Read& out)
+      : plan_(plan), expected_(expected), direct_(direct), tuning_(tuning), out_(out) {
     uint64_t count = 0;
     for (const Piece& piece : plan.pieces) {
       first_hash_.push_back(count);
@@ -85,7 +91,7 @@ class Reader {
       const uint64_t from = std::max({pieces[i].offset, low, at_});
       const uint64_t to = std::min(pieces[i].end(), high);
       if (from >= to) continue;
-      const Span span = direct_span(pieces[i], from, to, alignment);
+      const Span span = direct_[i] ? direct_span(pieces[i], from, to, alignment) : Span{to, to};
       if (span.low < span.high) {
         stage(i, from, span.low);
         close_run(span.low);
@@ -107,11 +113,13 @@ class Reader {
 
   // Hands out what was staged and verifies what is now complete. Windows arrive here in order.
   void deliver(const Slot& slot) {
+    whole_.clear();
+    next_whole_ = 0;
     for (const Slot::Copy& copy : slot.copies) {
       const Piece& piece = plan_.pieces[copy.piece];
       switch (piece.place) {
         case Place::memory:
-          std::memcpy(reinterpret_cast<char*>(piece.address) + copy.inside, copy.staged, copy.nbytes);
+          hand_out(copy);
           break;
         case Place::strided:
           stream(copy);
@@ -135,6 +143,22 @@ class Reader {
   }
 
  private:
+  // Chunks that lie whole in this window are copied when they are verified.
+  void hand_out(const Slot::Copy& copy) {
+    const Piece& piece = plan_.pieces[copy.piece];
+    char* to = reinterpret_cast<char*>(piece.address) + copy.inside;
+    const uint64_t end = copy.inside + copy.nbytes;
+    const uint64_t first = align_up(copy.inside, tuning_.chunk);
+    const uint64_t last = end == piece.nbytes ? end : align_down(end, tuning_.chunk);
+    if (expected_.empty() || first >= last) return copy_past_caches(to, copy.staged, copy.nbytes);
+    copy_past_caches(to, copy.staged, first - copy.inside);
+    for (uint64_t at = first; at < last; at += tuning_.chunk) {
+      whole_.push_back({copy.piece, at / tuning_.chunk, copy.staged + (at - copy.inside)});
+    }
+    const uint64_t done = last - copy.inside;
+    copy_past_caches(to + done, copy.staged + done, end - last);
+  }
+
   void report(size_t piece, uint64_t chunk) {
     if (out_.damage.size() < kMaxDamage) out_.damage.push_back({piece, chunk});
   }
@@ -164,7 +188,13 @@ class Reader {
         const uint64_t from = hash_chunk_ * tuning_.chunk;
         const uint64_t to = std::min(from + tuning_.chunk, piece.nbytes);
         if (piece.offset + to > high) return;
-        due_.push_back({reinterpret_cast<const char*>(piece.address) + from, to - from});
+        char* there = reinterpret_cast<char*>(piece.address) + from;
+        if (next_whole_ < whole_.size() && whole_[next_whole_].piece == hash_piece_ &&
+            whole_[next_whole_].chunk == hash_chunk_) {
+          due_.push_back({whole_[next_whole_++].staged, to - from, there});
+        } else {
+          due_.push_back({there, to - from});
+        }
         due_at_.push_back({hash_piece_, hash_chunk_});
       }
     }
@@ -188,10 +218,18 @@ class Reader {
 
   const Plan& plan_;
   const std::vector<uint64_t>& expected_;
+  const std::vector<bool>& direct_;
   const Tuning& tuning_;
   Read& out_;
   std::vector<uint64_t> first_hash_;
   StreamHash stream_;
+  struct Whole {
+    size_t piece;
+    uint64_t chunk;
+    const char* staged;
+  };
+  std::vector<Whole> whole_;  // chunks that lie whole in the window being delivered, in order
+  size_t next_whole_ = 0;
   size_t current_ = 0;
   uint64_t at_ = 0;
   size_t hash_piece_ = 0;
@@ -273,10 +311,31 @@ sys::File open_for(const std::string& path, const Tuning& tuning) {
   return sys::open(path, O_RDONLY | (tuning.backend == Backend::buffered ? 0 : O_DIRECT));
 }
 
+// Per piece, whether the device shall write into the caller's memory: not where that lies in small pages.
+std::vector<bool> directness(const Plan& plan, const Tuning& tuning) {
+  std::vector<bool> direct(plan.pieces.size(), true);
+  if (tuning.backend == Backend::buffered) return direct;  // it makes a copy of its own
+  const PageSizes pages;
+  for (size_t i = 0; i < plan.pieces.size(); ++i) {
+    const Piece& piece = plan.pieces[i];
+    direct[i] = piece.place == Place::memory && pages.of(piece.address, piece.nbytes) != PageSizes::Kind::small;
+  }
+  return direct;
+}
+
+uint64_t staged_nbytes(const Plan& plan, const std::vector<bool>& direct) {
+  uint64_t nbytes = 0;
+  for (size_t i = 0; i < plan.pieces.size(); ++i) nbytes += direct[i] ? 0 : plan.pieces[i].nbytes;
+  return nbytes;
+}
+
 // The caller's memory that the device will write into.
-std::vector<Populator::Range> direct_ranges(const Plan& plan, const Tuning& tuning) {
+std::vector<Populator::Range> direct_ranges(const Plan& plan, const std::vector<bool>& direct,
+                                            const Tuning& tuning) {
   std::vector<Populator::Range> ranges;
-  for (const Piece& piece : plan.pieces) {
+  for (size_t i = 0; i < plan.pieces.size(); ++i) {
+    if (!direct[i]) continue;
+    const Piece& piece = plan.pieces[i];
     const Span span = direct_span(piece, piece.offset, piece.end(), tuning.effective_alignment());
     if (span.low >= span.high) continue;
     ranges.push_back(
@@ -322,11 +381,15 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
   // Beyond those under way, some for windows that have arrived and wait for their verification.
   const size_t waiting = large ? used.depth / 2 + 1 : 0;
 
-  Reader reader(plan, expected, used, out);
+  const std::vector<bool> direct = directness(plan, used);
+  const auto pages = staged_nbytes(plan, direct) > kMuchStaged ? Staging::Pages::huge : Staging::Pages::normal;
+  if (pages == Staging::Pages::huge) used.window = std::min(used.window, kStagedWindow);
+  Reader reader(plan, expected, direct, used, out);
   std::vector<Slot> slots(used.depth + waiting);
-  const Staging staging(slots.size() * used.window);
+  const Windows staging(slots.size() * used.window, pages);
   Deliveries deliveries(reader, control, large);
-  Populator populator(large ? direct_ranges(plan, used) : std::vector<Populator::Range>{}, 2 * used.window);
+  Populator populator(large ? direct_ranges(plan, direct, used) : std::vector<Populator::Range>{},
+                      2 * used.window);
   const auto queue = make_queue(used.backend, used.depth);  // last: drained before the memory goes
   size_t asked = 0, arrived = 0;
   const auto arrive = [&] {

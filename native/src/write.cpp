@@ -31,7 +31,7 @@ class Writer {
     const PageSizes pages;
     for (size_t i = 0; i < plan.pieces.size(); ++i) {
       const Piece& piece = plan.pieces[i];
-      direct_[i] = piece.place == Place::memory && pages.huge(piece.address, piece.nbytes);
+      direct_[i] = piece.place == Place::memory && pages.of(piece.address, piece.nbytes) == PageSizes::Kind::huge;
     }
   }
 

@@ -7,8 +7,11 @@ numpy array of its bytes.
 from __future__ import annotations
 
 import itertools
+import mmap
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -88,6 +91,28 @@ def place(data: Bytes, residue: int) -> Bytes:
     view = base[skip : skip + data.nbytes]
     view[:] = data
     return view
+
+
+HUGE_PAGE = 2 << 20
+
+
+def in_pages(data: Bytes, residue: int, *, huge: bool) -> Bytes:
+    """A copy of `data` in memory of its own, of huge pages or of small ones."""
+    memory = mmap.mmap(-1, data.nbytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    base = np.frombuffer(memory, np.uint8)
+    skip = (residue - base.ctypes.data) % HUGE_PAGE
+    base[:] = 1  # also what lies before: the first page is then a huge one as well
+    view = base[skip : skip + data.nbytes]
+    view[:] = data
+    return view
+
+
+def huge_pages_are_seen() -> bool:
+    """The kernel gives huge pages to who asks for them, and tells where they are."""
+    release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
+    policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return release >= (6, 7) and policy.exists() and "[never]" not in policy.read_text()
 
 
 def memory_of(array: Bytes) -> Memory:

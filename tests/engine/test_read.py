@@ -21,6 +21,7 @@ from engine.pieces import (
     Windows,
     checksums,
     fitted,
+    in_pages,
     make_target,
     memory_of,
     offsets_of,
@@ -144,6 +145,33 @@ def test_damage_is_reported_for_exactly_the_piece_and_chunk_it_is_in(
         (number, inside // chunk_nbytes if chunked[number] else None) for number, inside in hurt
     }
     path.unlink()
+
+
+@pytest.mark.parametrize("huge", [True, False], ids=["huge pages", "small pages"])
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("residue", [0, 64, 7])
+def test_large_memory_is_filled_exactly_and_damage_is_found_wherever_it_lies(
+    backend: Backend, tmp_path: Path, huge: bool, verify: bool, residue: int
+) -> None:
+    """Into small pages the way leads through staging, with a check of each chunk while it is copied."""
+    offset, window = PAGE + residue, 3 * CHUNK_NBYTES
+    data = random_bytes(20 * CHUNK_NBYTES + 100, 5)
+    whole = np.zeros(offset + data.nbytes + PAGE - (offset + data.nbytes) % PAGE, np.uint8)
+    whole[offset : offset + data.nbytes] = data
+    expected = checksums(data)
+    # At both ends of a chunk, in one that lies in two windows, in the last.
+    places = [0, CHUNK_NBYTES - 1, CHUNK_NBYTES, window - offset + 5, data.nbytes - 1]
+    for spot in places:
+        whole[offset + spot] ^= 1
+    whole.tofile(tmp_path / "f")
+    room = in_pages(np.full(data.nbytes + 2 * PAGE, 0xEE, np.uint8), residue, huge=huge)
+    target = room[PAGE : PAGE + data.nbytes]
+    piece = ReadPiece(offset, memory_of(target), expected)
+    damage = engine.read(tmp_path / "f", [piece], tuning=Tuning(backend, window, 3), verify=verify)
+    found = sorted({spot // CHUNK_NBYTES for spot in places})
+    assert [item.chunk for item in damage] == (found if verify else [])
+    assert np.array_equal(target, whole[offset : offset + data.nbytes])
+    assert set(room[:PAGE]) | set(room[PAGE + data.nbytes :]) == {0xEE}
 
 
 def test_without_verification_checksums_are_not_even_looked_at(backend: Backend, tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
-import platform
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,8 @@ from engine.pieces import (
     Windows,
     checksums,
     fitted,
+    huge_pages_are_seen,
+    in_pages,
     make_source,
     memory_of,
     offsets_of,
@@ -121,28 +121,6 @@ def test_an_existing_file_is_never_touched_unless_it_is_recycled(
 def test_recycling_makes_the_file_when_there_is_none(backend: Backend, tmp_path: Path) -> None:
     engine.write(tmp_path / "new", PAGE, [], tuning=small_windows(backend), recycle=True).wait()
     assert (tmp_path / "new").read_bytes() == bytes(PAGE)
-
-
-HUGE_PAGE = 2 << 20
-
-
-def in_pages(data: Bytes, residue: int, *, huge: bool) -> Bytes:
-    """A copy of `data` in memory of its own, of huge pages or of small ones."""
-    memory = mmap.mmap(-1, data.nbytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
-    base = np.frombuffer(memory, np.uint8)
-    skip = (residue - base.ctypes.data) % HUGE_PAGE
-    base[:] = 1  # also what lies before: the first page is then a huge one as well
-    view = base[skip : skip + data.nbytes]
-    view[:] = data
-    return view
-
-
-def huge_pages_are_seen() -> bool:
-    """The kernel gives huge pages to who asks for them, and tells where they are."""
-    release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
-    policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return release >= (6, 7) and policy.exists() and "[never]" not in policy.read_text()
 
 
 @pytest.mark.parametrize("huge", [True, False], ids=["huge pages", "small pages"])
