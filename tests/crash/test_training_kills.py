@@ -23,7 +23,7 @@ import holdfast
 from holdfast import Checkpointer, Keep, Options
 
 WIDTH = 500
-TIMEOUT = 60
+TIMEOUT = 240
 _RECORD = struct.Struct("<i")
 
 

@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import holdfast
 from holdfast.engine import fs
 from holdfast.store import list_steps, step_name
 
-from .children import Pipe, forked
+from .children import SECONDS, Pipe, forked
 from .recovery import leftovers
 from .states import blank_state, identify, load_identity, make_state
 
@@ -227,8 +228,12 @@ def test_a_reader_in_another_process_goes_on_too(ram: Path) -> None:
             assert reader.wait() == 0
 
 
-def test_readers_always_find_a_whole_checkpoint_while_it_is_replaced(ram: Path) -> None:
+def test_readers_always_find_a_whole_checkpoint_while_it_is_replaced(
+    ram: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``overwrite=True`` has no moment in which there is none, or half of one."""
+    # Between the exchange and the end of the save a reader waits; the writer may wait for a processor then.
+    monkeypatch.setattr("holdfast.store.hold._LOCK_SECONDS", SECONDS)
     path = ram / "model"
     holdfast.save(path, make_state(1, 0), step=1)
     reads = 200
@@ -236,6 +241,9 @@ def test_readers_always_find_a_whole_checkpoint_while_it_is_replaced(ram: Path) 
     def read(pipe: Pipe) -> None:
         pipe.send("ready")
         seen = {load_identity(str(path)) for _ in range(reads)}
+        deadline = time.monotonic() + SECONDS
+        while len(seen) == 1 and time.monotonic() < deadline:  # a busy machine: the two have to meet
+            seen.add(load_identity(str(path)))
         pipe.send(len(seen))
 
     with forked(read) as reader:

