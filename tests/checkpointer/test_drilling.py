@@ -45,7 +45,7 @@ def train(tmp_path: Path, kill: str | None = None) -> int:
     if kill is not None:
         environment[drilling.KILL] = kill
     command = [sys.executable, "-c", TRAIN, str(tmp_path / "run")]
-    return subprocess.run(command, env=environment, timeout=60, check=False).returncode
+    return subprocess.run(command, env=environment, timeout=240, check=False).returncode
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ holdfast.save(sys.argv[1], {"seen": {"a", "b", "c", "d", ("e", frozenset({"f", "
     for seed in range(4):
         path = tmp_path / str(seed)
         environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
-        subprocess.run([sys.executable, "-c", code, str(path)], env=environment, timeout=60, check=True)
+        subprocess.run([sys.executable, "-c", code, str(path)], env=environment, timeout=240, check=True)
         with holdfast.open(path) as opened:
             found.append(contents_of(opened))
     assert found[1:] == found[:-1]

@@ -19,9 +19,10 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, Keep, Options
-from holdfast.engine import faults
+from holdfast.checkpointer.saving import Saving
+from holdfast.engine import WriteJob, faults
 
-TIMEOUT = 60
+TIMEOUT = 240
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -54,9 +55,47 @@ def run(script: str, folder: Path, **extra: Any) -> subprocess.CompletedProcess[
 
 SLOW = 'faults.install(*faults.parse("write:1:slow100+"))\n'
 
+HELD = """
+from holdfast.checkpointer.saving import Saving
+may_end = threading.Event()
+def written(saving, real=Saving.written):
+    assert may_end.wait(200)
+    real(saving)
+Saving.written = written
+"""
+"""Saves end when the script says so, however busy the machine is."""
+
+INTERRUPT = """
+heard = []
+def interrupt(number, frame):
+    if not heard:
+        heard.append(number)
+        raise KeyboardInterrupt
+signal.signal(signal.SIGINT, interrupt)
+def interrupt_soon():
+    while not heard:  # more than once: a signal right before a thread begins to wait does not wake it
+        time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+def interrupted_in(real):
+    def call(*arguments):
+        if not heard:
+            threading.Thread(target=interrupt_soon).start()
+        return real(*arguments)
+    return call
+"""
+"""One Ctrl-C, a little after a call has begun that waits."""
+
 
 def test_the_interpreter_ends_after_the_checkpoint_under_way_is_durable(tmp_path: Path) -> None:
-    done = run(SLOW + "ckpt.save(1)\nassert ckpt.last_durable is None", tmp_path)
+    script = """
+    def let_it_end():
+        threading.main_thread().join()
+        may_end.set()
+    threading.Thread(target=let_it_end).start()
+    ckpt.save(1)
+    assert ckpt.last_durable is None
+    """
+    done = run(SLOW + HELD + textwrap.dedent(script), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert holdfast.open(tmp_path).step == 1
 
@@ -102,17 +141,19 @@ def test_an_interrupt_while_the_step_waits_changes_nothing_of_the_save(tmp_path:
     script = """
     before = model.weight.detach().clone()
     ckpt.save(1)
-    threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT)).start()
+    Saving.release = interrupted_in(Saving.release)
     try:
         train()
     except KeyboardInterrupt:
         pass
     else:
         raise SystemExit("it did not wait")
+    may_end.set()
     ckpt.close()
     assert torch.equal(holdfast.load(sys.argv[1])["model"]["weight"], before)
     """
-    done = run(SLOW.replace("slow100", "slow400") + textwrap.dedent(script), tmp_path)
+    slow = SLOW.replace("slow100", "slow400")
+    done = run(slow + HELD + INTERRUPT + textwrap.dedent(script), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -121,7 +162,11 @@ def test_an_interrupt_while_the_state_is_still_leaving_gives_that_save_up(tmp_pa
     script = """
     loose = {"w": torch.zeros(1 << 20)}
     loose = holdfast.Checkpointer(sys.argv[1] + "-2", loose, mode="snapshot", options=options)
-    threading.Timer(0.15, lambda: signal.raise_signal(signal.SIGINT)).start()
+    def leaving(job, nbytes, timeout, real=holdfast.engine.WriteJob.wait_for_nbytes):
+        while True:  # so slow is the device that the bytes never leave
+            real(job, nbytes, 0.05)
+            time.sleep(0.01)
+    holdfast.engine.WriteJob.wait_for_nbytes = interrupted_in(leaving)
     try:
         loose.save(1)
     except KeyboardInterrupt:
@@ -129,6 +174,7 @@ def test_an_interrupt_while_the_state_is_still_leaving_gives_that_save_up(tmp_pa
     else:
         raise SystemExit("it did not wait")
     loose.state["w"] += 1
+    may_end.set()
     try:
         loose.close()
     except holdfast.SaveFailed as error:
@@ -137,7 +183,7 @@ def test_an_interrupt_while_the_state_is_still_leaving_gives_that_save_up(tmp_pa
         raise SystemExit("nothing was said")
     assert loose.steps == []
     """
-    done = run(SLOW + textwrap.dedent(script), tmp_path)
+    done = run(SLOW + HELD + INTERRUPT + textwrap.dedent(script), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -163,6 +209,9 @@ def test_forked_workers_during_a_save_harm_nobody(tmp_path: Path, workers: int) 
         assert sum(int(batch.sum()) for batch in loader) == sum(i * i for i in range(32))
         train()
     ckpt.close()
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join(60)  # all have been told to end, ours and those of the loader
     assert threading.active_count() == 1, threading.enumerate()
     """
     done = run(SLOW.replace("slow100", "slow30") + textwrap.dedent(script), tmp_path)
@@ -272,7 +321,26 @@ def test_every_failed_save_is_told_of_and_the_last_durable_one_stays(tmp_path: P
     assert ckpt.steps == [1, 6]
 
 
-def test_a_device_that_slows_down_holds_training_up_no_longer_than_the_timeout(tmp_path: Path) -> None:
+def hold(patch: pytest.MonkeyPatch) -> threading.Event:
+    """No byte is seen to leave memory, and no save ends, before the event, however busy the machine is."""
+    opened, written, wait_for_nbytes = threading.Event(), Saving.written, WriteJob.wait_for_nbytes
+
+    def ending(saving: Saving) -> None:
+        assert opened.wait(TIMEOUT)
+        written(saving)
+
+    def leaving(job: WriteJob, nbytes: int, timeout: float | None = None) -> bool:
+        return opened.wait(timeout) and wait_for_nbytes(job, nbytes, timeout)
+
+    patch.setattr(Saving, "written", ending)
+    patch.setattr(WriteJob, "wait_for_nbytes", leaving)
+    return opened
+
+
+def test_a_device_that_slows_down_holds_training_up_no_longer_than_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = hold(monkeypatch)
     model, optimizer, ckpt = training(tmp_path, timeout=0.2)
     step_of(model, optimizer)
     before = model.weight.detach().clone()
@@ -282,10 +350,12 @@ def test_a_device_that_slows_down_holds_training_up_no_longer_than_the_timeout(t
         assert not torch.equal(model.weight, before)  # it went on
         with pytest.raises(holdfast.SaveFailed, match="step 2 was not saved: the save of step 1"):
             ckpt.save(2)
+        opened.set()
         deadline = time.monotonic() + TIMEOUT
         while "idle" not in ckpt.progress():
             assert time.monotonic() < deadline
             threading.Event().wait(0.01)
+    ckpt._timeout = ckpt._crew.timeout = TIMEOUT  # from here on nothing is slow but the machine
     with pytest.raises(holdfast.SaveFailed, match=r"step 1 was given up: its bytes had not left memory"):
         ckpt.save(3)
     ckpt.close()
@@ -293,11 +363,13 @@ def test_a_device_that_slows_down_holds_training_up_no_longer_than_the_timeout(t
     assert torch.equal(holdfast.load(tmp_path)["model"]["weight"], model.weight)
 
 
-def test_waiting_has_a_timeout(tmp_path: Path) -> None:
+def test_waiting_has_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = hold(monkeypatch)
     _, _, ckpt = training(tmp_path)
     with faults.injected("write:1:slow500"), ckpt:
         saving = ckpt.save(1)
         assert saving is not None
         with pytest.raises(holdfast.EngineTimeout, match="step 1 was not durable within"):
             ckpt.wait(timeout=0.05)
+        opened.set()
         assert saving.wait().step == 1

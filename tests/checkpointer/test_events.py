@@ -370,14 +370,14 @@ def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
     ready = threading.Barrier(4)
 
     def add(first: int) -> None:
-        ready.wait(30)
+        ready.wait(120)
         add_all(log, range(first, first + 200))
 
     threads = [threading.Thread(target=add, args=(1000 * number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     log.close()
     found, skipped = read_events(tmp_path)
     assert skipped == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,53 @@ from torch import nn
 
 import holdfast
 from holdfast import Checkpointer, Keep, Options
+from holdfast.checkpointer.saving import Saving
 from holdfast.engine import faults
 
 LARGE = 700  # a square matrix of so many floats is 2 MB: more than one window below
 SMALL_WINDOWS = Options(backend="threads", memory_nbytes=2 << 20)
 """Leaves nothing for copies: buffers have to leave at the disk's pace."""
 ONE_WINDOW = Options(backend="threads", memory_nbytes=80 << 20)
+PATIENCE = 120.0
 
 
 @pytest.fixture
-def slow_device() -> Iterator[None]:
+def _saves_wait_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No save ends before training waits for it, however long a busy machine lets training stand still."""
+    awaited: weakref.WeakKeyDictionary[Saving, threading.Event] = weakref.WeakKeyDictionary()
+    start, written = Saving.start, Saving.written
+
+    def starting(saving: Saving) -> None:
+        awaited[saving] = threading.Event()
+        start(saving)
+
+    def ending(saving: Saving) -> None:
+        assert awaited[saving].wait(PATIENCE), "nobody waits for this save"
+        written(saving)
+
+    def waiting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(saving: Saving, *arguments: Any) -> Any:
+            awaited[saving].set()
+            return real(saving, *arguments)
+
+        return wait
+
+    monkeypatch.setattr(Saving, "start", starting)
+    monkeypatch.setattr(Saving, "written", ending)
+    for name in ("release", "join", "wait"):
+        monkeypatch.setattr(Saving, name, waiting(getattr(Saving, name)))
+
+
+@pytest.fixture
+def slow_device(_saves_wait_for_training: None) -> Iterator[None]:
     """Every write takes long enough for training to overtake it."""
     with faults.injected("write:1:slow60+"):
         yield
 
 
 @pytest.fixture
-def crawling_device() -> Iterator[None]:
-    """Every write takes long enough for a change to come before its end for certain."""
+def crawling_device(_saves_wait_for_training: None) -> Iterator[None]:
+    """Every write takes long enough for a change to come while it is under way."""
     with faults.injected("write:1:slow500+"):
         yield
 
@@ -363,11 +393,13 @@ def test_restoring_waits_for_the_save_under_way(tmp_path: Path, slow_device: Non
 def test_the_hooks_are_gone_after_closing(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
         ckpt.save(1)
     assert not optimizer._optimizer_step_pre_hooks
-    assert threading.active_count() == threads
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(PATIENCE)  # it has said that the save is over, and ends
+        assert not thread.is_alive()
 
 
 def test_progress_says_what_is_under_way(tmp_path: Path, slow_device: None) -> None:
