@@ -16,7 +16,7 @@ def loaded_after(script: str, names: list[str]) -> list[str]:
     code = (
         f"{textwrap.dedent(script)}\nimport sys\nprint(*[name for name in {names!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.study.drill import aim as aiming
 from holdfast.study.drill import drill as study
 from holdfast.study.drill.child import DrillFailed
 from holdfast.study.drill.judge import Agreement, Difference, Final
@@ -216,6 +218,7 @@ def test_wrong_usage_exits_with_2(arguments: tuple[str, ...]) -> None:
 
 def test_a_real_drill_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(aiming, "_SHORT_SECONDS", math.inf)  # killed by a call, however long a sync takes
     code = """
 import numpy, holdfast
 state = {"w": numpy.zeros(10)}

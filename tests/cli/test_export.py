@@ -249,7 +249,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
         [sys.executable, "-c", code, str(tmp_path / "one"), str(output)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=True,
     )
     peak = int(result.stdout.split()[-1]) * 1024

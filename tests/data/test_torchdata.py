@@ -24,13 +24,13 @@ def shuffled(workers: int) -> Any:
         shuffle=True,
         num_workers=workers,
         generator=torch.Generator().manual_seed(3),
-        timeout=60 if workers else 0,
+        timeout=240 if workers else 0,
     )
 
 
 def streamed(workers: int) -> Any:
     return stateful_dataloader.StatefulDataLoader(
-        Stream(20), batch_size=3, num_workers=workers, timeout=60 if workers else 0
+        Stream(20), batch_size=3, num_workers=workers, timeout=240 if workers else 0
     )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+DYING_SECONDS = 120.0
 
 
 @contextmanager
@@ -41,15 +43,20 @@ def run(ranks: int, example: str, *arguments: object) -> list[str]:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL for the agent and all ranks at once: nobody has time to say anything."""
-    ranks = children(process.pid) if process.poll() is None else []
+    """SIGKILL for the agent and all ranks at once: nobody has time to say anything. All are gone then."""
+    ranks = []
+    for pid in children(process.pid) if process.poll() is None else []:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            ranks.append(os.pidfd_open(pid))
     process.kill()
-    for pid in ranks:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(rank, signal.SIGKILL)
     process.wait()
+    for rank in ranks:
+        # A call that was under way is finished first: a rename, say. And until then the run is locked.
+        assert select.select([rank], [], [], DYING_SECONDS)[0], "a rank does not die of SIGKILL"
+        os.close(rank)
 
 
 def children(pid: int) -> list[int]:

@@ -115,6 +115,7 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(tmp_path: Path) 
     with World(2, 3 << 20, tmp_path, timeout=120.0) as world:
         pids = world.pids
         os.kill(pids[1], signal.SIGKILL)
+        os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)  # gone, so that the other can only miss it
         with pytest.raises(RankEnded, match="rank 1 was ended by signal 9"):
             world.tell(Prepare(RECYCLED, str(tmp_path)))
         for pid in pids:
