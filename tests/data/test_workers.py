@@ -134,7 +134,7 @@ def _no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     And time for that: torch terminates a worker that a busy machine keeps from ending for five seconds.
     """
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", float(PATIENCE))
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 60.0)
     gc.collect()
     gc.disable()
     yield
