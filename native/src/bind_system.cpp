@@ -59,6 +59,11 @@ void bind_system(nb::module_& m) {
   m.def("rename", on_paths(sys::rename));
   m.def("exchange", on_paths(sys::exchange));
 
+  m.def("identity", [](nb::handle path) {
+    const sys::Identity found = sys::identity(fs_path(path));
+    return std::make_tuple(found.device, found.inode, found.made_ns);
+  });
+
   m.def("probe", [](nb::handle path) {
     const std::string where = fs_path(path);
     const Probe probe = probe_directory(where);

@@ -213,6 +213,14 @@ uint64_t size(const File& file) {
   return static_cast<uint64_t>(info.st_size);
 }
 
+Identity identity(const std::string& path) {
+  struct statx info{};
+  check(::statx(AT_FDCWD, path.c_str(), 0, STATX_INO | STATX_BTIME, &info), Call::open, path);
+  const uint64_t device = (static_cast<uint64_t>(info.stx_dev_major) << 32) | info.stx_dev_minor;
+  const bool known = (info.stx_mask & STATX_BTIME) != 0;
+  return {device, info.stx_ino, known ? info.stx_btime.tv_sec * 1'000'000'000 + info.stx_btime.tv_nsec : 0};
+}
+
 std::optional<ssize_t> intercept(Call call, uint64_t nbytes) {
   const Verdict verdict = decide(call);
   if (!verdict.intervene) return std::nullopt;

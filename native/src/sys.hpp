@@ -60,6 +60,12 @@ void mkdir(const std::string& path, mode_t mode = 0755);
 void rmdir(const std::string& path);
 void unlink(const std::string& path);
 uint64_t size(const File& file);
+// What tells a file or directory from all others, also from one that had its inode before it was made.
+struct Identity {
+  uint64_t device, inode;
+  int64_t made_ns;  // 0 where the file system does not keep it
+};
+Identity identity(const std::string& path);
 
 // Transfers: the result of one call, -errno on failure. Short counts are the caller's to continue; segments beyond
 // those that the kernel takes in one call are left to such a continuation.

@@ -6,13 +6,14 @@ import os
 from collections.abc import Sequence
 
 from holdfast import _native
-from holdfast._native import PendingFile, exchange, mkdir, rename, rmdir, sync_dir, unlink
+from holdfast._native import PendingFile, exchange, identity, mkdir, rename, rmdir, sync_dir, unlink
 from holdfast.engine.transfer import WriteJob
 
 __all__ = [
     "PendingFile",
     "anchor",
     "exchange",
+    "identity",
     "make_directories",
     "mkdir",
     "remove_tree",
@@ -66,27 +67,25 @@ def anchor(directory: str, *, once: bool = False) -> None:
     Whoever made them may not have synced them, or was killed before: what is durable inside of a directory
     would be lost with its name.
     """
-    if once and _identity(directory) in _anchored:
+    here = directory, identity(directory)
+    if once and here in _anchored:
         return
     at = os.path.realpath(directory)
     while not os.path.ismount(at):
-        identity = _identity(at)
-        if once and identity in _anchored:
-            return
+        known = at, identity(at)
+        if once and known in _anchored:
+            break
         at = os.path.dirname(at)
         try:
             sync_dir(at)
         except PermissionError:
             return  # where we may not even look, others have put us
-        _anchored.add(identity)
+        _anchored.add(known)
+    _anchored.add(here)
 
 
-_anchored: set[tuple[int, int]] = set()
-
-
-def _identity(path: str) -> tuple[int, int]:
-    info = os.stat(path)
-    return info.st_dev, info.st_ino
+# By name, and with the time it was made: it may be moved, and once removed it leaves its inode to the next.
+_anchored: set[tuple[str, tuple[int, int, int]]] = set()
 
 
 def remove_tree(path: str) -> None:

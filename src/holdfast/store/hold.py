@@ -11,8 +11,9 @@ from holdfast.errors import CheckpointNotFound
 from holdfast.store.directories import try_lock_directory, unlock_directory
 from holdfast.store.failures import reading
 
-_LOCK_SECONDS = 2.0
-"""A writer holds a checkpoint that is already visible only while it syncs the directory above."""
+_LOCK_SECONDS = 60.0
+"""A writer holds a checkpoint that is already visible only while it syncs the directory above: as long as the
+device takes for that, be it a slow one, or a busy machine's."""
 
 
 class Hold:

@@ -33,6 +33,7 @@ _ENVIRONMENT = {
 }
 _LAST_LINES = 3
 _END_SECONDS = 10.0
+_POLL_SECONDS = 0.01
 _GRACE_SECONDS = 1.0
 
 
@@ -133,11 +134,13 @@ class World(AbstractContextManager["World"]):
     def _first_to_end(self) -> str | None:
         """The rank that has ended, if one has: what others say is then only that they miss it."""
         end = time.monotonic() + _GRACE_SECONDS  # sockets close a moment before a process is gone
-        for rank, process in enumerate(self._processes):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
-                return self._end_of(rank)
-        return None
+        while True:
+            for rank, process in enumerate(self._processes):
+                if process.poll() is not None:
+                    return self._end_of(rank)
+            if time.monotonic() > end:
+                return None
+            time.sleep(_POLL_SECONDS)
 
     def _end_of(self, rank: int) -> str:
         code = self._processes[rank].wait()

@@ -136,7 +136,7 @@ def restart_of(life: Life, last_step: int) -> Restart:
         build_seconds=ready.built - ready.imported,
         restore_seconds=ready.restored - ready.built,
         step_seconds=life.steps[0].ended - ready.restored,
-        lost=last_step - ready.completed,
+        lost=max(0, last_step - ready.completed),  # killed between a save and the word of it: none
     )
 
 
@@ -166,13 +166,16 @@ def live(directory: Path, program: str, shape: Gpt2, load: Load, mode: str) -> L
         try:
             assert child.stdout is not None
             for line in child.stdout:
+                # What it does until the kill reaches it counts as well; the last line may be half of one.
+                if not line.endswith(b"\n"):
+                    break
                 match decoder.decode(line):
                     case Ready() as ready:
                         pass
                     case Stepped() as stepped:
                         steps.append(stepped)
                 if len(steps) == STEPS:
-                    break
+                    child.send_signal(signal.SIGKILL)
         finally:
             overdue.cancel()
             child.send_signal(signal.SIGKILL)
