@@ -14,6 +14,8 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pickle
+import re
+import signal
 import socket
 import sys
 import tempfile
@@ -28,8 +30,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 HOST = "127.0.0.1"
-GRACE_SECONDS = 2.0
+TIMEOUT_SECONDS = 150.0
+"""Only a hang takes longer, on a machine that is busy with other tests and whose disk is slow."""
+GRACE_SECONDS = 60.0
 """How long a rank that is late may take to print where it stands, before it is killed."""
+LEAVING_SECONDS = 10.0
+"""How long one may take to end that only stayed for the sake of others that were late."""
 
 StoreHost = Literal["agent", "rank0"]
 
@@ -52,6 +58,11 @@ _ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
 }
+
+_TELL = signal.SIGUSR2
+"""Makes a rank print where its threads are, whatever they do."""
+_TOLD = re.compile(r'launcher\.py", line [0-9]+ in _run$', re.MULTILINE)
+"""The outermost frame here, and so printed after all that it has called."""
 
 # Also for this process, in which stores are hosted and looked at. Their threads read it whenever they start.
 os.environ["RES_OPTIONS"] = _ENVIRONMENT["RES_OPTIONS"]
@@ -123,30 +134,53 @@ class Ranks:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send_bytes(b"begin")
 
-    def join(self) -> list[Outcome]:
-        """Wait for all, kill those that take too long; what became of each."""
-        end = self._end + GRACE_SECONDS
-        late = self._wait(range(1, len(self._processes)), end)
+    def await_ended(self, ranks: Sequence[int]) -> None:
+        """Wait until these have ended; AssertionError when they take too long."""
+        late = self._wait(ranks, self._end)
+        assert not late, f"{late} of these ranks have not ended"
+
+    def join(self, seconds: float | None = None) -> list[Outcome]:
+        """Wait for all, kill those that take too long, or longer than `seconds`; what became of each."""
+        if seconds is not None:
+            self._end = min(self._end, time.monotonic() + seconds)
+        late = self._end_late(self._wait(range(1, len(self._processes)), self._end))
         self._pipes[0].close()
         # One that only stayed for the others' sake needs a moment to end.
-        late |= self._wait([0], max(end, time.monotonic() + GRACE_SECONDS) if late else end)
+        end = max(self._end, time.monotonic() + LEAVING_SECONDS) if late else self._end
+        late |= self._end_late(self._wait([0], end))
         return [self._outcome(rank, rank in late) for rank in range(len(self._processes))]
 
     def _wait(self, ranks: Sequence[int], end: float) -> set[int]:
-        """Wait until these ranks have ended, kill those that have not at the end; which those were."""
+        """Wait until these ranks have ended; those that have not at the end."""
         left = {self._processes[rank].sentinel: rank for rank in ranks}
         ended: Sequence[Any] = (None,)
         while left and ended:
             ended = multiprocessing.connection.wait(list(left), max(0.0, end - time.monotonic()))
             for sentinel in ended:
                 self._processes[left.pop(sentinel)].join()
-        for rank in left.values():
-            self._processes[rank].kill()
-            self._processes[rank].join()
         return set(left.values())
 
+    def _end_late(self, ranks: set[int]) -> set[int]:
+        """Kill these ranks, as soon as they have printed where they stand."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself after all
+                os.kill(self.pids[rank], _TELL)
+        end = time.monotonic() + GRACE_SECONDS
+        for rank in ranks:
+            process = self._processes[rank]
+            while time.monotonic() < end and not _TOLD.search(self._output(rank)):
+                process.join(0.05)
+                if not process.is_alive():
+                    break
+            process.kill()
+            process.join()
+        return ranks
+
+    def _output(self, rank: int) -> str:
+        return (self._folder / f"{rank}.output").read_text(errors="replace").strip()
+
     def _outcome(self, rank: int, late: bool) -> Outcome:
-        output = (self._folder / f"{rank}.output").read_text(errors="replace").strip()
+        output = self._output(rank)
         exitcode = self._processes[rank].exitcode
         try:
             data = (self._folder / f"{rank}.result").read_bytes()
@@ -160,7 +194,7 @@ def launch(
     world: int,
     target: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = TIMEOUT_SECONDS,
     store: StoreHost = "agent",
     env: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
@@ -178,7 +212,7 @@ def started(
     world: int,
     target: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = TIMEOUT_SECONDS,
     store: StoreHost = "agent",
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Ranks]:
@@ -255,7 +289,7 @@ def prepared_context() -> multiprocessing.context.ForkServerContext:
 def _run(orders: _Orders, parent: Connection, listener: socket.socket | None) -> None:
     """The whole life of a rank."""
     _redirect(Path(orders.folder, f"{orders.rank}.output"))
-    faulthandler.dump_traceback_later(orders.timeout)
+    faulthandler.register(_TELL, all_threads=True)
     os.environ.update(_variables(orders))
     failed = False
     try:
@@ -273,7 +307,6 @@ def _run(orders: _Orders, parent: Connection, listener: socket.socket | None) ->
             while parent.recv_bytes():
                 continue
     _leave()
-    faulthandler.cancel_dump_traceback_later()
     sys.exit(1 if failed else 0)
 
 

@@ -21,13 +21,16 @@ def _sum(number: int) -> tuple[int, int, int, str]:
 
 def _different_ends() -> str:
     rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
     print(f"rank {rank} prints")
+    if rank == 3:
+        store.set("where it hangs", b"")
+        time.sleep(600)
+    store.wait(["where it hangs"])
     if rank == 1:
         raise ValueError("one does not fit")
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 3:
-        time.sleep(600)
     return "fine"
 
 
@@ -52,14 +55,16 @@ def _end_at_different_times(seconds: float) -> bytes:
 
 @pytest.mark.parametrize("store", ["agent", "rank0"])
 def test_a_world_of_processes_runs_collectives(store):
-    found = values(launch(3, _sum, 5, store=store, timeout=30))
+    found = values(launch(3, _sum, 5, store=store))
     assert [value[:2] for value in found] == [(0, 18), (1, 18), (2, 18)]
     assert len({pid for _, _, pid, _ in found} | {os.getpid()}) == 4
     assert [variable for *_, variable in found] == ["0", "1", "2"]
 
 
 def test_every_end_is_told_and_a_hang_is_one_of_them():
-    fine, raised, killed, hung = launch(4, _different_ends, timeout=3)
+    with started(4, _different_ends) as ranks:
+        ranks.await_ended([0, 1, 2])
+        fine, raised, killed, hung = ranks.join(0.0)
     assert fine.ok
     assert fine.value == "fine"
     assert (raised.error, raised.message, raised.exitcode) == ("ValueError", "one does not fit", 1)
@@ -73,14 +78,14 @@ def test_every_end_is_told_and_a_hang_is_one_of_them():
 
 
 def test_a_store_of_rank_0_dies_with_it_but_not_before():
-    first, second = launch(2, _ask_the_store_of_a_dead_rank, store="rank0", timeout=30)
+    first, second = launch(2, _ask_the_store_of_a_dead_rank, store="rank0")
     assert first.exitcode == -signal.SIGKILL
     assert second.value in {"DistNetworkError", "DistStoreError", "RuntimeError"}
     assert values(launch(2, _end_at_different_times, 0.5, store="rank0")) == [b"first", b"message"]
 
 
 def test_ranks_can_be_killed_from_outside_and_none_is_left():
-    with started(2, time.sleep, 600, timeout=30) as ranks:
+    with started(2, time.sleep, 600) as ranks:
         os.kill(ranks.pids[1], signal.SIGKILL)
         pids = ranks.pids
     for pid in pids:
