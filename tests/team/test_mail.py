@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed.launcher import prepared_context
+from distributed.patience import PATIENCE_SECONDS, wait_until_stopped
 from holdfast.errors import RankFailed
 from holdfast.team import mail as mail_module
 from holdfast.team.mail import MAX_MESSAGE_NBYTES, Mail, Silence
@@ -89,7 +90,7 @@ def test_threads_that_wait_do_not_keep_others_waiting(mail):
     found = {}
 
     def wait(number):
-        found[number] = mail.read(f"late {number}", 30)
+        found[number] = mail.read(f"late {number}", PATIENCE_SECONDS)
 
     threads = [threading.Thread(target=wait, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -97,7 +98,7 @@ def test_threads_that_wait_do_not_keep_others_waiting(mail):
     for number in range(4):
         mail.post(f"late {number}", b"%d" % number)
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_SECONDS)
     assert found == {number: b"%d" % number for number in range(4)}
 
 
@@ -160,7 +161,7 @@ def test_a_store_whose_host_was_killed_is_a_failure_at_once_also_for_who_is_wait
     thread = threading.Thread(target=wait)
     thread.start()
     os.kill(host.pid, signal.SIGKILL)
-    thread.join(30)
+    thread.join(PATIENCE_SECONDS)
     assert len(errors) == 1
     assert "the process group's store cannot be reached: its host, rank 0 or the launcher" in str(errors[0])
     with pytest.raises(RankFailed, match="cannot be reached"):
@@ -168,11 +169,12 @@ def test_a_store_whose_host_was_killed_is_a_failure_at_once_also_for_who_is_wait
 
 
 def test_a_store_that_stopped_answering_does_not_keep_anybody(hosted, monkeypatch):
-    monkeypatch.setattr(mail_module, "ANSWER_SECONDS", 0.3)
     store, host = hosted
     mail = Mail(store, "mine")
     mail.post("key", b"x")
     os.kill(host.pid, signal.SIGSTOP)
+    wait_until_stopped(host.pid)
+    monkeypatch.setattr(mail_module, "ANSWER_SECONDS", 0.3)  # as long as it answered it had time to
     for call in (
         lambda: mail.read("nothing", 0.2),
         lambda: mail.collect(["key", "nothing"], 0.2),

@@ -6,20 +6,22 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
 
 from distributed.launcher import HOST, launch, values
+from distributed.patience import PATIENCE_SECONDS, expecting, said_together
 from holdfast.errors import RankFailed
-from holdfast.team import Team, join
+from holdfast.team import Team, join, meeting
 from holdfast.team.mail import Mail
 from holdfast.team.meeting import name_ranks, purpose_prefix
 from holdfast.team.places import _cpus, machine, numa_node
 from holdfast.team.team import _default_store
 
 
-def _join(purpose: str, timeout: float = 20) -> Team:
+def _join(purpose: str, timeout: float = PATIENCE_SECONDS) -> Team:
     team = join(purpose, timeout)
     assert team is not None
     return team
@@ -32,7 +34,7 @@ def _failure(purpose: str, timeout: float):
 
 
 def _works(team: Team) -> bool:
-    return list(team.exchange("views", b"%d" % team.rank, 20).values()) == [(0,), (1,), (2,)]
+    return list(team.exchange("views", b"%d" % team.rank, PATIENCE_SECONDS).values()) == [(0,), (1,), (2,)]
 
 
 def _nobody() -> bool:
@@ -41,20 +43,22 @@ def _nobody() -> bool:
 
 def test_there_is_no_team_without_others(monkeypatch):
     assert _nobody()  # no process group
-    assert values(launch(1, _nobody, timeout=30)) == [True]
+    assert values(launch(1, _nobody)) == [True]
     monkeypatch.delitem(sys.modules, "torch.distributed")
     assert _nobody()
 
 
 def _different_purposes(timeout):
     purpose = "save to /here" if dist.get_rank() == 0 else "Checkpointer /there"
-    found = _failure(purpose, timeout)
+    with said_together():
+        found = _failure(purpose, timeout)
+    dist.barrier()  # until all have told where the others are, nobody is elsewhere
     team = _join("long " * 10_000)
     return found, _works(team)
 
 
 def test_ranks_that_come_for_different_purposes_learn_what_the_others_are_at():
-    coordinator, *others = values(launch(3, _different_purposes, 1.0, timeout=30))
+    coordinator, *others = values(launch(3, _different_purposes, 1.0))
     assert coordinator == (
         (
             "ranks 1, 2 did not come to the meeting for save to /here within 1 s; "
@@ -75,12 +79,17 @@ def _misses(timeout):
     rank, out = dist.get_rank(), []
     mail = Mail(_default_store(), "test")
     for absent in (2, 0, 1):
+        others = [other for other in range(3) if other != absent]
         if rank != absent:
-            out.append(_failure("run", timeout)[1])
+            # Who waits for one that is there has time: it is the coordinator that gives up, or nobody.
+            in_vain = rank == 0 or absent == 0
+            meeting.GRACE_SECONDS = 0.1 if in_vain else PATIENCE_SECONDS
+            with expecting(*others):
+                out.append(_failure("run", timeout if in_vain else PATIENCE_SECONDS)[1])
             mail.post(f"{absent}/gave up/{rank}", b"")
         else:
-            others = [f"{absent}/gave up/{other}" for other in range(3) if other != absent]
-            assert len(mail.collect(others, 30)) == 2
+            assert len(mail.collect([f"{absent}/gave up/{other}" for other in others], PATIENCE_SECONDS)) == 2
+        meeting.GRACE_SECONDS = PATIENCE_SECONDS
         team = _join("run")
         assert _works(team)
         if absent != 2:  # whether they leave in order or not
@@ -89,7 +98,7 @@ def _misses(timeout):
 
 
 def test_a_rank_that_missed_a_meeting_finds_the_next():
-    assert values(launch(3, _misses, 1.0, timeout=60)) == [[(2,), (1,)], [(2,), (0,)], [(0,), (1,)]]
+    assert values(launch(3, _misses, 1.0)) == [[(2,), (1,)], [(2,), (0,)], [(0,), (1,)]]
 
 
 def _give_up(mail_key):
@@ -98,44 +107,51 @@ def _give_up(mail_key):
         collect = Mail.collect
 
         def interrupted(self, keys, timeout):
-            self.read(mail_key, 20)
+            self.read(mail_key, PATIENCE_SECONDS)
             raise KeyboardInterrupt
 
         Mail.collect = interrupted
         with pytest.raises(KeyboardInterrupt):
-            join("run", 20)
+            join("run", PATIENCE_SECONDS)
         Mail.collect = collect
         out = None
     elif dist.get_rank() == 1:
-        out = _failure("run", 20)
+        out = _failure("run", PATIENCE_SECONDS)
         Mail(_default_store(), "test").post("told", b"")
     else:
-        out = Mail(_default_store(), "test").read("told", 20)
+        out = Mail(_default_store(), "test").read("told", PATIENCE_SECONDS)
     return out, _works(_join("run"))
 
 
 def test_a_meeting_that_the_coordinator_gave_up_is_closed():
-    first, second, third = values(launch(3, _give_up, "answer/1/1", timeout=30))
+    first, second, third = values(launch(3, _give_up, "answer/1/1"))
     assert (first, third) == ((None, True), (b"", True))
     assert second == (("rank 0 gave up the meeting for run", (0,)), True)
 
 
-def _coordinator_dies_in_the_meeting():
+def _coordinator_dies_in_the_meeting(timeout):
     if dist.get_rank() == 0:
-        threading.Thread(target=join, args=("run", 0.5), daemon=True).start()
-        Mail(_default_store(), f"holdfast/{purpose_prefix('run')}").read("answer/1/1", 20)
+        Mail.collect = lambda self, keys, timeout: time.sleep(600)  # it never closes the meeting
+        threading.Thread(target=join, args=("run", timeout), daemon=True).start()
+        home = Mail(_default_store(), f"holdfast/{purpose_prefix('run')}")
+        home.read("answer/1/1", PATIENCE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
     elif dist.get_rank() == 1:
-        return _failure("run", 0.5)
+        if timeout < PATIENCE_SECONDS:
+            Mail.forget = lambda self, keys: None  # however late rank 0 looks, there is the answer
+        return _failure("run", PATIENCE_SECONDS)
     return None
 
 
 @pytest.mark.parametrize(
-    ("store", "expected"),
-    [("agent", "rank 0 opened the meeting for run and did not close it"), ("rank0", "cannot be reached")],
+    ("store", "timeout", "expected"),
+    [
+        ("agent", 0.5, "rank 0 opened the meeting for run and did not close it within 0.5 s"),
+        ("rank0", PATIENCE_SECONDS, "cannot be reached"),  # at once
+    ],
 )
-def test_a_coordinator_that_dies_in_a_meeting_is_noticed(store, expected):
-    killed, waiting, _ = launch(3, _coordinator_dies_in_the_meeting, store=store, timeout=30)
+def test_a_coordinator_that_dies_in_a_meeting_is_noticed(store, timeout, expected):
+    killed, waiting, _ = launch(3, _coordinator_dies_in_the_meeting, timeout, store=store)
     assert killed.exitcode == -signal.SIGKILL
     message, _ = values([waiting])[0]
     assert expected in message
@@ -147,7 +163,7 @@ def _again_and_again(turns):
     tokens = []
     for turn in range(turns):
         team = _join("run")
-        told = team.tell("turn", b"%d" % turn if rank == 0 else None, 20)
+        told = team.tell("turn", b"%d" % turn if rank == 0 else None, PATIENCE_SECONDS)
         assert told == b"%d" % turn
         tokens.append(team.mail._prefix)
         if turn % 2:
@@ -156,7 +172,7 @@ def _again_and_again(turns):
 
 
 def test_no_meeting_is_attended_twice():
-    first, *others = values(launch(4, _again_and_again, 30, timeout=60))
+    first, *others = values(launch(4, _again_and_again, 30))
     assert len(set(first)) == 30
     assert all(other == first for other in others)
 
@@ -179,7 +195,7 @@ def _new_process_groups():
 
 
 def test_a_new_process_group_is_a_new_world():
-    assert values(launch(3, _new_process_groups, timeout=40)) == [[True] * 3] * 3
+    assert values(launch(3, _new_process_groups)) == [[True] * 3] * 3
 
 
 def test_processors_belong_to_sockets(tmp_path):

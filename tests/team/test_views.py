@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.launcher import launch, values
+from distributed.patience import PATIENCE_SECONDS
 from holdfast.errors import RankFailed
 from holdfast.format.geometry import Box
 from holdfast.plan.placement import Mesh, Split, Spread
@@ -113,27 +114,27 @@ def test_bytes_that_are_no_view_are_refused(data):
 
 def _exchange():
     rank = dist.get_rank()
-    team = join("run", 20)
+    team = join("run", PATIENCE_SECONDS)
     assert team is not None
     both = Spread(Mesh.grid(3), (Split(0, 0),))
     view = (Seen("weight", "F32", (9, 2), both),)
     if rank == 2:
         view += (Seen("last", "F32", (3,)),)
-    views = exchange_views(team, view, 20)
+    views = exchange_views(team, view, PATIENCE_SECONDS)
     leaves = merge_views(views)
     if rank == 1:
-        team.exchange("bad", b"garbage", 20)
+        team.exchange("bad", b"garbage", PATIENCE_SECONDS)
         failure = None
     else:
         with pytest.raises(RankFailed) as caught:
-            exchange_views(team, view, 20, key="bad")
+            exchange_views(team, view, PATIENCE_SECONDS, key="bad")
         failure = str(caught.value), caught.value.ranks
     team.close()
     return list(views.values()), [leaf.name for leaf in leaves], leaves, failure
 
 
 def test_all_ranks_get_the_same_views():
-    found = values(launch(3, _exchange, timeout=30))
+    found = values(launch(3, _exchange))
     for ranks, names, leaves, _ in found:
         assert ranks == [(0, 1), (2,)]
         assert names == ["weight", "last"]

@@ -1,0 +1,102 @@
+"""Short time-outs for ranks that do not come, and for nobody else.
+
+Where a test is about silence, a rank that the machine has not let run for some seconds must not be taken for
+a silent one. So the time of the silent begins when everybody else has come: on events, not on luck. All of
+this changes how the present process waits for messages, and nothing of what they say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from holdfast.team.mail import Mail, Silence
+from holdfast.team.meeting import Board
+
+PATIENCE_SECONDS = 60.0
+"""For what is sure to come: only a hang takes longer."""
+_LOOK_SECONDS = 0.2
+
+
+@contextmanager
+def expecting(*ranks: int) -> Iterator[None]:
+    """Whoever collects messages of several ranks waits for these first, and only then begins to count."""
+    collect = Mail.collect
+    known = {str(rank) for rank in ranks}
+
+    def patient(self: Mail, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+        if timeout > 0:
+            collect(self, [key for key in keys if _last(key) in known], PATIENCE_SECONDS)
+        return collect(self, keys, timeout)
+
+    Mail.collect = patient  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Mail.collect = collect  # type: ignore[method-assign]
+
+
+@contextmanager
+def said_together() -> Iterator[None]:
+    """All ranks have said what they are at before the time of anybody begins."""
+    import torch.distributed as dist
+
+    say = Board.say
+
+    def together(self: Board, rank: int, what: str) -> None:
+        say(self, rank, what)
+        dist.barrier()
+
+    Board.say = together  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Board.say = say  # type: ignore[method-assign]
+
+
+def outlive(victim: int, pid: int) -> None:
+    """From now on, time-outs count from the death of a rank, which is that process; the living have time."""
+    read, collect = Mail.read, Mail.collect
+
+    def patient_read(self: Mail, key: str, timeout: float) -> bytes:
+        """What is read by itself is the coordinator's."""
+        if timeout > 0 and victim != 0:
+            return read(self, key, max(timeout, PATIENCE_SECONDS))
+        while timeout > 0 and lives(pid):
+            with suppress(Silence):
+                return read(self, key, _LOOK_SECONDS)
+        return read(self, key, timeout)
+
+    def patient_collect(self: Mail, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+        if timeout > 0:
+            collect(self, [key for key in keys if _last(key) != str(victim)], PATIENCE_SECONDS)
+        while timeout > 0 and lives(pid):
+            found = collect(self, keys, _LOOK_SECONDS)
+            if len(found) == len(keys):
+                return found
+        return collect(self, keys, timeout)
+
+    Mail.read = patient_read  # type: ignore[method-assign]
+    Mail.collect = patient_collect  # type: ignore[method-assign]
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Until a process that was sent SIGSTOP does nothing any more."""
+    while "T" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
+        time.sleep(0.01)
+
+
+def _last(key: str) -> str:
+    """Of a rank's message to the coordinator this is the rank."""
+    return key.rpartition("/")[2]
