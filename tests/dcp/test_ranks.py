@@ -243,7 +243,7 @@ def four_ranks(folder: str) -> None:
 
 
 def test_ranks_of_a_mesh_and_of_groups(tmp_path: Path) -> None:
-    values(launch(4, four_ranks, str(tmp_path), timeout=100))
+    values(launch(4, four_ranks, str(tmp_path)))
     for name in ("grid", "replicated", "group"):
         assert holdfast.verify(tmp_path / name).problems == ()
     assert holdfast.open(tmp_path / "group").world == 2
@@ -260,8 +260,8 @@ def test_ranks_of_a_mesh_and_of_groups(tmp_path: Path) -> None:
 
 def test_ranks_save_and_load_together(tmp_path: Path) -> None:
     save(whole_state(), tmp_path / "one")
-    values(launch(2, two_ranks, str(tmp_path), timeout=100))
-    values(launch(3, three_ranks, str(tmp_path), timeout=100))
+    values(launch(2, two_ranks, str(tmp_path)))
+    values(launch(3, three_ranks, str(tmp_path)))
     # And one process has all of it again.
     for name in ("two", "three", "async", "failing"):
         path = tmp_path / name
@@ -314,7 +314,7 @@ def killed(path: str, victim: Victim) -> None:
 @pytest.mark.parametrize("victim", ["writer", "coordinator"])
 def test_a_killed_rank_leaves_no_checkpoint_and_the_next_save_works(tmp_path: Path, victim: Victim) -> None:
     path = tmp_path / "first"
-    outcomes = launch(2, killed, str(path), victim, timeout=60)
+    outcomes = launch(2, killed, str(path), victim)
     dead = 1 if victim == "writer" else 0
     assert outcomes[dead].exitcode == -signal.SIGKILL
     assert not outcomes[1 - dead].ok

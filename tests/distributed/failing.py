@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.distributed.patience import PATIENCE_SECONDS, expecting, said_together
 from tests.distributed.worlds import (
-    PATIENCE_SECONDS,
     Mode,
     advance,
     bits,
@@ -85,7 +85,7 @@ class Bench:
 
     @contextmanager
     def impatient(self, seconds: float = SILENCE_SECONDS) -> Iterator[None]:
-        """A short time-out, where it is silence that shall be noticed."""
+        """A short time-out, where it is silence that shall be noticed. Begins and ends with all others."""
         self.meet()
         set_patience(self.checkpointer, seconds)
         try:
@@ -209,6 +209,19 @@ def disagreeing(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
         return report(here)
 
 
+IN_VAIN: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    # Who waits in vain, and for whom not: only the first can run out of time.
+    "1 skips": ((0,), (2,)),
+    "0 skips": ((1, 2), ()),
+    "2 skips, planned anew": ((0,), (1,)),
+    "1 ahead": ((1,), (0,)),
+    "1 behind": ((0,), (2,)),
+    "0 ahead": ((0,), ()),
+    "0 behind": ((1, 2), (0,)),
+    "bad step on 1": ((0,), (2,)),
+}
+
+
 def missing(run: Path, mode: Mode, troubles: list[str]) -> tuple[dict[str, Got], list[str]]:
     """Ranks that do not come, or come with another step."""
     with bench(run, mode) as here:
@@ -236,6 +249,18 @@ def missing(run: Path, mode: Mode, troubles: list[str]) -> tuple[dict[str, Got],
             here.checkpointer._crew.shares.forget()
             skips(2)()
 
+        def called(act: Callable[[], None]) -> Callable[[], None]:
+            """For who waits for the next call in vain: its time begins when it has heard of this one."""
+
+            def when_called() -> None:
+                crew = here.checkpointer._crew
+                assert crew.team is not None
+                assert crew._calls is not None
+                crew.team.mail.read(f"{crew._calls.next}/call", PATIENCE_SECONDS)
+                act()
+
+            return when_called
+
         acts = {
             "1 skips": skips(1),
             "0 skips": skips(0),
@@ -247,9 +272,12 @@ def missing(run: Path, mode: Mode, troubles: list[str]) -> tuple[dict[str, Got],
             "bad step on 1": bad_step,
         }
         for name in troubles:
-            with here.impatient():
-                here.meet()
-                here.got[name] = error_of(acts[name])
+            waiting, coming = IN_VAIN[name]
+            act, seconds = acts[name], PATIENCE_SECONDS
+            if here.rank in waiting:
+                act, seconds = called(act) if 0 in coming else act, SILENCE_SECONDS
+            with here.impatient(seconds), expecting(*coming):
+                here.got[name] = error_of(act)
             here.recover(name)
         return report(here)
 
@@ -284,7 +312,8 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
             calls.timeout = SILENCE_SECONDS
             # Planned anew, the next save would not begin before the slow one is there.
             here.checkpointer._crew.shares.forget = lambda: None  # type: ignore[method-assign]
-        here.got["late"] = error_of(here.save)
+        with expecting(2):
+            here.got["late"] = error_of(here.save)
         calls.timeout = PATIENCE_SECONDS
         if here.rank == 0:
             Conversation.say = tell  # type: ignore[method-assign]
@@ -345,7 +374,8 @@ def one_by_one(folder: Path) -> dict[str, Got]:
     def other_path() -> None:
         holdfast.save(folder / ("a" if rank else "b"), state, timeout=SILENCE_SECONDS)
 
-    got["another path"] = error_of(other_path)
+    with said_together():
+        got["another path"] = error_of(other_path)
     dist.barrier()
     got["the same path"] = error_of(lambda: holdfast.save(folder / "same", state))
     got["it exists"] = error_of(lambda: holdfast.save(folder / "same", state))

@@ -81,7 +81,7 @@ MISSING = {
 
 
 def missing(run: Path, mode: Mode, troubles: list[str]) -> dict[str, list[Got]]:
-    found = gathered(values(launch(WORLD, failing.missing, run, mode, troubles, timeout=100)))
+    found = gathered(values(launch(WORLD, failing.missing, run, mode, troubles)))
     assert {name: _kinds(found, name) for name in troubles} == {name: MISSING[name] for name in troubles}
     return found
 

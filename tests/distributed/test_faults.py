@@ -20,7 +20,7 @@ Record = Callable[[str, object], None]
 
 WORLD = 3
 SILENCE_SECONDS = 2.0
-"""How long survivors wait for the dead."""
+"""How long survivors wait for the dead, once they are."""
 ARMED = 4
 """The save in which a rank is killed: two checkpoints are there, one of which it will retire, and a spare."""
 AT_ONCE = 7

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 from tests.distributed.launcher import StoreHost, launch, values
-from tests.distributed.worlds import Mode, advance, bits, check_alone, leftovers, make_state
+from tests.distributed.patience import PATIENCE_SECONDS, expecting
+from tests.distributed.worlds import Mode, advance, bits, check_alone, leftovers, make_state, set_patience
 
 import holdfast
 from holdfast.store import list_steps
 
 WORLD = 3
 MANY_STEPS = 1000
-PATIENCE_SECONDS = 60.0
+SILENCE_SECONDS = 2.0
 
 
-def _checkpointer(run: Path, state: dict[str, Any], mode: Mode, **more: Any) -> holdfast.Checkpointer:
-    return holdfast.Checkpointer(run, state, mode=mode, **{"timeout": PATIENCE_SECONDS, **more})
+def _checkpointer(run: Path, state: dict[str, Any], mode: Any, **more: Any) -> holdfast.Checkpointer:
+    return holdfast.Checkpointer(run, state, mode=mode, timeout=PATIENCE_SECONDS, **more)
 
 
 def _train_until_asked(run: Path, mode: Mode, every: int, asked: int, at: int) -> None:
@@ -58,11 +59,14 @@ def _raise_on_one(run: Path, mode: Mode, failing: int) -> tuple[str, bool]:
     import torch.distributed as dist
 
     state = make_state()
-    with _checkpointer(run, state, mode, timeout=2.0) as checkpointer:
+    with _checkpointer(run, state, mode) as checkpointer:
         for step in range(1, MANY_STEPS):
             advance(state)
-            if (dist.get_rank(), step) == (failing, 5):
-                raise KeyError("a bug in the training")
+            if step == 5:
+                if dist.get_rank() == failing:
+                    raise KeyError("a bug in the training")
+                checkpointer.wait()
+                set_patience(checkpointer, SILENCE_SECONDS)
             checkpointer.save(step)
     raise AssertionError("nobody ended this training")
 
@@ -106,14 +110,19 @@ def test_a_training_that_ends_by_an_error_beside_a_dead_rank_obeys_the_launcher(
 def _leave_out_the_last(run: Path, silent: int) -> tuple[str, tuple[int, ...]] | None:
     import torch.distributed as dist
 
-    checkpointer = _checkpointer(run, make_state(), "snapshot", timeout=2.0)
+    checkpointer = _checkpointer(run, make_state(), "snapshot")
     checkpointer.save(1)
-    if dist.get_rank() != silent:
-        checkpointer.save(2)
-    try:
-        checkpointer.close()
-    except holdfast.RankFailed as error:
-        return str(error), error.ranks
+    checkpointer.wait()
+    calls = checkpointer._crew._calls
+    assert calls is not None
+    calls.timeout = SILENCE_SECONDS if dist.get_rank() == 0 else PATIENCE_SECONDS  # it tells the others
+    with expecting(*(rank for rank in range(WORLD) if rank != silent)):
+        if dist.get_rank() != silent:
+            checkpointer.save(2)
+        try:
+            checkpointer.close()
+        except holdfast.RankFailed as error:
+            return str(error), error.ranks
     return None
 
 

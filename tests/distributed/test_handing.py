@@ -13,6 +13,7 @@ import pytest
 
 import holdfast
 from distributed.launcher import launch, values
+from distributed.patience import PATIENCE_SECONDS
 from holdfast.engine import Consumed, Memory, Strided
 from holdfast.errors import RankFailed
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
@@ -105,7 +106,7 @@ def _exchange(topology: Topology, kinds: tuple[Kind, ...], block_nbytes: int) ->
             ]
         groups = plan.groups(rank)
         peers |= {message.peer for message in handing._messages(rank, groups, lambda n: local[n].place)}
-        received = hand_out(link, rank, groups, lambda number: local[number].place, timeout=20.0)
+        received = hand_out(link, rank, groups, lambda number: local[number].place, timeout=PATIENCE_SECONDS)
         for number, truth in expected.items():
             assert np.array_equal(local[number].array, truth), leaves[number].name
         read = sum(item.nbytes for item in plan.reads(rank))
@@ -152,21 +153,23 @@ def _stops(victim: int, how: str) -> tuple[int, ...]:
     array = np.zeros(1 << 20, np.uint32)
     place = Place(Memory(array.ctypes.data, array.nbytes, array), array.shape, 4)
     groups = SharePlan(leaves, Topology.regular(3), block_nbytes=1024).groups(rank)
-    hand_out(link, rank, groups, lambda _: place, timeout=20.0)
+    hand_out(link, rank, groups, lambda _: place, timeout=PATIENCE_SECONDS)
     if rank == victim:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         store.wait([f"told/{other}" for other in range(3) if other != victim])  # absent, but alive
         return ()
+    # The dead are seen at once: there, only a rank that lives could need the time.
+    timeout = PATIENCE_SECONDS if how == "killed" else 2.0
     with pytest.raises(RankFailed) as caught:
-        hand_out(link, rank, groups, lambda _: place, timeout=2.0)
+        hand_out(link, rank, groups, lambda _: place, timeout=timeout)
     store.set(f"told/{rank}", b"")
     return caught.value.ranks
 
 
 @pytest.mark.parametrize("how", ["killed", "absent"])
 def test_a_rank_that_is_gone_is_named(how: str) -> None:
-    outcomes = launch(3, _stops, 1, how, timeout=40.0)
+    outcomes = launch(3, _stops, 1, how)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.ok, outcome.describe()
         assert 1 in outcome.value

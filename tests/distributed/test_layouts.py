@@ -190,4 +190,4 @@ def _save_what_counts(folder: str) -> None:
 
 
 def test_sums_not_yet_computed_are_refused_and_buffers_of_ddp_are_rank_0s(tmp_path: Path) -> None:
-    values(launch(2, _save_what_counts, str(tmp_path), timeout=110.0))
+    values(launch(2, _save_what_counts, str(tmp_path)))

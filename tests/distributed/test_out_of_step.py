@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.distributed.launcher import launch, values
+from tests.distributed.patience import PATIENCE_SECONDS
 
 import holdfast
-
-PATIENCE_SECONDS = 60.0
 
 
 def _wait_for(other: int, word: str) -> None:
@@ -82,19 +81,19 @@ def _leave_out_calls(folder: Path) -> list[Any]:
 
     found: list[Any] = []
     state = {"w": np.zeros(10), "step": 0}
-    with holdfast.Checkpointer(folder, state, mode="sync", timeout=2.0) as c:
+    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
         c.save(1)
         dist.barrier()
         for call in (c.restore, c.check_replicas):
             if dist.get_rank() == 0:
+                c._crew.timeout = c._crew.shares._timeout = 2.0
                 with pytest.raises(holdfast.RankFailed, match="rank 1 did not come") as caught:
                     call()
                 assert caught.value.ranks == (1,)
+                # As patient as a slow machine needs: the silence has been heard.
+                c._crew.timeout = c._crew.shares._timeout = PATIENCE_SECONDS
             dist.barrier()
-            # As patient as a slow machine needs: the silence has been heard.
-            c._crew.timeout = c._crew.shares._timeout = PATIENCE_SECONDS
             found += [call(), call()]
-            c._crew.timeout = c._crew.shares._timeout = 2.0
             dist.barrier()
     return found
 

@@ -11,6 +11,7 @@ import pytest
 
 import holdfast
 from distributed.launcher import launch, values
+from distributed.patience import PATIENCE_SECONDS, expecting
 from holdfast.engine import Memory, Produced, Strided
 from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.plan.fragments import seen
@@ -109,14 +110,14 @@ def _checked(
         for number, (name, array) in enumerate(arrays.items())
     ]
     try:
-        check_replicas(team, leaves, _LAYOUTS, 20.0)
+        check_replicas(team, leaves, _LAYOUTS, PATIENCE_SECONDS)
     except RanksDisagree as error:
         return str(error), error.leaf, error.ranks
     return None
 
 
 def _all_checks() -> list[tuple[str, str | None, tuple[int, ...]] | None]:
-    team = join("replicas", 20.0)
+    team = join("replicas", PATIENCE_SECONDS)
     assert team is not None
     return [
         _checked(team, {}),
@@ -166,7 +167,7 @@ def _hybrid() -> list[str | None]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    team = join("replicas", 20.0)
+    team = join("replicas", PATIENCE_SECONDS)
     assert team is not None
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
     whole = torch.arange(70, dtype=torch.float32).reshape(7, 10)
@@ -180,9 +181,9 @@ def _hybrid() -> list[str | None]:
         view = tuple(
             seen(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding) for leaf in leaves
         )
-        layouts = merge_views(exchange_views(team, view, 20.0))
+        layouts = merge_views(exchange_views(team, view, PATIENCE_SECONDS))
         try:
-            check_replicas(team, leaves, layouts, 20.0)
+            check_replicas(team, leaves, layouts, PATIENCE_SECONDS)
             found.append(None)
         except RanksDisagree as error:
             found.append(str(error))
@@ -198,13 +199,14 @@ def test_replicas_of_shards_are_compared_with_each_other() -> None:
 
 
 def _absent() -> tuple[int, ...]:
-    team = join("replicas", 20.0)
+    team = join("replicas", PATIENCE_SECONDS)
     assert team is not None
     if team.rank == 1:
-        team.mail.read("told", 20.0)
+        team.mail.read("told", PATIENCE_SECONDS)
         return (1,)
-    with pytest.raises(RankFailed) as caught:
-        check_replicas(team, [_leaf("bias", np.zeros(3, np.float32), "row")], _LAYOUTS[4:5], 0.3)
+    timeout = 0.3 if team.rank == 0 else PATIENCE_SECONDS  # the coordinator tells the other
+    with pytest.raises(RankFailed) as caught, expecting(2):
+        check_replicas(team, [_leaf("bias", np.zeros(3, np.float32), "row")], _LAYOUTS[4:5], timeout)
     if team.rank == 0:
         team.mail.post("told", b"yes")
     return caught.value.ranks

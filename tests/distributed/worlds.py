@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.distributed.patience import PATIENCE_SECONDS, outlive
+
 import holdfast
 from holdfast.engine import faults
 from holdfast.store import list_steps
 
 Mode = Literal["sync", "overlap"]
 
-PATIENCE_SECONDS = 60.0
 ROWS = 61
 """Rows of the weights: no world divides them evenly."""
 
@@ -74,12 +75,13 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What all ranks of a training do. `timeout` is that of the armed save, and of those after it."""
+    """What all ranks of a training do. `timeout`: in the armed save, and in those after it, others wait so
+    long for the rank that is killed in it, from its death on."""
 
     run: Path
     steps: int
     mode: Mode = "sync"
-    timeout: float = 60.0
+    timeout: float = PATIENCE_SECONDS
     armed: int = 0
     kill: Kill | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -109,10 +111,14 @@ def train(course: Course) -> dict[str, Any]:
             advance(state)
             if step == course.armed:
                 dist.barrier()
-                set_patience(checkpointer, course.timeout)
             mine = step == course.armed and course.kill is not None and course.kill.rank == rank
             if mine and course.kill is not None:
                 _arm(course.kill)
+            elif step == course.armed and course.kill is not None and course.timeout < PATIENCE_SECONDS:
+                set_patience(checkpointer, course.timeout)
+                team = checkpointer._crew.team
+                assert team is not None
+                outlive(course.kill.rank, team.members[course.kill.rank].pid)
             checkpointer.save(step)
             if step >= course.armed:  # what is said next is of the step after
                 checkpointer.wait()
