@@ -29,18 +29,19 @@ def shard(path: Path) -> Path:
 
 
 def test_a_save_tells_what_it_did(tmp_path: Path) -> None:
-    before = time.time()
+    before, began = time.time(), time.perf_counter()
     state = {"w": np.zeros((100, 10), np.float32), "tied": None}
     state["tied"] = state["w"]
     info = holdfast.save(
         tmp_path / "c", state, step=12, metrics={"loss": 0.5, "bad": math.nan, "top": math.inf}
     )
+    took = time.perf_counter() - began
     assert info.path == os.fspath(tmp_path / "c")
     assert (info.step, info.leaves, info.nbytes) == (12, 1, 4000)
     assert info.stored_nbytes == sum(file.stat().st_size for file in (tmp_path / "c").iterdir())
     assert re.fullmatch(r"[0-9a-f]{32}", info.id)
     assert before <= info.created <= time.time()
-    assert 0 < info.seconds < 60
+    assert 0 < info.seconds < took
     with holdfast.open(tmp_path / "c") as opened:
         assert (opened.step, opened.id, opened.created) == (12, info.id, info.created)
         assert opened.metrics["loss"] == 0.5

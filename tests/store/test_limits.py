@@ -18,7 +18,7 @@ from holdfast.engine import choose_backend
 MIB = 1 << 20
 
 
-def in_own_process(script: str, *arguments: object, timeout: float = 100) -> str:
+def in_own_process(script: str, *arguments: object, timeout: float = 300) -> str:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         capture_output=True,

@@ -150,7 +150,7 @@ def test_volumes_are_read_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
         name = threading.current_thread().name
         if name not in met:
             met.add(name)
-            together.wait(30)  # broken unless all three volumes are under way
+            together.wait(120)  # broken unless all three volumes are under way
         return real(path, *rest, **more)
 
     monkeypatch.setattr(engine, "read", read)
