@@ -170,10 +170,12 @@ def _save_what_counts(folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     summands = DTensor.from_local(torch.full((3,), rank + 1.0), mesh, [Partial()])
     state = {"gradient": summands}
-    with pytest.raises(holdfast.UnsupportedState, match=r"'gradient'.*Redistribute it to Replicate or Shard"):
+    # A rank that comes when rank 0 has failed already does not get to its own state: it learns of rank 0's.
+    kinds = holdfast.UnsupportedState if rank == 0 else (holdfast.UnsupportedState, holdfast.RankFailed)
+    with pytest.raises(kinds, match=r"'gradient'.*Redistribute it to Replicate or Shard"):
         holdfast.save(f"{folder}/sum", state, timeout=TIMEOUT)
     with holdfast.Checkpointer(f"{folder}/run", state, timeout=TIMEOUT, preemption=False) as checkpointer:
-        with pytest.raises(holdfast.UnsupportedState, match="Redistribute"):
+        with pytest.raises(kinds, match=r"'gradient'.*Redistribute it to Replicate or Shard"):
             checkpointer.save(1)
         state["gradient"] = summands.redistribute(placements=[Replicate()])
         checkpointer.save(2)
