@@ -191,6 +191,7 @@ def _new_process_groups():
         # Each a store of its own, on the same host; the last has been there before.
         store = dist.PrefixStore(f"group {turn}", dist.TCPStore(HOST, port, is_master=False))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        dist.barrier()  # who has made it and ends would disturb who has not
     return out
 
 
