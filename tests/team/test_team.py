@@ -15,6 +15,7 @@ from distributed.patience import PATIENCE_SECONDS, expecting
 from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.team import Team, join, meeting
 from holdfast.team import team as team_module
+from holdfast.team.mail import Mail
 
 PURPOSE = "Checkpointer /data/run"
 
@@ -305,6 +306,34 @@ def _count_keys(turns):
     for _ in range(3):
         _join().close()
     return before, counts, after, keys()
+
+
+def _overtaken():
+    """The last one leaves while the one before it has counted itself, and has not said that it was so."""
+    store = dist.distributed_c10d._get_default_store()
+    team = _join()
+    dist.barrier()
+    post = Mail.post
+
+    def late(self, key, data):
+        if key == "gone":
+            store.set("counted", b"")
+            store.wait(["closed"])
+        post(self, key, data)
+
+    if team.rank == 1:
+        Mail.post = late
+        team.close()
+    else:
+        store.wait(["counted"])
+        team.close()
+        store.set("closed", b"")
+    dist.barrier()
+    return store.check([f"{team.mail._prefix}/gone"])
+
+
+def test_nothing_is_left_of_a_team_whose_last_members_leave_together():
+    assert values(launch(2, _overtaken)) == [False, False]
 
 
 def test_the_store_does_not_grow_with_the_number_of_calls():

@@ -211,9 +211,12 @@ class Team:
             left = self.mail.count("left")
             if left == self.world - 1:
                 self.mail.post("gone", b"")
+                if not self.mail.has("left"):  # the last one has cleared up before it
+                    self.mail.forget(["gone"])
             elif left == self.world:
                 known = _decode(self.mail.read("rest", 0.0), list[str], "rest")
-                self.mail.forget([*known, "rest", "gone", "left"])
+                # First "left": who finds it after posting "gone" knows that this will be removed yet.
+                self.mail.forget([*known, "rest", "left", "gone"])
                 self._home.forget(self._met.keys)
         except RankFailed:
             return  # the store is gone, and with it what was to be removed
