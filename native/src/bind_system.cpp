@@ -1,3 +1,4 @@
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -62,6 +63,12 @@ void bind_system(nb::module_& m) {
   m.def("identity", [](nb::handle path) {
     const sys::Identity found = sys::identity(fs_path(path));
     return std::make_tuple(found.device, found.inode, found.made_ns);
+  });
+
+  m.def("hold_directory", [](nb::handle path, bool exclusive) {
+    const std::string where = fs_path(path);
+    nb::gil_scoped_release release;
+    return sys::hold_directory(where, exclusive);
   });
 
   m.def("probe", [](nb::handle path) {

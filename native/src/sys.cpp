@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -219,6 +220,21 @@ Identity identity(const std::string& path) {
   const uint64_t device = (static_cast<uint64_t>(info.stx_dev_major) << 32) | info.stx_dev_minor;
   const bool known = (info.stx_mask & STATX_BTIME) != 0;
   return {device, info.stx_ino, known ? info.stx_btime.tv_sec * 1'000'000'000 + info.stx_btime.tv_nsec : 0};
+}
+
+std::optional<int> hold_directory(const std::string& path, bool exclusive) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  check(fd, Call::open, path);
+  struct stat ours{}, named{};
+  const int failed = [&] {
+    if (::flock(fd, (exclusive ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) return errno;
+    if (::fstat(fd, &ours) != 0 || ::stat(path.c_str(), &named) != 0) return errno;
+    return 0;
+  }();
+  if (failed == 0 && ours.st_ino == named.st_ino && ours.st_dev == named.st_dev) return fd;
+  ::close(fd);
+  if (failed != 0 && failed != EWOULDBLOCK && failed != ENOENT) throw Error{failed, Call::open, path};
+  return std::nullopt;
 }
 
 std::optional<ssize_t> intercept(Call call, uint64_t nbytes) {

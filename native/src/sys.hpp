@@ -66,6 +66,9 @@ struct Identity {
   int64_t made_ns;  // 0 where the file system does not keep it
 };
 Identity identity(const std::string& path);
+// Opens and locks a directory, for one alone or shared. Nothing when others hold it, or when it has lost its name
+// meanwhile. Not a call that can be told to fail: locks are no part of what has to survive.
+std::optional<int> hold_directory(const std::string& path, bool exclusive);
 
 // Transfers: the result of one call, -errno on failure. Short counts are the caller's to continue; segments beyond
 // those that the kernel takes in one call are left to such a continuation.

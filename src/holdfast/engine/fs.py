@@ -6,13 +6,24 @@ import os
 from collections.abc import Sequence
 
 from holdfast import _native
-from holdfast._native import PendingFile, exchange, identity, mkdir, rename, rmdir, sync_dir, unlink
+from holdfast._native import (
+    PendingFile,
+    exchange,
+    hold_directory,
+    identity,
+    mkdir,
+    rename,
+    rmdir,
+    sync_dir,
+    unlink,
+)
 from holdfast.engine.transfer import WriteJob
 
 __all__ = [
     "PendingFile",
     "anchor",
     "exchange",
+    "hold_directory",
     "identity",
     "make_directories",
     "mkdir",

@@ -7,26 +7,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from holdfast.engine import fs
 
-def try_lock_directory(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
+
+def try_lock_directory(path: str, *, shared: bool = False) -> int | None:
     """Holds a directory until the descriptor is given to `unlock_directory`; None when somebody else does.
 
-    Writers hold a checkpoint's directory exclusively while they write into it, readers share it.
+    None also when its holder has renamed or removed it just now. Writers hold a checkpoint's directory
+    exclusively while they write into it, readers share it.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
-            if kind == fcntl.LOCK_EX:
-                _exclusive.add(descriptor)
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass  # held, or renamed or removed by its holder just now: not ours either way
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
+    descriptor = fs.hold_directory(path, not shared)
+    if descriptor is not None and not shared:
+        _exclusive.add(descriptor)
+    return descriptor
 
 
 def unlock_directory(descriptor: int) -> None:

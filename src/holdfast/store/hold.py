@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Iterable
@@ -81,7 +80,7 @@ def _lock(path: str) -> int:
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
-            lock = try_lock_directory(path, fcntl.LOCK_SH)
+            lock = try_lock_directory(path, shared=True)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFound(f"there is no checkpoint at {path}") from error
         except PermissionError as error:

@@ -73,10 +73,12 @@ def run(options: BenchOptions, console: Console) -> BenchResult:
                 said = f"{when}: {title}, {operation}"
                 progress.update(task, advance=1, description=said)
 
+            # First: file systems are slower to make files while many have just been deleted.
+            progress.update(task, description="small saves and import")
+            latency, import_cost, problems = _probe(options, room)
             progress.update(task, description="getting ready")
             measured = measure.run_rounds(chosen, state, room, options.rounds, on_progress)
-            progress.update(task, description="small saves and import", completed=progress.tasks[task].total)
-            latency, import_cost, problems = _probe(options, room)
+            progress.update(task, completed=progress.tasks[task].total)
     finally:
         shutil.rmtree(room, ignore_errors=True)
     result = BenchResult(
