@@ -10,6 +10,7 @@
 #include <chrono>
 #include <memory>
 #include <new>
+#include <string_view>
 #include <thread>
 
 #ifndef MADV_POPULATE_WRITE
@@ -126,6 +127,18 @@ PageSizes::Kind PageSizes::of(uintptr_t address, size_t nbytes) const {
   }
   if (small + huge == 0) return Kind::unknown;
   return huge > small ? Kind::huge : Kind::small;
+}
+
+bool PageSizes::can_be_huge() {
+  static const bool can = [] {
+    char policy[64] = {};
+    const int file = ::open("/sys/kernel/mm/transparent_hugepage/enabled", O_RDONLY | O_CLOEXEC);
+    if (file < 0) return false;
+    const ssize_t nbytes = ::read(file, policy, sizeof policy - 1);
+    ::close(file);
+    return nbytes > 0 && std::string_view(policy).find("[never]") == std::string_view::npos;
+  }();
+  return can;
 }
 
 FreshMemory::FreshMemory(size_t nbytes) : nbytes_(nbytes) {

@@ -47,7 +47,8 @@ class Windows {
 };
 
 // Finds out in what pages memory lies. What lies in small ones is scattered all over: a device moves it at half
-// its speed, and the kernel needs about as long to hand it over as a copy takes.
+// its speed, and the kernel needs about as long to hand it over as a copy takes. (Where nobody gets huge pages,
+// the copy would lie in small ones too, and is not worth making.)
 class PageSizes {
  public:
   // `unknown`: it has no pages yet, is too short for huge ones, or the kernel does not tell (before Linux 6.7).
@@ -58,6 +59,8 @@ class PageSizes {
   PageSizes& operator=(const PageSizes&) = delete;
   // What most of it lies in.
   [[nodiscard]] Kind of(uintptr_t address, size_t nbytes) const;
+  // Whether who asks for huge pages gets them on this machine.
+  [[nodiscard]] static bool can_be_huge();
 
  private:
   int pagemap_;

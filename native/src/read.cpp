@@ -314,7 +314,8 @@ sys::File open_for(const std::string& path, const Tuning& tuning) {
 // Per piece, whether the device shall write into the caller's memory: not where that lies in small pages.
 std::vector<bool> directness(const Plan& plan, const Tuning& tuning) {
   std::vector<bool> direct(plan.pieces.size(), true);
-  if (tuning.backend == Backend::buffered) return direct;  // it makes a copy of its own
+  // A buffered read makes a copy of its own.
+  if (tuning.backend == Backend::buffered || !PageSizes::can_be_huge()) return direct;
   const PageSizes pages;
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     const Piece& piece = plan.pieces[i];

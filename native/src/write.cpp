@@ -26,8 +26,10 @@ class Writer {
       count += chunk_count(piece.nbytes, tuning.chunk);
     }
     out.hashes.resize(count);
-    direct_.resize(plan.pieces.size(), tuning.backend == Backend::buffered);  // it makes a copy of its own
-    if (tuning.backend == Backend::buffered) return;
+    // A buffered write makes a copy of its own.
+    const bool all = tuning.backend == Backend::buffered || !PageSizes::can_be_huge();
+    direct_.resize(plan.pieces.size(), all);
+    if (all) return;
     const PageSizes pages;
     for (size_t i = 0; i < plan.pieces.size(); ++i) {
       const Piece& piece = plan.pieces[i];
