@@ -6,12 +6,14 @@ numpy array of its bytes.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import mmap
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -99,13 +101,19 @@ HUGE_PAGE = 2 << 20
 def in_pages(data: Bytes, residue: int, *, huge: bool) -> Bytes:
     """A copy of `data` in memory of its own, of huge pages or of small ones."""
     memory = mmap.mmap(-1, data.nbytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     base = np.frombuffer(memory, np.uint8)
     skip = (residue - base.ctypes.data) % HUGE_PAGE
     base[:] = 1  # also what lies before: the first page is then a huge one as well
     view = base[skip : skip + data.nbytes]
     view[:] = data
     return view
+
+
+def huge_pages_are_given() -> bool:
+    policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return policy.exists() and "[never]" not in policy.read_text()
 
 
 def lie_in_huge_pages(arrays: Sequence[Bytes]) -> bool:
