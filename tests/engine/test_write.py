@@ -141,7 +141,7 @@ def test_memory_in_huge_pages_goes_to_the_device_without_a_copy(
     )
     job.wait()
     direct, staged, transfers = job.stats()
-    # A buffered write copies into the page cache, and without huge pages there is nothing to gain: no copy either.
+    # A buffered write copies into the page cache; and without huge pages there is nothing to gain.
     if huge or backend == "buffered" or not huge_pages_are_given():
         assert direct >= 0.99 * sum(array.nbytes for array in arrays)
     else:
