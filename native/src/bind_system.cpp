@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
+#include "memory.hpp"
 #include "probe.hpp"
 #include "queue.hpp"
 #include "sys.hpp"
@@ -76,6 +77,7 @@ void bind_system(nb::module_& m) {
     const Probe probe = probe_directory(where);
     return std::make_tuple(probe.direct, probe.memory_alignment, probe.offset_alignment, probe.reason);
   });
+  m.def("huge_pages_given", &PageSizes::can_be_huge);
   m.def("uring_available", [] {
     std::string reason;
     const bool available = uring_available(reason);

@@ -34,7 +34,7 @@ def test_json_schema(tmp_path: Path, quick: None) -> None:
     document = command("doctor", tmp_path, "--json").document
     assert set(document) == {
         *("directory", "holdfast", "python", "kernel", "cpus", "memory_nbytes", "torch", "nvidia", "mount"),
-        *("device", "free_nbytes", "capabilities", "choice", "hash_nbytes_per_second", "speed"),
+        *("device", "free_nbytes", "capabilities", "huge_pages", "choice", "hash_nbytes_per_second", "speed"),
         *("problems", "advice"),
     }
     assert document["directory"] == str(tmp_path)
@@ -147,9 +147,12 @@ def advice(mount: Mount, backend: str = "uring", speed: Speed | None = None) -> 
     return "\n".join(machine._advice(mount, None, ABLE, Choice(backend, ""), speed))
 
 
-def test_advice_follows_from_the_facts() -> None:
+def test_advice_follows_from_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     ext4 = Mount("ext4", "/", "/dev/sda", ("rw",))
+    monkeypatch.setattr(machine.engine, "huge_pages_given", lambda: True)
     assert advice(ext4) == ""
+    monkeypatch.setattr(machine.engine, "huge_pages_given", lambda: False)
+    assert "transparent_hugepage" in advice(ext4)
     assert "barriers" in advice(Mount("ext4", "/", "/dev/sda", ("rw", "nobarrier")))
     assert "network" in advice(Mount("nfs4", "/data", "server:/data", ("rw",)))
     assert "unset HOLDFAST_BACKEND" in advice(ext4, "buffered")

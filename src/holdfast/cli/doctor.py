@@ -96,6 +96,7 @@ def _abilities(found: Diagnosis) -> list[tuple[str, str]]:
     return [
         ("direct I/O", aligned if able.direct else f"no: {able.direct_reason}"),
         ("io_uring", "yes" if able.uring else f"no: {able.uring_reason}"),
+        ("huge pages", "yes" if found.huge_pages else "no"),
     ]
 
 

@@ -94,6 +94,7 @@ class Diagnosis:
     device: Device | None
     free_nbytes: int
     capabilities: engine.Capabilities | None
+    huge_pages: bool
     choice: Choice
     hash_nbytes_per_second: float
     speed: Speed | None
@@ -137,6 +138,7 @@ def examine(
         device=device,
         free_nbytes=free,
         capabilities=able,
+        huge_pages=engine.huge_pages_given(),
         choice=choice,
         hash_nbytes_per_second=_hash_speed(),
         speed=speed,
@@ -179,6 +181,11 @@ def _advice(
         yield "a rotating disk: keep checkpoints on an SSD where there is one."
     if able is not None and able.direct and not able.uring:
         yield f"io_uring would save CPU time, but is not available: {able.uring_reason}."
+    if able is not None and able.direct and not engine.huge_pages_given():
+        yield (
+            "no huge pages, through which saves and restores would be up to twice as fast: write madvise to "
+            "/sys/kernel/mm/transparent_hugepage/enabled."
+        )
     if able is not None and choice.backend is not None and choice.backend != able.best:
         yield f"unset HOLDFAST_BACKEND to use {able.best}, the best that works here."
     if speed is not None and speed.sync_seconds > 0.05:
@@ -260,12 +267,13 @@ def _measure(where: str, nbytes: int, backend: str, progress: Callable[[int], No
     """Interleaved, so that a device that is busy for a while slows down both."""
     tuning = Tuning(backend=next(name for name in engine.BACKENDS if name == backend))
     path = os.path.join(where, f".holdfast-doctor-{uuid.uuid4().hex[:12]}")
+    huge_pages = engine.huge_pages_given()  # as saves and restores do
     writes, reads = [], []
     try:
         for number in range(_REPEATS):
-            writes.append(engine.raw_write(path, nbytes, tuning))
+            writes.append(engine.raw_write(path, nbytes, tuning, huge_pages=huge_pages))
             progress((2 * number + 1) * nbytes)
-            reads.append(engine.raw_read(path, nbytes, tuning))
+            reads.append(engine.raw_read(path, nbytes, tuning, huge_pages=huge_pages))
             progress((2 * number + 2) * nbytes)
             os.unlink(path)
         syncs = list(_syncs(path))

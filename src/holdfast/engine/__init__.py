@@ -7,7 +7,7 @@ backend (`choose_backend`), durable file-system operations (`fs`) and the fault 
 
 from __future__ import annotations
 
-from holdfast._native import xxh3_64, xxh3_64_each
+from holdfast._native import huge_pages_given, xxh3_64, xxh3_64_each
 from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
 from holdfast.engine.probe import (
     BACKENDS,
@@ -64,6 +64,7 @@ __all__ = [
     "copy",
     "fingerprints",
     "fresh_bytes",
+    "huge_pages_given",
     "pack",
     "raw_read",
     "raw_write",
