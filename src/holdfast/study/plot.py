@@ -70,7 +70,7 @@ def _panel(axis: Axes, result: BenchResult, operation: Operation, order: list[Ro
         [row.summary.gb_per_second.high for row in rows if row is not None and row.summary is not None]
         + [limit or 0.0, 1e-9]
     )
-    axis.set_xlim(0, highest * 1.34)  # room for the words at the end of the longest bar
+    axis.set_xlim(0, highest * 1.45)  # room for the words at the end of the longest bar
     for place, row in enumerate(rows):
         if row is not None:
             _bar(axis, place, row, highest)
