@@ -148,15 +148,14 @@ class Reader {
     const Piece& piece = plan_.pieces[copy.piece];
     char* to = reinterpret_cast<char*>(piece.address) + copy.inside;
     const uint64_t end = copy.inside + copy.nbytes;
-    const uint64_t first = align_up(copy.inside, tuning_.chunk);
-    const uint64_t last = end == piece.nbytes ? end : align_down(end, tuning_.chunk);
-    if (expected_.empty() || first >= last) return copy_past_caches(to, copy.staged, copy.nbytes);
-    copy_past_caches(to, copy.staged, first - copy.inside);
-    for (uint64_t at = first; at < last; at += tuning_.chunk) {
+    const Span whole = whole_chunks(piece, copy.inside, end, tuning_.chunk);
+    if (expected_.empty() || whole.low >= whole.high) return copy_past_caches(to, copy.staged, copy.nbytes);
+    copy_past_caches(to, copy.staged, whole.low - copy.inside);
+    for (uint64_t at = whole.low; at < whole.high; at += tuning_.chunk) {
       whole_.push_back({copy.piece, at / tuning_.chunk, copy.staged + (at - copy.inside)});
     }
-    const uint64_t done = last - copy.inside;
-    copy_past_caches(to + done, copy.staged + done, end - last);
+    const uint64_t done = whole.high - copy.inside;
+    copy_past_caches(to + done, copy.staged + done, end - whole.high);
   }
 
   void report(size_t piece, uint64_t chunk) {

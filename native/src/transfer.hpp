@@ -101,6 +101,12 @@ inline Span direct_span(const Piece& piece, uint64_t low, uint64_t high, uint64_
 
 inline uint64_t chunk_count(uint64_t nbytes, uint64_t chunk) { return (nbytes + chunk - 1) / chunk; }
 
+// The chunks that lie whole in the bytes [inside, end) of a piece, as bytes of it; low >= high where there is
+// none.
+inline Span whole_chunks(const Piece& piece, uint64_t inside, uint64_t end, uint64_t chunk) {
+  return {align_up(inside, chunk), end == piece.nbytes ? end : align_down(end, chunk)};
+}
+
 struct Written {
   sys::File file;                // open: the caller syncs it
   std::vector<uint64_t> hashes;  // per piece, per chunk, in order

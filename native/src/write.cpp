@@ -146,14 +146,14 @@ class Writer {
     const Piece& piece = plan_.pieces[number];
     const char* data = reinterpret_cast<const char*>(piece.address) + inside;
     const uint64_t end = inside + nbytes;
-    const uint64_t first = align_up(inside, tuning_.chunk);
-    const uint64_t last = end == piece.nbytes ? end : align_down(end, tuning_.chunk);
-    if (first >= last) return copy_past_caches(staging_, data, nbytes);
-    copy_past_caches(staging_, data, first - inside);
-    for (uint64_t at = first; at < last; at += tuning_.chunk) {
+    const Span whole = whole_chunks(piece, inside, end, tuning_.chunk);
+    if (whole.low >= whole.high) return copy_past_caches(staging_, data, nbytes);
+    copy_past_caches(staging_, data, whole.low - inside);
+    for (uint64_t at = whole.low; at < whole.high; at += tuning_.chunk) {
       copies_.push_back({first_hash_[number] + at / tuning_.chunk, staging_ + (at - inside)});
     }
-    copy_past_caches(staging_ + (last - inside), data + (last - inside), end - last);
+    const uint64_t done = whole.high - inside;
+    copy_past_caches(staging_ + done, data + done, end - whole.high);
   }
 
   void stream(size_t number, uint64_t inside, uint64_t nbytes) {

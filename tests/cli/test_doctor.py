@@ -143,16 +143,14 @@ def test_torch_is_asked_for_gpus_on_request(tmp_path: Path) -> None:
     assert found["cuda"] in (True, False)
 
 
-def advice(mount: Mount, backend: str = "uring", speed: Speed | None = None) -> str:
-    return "\n".join(machine._advice(mount, None, ABLE, Choice(backend, ""), speed))
+def advice(mount: Mount, backend: str = "uring", speed: Speed | None = None, *, huge: bool = True) -> str:
+    return "\n".join(machine._advice(mount, None, ABLE, huge, Choice(backend, ""), speed))
 
 
-def test_advice_follows_from_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_follows_from_the_facts() -> None:
     ext4 = Mount("ext4", "/", "/dev/sda", ("rw",))
-    monkeypatch.setattr(machine.engine, "huge_pages_given", lambda: True)
     assert advice(ext4) == ""
-    monkeypatch.setattr(machine.engine, "huge_pages_given", lambda: False)
-    assert "transparent_hugepage" in advice(ext4)
+    assert "transparent_hugepage" in advice(ext4, huge=False)
     assert "barriers" in advice(Mount("ext4", "/", "/dev/sda", ("rw", "nobarrier")))
     assert "network" in advice(Mount("nfs4", "/data", "server:/data", ("rw",)))
     assert "unset HOLDFAST_BACKEND" in advice(ext4, "buffered")

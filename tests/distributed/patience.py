@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 from holdfast.team.mail import Mail, Silence
 from holdfast.team.meeting import Board
@@ -31,11 +32,8 @@ def expecting(*ranks: int) -> Iterator[None]:
             collect(self, [key for key in keys if _last(key) in known], PATIENCE_SECONDS)
         return collect(self, keys, timeout)
 
-    Mail.collect = patient  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Mail, "collect", patient):
         yield
-    finally:
-        Mail.collect = collect  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -49,11 +47,8 @@ def said_together() -> Iterator[None]:
         say(self, rank, what)
         dist.barrier()
 
-    Board.say = together  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Board, "say", together):
         yield
-    finally:
-        Board.say = say  # type: ignore[method-assign]
 
 
 def outlive(victim: int, pid: int) -> None:
@@ -78,8 +73,8 @@ def outlive(victim: int, pid: int) -> None:
                 return found
         return collect(self, keys, timeout)
 
-    Mail.read = patient_read  # type: ignore[method-assign]
-    Mail.collect = patient_collect  # type: ignore[method-assign]
+    # For the rest of this process, which is the test's own.
+    mock.patch.multiple(Mail, read=patient_read, collect=patient_collect).start()
 
 
 def lives(pid: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -164,5 +165,5 @@ def test_a_child_does_not_use_the_staging_that_its_parent_keeps(backend: Backend
 
     for count in (2, 4):
         assert write(f"parent-{count}", count)
-        assert status(child(lambda count=count: write(f"child-{count}", count))) == 0  # type: ignore[misc]
+        assert status(child(partial(write, f"child-{count}", count))) == 0
         assert write(f"again-{count}", count)

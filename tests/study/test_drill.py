@@ -52,6 +52,8 @@ def test_a_training_that_resumes_as_it_should_passes(tmp_path: Path) -> None:
     assert len(report.kills) == 4
     assert sum(report.phases.values()) == 4
     assert any(kill.aim == "saving" for kill in report.kills)
+    if report.rounds == 1:  # else the draw of another round, whose call may be the last of its save
+        assert report.phases["saving"] >= 1
     assert report.steps == 16
     assert max(report.lost) <= 1
     assert all(kill.resumed is not None and kill.kept for kill in report.kills)

@@ -125,6 +125,7 @@ def examine(
         else:
             speed = _measure(where, speed_nbytes, choice.backend, progress)
     mount, device, torch = find_mount(where), _device(where), _torch(import_torch)
+    huge_pages = engine.huge_pages_given()
     return Diagnosis(
         directory=where,
         holdfast=__version__,
@@ -138,12 +139,12 @@ def examine(
         device=device,
         free_nbytes=free,
         capabilities=able,
-        huge_pages=engine.huge_pages_given(),
+        huge_pages=huge_pages,
         choice=choice,
         hash_nbytes_per_second=_hash_speed(),
         speed=speed,
         problems=tuple(problems),
-        advice=tuple(_advice(mount, device, able, choice, speed)),
+        advice=tuple(_advice(mount, device, able, huge_pages, choice, speed)),
     )
 
 
@@ -168,7 +169,12 @@ def _choice(where: str, able: engine.Capabilities | None, problems: list[str]) -
 
 
 def _advice(
-    mount: Mount, device: Device | None, able: engine.Capabilities | None, choice: Choice, speed: Speed | None
+    mount: Mount,
+    device: Device | None,
+    able: engine.Capabilities | None,
+    huge_pages: bool,
+    choice: Choice,
+    speed: Speed | None,
 ) -> Iterator[str]:
     if mount.kind in VOLATILE:
         yield f"{mount.kind} lives in memory: nothing saved here survives a power cut. Choose a disk."
@@ -181,7 +187,7 @@ def _advice(
         yield "a rotating disk: keep checkpoints on an SSD where there is one."
     if able is not None and able.direct and not able.uring:
         yield f"io_uring would save CPU time, but is not available: {able.uring_reason}."
-    if able is not None and able.direct and not engine.huge_pages_given():
+    if able is not None and able.direct and not huge_pages:
         yield (
             "no huge pages, through which saves and restores would be up to twice as fast: write madvise to "
             "/sys/kernel/mm/transparent_hugepage/enabled."

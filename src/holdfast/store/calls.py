@@ -9,8 +9,8 @@ Owns the conversation, not what it is about. In call number n, under keys that b
 5. ``end``, by the coordinator: committed, or what went wrong.
 
 A coordinator that fails says so in every message that is still to come, so nobody waits for one in vain; a
-rank that dies is noticed by its silence, after the time-out. All in all a save costs a
-rank at most ten small requests to the store, whatever the size of state and world.
+rank that dies is noticed by its silence, after the time-out. All in all a save costs a rank at most ten small
+requests to the store, whatever the size of state and world.
 
 Ranks find together again by the step, whoever missed a call or came to one twice: a rank that is ahead of the
 coordinator says in the older call that it does not take part, and goes on to the next; one that is behind
