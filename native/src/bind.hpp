@@ -15,8 +15,8 @@ std::string fs_path(nb::handle path);
 // A bytes-like object's memory, for as long as this lives.
 struct View {
   Py_buffer buffer{};
-  explicit View(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &buffer, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  explicit View(nb::handle object, int request = PyBUF_SIMPLE) {
+    if (PyObject_GetBuffer(object.ptr(), &buffer, request) != 0) throw nb::python_error();
   }
   ~View() { PyBuffer_Release(&buffer); }
   View(const View&) = delete;

@@ -342,6 +342,12 @@ void bind_jobs(nb::module_& m) {
       },
       "written"_a, "directory"_a = nb::none());
 
+  // Where an array begins, and whether its bytes follow each other in C order. Its element type may be any.
+  m.def("array_memory", [](nb::handle array) {
+    const View view(array, PyBUF_STRIDES);
+    return std::make_pair(reinterpret_cast<uintptr_t>(view.buffer.buf),
+                          PyBuffer_IsContiguous(&view.buffer, 'C') != 0);
+  });
   // Bytes at an address congruent to `residue` modulo 4096, as a numpy array that owns them.
   m.def(
       "fresh_memory",

@@ -59,6 +59,7 @@ void bind_system(nb::module_& m) {
   m.def("unlink", on_path(sys::unlink));
   m.def("sync_dir", on_path([](const std::string& path) { sys::sync_dir(path); }));
   m.def("rename", on_paths(sys::rename));
+  m.def("rename_new", on_paths(sys::rename_new));
   m.def("exchange", on_paths(sys::exchange));
 
   m.def("identity", [](nb::handle path) {
@@ -66,11 +67,19 @@ void bind_system(nb::module_& m) {
     return std::make_tuple(found.device, found.inode, found.made_ns);
   });
 
+  m.def("exists", [](nb::handle path) { return sys::exists(fs_path(path)); });
   m.def("hold_directory", [](nb::handle path, bool exclusive) {
     const std::string where = fs_path(path);
     nb::gil_scoped_release release;
     return sys::hold_directory(where, exclusive);
   });
+
+  m.def("make_directory", [](nb::handle path) {
+    const std::string where = fs_path(path);
+    nb::gil_scoped_release release;
+    return sys::make_directory(where);
+  });
+  m.def("release_directory", sys::release_directory);
 
   m.def("probe", [](nb::handle path) {
     const std::string where = fs_path(path);

@@ -184,6 +184,18 @@ void rename(const std::string& from, const std::string& to) {
   record({Call::rename, from, to, 0, 0, {}, 0, false});
 }
 
+void rename_new(const std::string& from, const std::string& to) {
+  fail_if_told(Call::rename, to);
+  int result = ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE);
+  if (result < 0 && (errno == EINVAL || errno == ENOSYS)) {
+    // A file system that cannot tell: then there is a moment between looking and doing.
+    if (exists(to)) throw Error{EEXIST, Call::rename, to};
+    result = ::rename(from.c_str(), to.c_str());
+  }
+  check(result, Call::rename, to);
+  record({Call::rename, from, to, 0, 0, {}, 0, false});
+}
+
 void exchange(const std::string& a, const std::string& b) {
   fail_if_told(Call::exchange, b);
   check(::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE), Call::exchange, b);
@@ -222,6 +234,11 @@ Identity identity(const std::string& path) {
   return {device, info.stx_ino, known ? info.stx_btime.tv_sec * 1'000'000'000 + info.stx_btime.tv_nsec : 0};
 }
 
+bool exists(const std::string& path) {
+  struct stat info{};
+  return ::lstat(path.c_str(), &info) == 0;
+}
+
 std::optional<int> hold_directory(const std::string& path, bool exclusive) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   check(fd, Call::open, path);
@@ -235,6 +252,16 @@ std::optional<int> hold_directory(const std::string& path, bool exclusive) {
   ::close(fd);
   if (failed != 0 && failed != EWOULDBLOCK && failed != ENOENT) throw Error{failed, Call::open, path};
   return std::nullopt;
+}
+
+std::optional<int> make_directory(const std::string& path) {
+  mkdir(path);
+  return hold_directory(path, true);
+}
+
+void release_directory(int fd) {
+  ::flock(fd, LOCK_UN);
+  ::close(fd);
 }
 
 std::optional<ssize_t> intercept(Call call, uint64_t nbytes) {

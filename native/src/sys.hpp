@@ -55,6 +55,7 @@ void sync(const File& file);
 void sync_dir(const File& directory);
 void sync_dir(const std::string& path);
 void rename(const std::string& from, const std::string& to);
+void rename_new(const std::string& from, const std::string& to);  // EEXIST where there is anything of that name
 void exchange(const std::string& a, const std::string& b);
 void mkdir(const std::string& path, mode_t mode = 0755);
 void rmdir(const std::string& path);
@@ -66,9 +67,15 @@ struct Identity {
   int64_t made_ns;  // 0 where the file system does not keep it
 };
 Identity identity(const std::string& path);
+// Whether anything of that name can be seen, be it a link that leads nowhere.
+bool exists(const std::string& path);
 // Opens and locks a directory, for one alone or shared. Nothing when others hold it, or when it has lost its name
 // meanwhile. Not a call that can be told to fail: locks are no part of what has to survive.
 std::optional<int> hold_directory(const std::string& path, bool exclusive);
+// Makes a directory, and holds it for one alone.
+std::optional<int> make_directory(const std::string& path);
+// Unlocks before it closes: closing alone would leave the lock to a child forked meanwhile, while that lives.
+void release_directory(int fd);
 
 // Transfers: the result of one call, -errno on failure. Short counts are the caller's to continue; segments beyond
 // those that the kernel takes in one call are left to such a continuation.

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 import holdfast
 from holdfast import Checkpointer, Options, engine
+from holdfast.engine import fs
 from holdfast.store import step_name
 from store.samples import bits
 
@@ -131,6 +132,36 @@ def test_checkpoints_are_immutable(tmp_path: Path) -> None:
         with pytest.raises(holdfast.CheckpointExists, match="overwrite=True"):
             holdfast.save(existing, {"w": 2})
     assert holdfast.load(tmp_path / "c") == {"w": 1}
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_appears_at_the_path_during_a_save_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool, overwrite: bool
+) -> None:
+    """A plain rename would put the checkpoint in the place of an empty directory."""
+    target = tmp_path / "c"
+    move = fs.rename_new
+
+    def somebody_was_faster(partial: str, name: str) -> None:
+        target.mkdir(exist_ok=True)
+        move(partial, name)
+
+    monkeypatch.setattr(fs, "rename_new", somebody_was_faster)
+    options = Options() if small else Options(small_nbytes=0)
+    with pytest.raises(holdfast.CheckpointExists, match=re.escape(os.fspath(target))):
+        holdfast.save(target, {"w": np.arange(5)}, overwrite=overwrite, options=options)
+    assert list(tmp_path.iterdir()) == [target]
+    assert list(target.iterdir()) == []
+
+
+def test_a_large_state_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holdfast.save(tmp_path / "c", {"w": 1})
+    monkeypatch.setattr(engine, "write", lambda *args, **kwargs: pytest.fail("it is written"))
+    with pytest.raises(holdfast.CheckpointExists):
+        holdfast.save(tmp_path / "c", {"w": np.arange(5)}, options=Options(small_nbytes=0))
 
 
 @pytest.mark.parametrize("small", [True, False])

@@ -7,7 +7,7 @@ backend (`choose_backend`), durable file-system operations (`fs`) and the fault 
 
 from __future__ import annotations
 
-from holdfast._native import huge_pages_given, xxh3_64, xxh3_64_each
+from holdfast._native import array_memory, huge_pages_given, xxh3_64, xxh3_64_each
 from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
 from holdfast.engine.probe import (
     BACKENDS,
@@ -58,6 +58,7 @@ __all__ = [
     "Unkept",
     "WriteJob",
     "WritePiece",
+    "array_memory",
     "capabilities",
     "choose_backend",
     "choose_read_backend",

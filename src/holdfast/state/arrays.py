@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from holdfast.engine import fresh_bytes
+from holdfast.engine import array_memory, fresh_bytes
 from holdfast.engine.buffers import Memory, Strided
 from holdfast.errors import UnsupportedState
 from holdfast.format import dtypes
@@ -167,11 +167,10 @@ def scalar_dtype(code: str) -> np.dtype[Any] | None:
 
 def source(array: Array) -> Memory | Strided:
     """The bytes of an array, in place."""
-    address: int = array.ctypes.data
-    if (
-        array.flags.c_contiguous or not array.nbytes
-    ):  # elements of no bytes lie nowhere, whatever their strides
-        return Memory(address, array.nbytes, array)
+    address, contiguous = array_memory(array)
+    nbytes = array.nbytes
+    if contiguous or not nbytes:  # elements of no bytes lie nowhere, whatever their strides
+        return Memory(address, nbytes, array)
     return Strided(address, array.itemsize, array.shape, array.strides, array)
 
 

@@ -8,7 +8,7 @@ a layer is added or a group reordered. Tensors themselves belong to `torch_array
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -152,10 +152,13 @@ class OptimizerNames:
 
 def optimizer_names(optimizer: Any, names: ParameterNames) -> OptimizerNames:
     """A unique name per parameter: from the modules in the state, else the optimizer's, else its position."""
-    taken = Counter(key for key in optimizer.state if type(key) is str)
+    taken = {key for key in optimizer.state if type(key) is str}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     found = {id(p): names[id(p)] for p in parameters if id(p) in names}
-    bare = Counter(name.name for name in found.values())
+    bare: set[str] = set()
+    ambiguous: set[str] = set()
+    for name in found.values():
+        (ambiguous if name.name in bare else bare).add(name.name)
     chosen: dict[int, str] = {}
     known = False
     position = 0
@@ -169,7 +172,7 @@ def optimizer_names(optimizer: Any, names: ParameterNames) -> OptimizerNames:
                 wanted = f"param.{position}"
                 if key in found:
                     # Two modules may both have a `0.weight`: only then does the module's place join the name.
-                    wanted = found[key].name if bare[found[key].name] == 1 else found[key].full
+                    wanted = found[key].full if found[key].name in ambiguous else found[key].name
                     known = True
                 elif own is not None and index < len(own) and type(own[index]) is str:
                     wanted = own[index]
@@ -235,12 +238,12 @@ def is_zero(optimizer: object) -> bool:
     return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
 
 
-def _unique(wanted: str, taken: Counter[str]) -> str:
+def _unique(wanted: str, taken: set[str]) -> str:
     name, count = wanted, 0
     while name in taken:
         count += 1
         name = f"{wanted}~{count}"
-    taken[name] = 1
+    taken.add(name)
     return name
 
 

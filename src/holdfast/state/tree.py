@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ def component(key: object) -> str:
     return text if is_text(text) else text.encode("utf-8", "backslashreplace").decode()
 
 
-Walker = Callable[[Any, str, int], Node]
+Walker = Callable[["_Walk", Any, str, int], Node]
 
 
 class _Walk:
@@ -111,33 +112,18 @@ class _Walk:
         self._parameters: torch_objects.ParameterNames | None = None
         self._shardings: sharded.Shardings = {}
         self._lent: frozenset[int] = frozenset()
-        self._walkers: dict[type, Walker] = {
-            dict: self._dict,
-            list: self._list,
-            np.ndarray: self._array,
-            tuple: self._tuple,
-            set: self._set,
-            frozenset: self._frozenset,
-            OrderedDict: self._ordered,
-            Counter: self._counter,
-            deque: self._deque,
-            np.memmap: self._array,
-            PerRank: self._per_rank,
-        }
+        self._walkers = _WALKERS
         torch = sys.modules.get("torch")
         if torch is not None:
             self._describe = torch_arrays.describer()
-            self._walkers[torch.Tensor] = self._tensor
-            self._walkers[torch.nn.Parameter] = self._tensor
             self._sharded_types = sharded.sharded_types()
-            for kind in self._sharded_types:
-                self._walkers[kind] = self._sharded
+            self._walkers = _torch_walkers(torch, tuple(self._sharded_types))
 
     def node(self, value: object, place: str, depth: int) -> Node:
         kind = type(value)
         walker = self._walkers.get(kind)
         if walker is not None:
-            return walker(value, place, depth)
+            return walker(self, value, place, depth)
         encoder = ENCODERS.get(kind)
         if encoder is not None:
             return encoder(value, place)
@@ -171,15 +157,19 @@ class _Walk:
                 return {DICT: self._pairs(value.items(), place, depth)}
         depth = self._deeper(place, depth)
         prefix = f"{place}." if place else ""
-        walkers = self._walkers
-        slow = self.node
+        walkers, encoders = self._walkers, ENCODERS
         found: dict[str, Node] = {}
-        for key, item in value.items():
-            walker = walkers.get(type(item))
+        for key, item in value.items():  # as `node` does, without a call for each
+            kind = type(item)
+            walker = walkers.get(kind)
             if walker is not None:
-                found[key] = walker(item, prefix + key, depth)
+                found[key] = walker(self, item, prefix + key, depth)
+                continue
+            encoder = encoders.get(kind)
+            if encoder is not None:
+                found[key] = encoder(item, prefix + key)
             else:
-                found[key] = slow(item, prefix + key, depth)
+                found[key] = self._other(item, prefix + key, depth)
         return found
 
     def _pairs(self, items: Iterable[tuple[Any, Any]], place: str, depth: int) -> list[Node]:
@@ -187,8 +177,11 @@ class _Walk:
         prefix = f"{place}." if place else ""
         found: list[Node] = []
         for key, item in items:
-            at = prefix + component(key)
-            found.append([self._hashable(key, at, depth), self.node(item, at, depth)])
+            if type(key) is str and key.isascii():
+                found.append([key, self.node(item, prefix + key, depth)])
+            else:
+                at = prefix + component(key)
+                found.append([self._hashable(key, at, depth), self.node(item, at, depth)])
         return found
 
     def _items(self, items: Iterable[Any], place: str, depth: int) -> list[Node]:
@@ -390,6 +383,27 @@ class _Walk:
         if self._parameters is None:
             self._parameters = torch_objects.parameter_names(self._state)
         return self._parameters
+
+
+_WALKERS: dict[type, Walker] = {
+    dict: _Walk._dict,
+    list: _Walk._list,
+    np.ndarray: _Walk._array,
+    tuple: _Walk._tuple,
+    set: _Walk._set,
+    frozenset: _Walk._frozenset,
+    OrderedDict: _Walk._ordered,
+    Counter: _Walk._counter,
+    deque: _Walk._deque,
+    np.memmap: _Walk._array,
+    PerRank: _Walk._per_rank,
+}
+
+
+@lru_cache(maxsize=4)
+def _torch_walkers(torch: Any, sharded_types: tuple[type, ...]) -> dict[type, Walker]:
+    tensors: dict[type, Walker] = {torch.Tensor: _Walk._tensor, torch.nn.Parameter: _Walk._tensor}
+    return _WALKERS | tensors | dict.fromkeys(sharded_types, _Walk._sharded)
 
 
 def _identity(array: Any) -> tuple[Any, ...]:

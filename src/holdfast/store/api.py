@@ -9,13 +9,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from holdfast.engine import Backend, Tuning
+from holdfast.engine import Backend, Tuning, fs
 from holdfast.errors import CheckpointExists
 from holdfast.plan.topology import Writers, check_writers
 from holdfast.state import Framework, flatten
 from holdfast.store.checkpoint import Checkpoint, resolve
 from holdfast.store.commit import MANIFEST, CheckpointInfo, Commit
-from holdfast.store.crew import Crew, Way, mustered
+from holdfast.store.crew import Crew, Way, dismissing, muster
 from holdfast.store.failures import saving
 from holdfast.store.handing import Link
 from holdfast.store.loading import load_together
@@ -112,11 +112,12 @@ def save(
     target = os.path.abspath(os.fspath(path))
     what = f"save to {target}"
     way = None if options is None else options.way()
-    with mustered(what, together, timeout) as team:
-        if team is None and (way is None or not way.volumes):
-            check_target(target, overwrite=overwrite)
-            tuning = _DEFAULT if way is None else way.tuning
-            return Commit(target, step, dict(metrics or {}), tuning, overwrite=overwrite).run(flatten(state))
+    team = muster(what, together, timeout)
+    if team is None and (way is None or not way.volumes):
+        check_target(target, overwrite=overwrite)
+        tuning = _DEFAULT if way is None else way.tuning
+        return Commit(target, step, dict(metrics or {}), tuning, overwrite=overwrite).run(flatten(state))
+    with dismissing(team):
         crew = Crew(team, way or Options().way(), timeout)
         talk = crew.begin(what, step)
         try:
@@ -158,10 +159,11 @@ def load(
     reading. ``together=False``, and loading without `into`, read by themselves: of what is `per_rank` that is
     what rank 0 saved.
     """
-    with mustered(f"load of {os.fspath(path)}", together if into is not None else False, timeout) as team:
-        if team is None:
-            with Checkpoint(resolve(path)) as checkpoint:
-                return checkpoint.load(into, select=select, framework=framework, verify=verify, strict=strict)
+    team = muster(f"load of {os.fspath(path)}", together if into is not None else False, timeout)
+    if team is None:
+        with Checkpoint(resolve(path)) as checkpoint:
+            return checkpoint.load(into, select=select, framework=framework, verify=verify, strict=strict)
+    with dismissing(team):
         if framework is not None:
             raise TypeError("framework= goes with fresh arrays; with into= the target decides")
         with (
@@ -202,7 +204,7 @@ def check_target(target: str, *, overwrite: bool) -> None:
 
 def _refuse_stranger(target: str) -> None:
     """A run, somebody's home, a file: what is not a checkpoint is not ours to replace."""
-    if not os.path.lexists(target):
+    if not fs.exists(target):
         return
     with saving(target):
         plain = os.path.isdir(target) and not os.path.islink(target)

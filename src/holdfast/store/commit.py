@@ -100,7 +100,6 @@ class Commit(Struct, frozen=True):
         check_step(self.step)
         partial = Partial(self.target, self.spare, self.target + PARTIAL)
         try:
-            refuse_existing(self.target, overwrite=self.overwrite)
             fs.anchor(self.parent, once=True)
             return self._save(partial, flat, groups, watch or Watch(), began)
         except BaseException as error:
@@ -126,7 +125,9 @@ class Commit(Struct, frozen=True):
         limit = self.tuning.small_nbytes
         single = one_file(identity, flat, layout, limit) if layout.nbytes < limit else None
         plan = layout.plan() if single is None else single.plan
-        if single is not None:
+        if single is None:
+            refuse_existing(self.target, overwrite=self.overwrite)  # before anything large is written
+        else:
             # All has been copied: the sources are free before the file system is even asked.
             watch.writing([(plan, single.packed)])
             watch.written()
@@ -213,21 +214,29 @@ def _refuse_parts(leaves: Sequence[LeafSource]) -> None:
 
 
 def refuse_existing(target: str, *, overwrite: bool) -> None:
-    if not overwrite and os.path.lexists(target):
-        raise CheckpointExists(
-            f"{target} exists and checkpoints are immutable: "
-            "choose another path, or pass overwrite=True to replace it atomically"
-        )
+    """Raises what `publish` would, in time."""
+    if not overwrite and fs.exists(target):
+        raise _existing(target)
+
+
+def _existing(target: str) -> CheckpointExists:
+    return CheckpointExists(
+        f"{target} exists and checkpoints are immutable: "
+        "choose another path, or pass overwrite=True to replace it atomically"
+    )
 
 
 def publish(partial: Partial, target: str, *, overwrite: bool) -> None:
     """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found."""
     parent = os.path.dirname(target)
-    replaces = overwrite and os.path.lexists(target)
-    move = fs.exchange if replaces else fs.rename
+    replaces = overwrite and fs.exists(target)
+    move = fs.exchange if replaces else fs.rename_new
     partial.settled = False
     try:
         move(partial.path, target)
+    except FileExistsError:
+        partial.settled = True
+        raise _existing(target) from None
     except OSError:
         partial.settled = True
         raise

@@ -53,11 +53,10 @@ def muster(what: str, together: bool | None, timeout: float) -> Team | None:
 
 
 @contextmanager
-def mustered(what: str, together: bool | None, timeout: float) -> Iterator[Team | None]:
-    """`muster` for one thing only."""
-    team = muster(what, together, timeout)
+def dismissing(team: Team | None) -> Iterator[None]:
+    """For a team that was mustered for one thing only."""
     try:
-        yield team
+        yield
     finally:
         if team is not None:
             with contextlib.suppress(RankFailed):

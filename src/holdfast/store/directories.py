@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +21,17 @@ def try_lock_directory(path: str, *, shared: bool = False) -> int | None:
     return descriptor
 
 
+def make_directory(path: str) -> int | None:
+    """Makes a directory that is held from its beginning, as by `try_lock_directory`."""
+    descriptor = fs.make_directory(path)
+    if descriptor is not None:
+        _exclusive.add(descriptor)
+    return descriptor
+
+
 def unlock_directory(descriptor: int) -> None:
-    """Said aloud: closing alone would leave the lock to a child forked meanwhile, for as long as it lives."""
     _exclusive.discard(descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+    fs.release_directory(descriptor)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from holdfast.engine import fs
 from holdfast.errors import RunLocked
-from holdfast.store.directories import try_lock_directory, unlock_directory
+from holdfast.store.directories import make_directory, try_lock_directory, unlock_directory
 
 PARTIAL = ".partial"
 
@@ -48,11 +48,12 @@ class Partial:
         if self._lock is not None:
             return
         try:
-            fs.mkdir(self.path)
+            self._lock = make_directory(self.path)
         except FileExistsError:
             self._remove_leftover()
-            fs.mkdir(self.path)
-        self._lock = self._lock_path()
+            self._lock = make_directory(self.path)
+        if self._lock is None:
+            raise self._locked()
 
     def directory_to_sync(self, ours: set[str]) -> str | None:
         """Removes what is not `ours` from files to write over. None when the names of these are durable."""
@@ -86,7 +87,7 @@ class Partial:
         if lock is None:
             return None
         try:
-            if os.path.lexists(self.path):
+            if fs.exists(self.path):
                 self._remove_leftover()
             fs.rename(self.spare.path, self.path)
         except BaseException:
@@ -96,19 +97,15 @@ class Partial:
 
     def _remove_leftover(self) -> None:
         """Removes what a failed or crashed save left. A live one may be at work there: the lock tells."""
-        leftover = self._lock_path()
+        leftover = try_lock_directory(self.path)
+        if leftover is None:
+            raise self._locked()
         try:
             # It may be what such a save has replaced: its names must be durable before its files go.
             fs.sync_dir(os.path.dirname(self.path))
             fs.remove_tree(self.path)
         finally:
             unlock_directory(leftover)
-
-    def _lock_path(self) -> int:
-        lock = try_lock_directory(self.path)
-        if lock is None:
-            raise self._locked()
-        return lock
 
     def _locked(self) -> RunLocked:
         return RunLocked(f"another process is saving to {self.target}; one writer per checkpoint")

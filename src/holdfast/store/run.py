@@ -106,10 +106,10 @@ class WritableRun:
             info = commit(self.path_of(step), spare)
         finally:
             # Not taken: somebody reads it, or the save failed before.
-            if spare is not None and os.path.lexists(spare.path):
+            if spare is not None and fs.exists(spare.path):
                 self._stuck.append(spare.path)
             # A rank that was slow to learn of a failure has written into what was being removed.
-            if os.path.lexists(self.path_of(step) + PARTIAL):
+            if fs.exists(self.path_of(step) + PARTIAL):
                 self._stuck.append(self.path_of(step) + PARTIAL)
         self._committed[step] = info.stored_nbytes
         # The commit has synced the run's directory, and with it the new names of what was retired before.
@@ -140,7 +140,7 @@ class WritableRun:
 
     def _make_way(self, retired: str) -> None:
         """Removes a namesake that somebody has been reading since: what readers opened, they keep."""
-        if os.path.lexists(retired):
+        if fs.exists(retired):
             if self._spare is not None and retired == self._spare.path:
                 self._spare = None
             self._unsynced = [spare for spare in self._unsynced if spare.path != retired]
@@ -159,7 +159,7 @@ class WritableRun:
         """Removes what nobody needs; tries again what a reader prevented, or a failure: a long training must
         not collect it."""
         if self._stuck:
-            self._stuck = [path for path in self._stuck if not self._remove(path) and os.path.lexists(path)]
+            self._stuck = [path for path in self._stuck if not self._remove(path) and fs.exists(path)]
 
     def _sweep(self) -> None:
         leftovers = list(self._leftovers())
