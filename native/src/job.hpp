@@ -44,7 +44,8 @@ class Job {
   // Until so many bytes are done, or all that ever will be.
   bool wait_for_nbytes(uint64_t nbytes, std::chrono::duration<double> seconds) {
     std::unique_lock lock(control_.mutex);
-    return control_.changed.wait_for(lock, seconds, [&] { return done_ || control_.done_nbytes >= nbytes; });
+    std::condition_variable& changed = nbytes == UINT64_MAX ? control_.ended : control_.advanced;
+    return changed.wait_for(lock, seconds, [&] { return done_ || control_.done_nbytes >= nbytes; });
   }
   bool done() {
     std::lock_guard lock(control_.mutex);
@@ -74,7 +75,8 @@ class Job {
     result_ = std::move(result);
     error_ = error;
     done_ = true;
-    control_.changed.notify_all();
+    control_.advanced.notify_all();
+    control_.ended.notify_all();
   }
 
   Work work_;

@@ -60,7 +60,7 @@ struct PageScan {
 constexpr unsigned long kPageScan = _IOWR('f', 16, PageScan);
 constexpr uint64_t kIsPresent = 1U << 3, kIsHuge = 1U << 6;
 // What one allocation got for its first part it got for the rest.
-constexpr size_t kLookedAt = 64U << 20;
+constexpr size_t kLookedAt = 8U << 20;
 
 // Kept for the next job. Not behind a lock, which a fork could catch while it is held.
 std::atomic<Staging*> kept{nullptr};

@@ -48,7 +48,7 @@ struct Tuning {
   Backend backend = Backend::buffered;
   uint64_t alignment = 4096;   // of addresses, offsets and lengths in direct I/O
   uint64_t window = 8U << 20;  // bytes per transfer
-  unsigned depth = 8;          // transfers under way; depth * window is all the memory a job uses
+  unsigned depth = 8;          // windows under way; depth * window is all the memory a job uses
   uint64_t chunk = 1U << 20;   // bytes per checksum
   uint64_t small = 1U << 20;   // files up to this size skip direct I/O: its latency costs more than a copy
 
@@ -66,14 +66,15 @@ struct Control {
   std::atomic<uint64_t> done_nbytes{0};
   std::atomic<bool> cancelled{false};
   std::mutex mutex;
-  std::condition_variable changed;  // more bytes done, or the job has ended
+  std::condition_variable advanced;  // more bytes done, or the job has ended
+  std::condition_variable ended;     // for those who need not be woken for every window
 
   void advance(uint64_t nbytes) {
     {
       std::lock_guard lock(mutex);
       done_nbytes += nbytes;
     }
-    changed.notify_all();
+    advanced.notify_all();
   }
 };
 

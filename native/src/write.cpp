@@ -4,7 +4,9 @@
 // where that lies in huge pages and address and offset allow it. Memory in small pages passes through staging,
 // which is in huge ones: a device takes scattered pages at half its speed, and to hand them over costs the kernel
 // as much as the copy, which is made while the checksums are computed. So do ragged heads and tails, small pieces,
-// strided and device data, and padding. `depth` windows are under way at once and finish in order.
+// strided and device data, and padding. `depth` windows are under way at once and finish in order; the last of
+// them is made ready before room is waited for. Some devices tell of completions only when they have nothing left
+// to do: then the next window is there at once.
 #include <fcntl.h>
 
 #include <algorithm>
@@ -244,7 +246,8 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
   for (uint64_t low = 0; low < nbytes; low += tuning.window, ++number) {
     if (control.cancelled) throw Cancelled{};
     Slot& slot = slots[number % slots.size()];
-    retire(slot);
+    Slot& oldest = slots[(number + 1) % slots.size()];
+    if (&oldest == &slot) retire(slot);
     const uint64_t high = std::min(low + tuning.window, nbytes);
     slot.transfer.file = &out.file;
     slot.transfer.offset = low;
@@ -252,6 +255,7 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
     writer.assemble(low, high, staging.data() + (number % slots.size()) * tuning.window, slot.transfer.iov);
     const bool copies = writer.copies_wait();
     if (copies) writer.hash_up_to(high);
+    if (&oldest != &slot) retire(oldest);
     queue->submit(slot.transfer);
     ++out.stats.transfers;
     if (!copies) writer.hash_up_to(high);  // while the device works
