@@ -1,5 +1,6 @@
-// XXH3-64 of four long blocks in step. Included by hash_lanes.cpp once per instruction set, in a namespace of its
-// own, where `Vector` is defined and HOLDFAST_TARGET lets the compiler use the instructions. Therefore no guard.
+// XXH3-64 of four long blocks in step, or of one that is copied on the way. Included by hash_lanes.cpp once per
+// instruction set, in a namespace of its own, where `Vector` is defined and HOLDFAST_TARGET lets the compiler use
+// the instructions. Therefore no guard.
 
 constexpr size_t kVectors = kStripe / sizeof(Vector);
 
@@ -33,14 +34,10 @@ HOLDFAST_TARGET inline void scramble(Lane& lane) {
   }
 }
 
-// Whether a copy can be made on the way: stores past the caches want alignment.
-inline bool on_the_way(const Hashing& block) {
-  return block.copy != nullptr && reinterpret_cast<uintptr_t>(block.copy) % sizeof(Vector) == 0;
-}
-
+// Stores past the caches want alignment; else the copy is made first.
 inline char* place_of_copy(const Hashing& block) {
-  if (on_the_way(block)) return block.copy;
-  if (block.copy != nullptr) std::memcpy(block.copy, block.data, block.nbytes);
+  if (reinterpret_cast<uintptr_t>(block.copy) % sizeof(Vector) == 0) return block.copy;
+  std::memcpy(block.copy, block.data, block.nbytes);
   return nullptr;
 }
 
@@ -78,27 +75,21 @@ HOLDFAST_TARGET void hash_one(Hashing& block) {
 HOLDFAST_TARGET void hash_four(Hashing* const* group) {
   Lane lanes[kLanes];
   const char* at[kLanes];
-  char* copies[kLanes];
   size_t common = SIZE_MAX;
   for (size_t i = 0; i < kLanes; ++i) {
     at[i] = group[i]->data;
-    copies[i] = place_of_copy(*group[i]);
     common = least(common, (group[i]->nbytes - 1) / kBlock);
   }
   for (size_t block = 0; block < common; ++block) {
-    // A whole block of each in turn: stores past the caches of four places at once would get in each other's way.
     for (size_t i = 0; i < kLanes; ++i) {
       for (size_t s = 0; s < kStripesPerBlock; ++s) {
-        const size_t stripe = s * kStripe;
-        accumulate(lanes[i], at[i] + stripe, kSecret + s * kSecretStep, after(copies[i], stripe));
+        accumulate(lanes[i], at[i] + s * kStripe, kSecret + s * kSecretStep);
       }
       scramble(lanes[i]);
       at[i] += kBlock;
-      copies[i] = after(copies[i], kBlock);
     }
   }
   for (size_t i = 0; i < kLanes; ++i) {
-    char* copy = on_the_way(*group[i]) ? group[i]->copy : nullptr;
-    group[i]->value = finish(lanes[i], group[i]->data, group[i]->nbytes, common, copy);
+    group[i]->value = finish(lanes[i], group[i]->data, group[i]->nbytes, common, nullptr);
   }
 }
