@@ -388,9 +388,10 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
   std::vector<Slot> slots(used.depth + waiting);
   const Windows staging(slots.size() * used.window, pages);
   Deliveries deliveries(reader, control, large);
+  const auto queue = make_queue(used.backend, used.depth);  // after the memory: drained before that goes
+  // Last: while it touches pages, whatever maps memory (a ring, a thread's stack) waits for milliseconds.
   Populator populator(large ? direct_ranges(plan, direct, used) : std::vector<Populator::Range>{},
                       2 * used.window);
-  const auto queue = make_queue(used.backend, used.depth);  // last: drained before the memory goes
   size_t asked = 0, arrived = 0;
   const auto arrive = [&] {
     Slot& slot = slots[arrived % slots.size()];
