@@ -10,8 +10,8 @@ For a checkpoint that shall appear at ``D`` in directory ``P``, one process:
 4. Sync the shard, the manifest, and the directory ``D.partial``: all there is to the checkpoint is durable.
    (The directory's entries may be durable already: those of a checkpoint that this process committed and
    retired, and in which nothing was made or removed since.)
-5. Rename ``D.partial`` to ``D``. **This is the commit.** It fails if anything has that name by now. (Replacing
-   an old one: exchange the two names.)
+5. Rename ``D.partial`` to ``D``. **This is the commit.** It fails if anything has that name by now.
+   (Replacing an old one: exchange the two names.)
 6. Sync ``P``. Now, and only now, the save is reported durable.
 
 A crash before the rename reached the disk leaves ``D.partial``, which the next writer sweeps away; after it,
