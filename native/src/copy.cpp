@@ -37,6 +37,7 @@ void copy_past_caches(char* to, const char* from, size_t nbytes) { std::memcpy(t
 
 void copy_pieces(const Plan& plan, char* destination) {
   for (const Piece& piece : plan.pieces) {
+    if (piece.nbytes == 0) continue;  // an empty array may have no address at all
     char* to = destination + piece.offset;
     switch (piece.place) {
       case Place::memory:
