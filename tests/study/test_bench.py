@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from holdfast.study import bench, results
+from holdfast.study import bench, results, room
 from holdfast.study.bench import BenchOptions
 from holdfast.study.limits import every_peer
 
@@ -90,7 +90,7 @@ def test_a_run_without_rounds_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\.png, \.svg"):
+    with pytest.raises(ValueError, match=r"\.png or \.svg, not as 'x\.gif'"):
         bench.run(options(tmp_path, plot=tmp_path / "x.gif", nbytes=1 << 60), quiet())
 
 
@@ -102,7 +102,7 @@ def test_a_disk_that_is_too_small_is_told_before_it_is_filled(tmp_path: Path) ->
 def test_memory_that_is_too_small_is_told_before_it_is_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "meminfo", lambda: ["MemTotal: 99999999 kB", "MemAvailable: 1024 kB"])
+    monkeypatch.setattr(room, "_meminfo", lambda: ["MemTotal: 99999999 kB", "MemAvailable: 1024 kB"])
     with pytest.raises(MemoryError, match="choose a smaller --size"):
         bench.run(options(tmp_path), quiet())
 
@@ -165,4 +165,4 @@ def test_command_returns_2_and_the_reason_for_what_cannot_be(
 
 
 def test_filesystem_of_a_path_is_that_of_its_own_mount() -> None:
-    assert bench._filesystem(Path("/proc/self")) == "proc"
+    assert room._filesystem(Path("/proc/self")) == "proc"

@@ -548,7 +548,7 @@ class TestWholeRun:
             ({"sequence": 4096}, "1024 tokens at most"),
             ({"width": 65}, "multiple"),
             ({"nbytes": 10}, "does not fit"),
-            ({"plot": Path("x.gif")}, "suffix"),
+            ({"plot": Path("x.gif")}, "written as .png or .svg"),
         ],
     )
     def test_options_that_make_no_sense_are_refused_first(

@@ -182,7 +182,7 @@ def _bench_alone(
     plot: Path | None,
 ) -> None:
     from holdfast.study.bench import BenchOptions, choose, parse_size, run
-    from holdfast.study.plot import SUFFIXES
+    from holdfast.study.picture import check_suffix
     from holdfast.study.report import render, to_json
     from holdfast.study.states import shapes_of
 
@@ -190,8 +190,8 @@ def _bench_alone(
         choose(systems)
         nbytes = None if size is None else parse_size(size)
         shapes_of(shape.value, nbytes)
-        if plot is not None and plot.suffix.lower() not in SUFFIXES:
-            raise ValueError(f"--plot {plot}: the suffix must be one of {', '.join(SUFFIXES)}")
+        if plot is not None:
+            check_suffix(plot)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     options = BenchOptions(directory=directory, nbytes=nbytes, shape=shape.value, systems=systems, plot=plot)

@@ -33,11 +33,13 @@ def stats(
         from holdfast.checkpointer.events import read_events
         from holdfast.cli.summing import summarise
         from holdfast.study import stats_plot
+        from holdfast.study.picture import check_suffix
 
-        if plot is not None and plot.suffix.lower() not in stats_plot.SUFFIXES:
-            raise typer.BadParameter(
-                f"--plot {plot}: the suffix must be one of {', '.join(stats_plot.SUFFIXES)}"
-            )
+        if plot is not None:
+            try:
+                check_suffix(plot)
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from None
         where = os.path.abspath(run)
         events, skipped = read_events(where)
         if not events:

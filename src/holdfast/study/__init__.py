@@ -7,7 +7,8 @@
 | `cache`, `measure` | what is read from the clock, the CPU and memory; in which order; how cold |
 | `probes` | the two costs that are not throughput: a tiny save, and `import holdfast` |
 | `results`, `bars` | what was measured, as typed records; the promises held against it |
-| `report`, `plot` | a table, a JSON document, a picture |
+| `report`, `plot`, `picture` | a table, a JSON document, a picture; what all pictures share |
+| `room` | whether there is room for a benchmark, and on what machine it runs |
 | `bench` | the whole run, from options to result |
 | `training` | the same for a training that saves every step (`holdfast bench --training`) |
 | `ranks` | the same for several ranks that save one state together (`holdfast bench --ranks`) |

@@ -7,9 +7,7 @@ rounds, probe the small costs, judge. Each of these has its own module; this one
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -27,7 +25,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from holdfast.study import bars, measure, plot, probes, report, states
 from holdfast.study.limits import every_peer
 from holdfast.study.peers import Peer, missing_holdfast
-from holdfast.study.results import WARM_UP, BenchResult, ImportCost, Latency, Machine, Operation, summarise
+from holdfast.study.picture import check_suffix
+from holdfast.study.results import WARM_UP, BenchResult, ImportCost, Latency, Operation, summarise
+from holdfast.study.room import look_for_room, machine_facts
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DISK_COPIES = 4
@@ -56,10 +56,10 @@ def run(options: BenchOptions, console: Console) -> BenchResult:
     chosen = choose(options.systems)
     if options.rounds < 1:
         raise ValueError(f"a benchmark has at least one round, not {options.rounds}")
-    if options.plot is not None and options.plot.suffix.lower() not in plot.SUFFIXES:
-        raise ValueError(f"--plot {options.plot}: the suffix must be one of {', '.join(plot.SUFFIXES)}")
+    if options.plot is not None:
+        check_suffix(options.plot)
     nbytes = sum(4 * _product(dims) for dims in states.shapes_of(options.shape, options.nbytes).values())
-    _look_for_room(options.directory, nbytes)
+    look_for_room(options.directory, "the benchmark", _DISK_COPIES * nbytes, _MEMORY_COPIES * nbytes)
 
     load_before = os.getloadavg()[0]
     room = Path(tempfile.mkdtemp(prefix=".holdfast-bench-", dir=options.directory))
@@ -137,55 +137,6 @@ def _probe(options: BenchOptions, room: Path) -> tuple[Latency | None, ImportCos
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         problems.append(measure.reason(error))
     return latency, import_cost, tuple(problems)
-
-
-def _look_for_room(directory: Path, nbytes: int) -> None:
-    if not directory.is_dir():
-        raise FileNotFoundError(f"{directory} is not a directory: name one on the device to be measured")
-    free = shutil.disk_usage(directory).free
-    if free < _DISK_COPIES * nbytes:
-        raise OSError(
-            f"{directory} has {report.size(free)} free and the benchmark needs "
-            f"{report.size(_DISK_COPIES * nbytes)}: choose a smaller --size or another directory"
-        )
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in meminfo():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    if available < _MEMORY_COPIES * nbytes:
-        raise MemoryError(
-            f"{report.size(available)} of memory are available and the benchmark needs "
-            f"{report.size(int(_MEMORY_COPIES * nbytes))}: choose a smaller --size"
-        )
-
-
-def meminfo() -> list[str]:
-    path = Path("/proc/meminfo")
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def machine_facts(directory: Path, load_before: float) -> Machine:
-    versions = {"python": platform.python_version()}
-    for name in ("holdfast", "numpy", "torch", "safetensors"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(platform.platform(), cpus, load_before, _filesystem(directory), versions)
-
-
-def _filesystem(directory: Path) -> str:
-    """The type of the filesystem below `directory`: the mount with the longest path leading to it."""
-    resolved = directory.resolve()
-    best, kind = -1, "unknown filesystem"
-    mounts = Path("/proc/self/mounts")
-    for line in mounts.read_text().splitlines() if mounts.exists() else []:
-        _, point, filesystem, *_ = line.split(" ")
-        mount = Path(point.replace("\\040", " "))
-        if resolved.is_relative_to(mount) and len(mount.parts) >= best:
-            best, kind = len(mount.parts), filesystem
-    return kind
 
 
 def progress_bar(console: Console) -> Progress:

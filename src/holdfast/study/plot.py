@@ -9,51 +9,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.study import results
-from holdfast.study.report import size
+from holdfast.study.picture import ALERT, BEHIND_WORDS, GRID, INK, OURS, OURS_LIGHT, PEER, QUIET, new_figure
+from holdfast.study.report import TIMES, size
 from holdfast.study.results import BenchResult, Operation, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg")
-
-_INK = "#1f2933"
-_QUIET = "#7b8794"
-_GRID = "#e4e7eb"
-_OURS = "#0b7285"
-_OURS_LIGHT = "#66b2c0"
-_PEER = "#b8c2cc"
-_LIMIT = "#d9480f"
-_TIMES = "\N{MULTIPLICATION SIGN}"
-
 _TITLES: dict[Operation, str] = {"save": "Durable save", "load": "Load"}
 
 
 def draw(result: BenchResult, path: Path) -> None:
     """Write the picture; the suffix of `path` chooses PNG or SVG."""
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ValueError(f"a picture is written as {' or '.join(SUFFIXES)}, not as {path.name!r}")
-    try:
-        from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("a picture needs matplotlib: pip install matplotlib") from error
-
-    # A figure of our own, not pyplot's: no global state, no display, no effect on the caller's settings.
-    with rc_context(
-        {"font.family": ["DejaVu Sans"], "font.size": 10.5, "text.color": _INK, "svg.fonttype": "none"}
-    ):
-        order = _order(result)
-        figure = Figure(figsize=(11.5, 2.35 + 0.42 * len(order)), dpi=160, facecolor="white")
-        FigureCanvasAgg(figure)
+    order = _order(result)
+    with new_figure(path, 11.5, 2.35 + 0.42 * len(order)) as figure:
         axes = figure.subplots(1, 2, sharey=True)
         for axis, operation in zip(axes, _TITLES, strict=True):
             _panel(axis, result, operation, order)
         _words(figure, result)
-        figure.savefig(path, format=suffix[1:], facecolor="white")
 
 
 def _order(result: BenchResult) -> list[Row]:
@@ -81,16 +55,16 @@ def _panel(axis: Axes, result: BenchResult, operation: Operation, order: list[Ro
     axis.set_yticks(range(len(order)), [row.title for row in order])
     # The right panel shares the names of the left one and has no labels of its own.
     for label, row in zip(axis.get_yticklabels(), order, strict=False):
-        label.set_color(_OURS if _is_ours(row) else _INK)
+        label.set_color(OURS if _is_ours(row) else INK)
         label.set_fontweight("bold" if row.system == results.HOLDFAST else "normal")
     title = _TITLES[operation]
     if operation == "load":
         title += f" ({result.temperature} page cache)"
-    axis.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=_INK, pad=8)
-    axis.set_xlabel("GB/s", color=_QUIET)
+    axis.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=8)
+    axis.set_xlabel("GB/s", color=QUIET)
     axis.tick_params(axis="both", length=0)
-    axis.tick_params(axis="x", colors=_QUIET)
-    axis.grid(axis="x", color=_GRID, linewidth=0.8)
+    axis.tick_params(axis="x", colors=QUIET)
+    axis.grid(axis="x", color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
     for spine in axis.spines.values():
         spine.set_visible(False)
@@ -99,50 +73,48 @@ def _panel(axis: Axes, result: BenchResult, operation: Operation, order: list[Ro
 def _bar(axis: Axes, place: int, row: Row, highest: float) -> None:
     gap = highest * 0.015
     if row.summary is None:
-        axis.text(gap, place, row.status, va="center", color=_QUIET, fontsize=9, style="italic")
+        axis.text(gap, place, row.status, va="center", color=QUIET, fontsize=9, style="italic")
         return
     speed = row.summary.gb_per_second
-    colour = _OURS if row.system == results.HOLDFAST else _OURS_LIGHT if _is_ours(row) else _PEER
+    colour = OURS if row.system == results.HOLDFAST else OURS_LIGHT if _is_ours(row) else PEER
     if row.system == results.FIO:
         axis.barh(
-            place, speed.median, height=0.62, color="white", edgecolor=_PEER, hatch="////", linewidth=0.8
+            place, speed.median, height=0.62, color="white", edgecolor=PEER, hatch="////", linewidth=0.8
         )
     else:
         axis.barh(place, speed.median, height=0.62, color=colour)
-    axis.plot([speed.low, speed.high], [place, place], color=_INK, linewidth=1.0, alpha=0.55)
+    axis.plot([speed.low, speed.high], [place, place], color=INK, linewidth=1.0, alpha=0.55)
     end = max(speed.median, speed.high) + gap
     weight = "bold" if row.system == results.HOLDFAST else "normal"
-    # White behind the words: they may stand across the line of the limit.
-    white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
     axis.text(
         end,
         place,
         f"{speed.median:.2f}",
         va="center",
-        color=_INK,
+        color=INK,
         fontweight=weight,
         fontsize=9.5,
-        bbox=white,
+        bbox=BEHIND_WORDS,
         zorder=4,
     )
     faster = row.summary.holdfast_is_faster_by
     if faster is not None and not _is_ours(row) and row.system != results.FIO:
         axis.annotate(
-            f"Holdfast {faster:.1f}{_TIMES}",
+            f"Holdfast {faster:.1f}{TIMES}",
             (end, place),
             xytext=(32, 0),
             textcoords="offset points",
             va="center",
-            color=_QUIET,
+            color=QUIET,
             fontsize=9,
-            bbox=white,
+            bbox=BEHIND_WORDS,
             zorder=4,
         )
 
 
 def _limit_line(axis: Axes, limit: float, count: int) -> None:
     axis.plot(
-        [limit, limit], [-0.5, count - 0.5], color=_LIMIT, linewidth=1.4, linestyle=(0, (4, 3)), zorder=3
+        [limit, limit], [-0.5, count - 0.5], color=ALERT, linewidth=1.4, linestyle=(0, (4, 3)), zorder=3
     )
     axis.text(
         limit,
@@ -150,7 +122,7 @@ def _limit_line(axis: Axes, limit: float, count: int) -> None:
         f"raw device limit {limit:.2f}",
         ha="center" if limit < axis.get_xlim()[1] * 0.8 else "right",
         va="bottom",
-        color=_LIMIT,
+        color=ALERT,
         fontsize=9,
     )
 
@@ -167,7 +139,7 @@ def _words(figure: Figure, result: BenchResult) -> None:
         f"{size(result.state_nbytes)} in {result.state_leaves:,} tensors ({result.shape}); "
         "every save synced to the device, file and directory",
         fontsize=10,
-        color=_QUIET,
+        color=QUIET,
     )
     figure.text(
         0.018,
@@ -175,7 +147,7 @@ def _words(figure: Figure, result: BenchResult) -> None:
         f"Medians of {result.rounds} interleaved rounds, thin lines from the slowest to the fastest. "
         f"{result.machine.cpu_count} CPUs, {result.machine.filesystem}. Holdfast with checksums.",
         fontsize=8.5,
-        color=_QUIET,
+        color=QUIET,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -12,8 +14,8 @@ from holdfast.study import results
 from holdfast.study.bars import MIB
 from holdfast.study.results import Bar, BenchResult, Operation, Row
 
-_NOTHING = "-"
-_TIMES = "\N{MULTIPLICATION SIGN}"
+NOTHING = "-"
+TIMES = "\N{MULTIPLICATION SIGN}"
 _SENSES = {">=": "\N{GREATER-THAN OR EQUAL TO}", "<=": "\N{LESS-THAN OR EQUAL TO}"}
 
 
@@ -39,7 +41,7 @@ def render(result: BenchResult) -> RenderableType:
         Text(),
         _table(result, "load"),
         Text(),
-        _bars(result),
+        bars_table(f"bars for {result.shape}", result.bars),
         Text(),
         _footnotes(result),
     )
@@ -66,7 +68,7 @@ def _table(result: BenchResult, operation: Operation) -> Table:
     table.add_column("of raw", justify="right", no_wrap=True)
     table.add_column("CPU s/GB", justify="right", no_wrap=True)
     table.add_column("peak MiB", justify="right", no_wrap=True)
-    table.add_column(f"{_TIMES}Holdfast", justify="right", no_wrap=True)
+    table.add_column(f"{TIMES}Holdfast", justify="right", no_wrap=True)
     for row in result.rows:
         if row.operation == operation:
             style = "bold green" if row.system == results.HOLDFAST else ""
@@ -92,7 +94,7 @@ def plain_table(title: str) -> Table:
 def _cells(row: Row) -> tuple[str, ...]:
     if row.summary is None:
         # Why is said below the tables: a reason can be long.
-        return row.title, _NOTHING, row.status, *[_NOTHING] * 4
+        return row.title, NOTHING, row.status, *[NOTHING] * 4
     summary = row.summary
     speed = summary.gb_per_second
     return (
@@ -100,8 +102,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         _speed(speed.median),
         f"{_speed(speed.low)}-{_speed(speed.high)}",
         _number(summary.ratio_to_raw, ".2f"),
-        _NOTHING if summary.cpu_seconds_per_gb is None else f"{summary.cpu_seconds_per_gb.median:.2f}",
-        _NOTHING if summary.peak_growth_nbytes is None else f"{summary.peak_growth_nbytes / MIB:,.0f}",
+        NOTHING if summary.cpu_seconds_per_gb is None else f"{summary.cpu_seconds_per_gb.median:.2f}",
+        NOTHING if summary.peak_growth_nbytes is None else f"{summary.peak_growth_nbytes / MIB:,.0f}",
         _number(None if row.system == results.HOLDFAST else summary.holdfast_is_faster_by, ".2f"),
     )
 
@@ -112,16 +114,17 @@ def _speed(gb_per_second: float) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return _NOTHING if value is None else f"{value:{form}}"
+    return NOTHING if value is None else f"{value:{form}}"
 
 
-def _bars(result: BenchResult) -> Table:
-    table = plain_table(f"bars for {result.shape}")
+def bars_table(title: str, bars: Sequence[Bar]) -> Table:
+    """What was promised, what was measured, and whether that will do."""
+    table = plain_table(title)
     table.add_column("", no_wrap=True)
     table.add_column("")
     table.add_column("promised", justify="right", no_wrap=True)
     table.add_column("this run", justify="right", no_wrap=True)
-    for bar in result.bars:
+    for bar in bars:
         style = {"PASS": "green", "FAIL": "bold red", "not measured": "yellow"}[bar.verdict]
         promise = Text(bar.promise)
         if bar.detail:
@@ -129,15 +132,15 @@ def _bars(result: BenchResult) -> Table:
         table.add_row(
             Text(bar.verdict, style=style),
             promise,
-            f"{_SENSES[bar.sense]} {amount(bar.limit, bar)}",
-            _NOTHING if bar.measured is None else amount(bar.measured, bar),
+            f"{_SENSES[bar.sense]} {_amount(bar.limit, bar)}",
+            NOTHING if bar.measured is None else _amount(bar.measured, bar),
         )
     return table
 
 
-def amount(value: float, bar: Bar) -> str:
+def _amount(value: float, bar: Bar) -> str:
     digits = 0 if bar.unit in ("ms", "MiB", "") else 2
-    unit = {"x": _TIMES, "": ""}.get(bar.unit, f" {bar.unit}")
+    unit = {"x": TIMES, "": ""}.get(bar.unit, f" {bar.unit}")
     return f"{value:.{digits}f}{unit}"
 
 
@@ -147,7 +150,7 @@ def _footnotes(result: BenchResult) -> Text:
         *reasons.values(),
         *result.problems,
         "GB is 10^9 bytes. Every save is synced, file and directory. 'of raw' is the share of the raw device "
-        f"limit; '{_TIMES}Holdfast' how many times as fast as that row it is; 'peak MiB' the growth of "
+        f"limit; '{TIMES}Holdfast' how many times as fast as that row it is; 'peak MiB' the growth of "
         "resident memory in the worst round, where a load's includes the loaded state. safetensors maps its "
         "file, and is timed until every page is in memory. The raw limit is that of a new file; recycling "
         "writes over an old one, which can be faster.",

@@ -13,26 +13,18 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from holdfast.checkpointer.events import Event, Failed, Phases, Restored, Saved
-from holdfast.study.plot import SUFFIXES
+from holdfast.study.picture import ALERT, BEHIND_WORDS, GRID, INK, OURS, OURS_LIGHT, PEER, QUIET, new_figure
 from holdfast.study.report import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["SUFFIXES", "draw"]
-
-_INK = "#1f2933"
-_QUIET = "#7b8794"
-_GRID = "#e4e7eb"
-_OURS = "#0b7285"
-_FAILED = "#d9480f"
 _STALL = "#b08900"
-_PHASES = (("stage", "#d8a657"), ("write", "#0b7285"), ("sync", "#66b2c0"), ("commit", "#b8c2cc"))
+_PHASES = (("stage", "#d8a657"), ("write", OURS), ("sync", OURS_LIGHT), ("commit", PEER))
 _MOST_POINTS = 240
 """More saves than a reader can tell apart are drawn in groups of neighbours."""
 _MARGIN = 0.02
-_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +40,14 @@ class _Column:
 
 def draw(events: Sequence[Event], path: Path, *, name: str) -> None:
     """Write the picture; the suffix of `path` chooses PNG or SVG. `ValueError` without a durable save."""
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ValueError(f"a picture is written as {' or '.join(SUFFIXES)}, not as {path.name!r}")
     saves = sorted((event for event in events if isinstance(event, Saved)), key=lambda event: event.step)
     failed = [event for event in events if isinstance(event, Failed)]
     restored = [event for event in events if isinstance(event, Restored)]
     if not saves:
         raise ValueError("there is no picture of a run without a durable save")
-    try:
-        from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+    with new_figure(path, 11.5, 8.2) as figure:
         from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-    except ImportError as error:
-        raise RuntimeError("a picture needs matplotlib: pip install matplotlib") from error
 
-    # A figure of our own, not pyplot's: no global state, no display, no effect on the caller's settings.
-    with rc_context(
-        {"font.family": ["DejaVu Sans"], "font.size": 10.5, "text.color": _INK, "svg.fonttype": "none"}
-    ):
-        figure = Figure(figsize=(11.5, 8.2), dpi=160, facecolor="white")
-        FigureCanvasAgg(figure)
         axes = figure.subplots(3, 1, sharex=True, height_ratios=(1.5, 1.0, 1.0))
         figure.subplots_adjust(left=0.075, right=0.975, top=0.865, bottom=0.105, hspace=0.26)
         marked: list[Saved | Failed | Restored] = [*saves, *failed, *restored]
@@ -82,11 +60,10 @@ def draw(events: Sequence[Event], path: Path, *, name: str) -> None:
             _marks(axis, failed, restored)
             _plain(axis)
         axes[0].set_xlim(*ends)
-        axes[2].set_xlabel("step", color=_QUIET)
+        axes[2].set_xlabel("step", color=QUIET)
         axes[2].xaxis.set_major_locator(MaxNLocator(integer=True))
         axes[2].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         _words(figure, name, saves, failed, restored, grouped=len(columns) < len(saves))
-        figure.savefig(path, format=suffix[1:], facecolor="white")
 
 
 def _ends(steps: Sequence[int]) -> tuple[float, float]:
@@ -162,7 +139,7 @@ def _stall(axis: Axes, columns: Sequence[_Column]) -> None:
 
 
 def _rate(axis: Axes, columns: Sequence[_Column]) -> None:
-    _line(axis, [(column.step, *column.rate) for column in columns], _OURS)
+    _line(axis, [(column.step, *column.rate) for column in columns], OURS)
     axis.set_ylim(0, 1.15 * max([column.rate[2] for column in columns] + [1e-9]))
     _title(axis, "Speed, GB/s")
 
@@ -195,7 +172,7 @@ def _ceiling(axis: Axes, points: Sequence[tuple[float, float]], scale: float) ->
     axis.set_ylim(0, top)
     beyond = [(step, height) for step, height in points if height * scale > top]
     axis.plot(
-        [step for step, _ in beyond], [top * 0.96] * len(beyond), "^", color=_INK, markersize=6, zorder=5
+        [step for step, _ in beyond], [top * 0.96] * len(beyond), "^", color=INK, markersize=6, zorder=5
     )
     step, height = max(beyond, key=lambda point: point[1])
     left, right = axis.get_xlim()
@@ -208,7 +185,7 @@ def _ceiling(axis: Axes, points: Sequence[tuple[float, float]], scale: float) ->
         ha="right" if late else "left",
         va="center",
         fontsize=9,
-        bbox=_WHITE,
+        bbox=BEHIND_WORDS,
         zorder=5,
     )
 
@@ -221,15 +198,15 @@ def _usual(values: Sequence[float]) -> float:
 def _marks(axis: Axes, failed: Sequence[Failed], restored: Sequence[Restored]) -> None:
     """Failed saves and resumed trainings, at their steps, in every panel."""
     for event in restored:
-        axis.axvline(event.step, color=_QUIET, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
+        axis.axvline(event.step, color=QUIET, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
     for fail in failed:
-        axis.axvline(fail.step, color=_FAILED, linewidth=1.0, alpha=0.55, zorder=1)
+        axis.axvline(fail.step, color=ALERT, linewidth=1.0, alpha=0.55, zorder=1)
     # On the axis itself, where no bar hides them.
     axis.plot(
         [fail.step for fail in failed],
         [0.0] * len(failed),
         "X",
-        color=_FAILED,
+        color=ALERT,
         markersize=8,
         markeredgecolor="white",
         clip_on=False,
@@ -238,18 +215,18 @@ def _marks(axis: Axes, failed: Sequence[Failed], restored: Sequence[Restored]) -
 
 
 def _plain(axis: Axes) -> None:
-    axis.tick_params(axis="both", length=0, colors=_QUIET)
+    axis.tick_params(axis="both", length=0, colors=QUIET)
     axis.tick_params(axis="x", pad=8)  # below the marks of failed saves
-    axis.grid(axis="y", color=_GRID, linewidth=0.8)
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
     for spine in axis.spines.values():
         spine.set_visible(False)
     axis.spines["bottom"].set_visible(True)
-    axis.spines["bottom"].set_color(_GRID)
+    axis.spines["bottom"].set_color(GRID)
 
 
 def _title(axis: Axes, text: str) -> None:
-    axis.set_title(text, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=7)
+    axis.set_title(text, loc="left", fontsize=12, fontweight="bold", color=INK, pad=7)
 
 
 def _unit(highest_seconds: float) -> tuple[float, str]:
@@ -282,21 +259,19 @@ def _words(
         f"{len(saves):,} durable {'save' if len(saves) == 1 else 'saves'} of {_size(saves)}; medians: "
         f"{durable} until durable, {rate:.2f} GB/s, {stall} stall",
         fontsize=10,
-        color=_QUIET,
+        color=QUIET,
     )
     place = 0.982
     if failed:
         said = f"\N{MULTIPLICATION SIGN} {len(failed):,} failed"
-        figure.text(
-            place, 1 - 0.38 / inches, said, ha="right", fontsize=10.5, fontweight="bold", color=_FAILED
-        )
+        figure.text(place, 1 - 0.38 / inches, said, ha="right", fontsize=10.5, fontweight="bold", color=ALERT)
     if restored:
         said = f"\N{VERTICAL FOUR DOTS} resumed {len(restored):,} {'time' if len(restored) == 1 else 'times'}"
-        figure.text(place, 1 - 0.64 / inches, said, ha="right", fontsize=10, color=_QUIET)
+        figure.text(place, 1 - 0.64 / inches, said, ha="right", fontsize=10, color=QUIET)
     note = "stage: on the training's thread. Speed counts every phase."
     if grouped:
         note += " Neighbouring saves are drawn together: medians, and bands from the lowest to the highest."
-    figure.text(0.018, 0.14 / inches, note, fontsize=8.5, color=_QUIET)
+    figure.text(0.018, 0.14 / inches, note, fontsize=8.5, color=QUIET)
 
 
 def _size(saves: Sequence[Saved]) -> str:

@@ -18,15 +18,17 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from holdfast.study import plot, states
-from holdfast.study.bench import machine_facts, meminfo, progress_bar
+from holdfast.study import states
+from holdfast.study.bench import progress_bar
 from holdfast.study.peers import missing_holdfast, missing_modules
+from holdfast.study.picture import check_suffix
 from holdfast.study.ranks import bars
 from holdfast.study.ranks import plot as ranks_plot
 from holdfast.study.ranks.measure import Meter
 from holdfast.study.ranks.results import RanksResult, summarise
 from holdfast.study.ranks.systems import SYSTEMS
 from holdfast.study.report import size
+from holdfast.study.room import look_for_room, machine_facts
 
 DEFAULT_NBYTES = 1 << 30
 MOST_RANKS = 64
@@ -66,8 +68,8 @@ def check(options: RanksOptions) -> None:
     unknown = sorted(set(options.systems) - set(SYSTEMS))
     if unknown:
         raise ValueError(f"unknown system {', '.join(unknown)}; with --ranks there are: {', '.join(SYSTEMS)}")
-    if options.plot is not None and options.plot.suffix.lower() not in plot.SUFFIXES:
-        raise ValueError(f"--plot {options.plot}: the suffix must be one of {', '.join(plot.SUFFIXES)}")
+    if options.plot is not None:
+        check_suffix(options.plot)
     states.shapes_of("gpt2", options.nbytes)
 
 
@@ -79,7 +81,13 @@ def run(options: RanksOptions, console: Console) -> RanksResult:
         raise RuntimeError(f"several ranks need torch and Holdfast's engine: {absent}")
     shapes = states.shapes_of("gpt2", options.nbytes)
     nbytes = sum(4 * math.prod(dims) for dims in shapes.values())
-    _look_for_room(options.directory, nbytes, max(options.ranks))
+    most = max(options.ranks)
+    look_for_room(
+        options.directory,
+        f"a benchmark of {most} ranks with {size(nbytes)} each",
+        (2 * (most + 1) + _OTHER_DISK_COPIES) * nbytes,
+        (most + _OTHER_MEMORY_COPIES) * nbytes,
+    )
 
     created, begin = time.time(), time.monotonic()
     load_before = os.getloadavg()[0]
@@ -122,25 +130,3 @@ def run(options: RanksOptions, console: Console) -> RanksResult:
     if options.plot is not None:
         ranks_plot.draw(result, options.plot)
     return result
-
-
-def _look_for_room(directory: Path, nbytes: int, ranks: int) -> None:
-    if not directory.is_dir():
-        raise FileNotFoundError(f"{directory} is not a directory: name one on the device to be measured")
-    free = shutil.disk_usage(directory).free
-    needed = (2 * (ranks + 1) + _OTHER_DISK_COPIES) * nbytes
-    if free < needed:
-        raise OSError(
-            f"{directory} has {size(free)} free and {ranks} ranks of {size(nbytes)} need {size(needed)}: "
-            "choose a smaller --size or another directory"
-        )
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in meminfo():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    needed = (ranks + _OTHER_MEMORY_COPIES) * nbytes
-    if available < needed:
-        raise MemoryError(
-            f"{size(available)} of memory are available and {ranks} ranks, each with all of the state, need "
-            f"{size(needed)}: choose a smaller --size"
-        )

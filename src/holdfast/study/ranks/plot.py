@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.study import results
-from holdfast.study.plot import SUFFIXES
+from holdfast.study.picture import ALERT, GRID, INK, OURS, OURS_LIGHT, PEER, QUIET, new_figure
 from holdfast.study.ranks.results import RanksResult, Row
 from holdfast.study.report import size
 
@@ -18,36 +18,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK = "#1f2933"
-_QUIET = "#7b8794"
-_GRID = "#e4e7eb"
 _COLOURS = {
-    results.RAW: "#d9480f",
-    results.RECYCLED: "#0b7285",
-    results.HOLDFAST: "#66b2c0",
-    results.DCP: "#7b8794",
-    results.TORCH: "#b8c2cc",
+    results.RAW: ALERT,
+    results.RECYCLED: OURS,
+    results.HOLDFAST: OURS_LIGHT,
+    results.DCP: QUIET,
+    results.TORCH: PEER,
 }
 
 
 def draw(result: RanksResult, path: Path) -> None:
     """Write the picture; the suffix of `path` chooses PNG or SVG."""
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ValueError(f"a picture is written as {' or '.join(SUFFIXES)}, not as {path.name!r}")
-    try:
-        from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("a picture needs matplotlib: pip install matplotlib") from error
-
-    # A figure of our own, not pyplot's: no global state, no display, no effect on the caller's settings.
-    with rc_context(
-        {"font.family": ["DejaVu Sans"], "font.size": 10.5, "text.color": _INK, "svg.fonttype": "none"}
-    ):
-        figure = Figure(figsize=(13, 5.2), dpi=160, facecolor="white")
-        FigureCanvasAgg(figure)
+    with new_figure(path, 13, 5.2) as figure:
         saves, writers, loads = figure.subplots(1, 3, width_ratios=(1.25, 0.8, 1.25))
         _groups(saves, "Durable save, by ranks", result.of("save"), lambda row: f"{row.world}")
         best = result.best_writers
@@ -60,7 +42,6 @@ def draw(result: RanksResult, path: Path) -> None:
             lambda row: f"{row.saved_by}\N{RIGHTWARDS ARROW}{row.world}",
         )
         _words(figure, saves, result)
-        figure.savefig(path, format=suffix[1:], facecolor="white")
 
 
 def _groups(axis: Axes, title: str, rows: Sequence[Row], place_of: Callable[[Row], str]) -> None:
@@ -77,11 +58,11 @@ def _groups(axis: Axes, title: str, rows: Sequence[Row], place_of: Callable[[Row
             colour = _COLOURS.get(row.system, _COLOURS[results.RECYCLED])
             label = row.title if place == 0 else None
             axis.bar(at, speed.median, width=0.92 * width, color=colour, label=label)
-            axis.plot([at, at], [speed.low, speed.high], color=_INK, linewidth=1.0, alpha=0.55)
+            axis.plot([at, at], [speed.low, speed.high], color=INK, linewidth=1.0, alpha=0.55)
     axis.set_xticks(range(len(places)), places)
-    axis.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=8)
-    axis.tick_params(axis="both", length=0, colors=_QUIET)
-    axis.grid(axis="y", color=_GRID, linewidth=0.8)
+    axis.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=8)
+    axis.tick_params(axis="both", length=0, colors=QUIET)
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
     for spine in axis.spines.values():
         spine.set_visible(False)
@@ -89,7 +70,7 @@ def _groups(axis: Axes, title: str, rows: Sequence[Row], place_of: Callable[[Row
 
 def _words(figure: Figure, first: Axes, result: RanksResult) -> None:
     figure.subplots_adjust(left=0.05, right=0.985, top=0.74, bottom=0.17, wspace=0.16)
-    first.set_ylabel("GB/s", color=_QUIET)
+    first.set_ylabel("GB/s", color=QUIET)
     handles, labels = first.get_legend_handles_labels()
     if handles:
         figure.legend(
@@ -109,5 +90,5 @@ def _words(figure: Figure, first: Axes, result: RanksResult) -> None:
         f"every save synced. Medians of {result.rounds} interleaved rounds, thin lines from the slowest to "
         f"the fastest. {result.machine.cpu_count} CPUs, {result.machine.filesystem}.",
         fontsize=8.5,
-        color=_QUIET,
+        color=QUIET,
     )

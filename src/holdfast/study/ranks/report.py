@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,12 +9,8 @@ from rich.text import Text
 
 from holdfast.study import results
 from holdfast.study.ranks.results import RanksResult, Row
-from holdfast.study.report import BUSY, amount, plain_table, size
-from holdfast.study.results import Bar
+from holdfast.study.report import BUSY, NOTHING, TIMES, bars_table, plain_table, size
 
-_NOTHING = "-"
-_TIMES = "\N{MULTIPLICATION SIGN}"
-_SENSES = {">=": "\N{GREATER-THAN OR EQUAL TO}", "<=": "\N{LESS-THAN OR EQUAL TO}"}
 _OURS = (results.HOLDFAST, results.RECYCLED)
 
 
@@ -36,7 +30,7 @@ def render(result: RanksResult) -> RenderableType:
         parts += [Text(), _writers(result), _best(result)]
     if result.of("load"):
         parts += [Text(), _loads(result)]
-    return Group(*parts, Text(), _bars(result.bars), Text(), _footnotes(result))
+    return Group(*parts, Text(), bars_table("bars for ranks", result.bars), Text(), _footnotes(result))
 
 
 def _heading(result: RanksResult) -> Text:
@@ -50,7 +44,7 @@ def _heading(result: RanksResult) -> Text:
 
 def _saves(result: RanksResult) -> Table:
     table = plain_table("durable save, all ranks together")
-    _columns(table, "ranks", "GB/s", "range", "of raw", f"{_TIMES}Holdfast", "shares", "copies")
+    _columns(table, "ranks", "GB/s", "range", "of raw", f"{TIMES}Holdfast", "shares", "copies")
     for row in result.of("save"):
         table.add_row(
             row.title, str(row.world), *_speed_cells(row), *_written_cells(row, result), style=_style(row)
@@ -82,7 +76,7 @@ def _loads(result: RanksResult) -> Table:
     warm = result.temperature == "warm"
     how = "warm page cache" if warm else f"cold page cache ({result.cache_method})"
     table = plain_table(f"load into every rank, {how}")
-    _columns(table, "ranks", "GB/s", "range", "of raw", f"{_TIMES}Holdfast")
+    _columns(table, "ranks", "GB/s", "range", "of raw", f"{TIMES}Holdfast")
     for row in result.of("load"):
         title = row.title.removesuffix(" + fsync").replace(".save", ".load")
         worlds = f"{row.saved_by} \N{RIGHTWARDS ARROW} {row.world}"
@@ -93,7 +87,7 @@ def _loads(result: RanksResult) -> Table:
 def _speed_cells(row: Row) -> tuple[str, ...]:
     if row.summary is None:
         # Why is said below the tables: a reason can be long.
-        return _NOTHING, row.status, _NOTHING, _NOTHING
+        return NOTHING, row.status, NOTHING, NOTHING
     speed = row.summary.gb_per_second
     faster = None if row.system in _OURS else row.summary.holdfast_is_faster_by
     return (
@@ -106,34 +100,14 @@ def _speed_cells(row: Row) -> tuple[str, ...]:
 
 def _written_cells(row: Row, result: RanksResult) -> tuple[str, str]:
     if row.written is None or row.system == results.RAW:
-        return _NOTHING, _NOTHING
+        return NOTHING, NOTHING
     writing = sum(1 for nbytes in row.written.per_rank if nbytes)
     shares = f"{100 * row.written.spread:.2f} %" if writing == row.world else f"{writing} of {row.world}"
     return shares, f"{row.written.stored_nbytes / result.state_nbytes:.3f}"
 
 
 def _number(value: float | None) -> str:
-    return _NOTHING if value is None else f"{value:.2f}"
-
-
-def _bars(bars: Sequence[Bar]) -> Table:
-    table = plain_table("bars for ranks")
-    table.add_column("", no_wrap=True)
-    table.add_column("")
-    table.add_column("promised", justify="right", no_wrap=True)
-    table.add_column("this run", justify="right", no_wrap=True)
-    for bar in bars:
-        style = {"PASS": "green", "FAIL": "bold red", "not measured": "yellow"}[bar.verdict]
-        promise = Text(bar.promise)
-        if bar.detail:
-            promise.append(f"\n{bar.detail}", style="dim")
-        table.add_row(
-            Text(bar.verdict, style=style),
-            promise,
-            f"{_SENSES[bar.sense]} {amount(bar.limit, bar)}",
-            _NOTHING if bar.measured is None else amount(bar.measured, bar),
-        )
-    return table
+    return NOTHING if value is None else f"{value:.2f}"
 
 
 def _footnotes(result: RanksResult) -> Text:
@@ -142,7 +116,7 @@ def _footnotes(result: RanksResult) -> Text:
         *result.problems,
         "GB/s: bytes of one copy of the state (GB is 10^9), over the time from the first rank's start to "
         "the last one's end; of a load, too, however many ranks receive it. Every save is synced, files and "
-        f"directories. 'of raw': of one process writing (reading) as much; '{_TIMES}Holdfast': how many "
+        f"directories. 'of raw': of one process writing (reading) as much; '{TIMES}Holdfast': how many "
         "times as fast as that row holdfast.save (holdfast.load) is; 'shares': how far apart the bytes of "
         "the ranks are, of a share, or how many of them wrote any; 'copies': what is on the disk, over the "
         "state. Checkpointer is the steady state of a training, over recycled files; holdfast.save makes a "

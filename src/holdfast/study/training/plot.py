@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from holdfast.study.plot import SUFFIXES
+from holdfast.study.picture import ALERT, BEHIND_WORDS, GRID, INK, OURS, OURS_LIGHT, PEER, QUIET, new_figure
+from holdfast.study.report import TIMES
 from holdfast.study.training.bars import STEP_TO_NONE
 from holdfast.study.training.results import (
     HOLDFAST_COLD,
@@ -28,42 +29,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK = "#1f2933"
-_QUIET = "#7b8794"
-_GRID = "#e4e7eb"
-_OURS = "#0b7285"
-_OURS_LIGHT = "#66b2c0"
-_PEER = "#b8c2cc"
-_STALL = "#d9480f"
-_TIMES = "\N{MULTIPLICATION SIGN}"
-_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
 _PARTS = (
     ("interpreter and imports", "#dfe4ea"),
     ("model", "#c3ccd5"),
-    ("restore", _STALL),
-    ("first step", _OURS_LIGHT),
+    ("restore", ALERT),
+    ("first step", OURS_LIGHT),
 )
 
 
 def draw(result: TrainingResult, path: Path) -> None:
     """Write the picture; the suffix of `path` chooses PNG or SVG."""
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ValueError(f"a picture is written as {' or '.join(SUFFIXES)}, not as {path.name!r}")
-    try:
-        from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("a picture needs matplotlib: pip install matplotlib") from error
-
-    # A figure of our own, not pyplot's: no global state, no display, no effect on the caller's settings.
-    with rc_context(
-        {"font.family": ["DejaVu Sans"], "font.size": 10.5, "text.color": _INK, "svg.fonttype": "none"}
-    ):
-        below = bool(result.sweep or result.recovery)
-        figure = Figure(figsize=(11.5, 8.9 if below else 5.0), dpi=160, facecolor="white")
-        FigureCanvasAgg(figure)
+    below = bool(result.sweep or result.recovery)
+    with new_figure(path, 11.5, 8.9 if below else 5.0) as figure:
         inches = figure.get_figheight()
         top = 1 - 1.25 / inches
         first_bottom = 1 - 4.3 / inches
@@ -75,7 +52,6 @@ def draw(result: TrainingResult, path: Path) -> None:
         if result.recovery:
             _recovery(figure.add_axes((0.635, low, 0.35, high - low)), result.recovery)
         _words(figure, result)
-        figure.savefig(path, format=suffix[1:], facecolor="white")
 
 
 def _steps(axis: Axes, rows: Sequence[ArmRow]) -> None:
@@ -89,16 +65,16 @@ def _steps(axis: Axes, rows: Sequence[ArmRow]) -> None:
     for place, row in enumerate(order):
         summary = row.summary
         if summary is None:
-            axis.text(gap, place, row.status, va="center", color=_QUIET, fontsize=9, style="italic")
+            axis.text(gap, place, row.status, va="center", color=QUIET, fontsize=9, style="italic")
             continue
         stall = summary.ratio * summary.stall_share.median
-        colour = _OURS if row.arm == OVERLAP else _OURS_LIGHT if _is_ours(row.arm) else _PEER
+        colour = OURS if row.arm == OVERLAP else OURS_LIGHT if _is_ours(row.arm) else PEER
         axis.barh(place, summary.ratio - stall, height=0.62, color=colour)
-        axis.barh(place, stall, left=summary.ratio - stall, height=0.62, color=_STALL)
+        axis.barh(place, stall, left=summary.ratio - stall, height=0.62, color=ALERT)
         rounds = summary.ratio_by_round
         high = min(rounds.high, highest)
-        axis.plot([rounds.low, high], [place, place], color=_INK, linewidth=1.0, alpha=0.55)
-        said = f"{summary.ratio:.2f}{_TIMES}"
+        axis.plot([rounds.low, high], [place, place], color=INK, linewidth=1.0, alpha=0.55)
+        said = f"{summary.ratio:.2f}{TIMES}"
         if row.arm != NONE:
             said += f"   stall {100 * summary.stall_share.median:.1f} %   crash loses {_lost(row)}"
         axis.text(
@@ -108,21 +84,21 @@ def _steps(axis: Axes, rows: Sequence[ArmRow]) -> None:
             va="center",
             fontsize=9.5,
             fontweight="bold" if row.arm == OVERLAP else "normal",
-            bbox=_WHITE,
+            bbox=BEHIND_WORDS,
             zorder=4,
         )
-    axis.plot([STEP_TO_NONE] * 2, [-0.5, len(order) - 0.5], color=_INK, linewidth=1.1, linestyle=(0, (4, 3)))
+    axis.plot([STEP_TO_NONE] * 2, [-0.5, len(order) - 0.5], color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
     axis.text(
-        STEP_TO_NONE, -0.58, f"promised: {STEP_TO_NONE:.2f}", ha="center", va="bottom", fontsize=9, color=_INK
+        STEP_TO_NONE, -0.58, f"promised: {STEP_TO_NONE:.2f}", ha="center", va="bottom", fontsize=9, color=INK
     )
     axis.set_ylim(len(order) - 0.4, -0.95)
     axis.set_yticks(range(len(order)), [row.title for row in order])
     for label, row in zip(axis.get_yticklabels(), order, strict=True):
-        label.set_color(_OURS if _is_ours(row.arm) else _INK)
+        label.set_color(OURS if _is_ours(row.arm) else INK)
         label.set_fontweight("bold" if row.arm == OVERLAP else "normal")
     _title(axis, "What it costs a training step")
-    _legend(axis, (("training waits", _STALL),), "lower right", (1.0, 0.985))
-    axis.set_xlabel("times a step without checkpoints", color=_QUIET)
+    _legend(axis, (("training waits", ALERT),), "lower right", (1.0, 0.985))
+    axis.set_xlabel("times a step without checkpoints", color=QUIET)
     _plain(axis, "x")
 
 
@@ -141,30 +117,30 @@ def _sweep(axis: Axes, points: Sequence[SweepPoint]) -> None:
     tallest = max(furthest - 1, 1.1 * max(p.stall_seconds.high / p.compute_seconds for p in ordered))
     axis.axvspan(0, 1, color="#f1f5f7", zorder=0)
     axis.plot(
-        [0, 1, furthest], [0, 0, furthest - 1], color=_QUIET, linewidth=1.6, linestyle=(0, (4, 3)), zorder=2
+        [0, 1, furthest], [0, 0, furthest - 1], color=QUIET, linewidth=1.6, linestyle=(0, (4, 3)), zorder=2
     )
     for point in ordered:
         spread = point.stall_seconds
         ends = [spread.low / point.compute_seconds, spread.high / point.compute_seconds]
-        axis.plot([point.pressure] * 2, ends, color=_OURS, linewidth=1.0, alpha=0.6, zorder=3)
-    axis.plot(pressures, stalls, "o", color=_OURS, markersize=7, zorder=4)
-    axis.text(0.5, 0.93 * tallest, "hidden", ha="center", va="top", color=_QUIET, fontsize=9, style="italic")
+        axis.plot([point.pressure] * 2, ends, color=OURS, linewidth=1.0, alpha=0.6, zorder=3)
+    axis.plot(pressures, stalls, "o", color=OURS, markersize=7, zorder=4)
+    axis.text(0.5, 0.93 * tallest, "hidden", ha="center", va="top", color=QUIET, fontsize=9, style="italic")
     axis.text(
         furthest * 0.97,
         tallest * 0.12,
         "measured stall",
         ha="right",
-        color=_OURS,
+        color=OURS,
         fontsize=9,
         fontweight="bold",
     )
     axis.text(
-        furthest * 0.97, tallest * 0.04, "predicted: max(0, x - 1)", ha="right", color=_QUIET, fontsize=9
+        furthest * 0.97, tallest * 0.04, "predicted: max(0, x - 1)", ha="right", color=QUIET, fontsize=9
     )
     axis.set_xlim(0, furthest)
     axis.set_ylim(-0.02 * tallest, tallest)
-    axis.set_xlabel("time to write a checkpoint / (forward + backward)", color=_QUIET)
-    axis.set_ylabel("stall / (forward + backward)", color=_QUIET)
+    axis.set_xlabel("time to write a checkpoint / (forward + backward)", color=QUIET)
+    axis.set_ylabel("stall / (forward + backward)", color=QUIET)
     _title(axis, "Beyond the device's bandwidth")
     _plain(axis, "both")
 
@@ -176,7 +152,7 @@ def _recovery(axis: Axes, rows: Sequence[RecoveryRow]) -> None:
     for place, row in enumerate(rows):
         if not row.samples:
             axis.text(
-                longest * 0.012, place, row.status, va="center", color=_QUIET, fontsize=9, style="italic"
+                longest * 0.012, place, row.status, va="center", color=QUIET, fontsize=9, style="italic"
             )
             continue
         parts = [
@@ -192,7 +168,7 @@ def _recovery(axis: Axes, rows: Sequence[RecoveryRow]) -> None:
         for (name, colour), part in zip(_PARTS, parts, strict=True):
             axis.barh(place, part, left=left, height=0.55, color=colour, label=name if place == 0 else None)
             if part > 0.045 * longest:
-                ink = "white" if colour == _STALL else _INK
+                ink = "white" if colour == ALERT else INK
                 axis.text(
                     left + part / 2, place, f"{part:.2f}", ha="center", va="center", fontsize=8.5, color=ink
                 )
@@ -208,10 +184,10 @@ def _recovery(axis: Axes, rows: Sequence[RecoveryRow]) -> None:
     axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.set_yticks(range(len(rows)), [row.title for row in rows])
     for label, row in zip(axis.get_yticklabels(), rows, strict=True):
-        label.set_color(_OURS if row.system == HOLDFAST_COLD else _INK)
+        label.set_color(OURS if row.system == HOLDFAST_COLD else INK)
         label.set_fontweight("bold" if row.system == HOLDFAST_COLD else "normal")
     _title(axis, "Killed: until the next step has ended")
-    axis.set_xlabel("seconds from the start of the new process", color=_QUIET)
+    axis.set_xlabel("seconds from the start of the new process", color=QUIET)
     _legend(axis, _PARTS, "upper center", (0.36, -0.19))
     _plain(axis, "x")
 
@@ -240,15 +216,15 @@ def _legend(
 
 
 def _title(axis: Axes, title: str) -> None:
-    axis.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=_INK, pad=8)
+    axis.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=8)
 
 
 def _plain(axis: Axes, grid: Literal["x", "both"]) -> None:
     axis.tick_params(axis="both", length=0)
-    axis.tick_params(axis="x", colors=_QUIET)
+    axis.tick_params(axis="x", colors=QUIET)
     if grid == "both":
-        axis.tick_params(axis="y", colors=_QUIET)
-    axis.grid(axis=grid, color=_GRID, linewidth=0.8)
+        axis.tick_params(axis="y", colors=QUIET)
+    axis.grid(axis=grid, color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
     for spine in axis.spines.values():
         spine.set_visible(False)
@@ -264,10 +240,10 @@ def _words(figure: Figure, result: TrainingResult) -> None:
         0.018,
         1 - 0.64 / inches,
         f"GPT-2 of {model.layers} layers, width {model.width}: {model.state_nbytes / 1e6:.0f} MB of weights "
-        f"and Adam moments; {model.batch} {_TIMES} {model.sequence} tokens per step; "
+        f"and Adam moments; {model.batch} {TIMES} {model.sequence} tokens per step; "
         "every save synced to the device",
         fontsize=10,
-        color=_QUIET,
+        color=QUIET,
     )
     figure.text(
         0.018,
@@ -276,7 +252,7 @@ def _words(figure: Figure, result: TrainingResult) -> None:
         f"to the highest. {result.machine.cpu_count} CPUs, {result.machine.filesystem}. "
         "Holdfast with checksums.",
         fontsize=8.5,
-        color=_QUIET,
+        color=QUIET,
     )
 
 

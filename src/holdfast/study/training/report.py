@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.study.bars import MIB
-from holdfast.study.report import amount, plain_table
-from holdfast.study.results import Bar, Spread
+from holdfast.study.report import NOTHING, TIMES, bars_table, plain_table
+from holdfast.study.results import Spread
 from holdfast.study.training.results import (
     HOLDFAST_COLD,
     NONE,
@@ -24,10 +24,6 @@ from holdfast.study.training.results import (
     TrainingResult,
     disturbance,
 )
-
-_NOTHING = "-"
-_TIMES = "\N{MULTIPLICATION SIGN}"
-_SENSES = {">=": "\N{GREATER-THAN OR EQUAL TO}", "<=": "\N{LESS-THAN OR EQUAL TO}"}
 
 
 def to_json(result: TrainingResult) -> bytes:
@@ -46,7 +42,8 @@ def render(result: TrainingResult) -> RenderableType:
         parts += [Text(), _sweep(result.sweep)]
     if result.recovery:
         parts += [Text(), _recovery(result.recovery)]
-    return Group(*parts, Text(), _bars(result.bars), Text(), _footnotes(result))
+    parts += [Text(), bars_table("bars for training, overlap", result.bars), Text(), _footnotes(result)]
+    return Group(*parts)
 
 
 def _heading(result: TrainingResult) -> Text:
@@ -54,7 +51,7 @@ def _heading(result: TrainingResult) -> Text:
     text = Text()
     text.append(f"GPT-2 of {model.layers} layers, width {model.width}", style="bold")
     text.append(
-        f", {model.parameters / 1e6:.1f} M parameters, {model.batch} {_TIMES} {model.sequence} tokens; "
+        f", {model.parameters / 1e6:.1f} M parameters, {model.batch} {TIMES} {model.sequence} tokens; "
     )
     text.append(f"{model.state_nbytes / 1e6:.0f} MB of state", style="bold")
     text.append(f" on {result.machine.filesystem}, {result.machine.cpu_count} CPUs; ")
@@ -65,7 +62,7 @@ def _heading(result: TrainingResult) -> Text:
 
 def _steps(result: TrainingResult) -> Table:
     table = plain_table("a training step, each with a durable checkpoint")
-    _columns(table, "step s", "range", f"{_TIMES}none", "stall", "CPU s", "crash loses", "MiB")
+    _columns(table, "step s", "range", f"{TIMES}none", "stall", "CPU s", "crash loses", "MiB")
     for row in result.rows:
         table.add_row(row.title, *_step_cells(row), style=_style(row.arm, row.status))
     return table
@@ -74,22 +71,22 @@ def _steps(result: TrainingResult) -> Table:
 def _step_cells(row: ArmRow) -> Sequence[str]:
     summary = row.summary
     if summary is None:
-        return (_NOTHING, row.status, *[_NOTHING] * 5)
+        return (NOTHING, row.status, *[NOTHING] * 5)
     steps = summary.step_seconds
     plain = row.arm == NONE
     return (
         f"{steps.median:.2f}",
         f"{steps.low:.2f}-{steps.high:.2f}",
         f"{summary.ratio:.3f}",
-        _NOTHING if plain else f"{100 * summary.stall_share.median:.1f} %",
+        NOTHING if plain else f"{100 * summary.stall_share.median:.1f} %",
         f"{summary.cpu_seconds.median:.2f}",
         "everything" if plain else _lost(summary.lost_typical, summary.lost_worst),
-        _NOTHING if plain or summary.extra_peak_nbytes is None else f"{summary.extra_peak_nbytes / MIB:,.0f}",
+        NOTHING if plain or summary.extra_peak_nbytes is None else f"{summary.extra_peak_nbytes / MIB:,.0f}",
     )
 
 
 def _lost(typical: float | None, worst: int | None) -> str:
-    return _NOTHING if typical is None else f"{typical:g}, worst {worst}"
+    return NOTHING if typical is None else f"{typical:g}, worst {worst}"
 
 
 def _phases(result: TrainingResult) -> Table:
@@ -110,11 +107,11 @@ def _phases(result: TrainingResult) -> Table:
 
 def _sweep(points: Sequence[SweepPoint]) -> Table:
     table = plain_table("overlap as the checkpoint outgrows forward+backward (ms)")
-    _columns(table, "MB", "Tf+Tb", "ratio", "predicted", "raw B", "stall", "range", f"{_TIMES}none")
+    _columns(table, "MB", "Tf+Tb", "ratio", "predicted", "raw B", "stall", "range", f"{TIMES}none")
     for point in points:
         stall = point.stall_seconds
         table.add_row(
-            f"{point.batch} {_TIMES} {point.sequence}",
+            f"{point.batch} {TIMES} {point.sequence}",
             f"{point.state_nbytes / 1e6:,.0f}",
             _ms(point.compute_seconds),
             f"{point.pressure:.2f}",
@@ -137,7 +134,7 @@ def _recovery(rows: Sequence[RecoveryRow]) -> Table:
 
 def _recovery_cells(row: RecoveryRow) -> Sequence[str]:
     if not row.samples:
-        return (_NOTHING, row.status, *[_NOTHING] * 5)
+        return (NOTHING, row.status, *[NOTHING] * 5)
 
     def middle(part: Callable[[Restart], float]) -> str:
         return f"{statistics.median(part(sample) for sample in row.samples):.2f}"
@@ -152,26 +149,6 @@ def _recovery_cells(row: RecoveryRow) -> Sequence[str]:
         middle(lambda sample: sample.step_seconds),
         str(max(sample.lost for sample in row.samples)),
     )
-
-
-def _bars(bars: Sequence[Bar]) -> Table:
-    table = plain_table("bars for training, overlap")
-    table.add_column("", no_wrap=True)
-    table.add_column("")
-    table.add_column("promised", justify="right", no_wrap=True)
-    table.add_column("this run", justify="right", no_wrap=True)
-    for bar in bars:
-        style = {"PASS": "green", "FAIL": "bold red", "not measured": "yellow"}[bar.verdict]
-        promise = Text(bar.promise)
-        if bar.detail:
-            promise.append(f"\n{bar.detail}", style="dim")
-        table.add_row(
-            Text(bar.verdict, style=style),
-            promise,
-            f"{_SENSES[bar.sense]} {amount(bar.limit, bar)}",
-            _NOTHING if bar.measured is None else amount(bar.measured, bar),
-        )
-    return table
 
 
 def _footnotes(result: TrainingResult) -> Text:

@@ -20,10 +20,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from holdfast.study import measure, plot
-from holdfast.study.bench import machine_facts, meminfo, progress_bar
+from holdfast.study import measure
+from holdfast.study.bench import progress_bar
 from holdfast.study.peers import missing_modules, remove
-from holdfast.study.report import size
+from holdfast.study.picture import check_suffix
+from holdfast.study.room import look_for_room, machine_facts
 from holdfast.study.states import Gpt2
 from holdfast.study.training import bars as training_bars
 from holdfast.study.training import measure as training_measure
@@ -86,8 +87,8 @@ def check(options: TrainingOptions) -> None:
             raise ValueError(f"there is at least {least} {name}, not {count}")
     Load(1 if options.batch is None else options.batch, options.sequence)
     _ = options.shape
-    if options.plot is not None and options.plot.suffix.lower() not in plot.SUFFIXES:
-        raise ValueError(f"--plot {options.plot}: the suffix must be one of {', '.join(plot.SUFFIXES)}")
+    if options.plot is not None:
+        check_suffix(options.plot)
 
 
 def run(options: TrainingOptions, console: Console) -> TrainingResult:
@@ -96,7 +97,8 @@ def run(options: TrainingOptions, console: Console) -> TrainingResult:
     absent = missing_modules("torch")
     if absent is not None:
         raise RuntimeError(f"a training needs torch: {absent}")
-    _look_for_room(options.directory, options.nbytes)
+    nbytes = options.nbytes
+    look_for_room(options.directory, "this benchmark", _DISK_COPIES * nbytes, _MEMORY_COPIES * nbytes)
 
     created, begin = time.time(), time.monotonic()
     load_before = os.getloadavg()[0]
@@ -221,23 +223,3 @@ def _quiet_peers() -> Iterator[None]:
         for category in (UserWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=r"torch\..*")
         yield
-
-
-def _look_for_room(directory: Path, nbytes: int) -> None:
-    if not directory.is_dir():
-        raise FileNotFoundError(f"{directory} is not a directory: name one on the device to be measured")
-    free = shutil.disk_usage(directory).free
-    if free < _DISK_COPIES * nbytes:
-        raise OSError(
-            f"{directory} has {size(free)} free and this benchmark needs {size(_DISK_COPIES * nbytes)}: "
-            "choose a smaller --size or another directory"
-        )
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in meminfo():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    if available < _MEMORY_COPIES * nbytes:
-        raise MemoryError(
-            f"{size(available)} of memory are available and this benchmark needs "
-            f"{size(_MEMORY_COPIES * nbytes)}: choose a smaller --size"
-        )
