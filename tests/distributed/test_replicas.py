@@ -20,7 +20,8 @@ from holdfast.plan.world import merge_views
 from holdfast.state import LeafSource, flatten
 from holdfast.state.per_rank import per_rank
 from holdfast.team import Team, exchange_views, join, replicas
-from holdfast.team.replicas import array_digest, check_replicas, differing, structure_digest, values_digest
+from holdfast.team.replicas import array_digest, check_replicas
+from holdfast.team.values import differing, structure_digest, values_digest
 
 
 def _source(array: np.ndarray[Any, Any], kind: str) -> Any:

@@ -2,8 +2,8 @@
 
 Ranks of a pipeline hold other layers, ranks of a sharded optimizer other parameters, and each says in its
 tree what it holds. Together they are the tree of the whole state. Where two say something about one place
-that cannot be joined (values, arrays, lists of other lengths), the first one counts; as a rule they are
-equal.
+that cannot be joined (values, arrays, lists of other lengths), the first one counts. No save makes such
+trees: `holdfast.team.values` compares what ranks say by the rules that are here.
 
 Nodes come from files: the walk is bounded, and what makes no sense is `CorruptCheckpoint`.
 """
@@ -11,6 +11,7 @@ Nodes come from files: the walk is bounded, and what makes no sense is `CorruptC
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -32,7 +33,7 @@ from holdfast.state.node import (
 _PLAIN = "plain"
 _LIST = "list"
 _MAPPINGS = (DICT, ORDERED, COUNTER, STATE_DICT)
-_STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
+_STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
 
 
 def merge_trees(trees: Sequence[Node]) -> Node:
@@ -44,16 +45,16 @@ def _merge(nodes: Sequence[Node], depth: int) -> Node:
     first = nodes[0]
     if depth > MAX_DEPTH:
         corrupt(f"nested deeper than {MAX_DEPTH} levels")
-    kind = _kind(first)
+    kind = kind_of(first)
     if len(nodes) == 1 or kind is None:
         return first
-    alike = [node for node in nodes if _kind(node) == kind]
+    alike = [node for node in nodes if kind_of(node) == kind]
     if kind in (_LIST, TUPLE):
         return _rebuilt(first, kind, _merge_items([items_of(node) or [] for node in alike], depth))
     return _rebuilt(first, kind, _merge_pairs([_entries(node) for node in alike], depth))
 
 
-def _kind(node: Node) -> str | None:
+def kind_of(node: Node) -> str | None:
     """What can be merged with its like; None for what stands for itself."""
     if type(node) is list:
         return _LIST
@@ -92,24 +93,24 @@ def _merge_pairs(mappings: Sequence[dict[object, tuple[Node, Node]]], depth: int
     for entries in mappings:
         for identity, (key, value) in entries.items():
             found.setdefault(identity, (key, []))[1].append(value)
-    optimizers = all(map(_is_optimizer, mappings))
+    optimizers = all(is_optimizer({key: value for key, (_, value) in its.items()}) for its in mappings)
     return [
         [
             key,
-            _merge_groups(values, depth + 1) if optimizers and key == _GROUPS else _merge(values, depth + 1),
+            _merge_groups(values, depth + 1) if optimizers and key == GROUPS else _merge(values, depth + 1),
         ]
         for key, values in found.values()
     ]
 
 
-def _is_optimizer(entries: Mapping[object, tuple[Node, Node]]) -> bool:
-    """State by parameter, and groups that list the parameters they apply to."""
-    state, groups = entries.get(_STATE), entries.get(_GROUPS)
-    if state is None or groups is None or pairs_of(state[1]) is None:
+def is_optimizer(entries: Mapping[Any, Node]) -> bool:
+    """Whether these are state by parameter, and groups that list the parameters they apply to."""
+    groups = entries.get(GROUPS)
+    if _STATE not in entries or pairs_of(entries[_STATE]) is None or type(groups) is not list:
         return False
-    return type(groups[1]) is list and all(
-        _kind(group) == _PLAIN and type(group) is dict and type(group.get(_PARAMETERS)) is list
-        for group in groups[1]
+    return all(
+        kind_of(group) == _PLAIN and type(group) is dict and type(group.get(PARAMETERS)) is list
+        for group in groups
     )
 
 
@@ -121,14 +122,14 @@ def _merge_groups(lists: Sequence[Node], depth: int) -> Node:
     groups = [groups for groups in lists if type(groups) is list]
     for position in range(max(map(len, groups))):
         here = [found for its in groups if position < len(its) and type(found := its[position]) is dict]
-        names = [its for group in here if type(its := group[_PARAMETERS]) is list]
+        names = [its for group in here if type(its := group[PARAMETERS]) is list]
         united = {_identity(name): name for its in reversed(names) for name in reversed(its)}
         order = dict.fromkeys(_identity(name) for its in names for name in its)
         rest: dict[str, Node] = {}
         for group in here:
             for key, value in group.items():
                 rest.setdefault(key, value)
-        rest[_PARAMETERS] = [united[identity] for identity in order]
+        rest[PARAMETERS] = [united[identity] for identity in order]
         merged.append(rest)
     return merged
 

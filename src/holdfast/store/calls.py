@@ -97,6 +97,8 @@ class Done(Struct, frozen=True, tag="done"):
     """Whether the part has a tree of its own."""
     values: Mapping[str, str]
     """Digests of its plain values, by place."""
+    facts: Mapping[str, str] = {}
+    """Digests of all of them, if its tree is stored next to that of rank 0 (`holdfast.team.values`)."""
     samples: Mapping[str, str] = {}
     """Digests of samples of its copies of arrays (`holdfast.team.replicas`)."""
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from holdfast.errors import RankFailed, RanksDisagree
+from holdfast.errors import RankFailed
 from holdfast.format.checksums import digest
 from holdfast.plan.cohorts import Owned
 from holdfast.plan.description import encode_plan
@@ -25,15 +25,8 @@ from holdfast.plan.world import Seen, merge_views
 from holdfast.state import Flat, LeafSource
 from holdfast.store.writing import Description
 from holdfast.team import Team
-from holdfast.team.replicas import (
-    Copies,
-    check_replicas,
-    copies_of,
-    differing,
-    samples,
-    structure_digest,
-    values_digest,
-)
+from holdfast.team.replicas import Copies, check_replicas, check_ties, copies_of, samples
+from holdfast.team.values import check_structures, facts_of, structure_digest, values_digest
 from holdfast.team.views import exchange_views
 
 Replicas = Literal["check", "trust"]
@@ -47,6 +40,8 @@ class Share:
     description: Description
     values: Mapping[str, str]
     """Digests of its plain values, by place."""
+    facts: Mapping[str, str]
+    """Digests of all of them, where trees of different structures are stored and this is one of them."""
     samples: Mapping[str, str]
     """Digests of samples of what others hold, too."""
     plan: Planned
@@ -116,8 +111,13 @@ class Shares:
         else:
             structure = _REFUSAL + why_not if flat is None else structure_digest(flat.tree)
             speakers = self._speakers(structure, f"{key}/structure")
+            if len(set(speakers)) > 1:
+                assert flat is not None
+                said = facts_of(flat.tree).structure if speakers[self.rank] == self.rank else {}
+                check_structures(self._team, said, self._timeout, f"{key}/facts")
             layouts = merge_views(exchange_views(self._team, view, self._timeout, f"{key}/views"))
             assert flat is not None
+            check_ties(self._team, flat.aliases, layouts, self._timeout, f"{key}/ties")
             if self._replicas == "check":
                 check_replicas(self._team, flat.leaves, layouts, self._timeout, f"{key}/replicas")
         assert flat is not None
@@ -150,6 +150,7 @@ class Shares:
             (*fragments, *flat.local_leaves),
             description,
             values_digest(flat.tree),
+            facts_of(flat.tree).values if speaks and len(set(planned.speakers)) > 1 else {},
             samples(planned.copies, here),
             planned,
         )
@@ -190,17 +191,3 @@ def _seen(leaf: LeafSource) -> Seen:
 
 def _signature(flat: Flat) -> Any:
     return tuple([(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding) for leaf in flat.leaves])
-
-
-def check_values(dones: Mapping[int, Mapping[str, str]], speakers: Sequence[int]) -> None:
-    """`RanksDisagree` when ranks with states of the same structure have different plain values in them."""
-    for rank, values in dones.items():
-        first = speakers[rank]
-        different = differing(dones[first], values) if first != rank else []
-        if different:
-            raise RanksDisagree(
-                f"rank {rank} has other values than rank {first} at {', '.join(map(repr, different[:8]))}, "
-                "and one copy is stored. Mark what is meant to differ with holdfast.per_rank, or make them "
-                "equal",
-                ranks=(first, rank),
-            )

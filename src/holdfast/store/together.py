@@ -40,10 +40,11 @@ from holdfast.store.directories import held_directory
 from holdfast.store.failures import save_failed
 from holdfast.store.partial import PARTIAL, Partial, Spare
 from holdfast.store.run import is_step_name
-from holdfast.store.shares import Share, check_values
+from holdfast.store.shares import Share
 from holdfast.store.watch import Watch
 from holdfast.store.writing import Place, ShareWriter
 from holdfast.team.replicas import check_samples
+from holdfast.team.values import check_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,7 @@ class Together:
                     plan=share.plan.fingerprint,
                     tree=part.tree is not None,
                     values=share.values,
+                    facts=share.facts,
                     samples=share.samples,
                 )
             )
@@ -262,5 +264,7 @@ def _check(dones: Sequence[Done], share: Share) -> None:
                 f"rank {done.ref.rank} wrote by another plan than rank 0; the next save plans anew",
                 ranks=(0, done.ref.rank),
             )
-    check_values({0: share.values, **{done.ref.rank: done.values for done in dones}}, share.plan.speakers)
+    values = {0: share.values, **{done.ref.rank: done.values for done in dones}}
+    facts = {0: share.facts, **{done.ref.rank: done.facts for done in dones}}
+    check_values(values, facts, share.plan.speakers)
     check_samples({0: share.samples, **{done.ref.rank: done.samples for done in dones}})

@@ -54,7 +54,6 @@ from holdfast.plan.sharing import SharePlan
 from holdfast.plan.topology import Topology
 from holdfast.plan.world import Seen, View, merge_views
 from holdfast.store.calls import Call, Calls, Conversation, Done
-from holdfast.store.shares import check_values
 from holdfast.study.scale_report import (
     COMMIT_LIMIT_SECONDS,
     COMMIT_LIMIT_WORLD,
@@ -63,7 +62,7 @@ from holdfast.study.scale_report import (
     Layout,
     show,
 )
-from holdfast.team.replicas import values_digest
+from holdfast.team.values import check_values, values_digest
 from holdfast.team.views import decode_view, encode_view
 
 WORLDS = (256, 1024, 4096, 16384)
@@ -261,7 +260,7 @@ def _commit(world: int, parts: Sequence[tuple[Part, bytes]], plan: WritePlan) ->
         dones = talk.collect()
         if any(done.plan != plan_digest for done in dones):
             raise AssertionError("a rank wrote by another plan")
-        check_values({0: values, **{done.ref.rank: done.values for done in dones}}, [0] * world)
+        check_values({0: values, **{done.ref.rank: done.values for done in dones}}, {}, [0] * world)
         return encode_root(
             Root(
                 id="5" * 32,

@@ -7,7 +7,8 @@
 | `team` | what a team does: tell, agree, exchange |
 | `hearing` | who was not heard of, where an answer of everybody is needed |
 | `views` | what each rank sees of the state, as bytes, and everybody's |
-| `replicas` | whether ranks that should hold equal copies do, by digests |
+| `replicas` | whether ranks that should hold equal copies of arrays do, by digests |
+| `values` | whether their plain values agree, and whether their states can be stored as one |
 
 No collectives: every thread may use it while the training is in the middle of one.
 """

@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same do: copies of arrays, and plain values.
+"""Whether ranks that should hold equal copies of arrays do. Plain values are `values`' business.
 
 Copies are written in shares, one by each holder: if they are not equal, what is stored is none of them. So
 they are compared, bit by bit, by digests. One small message per rank tells whether all is well; only where it
@@ -25,10 +25,7 @@ from holdfast.format.geometry import boxes_of_range
 from holdfast.plan.cohorts import Cohort, cohorts_of
 from holdfast.plan.fragments import part_of_source
 from holdfast.plan.placement import LeafLayout
-from holdfast.state import LeafSource, Node
-from holdfast.state.node import DEQUE, PER_RANK, STATE_DICT, deque_body, items_of, leaf_of, pairs_of, tag_of
-from holdfast.state.rebuild import decode_key
-from holdfast.state.tree import component
+from holdfast.state import LeafSource
 from holdfast.team.hearing import all_heard, ranks_in_words
 from holdfast.team.team import Team
 
@@ -38,7 +35,6 @@ WINDOW_NBYTES = 8 << 20
 _MAX_STREAMS = 8
 _MAX_LEAVES = 8
 _MAX_RANKS = 8
-_MAX_PLACES = 64
 _MAX_SAMPLES = 32
 
 
@@ -167,6 +163,34 @@ def check_samples(by_rank: Mapping[int, Mapping[str, str]]) -> None:
                 )
 
 
+def check_ties(
+    team: Team,
+    aliases: Sequence[tuple[str, str]],
+    layouts: Sequence[LeafLayout],
+    timeout: float,
+    key: str = "ties",
+) -> None:
+    """`RanksDisagree` unless names that share one array (tied weights) do so on every rank that has them.
+
+    To be called by all ranks, each with its own aliases and with the layouts of all.
+    """
+    leaves = {layout.name for layout in layouts}
+    first: dict[str, tuple[int, str]] = {}
+    for blob, ranks in team.exchange(key, msgspec.msgpack.encode(sorted(aliases)), timeout).items():
+        for name, of in msgspec.msgpack.decode(blob, type=list[tuple[str, str]]):
+            other, known = first.setdefault(name, (ranks[0], of))
+            if known == of and name not in leaves:
+                continue
+            there = "an array of its own" if known == of else f"the array of {known}"
+            whose = "another rank" if known == of else f"rank {other}"
+            raise RanksDisagree(
+                f"{name} is the same array as {of} on {ranks_in_words(ranks)}, but {whose} has {there} there. "
+                "Tie it on all ranks that have it, or on none",
+                leaf=name,
+                ranks=sorted({other, ranks[0]}),
+            )
+
+
 def array_digest(leaf: LeafSource, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
     """A digest of an array's C-order bytes; the same wherever and however they lie.
 
@@ -250,112 +274,3 @@ def _disagreement(findings: Sequence[_Finding]) -> RanksDisagree:
         leaf=findings[0].leaf if findings else None,
         ranks=sorted(different)[:_MAX_RANKS],
     )
-
-
-# --- values -------------------------------------------------------------------------------------------------
-
-
-def values_digest(tree: Node, depth: int = 2) -> dict[str, str]:
-    """Digests of a state tree by place, at most 64 of them: by what ranks tell where their values differ.
-
-    Places are keys of the first `depth` levels. A container whose places would be too many stays one place.
-    """
-    places: dict[str, Node] = {"": tree}
-    for _ in range(depth):
-        inner = {place: list(_children(node, place)) for place, node in places.items()}
-        room = _MAX_PLACES - len(places)
-        for place in sorted(inner, key=lambda place: len(inner[place])):
-            more = inner[place]
-            if more and len(more) - 1 <= room:
-                room -= len(more) - 1
-                del places[place]
-                places.update(more)
-    return {place: digest(_canonical(node)) for place, node in places.items()}
-
-
-def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """The places at which two such digests differ, those that only one of them has included."""
-    return [place for place in {**mine, **theirs} if mine.get(place) != theirs.get(place)]
-
-
-def structure_digest(tree: Node) -> str:
-    """A digest of a state tree without its plain values: of containers, keys, leaf names and tags."""
-    return digest(_canonical(_blank(tree)))
-
-
-def _children(node: Node, place: str) -> Iterator[tuple[str, Node]]:
-    prefix = f"{place}." if place else ""
-    if leaf_of(node) is not None:
-        return
-    pairs = pairs_of(node)
-    if pairs is not None:
-        for key, value in pairs:
-            yield prefix + _key_name(key), value
-    else:
-        for index, item in enumerate(items_of(node) or ()):
-            yield f"{prefix}{index}", item
-
-
-def _key_name(key: Node) -> str:
-    if type(key) is str:
-        return component(key)
-    data = _canonical(key)
-    return data.decode() if _has_sets(data) else component(decode_key(key))
-
-
-_UNORDERED = ("$set", "$frozenset")
-
-
-def _has_sets(data: bytes) -> bool:
-    """Whether encoded nodes may hold sets, of whose members every process has its own order."""
-    return any(b'"%b"' % tag.encode() in data for tag in _UNORDERED)
-
-
-def _canonical(node: Node) -> bytes:
-    """A node as bytes that are the same wherever the value is the same."""
-    data = msgspec.json.encode(node, order="deterministic")
-    if not _has_sets(data):
-        return data
-    return msgspec.json.encode(_sorted(node), order="deterministic")
-
-
-def _sorted(node: Node) -> Node:
-    if type(node) is list:
-        return [_sorted(item) for item in node]
-    if type(node) is not dict:
-        return node
-    inner = {key: _sorted(item) for key, item in node.items()}
-    tag = tag_of(node)
-    body = inner[tag] if tag in _UNORDERED and tag is not None else None
-    if tag is not None and type(body) is list:
-        return {tag: sorted(body, key=msgspec.json.encode)}
-    return inner
-
-
-_SCALARS = ("$int", "$float", "$str")
-"""Tags of numbers and strings that JSON cannot say: whether a value needs one is no matter of structure."""
-
-
-def _blank(node: Node) -> Node:
-    if type(node) is list:
-        return [_blank(item) for item in node]
-    if type(node) is not dict:
-        return None
-    if leaf_of(node) is not None:
-        return node
-    tag = tag_of(node)
-    if tag == PER_RANK:
-        return node
-    if tag is None:
-        return {key: _blank(value) for key, value in node.items()}
-    if tag == DEQUE:
-        items, limit = deque_body(node[tag])
-        return {tag: [_blank(items), limit]}
-    items_here = items_of(node)
-    if items_here is not None:
-        return {tag: _blank(items_here)}
-    pairs = pairs_of(node)
-    if pairs is not None:
-        inner: list[Node] = [[key, _blank(value)] for key, value in pairs]
-        return {tag: [None, *inner] if tag == STATE_DICT else inner}
-    return None if tag in _SCALARS else {tag: None}
