@@ -184,7 +184,7 @@ def check_ties(
             there = "an array of its own" if known == of else f"the array of {known}"
             whose = "another rank" if known == of else f"rank {other}"
             raise RanksDisagree(
-                f"{name} is the same array as {of} on {ranks_in_words(ranks)}, but {whose} has {there} there. "
+                f"{name} is the same array as {of} on {ranks_in_words(ranks)}, but {whose} has {there}. "
                 "Tie it on all ranks that have it, or on none",
                 leaf=name,
                 ranks=sorted({other, ranks[0]}),
