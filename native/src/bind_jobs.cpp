@@ -319,7 +319,7 @@ void bind_jobs(nb::module_& m) {
             sys::File file;
             {
               nb::gil_scoped_release release;
-              file = sys::open(where, O_WRONLY | O_CREAT | (recycle ? 0 : O_EXCL));
+              file = sys::open(where, O_WRONLY | O_CREAT | (recycle ? O_NOFOLLOW : O_EXCL));
             }
             new (self) PendingFile(std::move(file), data, more);
           },

@@ -3,6 +3,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <algorithm>
 
 #include "bind.hpp"
 #include "memory.hpp"
@@ -36,6 +39,50 @@ sys::Fault make_fault(const std::string& call, uint64_t nth, const std::string& 
   return fault;
 }
 
+// A directory that is held until `release`, or until nothing refers to it any more: where an interrupt strikes
+// right after the call that took it, nobody has its descriptor yet. Made and destroyed with the GIL held, as is
+// what a fork does about it.
+class HeldDirectory {
+ public:
+  HeldDirectory(int fd, bool exclusive) : fd_(fd) {
+    if (exclusive) alone().push_back(this);
+  }
+  ~HeldDirectory() { release(); }
+  HeldDirectory(const HeldDirectory&) = delete;
+  HeldDirectory& operator=(const HeldDirectory&) = delete;
+
+  [[nodiscard]] int fd() const { return fd_; }
+
+  void release() {
+    if (fd_ < 0) return;
+    alone().erase(std::remove(alone().begin(), alone().end(), this), alone().end());
+    if (::getpid() == owner_) {
+      sys::release_directory(fd_);
+    } else {
+      ::close(fd_);  // a forked child shares the lock with its parent, who goes on
+    }
+    fd_ = -1;
+  }
+
+  // In a forked child: were the parent killed while it writes, the child would hold its directories.
+  static void leave_to_the_parent() {
+    for (HeldDirectory* held : alone()) {
+      ::close(held->fd_);
+      held->fd_ = -1;
+    }
+    alone().clear();
+  }
+
+ private:
+  static std::vector<HeldDirectory*>& alone() {
+    static std::vector<HeldDirectory*> found;
+    return found;
+  }
+
+  int fd_;
+  const pid_t owner_ = ::getpid();
+};
+
 }  // namespace
 
 void bind_system(nb::module_& m) {
@@ -68,18 +115,30 @@ void bind_system(nb::module_& m) {
   });
 
   m.def("exists", [](nb::handle path) { return sys::exists(fs_path(path)); });
-  m.def("hold_directory", [](nb::handle path, bool exclusive) {
-    const std::string where = fs_path(path);
-    nb::gil_scoped_release release;
-    return sys::hold_directory(where, exclusive);
-  });
 
-  m.def("make_directory", [](nb::handle path) {
+  nb::class_<HeldDirectory>(m, "HeldDirectory")
+      .def("fileno", &HeldDirectory::fd)
+      .def("release", &HeldDirectory::release);
+  const auto held = [](nb::handle path, bool exclusive, auto take) {
     const std::string where = fs_path(path);
-    nb::gil_scoped_release release;
-    return sys::make_directory(where);
-  });
-  m.def("release_directory", sys::release_directory);
+    std::optional<int> fd;
+    {
+      nb::gil_scoped_release release;
+      fd = take(where);
+    }
+    return fd ? new HeldDirectory(*fd, exclusive) : nullptr;
+  };
+  m.def(
+      "hold_directory",
+      [held](nb::handle path, bool exclusive) {
+        return held(path, exclusive,
+                    [&](const std::string& where) { return sys::hold_directory(where, exclusive); });
+      },
+      nb::rv_policy::take_ownership);
+  m.def(
+      "make_directory", [held](nb::handle path) { return held(path, true, sys::make_directory); },
+      nb::rv_policy::take_ownership);
+  m.def("leave_directories_to_the_parent", &HeldDirectory::leave_to_the_parent);
 
   m.def("probe", [](nb::handle path) {
     const std::string where = fs_path(path);

@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <memory>
 #include <new>
 #include <string_view>
+#include <system_error>
 #include <thread>
 
 #ifndef MADV_POPULATE_WRITE
@@ -71,7 +73,7 @@ constexpr size_t kMostKept = 64U << 20;
 Staging::Staging(size_t nbytes, Pages pages)
     : mapped_nbytes_(nbytes + (pages == Pages::huge ? kHugePage : 0)), nbytes_(nbytes), owner_(::getpid()) {
   mapped_ = ::mmap(nullptr, mapped_nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped_ == MAP_FAILED) throw std::bad_alloc();
+  if (mapped_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "memory for staging");
   ::madvise(mapped_, mapped_nbytes_, MADV_DONTFORK);
   data_ = static_cast<char*>(mapped_);
   if (pages == Pages::normal) return;

@@ -31,6 +31,9 @@ void translate(const std::exception_ptr& pointer, void*) {
     nb::object arguments = nb::make_tuple(error.code, nb::str(text.c_str()),
                                           nb::steal(PyUnicode_DecodeFSDefault(error.path.c_str())));
     PyErr_SetObject(PyExc_OSError, arguments.ptr());
+  } catch (const std::system_error& error) {  // no thread, or no memory for staging
+    nb::object arguments = nb::make_tuple(error.code().value(), nb::str(error.what()));
+    PyErr_SetObject(PyExc_OSError, arguments.ptr());
   } catch (const Cancelled&) {
     PyErr_SetString(PyExc_InterruptedError, "the job was cancelled");
   }

@@ -61,6 +61,10 @@ Probe probe_directory(const std::string& path) {
   const Staging block(4096);
   std::memset(block.data(), 0, 4096);
   const ssize_t done = ::pwrite(file.fd(), block.data(), 4096, 0);
+  // What is wrong with the storage today says nothing about what it can do.
+  if (done < 0 && (errno == ENOSPC || errno == EDQUOT || errno == EIO)) {
+    throw sys::Error{errno, sys::Call::write, path};
+  }
   out.direct = done == 4096;
   if (!out.direct) {
     out.reason = std::string("trial direct write: ") + (done < 0 ? std::strerror(errno) : "fell short");

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace holdfast {
@@ -52,7 +53,11 @@ class ThreadQueue final : public Queue {
  public:
   explicit ThreadQueue(unsigned count) {
     threads_.reserve(count);
-    for (unsigned i = 0; i < count; ++i) threads_.emplace_back([this] { work(); });
+    try {
+      while (threads_.size() < count) threads_.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {
+      if (threads_.empty()) throw;  // with fewer it is slower, no more
+    }
   }
 
   ~ThreadQueue() override {

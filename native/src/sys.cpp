@@ -240,8 +240,9 @@ bool exists(const std::string& path) {
 }
 
 std::optional<int> hold_directory(const std::string& path, bool exclusive) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  check(fd, Call::open, path);
+  // Who writes or removes must not be led elsewhere by a link; a reader may have named one.
+  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | (exclusive ? O_NOFOLLOW : 0));
+  if (fd < 0) throw Error{errno == ELOOP && exclusive ? ENOTDIR : errno, Call::open, path};
   struct stat ours{}, named{};
   const int failed = [&] {
     if (::flock(fd, (exclusive ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) return errno;
@@ -256,7 +257,13 @@ std::optional<int> hold_directory(const std::string& path, bool exclusive) {
 
 std::optional<int> make_directory(const std::string& path) {
   mkdir(path);
-  return hold_directory(path, true);
+  try {
+    return hold_directory(path, true);
+  } catch (const Error& error) {
+    if (error.code == ENOENT) return std::nullopt;  // somebody took it for a leftover and has swept it
+    ::rmdir(path.c_str());
+    throw;
+  }
 }
 
 void release_directory(int fd) {

@@ -70,7 +70,8 @@ Identity identity(const std::string& path);
 // Whether anything of that name can be seen, be it a link that leads nowhere.
 bool exists(const std::string& path);
 // Opens and locks a directory, for one alone or shared. Nothing when others hold it, or when it has lost its name
-// meanwhile. Not a call that can be told to fail: locks are no part of what has to survive.
+// meanwhile. For one alone, a link is not followed. Not a call that can be told to fail: locks are no part of what
+// has to survive.
 std::optional<int> hold_directory(const std::string& path, bool exclusive);
 // Makes a directory, and holds it for one alone.
 std::optional<int> make_directory(const std::string& path);

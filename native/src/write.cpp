@@ -278,7 +278,7 @@ Written write_file(const std::string& path, uint64_t nbytes, bool recycle, const
   const bool direct = !small && tuning.backend != Backend::buffered;
   Tuning used = tuning;
   if (small) used.backend = Backend::buffered;
-  out.file = sys::open(path, O_WRONLY | O_CREAT | (recycle ? 0 : O_EXCL) | (direct ? O_DIRECT : 0));
+  out.file = sys::open(path, O_WRONLY | O_CREAT | (recycle ? O_NOFOLLOW : O_EXCL) | (direct ? O_DIRECT : 0));
   set_size(out.file, nbytes, !small);
   Writer writer(plan, used, out);
   if (small) {

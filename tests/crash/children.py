@@ -36,6 +36,10 @@ class Pipe:
         size = int.from_bytes(self._take(4, seconds), "little")
         return pickle.loads(self._take(size, seconds))  # from our own child
 
+    def ready(self) -> bool:
+        """Whether there is something to receive."""
+        return bool(select.select([self.reader], [], [], 0)[0])
+
     def drain(self) -> list[Any]:
         """All messages that are there once nobody can write any more."""
         found = []

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
 import os
+import resource
 import select
+import shutil
 import signal
 import socket
 import threading
@@ -16,7 +20,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.engine import fs
+from holdfast.engine import Backend, faults, fs
 from holdfast.store import list_steps, step_name
 
 from .children import SECONDS, Pipe, forked
@@ -175,6 +179,232 @@ def _refused(pipe: Pipe, path: Path) -> None:
     pipe.send("RunLocked")
 
 
+def _overwrite_slowly(pipe: Pipe, path: Path, version: int, fault: str) -> None:
+    pipe.send("begun")
+    while True:
+        try:
+            with faults.injected(fault):
+                holdfast.save(path, make_state(1, version), step=1, overwrite=True)
+        except holdfast.RunLocked:
+            continue
+        pipe.send("durable")
+        return
+
+
+@pytest.mark.parametrize(
+    "fault", ["exchange:1:slow400", "sync_dir:2:slow400", "unlink:1:slow400", "rmdir:1:slow400"]
+)
+def test_what_is_being_replaced_is_not_swept_by_the_next_writer(ram: Path, fault: str) -> None:
+    """Else the first one would go on to remove what the second has put in its place."""
+    path = ram / "model"
+    holdfast.save(path, make_state(1, 0), step=1)
+    with forked(_overwrite_slowly, path, 1, fault) as first:
+        assert first.pipe.receive() == "begun"
+        outcomes = set()
+        while not first.pipe.ready():
+            try:
+                holdfast.save(path, make_state(1, 2), step=1, overwrite=True)
+                outcomes.add("durable")
+            except holdfast.RunLocked:
+                outcomes.add("locked")
+        assert first.pipe.receive() == "durable"
+    assert "locked" in outcomes
+    assert load_identity(str(path))[1] in (1, 2)
+    assert os.listdir(ram) == ["model"]
+
+
+def _overwrite_often(pipe: Pipe, path: Path, version: int) -> None:
+    durable = 0
+    for _ in range(60):
+        try:
+            holdfast.save(path, make_state(1, version), step=1, overwrite=True)
+            durable += 1
+        except holdfast.RunLocked:
+            time.sleep(0.0005 * version)
+    pipe.send(durable)
+
+
+def test_many_who_replace_one_checkpoint_leave_a_whole_one_at_any_time(ram: Path) -> None:
+    path = ram / "model"
+    holdfast.save(path, make_state(1, 0), step=1)
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(forked(_overwrite_often, path, version)) for version in (1, 2, 3)]
+        while not all(child.pipe.ready() for child in children):
+            assert load_identity(str(path))[0] == 1
+        assert sum(child.pipe.receive() for child in children) > 0
+        assert [child.wait() for child in children] == [0] * 3
+    assert load_identity(str(path))[1] in (1, 2, 3)
+    assert os.listdir(ram) == ["model"]
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """What is not ours, for links to lead to."""
+    other = tmp_path / "elsewhere"
+    (other / "inner").mkdir(parents=True)
+    (other / "thesis.txt").write_text("years of work")
+    (other / "inner" / "data.csv").write_text("1,2")
+    return other
+
+
+def _untouched(elsewhere: Path) -> bool:
+    files = {
+        str(file.relative_to(elsewhere)): file.read_text() for file in elsewhere.rglob("*") if file.is_file()
+    }
+    return files == {"thesis.txt": "years of work", "inner/data.csv": "1,2"}
+
+
+def test_leftovers_that_are_links_are_unlinked_and_not_followed(ram: Path, elsewhere: Path) -> None:
+    (ram / "model.partial").symlink_to(elsewhere)
+    holdfast.save(ram / "model", make_state(1), step=1)
+    (ram / "model.partial").symlink_to(elsewhere)
+    holdfast.save(ram / "model", make_state(1, 1), step=1, overwrite=True)
+    run = ram / "run"
+    run.mkdir()
+    (run / f"{step_name(1)}.partial").symlink_to(elsewhere)
+    (run / f"{step_name(7)}.retired").symlink_to(elsewhere)
+    with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
+        checkpointer.save(1)
+        (run / f"{step_name(2)}.partial").symlink_to(elsewhere)
+        checkpointer.save(2)
+        assert checkpointer.steps == [2]
+    assert _untouched(elsewhere)
+    assert sorted(os.listdir(ram)) == ["model", "run"]
+    assert not leftovers(run)
+
+
+def test_a_checkpoint_that_is_a_link_is_read_but_not_written_over(ram: Path) -> None:
+    run = ram / "run"
+    kept = ram / "kept"
+    with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
+        checkpointer.save(1)
+    os.rename(run / step_name(1), kept)
+    (run / step_name(1)).symlink_to(kept)
+    state = blank_state()
+    with holdfast.Checkpointer(run, state, keep=KEEP_ONE, mode="sync") as checkpointer:
+        assert checkpointer.restore() == 1
+        for step in range(2, 6):
+            checkpointer.state = make_state(step)
+            checkpointer.save(step)
+        assert not (run / step_name(5)).is_symlink()
+    assert load_identity(str(kept)) == (1, 0)
+    assert load_identity(str(run / step_name(5))) == (5, 0)
+
+
+def test_a_lock_that_is_a_link_is_refused(ram: Path, elsewhere: Path) -> None:
+    run = ram / "run"
+    run.mkdir()
+    (run / ".lock").symlink_to(elsewhere / "thesis.txt")
+    with pytest.raises(holdfast.SaveFailed, match=r"\.lock"):
+        holdfast.Checkpointer(run, make_state(1), mode="sync")
+    assert _untouched(elsewhere)
+
+
+# --- interrupts -----------------------------------------------------------------------------------
+
+
+def _interrupted(work: Callable[[], object], seconds: float) -> bool:
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        work()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupted_save_does_not_lock_the_next_one_out(ram: Path) -> None:
+    """Ctrl-C at any moment: nothing stays held, no descriptor is lost, and the path can be saved to."""
+    rng = np.random.default_rng(3)
+    open_before = len(os.listdir("/proc/self/fd"))
+    struck = 0
+    for number in range(400):
+        path = ram / f"model{number % 5}"
+        seconds = float(rng.uniform(1e-5, 1e-3))
+        with contextlib.suppress(KeyboardInterrupt):  # it may also strike while it is being cleared
+            struck += _interrupted(
+                lambda path=path, number=number: holdfast.save(  # type: ignore[misc]
+                    path, make_state(1, number), step=1, overwrite=True
+                ),
+                seconds,
+            )
+        holdfast.save(path, make_state(2, number), step=2, overwrite=True)
+        assert load_identity(str(path)) == (2, number)
+    assert struck > 20
+    assert len(os.listdir("/proc/self/fd")) <= open_before + 2
+
+
+def test_an_interrupted_checkpointer_gives_up_its_run(ram: Path) -> None:
+    rng = np.random.default_rng(4)
+    struck = 0
+
+    def train(run: Path) -> None:
+        with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync", preemption=False) as found:
+            for step in range(1, 4):
+                found.state = make_state(step)
+                found.save(step)
+
+    for number in range(150):
+        run = ram / f"run{number % 5}"
+        with contextlib.suppress(KeyboardInterrupt):
+            struck += _interrupted(lambda run=run: train(run), float(rng.uniform(1e-5, 5e-3)))  # type: ignore[misc]
+        gc.collect()
+        train(run)
+        assert load_identity(str(run)) == (3, 0)
+    assert struck > 20
+
+
+def test_whoever_copies_a_run_in_the_writers_process_does_not_drop_its_lock(
+    ram: Path, tmp_path: Path
+) -> None:
+    run = ram / "run"
+    with holdfast.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
+        checkpointer.save(1)
+        shutil.copytree(run, tmp_path / "copy")
+        with forked(hold_run(run)) as other:
+            assert other.wait() == 1  # still locked
+        checkpointer.save(2)
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the limit on threads is another user's, whom only root can be")
+@pytest.mark.parametrize("backend", ["threads", "uring", "buffered"])
+def test_a_process_that_gets_no_threads_fails_to_save_and_lives(tmp_path: Path, backend: Backend) -> None:
+    room = tmp_path / "room"
+    room.mkdir()
+    os.chmod(room, 0o777)
+    for folder in [tmp_path, *tmp_path.parents]:
+        if folder.stat().st_uid == 0 and not folder.stat().st_mode & 0o001:
+            os.chmod(folder, folder.stat().st_mode | 0o011)
+    state = {"w": np.zeros(1 << 20)}
+    holdfast.save(room / "warm", state, options=holdfast.Options(backend=backend))
+
+    def child(pipe: Pipe) -> None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        os.setresuid(54321, 54321, 54321)
+        try:
+            holdfast.save(room / "other", state, options=holdfast.Options(backend=backend))
+            pipe.send("saved")
+        except holdfast.SaveFailed as error:
+            pipe.send(error.errno)
+
+    with forked(child) as process:
+        assert process.pipe.receive() == errno.EAGAIN
+        assert process.wait() == 0
+    assert sorted(os.listdir(room)) == ["warm"]
+
+
 # --- readers --------------------------------------------------------------------------------------
 
 
@@ -233,7 +463,7 @@ def test_readers_always_find_a_whole_checkpoint_while_it_is_replaced(
 ) -> None:
     """``overwrite=True`` has no moment in which there is none, or half of one."""
     # Between the exchange and the end of the save a reader waits; the writer may wait for a processor then.
-    monkeypatch.setattr("holdfast.store.hold._LOCK_SECONDS", SECONDS)
+    monkeypatch.setattr("holdfast.store.hold.LOCK_SECONDS", SECONDS)
     path = ram / "model"
     holdfast.save(path, make_state(1, 0), step=1)
     reads = 200

@@ -45,21 +45,21 @@ def test_a_directory_is_held_from_its_making_to_its_release(tmp_path: Path) -> N
     assert fs.hold_directory(tmp_path / "d", False) is None
     with pytest.raises(FileExistsError):
         fs.make_directory(tmp_path / "d")
-    fs.release_directory(held)
+    held.release()
     again = fs.hold_directory(tmp_path / "d", True)
     assert again is not None
-    fs.release_directory(again)
+    again.release()
 
 
 def test_a_release_reaches_those_that_share_the_descriptor(tmp_path: Path) -> None:
     """As a forked child does: closing alone would leave the directory locked for as long as it lives."""
     held = fs.make_directory(tmp_path / "d")
     assert held is not None
-    shared = os.dup(held)
+    shared = os.dup(held.fileno())
     try:
-        fs.release_directory(held)
+        held.release()
         again = fs.hold_directory(tmp_path / "d", True)
         assert again is not None
-        fs.release_directory(again)
+        again.release()
     finally:
         os.close(shared)

@@ -12,7 +12,7 @@ import socket
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -127,6 +127,7 @@ class Checkpointer:
         self._drill = drilling.join(path) if self._crew.leads else None
         self._run: WritableRun | FollowedRun = FollowedRun(path)
         self._open = True
+        self._closed = False
         try:
             known: list[Kept] = []
             with self._crew.all_or_none("open"):
@@ -140,13 +141,13 @@ class Checkpointer:
             if not self._crew.leads:
                 self._run = FollowedRun(where)
             self._retention = Retention(self._run, keep or Keep(), known)
+            self._events = EventLog(self._run.path if self._crew.leads else None)
+            self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, every))
+            self._preemption = Preemption() if preemption else None
         except BaseException:
             self._run.close()
             self._crew.close()
             raise
-        self._events = EventLog(self._run.path if self._crew.leads else None)
-        self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, every))
-        self._preemption = Preemption() if preemption else None
 
     # --- what there is
 
@@ -283,15 +284,19 @@ class Checkpointer:
             return self._commit(saving, work, stage_seconds)
 
         saving = Saving(step, division, commit)
-        self._in_flight = saving
-        self._schedule.started(step, time.monotonic())
-        saving.add_stall(time.perf_counter() - began)
-        with saving.stalling():
-            if self._mode == "sync":
-                saving.run()
-            else:
-                saving.start()
-                saving.leave_urgent(self._timeout)
+        try:
+            self._in_flight = saving
+            self._schedule.started(step, time.monotonic())
+            saving.add_stall(time.perf_counter() - began)
+            with saving.stalling():
+                if self._mode == "sync":
+                    saving.run()
+                else:
+                    saving.start()
+                    saving.leave_urgent(self._timeout)
+        except BaseException as error:
+            saving.interrupted(error)
+            raise
         return saving
 
     def _divide(self, leaves: tuple[LeafSource, ...]) -> Division:
@@ -464,26 +469,32 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finishes what is under way and gives up the run's lock. Raises what failed in the background."""
-        if not self._open or os.getpid() != self._pid:
+        if self._closed or os.getpid() != self._pid:
             return
         saving, patience = self._in_flight, self._crew.patience
-        try:
-            if saving is not None and not saving.join(patience):
+        # All of it, whatever is interrupted; what is left then is for another call.
+        with ExitStack() as rest:
+            rest.callback(self._give_up, saving)
+            rest.callback(self._events.close)
+            if self._preemption is not None:
+                rest.callback(self._preemption.close)
+            rest.callback(self._staging.clear)
+            rest.callback(self._hooks.detach)
+            opened, self._open = self._open, False
+            if opened and saving is not None and not saving.join(patience):
                 raise SaveFailed(
                     f"the save of step {saving.step} is still under way after {patience:g} s and may "
                     "never become durable; earlier checkpoints are untouched"
                 )
-            self._tell(saving)
-        finally:
-            self._open = False
-            self._hooks.detach()
-            self._staging.clear()
-            if self._preemption is not None:
-                self._preemption.close()
-            self._events.close()
-            if saving is None or saving.done:
-                self._run.close()
-                self._crew.close()
+            if opened:
+                self._tell(saving)
+
+    def _give_up(self, saving: Saving | None) -> None:
+        """The run, unless a save that was given up may still write to it."""
+        if saving is None or saving.done:
+            self._run.close()
+            self._crew.close()
+        self._closed = True
 
     def __enter__(self) -> Checkpointer:
         return self

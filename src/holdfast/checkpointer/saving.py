@@ -38,6 +38,7 @@ class Saving(Watch):
         self._lock = threading.Lock()
         self._reading = threading.Event()
         self._ended = threading.Event()
+        self._runner: int | None = None
         self._jobs: list[WriteJob] = []
         self._plan_nbytes = 0
         # How far each file must have been read before an owner may change its leaves, or the save returns.
@@ -117,6 +118,7 @@ class Saving(Watch):
 
     def run(self) -> None:
         """The commit, on this thread. Whatever happens is told by `take_error`, never raised here."""
+        self._runner = threading.get_ident()
         commit, self._commit = self._commit, None
         assert commit is not None, "a save runs once"
         try:
@@ -130,6 +132,14 @@ class Saving(Watch):
             self._division = Division()
             self._ended.set()
             self._reading.set()
+
+    def interrupted(self, error: BaseException) -> None:
+        """On the training's thread, by Ctrl-C: a save that runs nowhere else has ended with that."""
+        if self._commit is None and self._runner != threading.get_ident():
+            return  # on its own thread, which goes on
+        self._error, self._reported = error, True
+        self._ended.set()
+        self._reading.set()
 
     def start(self) -> None:
         """The commit, beside the training."""

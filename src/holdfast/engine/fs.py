@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 from holdfast import _native
 from holdfast._native import (
+    HeldDirectory,
     PendingFile,
     exchange,
     exists,
     hold_directory,
     identity,
+    leave_directories_to_the_parent,
     make_directory,
     mkdir,
-    release_directory,
     rename,
     rename_new,
     rmdir,
@@ -24,16 +25,17 @@ from holdfast._native import (
 from holdfast.engine.transfer import WriteJob
 
 __all__ = [
+    "HeldDirectory",
     "PendingFile",
     "anchor",
     "exchange",
     "exists",
     "hold_directory",
     "identity",
+    "leave_directories_to_the_parent",
     "make_directories",
     "make_directory",
     "mkdir",
-    "release_directory",
     "remove_tree",
     "rename",
     "rename_new",
@@ -108,7 +110,13 @@ _anchored: set[tuple[str, tuple[int, int, int]]] = set()
 
 
 def remove_tree(path: str) -> None:
-    """Removes a checkpoint directory: files and one level of directories is all there is in one."""
+    """Removes a checkpoint directory: files and one level of directories is all there is in one.
+
+    Of a link, the link: what it leads to is not ours.
+    """
+    if os.path.islink(path):
+        unlink(path)
+        return
     with os.scandir(path) as entries:
         found = list(entries)
     for entry in found:

@@ -39,10 +39,11 @@ from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import ENCODERS, is_text, type_name, unsupported
 
 
-def flatten(state: object, rank: int = 0) -> Flat:
+def flatten(state: object, rank: int = 0, *, among_others: bool = False) -> Flat:
     """Take a state apart. Raises `UnsupportedState`, naming the place, for what cannot be stored exactly.
 
-    `rank` is that of this process: what is marked `per_rank` is named after it.
+    `rank` is that of this process: what is marked `per_rank` is named after it. `among_others`: such names
+    mean something to a reader, whether or not anything is marked here.
 
     >>> import numpy as np
     >>> flat = flatten({"model": {"w": np.zeros((2, 3), np.float32)}, "step": 7})
@@ -55,7 +56,7 @@ def flatten(state: object, rank: int = 0) -> Flat:
     tree = walk.node(state, "", 0)
     walk.finish()
     own = walk.own
-    if own is None:
+    if own is None and not among_others:
         return Flat(tree, tuple(walk.leaves), tuple(walk.aliases))
     walk.check_names()
     return Flat(
@@ -63,8 +64,8 @@ def flatten(state: object, rank: int = 0) -> Flat:
         tuple(walk.leaves),
         tuple(walk.aliases),
         walk.local,
-        tuple(own.leaves),
-        tuple(own.aliases),
+        () if own is None else tuple(own.leaves),
+        () if own is None else tuple(own.aliases),
     )
 
 

@@ -19,6 +19,7 @@ from holdfast.store.crew import Crew, Way, dismissing, muster
 from holdfast.store.failures import saving
 from holdfast.store.handing import Link
 from holdfast.store.loading import load_together
+from holdfast.store.opening import newest
 from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED
 from holdfast.store.shares import Replicas
@@ -161,7 +162,7 @@ def load(
     """
     team = muster(f"load of {os.fspath(path)}", together if into is not None else False, timeout)
     if team is None:
-        with Checkpoint(resolve(path)) as checkpoint:
+        with newest(path, Checkpoint) as checkpoint:
             return checkpoint.load(into, select=select, framework=framework, verify=verify, strict=strict)
     with dismissing(team):
         if framework is not None:
@@ -184,7 +185,7 @@ def load(
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint (of a run: the newest) without reading its arrays."""
-    return Checkpoint(resolve(path))
+    return newest(path, Checkpoint)
 
 
 def _resolve_together(team: Team, path: str | os.PathLike[str], timeout: float) -> str:

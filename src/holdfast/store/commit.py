@@ -11,7 +11,7 @@ For a checkpoint that shall appear at ``D`` in directory ``P``, one process:
    (The directory's entries may be durable already: those of a checkpoint that this process committed and
    retired, and in which nothing was made or removed since.)
 5. Rename ``D.partial`` to ``D``. **This is the commit.** It fails if anything has that name by now.
-   (Replacing an old one: exchange the two names.)
+   (Replacing an old one: exchange the two names. It is held against other writers until it is removed.)
 6. Sync ``P``. Now, and only now, the save is reported durable.
 
 A crash before the rename reached the disk leaves ``D.partial``, which the next writer sweeps away; after it,
@@ -27,14 +27,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from msgspec import Struct
 
 from holdfast import engine
 from holdfast.engine import Tuning, fs
-from holdfast.errors import CheckpointExists, HoldfastError, UnsupportedState
+from holdfast.errors import CheckpointExists, HoldfastError, RunLocked, UnsupportedState
 from holdfast.format.checksums import digest
 from holdfast.format.embedded import EMBEDDING_SHARD
 from holdfast.format.manifest import MANIFEST_NAME, encode_root
@@ -42,6 +42,7 @@ from holdfast.format.records import ShardFile
 from holdfast.plan import ShardPlan, arrange
 from holdfast.state import Flat, LeafSource
 from holdfast.store.describe import Identity, OneFile, describe, one_file
+from holdfast.store.directories import LOCK_SECONDS, share_directory
 from holdfast.store.failures import save_failed
 from holdfast.store.partial import PARTIAL, Partial, Spare
 from holdfast.store.watch import Watch
@@ -229,9 +230,24 @@ def _existing(target: str) -> CheckpointExists:
 
 def publish(partial: Partial, target: str, *, overwrite: bool) -> None:
     """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found."""
+    if not (overwrite and fs.exists(target)):
+        _change_names(partial, target, fs.rename_new)
+        return
+    # Shared with its readers, but not with the next writer: to that one, what is replaced would look like the
+    # leftover of a crash, to be swept away. Then this one would remove what the next one makes there.
+    replaced = share_directory(target, LOCK_SECONDS)
+    if replaced is None:
+        raise RunLocked(f"another process is saving to {target}; one writer per checkpoint")
+    try:
+        _change_names(partial, target, fs.exchange)
+        with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
+            fs.remove_tree(partial.path)
+    finally:
+        replaced.release()
+
+
+def _change_names(partial: Partial, target: str, move: Callable[[str, str], None]) -> None:
     parent = os.path.dirname(target)
-    replaces = overwrite and fs.exists(target)
-    move = fs.exchange if replaces else fs.rename_new
     partial.settled = False
     try:
         move(partial.path, target)
@@ -249,9 +265,6 @@ def publish(partial: Partial, target: str, *, overwrite: bool) -> None:
         partial.settled = True
         raise
     partial.settled = True
-    if replaces:
-        with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
-            fs.remove_tree(partial.path)
 
 
 def check_step(step: int) -> None:

@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast.engine import fs
+from holdfast.engine.fs import HeldDirectory
+
+LOCK_SECONDS = 60.0
+"""A writer holds a checkpoint that is already visible only while it syncs the directory above: as long as the
+device takes for that, be it a slow one, or a busy machine's."""
 
 
-def try_lock_directory(path: str, *, shared: bool = False) -> int | None:
-    """Holds a directory until the descriptor is given to `unlock_directory`; None when somebody else does.
+def try_lock_directory(path: str, *, shared: bool = False) -> HeldDirectory | None:
+    """Holds a directory until it is released; None when somebody else does.
 
     None also when its holder has renamed or removed it just now. Writers hold a checkpoint's directory
-    exclusively while they write into it, readers share it.
+    exclusively while they write into it, and a link is none to them; readers share it.
     """
-    descriptor = fs.hold_directory(path, not shared)
-    if descriptor is not None and not shared:
-        _exclusive.add(descriptor)
-    return descriptor
+    return fs.hold_directory(path, not shared)
 
 
-def make_directory(path: str) -> int | None:
+def share_directory(path: str, timeout: float) -> HeldDirectory | None:
+    """Shares a checkpoint's directory with its readers; None when a writer holds it for so long."""
+    deadline = time.monotonic() + timeout
+    while True:
+        held = try_lock_directory(path, shared=True)
+        if held is not None or time.monotonic() > deadline:
+            return held
+        time.sleep(0.002)
+
+
+def make_directory(path: str) -> HeldDirectory | None:
     """Makes a directory that is held from its beginning, as by `try_lock_directory`."""
-    descriptor = fs.make_directory(path)
-    if descriptor is not None:
-        _exclusive.add(descriptor)
-    return descriptor
-
-
-def unlock_directory(descriptor: int) -> None:
-    _exclusive.discard(descriptor)
-    fs.release_directory(descriptor)
+    return fs.make_directory(path)
 
 
 @contextmanager
@@ -49,13 +54,4 @@ def held_directory(path: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-_exclusive: set[int] = set()
-
-
-def _leave_locks_to_the_parent() -> None:
-    """In a forked child: were the parent killed while it writes, the child would hold its directories."""
-    while _exclusive:
-        os.close(_exclusive.pop())
-
-
-os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
+os.register_at_fork(after_in_child=fs.leave_directories_to_the_parent)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
 
+from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import CheckpointNotFound
-from holdfast.store.directories import try_lock_directory, unlock_directory
+from holdfast.store.directories import LOCK_SECONDS, share_directory
 from holdfast.store.failures import reading
-
-_LOCK_SECONDS = 60.0
-"""A writer holds a checkpoint that is already visible only while it syncs the directory above: as long as the
-device takes for that, be it a slow one, or a busy machine's."""
 
 
 class Hold:
@@ -20,25 +16,24 @@ class Hold:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._owner = os.getpid()
         self._files: dict[str, int] = {}
-        self._descriptor: int | None = None
-        self._descriptor = _lock(path)
+        self._held: HeldDirectory | None = None
+        self._held = _lock(path)
 
     @property
     def directory(self) -> str:
         """The directory to open files in. By descriptor, so that a rename by retention takes nothing away."""
-        if self._descriptor is None:
+        if self._held is None:
             raise ValueError(f"the checkpoint {self.path} has been closed")
-        return f"/proc/self/fd/{self._descriptor}"
+        return f"/proc/self/fd/{self._held.fileno()}"
 
     @property
     def current(self) -> bool:
         """Whether the path still leads here: nothing has been replaced, retired or removed so far."""
-        if self._descriptor is None:
+        if self._held is None:
             return False
         try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+            return os.path.samestat(os.fstat(self._held.fileno()), os.stat(self.path))
         except FileNotFoundError:
             return False
 
@@ -63,31 +58,22 @@ class Hold:
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
-        if self._owner == os.getpid():
-            unlock_directory(descriptor)
-        else:
-            # A forked child shares the lock with its parent, who goes on reading.
-            os.close(descriptor)
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
 
     def __del__(self) -> None:
         self.close()
 
 
-def _lock(path: str) -> int:
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            lock = try_lock_directory(path, shared=True)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointNotFound(f"there is no checkpoint at {path}") from error
-        except PermissionError as error:
-            with reading(path):
-                raise error
-        if lock is not None:
-            return lock
-        if time.monotonic() > deadline:
-            raise CheckpointNotFound(f"{path} is being written by another process")
-        time.sleep(0.002)
+def _lock(path: str) -> HeldDirectory:
+    try:
+        with reading(path):
+            held = share_directory(path, LOCK_SECONDS)
+    except OSError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            raise CheckpointNotFound(f"there is no checkpoint at {path}") from error.__cause__
+        raise
+    if held is None:
+        raise CheckpointNotFound(f"{path} is being written by another process")
+    return held

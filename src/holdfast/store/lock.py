@@ -1,48 +1,48 @@
 """One writer per run: the lock that a dead process cannot keep.
 
-A POSIX record lock on ``.lock`` in the run's directory. The kernel drops it when its process ends, however
-that happens, and does not hand it to forked children, so data-loader workers that outlive their parent do not
-hold it. The file says who the holder is. Such locks do not exclude two writers in the same process; a table
-here does.
+A lock on ``.lock`` in the run's directory, of the kind that belongs to an open file (``F_OFD_SETLK``): it
+also excludes a second writer in the same process, and somebody else in that process who opens and closes the
+file, to copy it say, does not drop it. The kernel drops it when the last descriptor goes, so a forked child
+closes its own at once: data-loader workers that outlive their parent do not hold the run. The file says who
+does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
+import struct
 import time
+import weakref
 from types import TracebackType
 
 from holdfast.errors import RunLocked
 
 LOCK_FILE = ".lock"
-# (device, inode) of every run this process holds, and the process that took it: a forked child has none.
-_held: dict[tuple[int, int], int] = {}
+_WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class RunLock:
-    """Held from construction to `release`."""
+    """Held from construction to `release`, or until nothing refers to it any more."""
 
     def __init__(self, run: str) -> None:
+        self._file = -1
         path = os.path.join(run, LOCK_FILE)
-        info = os.stat(run)
-        self._key = (info.st_dev, info.st_ino)
-        # Opening and closing the file again in this process would drop the kernel's lock: look here first.
-        if _held.get(self._key) == os.getpid():
-            raise RunLocked(
-                f"run {run} is open for writing in this process already; close that Checkpointer first"
-            )
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # A link would have us write over whatever it leads to.
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        _held.add(self)
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
         except OSError as error:
             holder = _holder(self._file)
-            os.close(self._file)
-            raise RunLocked(f"run {run} is being written by {holder}; one writer per run") from error
-        _held[self._key] = os.getpid()
+            self.release()
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise RunLocked(f"run {run} is {holder}; one writer per run") from error
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         # On a full disk the lock holds all the same, only nameless; and a restore must still be possible.
         with contextlib.suppress(OSError):
@@ -50,10 +50,10 @@ class RunLock:
             os.pwrite(self._file, json.dumps(me).encode(), 0)
 
     def release(self) -> None:
-        if self._file >= 0 and _held.get(self._key) == os.getpid():
-            del _held[self._key]
-            os.close(self._file)
-        self._file = -1
+        _held.discard(self)
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
     def __enter__(self) -> RunLock:
         return self
@@ -63,10 +63,27 @@ class RunLock:
     ) -> None:
         self.release()
 
+    def __del__(self) -> None:
+        self.release()
+
+
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    for lock in list(_held):
+        lock.release()  # of this process' own descriptor; the parent has another, and the lock with it
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
 
 def _holder(file: int) -> str:
     try:
         found = json.loads(os.pread(file, 4096, 0))
-        return f"process {int(found['pid'])} on {found['host']} since {found['since']}"
+        pid, host = int(found["pid"]), found["host"]
+        if (pid, host) == (os.getpid(), socket.gethostname()):
+            return "open for writing in this process already: close that Checkpointer first"
+        return f"being written by process {pid} on {host} since {found['since']}"
     except (ValueError, KeyError, TypeError):
-        return "another process"
+        return "being written by another process"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint
 from holdfast.format.embedded import PEEK_NBYTES, embeds_root, extract_root
@@ -14,6 +16,8 @@ from holdfast.store.failures import reading, require_regular
 from holdfast.store.hold import Hold
 from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED, list_steps, step_name
+
+_T = TypeVar("_T")
 
 _MAX_REPLACED = 100
 """Times that a checkpoint is opened in vain because another took its place meanwhile."""
@@ -40,6 +44,18 @@ def resolve(path: str | os.PathLike[str]) -> str:
 def is_checkpoint(directory: str) -> bool:
     """Whether a directory looks like one checkpoint, whole or not: it has a manifest, or what may hold it."""
     return any(os.path.exists(os.path.join(directory, name)) for name in (MANIFEST, SHARD))
+
+
+def newest(path: str | os.PathLike[str], use: Callable[[str], _T]) -> _T:
+    """What `use` makes of the checkpoint a path means; of a run, once more if it was retired meanwhile."""
+    for _ in range(_MAX_REPLACED):
+        found = resolve(path)
+        try:
+            return use(found)
+        except CheckpointNotFound:
+            if found == os.path.abspath(os.fspath(path)) or resolve(path) == found:
+                raise
+    return use(resolve(path))
 
 
 def open_checkpoint(path: str) -> tuple[Hold, Root]:

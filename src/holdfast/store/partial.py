@@ -11,10 +11,13 @@ import os
 from dataclasses import dataclass
 
 from holdfast.engine import fs
+from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import RunLocked
-from holdfast.store.directories import make_directory, try_lock_directory, unlock_directory
+from holdfast.store.directories import make_directory, try_lock_directory
 
 PARTIAL = ".partial"
+_ATTEMPTS = 4
+"""To make a directory whose name others take and give back meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Partial:
     settled: bool = True
     recycle: bool = False
     """Whether there are files to write over."""
-    _lock: int | None = None
+    _lock: HeldDirectory | None = None
 
     def make(self) -> None:
         """Step 1. From here on it is held against others."""
@@ -47,11 +50,13 @@ class Partial:
         self.recycle = self._lock is not None
         if self._lock is not None:
             return
-        try:
-            self._lock = make_directory(self.path)
-        except FileExistsError:
-            self._remove_leftover()
-            self._lock = make_directory(self.path)
+        for _ in range(_ATTEMPTS):
+            try:
+                self._lock = make_directory(self.path)
+            except FileExistsError:
+                self._remove_leftover()
+            else:
+                break
         if self._lock is None:
             raise self._locked()
 
@@ -73,10 +78,10 @@ class Partial:
 
     def release(self) -> None:
         if self._lock is not None:
-            unlock_directory(self._lock)
+            self._lock.release()
             self._lock = None
 
-    def _take_spare(self) -> int | None:
+    def _take_spare(self) -> HeldDirectory | None:
         """Renames the spare to ``D.partial``. None: there is no spare, or somebody still reads it."""
         if self.spare is None:
             return None
@@ -91,13 +96,21 @@ class Partial:
                 self._remove_leftover()
             fs.rename(self.spare.path, self.path)
         except BaseException:
-            unlock_directory(lock)
+            lock.release()
             raise
         return lock
 
     def _remove_leftover(self) -> None:
         """Removes what a failed or crashed save left. A live one may be at work there: the lock tells."""
-        leftover = try_lock_directory(self.path)
+        try:
+            leftover = try_lock_directory(self.path)
+        except FileNotFoundError:
+            return  # its owner has removed it meanwhile
+        except NotADirectoryError:
+            if not os.path.islink(self.path):
+                raise
+            fs.unlink(self.path)  # the link only, wherever it leads
+            return
         if leftover is None:
             raise self._locked()
         try:
@@ -105,7 +118,7 @@ class Partial:
             fs.sync_dir(os.path.dirname(self.path))
             fs.remove_tree(self.path)
         finally:
-            unlock_directory(leftover)
+            leftover.release()
 
     def _locked(self) -> RunLocked:
         return RunLocked(f"another process is saving to {self.target}; one writer per checkpoint")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from holdfast.engine import fs
 from holdfast.errors import CheckpointNotFound
 from holdfast.store.commit import CheckpointInfo
-from holdfast.store.directories import try_lock_directory, unlock_directory
+from holdfast.store.directories import try_lock_directory
 from holdfast.store.failures import saving
 from holdfast.store.lock import RunLock
 from holdfast.store.partial import PARTIAL, Spare
@@ -181,13 +181,16 @@ class WritableRun:
     def _remove(path: str) -> bool:
         """Removes a directory nobody needs. One that is read, or that resists, is left for the next time."""
         with contextlib.suppress(OSError):
+            if os.path.islink(path):
+                fs.unlink(path)  # the link only, wherever it leads
+                return True
             lock = try_lock_directory(path)
             if lock is not None:
                 try:
                     fs.remove_tree(path)
                     return True
                 finally:
-                    unlock_directory(lock)
+                    lock.release()
         return False
 
 
