@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +161,9 @@ def test_the_reader_in_the_doc_joins_the_fragments_of_several_ranks(
         reader.read_checkpoint(tmp_path)
 
 
+LATER_GROUP = {"late": 1, "lr": 0.1, "params": ["b", "w"], "beta": 2}
+
+
 def test_the_reader_in_the_doc_reads_what_several_ranks_saved(
     reader: SimpleNamespace, tmp_path: Path
 ) -> None:
@@ -172,18 +176,22 @@ def test_the_reader_in_the_doc_reads_what_several_ranks_saved(
     state = random_state(leaves, 5)
     first = {
         "m": {"$odict": [["w", {"$leaf": "m.w"}], ["none", {"$leaf": "m.none"}]]},
-        "opt": {"state": {"w": 1}, "param_groups": [{"lr": 0.5, "params": ["w"]}]},
+        "opt": {"state": {"w": 1}, "param_groups": [{"lr": 0.5, "params": ["w"], "decay": 0}]},
         "own": {"$per_rank": "own"},
     }
     second = {
         "m": {"$odict": [["b", {"$leaf": "m.b"}], ["tied", {"$leaf": "m.tied"}]]},
-        "opt": {"state": {"b": 2}, "param_groups": [{"lr": 0.1, "params": ["b", "w"]}, {"params": []}]},
+        "opt": {"state": {"b": 2}, "param_groups": [LATER_GROUP, {"params": []}]},
         "own": {"$per_rank": "own"},
         "late": [1],
     }
     own = {
-        0: Own(local={"own": {"x": {"$leaf": "@0.own.x"}}}, arrays={"@0.own.x": np.arange(3)}),
-        1: Own(tree=second, aliases={"m.tied": "m.w"}),
+        0: Own(
+            local={"own": {"x": {"$leaf": "@0.own.x"}}},
+            arrays={"@0.own.x": np.arange(3)},
+            aliases={"m.tied": "m.w", "m.b": "m.w"},  # where it is a leaf, that counts
+        ),
+        1: Own(tree=second, aliases={"m.tied": "m.none"}),  # the first one counts (no save writes either)
         2: Own(local={"own": 7}),
     }
     far = tmp_path / "far"
@@ -195,6 +203,8 @@ def test_the_reader_in_the_doc_reads_what_several_ranks_saved(
     assert arrays["@0.own.x"].tolist() == [0, 1, 2]
     assert arrays["m.tied"] is arrays["m.w"]
     with holdfast.open(tmp_path / "c") as opened:
-        assert root["tree"] == localized(opened.tree, opened.local(0))
+        tree = localized(opened.tree, opened.local(0))
+        assert json.dumps(root["tree"]) == json.dumps(tree), "keys in this order"
+        assert opened.aliases == {"m.tied": "m.w"}
         assert reader.read_checkpoint(tmp_path / "c", 2)[0]["tree"] == localized(opened.tree, opened.local(2))
     assert reader.read_checkpoint(tmp_path / "c", 5)[0]["tree"]["own"] is None
