@@ -32,8 +32,8 @@ def main(run: str, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     torch.manual_seed(1 + rank)  # every rank drops others
 
-    # The module itself, not its wrapper: names are then the same however it is trained.
-    state = {"model": model, "optimizer": optimizer, "rng": holdfast.per_rank(holdfast.rng())}
+    # The wrapper: names are those of the module inside, and of buffers (BatchNorm) rank 0's are stored.
+    state = {"model": parallel, "optimizer": optimizer, "rng": holdfast.per_rank(holdfast.rng())}
     with holdfast.Checkpointer(run, state) as checkpointer:
         completed = checkpointer.restore()
         if rank == 0:

@@ -2,9 +2,10 @@
 
     python examples/train_and_resume.py runs/wave
 
-Stop it with Ctrl-C (or kill -9) and start it again: it goes on after the last step it finished. All that the
-next step depends on is in the state: weights, optimizer, learning rate, the place in the data, and the random
-numbers that dropout draws. So the end is the same, bit for bit, however often it was stopped. To see that:
+Stop it with Ctrl-C and start it again: it goes on after the last step it saved. After kill -9 that may be the
+one before, if its save was still under way. All that the next step depends on is in the state: weights,
+optimizer, learning rate, the place in the data, and the random numbers that dropout draws. So the end is the
+same, bit for bit, however often it was stopped. To see that:
 
     holdfast drill -- python examples/train_and_resume.py
 """
