@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -131,3 +133,81 @@ def test_a_spare_with_files_missing_is_no_obstacle(tmp_path: Path) -> None:
         checkpointer.save(2)
     assert holdfast.verify(tmp_path).intact
     assert np.array_equal(holdfast.load(tmp_path)["w"], state["w"])
+
+
+def test_a_backup_of_hard_links_keeps_what_it_has(tmp_path: Path) -> None:
+    """`cp -al` and `rsync --link-dest` share files with the checkpoint that they were made of."""
+    run, backup = tmp_path / "run", tmp_path / "backup"
+    state = {"w": np.ones(LARGE)}
+    with Checkpointer(run, state, keep=Keep(last=1), mode="sync") as checkpointer:
+        checkpointer.save(1)
+        shutil.copytree(run / step_name(1), backup, copy_function=os.link)
+        for step in range(2, 6):
+            state["w"][:] = step
+            checkpointer.save(step)
+        assert not list(run.glob("step-000000000001*"))
+        with faults.traced() as events:
+            checkpointer.save(6)
+        assert recycled(events)  # those that nobody shares are still written over
+    with holdfast.open(backup) as opened:
+        assert opened.step == 1
+        assert (opened.load()["w"] == 1).all()
+
+
+def test_one_shared_file_is_enough(tmp_path: Path) -> None:
+    run, shared = tmp_path / "run", tmp_path / "model.safetensors"
+    state = {"w": np.ones(SMALL)}
+    with Checkpointer(run, state, keep=Keep(last=1), mode="sync") as checkpointer:
+        checkpointer.save(1)
+        os.link(run / step_name(1) / SHARD, shared)
+        before = shared.read_bytes()
+        for step in range(2, 7):
+            state["w"][:] = step
+            checkpointer.save(step)
+    assert shared.read_bytes() == before
+
+
+def test_files_behind_symbolic_links_are_not_written_over(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    state = {"w": np.ones(LARGE)}
+    with Checkpointer(run, state, keep=Keep(last=1), mode="sync") as checkpointer:
+        checkpointer.save(1)
+        shard = run / step_name(1) / SHARD
+        shard.rename(elsewhere)
+        shard.symlink_to(elsewhere)
+        before = elsewhere.read_bytes()
+        for step in range(2, 6):
+            state["w"][:] = step
+            checkpointer.save(step)
+    assert elsewhere.read_bytes() == before
+
+
+@pytest.mark.parametrize("size", [LARGE, SMALL], ids=["large", "small"])
+def test_a_checkpoint_linked_into_a_run_is_neither_written_over_nor_removed(
+    tmp_path: Path, size: int
+) -> None:
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    state = {"w": np.ones(size)}
+    holdfast.save(kept, state, step=1)
+    run.mkdir()
+    (run / step_name(1)).symlink_to(kept)
+    with Checkpointer(run, state, keep=Keep(last=1), mode="sync") as checkpointer:
+        assert checkpointer.restore() == 1
+        for step in range(2, 6):
+            state["w"][:] = step
+            checkpointer.save(step)
+        assert checkpointer.steps == [5]
+    assert not list(run.glob("step-000000000001*"))
+    assert holdfast.verify(kept).intact
+    assert (holdfast.load(kept)["w"] == 1).all()
+
+
+def test_a_directory_in_a_retired_checkpoint_is_no_obstacle(tmp_path: Path) -> None:
+    state = {"w": np.zeros(LARGE)}
+    with Checkpointer(tmp_path, state, keep=Keep(last=1), mode="sync") as checkpointer:
+        checkpointer.save(0)
+        (tmp_path / step_name(0) / "plots").mkdir()
+        for step in range(1, 4):
+            checkpointer.save(step)
+        assert checkpointer.steps == [3]
+    assert holdfast.verify(tmp_path).intact

@@ -112,7 +112,7 @@ _anchored: set[tuple[str, tuple[int, int, int]]] = set()
 def remove_tree(path: str) -> None:
     """Removes a checkpoint directory: files and one level of directories is all there is in one.
 
-    Of a link, the link: what it leads to is not ours.
+    Of a link to one, only the link: what it leads to is somebody else's.
     """
     if os.path.islink(path):
         unlink(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from dataclasses import dataclass
 
 from holdfast.engine import fs
@@ -82,8 +83,8 @@ class Partial:
             self._lock = None
 
     def _take_spare(self) -> HeldDirectory | None:
-        """Renames the spare to ``D.partial``. None: there is no spare, or somebody still reads it."""
-        if self.spare is None:
+        """Renames the spare to ``D.partial``. None: there is none, or others read it or share its files."""
+        if self.spare is None or not _ours_alone(self.spare.path):
             return None
         try:
             lock = try_lock_directory(self.spare.path)
@@ -122,3 +123,18 @@ class Partial:
 
     def _locked(self) -> RunLocked:
         return RunLocked(f"another process is saving to {self.target}; one writer per checkpoint")
+
+
+def _ours_alone(directory: str) -> bool:
+    """Whether writing over what is there changes nothing that has another name.
+
+    A backup made with ``cp -al`` or ``rsync --link-dest`` shares its files with the checkpoint it was made of.
+    """
+    try:
+        if os.path.islink(directory):
+            return False
+        with os.scandir(directory) as entries:
+            found = [entry.stat(follow_symlinks=False) for entry in entries]
+    except OSError:
+        return False  # what cannot be looked at is not written over
+    return all(stat.S_ISREG(info.st_mode) and info.st_nlink == 1 for info in found)
