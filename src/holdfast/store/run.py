@@ -8,15 +8,16 @@ holds the run's lock changes anything here.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Callable, Iterator
 
 from holdfast.engine import fs
-from holdfast.errors import CheckpointNotFound
+from holdfast.errors import CheckpointNotFound, ReadFailed
 from holdfast.store.commit import CheckpointInfo
 from holdfast.store.directories import try_lock_directory
-from holdfast.store.failures import saving
+from holdfast.store.failures import reading, saving
 from holdfast.store.lock import RunLock
 from holdfast.store.partial import PARTIAL, Spare
 
@@ -39,11 +40,23 @@ def is_step_name(name: str) -> bool:
 def list_steps(run: str) -> list[int]:
     """Steps of the committed checkpoints, oldest first. Needs no lock."""
     try:
-        with os.scandir(run) as entries:
-            names = [entry.name for entry in entries if entry.is_dir()]
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFound(f"there is no run at {run}") from error
-    return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+        with reading(run), os.scandir(run) as entries:
+            names = [entry.name for entry in entries if is_step_name(entry.name) and _is_directory(entry)]
+    except ReadFailed as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise CheckpointNotFound(f"there is no run at {run}") from error
+        raise
+    return sorted(int(name.removeprefix("step-")) for name in names)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether it is one, or a link to one; a link that leads nowhere, or to itself, is none."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
 
 
 class FollowedRun:
