@@ -36,7 +36,7 @@ from holdfast.checkpointer.saving import Saving
 from holdfast.checkpointer.schedule import Cost, Schedule, make_schedule
 from holdfast.checkpointer.staging import Division, Staging
 from holdfast.checkpointer.work import Work, take_apart
-from holdfast.errors import EngineTimeout, HoldfastError, SaveFailed
+from holdfast.errors import CheckpointExists, EngineTimeout, HoldfastError, SaveFailed
 from holdfast.state import LeafSource, flatten
 from holdfast.store import (
     CheckpointInfo,
@@ -46,6 +46,7 @@ from holdfast.store import (
     Options,
     WritableRun,
     check_step,
+    is_checkpoint,
     list_steps,
 )
 
@@ -132,7 +133,9 @@ class Checkpointer:
             known: list[Kept] = []
             with self._crew.all_or_none("open"):
                 if self._crew.leads:
-                    self._run = WritableRun(self._drill.path if self._drill else path)
+                    place = self._drill.path if self._drill else path
+                    _refuse_checkpoint(place)
+                    self._run = WritableRun(place)
                     known = history(self._run.path)
                 self._staging = Staging(options.snapshot_nbytes)
                 self._hooks = Hooks(self._before_step)
@@ -512,6 +515,15 @@ class Checkpointer:
             self.close()
         except Exception as failure:  # the error that ends the block is the one to see
             warnings.warn(f"{type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=2)
+
+
+def _refuse_checkpoint(path: str) -> None:
+    """Steps inside of a checkpoint would be found by nobody: readers of that path mean the checkpoint."""
+    if is_checkpoint(path):
+        raise CheckpointExists(
+            f"{path} is a checkpoint, not a run of them: give the Checkpointer a directory of its own. "
+            "(holdfast.load restores from a single checkpoint)"
+        )
 
 
 def _nobody(leaf: LeafSource) -> None:
