@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import warnings
@@ -105,6 +106,51 @@ def test_restoring_brings_back_the_newest(run: Path) -> None:
         assert is_at(state, 2)
         with pytest.raises(holdfast.CheckpointNotFound, match="no checkpoint of step 7"):
             checkpointer.restore(7)
+
+
+@pytest.mark.parametrize("name", ["latest", step_name(9)])
+def test_a_link_that_leads_to_itself_is_no_checkpoint(run: Path, name: str) -> None:
+    (run / name).symlink_to(name)
+    state = blank()
+    with Checkpointer(run, state, mode="sync") as checkpointer:
+        assert checkpointer.steps == [1, 2, 3, 4, 5]
+        assert checkpointer.restore() == 5
+        checkpointer.save(6)
+    assert is_at(holdfast.load(run), 5)
+    if name == step_name(9):
+        with Checkpointer(run, state, mode="sync") as checkpointer:
+            with pytest.raises(holdfast.ReadFailed, match=name):
+                checkpointer.restore(9)
+
+
+def test_a_run_that_cannot_be_listed_is_a_typed_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    with Checkpointer(run, blank(), mode="sync") as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr("holdfast.store.run.os.scandir", denied)
+            for read in (checkpointer.restore, lambda: holdfast.load(run)):
+                with pytest.raises(holdfast.ReadFailed, match="Permission denied") as caught:
+                    read()
+                assert caught.value.errno == errno.EACCES
+        assert checkpointer.restore() == 5
+
+
+@pytest.mark.parametrize("size", [10, 1 << 20], ids=["one file", "manifest apart"])
+def test_a_single_checkpoint_is_not_taken_for_a_run(tmp_path: Path, size: int) -> None:
+    holdfast.save(tmp_path / "c", {"w": np.ones(size)})
+    before = sorted(os.listdir(tmp_path / "c"))
+    with pytest.raises(holdfast.CheckpointExists, match="a directory of its own"):
+        Checkpointer(tmp_path / "c", {"w": np.zeros(size)}, mode="sync")
+    assert sorted(os.listdir(tmp_path / "c")) == before
+
+
+def test_a_file_in_place_of_a_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for run in (tmp_path / "file", tmp_path / "file" / "deeper" / "run"):
+        with pytest.raises(holdfast.SaveFailed, match=f"{tmp_path / 'file'} is not a directory; move it"):
+            Checkpointer(run, blank(), mode="sync")
 
 
 def test_every_skips_the_steps_between(tmp_path: Path) -> None:

@@ -199,8 +199,11 @@ def test_overwriting_never_takes_away_what_is_not_a_checkpoint(tmp_path: Path) -
     file.write_text("a file")
     link.symlink_to(run / step_name(1))
     for target in (home, run, file, link):
-        with pytest.raises(holdfast.CheckpointExists, match="not a checkpoint"):
-            holdfast.save(target, {"w": 2}, overwrite=True)
+        for overwrite in (True, False):
+            with pytest.raises(holdfast.CheckpointExists, match="not even overwrite=True replaces it"):
+                holdfast.save(target, {"w": 2}, overwrite=overwrite)
+    with pytest.raises(holdfast.SaveFailed, match=f"{file} is not a directory"):
+        holdfast.save(file / "c", {"w": 2})
     assert (home / "deep" / "thesis.tex").read_text() == "years of work"
     assert file.read_text() == "a file"
     assert np.array_equal(holdfast.load(run)["w"], np.arange(3))

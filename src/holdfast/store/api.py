@@ -115,14 +115,14 @@ def save(
     way = None if options is None else options.way()
     team = muster(what, together, timeout)
     if team is None and (way is None or not way.volumes):
-        check_target(target, overwrite=overwrite)
+        check_target(target)
         tuning = _DEFAULT if way is None else way.tuning
         return Commit(target, step, dict(metrics or {}), tuning, overwrite=overwrite).run(flatten(state))
     with dismissing(team):
         crew = Crew(team, way or Options().way(), timeout)
         talk = crew.begin(what, step)
         try:
-            check_target(target, overwrite=overwrite)
+            check_target(target)
         except BaseException as error:
             crew.failed(talk, error)
             raise
@@ -195,23 +195,25 @@ def _resolve_together(team: Team, path: str | os.PathLike[str], timeout: float) 
     return os.fsdecode(team.tell("path", os.fsencode(found) if team.is_coordinator else None, timeout))
 
 
-def check_target(target: str, *, overwrite: bool) -> None:
-    """Raises unless a checkpoint may be saved there, as far as its name and what is there tell."""
+def check_target(target: str) -> None:
+    """Raises when no checkpoint may ever be saved there: for its name, or what is there.
+
+    One that is there already is left to the commit, which knows whether it is to be replaced.
+    """
     if target.endswith((PARTIAL, RETIRED)):
         raise ValueError(f"{target}: names that end so mark what is no checkpoint; choose another")
-    if overwrite:
+    if fs.exists(target):
         _refuse_stranger(target)
 
 
 def _refuse_stranger(target: str) -> None:
     """A run, somebody's home, a file: what is not a checkpoint is not ours to replace."""
-    if not fs.exists(target):
-        return
     with saving(target):
         plain = os.path.isdir(target) and not os.path.islink(target)
         names = os.listdir(target) if plain else []
     # One that has lost its manifest is known by its shards.
     if not plain or (MANIFEST not in names and not all(map(_SHARD.fullmatch, names))):
         raise CheckpointExists(
-            f"{target} is not a checkpoint, and overwrite=True replaces nothing else: choose another path"
+            f"{target} exists and is not a checkpoint, so not even overwrite=True replaces it: "
+            "choose another path"
         )

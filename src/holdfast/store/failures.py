@@ -20,6 +20,7 @@ from holdfast.errors import (
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_BLOCKED = {errno.EEXIST, errno.ENOTDIR}
 
 
 def save_failed(cause: OSError, target: str) -> SaveFailed:
@@ -44,11 +45,22 @@ def save_failed(cause: OSError, target: str) -> SaveFailed:
             f"cannot save {target}: the directory {os.path.dirname(target)} does not exist; "
             "create it, or check that its volume is mounted"
         )
+    elif cause.errno in _BLOCKED and (blocker := _in_the_way(where)):
+        error = SaveFailed(
+            f"cannot save {target}: {blocker} is not a directory; move it away, or choose another path"
+        )
     else:
         error = SaveFailed(f"the save of {target} failed and is not durable: {what}; {safe}")
     error.errno = cause.errno
     error.filename = where
     return error
+
+
+def _in_the_way(path: str) -> str | None:
+    """What stands on the way to `path`, or in its place, and is not a directory."""
+    while not os.path.lexists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return None if os.path.isdir(path) else path
 
 
 @contextmanager

@@ -132,7 +132,7 @@ class Writer(StorageWriter):
         target = self._path
         if is_coordinator:
             self._coordinator = int(kwargs.get("rank", 0))
-            check_target(target, overwrite=self._overwrite)
+            check_target(target)
             refuse_existing(target, overwrite=self._overwrite)
         self._save_id = os.urandom(16).hex()
         self._underway = Underway(target, overwrite=self._overwrite)
