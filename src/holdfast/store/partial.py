@@ -128,7 +128,7 @@ class Partial:
 def _ours_alone(directory: str) -> bool:
     """Whether writing over what is there changes nothing that has another name.
 
-    A backup made with ``cp -al`` or ``rsync --link-dest`` shares its files with the checkpoint it was made of.
+    A backup made with ``cp -al`` or ``rsync --link-dest`` shares its files with the checkpoint it is of.
     """
     try:
         if os.path.islink(directory):
