@@ -329,6 +329,77 @@ def test_a_state_that_does_not_fit_is_an_error_not_damage(run: Path) -> None:
 # --- closing ------------------------------------------------------------------------------------------------
 
 
+def frozen(size: int) -> Any:
+    array = np.zeros(size)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("state", "place"),
+    [
+        (None, "the state cannot be restored: no dict, list or object holds this NoneType"),
+        (7, "the state cannot be restored: .* this int"),
+        ("text", "this str"),
+        (frozen(3), "this read-only ndarray"),
+        ((torch.zeros(2), 0), r"state\.1 cannot be restored: .* this int"),
+        (({"w": 1}, (frozen(3),)), r"state\.1\.0 cannot be restored: .* this read-only ndarray"),
+    ],
+)
+def test_a_state_that_would_be_restored_into_thin_air_is_refused_from_the_first_run_on(
+    tmp_path: Path, state: Any, place: str
+) -> None:
+    """The training holds the old object: a new one in the Checkpointer would be of no use to it."""
+    with Checkpointer(tmp_path, state, mode="sync") as checkpointer:
+        for _ in range(2):
+            with pytest.raises(holdfast.StateMismatch, match=f"{place}.* Put it in a dict"):
+                checkpointer.restore()
+            checkpointer.save(1)
+
+
+def test_what_a_tuple_holds_is_restored_where_it_is(tmp_path: Path) -> None:
+    model, more = torch.nn.Linear(2, 2), {"epoch": 1}
+    weights = torch.ones(3)
+    with Checkpointer(tmp_path, (model, (weights, more)), mode="sync") as checkpointer:
+        checkpointer.save(1)
+        weights.zero_()
+        more["epoch"] = 0
+        assert checkpointer.restore() == 1
+    assert weights.tolist() == [1.0] * 3
+    assert more == {"epoch": 1}
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 0}, (), torch.zeros(1).expand(2)])
+def test_a_checkpoint_of_another_form_is_an_error_and_never_dropped(tmp_path: Path, state: Any) -> None:
+    saved = [1, 2] if not isinstance(state, torch.Tensor) else torch.ones(2)
+    with Checkpointer(tmp_path, saved, mode="sync") as checkpointer:
+        checkpointer.save(1)
+        checkpointer.state = state
+        with pytest.raises(holdfast.StateMismatch, match="the state is not what was saved"):
+            checkpointer.restore()
+
+
+def test_what_fits_a_changed_state_is_restored_on_request(run: Path) -> None:
+    state = {"w": np.zeros(1000), "note": "", "added": np.zeros(5)}
+    with Checkpointer(run, state, mode="sync") as checkpointer:
+        with pytest.raises(holdfast.StateMismatch, match="strict=False"):
+            checkpointer.restore()
+        assert not state["w"].any()
+        with pytest.warns(RuntimeWarning, match=r"(?s)added.*All else has been restored"):
+            assert checkpointer.restore(strict=False) == 5
+    assert (state["w"] == 5).all()
+    assert state["note"] == "after 5"
+
+
+@pytest.mark.parametrize("step", ["x", 2.5, True, -1])
+def test_restoring_a_step_that_no_checkpoint_can_have_is_refused(run: Path, step: Any) -> None:
+    with (
+        Checkpointer(run, blank(), mode="sync") as checkpointer,
+        pytest.raises(ValueError, match="step must be an int"),
+    ):
+        checkpointer.restore(step)
+
+
 def test_a_closed_checkpointer_refuses_and_can_be_closed_again(run: Path) -> None:
     checkpointer = Checkpointer(run, blank(), mode="sync")
     checkpointer.close()

@@ -30,7 +30,7 @@ from holdfast.checkpointer.events import (
 from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.checkpointer.ownership import Hooks, find_optimizers, owners
 from holdfast.checkpointer.preemption import Preemption
-from holdfast.checkpointer.restoring import resume
+from holdfast.checkpointer.restoring import Target, resume
 from holdfast.checkpointer.retention import Retention, history
 from holdfast.checkpointer.saving import Saving
 from holdfast.checkpointer.schedule import Cost, Schedule, make_schedule
@@ -409,19 +409,27 @@ class Checkpointer:
 
     # --- restoring
 
-    def restore(self, step: int | None = None) -> int:
+    def restore(self, step: int | None = None, *, strict: bool = True) -> int:
         """Puts the newest intact checkpoint back into the state and returns its step; 0 for a new run.
 
         A damaged checkpoint is passed over with a warning. When checkpoints exist but none is whole, that is
         an error, never a silent start from nothing. With `step`, exactly that checkpoint; should newer ones
         exist, training goes back on them: the first save removes them.
+
+        What the state and the checkpoint do not have alike is a `StateMismatch`, before anything is touched;
+        ``strict=False``, on all ranks, restores what fits and warns about the rest. All goes into the objects
+        that are in the state already; one that cannot take it and is held by no dict, list or object of the
+        state, such as a number in a tuple, is a `StateMismatch`, too, in a new run as well.
         """
         self._check_usable()
+        if step is not None:
+            check_step(step)
         self._release(None)
         self.wait()
         if self._drill is not None:
             self._drill.restoring()
-        found = resume(self._crew, self.state, self._steps_here(), self._run.path_of, step, self._passed_over)
+        into = Target(self.state, strict)
+        found = resume(self._crew, into, self._steps_here(), self._run.path_of, step, self._passed_over)
         if found is None:
             if self._drill is not None:
                 self._drill.restored(0, None)

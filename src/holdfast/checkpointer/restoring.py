@@ -1,6 +1,7 @@
 """Resuming: the newest checkpoint of a run that is whole, the same one on all ranks.
 
-A damaged checkpoint is passed over. With several ranks, one that sees damage makes all pass over it.
+A damaged checkpoint is passed over. With several ranks, one that sees damage makes all pass over it. A state
+that cannot be restored in place is refused, whether there is anything to restore yet or not.
 """
 
 from __future__ import annotations
@@ -8,15 +9,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
+from holdfast.checkpointer.in_place import refuse_fixed, refuse_replaced
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, HoldfastError, ReadFailed
 from holdfast.store import Checkpoint, Crew
 from holdfast.store.loading import load_together
-from holdfast.store.unison import open_together
+from holdfast.store.unison import all_or_none, open_together
 from holdfast.team import Team
 
 
@@ -30,9 +32,17 @@ class Resumed:
     candidates: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is to be filled. Unless `strict`, with what fits."""
+
+    state: object
+    strict: bool = True
+
+
 def resume(
     crew: Crew,
-    state: object,
+    into: Target,
     steps: Sequence[int],
     path_of: Callable[[int], str],
     only: int | None,
@@ -43,24 +53,26 @@ def resume(
     With `only`, from that one. The coordinator's list of steps counts.
     """
     with crew.again(f"restore from {os.path.dirname(path_of(0))}") as team:
-        return _resume(crew, team, state, steps, path_of, only, passed_over)
+        return _resume(crew, team, into, steps, path_of, only, passed_over)
 
 
 def _resume(
     crew: Crew,
     team: Team | None,
-    state: object,
+    into: Target,
     steps: Sequence[int],
     path_of: Callable[[int], str],
     only: int | None,
     passed_over: Callable[[int, HoldfastError], None],
 ) -> Resumed | None:
+    with _all_or_none(crew, team, "target"):
+        refuse_fixed(into.state)
     candidates = _agreed(crew, team, steps)
     failures: list[HoldfastError] = []
     for step in reversed(candidates if only is None else [only]):
         began = time.perf_counter()
         try:
-            nbytes = _load(crew, team, state, path_of(step), step)
+            nbytes = _load(crew, team, into, path_of(step), step)
         except (CorruptCheckpoint, ReadFailed) as error:
             if only is not None:
                 raise
@@ -87,24 +99,31 @@ def _agreed(crew: Crew, team: Team | None, steps: Sequence[int]) -> list[int]:
     return msgspec.json.decode(team.tell("steps", mine, crew.timeout), type=list[int])
 
 
-def _load(crew: Crew, team: Team | None, state: Any, path: str, step: int) -> int:
+def _load(crew: Crew, team: Team | None, into: Target, path: str, step: int) -> int:
     if team is None:
         with Checkpoint(path) as checkpoint:
             _check(checkpoint, step)
-            checkpoint.load(state)
+            restored = checkpoint.load(into.state, strict=into.strict)
+            refuse_replaced(into.state, restored, path)
             return checkpoint.nbytes
     with open_together(team, path, crew.timeout, lambda found: _check(found, step)) as checkpoint:
-        load_together(
+        restored = load_together(
             team,
             checkpoint,
-            state,
+            into.state,
             select=None,
             verify=True,
-            strict=True,
+            strict=into.strict,
             timeout=crew.timeout,
             link=crew.link,
         )
+        with _all_or_none(crew, team, "in place"):
+            refuse_replaced(into.state, restored, path)
         return checkpoint.nbytes
+
+
+def _all_or_none(crew: Crew, team: Team | None, what: str) -> AbstractContextManager[None]:
+    return nullcontext() if team is None else all_or_none(team, what, crew.timeout)
 
 
 def _check(checkpoint: Checkpoint, step: int) -> None:

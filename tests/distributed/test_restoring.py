@@ -1,0 +1,54 @@
+"""Resuming on several ranks with states that do not fit, or that cannot be filled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.distributed.launcher import launch, values
+from tests.distributed.patience import PATIENCE_SECONDS
+
+import holdfast
+
+
+def _restore_what_fits(folder: Path) -> list[Any]:
+    state: dict[str, Any] = {"w": np.ones(10), "gone": np.ones(3)}
+    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+        c.save(1)
+        c.state = {"w": np.zeros(10), "new": np.zeros(3)}
+        with pytest.raises(holdfast.StateMismatch, match="strict=False"):
+            c.restore()
+        untouched = float(c.state["w"].sum())
+        with pytest.warns(RuntimeWarning, match="All else has been restored"):
+            step = c.restore(strict=False)
+        return [untouched, step, float(c.state["w"].sum())]
+
+
+def test_what_fits_is_restored_on_all_ranks(tmp_path: Path) -> None:
+    assert values(launch(2, _restore_what_fits, tmp_path)) == [[0.0, 1, 10.0]] * 2
+
+
+def _restore_into_thin_air(folder: Path) -> list[Any]:
+    import torch.distributed as dist
+
+    state: Any = {"w": np.ones(10)}
+    found: list[Any] = []
+    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+        c.save(1)
+        c.state = 7 if dist.get_rank() == 1 else state
+        with pytest.raises(holdfast.HoldfastError, match="cannot be restored") as caught:
+            c.restore()
+        found.append(type(caught.value).__name__)
+        c.state = state
+        state["w"][:] = 0
+        found += [c.restore(), float(state["w"].sum())]
+    return found
+
+
+def test_a_state_that_cannot_be_filled_on_one_rank_stops_all_and_at_once(tmp_path: Path) -> None:
+    assert values(launch(2, _restore_into_thin_air, tmp_path)) == [
+        ["RankFailed", 1, 10.0],
+        ["StateMismatch", 1, 10.0],
+    ]
