@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,13 +85,30 @@ def test_of_equals_the_newer_is_the_better() -> None:
     "rules",
     [
         {"last": 0},
+        {"last": 1.5},
+        {"last": True},
+        {"last": "3"},
+        {"last": None},
         {"every": 0},
+        {"every": 2.0},
         {"best": ("loss", "lowest", 1)},
         {"best": ("loss", "min", 0)},
+        {"best": ("loss", "min", 1.5)},
+        {"best": ("loss", "min")},
+        {"best": "loss"},
+        {"best": ("loss", ["min"], 1)},
+        {"best": (0, "min", 1)},
+        {"best": 3},
         {"seconds": 0.0},
         {"seconds": math.nan},
+        {"seconds": "1h"},
     ],
 )
 def test_rules_that_make_no_sense_are_refused(rules: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Keep"):
         Keep(**rules)
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    keep = Keep(last=np.int64(2), every=np.int32(4), best=("loss", "min", np.int64(1)), seconds=np.float32(3))  # type: ignore[arg-type]
+    assert keep.chosen(kept(*range(1, 11))) == {1, 4, 7, 8, 9, 10}

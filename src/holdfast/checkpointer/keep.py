@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 
@@ -37,14 +38,20 @@ class Keep:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1:
-            raise ValueError("Keep(last=...) must be at least 1: the newest checkpoint always stays")
-        if self.every is not None and self.every < 1:
-            raise ValueError("Keep(every=...) must be at least 1")
-        if self.best is not None and (self.best[1] not in ("min", "max") or self.best[2] < 1):
-            raise ValueError('Keep(best=...) wants (metric, "min" or "max", how many)')
-        if self.seconds is not None and not self.seconds > 0:
-            raise ValueError("Keep(seconds=...) must be positive")
+        if not _is_count(self.last):
+            raise ValueError(
+                f"Keep(last=...) must be an int of at least 1, since the newest checkpoint always stays, "
+                f"not {self.last!r}"
+            )
+        if self.every is not None and not _is_count(self.every):
+            raise ValueError(f"Keep(every=...) must be an int of at least 1, not {self.every!r}")
+        if self.best is not None and not _is_ranking(self.best):
+            raise ValueError(
+                f'Keep(best=...) wants (metric, "min" or "max", how many), such as ("loss", "min", 2), '
+                f"not {self.best!r}"
+            )
+        if self.seconds is not None and not (_is_real(self.seconds) and self.seconds > 0):
+            raise ValueError(f"Keep(seconds=...) must be a positive number, not {self.seconds!r}")
 
     def chosen(self, history: Sequence[Kept]) -> set[int]:
         """The steps that stay, of checkpoints given in order of step."""
@@ -77,3 +84,20 @@ class Keep:
                 stay.add(item.step)
                 latest = item.created
         return stay
+
+
+def _is_count(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return False
+    return int(value) >= 1
+
+
+def _is_real(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real)
+
+
+def _is_ranking(best: object) -> bool:
+    if not isinstance(best, (tuple, list)) or len(best) != 3:
+        return False
+    metric, direction, count = best
+    return isinstance(metric, str) and direction in ("min", "max") and _is_count(count)
