@@ -169,12 +169,16 @@ def test_every_skips_the_steps_between(tmp_path: Path) -> None:
         {"timeout": 0},
         {"mtbf": "6h"},
         {"budget": 2},
+        {"keep": 5},
+        {"keep": 0},
+        {"options": 5},
+        {"options": {}},
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_before_anything_is_made(
     tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
+    with pytest.raises((ValueError, TypeError), match=f"^{next(iter(arguments))} "):
         Checkpointer(tmp_path / "run", blank(), **arguments)
     assert list(tmp_path.iterdir()) == []
 
@@ -188,6 +192,34 @@ def test_a_step_that_no_name_can_hold_is_refused_and_never_skipped(tmp_path: Pat
 
 
 # --- keeping ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "snapshot"])
+@pytest.mark.parametrize(
+    "metrics",
+    [{"loss": None}, {"loss": "0.5"}, {"loss": torch.zeros(2)}, {"loss": 10**400}, {1: 0.5}, [0.5], 5],
+)
+def test_metrics_that_are_no_numbers_are_refused_at_once(tmp_path: Path, metrics: Any, mode: Any) -> None:
+    with Checkpointer(tmp_path / "run", blank(), mode=mode) as checkpointer:
+        with pytest.raises(TypeError, match="metric"):
+            checkpointer.save(1, metrics)
+        assert checkpointer.steps == []
+    with pytest.raises(TypeError, match="metric"):
+        holdfast.save(tmp_path / "c", blank(), metrics=metrics)
+    assert not (tmp_path / "c").exists()
+
+
+def test_metrics_are_taken_when_save_is_called(tmp_path: Path) -> None:
+    loss = torch.tensor(0.5)
+    metrics = {"loss": loss, "accuracy": np.float32(0.25), "epoch": 3}
+    keep = Keep(last=1, best=("loss", "min", 1))
+    with Checkpointer(tmp_path, blank(), mode="snapshot", keep=keep) as checkpointer:
+        saving = checkpointer.save(1, metrics)  # type: ignore[arg-type]
+        loss.fill_(9.0)
+        assert saving is not None
+        found = saving.wait().metrics
+        assert found == {"loss": 0.5, "accuracy": 0.25, "epoch": 3.0}
+        assert {type(value) for value in found.values()} == {float}
 
 
 def test_three_stay_unless_told_otherwise(tmp_path: Path) -> None:

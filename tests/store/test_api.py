@@ -399,8 +399,19 @@ def test_progress_counts_the_bytes(tmp_path: Path) -> None:
         ({"volumes": "/nvme0"}, "volumes must be a list of directories, not '/nvme0'"),
         ({"volumes": 3}, "volumes must be a list of directories, not 3"),
         ({"replicas": "never"}, 'replicas must be "check" or "trust", not \'never\''),
+        ({"small_nbytes": -1}, "small_nbytes must be a number of bytes, an int from 0 on, not -1"),
+        ({"small_nbytes": 1e6}, "small_nbytes must be a number of bytes"),
+        ({"small_nbytes": 1 << 64}, "small_nbytes must be a number of bytes"),
+        ({"memory_nbytes": "1G"}, "memory_nbytes must be a number of bytes, an int from 0 on, not '1G'"),
+        ({"memory_nbytes": -1}, "memory_nbytes must be a number of bytes"),
     ],
 )
 def test_wrong_options_are_refused_when_they_are_made(wrong: dict[str, Any], advice: str) -> None:
     with pytest.raises(ValueError, match=re.escape(advice)):
         holdfast.Options(**wrong)
+
+
+def test_options_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=re.escape("options must be a holdfast.Options(...), not 5")):
+        holdfast.save(tmp_path / "c", {"w": 1}, options=5)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []

@@ -46,8 +46,10 @@ from holdfast.store import (
     Options,
     WritableRun,
     check_step,
+    checked_options,
     is_checkpoint,
     list_steps,
+    plain_metrics,
 )
 
 Mode = Literal["overlap", "snapshot", "sync"]
@@ -110,7 +112,9 @@ class Checkpointer:
             raise ValueError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
         if not timeout > 0:
             raise ValueError(f"timeout must be positive seconds, not {timeout!r}")
-        options = options or Options()
+        if keep is not None and not isinstance(keep, Keep):
+            raise TypeError(f"keep must be a Keep, such as holdfast.Keep(last=3), not {keep!r}")
+        options = checked_options(options) or Options()
         self.state = state
         self._mode: Mode = mode
         self._given_optimizers = None if optimizers is None else list(optimizers)
@@ -215,12 +219,12 @@ class Checkpointer:
         self._schedule.stepped(step, now, self._stalled, self._overlapped)
         self._stalled = 0.0
         try:
-            return self._save(step, dict(metrics or {}), now)
+            return self._save(step, metrics, now)
         finally:
             self._stalled += time.monotonic() - now
             self._overlapped = self._in_flight is not None and not self._in_flight.done
 
-    def _save(self, step: int, metrics: dict[str, float], now: float) -> Saving | None:
+    def _save(self, step: int, metrics: Mapping[str, float] | None, now: float) -> Saving | None:
         if self._drill is not None:
             self._drill.completed(step)
         earlier = self._in_flight
@@ -271,12 +275,13 @@ class Checkpointer:
         self._release(None)
         yield
 
-    def _start(self, step: int, metrics: dict[str, float], talk: Conversation | None) -> Saving:
+    def _start(self, step: int, metrics: Mapping[str, float] | None, talk: Conversation | None) -> Saving:
         began = time.perf_counter()
         if self._drill is not None:
             self._drill.saving(step, self.mode)
         try:
-            work = take_apart(self._crew, self.state, self._run.path, step, metrics, talk)
+            numbers = plain_metrics(metrics) if self._crew.leads else {}  # those of rank 0 are stored
+            work = take_apart(self._crew, self.state, self._run.path, step, numbers, talk)
             division = self._divide(work.leaves)
         except BaseException as error:
             self._crew.failed(talk, error)

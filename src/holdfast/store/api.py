@@ -19,6 +19,7 @@ from holdfast.store.crew import Crew, Way, dismissing, muster
 from holdfast.store.failures import saving
 from holdfast.store.handing import Link
 from holdfast.store.loading import load_together
+from holdfast.store.metrics import plain_metrics
 from holdfast.store.opening import newest
 from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED
@@ -28,6 +29,7 @@ from holdfast.team import Team
 
 _STAGING_NBYTES = 64 << 20
 """All that the engine can use: eight windows under way."""
+_MAX_NBYTES = (1 << 63) - 1
 _SHARD = re.compile(r"r[0-9]{5}\.v[0-9]+\.safetensors")
 
 
@@ -59,6 +61,9 @@ class Options:
             raise ValueError(f"volumes must be a list of directories, not {self.volumes!r}")
         if self.replicas not in get_args(Replicas):
             raise ValueError(f'replicas must be "check" or "trust", not {self.replicas!r}')
+        for name, nbytes in (("memory_nbytes", self.memory_nbytes), ("small_nbytes", self.small_nbytes)):
+            if type(nbytes) is not int or not 0 <= nbytes <= _MAX_NBYTES:
+                raise ValueError(f"{name} must be a number of bytes, an int from 0 on, not {nbytes!r}")
 
     @property
     def snapshot_nbytes(self) -> int:
@@ -78,6 +83,13 @@ class Options:
         if len(set(map(os.path.realpath, volumes))) < len(volumes):
             raise ValueError(f"volumes must be different directories, not {list(volumes)}")
         return Way(self.tuning(), self.writers, volumes, self.replicas)
+
+
+def checked_options(options: Options | None) -> Options | None:
+    """What was given for options, if that is what it is."""
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"options must be a holdfast.Options(...), not {options!r}")
+    return options
 
 
 _DEFAULT = Options().tuning()
@@ -112,22 +124,24 @@ def save(
     """
     target = os.path.abspath(os.fspath(path))
     what = f"save to {target}"
+    options = checked_options(options)
     way = None if options is None else options.way()
     team = muster(what, together, timeout)
     if team is None and (way is None or not way.volumes):
         check_target(target)
         tuning = _DEFAULT if way is None else way.tuning
-        return Commit(target, step, dict(metrics or {}), tuning, overwrite=overwrite).run(flatten(state))
+        return Commit(target, step, plain_metrics(metrics), tuning, overwrite=overwrite).run(flatten(state))
     with dismissing(team):
         crew = Crew(team, way or Options().way(), timeout)
         talk = crew.begin(what, step)
         try:
             check_target(target)
+            numbers = plain_metrics(metrics) if crew.leads else {}  # those of rank 0 are stored
         except BaseException as error:
             crew.failed(talk, error)
             raise
         ready = crew.prepare(state, talk)
-        info = crew.commit(ready, target, step, dict(metrics or {}), overwrite=overwrite)
+        info = crew.commit(ready, target, step, numbers, overwrite=overwrite)
         crew.close(wait=True)
         return info
 
