@@ -7,6 +7,7 @@ says what to do about it; the message says what happened, where, and what is sti
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,13 @@ def _corrupt(
     return kind(reason, path=path, leaf=leaf)
 
 
+def _with_errno(error: OSError) -> tuple[Any, ...]:
+    """For pickle: made again of its message alone, an `OSError` would have lost what was set beside it."""
+    beside = {"errno": error.errno, "filename": error.filename}
+    known = {name: value for name, value in beside.items() if value is not None}
+    return type(error), error.args, {**error.__dict__, **known}
+
+
 class IncompleteCheckpoint(CorruptCheckpoint, FileNotFoundError):
     """A file that the checkpoint needs is missing, or this was never a committed checkpoint.
 
@@ -52,12 +60,20 @@ class IncompleteCheckpoint(CorruptCheckpoint, FileNotFoundError):
 class CheckpointNotFound(HoldfastError, FileNotFoundError):
     """There is no checkpoint at that path. Check the path; ``holdfast ls RUN`` lists what a run holds."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.ENOENT
+
 
 class CheckpointExists(HoldfastError, FileExistsError):
     """Checkpoints are immutable: something is already at that path.
 
     Choose another path, or pass ``overwrite=True`` to replace it atomically.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.EEXIST
 
 
 class UnsupportedCheckpoint(HoldfastError, NotImplementedError):
@@ -106,6 +122,9 @@ class SaveFailed(HoldfastError, OSError):
     def __str__(self) -> str:
         return str(self.args[0])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_errno(self)
+
 
 class MutatedDuringSave(SaveFailed):
     """Weights changed while they were being written, without a hooked optimizer's step to announce it.
@@ -138,6 +157,9 @@ class ReadFailed(HoldfastError, OSError):
     # OSError would print its errno and filename, which callers may want, instead of the message.
     def __str__(self) -> str:
         return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_errno(self)
 
 
 class EngineTimeout(HoldfastError, TimeoutError):
