@@ -43,6 +43,8 @@ class Partial:
     settled: bool = True
     recycle: bool = False
     """Whether there are files to write over."""
+    _names: frozenset[str] = frozenset()
+    """Those of the files to write over."""
     _lock: HeldDirectory | None = None
 
     def make(self) -> None:
@@ -65,11 +67,10 @@ class Partial:
         """Removes what is not `ours` from files to write over. None when the names of these are durable."""
         if not self.recycle:
             return self.path
-        names = set(os.listdir(self.path))
-        for name in names - ours:
+        for name in self._names - ours:
             fs.unlink(os.path.join(self.path, name))
         assert self.spare is not None
-        return None if names == ours and self.spare.synced else self.path
+        return None if self._names == ours and self.spare.synced else self.path
 
     def remove(self) -> None:
         """After a failure. What cannot be removed now is swept by the next writer."""
@@ -84,7 +85,10 @@ class Partial:
 
     def _take_spare(self) -> HeldDirectory | None:
         """Renames the spare to ``D.partial``. None: there is none, or others read it or share its files."""
-        if self.spare is None or not _ours_alone(self.spare.path):
+        if self.spare is None:
+            return None
+        names = _files_of_our_own(self.spare.path)
+        if names is None:
             return None
         try:
             lock = try_lock_directory(self.spare.path)
@@ -99,6 +103,7 @@ class Partial:
         except BaseException:
             lock.release()
             raise
+        self._names = names
         return lock
 
     def _remove_leftover(self) -> None:
@@ -125,16 +130,17 @@ class Partial:
         return RunLocked(f"another process is saving to {self.target}; one writer per checkpoint")
 
 
-def _ours_alone(directory: str) -> bool:
-    """Whether writing over what is there changes nothing that has another name.
+def _files_of_our_own(directory: str) -> frozenset[str] | None:
+    """The files of a directory, if writing over them changes nothing that has another name. Else None.
 
     A backup made with ``cp -al`` or ``rsync --link-dest`` shares its files with the checkpoint it is of.
     """
     try:
-        if os.path.islink(directory):
-            return False
-        with os.scandir(directory) as entries:
-            found = [entry.stat(follow_symlinks=False) for entry in entries]
+        if not stat.S_ISDIR(os.lstat(directory).st_mode):
+            return None
+        names = frozenset(os.listdir(directory))
+        found = [os.lstat(f"{directory}/{name}") for name in names]
     except OSError:
-        return False  # what cannot be looked at is not written over
-    return all(stat.S_ISREG(info.st_mode) and info.st_nlink == 1 for info in found)
+        return None  # what cannot be looked at is not written over
+    alone = all(stat.S_ISREG(info.st_mode) and info.st_nlink == 1 for info in found)
+    return names if alone else None
