@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import holdfast
 from checkpointer.model import SHARD
 from holdfast import Checkpointer, Keep
-from holdfast.engine import faults
+from holdfast.engine import faults, fs
 from holdfast.store import step_name
 
 LARGE, SMALL = 1 << 20, 100  # elements: 8 MiB becomes a spare at once, 800 bytes with the next save
@@ -211,3 +212,27 @@ def test_a_directory_in_a_retired_checkpoint_is_no_obstacle(tmp_path: Path) -> N
             checkpointer.save(step)
         assert checkpointer.steps == [3]
     assert holdfast.verify(tmp_path).intact
+
+
+def test_a_checkpoint_that_resists_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fs.rename
+
+    def rename(source: str, target: str) -> None:
+        if step_name(1) in source and target.endswith(".retired"):
+            raise PermissionError(errno.EPERM, "Operation not permitted", source)
+        real(source, target)
+
+    monkeypatch.setattr(fs, "rename", rename)
+    state = {"w": np.zeros(4)}
+    with holdfast.Checkpointer(tmp_path, state, keep=holdfast.Keep(last=2), mode="sync") as checkpointer:
+        checkpointer.save(1)
+        checkpointer.save(2)
+        for step in range(3, 7):
+            with pytest.warns(RuntimeWarning, match=f"step {step} is saved, but .*{step_name(1)} cannot be"):
+                checkpointer.save(step)
+        assert checkpointer.steps == [1, 5, 6]
+        monkeypatch.undo()
+        checkpointer.save(7)
+        assert checkpointer.steps == [6, 7]

@@ -17,7 +17,7 @@ from holdfast.engine import fs
 from holdfast.errors import CheckpointNotFound, ReadFailed
 from holdfast.store.commit import CheckpointInfo
 from holdfast.store.directories import try_lock_directory
-from holdfast.store.failures import reading, saving
+from holdfast.store.failures import reading, save_failed, saving
 from holdfast.store.lock import RunLock
 from holdfast.store.partial import PARTIAL, Spare
 
@@ -135,21 +135,35 @@ class WritableRun:
         """Takes checkpoints out of the run. One becomes a spare, whose files a later save writes over.
 
         Its new name must be durable before that: were the rename lost in a crash after the files were written
-        over, the run would show a checkpoint with another one's bytes.
+        over, the run would show a checkpoint with another one's bytes. One that resists does not keep the
+        others; it is named when all have been tried.
         """
+        nbytes = 0
+        resisted: tuple[str, OSError] | None = None
+        for step in steps:
+            try:
+                nbytes = self._retire(step)
+            except OSError as error:
+                resisted = resisted or (self.path_of(step), error)
         with saving(self.path):
-            nbytes = 0
-            for step in steps:
-                path = self.path_of(step)
-                self._make_way(path + RETIRED)
-                fs.rename(path, path + RETIRED)
-                known = self._committed.pop(step, None)
-                self._unsynced.append(Spare(path + RETIRED, synced=known is not None))
-                nbytes = _nbytes(path + RETIRED) if known is None else known
             if self._spare is None and nbytes >= SPARE_NOW_NBYTES:
                 fs.sync_dir(self.path)
                 unsynced, self._unsynced = self._unsynced, []
                 self._settle(unsynced)
+        if resisted is not None:
+            path, cause = resisted
+            failed = type(save_failed(cause, path))(f"{path} cannot be retired: {cause.strerror or cause}")
+            failed.errno, failed.filename = cause.errno, path
+            raise failed from cause
+
+    def _retire(self, step: int) -> int:
+        """Gives a checkpoint its last name; returns its size."""
+        path = self.path_of(step)
+        self._make_way(path + RETIRED)
+        fs.rename(path, path + RETIRED)
+        known = self._committed.pop(step, None)
+        self._unsynced.append(Spare(path + RETIRED, synced=known is not None))
+        return _nbytes(path + RETIRED) if known is None else known
 
     def _make_way(self, retired: str) -> None:
         """Removes a namesake that somebody has been reading since: what readers opened, they keep."""
