@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +20,7 @@ from holdfast.cli import exporting
 from holdfast.cli.windows import windows
 from holdfast.engine import faults
 
-from .support import command, damage_leaf, make_run, make_state
+from .support import SHARD, command, damage_leaf, make_run, make_state
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -169,6 +172,72 @@ def test_a_directory_in_the_way_is_an_error_even_when_forced(checkpoint: Path, o
     outcome = command("export", checkpoint, output, "--force")
     assert outcome.code == 1
     assert "is a directory" in outcome.err
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "link to a fifo"])
+def test_what_is_no_file_is_not_replaced_even_when_forced(kind: str, checkpoint: Path, output: Path) -> None:
+    thing = output.with_name("thing") if kind.startswith("link") else output
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(thing))
+    elif kind == "device":
+        try:
+            os.mknod(thing, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("only root makes device nodes")
+    else:
+        os.mkfifo(thing)
+    if thing != output:
+        output.symlink_to(thing)
+    before = output.lstat()
+    outcome = command("export", checkpoint, output, "--force", "--json")
+    assert outcome.code == 1
+    assert outcome.document["error"]["type"] == "CheckpointExists"
+    assert "not a regular file" in outcome.document["error"]["message"]
+    assert output.lstat().st_ino == before.st_ino
+
+
+def test_a_link_is_replaced_and_not_what_it_leads_to(checkpoint: Path, output: Path) -> None:
+    precious = output.with_name("precious")
+    precious.write_text("precious")
+    output.symlink_to(precious)
+    assert command("export", checkpoint, output, "--force").code == 0
+    assert precious.read_text() == "precious"
+    assert set(read(output)[0]) == {"model.w", "model.b"}
+
+
+@pytest.mark.parametrize("name", [SHARD, "manifest.json", "other.safetensors"])
+@pytest.mark.parametrize("through_link", [False, True], ids=["", "link"])
+def test_nothing_is_written_into_a_checkpoint(
+    name: str, through_link: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    place = checkpoint
+    if through_link:
+        place = tmp_path / "link"
+        place.symlink_to(checkpoint)
+    outcome = command("export", checkpoint, place / name, "--force")
+    assert outcome.code == 1
+    assert "inside of a checkpoint" in outcome.err
+    assert [path.name for path in checkpoint.iterdir()] == [SHARD]
+    assert holdfast.verify(checkpoint).intact
+
+
+def test_nothing_is_written_into_a_save_under_way(checkpoint: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "step-000000000003.partial"
+    partial.mkdir()
+    assert command("export", checkpoint, partial / "x.safetensors").code == 1
+    assert list(partial.iterdir()) == []
+
+
+def test_a_shard_on_another_volume_is_not_replaced_either(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    options = holdfast.Options(volumes=[volume])
+    holdfast.save(tmp_path / "one", make_state(), options=options)
+    (shard,) = volume.rglob("*.safetensors")
+    outcome = command("export", tmp_path / "one", shard, "--force")
+    assert outcome.code == 1
+    assert holdfast.verify(tmp_path / "one").intact
 
 
 def test_damage_leaves_neither_file_nor_rest(checkpoint: Path, output: Path) -> None:

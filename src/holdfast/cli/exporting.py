@@ -23,8 +23,10 @@ from holdfast.engine import ALIGNMENT, Memory, Produced, Tuning, WritePiece, fs
 from holdfast.errors import CheckpointExists, EngineTimeout
 from holdfast.format.dtypes import carrier, itemsize
 from holdfast.format.shard import HeaderEntry, build_header, entry_name
-from holdfast.store import Checkpoint
+from holdfast.store import Checkpoint, is_checkpoint
 from holdfast.store.failures import saving
+from holdfast.store.partial import PARTIAL
+from holdfast.store.run import RETIRED
 
 _POLL_SECONDS = 0.1
 
@@ -68,12 +70,13 @@ class Export:
     def write(self, path: str, *, force: bool, progress: Callable[[int], None]) -> Exported:
         """Writes the file; when this returns it is durable."""
         with saving(path):
-            _refuse_existing(path, force)
+            _refuse(path, force)
+            _refuse_own(path, self._checkpoint)
             directory = os.path.dirname(path)
             temporary = os.path.join(directory, f".holdfast-export-{uuid.uuid4().hex[:12]}.partial")
             try:
                 self._write(temporary, progress)
-                _refuse_existing(path, force)
+                _refuse(path, force)
                 fs.rename(temporary, path)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -163,8 +166,31 @@ def _finished(job: engine.WriteJob) -> bool:
     return True
 
 
-def _refuse_existing(path: str, force: bool) -> None:
+def _refuse(path: str, force: bool) -> None:
+    """Raises unless a file may be put there: nothing but a file is replaced, and nothing in a checkpoint."""
+    directory = os.path.realpath(os.path.dirname(path))
+    if is_checkpoint(directory) or directory.endswith((PARTIAL, RETIRED)):
+        raise CheckpointExists(
+            f"{path} lies inside of a checkpoint, which nobody changes: choose another place"
+        )
+    if not os.path.lexists(path):
+        return
     if os.path.isdir(path):
         raise CheckpointExists(f"{path} is a directory: name a file to write")
-    if not force and os.path.lexists(path):
+    # A link that leads nowhere, too, may go: it is the name that is replaced, not what it leads to.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointExists(f"{path} is not a regular file, and nothing else is replaced: name another")
+    if not force:
         raise CheckpointExists(f"{path} exists: choose another name, or pass --force to replace it")
+
+
+def _refuse_own(path: str, checkpoint: Checkpoint) -> None:
+    """Shards may lie on volumes, in directories that look like no checkpoint."""
+    if not os.path.exists(path) or os.path.islink(path):
+        return
+    for part in checkpoint.parts:
+        reader = checkpoint.reader(part.rank)
+        for file in part.files:
+            stored = reader.path(file)
+            if os.path.exists(stored) and os.path.samefile(path, stored):
+                raise CheckpointExists(f"{path} is a file of the checkpoint to export: name another")
