@@ -15,6 +15,7 @@ from holdfast.format.records import Part, ShardFile
 from holdfast.format.shard import HeaderEntry, entry_name, is_pad, parse_header
 from holdfast.store.checkpoint import Checkpoint, resolve
 from holdfast.store.commit import MANIFEST
+from holdfast.store.decodable import problems_of_part, problems_of_whole
 from holdfast.store.failures import reading
 from holdfast.store.shards import Problem, request
 
@@ -102,7 +103,7 @@ class _Files:
             shown = reader.shown_path(file)
             if shown not in damaged and os.path.exists(reader.path(file)):
                 problems += _header_problems(part, index, file, reader.path(file), shown)
-        return problems
+        return problems + problems_of_part(self._checkpoint, part)
 
 
 def _is_shard_of(name: str, rank: int) -> bool:
@@ -113,9 +114,9 @@ def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
     """What only shows with all parts at hand: that they fit together, and hold all of every leaf once."""
     try:
         checkpoint.parts.check_agreement()
+        return problems_of_whole(checkpoint)
     except CorruptCheckpoint as error:
         return [Problem(error.path or checkpoint.manifest_path, error.reason, error.leaf)]
-    return []
 
 
 def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: str) -> list[Problem]:
