@@ -32,6 +32,7 @@ ERRORS = {
     "StorageDenied": PermissionError,
     "StorageMissing": FileNotFoundError,
     "ReadFailed": OSError,
+    "ReadDenied": PermissionError,
     "RankFailed": ConnectionError,
     "RanksDisagree": ValueError,
     "EngineTimeout": TimeoutError,

@@ -162,6 +162,10 @@ class ReadFailed(HoldfastError, OSError):
         return _with_errno(self)
 
 
+class ReadDenied(ReadFailed, PermissionError):
+    """This user cannot read there (wrong owner or mode). The message says what to change."""
+
+
 class EngineTimeout(HoldfastError, TimeoutError):
     """A job did not finish in the time given to `wait`. It goes on in the background."""
 

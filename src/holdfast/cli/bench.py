@@ -35,7 +35,9 @@ class Shape(str, Enum):
 def bench(
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", show_default=False, help="On the device to measure; default: here."),
+        typer.Argument(
+            readable=False, metavar="DIR", show_default=False, help="On the device to measure; default: here."
+        ),
     ] = Path("."),
     size: Annotated[
         str | None,
@@ -60,7 +62,9 @@ def bench(
     system: Annotated[
         list[str] | None, typer.Option("--system", help="Only this one; may be given again.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw a .png or .svg.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", readable=False, help="Also draw a .png or .svg.")
+    ] = None,
     ranks: Annotated[
         str | None,
         typer.Option(

@@ -14,7 +14,9 @@ def demo(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", help="Keep the runs in this directory; default: a temporary one, removed at the end."
+            "--dir",
+            readable=False,
+            help="Keep the runs in this directory; default: a temporary one, removed at the end.",
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=2, help="Training steps.")] = None,

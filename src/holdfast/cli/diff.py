@@ -18,8 +18,10 @@ _VALUE_WIDTH = 60
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint, or a run: its newest.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    a: Annotated[
+        Path, typer.Argument(readable=False, metavar="A", help="A checkpoint, or a run: its newest.")
+    ],
+    b: Annotated[Path, typer.Argument(readable=False, metavar="B", help="Another one.")],
     everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -18,7 +18,12 @@ _SPEED_NBYTES = 256 << 20
 def doctor(
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", show_default=False, help="Where checkpoints shall go; default: here."),
+        typer.Argument(
+            readable=False,
+            metavar="DIR",
+            show_default=False,
+            help="Where checkpoints shall go; default: here.",
+        ),
     ] = Path("."),
     speed: Annotated[
         bool, typer.Option("--speed/--no-speed", help="Measure it: writes 256 MiB, three times.")

@@ -42,6 +42,7 @@ def drill(
         Path | None,
         typer.Option(
             "--workdir",
+            readable=False,
             help="Keep runs, output and diaries in this directory; default: a temporary one here.",
         ),
     ] = None,

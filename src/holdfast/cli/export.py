@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 
 
 def export(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run: its newest.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
+    path: Annotated[
+        Path, typer.Argument(readable=False, metavar="PATH", help="A checkpoint, or a run: its newest.")
+    ],
+    output: Annotated[
+        Path, typer.Argument(readable=False, metavar="OUT.safetensors", help="The file to write.")
+    ],
     select: Annotated[
         list[str] | None,
         typer.Option("--select", metavar="GLOB", help="Only the leaves that match; may be given again."),

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, ReadFailed
 from holdfast.state import leaf_names
-from holdfast.store import Checkpoint, is_checkpoint, list_steps, resolve, step_name
+from holdfast.store import Checkpoint, is_checkpoint, resolve
+from holdfast.store.failures import reading
+from holdfast.store.run import is_step_name
 
 _LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")
 
@@ -57,24 +59,34 @@ def list_run(path: str | os.PathLike[str]) -> Listing:
     """`CheckpointNotFound` when there is no such directory. A checkpoint's own path lists that one."""
     where = os.path.abspath(path)
     if is_checkpoint(where):
-        return Listing(where, (_entry(where, None),), ())
-    entries = []
-    for step in list_steps(where):
-        try:
-            entries.append(_entry(os.path.join(where, step_name(step)), step))
-        except CheckpointNotFound:
-            continue  # retention took it away since the directory was listed
-    return Listing(where, tuple(entries), leftovers(where))
+        return Listing(where, (_entry(resolve(where), None),), ())
+    entries = [_entry(path, step) for step, path in _steps(where).items()]
+    # Without those that retention took away since the directory was listed.
+    return Listing(where, tuple(entry for entry in entries if not is_gone(entry.path)), leftovers(where))
 
 
 def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
     """The checkpoint at a path, or all of a run, oldest first."""
     where = os.path.abspath(path)
     if not is_checkpoint(where) and os.path.isdir(where):
-        steps = list_steps(where)
+        steps = _steps(where)
         if steps:
-            return tuple(os.path.join(where, step_name(step)) for step in steps)
+            return tuple(steps.values())
     return (resolve(where),)
+
+
+def _steps(run: str) -> dict[int, str]:
+    """Whatever has the name of a run's checkpoint, oldest first: what is something else is to be told of."""
+    with reading(run):
+        try:
+            names = os.listdir(run)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointNotFound(f"there is no run at {run}") from error
+    return {
+        int(name.removeprefix("step-")): os.path.join(run, name)
+        for name in sorted(names)
+        if is_step_name(name)
+    }
 
 
 def leaf_order(checkpoint: Checkpoint) -> list[str]:
@@ -94,11 +106,11 @@ def leftovers(run: str) -> tuple[Leftover, ...]:
 
 
 def directory_nbytes(path: str) -> int:
-    """Bytes of the files in a checkpoint's directory; one that disappears meanwhile has none."""
+    """Bytes of the files in a checkpoint's directory; of one that cannot be looked at, none are known."""
     try:
         with os.scandir(path) as entries:
             return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 
@@ -117,8 +129,24 @@ def _entry(path: str, step: int | None) -> Entry:
                 checkpoint.metrics,
                 damage,
             )
-    except (CorruptCheckpoint, ReadFailed) as error:
-        return Entry(path, step, nbytes, damage=getattr(error, "reason", str(error)))
+    except (CorruptCheckpoint, ReadFailed, CheckpointNotFound) as error:
+        return Entry(path, step, nbytes, damage=why(error))
+
+
+def is_gone(path: str) -> bool:
+    """Whether there is certainly nothing. (`lexists` says so, too, of what it may not look at.)"""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def why(error: Exception) -> str:
+    """What is wrong with a checkpoint, for those who know which one."""
+    return getattr(error, "reason", None) or str(error)
 
 
 def _contents(checkpoint: Checkpoint) -> tuple[int, int] | None:

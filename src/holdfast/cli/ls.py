@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def ls(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")], as_json: Json = False
+    run: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="A run's directory.")],
+    as_json: Json = False,
 ) -> None:
     """The checkpoints of a run: step, time, size, metrics.
 

@@ -17,7 +17,7 @@ _DEFAULT_LAST = 3
 
 
 def prune(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    run: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="A run's directory.")],
     last: Annotated[int, typer.Option("--last", min=1, help="Keep the newest so many.")] = _DEFAULT_LAST,
     every: Annotated[
         int | None, typer.Option("--every", min=1, help="Keep steps that are a multiple of this.")

@@ -20,7 +20,9 @@ _VALUE_WIDTH = 160
 
 
 def show(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run: its newest.")],
+    path: Annotated[
+        Path, typer.Argument(readable=False, metavar="PATH", help="A checkpoint, or a run: its newest.")
+    ],
     leaves: Annotated[
         str | None, typer.Option("--leaves", metavar="GLOB", help="Only the leaves that match, all of them.")
     ] = None,

@@ -20,8 +20,10 @@ _NOTHING = "-"
 
 
 def stats(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
-    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw a .png or .svg.")] = None,
+    run: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="A run's directory.")],
+    plot: Annotated[
+        Path | None, typer.Option("--plot", readable=False, help="Also draw a .png or .svg.")
+    ] = None,
     last: Annotated[int, typer.Option("--last", min=0, help="How many of the latest events to list.")] = 10,
     as_json: Json = False,
 ) -> None:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 def verify(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run: all of its checkpoints.")
+        Path,
+        typer.Argument(
+            readable=False, metavar="PATH", help="A checkpoint, or a run: all of its checkpoints."
+        ),
     ],
     as_json: Json = False,
 ) -> None:
@@ -50,20 +53,19 @@ def verify(
 
 
 def _verify(target: str, advance: Advance) -> Report | None:
-    """None when retention took the checkpoint away meanwhile."""
-    import os
-
-    from holdfast.errors import CheckpointNotFound, IncompleteCheckpoint
+    """None when retention took it away meanwhile. One that cannot be read does not hide the others."""
+    from holdfast.cli.listing import is_gone, why
+    from holdfast.errors import CheckpointNotFound, IncompleteCheckpoint, ReadFailed
     from holdfast.store import Problem, Report, verify
 
     try:
         return verify(target, progress=advance)
     except IncompleteCheckpoint as error:
         return Report(target, None, 0, 0, (Problem(error.path or target, "the manifest is missing"),))
-    except CheckpointNotFound:
-        if os.path.exists(target):
-            raise
-        return None
+    except (CheckpointNotFound, ReadFailed) as error:
+        if is_gone(target):
+            return None
+        return Report(target, None, 0, 0, (Problem(target, why(error)),))
 
 
 def _from(start: int, advance: Advance) -> Advance:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from holdfast.errors import (
     CorruptCheckpoint,
     HoldfastError,
+    ReadDenied,
     ReadFailed,
     SaveFailed,
     StorageDenied,
@@ -76,16 +77,25 @@ def saving(target: str) -> Iterator[None]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turns any `OSError` of the block into `ReadFailed`."""
+    """Turns any `OSError` of the block into `ReadFailed`, or its kind for what is not allowed."""
     try:
         yield
     except HoldfastError:
         raise
     except OSError as error:
-        failed = ReadFailed(f"cannot read {path}: {error.strerror or error}")
-        failed.errno = error.errno
-        failed.filename = path
-        raise failed from error
+        raise _read_failed(error, path) from error
+
+
+def _read_failed(cause: OSError, path: str) -> ReadFailed:
+    what = f"cannot read {path}: {cause.strerror or cause}"
+    failed: ReadFailed
+    if cause.errno in _DENIED:
+        failed = ReadDenied(f"{what}; make it readable for user {os.geteuid()} (chown or chmod)")
+    else:
+        failed = ReadFailed(what)
+    failed.errno = cause.errno
+    failed.filename = path
+    return failed
 
 
 def require_regular(path: str, shown: str) -> os.stat_result:

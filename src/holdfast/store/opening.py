@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -30,15 +31,23 @@ def resolve(path: str | os.PathLike[str]) -> str:
         raise IncompleteCheckpoint("this is not a committed checkpoint: the save did not finish", path=where)
     if is_checkpoint(where):
         return where
+    _require_reachable(where)
     if not os.path.isdir(where):
         hint = "; a save to it did not finish" if os.path.isdir(where + PARTIAL) else ""
         raise CheckpointNotFound(f"there is no checkpoint at {where}{hint}")
-    steps = list_steps(where)
+    with reading(where):
+        steps = list_steps(where)
     if steps:
         return os.path.join(where, step_name(steps[-1]))
     raise IncompleteCheckpoint(
         "no manifest and no checkpoints inside: not a checkpoint, nor a run with one", path=where
     )
+
+
+def _require_reachable(where: str) -> None:
+    """`ReadFailed` where nobody can tell what is there: that is not the same as nothing."""
+    with reading(where), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(os.path.join(where, MANIFEST))
 
 
 def is_checkpoint(directory: str) -> bool:

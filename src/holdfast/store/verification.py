@@ -46,7 +46,7 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | No
     try:
         checkpoint = Checkpoint(where)
     except (CorruptCheckpoint, ReadFailed) as error:
-        file = getattr(error, "path", None) or os.path.join(where, MANIFEST)
+        file = getattr(error, "path", None) or getattr(error, "filename", None) or where
         return Report(where, None, 0, 0, (Problem(file, getattr(error, "reason", str(error))),))
     with checkpoint:
         problems: list[Problem] = []
