@@ -60,6 +60,18 @@ def test_demo_exits_1_when_the_process_is_not_killed_in_the_save(tmp_path: Path)
     assert "should have been killed" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_demo_refuses_a_directory_with_an_earlier_one_and_leaves_it_alone(tmp_path: Path) -> None:
+    old = tmp_path / "interrupted" / "step-000000000006"
+    old.mkdir(parents=True)
+    (tmp_path / "straight").mkdir()  # nothing in it: no run
+    console = quiet()
+    assert demo.main(demo.DemoOptions(directory=tmp_path, **SHORT), console=console) == 1
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"There are runs of an earlier demo: {tmp_path / 'interrupted'}." in said
+    assert "another directory" in said
+    assert old.is_dir()
+
+
 def test_demo_exits_1_and_shows_the_traceback_when_training_fails(tmp_path: Path) -> None:
     console = quiet()
     (tmp_path / "interrupted").write_text("a file where the run should be")

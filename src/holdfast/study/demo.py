@@ -121,6 +121,7 @@ def tell(options: DemoOptions, console: Console) -> DemoReport:
             directory = Path(stack.enter_context(temporary))
         directory.mkdir(parents=True, exist_ok=True)
         interrupted, straight = directory / "interrupted", directory / "straight"
+        _require_unused(interrupted, straight)
 
         say(f"1. Train a small transformer for {options.steps} steps, a durable checkpoint after every step.")
         say(f"   In the save of step {options.kill_at}, SIGKILL: no handler, no goodbye.")
@@ -255,6 +256,15 @@ def _train(run: Path, options: DemoOptions, console: Console, *, kill_at: int | 
     if exit_code not in (0, -signal.SIGKILL):
         raise DemoFailed(f"Training ended with exit code {exit_code}:\n{complaint[-4000:]}")
     return Training(exit_code, time.monotonic() - begin, started, tuple(steps), finished)
+
+
+def _require_unused(*runs: Path) -> None:
+    """A training would go on where an earlier demo ended, and be done before it could be killed."""
+    used = [str(run) for run in runs if run.is_dir() and any(run.iterdir())]
+    if used:
+        raise DemoFailed(
+            f"There are runs of an earlier demo: {', '.join(used)}. Remove them, or name another directory."
+        )
 
 
 def _require_killed(training: Training, kill_at: int) -> int:
