@@ -179,6 +179,55 @@ main()
     assert result.stderr == ""
 
 
+WAYS = {
+    "show": ("show", "{run}"),
+    "ls json": ("ls", "{run}", "--json"),
+    "error json": ("ls", "{run}/nothing", "--json"),
+    "version": ("--version",),
+    "help": ("ls", "--help"),
+}
+
+
+def shell(redirection: str, *arguments: str, unbuffered: bool = False) -> subprocess.CompletedProcess[str]:
+    """The command with its output redirected as a shell does it."""
+    line = [sys.executable, *(["-u"] if unbuffered else []), "-m", "holdfast.cli", *arguments]
+    return subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {redirection}', "sh", *line],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("unbuffered", [False, True], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
+def test_a_full_device_for_the_output_is_one_line(
+    arguments: tuple[str, ...], unbuffered: bool, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", [1])
+    filled = [argument.format(run=run) for argument in arguments]
+    result = shell(">/dev/full", *filled, unbuffered=unbuffered)
+    assert result.returncode == 1
+    assert result.stderr.startswith("holdfast: ")
+    assert result.stderr.endswith("No space left on device\n")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
+def test_a_closed_output_is_one_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1])
+    result = shell(">&-", *(argument.format(run=run) for argument in arguments))
+    assert (result.returncode, result.stderr) == (1, "holdfast: standard output is closed\n")
+
+
+def test_nobody_has_to_listen_to_errors(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1])
+    assert shell("2>&-", "ls", str(run)).returncode == 0
+    result = shell("2>&-", "ls", str(run / "nothing"))
+    assert (result.returncode, result.stdout) == (1, "")
+
+
 def test_progress_bars_keep_off_what_is_no_terminal(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [1])
     result = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from holdfast.cli.drill import drill
 from holdfast.cli.export import export
 from holdfast.cli.ls import ls
 from holdfast.cli.prune import prune
+from holdfast.cli.session import BROKEN_PIPE, close_output
 from holdfast.cli.show import show
 from holdfast.cli.stats import stats
 from holdfast.cli.verify import verify
@@ -67,9 +69,31 @@ def holdfast(
 
 
 def run() -> None:
+    """A command from start to end. What it could not write is one line and an exit code, as all else."""
+    _require_streams()
+    try:
+        try:
+            app(prog_name="holdfast")
+        finally:
+            sys.stdout.flush()  # now: what fails when the interpreter ends shows a traceback
+    except BrokenPipeError:
+        close_output()
+        raise SystemExit(BROKEN_PIPE) from None
+    except OSError as error:
+        close_output()
+        print(f"holdfast: the output cannot be written: {error.strerror or error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _require_streams() -> None:
+    """Python has None for a stream that was closed by whoever started it."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
+    if sys.stdout is None:
+        print("holdfast: standard output is closed", file=sys.stderr)
+        raise SystemExit(1)
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding lacks is shown escaped, not an error.
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
-    app(prog_name="holdfast")

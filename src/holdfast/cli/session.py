@@ -102,7 +102,7 @@ def session(as_json: bool) -> Iterator[Session]:
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        _close_output()
+        close_output()
         raise typer.Exit(BROKEN_PIPE) from None
     except (HoldfastError, OSError) as error:
         details = {name: getattr(error, name, None) for name in ("path", "leaf")}
@@ -167,6 +167,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _close_output() -> None:
+def close_output() -> None:
     # Nobody reads any more; what is still buffered must not fail a second time when the interpreter ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
