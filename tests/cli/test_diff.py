@@ -64,6 +64,18 @@ def test_counts_and_distances(tmp_path: Path) -> None:
     assert "1 leaf differs, 1 identical, 0 values differ" in outcome.out
 
 
+@pytest.mark.parametrize("columns", ["0", "20", "40", "60"])
+def test_a_narrow_terminal_keeps_names_and_numbers(
+    columns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", [1, 123456])
+    monkeypatch.setenv("COLUMNS", columns)
+    outcome = command("diff", step_path(run, 1), step_path(run, 123456))
+    assert outcome.code == 1
+    (row,) = [line for line in outcome.lines if line.startswith("model.b ")]
+    assert row.endswith("20 (100%) 1.23e+05 1")
+
+
 def test_leaves_on_one_side_and_changed_shapes_and_types(tmp_path: Path) -> None:
     a = {"gone": np.zeros(1), "shape": np.zeros((2, 3)), "dtype": np.zeros(2, np.float32), "same": np.ones(2)}
     b = {"new": np.zeros(1), "shape": np.zeros((3, 2)), "dtype": np.zeros(2, np.float16), "same": np.ones(2)}

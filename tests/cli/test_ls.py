@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import holdfast
 
@@ -108,6 +109,20 @@ def test_a_single_checkpoint_lists_itself(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "one", {"w": np.zeros(3)}, step=7)
     document = command("ls", tmp_path / "one", "--json").document
     assert [entry["step"] for entry in document["checkpoints"]] == [7]
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "20", "40", "50", "60", "80"])
+def test_however_narrow_the_terminal_nothing_is_lost(
+    columns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", [1, 123456789])
+    truncate(step_path(run, 1))
+    monkeypatch.setenv("COLUMNS", columns)
+    outcome = command("ls", run)
+    assert outcome.code == 1
+    (row,) = [line for line in outcome.lines if line.startswith("123456789 ")]
+    assert "ago 2 8.0 KiB loss" in row
+    assert "damaged:" in outcome.out
 
 
 def test_a_name_with_terminal_commands_is_shown_escaped(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def _print_leaves(out: Session, changes: tuple[LeafChange, ...], limit: int) -> 
     for change in changes[:limit]:
         rows.add_row(words.plain(change.name), _what(change), *_amounts(change))
     out.console.print()
-    out.console.print(rows)
+    out.tabulate(rows)
     if len(changes) > limit:
         out.say(f"{words.ELLIPSIS} and {len(changes) - limit:,} more (--all shows them)", style="dim")
 
@@ -150,7 +150,7 @@ def _print_values(out: Session, changes: tuple[ValueChange, ...], limit: int) ->
         other = "" if change.change == "only in a" else _node(change.b)
         rows.add_row(words.plain(change.name), mine or "-", other or "-")
     out.console.print()
-    out.console.print(rows)
+    out.tabulate(rows)
     if len(changes) > limit:
         out.say(f"{words.ELLIPSIS} and {len(changes) - limit:,} more (--all shows them)", style="dim")
 

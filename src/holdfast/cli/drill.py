@@ -189,7 +189,7 @@ def _print_kills(out: Session, kills: tuple[Killed, ...]) -> None:
             seconds(kill.restored_seconds),
             seconds(kill.durable_seconds),
         )
-    out.console.print(rows)
+    out.tabulate(rows)
     if len(kills) > _MANY:
         out.say(f"{words.ELLIPSIS} and {len(kills) - _MANY:,} more (--json has them)", style="dim")
 

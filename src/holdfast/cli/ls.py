@@ -62,7 +62,7 @@ def _print(out: Session, found: Listing) -> None:
         )
         for entry in found.checkpoints:
             rows.add_row(*_cells(entry, now), style=None if entry.damage is None else "red")
-        out.console.print(rows)
+        out.tabulate(rows)
         out.console.print()
     total = words.count(len(found.checkpoints), "checkpoint")
     out.say(

@@ -151,7 +151,7 @@ def _print(out: Session, done: Pruned) -> None:
         for item in (*done.removed, *done.swept):
             name = os.path.basename(item.path)
             rows.add_row(name if item.step is not None else f"{name} (unfinished)", words.size(item.nbytes))
-        out.console.print(rows)
+        out.tabulate(rows)
         out.console.print()
     out.say(f"rules: {_rules(done.rules)}")
     steps = ", ".join(map(str, done.kept[-10:]))

@@ -27,6 +27,13 @@ BROKEN_PIPE = 141
 _UNBOUNDED_COLUMNS = 10_000
 """Width of what is no terminal: programs that read lines want them whole."""
 
+_USUAL_COLUMNS = 80
+_MIN_COLUMNS = 40
+"""In less, nothing but single letters would fit."""
+_MIN_FOLDED = 10
+"""A column that gives way keeps this much."""
+_BETWEEN = 2
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Advance = Callable[[int], None]
 
@@ -51,6 +58,17 @@ class Session:
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(text, style=style or None, soft_wrap=True)
+
+    def tabulate(self, rows: Table) -> None:
+        """Prints a table, in a narrow terminal wider than that: a number that is cut is another number."""
+        from rich.cells import cell_len
+
+        least = 0
+        for column in rows.columns:
+            widest = max(cell_len(str(text)) for text in (column.header, *column.cells))
+            least += (widest if column.no_wrap else min(widest, _MIN_FOLDED)) + _BETWEEN
+        console = self.console if self.console.width >= least else _console(stderr=False, width=least)
+        console.print(rows)
 
     def fail(self, kind: str, message: str, **details: str | None) -> NoReturn:
         """Ends the command with an error: one line, or one document with the `details` that there are."""
@@ -136,7 +154,7 @@ def facts(rows: list[tuple[str, str]]) -> Table:
     return made
 
 
-def _console(*, stderr: bool) -> Console:
+def _console(*, stderr: bool, width: int | None = None) -> Console:
     from rich.console import Console
 
     class Quiet(Console):
@@ -144,9 +162,13 @@ def _console(*, stderr: bool) -> Console:
             raise  # rich would end the process here, with a code of its own; `session` knows what to do
 
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else _UNBOUNDED_COLUMNS
+    if width is None and not stream.isatty() and "COLUMNS" not in os.environ:
+        width = _UNBOUNDED_COLUMNS
     # Names from files are text, never markup.
-    return Quiet(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
+    made = Quiet(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
+    if made.width < _MIN_COLUMNS:
+        made.width = _MIN_COLUMNS if made.width else _USUAL_COLUMNS
+    return made
 
 
 def _message(error: HoldfastError | OSError) -> str:

@@ -153,7 +153,7 @@ def _print_values(out: Session, checkpoint: Checkpoint, everything: bool) -> Non
             text = words.shortened(text, _VALUE_WIDTH)
         rows.add_row(words.plain(name), type(value).__name__, text)
     out.console.print()
-    out.console.print(rows)
+    out.tabulate(rows)
     _mention_rest(out, len(shown) - limit, "value", "values")
 
 
@@ -177,7 +177,7 @@ def _print_leaves(out: Session, checkpoint: Checkpoint, chosen: list[str], every
         rows.add_row(named, words.plain(info.dtype), shape, size, info.framework)
     if chosen:
         out.console.print()
-        out.console.print(rows)
+        out.tabulate(rows)
     _mention_rest(out, len(chosen) - limit, "leaf", "leaves")
     if everything and len(chosen) != len(checkpoint.leaves):
         stored = sum(

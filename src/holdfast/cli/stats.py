@@ -91,7 +91,7 @@ def _print(out: Session, where: str, found: Summary, latest: list[Event], skippe
     out.console.print()
     rows = _measurements(found)
     if rows.row_count:
-        out.console.print(rows)
+        out.tabulate(rows)
         out.console.print()
     for event in latest:
         text, style = _line(event)
