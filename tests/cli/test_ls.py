@@ -98,6 +98,17 @@ def test_leftovers_are_mentioned_and_are_no_problem(tmp_path: Path) -> None:
     assert len(document["checkpoints"]) == 2
 
 
+@pytest.mark.parametrize("end", ["partial", "retired"])
+def test_what_is_not_committed_is_refused_as_by_show_and_verify(end: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1])
+    leftover = run / f"step-000000000003.{end}"
+    shutil.copytree(step_path(run, 1), leftover)
+    for name in ("ls", "show", "verify"):
+        outcome = command(name, leftover, "--json")
+        assert outcome.code == 1
+        assert "not a committed checkpoint" in outcome.document["error"]["message"]
+
+
 def test_an_empty_directory_has_no_checkpoints(tmp_path: Path) -> None:
     outcome = command("ls", tmp_path)
     assert outcome.code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +82,20 @@ def words(svg: Path) -> str:
     return " ".join(
         "".join(node.itertext()) for node in ElementTree.parse(svg).iter() if node.tag.endswith("text")
     )
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "events.1.jsonl"])
+@pytest.mark.parametrize("kind", ["fifo", "directory"])
+def test_events_that_are_no_file_are_an_error_and_not_waited_for(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    if kind == "fifo":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).mkdir()
+    error = command("stats", tmp_path, "--json").document["error"]
+    assert error["type"] == "ReadFailed"
+    assert str(tmp_path / name) in error["message"]
 
 
 def test_the_summary_counts_and_measures(tmp_path: Path) -> None:

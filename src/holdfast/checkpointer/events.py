@@ -19,7 +19,8 @@ from typing import BinaryIO, TypeAlias, overload
 import msgspec
 from msgspec import Struct
 
-from holdfast.errors import CheckpointNotFound
+from holdfast.errors import CheckpointNotFound, ReadFailed
+from holdfast.store.failures import reading
 
 EVENTS_NAME = "events.jsonl"
 OLDER_NAME = "events.1.jsonl"
@@ -293,10 +294,20 @@ def read_events(run: str | os.PathLike[str]) -> tuple[list[Event], int]:
 
 
 def _opened(run: str | os.PathLike[str], name: str) -> BinaryIO:
-    try:
-        return open(os.path.join(run, name), "rb")
-    except FileNotFoundError:
-        return open(os.devnull, "rb")
+    path = os.path.join(run, name)
+    with reading(path):
+        try:
+            return open(path, "rb", opener=_open_regular)
+        except FileNotFoundError:
+            return open(os.devnull, "rb")
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its other end
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ReadFailed(f"cannot read {path}: it is not a regular file")
+    return descriptor
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
