@@ -68,6 +68,13 @@ def test_an_index_that_makes_no_sense_is_an_index_error(
         saved[0]["matrix"][index]
 
 
+@pytest.mark.parametrize("index", [True, False, np.True_, np.array(True), torch.tensor(True), (0, True)])
+def test_a_truth_value_is_no_index(saved: tuple[holdfast.Checkpoint, dict[str, Any]], index: Any) -> None:
+    """To numpy and torch it is a mask, to Python an integer: neither is what was meant."""
+    with pytest.raises(IndexError, match="integers, slices"):
+        saved[0]["matrix"][index]
+
+
 def test_a_leaf_that_is_not_read_yet_knows_its_form(
     saved: tuple[holdfast.Checkpoint, dict[str, Any]],
 ) -> None:

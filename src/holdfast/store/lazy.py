@@ -104,6 +104,8 @@ def _span(item: Any, extent: int, axis: int) -> _Span:
         low, high = min(steps[0], steps[-1]), max(steps[0], steps[-1])
         return _Span(low, high + 1, slice(None, None, steps.step))
     try:
+        if _is_bool(item):
+            raise TypeError("to numpy and torch a mask, to Python an integer")
         at = operator.index(item)
     except TypeError:
         raise IndexError(
@@ -113,6 +115,10 @@ def _span(item: Any, extent: int, axis: int) -> _Span:
         raise IndexError(f"index {at} is out of range for axis {axis} with {extent} elements")
     at %= extent
     return _Span(at, at + 1, 0)
+
+
+def _is_bool(item: Any) -> bool:
+    return isinstance(item, bool) or str(getattr(item, "dtype", "")).endswith("bool")
 
 
 def _finish(elements: Any, dtype: str, framework: Framework) -> Any:
