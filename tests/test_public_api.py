@@ -23,6 +23,8 @@ ERRORS = {
     "CheckpointNotFound": FileNotFoundError,
     "CheckpointExists": FileExistsError,
     "UnsupportedCheckpoint": NotImplementedError,
+    "CheckpointClosed": ValueError,
+    "LeafNotFound": KeyError,
     "StateMismatch": ValueError,
     "UnsupportedState": TypeError,
     "RunLocked": BlockingIOError,

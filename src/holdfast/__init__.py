@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from holdfast import data as data
     from holdfast.checkpointer import Checkpointer, Keep, Saving, stable
     from holdfast.errors import (
+        CheckpointClosed,
         CheckpointExists,
         CheckpointNotFound,
         CorruptCheckpoint,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         EngineUnavailable,
         HoldfastError,
         IncompleteCheckpoint,
+        LeafNotFound,
         MutatedDuringSave,
         RankFailed,
         RanksDisagree,
@@ -68,6 +70,7 @@ _HOMES = {
         "verify",
     ),
     "holdfast.errors": (
+        "CheckpointClosed",
         "CheckpointExists",
         "CheckpointNotFound",
         "CorruptCheckpoint",
@@ -75,6 +78,7 @@ _HOMES = {
         "EngineUnavailable",
         "HoldfastError",
         "IncompleteCheckpoint",
+        "LeafNotFound",
         "MutatedDuringSave",
         "RankFailed",
         "RanksDisagree",
@@ -94,6 +98,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Checkpoint",
+    "CheckpointClosed",
     "CheckpointExists",
     "CheckpointInfo",
     "CheckpointNotFound",
@@ -105,6 +110,7 @@ __all__ = [
     "IncompleteCheckpoint",
     "Keep",
     "LeafInfo",
+    "LeafNotFound",
     "MutatedDuringSave",
     "Options",
     "RankFailed",

@@ -80,6 +80,18 @@ class UnsupportedCheckpoint(HoldfastError, NotImplementedError):
     """An intact checkpoint that this version of Holdfast cannot read. Upgrade Holdfast."""
 
 
+class CheckpointClosed(HoldfastError, ValueError):
+    """Something was to be read from a checkpoint after its `close`. Read inside of the ``with`` block."""
+
+
+class LeafNotFound(HoldfastError, KeyError):
+    """The checkpoint has no leaf of that name. ``holdfast show PATH`` lists those that it has."""
+
+    # KeyError would print the message in quotes.
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class StateMismatch(HoldfastError, ValueError):
     """The checkpoint and the state it should fill do not fit.
 

@@ -353,6 +353,42 @@ def test_read_gives_the_selected_leaves_by_name(selectable: Path) -> None:
         assert opened.read([]) == {}
 
 
+@pytest.mark.parametrize("name", ["a[0]", "[x]", "b*", "c?"])
+def test_a_name_that_looks_like_a_pattern_matches_itself(name: str, tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {name: np.arange(3), "other": np.zeros(2), "epoch": 1})
+    assert holdfast.load(tmp_path / "c", select=name)[name].tolist() == [0, 1, 2]
+    with holdfast.open(tmp_path / "c") as opened:
+        assert opened.select([name]) == [name]
+        assert opened.select("*") == [name, "other"]
+    into = {name: np.zeros(3, np.int64)}
+    holdfast.load(tmp_path / "c", into, select=name)
+    assert into[name].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("select", [b"model.w", 5, ["model.w", 5], [None]], ids=repr)
+def test_what_is_no_pattern_is_a_type_error_that_says_what_is_wanted(selectable: Path, select: Any) -> None:
+    with pytest.raises(TypeError, match="names or globs"):
+        holdfast.load(selectable, select=select)
+    with holdfast.open(selectable) as opened, pytest.raises(TypeError, match="names or globs"):
+        opened.read(select)
+
+
+@pytest.mark.parametrize("name", [None, 5, b"model.w", ("model", "w")], ids=repr)
+def test_what_is_no_name_is_a_type_error_that_says_what_is_wanted(selectable: Path, name: Any) -> None:
+    with holdfast.open(selectable) as opened:
+        with pytest.raises(TypeError, match="named by strings"):
+            opened[name]
+        assert name not in opened
+
+
+def test_a_leaf_that_is_not_there_is_an_error_of_ours(selectable: Path) -> None:
+    with holdfast.open(selectable) as opened:
+        with pytest.raises(holdfast.LeafNotFound) as caught:
+            opened["nope"]
+        assert isinstance(caught.value, KeyError)
+        assert str(caught.value).startswith(f"{selectable} has no leaf 'nope'")
+
+
 def test_a_pattern_that_matches_nothing_is_a_mistake(selectable: Path) -> None:
     for patterns in ("modle.*", ["model.*", "nope"]):
         with pytest.raises(holdfast.StateMismatch, match="matches") as caught:

@@ -51,7 +51,7 @@ def test_a_closed_checkpoint_says_so(path: Path) -> None:
     opened.close()
     opened.close()  # twice is once
     for read in (lambda: leaf[0], opened.read, opened.load):
-        with pytest.raises(ValueError, match="closed"):
+        with pytest.raises(holdfast.CheckpointClosed, match="closed"):
             read()
     assert opened.step == 0  # what is known stays known
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.engine import ALIGNMENT
-from holdfast.errors import CorruptCheckpoint, ReadFailed, StateMismatch
+from holdfast.errors import CorruptCheckpoint, LeafNotFound, ReadFailed, StateMismatch
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import whole
 from holdfast.format.records import EMBEDDED, Part
@@ -162,15 +162,15 @@ class Checkpoint:
     def select(self, patterns: str | Iterable[str]) -> list[str]:
         """Names of the leaves that match. A pattern that matches nothing is an error: a typing mistake.
 
+        A leaf whose name has brackets or stars is matched by that name, whatever it means as a pattern.
         What belongs to single ranks is matched by ``*``, and by patterns that begin with their ``@``.
         """
-        patterns = [patterns] if isinstance(patterns, str) else list(patterns)
         chosen: dict[str, None] = {}
-        for pattern in patterns:
+        for pattern in _patterns(patterns):
             # All leaves are in all parts, which none of many ranks should have to open.
             alone = pattern == "*" or pattern.startswith("@")
             names = self.leaves if alone else [*self.parts.metas, *self.parts.aliases]
-            matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+            matching = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
             if not matching and pattern != "*":
                 text = f"no leaf of {self.path} matches {pattern!r}; `holdfast show` lists them"
                 if self.world > 1 and not alone:
@@ -326,12 +326,14 @@ class Checkpoint:
 
     def _meta(self, name: str) -> LeafMeta:
         """Of a leaf, under any of its names."""
+        if not isinstance(name, str):
+            raise TypeError(f"leaves are named by strings, not by {type(name).__name__}: {name!r}")
         found = self.parts.metas.get(self.parts.aliases.get(name, name))
         rank = local_rank(name)
         if found is None and rank is not None:
             found = self.parts.local_metas(rank).get(self.parts.local_aliases(rank).get(name, name))
         if found is None:
-            raise KeyError(f"{self.path} has no leaf {name!r}")
+            raise LeafNotFound(f"{self.path} has no leaf {name!r}; `holdfast show` lists them")
         return found
 
     def close(self) -> None:
@@ -348,6 +350,16 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path} step {self.step}, {len(self)} leaves, {self.nbytes} bytes>"
+
+
+def _patterns(select: object) -> list[str]:
+    patterns: list[Any] = [select]
+    if isinstance(select, Iterable) and not isinstance(select, str | bytes | bytearray):
+        patterns = list(select)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"leaves are selected by names or globs, not by {type(pattern).__name__}")
+    return patterns
 
 
 def _info(meta: LeafMeta, alias_of: str | None) -> LeafInfo:

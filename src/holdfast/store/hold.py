@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from holdfast.engine.fs import HeldDirectory
-from holdfast.errors import CheckpointNotFound
+from holdfast.errors import CheckpointClosed, CheckpointNotFound
 from holdfast.store.directories import LOCK_SECONDS, share_directory
 from holdfast.store.failures import reading
 
@@ -24,7 +24,7 @@ class Hold:
     def directory(self) -> str:
         """The directory to open files in. By descriptor, so that a rename by retention takes nothing away."""
         if self._held is None:
-            raise ValueError(f"the checkpoint {self.path} has been closed")
+            raise CheckpointClosed(f"the checkpoint {self.path} has been closed")
         return f"/proc/self/fd/{self._held.fileno()}"
 
     @property
