@@ -34,7 +34,8 @@ class Job {
     if (::getpid() == owner_) {
       thread_.join();
     } else {
-      thread_.detach();
+      // Neither joined nor detached: to the C library there may be no such thread, and it would say so.
+      static_cast<void>(new std::thread(std::move(thread_)));
     }
   }
   Job(const Job&) = delete;

@@ -53,7 +53,7 @@ def place() -> Iterator[Path]:
 
 @needs_root
 @pytest.mark.parametrize("mode", [0o700, 0o744], ids=["closed", "names only"])
-@pytest.mark.parametrize("name", ["ls", "show", "verify", "diff", "export", "stats"])
+@pytest.mark.parametrize("name", ["ls", "show", "verify", "diff", "export", "stats", "prune"])
 def test_a_directory_that_may_not_be_read_is_an_error_and_not_wrong_usage(
     name: str, mode: int, place: Path
 ) -> None:
@@ -68,6 +68,18 @@ def test_a_directory_that_may_not_be_read_is_an_error_and_not_wrong_usage(
     as_text = as_nobody(name, run, *more)
     assert as_text.code == 1
     assert "Usage" not in as_text.err
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["ls", "show", "verify"])
+def test_a_checkpoint_of_which_only_names_may_be_read_is_not_taken_for_an_empty_run(
+    name: str, place: Path
+) -> None:
+    holdfast.save(place / "one", make_state())
+    (place / "one").chmod(0o744)
+    outcome = as_nobody(name, place / "one", "--json")
+    assert outcome.code == 1
+    assert outcome.document["error"]["type"] == "ReadDenied"
 
 
 @needs_root

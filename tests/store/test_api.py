@@ -381,6 +381,11 @@ def test_what_is_no_name_is_a_type_error_that_says_what_is_wanted(selectable: Pa
         assert name not in opened
 
 
+def test_what_cannot_be_a_path_has_no_checkpoint() -> None:
+    with pytest.raises(holdfast.CheckpointNotFound):
+        holdfast.open("a\0b")
+
+
 def test_a_leaf_that_is_not_there_is_an_error_of_ours(selectable: Path) -> None:
     with holdfast.open(selectable) as opened:
         with pytest.raises(holdfast.LeafNotFound) as caught:

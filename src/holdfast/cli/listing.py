@@ -11,6 +11,7 @@ from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, ReadFailed
 from holdfast.state import leaf_names
 from holdfast.store import Checkpoint, is_checkpoint, resolve
 from holdfast.store.failures import reading
+from holdfast.store.opening import require_reachable
 from holdfast.store.run import is_step_name
 
 _LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")
@@ -77,6 +78,7 @@ def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 def _steps(run: str) -> dict[int, str]:
     """Whatever has the name of a run's checkpoint, oldest first: what is something else is to be told of."""
+    require_reachable(run)
     with reading(run):
         try:
             names = os.listdir(run)

@@ -67,13 +67,12 @@ class Hold:
 
 
 def _lock(path: str) -> HeldDirectory:
-    try:
-        with reading(path):
+    with reading(path):
+        try:
             held = share_directory(path, LOCK_SECONDS)
-    except OSError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
-            raise CheckpointNotFound(f"there is no checkpoint at {path}") from error.__cause__
-        raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            strange = ": this is not a directory" if os.path.exists(path) else ""
+            raise CheckpointNotFound(f"there is no checkpoint at {path}{strange}") from error
     if held is None:
         raise CheckpointNotFound(f"{path} is being written by another process")
     return held

@@ -31,7 +31,7 @@ def resolve(path: str | os.PathLike[str]) -> str:
         raise IncompleteCheckpoint("this is not a committed checkpoint: the save did not finish", path=where)
     if is_checkpoint(where):
         return where
-    _require_reachable(where)
+    require_reachable(where)
     if not os.path.isdir(where):
         hint = "; a save to it did not finish" if os.path.isdir(where + PARTIAL) else ""
         raise CheckpointNotFound(f"there is no checkpoint at {where}{hint}")
@@ -44,9 +44,10 @@ def resolve(path: str | os.PathLike[str]) -> str:
     )
 
 
-def _require_reachable(where: str) -> None:
+def require_reachable(where: str) -> None:
     """`ReadFailed` where nobody can tell what is there: that is not the same as nothing."""
-    with reading(where), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    # ValueError: what cannot be a path leads nowhere.
+    with reading(where), contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
         os.stat(os.path.join(where, MANIFEST))
 
 
