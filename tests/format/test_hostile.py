@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.format.manifest import (
     Part,
     PartRef,
@@ -390,15 +390,22 @@ def test_a_wide_tree_is_refused_before_it_takes_memory() -> None:
     with refused("JSON values", nbytes=2 * len(data) // 48):
         decode_root(data, WHERE)
     # And never written: a checkpoint that cannot be read again is none.
-    with pytest.raises(ValueError, match="exceeds the limit"):
+    with pytest.raises(UnsupportedState, match="more than 16777216 values"):
         encode_root(making.root(tree=json.loads(tree)))
+
+
+@pytest.mark.parametrize("string", [b'"', b'\\"', b'"a', b'"\\'], ids=["bare", "escaped", "open", "cut"])
+def test_counting_values_takes_linear_time_whatever_the_strings(string: bytes) -> None:
+    data = raw(b"[" + b"," * 17_000_000 + b'"' + string * 1_000_000)
+    with refused("JSON values", nbytes=len(data) // 24):
+        decode_root(data, WHERE)
 
 
 def test_a_manifest_beyond_the_size_limit_is_not_even_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.format.manifest.MAX_ROOT_NBYTES", MIB)
     with refused("more than a manifest may have"):
         decode_root(b"[" * 2 * MIB, WHERE)
-    with pytest.raises(ValueError, match="exceeds the limit"):
+    with pytest.raises(UnsupportedState, match="exceeds the limit"):
         encode_root(making.root(tree="x" * 2 * MIB))
 
 

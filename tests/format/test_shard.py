@@ -11,7 +11,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE
 from holdfast.format.shard import (
     Header,
@@ -158,7 +158,7 @@ def test_a_header_that_would_lie_is_not_built(entries: list[HeaderEntry], messag
 
 
 def test_a_header_too_long_for_other_readers_is_not_built() -> None:
-    with pytest.raises(ValueError, match="more than readers accept"):
+    with pytest.raises(UnsupportedState, match="more than readers accept"):
         build_header([HeaderEntry("x" * 100_000_000, "U8", (0,), 0, 0)], {})
 
 

@@ -10,10 +10,14 @@ safetensors can name, with trailing dimensions added to the shape.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+
+from holdfast.format.records import MAX_INT
 
 SAFETENSORS_ITEMSIZE = MappingProxyType(
     {
@@ -121,3 +125,12 @@ def carrier(name: str) -> Carrier:
     if found is None:
         raise ValueError(f"unknown element type {name[:80]!r}")
     return found[1]
+
+
+def is_beyond_arrays(name: str, shape: Iterable[int]) -> bool:
+    """Whether an array of this logical type and shape takes more bytes than any address can count.
+
+    Zeros are left out, also an element's size of zero: numpy makes no empty array whose other dimensions are
+    beyond all memory.
+    """
+    return max(itemsize(name), 1) * math.prod(n for n in shape if n) > MAX_INT

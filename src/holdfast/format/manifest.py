@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.format.checksums import HEX_DIGITS, digest
 from holdfast.format.records import (
     EMBEDDED,
@@ -33,7 +33,7 @@ from holdfast.format.records import (
     Root,
     ShardFile,
 )
-from holdfast.format.strict import reject_deep_nesting, reject_duplicate_keys, shorten
+from holdfast.format.strict import more_values_than, reject_deep_nesting, reject_duplicate_keys, shorten
 from holdfast.format.validate import MAX_JSON_DEPTH, validate_part, validate_root
 
 __all__ = [
@@ -174,7 +174,7 @@ def decode_root(data: bytes, where: str) -> Root:
 def decode_text(text: str, where: str) -> Root:
     """Check and decode what `encode_text` wrote. Whoever found it has checked its digest."""
     data = text.encode("utf-8", "surrogatepass")
-    if _too_many_values(data):
+    if more_values_than(MAX_NODES, data):
         raise CorruptCheckpoint(f"more than {MAX_NODES} JSON values", path=where)
     return _decode_root(data, where)
 
@@ -220,15 +220,20 @@ def _seal(record: _RootFile | _PartFile) -> bytes:
     buffer = bytearray(_encoder.encode(record))
     buffer += b" " * (-(len(buffer) + 1) % ALIGNMENT) + b"\n"
     if len(buffer) > MAX_ROOT_NBYTES:
-        raise ValueError(f"manifest of {len(buffer)} bytes exceeds the limit of {MAX_ROOT_NBYTES}")
+        raise UnsupportedState(
+            f"a manifest of {len(buffer)} bytes exceeds the limit of {MAX_ROOT_NBYTES}: "
+            "keep large texts and lists in arrays"
+        )
     _check_values(buffer)
     buffer[_DIGITS] = digest(buffer).encode()
     return bytes(buffer)
 
 
 def _check_values(buffer: bytes | bytearray) -> None:
-    if _too_many_values(buffer):
-        raise ValueError(f"manifest exceeds the limit of {MAX_NODES} values: keep large lists in arrays")
+    if more_values_than(MAX_NODES, buffer):
+        raise UnsupportedState(
+            f"the state has more than {MAX_NODES} values beside its arrays: keep large lists in arrays"
+        )
 
 
 def _check_frame(data: bytes, where: str) -> None:
@@ -246,13 +251,8 @@ def _check_frame(data: bytes, where: str) -> None:
         raise CorruptCheckpoint(
             "digest does not match: its bytes are not those that were written", path=where
         )
-    if _too_many_values(data):
+    if more_values_than(MAX_NODES, data):
         raise CorruptCheckpoint(f"more than {MAX_NODES} JSON values", path=where)
-
-
-def _too_many_values(data: bytes | bytearray) -> bool:
-    """Each JSON value is preceded by one of these characters; strings may hold more of them, rarely many."""
-    return len(data) > MAX_NODES and data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_NODES
 
 
 def _decode(decoder: msgspec.json.Decoder[_File], data: bytes, where: str) -> _File:

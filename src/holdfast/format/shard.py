@@ -16,9 +16,9 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from holdfast.errors import CorruptCheckpoint
-from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE
-from holdfast.format.records import MAX_DIMENSIONS, MAX_INT, Count
+from holdfast.errors import CorruptCheckpoint, UnsupportedState
+from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE, is_beyond_arrays
+from holdfast.format.records import MAX_DIMENSIONS, Count
 from holdfast.format.strict import reject_duplicate_keys, shorten
 
 ALIGNMENT: Final = 4096
@@ -119,8 +119,11 @@ def encode_header(table: EntryTable, metadata: Mapping[str, str], at_least: int 
     """The header with these entries. `at_least`: so many bytes, if it is not more by itself."""
     text = _encoder.encode({_METADATA: metadata, **table} if metadata else table)
     nbytes = max(len(text) + -(len(text) + LENGTH_NBYTES) % ALIGNMENT, at_least - LENGTH_NBYTES)
-    if nbytes > MAX_HEADER_NBYTES or len(table) > MAX_ENTRIES:
-        raise ValueError(f"a header of {nbytes} bytes for {len(table)} entries is more than readers accept")
+    if nbytes > MAX_HEADER_NBYTES or len(table) > MAX_ENTRIES or _has_too_many_entries(text):
+        raise UnsupportedState(
+            f"a header of {nbytes} bytes for {len(table)} arrays is more than readers accept: "
+            "keep them in fewer arrays, or give them shorter names"
+        )
     return nbytes.to_bytes(LENGTH_NBYTES, "little") + text.ljust(nbytes)
 
 
@@ -171,7 +174,7 @@ def _parse(data: bytes, file_nbytes: int, where: str) -> tuple[_Table, dict[str,
     text = data[LENGTH_NBYTES:data_start]
     if not text.startswith(b"{"):
         raise CorruptCheckpoint("header is not a JSON object", path=where)
-    if text.count(b"{") > 2 * MAX_ENTRIES:
+    if _has_too_many_entries(text):
         raise CorruptCheckpoint("header has more entries than any may have", path=where)
     try:
         table = _decoder.decode(text)
@@ -180,6 +183,11 @@ def _parse(data: bytes, file_nbytes: int, where: str) -> tuple[_Table, dict[str,
         raise CorruptCheckpoint(shorten(error), path=where) from None
     reject_duplicate_keys(text, canonical, where)
     return table, _metadata(table.pop(_METADATA, {}), where), data_start
+
+
+def _has_too_many_entries(text: bytes) -> bool:
+    """A bound before parsing. It counts those in names, too, so the writer asks as well."""
+    return text.count(b"{") > 2 * MAX_ENTRIES
 
 
 def _metadata(fields: Mapping[str, object], where: str) -> dict[str, str]:
@@ -204,7 +212,7 @@ def _entry(name: str, fields: Mapping[str, str | tuple[int, ...]], where: str) -
     size = SAFETENSORS_ITEMSIZE.get(dtype)
     if size is None:
         raise CorruptCheckpoint(f"entry {name[:80]!r} has unknown type {dtype[:40]!r}", path=where)
-    if size * math.prod(n for n in shape if n) > MAX_INT:
+    if is_beyond_arrays(dtype, shape):
         raise CorruptCheckpoint(f"entry {name[:80]!r} has a shape beyond what any array can have", path=where)
     begin, end = offsets
     if end - begin != size * math.prod(shape):

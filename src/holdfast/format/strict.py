@@ -1,6 +1,7 @@
 """What a JSON decoder does not check by itself: repeated keys, and who is to blame for too deep a nesting.
 
-Used for manifests and shard headers alike. Knows JSON, not their contents.
+Also counts values, before any is decoded. Used for manifests and shard headers alike. Knows JSON, not their
+contents.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from holdfast.errors import CorruptCheckpoint
 
 # A string, or brackets in a row. The loop over a string's escapes is unrolled so that it never backtracks.
 _BRACKETS_AND_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]+|[\]}]+', re.DOTALL)
+# One without an end is matched, too: so each byte is looked at once, whatever the data.
+_PLAIN_STRING = re.compile(rb'"[^"]*"?')
 _OPENING = frozenset(b"[{")
 
 
@@ -55,6 +58,28 @@ def reject_deep_nesting(data: bytes, max_depth: int, where: str) -> None:
                 raise CorruptCheckpoint(f"JSON nested deeper than {max_depth} levels", path=where)
         elif first != ord('"'):
             depth -= match.end() - match.start()
+
+
+def more_values_than(limit: int, data: bytes | bytearray) -> bool:
+    """Whether `data` has more JSON values. Each is preceded by a comma or an opening bracket.
+
+    Those inside of strings count for nothing, but are rarely so many that it takes a look at the strings.
+    """
+    if len(data) <= limit or _count_openings(data, 0, len(data)) <= limit:
+        return False
+    # Without escapes strings are simple to find. A pattern that knew them would take memory for each escape.
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    count = _count_openings(plain, 0, len(plain))
+    for number, match in enumerate(_PLAIN_STRING.finditer(plain)):
+        # Each string is a value, or the key of one.
+        if count <= limit or number > 2 * limit:
+            break
+        count -= _count_openings(plain, match.start(), match.end())
+    return count > limit
+
+
+def _count_openings(data: bytes | bytearray, start: int, end: int) -> int:
+    return data.count(b",", start, end) + data.count(b"[", start, end) + data.count(b"{", start, end)
 
 
 def shorten(text: object, limit: int = 200) -> str:

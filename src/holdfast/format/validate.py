@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.checksums import HEX_DIGITS, chunk_count, is_hex
-from holdfast.format.dtypes import is_known, itemsize
+from holdfast.format.dtypes import is_beyond_arrays, is_known, itemsize
 from holdfast.format.geometry import Box, TooTangled, disjoint
-from holdfast.format.records import EMBEDDED, MAX_INT, Fragment, Leaf, Part, Root, ShardFile
+from holdfast.format.records import EMBEDDED, Fragment, Leaf, Part, Root, ShardFile
 
 MIN_CHUNK_NBYTES: Final = 4096
 MAX_CHUNK_NBYTES: Final = 1 << 30
@@ -90,7 +90,7 @@ def _check_part(part: Part, where: str, *, alone: bool) -> set[str]:
         names.add(leaf.name)
         problem = None if alone else _owner_problem(leaf.name, part)
         if problem is None:
-            must_cover = alone or _own_name(leaf.name) is not None
+            must_cover = alone or is_own_name(leaf.name)
             problem = _leaf_problem(leaf, part, extents, must_cover=must_cover)
         if problem is not None:
             raise CorruptCheckpoint(problem, path=where, leaf=leaf.name[:1000])
@@ -105,7 +105,7 @@ def _check_part(part: Part, where: str, *, alone: bool) -> set[str]:
     for alias in part.aliases:
         if alias.name in names:
             raise CorruptCheckpoint("alias has a name that is taken", path=where, leaf=alias.name[:1000])
-        own = not alone and (_own_name(alias.name) is not None or _own_name(alias.of) is not None)
+        own = not alone and (is_own_name(alias.name) or is_own_name(alias.of))
         problem = _owner_problem(alias.name, part) if own else None
         if problem is not None:
             raise CorruptCheckpoint(problem, path=where, leaf=alias.name[:1000])
@@ -120,16 +120,15 @@ def _check_part(part: Part, where: str, *, alone: bool) -> set[str]:
     return names
 
 
-def _own_name(name: str) -> str | None:
-    """The digits of the rank whose own a leaf of this name is; None for what ranks share."""
-    match = _OWN_NAME.match(name)
-    return None if match is None else match[1]
+def is_own_name(name: str) -> bool:
+    """Whether a leaf of this name is some rank's own."""
+    return _OWN_NAME.match(name) is not None
 
 
 def _owner_problem(name: str, part: Part) -> str | None:
-    digits = _own_name(name)
-    if digits is not None and digits != str(part.rank):
-        return f"rank {part.rank} has what belongs to rank {digits} alone"
+    match = _OWN_NAME.match(name)
+    if match is not None and match[1] != str(part.rank):
+        return f"rank {part.rank} has what belongs to rank {match[1]} alone"
     return None
 
 
@@ -179,8 +178,7 @@ def _leaf_problem(
         return f"unknown element type {leaf.dtype[:80]!r}"
     size = itemsize(leaf.dtype)
     shape = leaf.shape
-    # Zeros are left out: no library makes an empty array whose other dimensions are beyond all memory.
-    if size * math.prod(n for n in shape if n) > MAX_INT:
+    if is_beyond_arrays(leaf.dtype, shape):
         return f"shape {_brief(shape)} is beyond what any array can have"
     held = 0
     for fragment in leaf.fragments:
