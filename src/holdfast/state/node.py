@@ -25,6 +25,9 @@ _MAX_JSON_DEPTH = 3 * MAX_DEPTH + 3
 MAX_EXACT_INT = 2**53
 """Integers beyond this are tagged: many JSON readers would round them."""
 
+_MAX_LENGTH = 2**63 - 1
+_LARGE_LENGTH = re.compile(r"[0-9]{1,19}", re.ASCII)
+
 ZONE_KEY = re.compile(r"[A-Za-z0-9_+\-]{1,40}(?:/[A-Za-z0-9_+\-]{1,40}){0,3}", re.ASCII)
 """Keys of the time zone database; nothing that could climb out of it."""
 
@@ -171,13 +174,22 @@ def items_of(node: Node) -> list[Node] | None:
 def deque_body(body: Node) -> tuple[list[Node], int | None]:
     if type(body) is not list or len(body) != 2 or type(body[0]) is not list:
         corrupt(f"{DEQUE} needs a list of items and a length limit")
-    items, limit = body
+    items, limit_node = body
     assert type(items) is list
-    if limit is not None and (type(limit) is not int or not 0 <= limit <= MAX_EXACT_INT):
-        corrupt(f"{DEQUE} has the length limit {shorten(limit)}")
+    limit = None if limit_node is None else _length(limit_node)
     if limit is not None and len(items) > limit:
         corrupt(f"{DEQUE} holds {len(items)} items, more than its limit of {limit}")
     return items, limit
+
+
+def _length(node: Node) -> int:
+    """The length limit of a deque: tagged if it is large, as the `sys.maxsize` by which some say "none"."""
+    if type(node) is int and 0 <= node <= MAX_EXACT_INT:
+        return node
+    text = node.get("$int") if type(node) is dict and len(node) == 1 else None
+    if type(text) is str and _LARGE_LENGTH.fullmatch(text) is not None and int(text) <= _MAX_LENGTH:
+        return int(text)
+    corrupt(f"{DEQUE} has the length limit {shorten(node)}")
 
 
 def state_dict_body(body: Node) -> tuple[Node, list[Node]]:

@@ -20,6 +20,9 @@ import numpy as np
 
 from holdfast.engine.buffers import Produced
 from holdfast.errors import UnsupportedState
+from holdfast.format.dtypes import is_beyond_arrays
+from holdfast.format.records import MAX_DIMENSIONS
+from holdfast.format.validate import is_own_name
 from holdfast.state import arrays, sharded, torch_arrays, torch_objects, value_encoder
 from holdfast.state.leaves import Flat, LeafSource, Sharding
 from holdfast.state.node import (
@@ -81,10 +84,12 @@ def component(key: object) -> str:
     """How a dict key appears in leaf names. The tree holds the key itself."""
     try:
         text = key if type(key) is str else str(key)
-    except ValueError:  # integers of thousands of digits, numpy's times without a unit
+    except Exception:  # huge integers, tuples nested too deep, anything a class of the user's does
         text = type(key).__name__
     return text if is_text(text) else text.encode("utf-8", "backslashreplace").decode()
 
+
+_LIKE_PER_RANK = "names that begin with '@' are those of per_rank state. Use another key here"
 
 Walker = Callable[["_Walk", Any, str, int], Node]
 
@@ -139,9 +144,7 @@ class _Walk:
         """Names of what ranks share must not look like those of what they have for themselves."""
         for name in self._used:
             if name[:1] == "@":
-                raise unsupported(
-                    name, "names that begin with '@' are those of per_rank state. Use another key here"
-                )
+                raise unsupported(name, _LIKE_PER_RANK)
 
     # --- containers
 
@@ -197,7 +200,7 @@ class _Walk:
         return {TUPLE: self._items(value, place, depth)}
 
     def _deque(self, value: deque[Any], place: str, depth: int) -> Node:
-        return {DEQUE: [self._items(value, place, depth), value.maxlen]}
+        return {DEQUE: [self._items(value, place, depth), value_encoder.encode(value.maxlen, place)]}
 
     def _counter(self, value: Counter[Any], place: str, depth: int) -> Node:
         return {COUNTER: self._pairs(value.items(), place, depth)}
@@ -273,13 +276,16 @@ class _Walk:
         )
 
     def _leaf(self, array: Any, address: int, place: str, leaf: LeafSource) -> Node:
+        nbytes = leaf.source.nbytes
+        if not nbytes or len(leaf.shape) > MAX_DIMENSIONS:
+            _check_shape(leaf, place)
         used = self._used
         name = place
-        if not name or name in used or not name.isascii():
+        if not name or name[0] == "@" or name in used or not name.isascii():
             name = self._name(place)
             leaf = LeafSource(name, leaf.dtype, leaf.shape, leaf.framework, leaf.source, leaf.sharding)
         used.add(name)
-        if leaf.source.nbytes and address not in self._first:
+        if nbytes and address not in self._first:
             self._first[address] = len(self.leaves)
             self.leaves.append(leaf)
         else:
@@ -292,6 +298,8 @@ class _Walk:
 
     def _name(self, place: str) -> str:
         wanted = component(place) or NAMELESS
+        if self._outer is None and is_own_name(wanted):
+            raise unsupported(place, _LIKE_PER_RANK)
         name, count = wanted, 0
         while name in self._used:
             count += 1
@@ -405,6 +413,17 @@ _WALKERS: dict[type, Walker] = {
 def _torch_walkers(torch: Any, sharded_types: tuple[type, ...]) -> dict[type, Walker]:
     tensors: dict[type, Walker] = {torch.Tensor: _Walk._tensor, torch.nn.Parameter: _Walk._tensor}
     return _WALKERS | tensors | dict.fromkeys(sharded_types, _Walk._sharded)
+
+
+def _check_shape(leaf: LeafSource, place: str) -> None:
+    """Readers refuse shapes beyond what arrays can have, but torch makes some: views without end of nothing.
+
+    Asked of arrays without elements only, and of those with too many dimensions. Memory bounds all others.
+    """
+    if len(leaf.shape) > MAX_DIMENSIONS:
+        raise unsupported(place, f"an array of {len(leaf.shape)} dimensions, more than {MAX_DIMENSIONS}")
+    if is_beyond_arrays(leaf.dtype, leaf.shape):
+        raise unsupported(place, f"an empty array of shape {list(leaf.shape)}, beyond what can be read back")
 
 
 def _identity(array: Any) -> tuple[Any, ...]:

@@ -86,9 +86,19 @@ def _timezone(value: dt.timezone, place: str) -> Node:
 
 
 def _zone(value: ZoneInfo, place: str) -> Node:
-    if not value.key or ZONE_KEY.fullmatch(value.key) is None:
+    key = value.key
+    if not key or ZONE_KEY.fullmatch(key) is None or not _is_zone(key):
         raise unsupported(place, "a ZoneInfo without a key of the time zone database")
-    return {"$zoneinfo": value.key}
+    return {"$zoneinfo": key}
+
+
+def _is_zone(key: str) -> bool:
+    """Whether the database has it: `ZoneInfo.from_file` takes any key."""
+    try:
+        ZoneInfo(key)
+    except (ValueError, OSError, KeyError):
+        return False
+    return True
 
 
 def _tzinfo(value: dt.tzinfo | None, place: str) -> Node:
