@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+import math
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
 
 import numpy as np
@@ -352,10 +353,77 @@ def test_targets_that_could_not_be_saved_are_refused() -> None:
 
 
 def test_a_target_that_holds_itself_is_refused() -> None:
-    loop: dict[str, Any] = {"a": np.zeros(1)}
-    loop["self"] = loop
-    with pytest.raises(UnsupportedState, match=r"holds itself|holding itself"):
+    loop: dict[str, Any] = {}
+    loop.update(self=loop, a=np.zeros(1))
+    with pytest.raises(UnsupportedState, match="holds itself"):
         Restore(loop, {"a": {"$leaf": "a"}, "self": {"a": 1}}, {"a": LeafMeta("a", "F64", (1,), "numpy")}, {})
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.w = np.zeros(3)
+
+
+Pair = namedtuple("Pair", ["array", "number"])
+
+
+@pytest.mark.parametrize(
+    ("target", "place", "kind"),
+    [
+        ({"x": defaultdict(dict, a=np.zeros(4))}, "x", "collections.defaultdict"),
+        ({"x": Plain()}, "x", "Plain"),
+        ({"x": 5}, "x", "int"),
+        ({"x": {"a"}}, "x", "set"),
+        ({"x": {"a": Plain()}}, "x.a", "Plain"),
+        (Plain(), "_", "Plain"),
+        (5, "_", "int"),
+        (False, "_", "bool"),
+    ],
+)
+def test_a_target_that_cannot_take_arrays_is_told(target: Any, place: str, kind: str) -> None:
+    planned = plan(target, save({"x": {"a": np.arange(3.0)}}))
+    (wrong,) = planned.mismatch.wrong
+    assert wrong.startswith(f"{place}: checkpoint holds a")
+    assert kind in wrong.partition("target")[2]
+
+
+def test_a_named_tuple_is_no_tuple_to_restore() -> None:
+    """Saving refuses it, since it would come back as a tuple."""
+    saved = save({"t": (torch.ones(2), 5), "l": [torch.ones(2), 1]})
+    live = torch.zeros(3)
+    planned = plan({"t": Pair(live, 0), "l": [Pair(live, 0), 1]}, saved)
+    assert [wrong.partition(":")[0] for wrong in planned.mismatch.wrong] == ["t", "l.0"]
+
+
+def test_a_number_may_have_become_an_array_and_none_says_nothing() -> None:
+    saved = save({"best": torch.tensor(0.5), "x": {"a": np.arange(3.0)}, "plain": {"a": 1}})
+    target: dict[str, Any] = {"best": float("inf"), "x": None, "plain": defaultdict(int)}
+    restored = restore(target, saved)
+    assert restored["best"] == 0.5
+    assert restored["plain"] == {"a": 1}
+    assert np.array_equal(restored["x"]["a"], np.arange(3.0))
+
+
+def test_a_missing_object_that_could_not_be_saved_is_missing() -> None:
+    planned = plan({"a": np.zeros(3), "b": Plain()}, save({"a": np.arange(3.0)}))
+    assert planned.mismatch.missing == ("b",)
+
+
+def test_nan_among_the_keys_is_found() -> None:
+    state = {math.nan: np.arange(3.0), (1, np.float32("nan")): np.ones(2), -math.nan: 5, 1: np.ones(1)}
+    saved = save(state)
+    live = np.zeros(3)
+    target = {math.nan: live, (1, np.float32("nan")): np.zeros(2), -math.nan: 0, 1: np.zeros(1)}
+    restored = restore(target, saved)
+    assert restored is target
+    assert np.array_equal(live, np.arange(3.0))
+    assert [np.sum(value) for value in target.values()] == [3, 2, 5, 1]
+
+
+def test_a_target_that_cannot_be_filled_is_not_said_to_be_stored() -> None:
+    saved = save({"a": np.zeros(1)})
+    with pytest.raises(UnsupportedState, match="cannot restore into the target at 'a'"):
+        plan({"a": torch.eye(1).to_sparse()}, saved)
 
 
 def test_device_destinations_take_windows() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from holdfast.engine.buffers import Destination
+from holdfast.errors import UnsupportedState
 from holdfast.state import sharded, torch_objects
 from holdfast.state.landings import Landings, Lookup, Plan, TiedElsewhere
 from holdfast.state.leaves import Sharding
@@ -46,12 +47,14 @@ from holdfast.state.targets import (
     assign,
     describe,
     holds_arrays,
+    holds_strangers,
     is_array,
+    is_value_target,
     kind_of,
     load_state,
 )
-from holdfast.state.tree import component, names_in
-from holdfast.state.value_encoder import type_name, unsupported
+from holdfast.state.tree import component, key_node, names_in
+from holdfast.state.value_encoder import type_name, unfillable
 
 
 class Restore:
@@ -170,7 +173,7 @@ class Restore:
     def plan(self, target: Any, node: Node, place: str, depth: int) -> Plan:
         """The plan for one place. Reports what does not fit."""
         if depth > MAX_DEPTH:
-            raise unsupported(
+            raise unfillable(
                 place[:200], f"nested deeper than {MAX_DEPTH} levels, or a container holds itself"
             )
         if self.leaves_out(node):
@@ -198,7 +201,21 @@ class Restore:
             return restore_optimizers.plan_optimizer(self, target, node, place)
         if torch_objects.is_stateful(target):
             return self.plan_stateful(target, node, place)
-        return self.plan_new(node, target)
+        return self._plan_other(target, node, place)
+
+    def _plan_other(self, target: Any, node: Node, place: str) -> Plan:
+        """Values are replaced by what was saved, and so is None, by which a target says nothing.
+
+        A number may have become an array since. But nothing else knows how to take arrays, and who gives it
+        as a target believes that they are in it afterwards.
+        """
+        may_change = target is None or (is_value_target(target) and leaf_of(node) is not None)
+        if may_change or not holds_leaves(node):
+            return self.plan_new(node, target)
+        held = kind_of(node) if leaf_of(node) is not None else f"{kind_of(node)} with arrays"
+        return self.wrong(
+            place, f"holds {held}", target, f"of type {type_name(target)}, which cannot take it"
+        )
 
     def plan_new(self, node: Node, target: object = None) -> Plan:
         """Build what the node says, reusing containers of `target`; its leaves are read into new arrays."""
@@ -259,7 +276,9 @@ class Restore:
         # places are to stay as they are.
         keyed = bool(target) and type(target) in MAPPINGS and pairs_of(node) is not None
         if not (
-            holds_arrays(target, depth) or (keyed and holds_leaves(node)) or (target and holds_per_rank(node))
+            holds_arrays(target, depth)
+            or ((keyed or holds_strangers(target, depth)) and holds_leaves(node))
+            or (target and holds_per_rank(node))
         ):
             return self.plan_new(node, target)
         if type(target) in MAPPINGS:
@@ -275,8 +294,9 @@ class Restore:
     def _plan_mapping(self, target: Any, pairs: Iterator[tuple[Node, Node]], place: str, depth: int) -> Plan:
         prefix = f"{place}." if place else ""
         plans: dict[Any, Plan] = {}
-        for key_node, item in pairs:
-            key = key_node if type(key_node) is str else decode_key(key_node)
+        strange: dict[str, list[Any]] = {}
+        for node, item in pairs:
+            key = node if type(node) is str else _own_key(target, node, strange)
             at = prefix + component(key)
             if key not in target:
                 self.extra(at, item)
@@ -313,3 +333,28 @@ class Restore:
             return target
 
         return fill
+
+
+def _own_key(target: Any, node: Node, strange: dict[str, list[Any]]) -> Any:
+    """The key of a target that a key's node stands for, or the node's value when it has none.
+
+    NaN equals no other NaN, so it is found by what would be stored for it. `strange` has the target's keys by
+    that, once it has been asked for.
+    """
+    key = decode_key(node)
+    if key in target:
+        return key
+    if not strange:
+        strange[""] = []
+        for own in target:
+            if type(own) is not str:
+                strange.setdefault(_stored_form(own), []).append(own)
+    twins = strange.get(repr(node))
+    return twins.pop(0) if twins else key
+
+
+def _stored_form(key: Any) -> str:
+    try:
+        return repr(key_node(key, ""))
+    except UnsupportedState:
+        return ""  # the form of none

@@ -17,7 +17,7 @@ from holdfast.errors import StateMismatch, UnsupportedState
 from holdfast.state import arrays, sharded, torch_arrays, torch_objects
 from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, items_of, leaf_of, pairs_of, shorten
 from holdfast.state.per_rank import PerRank
-from holdfast.state.value_encoder import type_name, unsupported
+from holdfast.state.value_encoder import is_value, type_name, unfillable
 
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple, deque)
@@ -42,9 +42,7 @@ def array_type(target: Any, place: str, known: sharded.Shardings) -> tuple[str, 
         return torch_arrays.tensor_type(part.tensor, place)[0], part.sharding.shape
     dtype = arrays.logical_name(target.dtype)
     if dtype is None or type(target) not in (np.ndarray, np.memmap):
-        raise unsupported(
-            place, f"{type_name(target)} of dtype {target.dtype} in the target cannot be filled"
-        )
+        raise unfillable(place, f"a {type_name(target)} of dtype {target.dtype} cannot be filled")
     return dtype, target.shape
 
 
@@ -157,6 +155,25 @@ def holds_arrays(value: Any, depth: int) -> bool:
     if type(value) in SEQUENCES:
         return any(holds_arrays(item, depth + 1) for item in value)
     return is_array(value) or type(value) is PerRank or torch_objects.is_stateful(value)
+
+
+def is_value_target(value: object) -> bool:
+    """Whether a target is a value without arrays, which what was saved replaces."""
+    return is_value(value) or type(value) in (set, frozenset)
+
+
+def holds_strangers(value: Any, depth: int) -> bool:
+    """Whether a target has objects inside that could not be saved, so that nobody knows how to fill them.
+
+    Subclasses of containers are such objects, too: saving refuses them, because they would lose their type.
+    """
+    if depth > MAX_DEPTH:
+        return False  # `holds_arrays` refuses it
+    if type(value) in MAPPINGS:
+        return any(holds_strangers(item, depth + 1) for item in value.values())
+    if type(value) in SEQUENCES:
+        return any(holds_strangers(item, depth + 1) for item in value)
+    return not (is_value_target(value) or holds_arrays(value, depth))
 
 
 def kind_of(node: Node) -> str:

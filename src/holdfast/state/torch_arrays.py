@@ -17,7 +17,7 @@ from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Sou
 from holdfast.errors import UnsupportedState
 from holdfast.format import dtypes
 from holdfast.state import arrays
-from holdfast.state.value_encoder import type_name, unsupported
+from holdfast.state.value_encoder import type_name, unfillable, unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -130,12 +130,12 @@ def tensor_type(tensor: Any, place: str) -> tuple[str, tuple[int, ...]]:
     """Logical name and shape of a tensor that is to be filled; `UnsupportedState` when it cannot be."""
     torch = load_torch()
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        raise wrapper_refusal(tensor, place)
+        raise unfillable(place, _wrapper(tensor))
     name = _name_of_dtype().get(tensor.dtype)
     if name is None or tensor.layout is not torch.strided or tensor.is_nested:
-        raise unsupported(place, _why_not(tensor))
+        raise unfillable(place, _why_not(tensor))
     if tensor.is_meta:
-        raise unsupported(place, "a meta tensor in the target has no memory; materialise the model first")
+        raise unfillable(place, "a meta tensor has no memory; materialise the model first")
     return name, tuple(tensor.shape)
 
 
@@ -158,10 +158,13 @@ def _why_not(tensor: Any) -> str:
 
 def wrapper_refusal(tensor: object, place: str) -> UnsupportedState:
     """The error for a tensor subclass: its bytes are not all there is to it."""
-    return unsupported(
-        place,
+    return unsupported(place, _wrapper(tensor))
+
+
+def _wrapper(tensor: object) -> str:
+    return (
         f"its type is {type_name(tensor)}, a tensor subclass that would not come back as itself. "
-        "Store the plain tensors it is made of",
+        "Store the plain tensors it is made of"
     )
 
 

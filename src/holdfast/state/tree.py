@@ -73,11 +73,22 @@ def flatten(state: object, rank: int = 0, *, among_others: bool = False) -> Flat
 
 
 def names_in(part: object, place: str, state: object) -> list[str]:
-    """The names that a part of a state has there; its place when there is no array in it."""
+    """The names that a part of a state has there; its place when there is no array in it.
+
+    Also its place when it could not be saved: whoever asks has something else to complain of.
+    """
     walk = _Walk(state)
-    walk.node(part, place, 0)
-    walk.finish()
+    try:
+        walk.node(part, place, 0)
+        walk.finish()
+    except UnsupportedState:
+        return [place or NAMELESS]
     return [leaf.name for leaf in walk.leaves] + [name for name, _ in walk.aliases] or [place or NAMELESS]
+
+
+def key_node(key: object, place: str) -> Node:
+    """The node of a dict's key. Equal nodes are equal keys, also where Python says otherwise (NaN)."""
+    return _Walk(None)._hashable(key, place, 0)
 
 
 def component(key: object) -> str:

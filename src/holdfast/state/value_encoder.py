@@ -33,6 +33,12 @@ def unsupported(place: str, reason: str) -> UnsupportedState:
     return UnsupportedState(f"cannot store the value {where}: {reason}")
 
 
+def unfillable(place: str, reason: str) -> UnsupportedState:
+    """As `unsupported`, of a target: what cannot be saved cannot be restored into, either."""
+    where = f"at {place!r}" if place else "of the load"
+    return UnsupportedState(f"cannot restore into the target {where}: {reason}")
+
+
 def type_name(value: object) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -189,6 +195,13 @@ def encode(value: object, place: str) -> Node:
         if encoder is not None:
             return encoder(value, place)
     raise unsupported(place, f"its type is {type_name(value)}. {_advice(value)}")
+
+
+def is_value(value: object) -> bool:
+    """Whether its type is one that `encode` knows."""
+    if type(value) in ENCODERS or isinstance(value, np.dtype):
+        return True
+    return sys.modules.get("torch") is not None and _learn_torch() and type(value) in ENCODERS
 
 
 def _advice(value: object) -> str:
