@@ -188,6 +188,12 @@ def test_what_numpy_has_no_type_for_is_refused_by_name(tmp_path: Path) -> None:
         holdfast.load(tmp_path / "c", framework="numpy")
 
 
+def test_a_framework_that_is_none_is_refused(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"n": np.zeros(3), "t": torch.zeros(3)})
+    with pytest.raises(ValueError, match="'torch', 'numpy', not 'pytorch'"):
+        holdfast.load(tmp_path / "c", framework="pytorch")  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_stored_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(holdfast.UnsupportedState, match=r"deep\.1"):
         holdfast.save(tmp_path / "c", {"w": np.zeros(9), "deep": [1, object()]})

@@ -19,6 +19,7 @@ from holdfast.errors import UnsupportedState
 from holdfast.format import dtypes
 
 Framework = Literal["torch", "numpy"]
+FRAMEWORKS: Final[tuple[Framework, ...]] = ("torch", "numpy")
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PAGE: Final = 4096
@@ -231,8 +232,10 @@ def aligned_bytes(nbytes: int, address_residue: int, alignment: int) -> Array:
 def convert(array: Any, framework: Framework) -> Any:
     """The same bytes as an array of the other framework, without a copy where memory allows.
 
-    `UnsupportedState` when that framework has no such element type.
+    `UnsupportedState` when that framework has no such element type, `ValueError` when it is none that we know.
     """
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"framework must be one of {', '.join(map(repr, FRAMEWORKS))}, not {framework!r}")
     if isinstance(array, np.ndarray):
         if framework == "numpy":
             return array
