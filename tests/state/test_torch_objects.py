@@ -255,6 +255,14 @@ class TestModules:
         assert target.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+KINDS = ["Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "Adadelta", "Rprop", "ASGD"]
+
+
+def of_kind(kind: str) -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    return {"m": model, "o": getattr(torch.optim, kind)(model.parameters(), lr=0.1)}
+
+
 class TestOptimizers:
     def test_state_is_named_after_the_parameter(self) -> None:
         saved = save(new("adam", 1))
@@ -446,6 +454,60 @@ class TestOptimizers:
         restore({"optimizer": target["optimizer"]}, Saved(tree, only, {}, saved.data))
         target["model"].load_state_dict(load(saved)["model"])
         assert everything(target) == everything(source)
+
+    @pytest.mark.parametrize("warm", [False, True])
+    @pytest.mark.parametrize("here", KINDS)
+    @pytest.mark.parametrize("there", KINDS)
+    def test_what_is_accepted_can_be_stepped(self, there: str, here: str, warm: bool) -> None:
+        source, target = of_kind(there), of_kind(here)
+        train_once(source["m"], source["o"])
+        if warm:
+            train_once(target["m"], target["o"])
+        try:
+            restore(target, save(source))
+        except StateMismatch as refused:
+            assert there != here
+            (wrong,) = refused.wrong
+            assert wrong.startswith("o: checkpoint is of another kind of optimizer: it has ")
+            assert f"target is a torch.optim.{here.lower()}.{here}" in wrong
+        else:
+            train_once(target["m"], target["o"])
+
+    def test_another_kind_is_refused_by_its_fields(self) -> None:
+        source = of_kind("Adam")
+        with pytest.raises(StateMismatch, match=r"it has amsgrad, betas, eps, and lacks dampening, momentum"):
+            restore(of_kind("SGD"), save(source))
+
+    def test_fields_that_other_versions_and_schedules_bring_are_no_other_kind(self) -> None:
+        source, target = of_kind("Adam"), of_kind("Adam")
+        (group,) = source["o"].param_groups
+        for field in ("foreach", "fused", "decoupled_weight_decay", "amsgrad"):
+            del group[field]  # as an older torch has it
+        group.update(initial_lr=0.1, param_names=["weight", "bias"], lr=0.25)
+        (own,) = target["o"].param_groups
+        own.update(amsgrad=True, tag="mine", initial_lr=0.5)
+        restore(target, save(source))
+        (loaded,) = target["o"].param_groups
+        assert (loaded["lr"], loaded["initial_lr"]) == (0.25, 0.1)
+        assert (loaded["amsgrad"], loaded["tag"], loaded["fused"]) == (True, "mine", None)
+        train_once(target["m"], target["o"])
+
+    def test_state_of_a_parameter_that_the_checkpoint_lacks_is_kept_without_strict(self) -> None:
+        source = {"m": nn.ModuleDict({"a": nn.Linear(2, 2)})}
+        target = {"m": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})}
+        for state in (source, target):
+            state["o"] = torch.optim.Adam(state["m"].parameters())  # type: ignore[assignment]
+            for module in state["m"].values():
+                module(torch.ones(1, 2)).sum().backward()
+            state["o"].step()
+        kept = target["o"].state[target["m"]["b"].weight]["exp_avg"].clone()
+        target["o"].state[target["m"]["a"].weight]["exp_avg"].zero_()
+        restore(target, save(source), strict=False)
+        assert torch.equal(target["o"].state[target["m"]["b"].weight]["exp_avg"], kept)
+        assert torch.equal(
+            target["o"].state[target["m"]["a"].weight]["exp_avg"],
+            source["o"].state[source["m"]["a"].weight]["exp_avg"],
+        )
 
     def test_something_else_in_its_place_is_wrong(self) -> None:
         saved = save({"optimizer": {"state": 1}})

@@ -232,7 +232,7 @@ def aligned_bytes(nbytes: int, address_residue: int, alignment: int) -> Array:
 def convert(array: Any, framework: Framework) -> Any:
     """The same bytes as an array of the other framework, without a copy where memory allows.
 
-    `UnsupportedState` when that framework has no such element type, `ValueError` when it is none that we know.
+    `UnsupportedState` when that framework has no such element type, `ValueError` when it is none.
     """
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework must be one of {', '.join(map(repr, FRAMEWORKS))}, not {framework!r}")

@@ -16,13 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.state import fsdp1, sharded
 from holdfast.state.landings import Lookup, Plan
-from holdfast.state.node import Node, items_of, leaf_of, pairs_of
+from holdfast.state.node import Node, items_of, leaf_of, pairs_of, shorten
 from holdfast.state.rebuild import decode_key, decode_value
 from holdfast.state.targets import array_type, describe, is_array, kind_of, load_state
 from holdfast.state.torch_objects import OptimizerNames, OptimizerView, name_of_index, optimizer_view
+from holdfast.state.value_encoder import type_name
 
 if TYPE_CHECKING:
     from holdfast.state.restore import Restore
+
+_SWITCHES = frozenset(
+    {"capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
+)
+"""Fields of groups that came with versions of torch. That one lacks them tells nothing of its kind."""
+_ADDED = frozenset(
+    {"base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "param_names", "swa_lr"}
+)
+"""Fields that schedulers and names bring into the groups of any optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,9 @@ def plan_optimizer(restore: Restore, optimizer: Any, node: Node, place: str) -> 
     prefix = f"{place}." if place else ""
     names = view.all_names
     saved_key = _match(names, saved)
+    stranger = _other_kind(view, index_names, saved, saved_key)
+    if stranger is not None:
+        return restore.wrong(place, stranger, optimizer, f"is a {type_name(optimizer)}")
     _report(restore, names, saved, saved_key, prefix)
     here = set(view.names.flat())
     for name, key in saved_key.items():
@@ -93,13 +106,20 @@ def plan_optimizer(restore: Restore, optimizer: Any, node: Node, place: str) -> 
                 key: _plan_entry(restore, own, key, entry, parameters[index], f"{prefix}{name}.{key}")
                 for key, entry in entries.items()
             }
+    # What the checkpoint does not know stays as it is; what it knows as never stepped becomes so.
+    kept = {
+        index: current["state"][index]
+        for index, name in index_names.items()
+        if name not in saved_key and index in current["state"]
+    }
     claimed = {key for group in saved.members for key in group}
     shared = {key: restore.plan_new(item) for key, item in saved.state.items() if key not in claimed}
     groups = _plan_groups(restore, current, names, saved, saved_key, place)
     others = {key: restore.plan_new(item) for key, item in saved.others.items()}
 
     def fill(lookup: Lookup) -> Any:
-        ready: dict[Any, Any] = {
+        ready: dict[Any, Any] = dict(kept)
+        ready |= {
             index: plan(lookup) if callable(plan) else {key: entry(lookup) for key, entry in plan.items()}
             for index, plan in states.items()
         }
@@ -140,6 +160,40 @@ def _match(names: OptimizerNames, saved: _Saved) -> dict[str, Any]:
     if (nameless or not names.known) and [len(g) for g in saved.members] == [len(g) for g in names.groups]:
         return dict(zip(own, keys, strict=True))
     return {name: name for name in own if name in known}
+
+
+def _other_kind(
+    view: OptimizerView, index_names: dict[Any, str], saved: _Saved, saved_key: dict[str, Any]
+) -> str | None:
+    """Why the checkpoint seems to be of another kind of optimizer; None when it may be of this one.
+
+    No class is stored, and versions of one class differ in their fields. So do groups to which schedulers or
+    users have added fields. Each of three facts is therefore normal by itself, but no two of them together:
+
+    - the groups lack hyperparameters that this optimizer has by default (no ``momentum``);
+    - they have some that it does not know (``betas``);
+    - the state of a parameter lacks fields that it has here, and has others.
+
+    What passes can be stepped with: fields that the groups lack keep the value that they have here.
+    """
+    defaults = set(view.optimizer.defaults)
+    stored = {key for group in saved.groups for key in group}
+    lacks = defaults - stored - _SWITCHES
+    unknown = stored.difference(defaults, _SWITCHES, _ADDED, *view.state["param_groups"])
+    conflict: set[Any] = set()
+    for index, name in index_names.items():
+        own = view.state["state"].get(index)
+        entries = _by_key(saved.state.get(saved_key.get(name)))
+        if isinstance(own, dict) and entries and own.keys() - entries.keys():
+            conflict |= entries.keys() - own.keys()
+    if (bool(lacks), bool(unknown), bool(conflict)).count(True) < 2:
+        return None
+    has = f"has {_listed(unknown | conflict)}"
+    return f"is of another kind of optimizer: it {has}" + (f", and lacks {_listed(lacks)}" if lacks else "")
+
+
+def _listed(fields: set[Any]) -> str:
+    return shorten(", ".join(sorted(map(str, fields))))
 
 
 def _report(
@@ -197,20 +251,24 @@ def _plan_groups(
     saved_key: dict[str, Any],
     place: str,
 ) -> Sequence[dict[Any, Plan]]:
-    """Hyperparameters for each group of the target, from the saved group that its parameters were in."""
+    """Hyperparameters for each group of the target, from the saved group that its parameters were in.
+
+    Those that it lacks keep their value: another version, or a schedule, has added them since.
+    """
     group_of = {key: number for number, members in enumerate(saved.members) for key in members}
     plans: list[dict[Any, Plan]] = []
     for number, (members, packed) in enumerate(zip(names.groups, current["param_groups"], strict=True)):
+        own = {key: _constant(value) for key, value in packed.items() if key != "params"}
         sources = {group_of[saved_key[name]] for name in members if name in saved_key}
         if not members and number < len(saved.groups):
             sources = {number}
         if len(sources) == 1:
             (source,) = sources
             keys = [saved_key.get(name) for name in members]
-            plan = {key: restore.plan_new(item) for key, item in saved.groups[source].items()}
+            group = dict(saved.groups[source])
             if keys != saved.members[source]:
-                plan.pop("param_names", None)  # these follow the order of the saved group
-            plans.append(plan)
+                group.pop("param_names", None)  # these follow the order of the saved group
+            plans.append(own | {key: restore.plan_new(item) for key, item in group.items()})
             continue
         if sources:
             restore.wrong(
@@ -219,8 +277,7 @@ def _plan_groups(
                 None,
                 "in one",
             )
-        own = {key: value for key, value in packed.items() if key != "params"}
-        plans.append({key: _constant(value) for key, value in own.items()})
+        plans.append(own)
     return plans
 
 
