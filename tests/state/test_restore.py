@@ -288,6 +288,54 @@ class TestSharedMemory:
         restore(into, saved)
         assert base.tolist() == source.tolist()
 
+    @pytest.mark.parametrize("make", [np.zeros, lambda n: torch.zeros(n, dtype=torch.float64)])
+    def test_overlapping_views_that_differ_in_the_checkpoint_are_told(self, make: Any) -> None:
+        saved = save({"a": np.arange(10.0), "b": np.ones(3)})
+        z = make(10)
+        with pytest.raises(StateMismatch, match="b and a share memory"):
+            restore({"a": z, "b": z[2:5]}, saved)
+
+    def test_views_that_overlap_only_each_other_are_compared_too(self) -> None:
+        z = np.zeros(10)
+        target = {"a": z[:4], "b": z[3:8], "c": z[7:]}
+        saved = save({"a": np.arange(4.0), "b": np.arange(3.0, 8.0), "c": np.array([9.0, 8.0, 9.0])})
+        with pytest.raises(StateMismatch, match="c and b share memory"):
+            restore(target, saved)
+
+    def test_views_that_overlapped_when_they_were_saved_come_back(self) -> None:
+        def views(z: Any) -> dict[str, Any]:
+            matrix = z.reshape(4, 6)
+            return {
+                "row": matrix[1],
+                "all": z,
+                "column": matrix[:, 2],
+                "block": matrix[::2, 1:3],
+                "end": z[20:],
+            }
+
+        source = np.random.default_rng(0).normal(size=24)
+        z = np.zeros(24)
+        restore(views(z), save(views(source)))
+        assert np.array_equal(z, source)
+
+    def test_columns_beside_each_other_share_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("holdfast.state.overlaps._AT_ONCE_NBYTES", 100)
+        source = torch.randn(50, 6, dtype=torch.float64)
+        z = torch.zeros(50, 6, dtype=torch.float64)
+        q, k, v = source.split([2, 1, 3], 1)
+        restore({"q": z[:, :2], "k": z[:, 2:3], "v": z[:, 3:]}, save({"q": q, "k": k, "v": v}))
+        assert torch.equal(z, source)
+        with pytest.raises(StateMismatch, match="k and q share memory"):
+            restore({"q": z[:, :2], "k": z[:, 1:2]}, save({"q": source[:, :2], "k": source[:, 2:3]}))
+
+    def test_views_that_run_backwards_are_compared_where_they_are(self) -> None:
+        saved = save({"a": np.arange(10.0), "b": np.arange(9.0, 4.0, -1.0)})
+        z = np.zeros(10)
+        restore({"a": z, "b": z[:4:-1]}, saved)
+        assert np.array_equal(z, np.arange(10.0))
+        with pytest.raises(StateMismatch, match="share memory"):
+            restore({"a": z, "b": z[5::-1][:5]}, saved)
+
     def test_neighbours_do_not_overlap(self) -> None:
         base = np.zeros(10)
         made = plan([base[:5], base[5:]], save([np.ones(5), np.ones(5)]))

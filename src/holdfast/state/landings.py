@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from holdfast.engine.buffers import Destination, Memory
+from holdfast.engine.buffers import Consumed, Destination, Memory, Strided
+from holdfast.errors import StateMismatch
 from holdfast.state import sharded
 from holdfast.state.leaves import Sharding
 from holdfast.state.node import corrupt, shorten
+from holdfast.state.overlaps import Host, clash
 from holdfast.state.targets import array_destination, copy_into, has_span, memory_key, replaceable, span
 
 Lookup = Callable[[str], Any]
@@ -67,6 +70,16 @@ class TiedElsewhere(Exception):
     """Two leaves of the checkpoint are one array in the target; carries the name of the other."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A landing that is written after the first `count` of `before`, because its memory may be theirs."""
+
+    landing: Landing
+    where: Host
+    before: list[tuple[str, Host]]
+    count: int
+
+
 class Landings:
     """All landings of one restore.
 
@@ -84,6 +97,7 @@ class Landings:
         self._all: list[Landing] = []
         self._by_memory: dict[tuple[Any, ...], str] = {}
         self._fresh: dict[str, None] = {}
+        self._later: list[_Later] = []
 
     def want(self, leaf: str) -> None:
         """Read a leaf into a new array, unless an array of the target is read whole and can serve."""
@@ -136,21 +150,52 @@ class Landings:
     def settle_overlaps(self) -> None:
         """Two leaves must not be read into the same bytes at once: the later one is read apart and copied.
 
-        Views of one buffer in the target (a matrix and its first row) are how this comes about.
+        Views of one buffer in the target (a matrix and its first row) are how this comes about. That they fit
+        together is known only when all is read: `join_overlaps` looks.
         """
         spans = [(*span(where), name) for name, where in self.destinations.items() if has_span(where)]
         reach = -1
+        before: list[tuple[str, Host]] = []
         for start, end, name in sorted(spans, key=lambda found: (found[0], -found[1])):
+            where = self.destinations[name]
+            assert not isinstance(where, Consumed)
             if start >= reach:
                 reach = end
+                before = [(name, where)]
                 continue
+            reach = max(reach, end)
             landing = self._at[name]
+            self._later.append(_Later(landing, where, before, len(before)))
+            before.append((name, where))
             if landing.sharding is not None:
                 self.destinations[name] = landing.stage()
             else:
                 landing.direct = False
                 del self.destinations[name]
                 self.want(landing.leaf)
+
+    def join_overlaps(self, lookup: Lookup) -> None:
+        """Write what was read apart. `StateMismatch` where that changes bytes that another leaf has there.
+
+        What a checkpoint has of overlapping views agrees where they overlap, if they overlapped when it was
+        saved. In a target that overlaps otherwise one of them would be wrong, and nobody would know.
+        """
+        for later in self._later:
+            landing = later.landing
+            read = landing.staged if landing.staged is not None else lookup(landing.leaf)
+            stored = array_destination(read)
+            assert isinstance(stored, (Memory, Strided)), "what was read apart is plain memory"
+            other = clash(later.where, stored, later.before[: later.count])
+            if other is not None:
+                raise StateMismatch(
+                    f"{landing.name} and {other} share memory in the target, but differ there in the "
+                    "checkpoint: only one of them could be restored. Give them memory of their own. "
+                    "Arrays of the target are already overwritten",
+                    wrong=[landing.name, other],
+                )
+            copy_into(landing.array, read)
+            landing.staged = None
+            landing.direct = True
 
     def fresh(self) -> tuple[str, ...]:
         """The leaves to read into new arrays."""

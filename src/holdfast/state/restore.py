@@ -117,7 +117,9 @@ class Restore:
         Dicts, lists, modules and optimizers of the target are the same objects as before; tuples are rebuilt.
         """
         self._landings.tell_autograd()
-        restored = self._plan(self._landings.lookup(arrays))
+        lookup = self._landings.lookup(arrays)
+        self._landings.join_overlaps(lookup)
+        restored = self._plan(lookup)
         for load in self._last:
             load()
         return restored
