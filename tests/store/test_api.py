@@ -215,7 +215,26 @@ def test_saving_into_a_directory_that_does_not_exist_says_so(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("step", [-1, 10**12, True, 1.0, "1", None])
+@pytest.mark.parametrize("volumes", [0, 1])
+@pytest.mark.parametrize("step", [np.int64(3), np.uint8(3), torch.tensor(3)])
+def test_steps_and_metrics_are_numbers_of_any_library(tmp_path: Path, step: Any, volumes: int) -> None:
+    (tmp_path / "v").mkdir()
+    options = holdfast.Options(volumes=[tmp_path / "v"] * volumes)
+    metrics = {"n": np.int64(2), "loss": torch.tensor(0.5)}
+    holdfast.save(tmp_path / "c", {}, step=step, metrics=metrics, options=options)  # type: ignore[arg-type]
+    with holdfast.open(tmp_path / "c") as opened:
+        assert (opened.step, opened.metrics) == (3, {"n": 2.0, "loss": 0.5})
+        assert type(opened.step) is int
+
+
+@pytest.mark.parametrize("metrics", [{"a": None}, {"a": 10**400}, {"a": "much"}, {"\ud800": 1.0}, {1: 1.0}])
+def test_metrics_that_are_no_numbers_are_refused_by_name(tmp_path: Path, metrics: Any) -> None:
+    with pytest.raises(ValueError, match="metric"):
+        holdfast.save(tmp_path / "c", {}, metrics=metrics)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("step", [-1, 10**12, True, 1.0, "1", None, np.array([1, 2]), np.float64(1)])
 def test_steps_are_small_integers(tmp_path: Path, step: object) -> None:
     with pytest.raises(ValueError, match="step"):
         holdfast.save(tmp_path / "c", {}, step=step)  # type: ignore[arg-type]

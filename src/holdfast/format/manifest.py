@@ -9,6 +9,7 @@ instead, `holdfast.format.embedded` owns what is around it. What the fields must
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -126,7 +127,7 @@ def _root_file(root: Root) -> _RootFile:
         _ZEROS,
         root.format,
         root.id,
-        root.step,
+        operator.index(root.step),  # numpy's, too
         float(root.created),
         root.world,
         _spell_metrics(root.metrics),

@@ -25,10 +25,12 @@ fails, what it left is removed, and what was there before has not been touched.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, SupportsFloat, SupportsIndex
 
 from msgspec import Struct
 
@@ -41,6 +43,8 @@ from holdfast.format.manifest import MANIFEST_NAME, encode_root
 from holdfast.format.records import ShardFile
 from holdfast.plan import ShardPlan, arrange
 from holdfast.state import Flat, LeafSource
+from holdfast.state.node import shorten
+from holdfast.state.value_encoder import is_text
 from holdfast.store.describe import Identity, OneFile, describe, one_file
 from holdfast.store.directories import LOCK_SECONDS, share_directory
 from holdfast.store.failures import save_failed
@@ -99,11 +103,12 @@ class Commit(Struct, frozen=True):
         `groups`: the same leaves in the order in which they shall leave memory.
         """
         began = time.perf_counter()
-        check_step(self.step)
+        step, metrics = check_step(self.step), check_metrics(self.metrics)
+        identity = Identity(os.urandom(16).hex(), step, time.time(), metrics)
         partial = Partial(self.target, self.spare, self.target + PARTIAL)
         try:
             fs.anchor(self.parent, once=True)
-            return self._save(partial, flat, groups, watch or Watch(), began)
+            return self._save(partial, identity, flat, groups, watch or Watch(), began)
         except BaseException as error:
             partial.remove()
             if isinstance(error, OSError) and not isinstance(error, HoldfastError):
@@ -115,12 +120,12 @@ class Commit(Struct, frozen=True):
     def _save(
         self,
         partial: Partial,
+        identity: Identity,
         flat: Flat,
         groups: Sequence[Sequence[LeafSource]] | None,
         watch: Watch,
         began: float,
     ) -> CheckpointInfo:
-        identity = Identity(os.urandom(16).hex(), self.step, time.time(), dict(self.metrics))
         leaves = flat.leaves + flat.local_leaves
         _refuse_parts(leaves)
         layout = arrange([leaves] if groups is None else groups)
@@ -148,7 +153,7 @@ class Commit(Struct, frozen=True):
         ended = time.perf_counter()
         return CheckpointInfo(
             path=self.target,
-            step=self.step,
+            step=identity.step,
             id=identity.id,
             created=identity.created,
             metrics=identity.metrics,
@@ -267,7 +272,25 @@ def _change_names(partial: Partial, target: str, move: Callable[[str, str], None
     partial.settled = True
 
 
-def check_step(step: int) -> None:
-    """Steps are what directory names can hold, twelve digits."""
-    if type(step) is not int or not 0 <= step < 10**12:
+def check_step(step: SupportsIndex) -> int:
+    """The step as an int, whatever library counted it. Steps are what directory names can hold, 12 digits."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 10**12 or isinstance(step, bool):
         raise ValueError(f"step must be an int from 0 to 10**12 - 1, not {step!r}")
+    return number
+
+
+def check_metrics(metrics: Mapping[Any, SupportsFloat]) -> dict[str, float]:
+    """Metrics as they are stored: floats, by names of text."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not is_text(name):
+            raise ValueError(f"the name of a metric must be text, not {name!r}")
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"metric {name!r} must be a number, not {shorten(value)}") from error
+    return found
