@@ -274,6 +274,7 @@ def test_windows_of_a_device_tensor_add_up_to_its_bytes(step: int) -> None:
         ((3, 4), (1, 3), False),
         ((3,), (-1,), False),
         ((2, 2), (1, 1), True),
+        ((3, 0, 2), (0, 0, 0), False),
     ],
 )
 def test_self_overlap_is_seen(shape: tuple[int, ...], strides: tuple[int, ...], overlaps: bool) -> None:

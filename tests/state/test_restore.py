@@ -443,6 +443,15 @@ def test_a_named_tuple_is_no_tuple_to_restore() -> None:
     assert [wrong.partition(":")[0] for wrong in planned.mismatch.wrong] == ["t", "l.0"]
 
 
+@pytest.mark.parametrize("shape", [(3, 0, 2), (0,), (0, 4)])
+def test_arrays_without_elements_stay_the_same_objects(shape: tuple[int, ...]) -> None:
+    target = {"n": np.zeros(shape), "t": torch.zeros(shape)}
+    n, t = target["n"], target["t"]
+    restored = restore(target, save({"n": np.ones(shape), "t": torch.ones(shape)}))
+    assert restored["n"] is n
+    assert restored["t"] is t
+
+
 def test_a_number_may_have_become_an_array_and_none_says_nothing() -> None:
     saved = save({"best": torch.tensor(0.5), "x": {"a": np.arange(3.0)}, "plain": {"a": 1}})
     target: dict[str, Any] = {"best": float("inf"), "x": None, "plain": defaultdict(int)}

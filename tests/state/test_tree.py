@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.state import flatten, leaf_names, unflatten
 
 from .support import load, round_trip, save
@@ -233,3 +233,18 @@ def test_what_is_restored_last_is_asked_last() -> None:
     assert list(flat.tree) == ["rng", "data"]
     assert flat.tree["rng"]["drawn"] == ["data", "rng"]
     assert [leaf.name for leaf in flat.leaves] == ["data.0.w", "rng.w"]
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words for it")
+
+
+def test_keys_that_cannot_be_printed_are_refused_by_their_place() -> None:
+    with pytest.raises(UnsupportedState, match=r"'a\.Unspeakable'.*key.*Unspeakable"):
+        flatten({"a": {Unspeakable(): 1}})
+    key: tuple[Any, ...] = ()
+    for _ in range(5000):
+        key = (key,)
+    with pytest.raises(UnsupportedState, match=r"'a\.tuple'.*nested deeper"):
+        flatten({"a": {key: 1}})

@@ -184,6 +184,8 @@ def destination(array: Array) -> Memory | Strided | None:
 
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether two elements may share memory (expanded arrays, sliding windows). Errs on the side of yes."""
+    if 0 in shape:
+        return False  # of nothing, whatever the steps: numpy makes them zero
     reach = 0
     for step, size in sorted(
         (abs(step), size) for step, size in zip(strides, shape, strict=True) if size > 1
