@@ -257,3 +257,11 @@ def test_an_optimizer_is_selected_whole_or_not_at_all(tmp_path: Path) -> None:
     for index, entry in target.optimizer.state_dict()["state"].items():
         for key, value in entry.items():
             assert torch.equal(value, theirs[index][key])
+
+
+def test_an_empty_array_is_read_before_what_lies_at_its_offset(tmp_path: Path) -> None:
+    """It is read in place, the other one into new memory."""
+    state = {"empty": np.zeros(0), "expanded": torch.ones(1).expand(3)}
+    holdfast.save(tmp_path / "c", state)
+    restored = holdfast.load(tmp_path / "c", into=state)
+    assert torch.equal(restored["expanded"], torch.ones(3))

@@ -115,8 +115,10 @@ small = st.sampled_from(
     ]
 )
 values = small | numbers | texts | times | st.binary(max_size=5)
-keys = st.recursive(
-    values, lambda inner: st.lists(inner, max_size=2).map(tuple) | st.frozensets(inner, max_size=2)
+keys = st.deferred(
+    lambda: st.recursive(
+        values, lambda inner: st.lists(inner, max_size=2).map(tuple) | st.frozensets(inner, max_size=2)
+    )
 )
 ARRAYS: list[Any] = [
     np.zeros((3, 0, 2)),
@@ -172,20 +174,23 @@ def nested(value: object, depth: int, kinds: tuple[int, ...]) -> object:
     inner=st.recursive(values | arrays, containers, max_leaves=8),
     depth=st.integers(0, 4) | st.integers(95, 101),
     kinds=st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
-    small_nbytes=st.sampled_from([0, 1 << 20]),
+    way=st.sampled_from(["one file", "two files", "volume"]),
     per_rank=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_saved_can_be_loaded(
-    inner: Any, depth: int, kinds: tuple[int, ...], small_nbytes: int, per_rank: bool
+    inner: Any, depth: int, kinds: tuple[int, ...], way: str, per_rank: bool
 ) -> None:
     state = {"state": nested(inner, depth, kinds)}
     if per_rank:
         state = {"state": holdfast.per_rank(state["state"])}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "c"
+        options = holdfast.Options(
+            small_nbytes=1 << 20 if way == "one file" else 0, volumes=[directory] if way == "volume" else []
+        )
         try:
-            holdfast.save(path, state, options=holdfast.Options(small_nbytes=small_nbytes))
+            holdfast.save(path, state, options=options)
         except UnsupportedState:
             return
         assert set(holdfast.load(path)) == {"state"}

@@ -279,7 +279,7 @@ class Restore:
         keyed = bool(target) and type(target) in MAPPINGS and pairs_of(node) is not None
         if not (
             holds_arrays(target, depth)
-            or ((keyed or holds_strangers(target, depth)) and holds_leaves(node))
+            or (holds_leaves(node) and (keyed or holds_strangers(target, depth)))
             or (target and holds_per_rank(node))
         ):
             return self.plan_new(node, target)

@@ -115,7 +115,8 @@ class ShardReader:
     ) -> list[Problem]:
         """Reads out of one file."""
         file = self._part.files[index]
-        in_file = sorted(requests, key=lambda item: item.piece.offset)
+        # An empty array lies where the next one begins, and has to come first.
+        in_file = sorted(requests, key=lambda item: (item.piece.offset, item.piece.destination.nbytes))
         problem = self._file_problem(file, in_file[0].leaf if in_file else None)
         if problem is not None:
             return [problem]
