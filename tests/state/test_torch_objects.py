@@ -492,6 +492,17 @@ class TestOptimizers:
         assert (loaded["amsgrad"], loaded["tag"], loaded["fused"]) == (True, "mine", None)
         train_once(target["m"], target["o"])
 
+    def test_an_optimizer_whose_hook_translates_takes_what_it_translates(self) -> None:
+        source, target = of_kind("Adam"), of_kind("SGD")
+
+        def forget(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+            return {**state, "state": {}}
+
+        target["o"].register_load_state_dict_pre_hook(forget)
+        train_once(source["m"], source["o"])
+        restore(target, save(source))
+        train_once(target["m"], target["o"])
+
     def test_state_of_a_parameter_that_the_checkpoint_lacks_is_kept_without_strict(self) -> None:
         source = {"m": nn.ModuleDict({"a": nn.Linear(2, 2)})}
         target = {"m": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})}

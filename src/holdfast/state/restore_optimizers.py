@@ -174,8 +174,11 @@ def _other_kind(
     - they have some that it does not know (``betas``);
     - the state of a parameter lacks fields that it has here, and has others.
 
-    What passes can be stepped with: fields that the groups lack keep the value that they have here.
+    What passes can be stepped with: fields that the groups lack keep the value that they have here. An
+    optimizer that has its own way of loading may know what to do with others.
     """
+    if _customises_loading(view.optimizer):
+        return None
     defaults = set(view.optimizer.defaults)
     stored = {key for group in saved.groups for key in group}
     lacks = defaults - stored - _SWITCHES
@@ -293,14 +296,22 @@ def _undo_casts(optimizer: Any, ready: dict[Any, Any], parameters: dict[Any, Any
 
     An optimizer that overrides `load_state_dict` may change its state on purpose, and is left alone.
     """
-    import torch
-
-    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+    if _overrides_loading(optimizer):
         return
     for index, saved in ready.items():
         parameter = parameters.get(index)
         if parameter is not None and parameter in optimizer.state:
             optimizer.state[parameter] = _exact(saved, optimizer.state[parameter])
+
+
+def _overrides_loading(optimizer: Any) -> bool:
+    import torch
+
+    return type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+
+
+def _customises_loading(optimizer: Any) -> bool:
+    return _overrides_loading(optimizer) or bool(optimizer._optimizer_load_state_dict_pre_hooks)
 
 
 def _exact(saved: Any, loaded: Any) -> Any:
