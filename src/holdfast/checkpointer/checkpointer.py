@@ -214,7 +214,7 @@ class Checkpointer:
         by a failure, and training may go on.
         """
         self._check_usable()
-        check_step(step)
+        step = check_step(step)
         now = time.monotonic()
         self._schedule.stepped(step, now, self._stalled, self._overlapped)
         self._stalled = 0.0
@@ -428,7 +428,7 @@ class Checkpointer:
         """
         self._check_usable()
         if step is not None:
-            check_step(step)
+            step = check_step(step)
         self._release(None)
         self.wait()
         if self._drill is not None:

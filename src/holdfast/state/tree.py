@@ -42,11 +42,10 @@ from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import ENCODERS, is_text, type_name, unsupported
 
 
-def flatten(state: object, rank: int = 0, *, among_others: bool = False) -> Flat:
+def flatten(state: object, rank: int = 0) -> Flat:
     """Take a state apart. Raises `UnsupportedState`, naming the place, for what cannot be stored exactly.
 
-    `rank` is that of this process: what is marked `per_rank` is named after it. `among_others`: such names
-    mean something to a reader, whether or not anything is marked here.
+    `rank` is that of this process: what is marked `per_rank` is named after it.
 
     >>> import numpy as np
     >>> flat = flatten({"model": {"w": np.zeros((2, 3), np.float32)}, "step": 7})
@@ -59,7 +58,7 @@ def flatten(state: object, rank: int = 0, *, among_others: bool = False) -> Flat
     tree = walk.node(state, "", 0)
     walk.finish()
     own = walk.own
-    if own is None and not among_others:
+    if own is None:
         return Flat(tree, tuple(walk.leaves), tuple(walk.aliases))
     walk.check_names()
     return Flat(
@@ -67,8 +66,8 @@ def flatten(state: object, rank: int = 0, *, among_others: bool = False) -> Flat
         tuple(walk.leaves),
         tuple(walk.aliases),
         walk.local,
-        () if own is None else tuple(own.leaves),
-        () if own is None else tuple(own.aliases),
+        tuple(own.leaves),
+        tuple(own.aliases),
     )
 
 

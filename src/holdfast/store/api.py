@@ -14,7 +14,7 @@ from holdfast.errors import CheckpointExists
 from holdfast.plan.topology import Writers, check_writers
 from holdfast.state import Framework, flatten
 from holdfast.store.checkpoint import Checkpoint, resolve
-from holdfast.store.commit import MANIFEST, CheckpointInfo, Commit
+from holdfast.store.commit import MANIFEST, CheckpointInfo, Commit, check_step
 from holdfast.store.crew import Crew, Way, dismissing, muster
 from holdfast.store.failures import saving
 from holdfast.store.handing import Link
@@ -124,6 +124,7 @@ def save(
     """
     target = os.path.abspath(os.fspath(path))
     what = f"save to {target}"
+    step = check_step(step)
     options = checked_options(options)
     way = None if options is None else options.way()
     team = muster(what, together, timeout)

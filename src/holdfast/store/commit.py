@@ -30,7 +30,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import SupportsIndex
 
 from msgspec import Struct
 
@@ -43,8 +43,6 @@ from holdfast.format.manifest import MANIFEST_NAME, encode_root
 from holdfast.format.records import ShardFile
 from holdfast.plan import ShardPlan, arrange
 from holdfast.state import Flat, LeafSource
-from holdfast.state.node import shorten
-from holdfast.state.value_encoder import is_text
 from holdfast.store.describe import Identity, OneFile, describe, one_file
 from holdfast.store.directories import LOCK_SECONDS, share_directory
 from holdfast.store.failures import save_failed
@@ -103,8 +101,7 @@ class Commit(Struct, frozen=True):
         `groups`: the same leaves in the order in which they shall leave memory.
         """
         began = time.perf_counter()
-        step, metrics = check_step(self.step), check_metrics(self.metrics)
-        identity = Identity(os.urandom(16).hex(), step, time.time(), metrics)
+        identity = Identity(os.urandom(16).hex(), check_step(self.step), time.time(), dict(self.metrics))
         partial = Partial(self.target, self.spare, self.target + PARTIAL)
         try:
             fs.anchor(self.parent, once=True)
@@ -281,16 +278,3 @@ def check_step(step: SupportsIndex) -> int:
     if not 0 <= number < 10**12 or isinstance(step, bool):
         raise ValueError(f"step must be an int from 0 to 10**12 - 1, not {step!r}")
     return number
-
-
-def check_metrics(metrics: Mapping[Any, SupportsFloat]) -> dict[str, float]:
-    """Metrics as they are stored: floats, by names of text."""
-    found: dict[str, float] = {}
-    for name, value in metrics.items():
-        if not isinstance(name, str) or not is_text(name):
-            raise ValueError(f"the name of a metric must be text, not {name!r}")
-        try:
-            found[name] = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"metric {name!r} must be a number, not {shorten(value)}") from error
-    return found

@@ -285,7 +285,7 @@ class Crew:
 
     def _flatten(self, state: object, talk: Conversation | None) -> Flat:
         try:
-            return flatten(state, self.rank, among_others=True)
+            return flatten(state, self.rank)
         except BaseException as error:
             if talk is not None and not self.leads:
                 # What is wrong here is the error to see, whatever else is wrong elsewhere.

@@ -50,10 +50,10 @@ class RunLock:
             os.pwrite(self._file, json.dumps(me).encode(), 0)
 
     def release(self) -> None:
-        _held.discard(self)
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+        _held.discard(self)
 
     def __enter__(self) -> RunLock:
         return self

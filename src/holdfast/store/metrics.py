@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.state.value_encoder import is_text
+
 
 def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Metrics as they are stored: what they are now, whatever becomes of tensors that hold them."""
@@ -16,8 +18,8 @@ def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _name(name: object) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"the name of a metric must be a str, not {name!r}")
+    if not isinstance(name, str) or not is_text(name):
+        raise TypeError(f"the name of a metric must be text, not {name!r}")
     return name
 
 

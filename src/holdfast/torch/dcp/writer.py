@@ -85,7 +85,7 @@ class Writer(StorageWriter):
     ) -> None:
         _register()
         if step is not None:
-            check_step(step)
+            step = check_step(step)
         options = options or Options()
         if options.volumes or options.writers != "all":
             raise ValueError(
