@@ -6,6 +6,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -475,3 +477,27 @@ def test_options_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=re.escape("options must be a holdfast.Options(...), not 5")):
         holdfast.save(tmp_path / "c", {"w": 1}, options=5)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_saved_from_torch_is_read_where_there_is_none(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"w": torch.arange(3.0), "large": torch.zeros(1 << 19), "epoch": 4})
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import holdfast, numpy as np\n"
+        "path = sys.argv[1]\n"
+        "state = holdfast.load(path, framework='numpy')\n"
+        "assert state['w'].tolist() == [0.0, 1.0, 2.0] and type(state['large']) is np.ndarray\n"
+        "try:\n    holdfast.load(path)\n"
+        "except holdfast.UnsupportedState as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "c")], check=True, capture_output=True, text=True
+    )
+    assert "w: this leaf was saved from torch" in done.stdout
+    assert "framework='numpy'" in done.stdout
+
+
+def test_a_framework_that_is_none_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"w": np.zeros(3)})
+    with pytest.raises(ValueError, match="'torch', 'numpy', not 'pytorch'"):
+        holdfast.load(tmp_path / "c", framework="pytorch")  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ something of torch's, or a leaf saved from torch is to be built.
 
 from __future__ import annotations
 
-from holdfast.state.arrays import Framework, convert, empty
+from holdfast.state.arrays import Framework, check_framework, convert, empty
 from holdfast.state.leaves import Flat, LeafSource, Sharding, Slot
 from holdfast.state.mismatch import LeafMeta, Mismatch
 from holdfast.state.node import Node, leaf_names
@@ -35,6 +35,7 @@ __all__ = [
     "Restore",
     "Sharding",
     "Slot",
+    "check_framework",
     "convert",
     "empty",
     "flatten",

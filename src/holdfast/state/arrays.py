@@ -231,13 +231,17 @@ def aligned_bytes(nbytes: int, address_residue: int, alignment: int) -> Array:
     return base[skip : skip + nbytes]
 
 
+def check_framework(framework: object) -> None:
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"framework must be one of {', '.join(map(repr, FRAMEWORKS))}, not {framework!r}")
+
+
 def convert(array: Any, framework: Framework) -> Any:
     """The same bytes as an array of the other framework, without a copy where memory allows.
 
     `UnsupportedState` when that framework has no such element type, `ValueError` when it is none.
     """
-    if framework not in FRAMEWORKS:
-        raise ValueError(f"framework must be one of {', '.join(map(repr, FRAMEWORKS))}, not {framework!r}")
+    check_framework(framework)
     if isinstance(array, np.ndarray):
         if framework == "numpy":
             return array

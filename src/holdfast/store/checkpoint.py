@@ -19,11 +19,21 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.engine import ALIGNMENT
-from holdfast.errors import CorruptCheckpoint, LeafNotFound, ReadFailed, StateMismatch
+from holdfast.errors import CorruptCheckpoint, LeafNotFound, ReadFailed, StateMismatch, UnsupportedState
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import whole
 from holdfast.format.records import EMBEDDED, Part
-from holdfast.state import Framework, LeafMeta, Node, Restore, convert, empty, prune, unflatten, values
+from holdfast.state import (
+    Framework,
+    LeafMeta,
+    Node,
+    Restore,
+    check_framework,
+    empty,
+    prune,
+    unflatten,
+    values,
+)
 from holdfast.state.node import localized
 from holdfast.store.commit import MANIFEST, SHARD
 from holdfast.store.fetching import fetch, plan_fetch
@@ -294,14 +304,25 @@ class Checkpoint:
                 return problem
         return None
 
-    def fresh(self, names: Iterable[str]) -> tuple[dict[str, Any], list[Wanted]]:
-        """New arrays for leaves, and what to fetch to fill them."""
+    def fresh(
+        self, names: Iterable[str], framework: Framework | None = None
+    ) -> tuple[dict[str, Any], list[Wanted]]:
+        """New arrays for leaves, of the framework each was saved from or of this one; what to fetch for them.
+
+        The other framework need not be installed.
+        """
+        if framework is not None:
+            check_framework(framework)
         metas = {name: self._meta(name) for name in names}
         residues = self.parts.residues(metas.values(), ALIGNMENT)
         arrays: dict[str, Any] = {}
         wanted: list[Wanted] = []
         for name, meta in metas.items():
-            arrays[name], memory = empty(meta.dtype, meta.shape, meta.framework, residues.get(name, 0))
+            kind = framework or meta.framework
+            try:
+                arrays[name], memory = empty(meta.dtype, meta.shape, kind, residues.get(name, 0))
+            except UnsupportedState as error:
+                raise UnsupportedState(f"{meta.name}: {error}") from error
             wanted.append(Wanted(meta.name, whole(meta.shape), memory))
         return arrays, wanted
 
@@ -314,10 +335,8 @@ class Checkpoint:
         progress: Callable[[int], None] | None = None,
     ) -> dict[str, Any]:
         stored = {name: self._meta(name).name for name in names}
-        arrays, wanted = self.fresh(dict.fromkeys(stored.values()))
+        arrays, wanted = self.fresh(dict.fromkeys(stored.values()), framework)
         self.fetch(wanted, verify=verify, progress=progress)
-        if framework is not None:
-            arrays = {name: convert(array, framework) for name, array in arrays.items()}
         return {name: arrays[stored[name]] for name in names}
 
     def reader(self, rank: int) -> ShardReader:
