@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpoint, HoldfastError
-from holdfast.state import LeafMeta, Restore, leaf_names, unflatten, values
+from holdfast.errors import CorruptCheckpoint, HoldfastError, UnsupportedState
+from holdfast.state import LeafMeta, Restore, flatten, leaf_names, unflatten, values
 from holdfast.state.rebuild import _CONTAINERS
 from holdfast.state.value_decoder import DECODERS
 
@@ -171,3 +171,31 @@ def test_deep_nesting_is_corrupt_and_not_a_recursion_error(wrap: Any) -> None:
 
 def test_a_huge_hexadecimal_integer_takes_linear_time() -> None:
     assert unflatten({"$int": "-0x" + "f" * 1_000_000}, {}) == -(16**1_000_000 - 1)
+
+
+def _same_hash(count: int) -> list[dict[str, str]]:
+    return [{"$int": str(n * (2**61 - 1))} for n in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$set": _same_hash(200_000)},
+        {"$frozenset": _same_hash(200_000)},
+        {"$dict": [[key, 0] for key in _same_hash(200_000)]},
+        {"$odict": [[key, 0] for key in _same_hash(200_000)]},
+        {"$dict": [[{"$frozenset": _same_hash(200_000)}, 0]]},
+    ],
+)
+def test_keys_made_to_collide_are_refused_before_they_are_compared(tree: Any) -> None:
+    """Filling a set with them would take minutes: each is compared with all before it."""
+    with pytest.raises(CorruptCheckpoint, match="more than 1000 keys with the same hash"):
+        unflatten(tree, {})
+
+
+def test_what_readers_refuse_for_its_hashes_is_not_saved() -> None:
+    some, many = ([n * (2**61 - 1) for n in range(1, count)] for count in (1001, 1002))
+    assert unflatten(flatten({"x": set(some)}).tree, {}) == {"x": set(some)}
+    for state in ({"x": set(many)}, {"x": frozenset(many)}, {"x": dict.fromkeys(many)}):
+        with pytest.raises(UnsupportedState, match=r"x.*same hash"):
+            flatten(state)

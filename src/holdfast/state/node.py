@@ -10,7 +10,8 @@ starts with ``$``. Nodes come from files, so nothing here trusts them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import NoReturn, TypeAlias
 
 from holdfast.errors import CorruptCheckpoint
@@ -21,6 +22,9 @@ MAX_DEPTH = 100
 """Containers within containers, counted in the state. One of them takes up to three levels of JSON."""
 
 _MAX_JSON_DEPTH = 3 * MAX_DEPTH + 3
+
+MAX_COLLISIONS = 1000
+"""Keys of one dict or set with the same hash: such integers can be made up, and each is compared with all."""
 
 MAX_EXACT_INT = 2**53
 """Integers beyond this are tagged: many JSON readers would round them."""
@@ -197,6 +201,11 @@ def state_dict_body(body: Node) -> tuple[Node, list[Node]]:
     if type(body) is not list or not body:
         corrupt(f"{STATE_DICT} needs its metadata and then pairs")
     return body[0], body[1:]
+
+
+def collide(keys: Collection[Hashable]) -> bool:
+    """Whether so many keys have one hash that a dict or set of them would take forever to fill."""
+    return len(keys) > MAX_COLLISIONS and max(Counter(map(hash, keys)).values()) > MAX_COLLISIONS
 
 
 def leaf_names(tree: Node) -> Iterator[str]:

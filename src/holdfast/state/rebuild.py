@@ -17,6 +17,7 @@ from holdfast.state.node import (
     DEQUE,
     DICT,
     LEAF,
+    MAX_COLLISIONS,
     MAX_DEPTH,
     MAX_EXACT_INT,
     NAMELESS,
@@ -25,6 +26,7 @@ from holdfast.state.node import (
     STATE_DICT,
     TUPLE,
     Node,
+    collide,
     corrupt,
     deque_body,
     holds_leaves,
@@ -158,9 +160,10 @@ def _items(body: Node, resolve: Resolve, depth: int, tag: str) -> list[Any]:
 def _pairs(body: Node, resolve: Resolve, depth: int, tag: str) -> dict[Any, Any]:
     pairs = pairs_of({tag: body})
     assert pairs is not None
+    entries = [(decode_key(key_node, depth), item) for key_node, item in pairs]
+    _refuse_collisions([key for key, _ in entries], tag)
     found: dict[Any, Any] = {}
-    for key_node, item in pairs:
-        key = decode_key(key_node, depth)
+    for key, item in entries:
         if key in found:
             corrupt(f"{tag} has the key {shorten(key)} twice")
         found[key] = decode(item, resolve, depth)
@@ -170,10 +173,17 @@ def _pairs(body: Node, resolve: Resolve, depth: int, tag: str) -> dict[Any, Any]
 def _members(body: Node, depth: int, tag: str) -> set[Any]:
     if type(body) is not list:
         corrupt(f"{tag} needs a list")
-    found = {decode_key(item, depth) for item in body}
+    members = [decode_key(item, depth) for item in body]
+    _refuse_collisions(members, tag)
+    found = set(members)
     if len(found) != len(body):
         corrupt(f"{tag} has a member twice")
     return found
+
+
+def _refuse_collisions(keys: list[Any], tag: str) -> None:
+    if collide(keys):
+        corrupt(f"{tag} has more than {MAX_COLLISIONS} keys with the same hash")
 
 
 def _tuple(body: Node, resolve: Resolve, depth: int) -> object:

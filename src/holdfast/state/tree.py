@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +30,7 @@ from holdfast.state.node import (
     DEQUE,
     DICT,
     LEAF,
+    MAX_COLLISIONS,
     MAX_DEPTH,
     NAMELESS,
     ORDERED,
@@ -37,6 +38,7 @@ from holdfast.state.node import (
     STATE_DICT,
     TUPLE,
     Node,
+    collide,
 )
 from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import ENCODERS, is_text, type_name, unsupported
@@ -186,9 +188,11 @@ class _Walk:
                 found[key] = self._other(item, prefix + key, depth)
         return found
 
-    def _pairs(self, items: Iterable[tuple[Any, Any]], place: str, depth: int) -> list[Node]:
+    def _pairs(self, items: Collection[tuple[Any, Any]], place: str, depth: int) -> list[Node]:
         depth = self._deeper(place, depth)
         prefix = f"{place}." if place else ""
+        if len(items) > MAX_COLLISIONS:
+            _check_hashes([key for key, _ in items], place)
         found: list[Node] = []
         for key, item in items:
             if type(key) is str and key.isascii():
@@ -231,10 +235,12 @@ class _Walk:
 
     def _set(self, value: set[Any], place: str, depth: int) -> Node:
         depth = self._deeper(place, depth)
+        _check_hashes(value, place)
         return {"$set": [self._hashable(item, place, depth) for item in value]}
 
     def _frozenset(self, value: frozenset[Any], place: str, depth: int) -> Node:
         depth = self._deeper(place, depth)
+        _check_hashes(value, place)
         return {"$frozenset": [self._hashable(item, place, depth) for item in value]}
 
     def _hashable(self, value: object, place: str, depth: int) -> Node:
@@ -434,6 +440,11 @@ def _check_shape(leaf: LeafSource, place: str) -> None:
         raise unsupported(place, f"an array of {len(leaf.shape)} dimensions, more than {MAX_DIMENSIONS}")
     if is_beyond_arrays(leaf.dtype, leaf.shape):
         raise unsupported(place, f"an empty array of shape {list(leaf.shape)}, beyond what can be read back")
+
+
+def _check_hashes(keys: Collection[Any], place: str) -> None:
+    if collide(keys):
+        raise unsupported(place, f"more than {MAX_COLLISIONS} keys with the same hash: readers refuse them")
 
 
 def _identity(array: Any) -> tuple[Any, ...]:
