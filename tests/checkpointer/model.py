@@ -120,7 +120,8 @@ def hurt(checkpoint: Path, kind: str) -> None:
     else:
         assert kind == "shard"
         with shard.open("r+b") as file:
-            file.seek(4096 + 3)  # the header is one block, data follows
+            place = 8 + int.from_bytes(file.read(8), "little") + 3  # behind the header
+            file.seek(place)
             byte = file.read(1)[0]
-            file.seek(4096 + 3)
+            file.seek(place)
             file.write(bytes([byte ^ 0x40]))

@@ -373,3 +373,17 @@ def test_waiting_has_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             ckpt.wait(timeout=0.05)
         opened.set()
         assert saving.wait().step == 1
+
+
+@pytest.mark.parametrize("mode", ["overlap", "snapshot", "sync"])
+def test_a_save_in_the_interpreters_last_moments_is_made(tmp_path: Path, mode: str) -> None:
+    """Threads that start now are waited for by nobody."""
+    script = f"""
+        import atexit
+        ckpt.close()
+        last = holdfast.Checkpointer(sys.argv[1], state, mode={mode!r}, options=options)
+        atexit.register(lambda: last.save(7))
+        """
+    done = run(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert holdfast.verify(tmp_path / "step-000000000007").intact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
+from holdfast.checkpointer.guard import Guard
 from holdfast.checkpointer.ownership import NOBODY, UPDATE, Hooks, owners
 from holdfast.state import flatten
 
@@ -82,3 +84,80 @@ def test_the_mark_per_rank_changes_nothing_about_ownership(bracketed: bool) -> N
     found = owners(state, Hooks(Steps().before), bracketed=bracketed)
     by_name = {leaf.name: found.of(leaf) for leaf in flatten(state).local_leaves}
     assert by_name == {"@0._.w": UPDATE if bracketed else None, "@0._.table": NOBODY}
+
+
+def test_what_several_optimizers_change_is_nobodys() -> None:
+    """Each waits for its own leaves only, so these are copied."""
+    shared, own = nn.Linear(4, 4), nn.Linear(4, 4)
+    first = torch.optim.Adam(shared.parameters())
+    second = torch.optim.Adam([*shared.parameters(), *own.parameters()])
+    for optimizer in (first, second):
+        stepped(shared, optimizer) if optimizer is first else stepped(nn.ModuleList([shared, own]), optimizer)
+    state = {"shared": shared, "own": own, "first": first, "second": second}
+    hooks = Hooks(Steps().before)
+    hooks.attach([first, second])
+    found = owners(state, hooks, bracketed=False)
+    for leaf in flatten(state).leaves:
+        top = leaf.name.split(".")[0]
+        assert found.of(leaf) == {"shared": None, "own": 1, "first": 0, "second": 1}[top], leaf.name
+
+
+def test_views_of_one_storage_are_told_apart_by_what_they_cover() -> None:
+    storage = torch.zeros(100)
+    left, middle, right = (
+        nn.Parameter(storage[part]) for part in (slice(0, 40), slice(30, 60), slice(60, 100))
+    )
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in (left, middle, right)]
+    holdfast.stable(storage)
+    hooks = Hooks(Steps().before)
+    hooks.attach(optimizers)
+    state = {
+        "left": left,
+        "middle": middle,
+        "right": right,
+        "inner": storage[70:80],
+        "across": storage[55:65],
+    }
+    found = owners(state, hooks, bracketed=True)
+    assert {leaf.name: found.of(leaf) for leaf in flatten(state).leaves} == {
+        "left": None,
+        "middle": None,
+        "right": 2,
+        "inner": 2,
+        "across": None,
+    }
+
+
+def test_an_update_by_either_of_two_optimizers_is_not_stored(tmp_path: Path) -> None:
+    """Fused steps do not count as changes to torch, and a single row is in no sample: only waiting helps."""
+    embedding = nn.Embedding(20_000, 64)
+    optimizers = [torch.optim.Adam(embedding.parameters(), lr=0.1, fused=True) for _ in range(2)]
+
+    def step(optimizer: Any) -> None:
+        gradient = torch.zeros_like(embedding.weight)
+        gradient[77] = 1.0
+        embedding.weight.grad = gradient
+        optimizer.step()
+
+    for optimizer in optimizers:
+        step(optimizer)
+    state = {"a": optimizers[0], "b": optimizers[1], "m": embedding}
+    with holdfast.Checkpointer(tmp_path, state) as checkpointer:
+        for number in range(6):
+            before = embedding.weight.detach().clone()
+            checkpointer.save(number + 1)
+            step(optimizers[number % 2])
+            checkpointer.wait()
+            assert torch.equal(holdfast.load(tmp_path)["m"]["weight"], before)
+
+
+@pytest.mark.parametrize("move", ["share", "free"])
+def test_a_tensor_whose_storage_has_moved_is_told_and_not_looked_at(move: str) -> None:
+    weights = torch.ones(1 << 20)
+    leaves = list(flatten({"w": weights}).leaves)
+    guard = Guard({0: leaves})
+    if move == "share":
+        weights.share_memory_()
+    else:
+        weights.untyped_storage().resize_(0)
+    assert guard.take() == ["w"]

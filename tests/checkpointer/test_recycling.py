@@ -236,3 +236,24 @@ def test_a_checkpoint_that_resists_does_not_keep_the_others(
         monkeypatch.undo()
         checkpointer.save(7)
         assert checkpointer.steps == [6, 7]
+
+
+@pytest.mark.parametrize("size", [LARGE, SMALL], ids=["large", "small"])
+def test_what_training_went_back_on_is_gone_for_good_when_the_next_save_is_durable(
+    tmp_path: Path, size: int
+) -> None:
+    state = {"w": np.zeros(size)}
+    with Checkpointer(tmp_path, state, keep=Keep(last=9), mode="sync") as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step)
+        with pytest.warns(RuntimeWarning, match="going back to step 2"):
+            checkpointer.restore(2)
+        with faults.traced() as events:
+            checkpointer.save(3)
+        assert checkpointer.steps == [1, 2, 3]
+    retired = [
+        n for n, event in enumerate(events) if event.call == "rename" and event.path2.endswith(".retired")
+    ]
+    synced = [n for n, event in enumerate(events) if event.call == "sync_dir" and event.path == str(tmp_path)]
+    assert [step_name(5) in events[n].path for n in retired] == [True, False]  # the newest first
+    assert max(synced) > max(retired)

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -310,23 +310,40 @@ def test_a_lock_that_is_a_link_is_refused(ram: Path, elsewhere: Path) -> None:
 struck_anywhere = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-def _interrupted(work: Callable[[], object], seconds: float) -> bool:
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGUSR2 is Ctrl-C: other signals belong to the test runner."""
+
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+def _interrupted(work: Callable[[], object], seconds: float) -> bool:
+    """Whether the interrupt that comes after so long struck before the work was done."""
+    finished = False
+
+    def strike() -> None:
+        time.sleep(seconds)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+
+    striking = threading.Thread(target=strike)
+    with contextlib.suppress(KeyboardInterrupt):
+        striking.start()
         work()
-        return False
-    except KeyboardInterrupt:
-        return True
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        finished = True
+        striking.join()
+    while striking.is_alive():
+        with contextlib.suppress(KeyboardInterrupt):
+            striking.join()
+    return not finished
 
 
 @struck_anywhere
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupted_save_does_not_lock_the_next_one_out(ram: Path) -> None:
     """Ctrl-C at any moment: nothing stays held, no descriptor is lost, and the path can be saved to."""
     rng = np.random.default_rng(3)
@@ -335,13 +352,12 @@ def test_an_interrupted_save_does_not_lock_the_next_one_out(ram: Path) -> None:
     for number in range(400):
         path = ram / f"model{number % 5}"
         seconds = float(rng.uniform(1e-5, 1e-3))
-        with contextlib.suppress(KeyboardInterrupt):  # it may also strike while it is being cleared
-            struck += _interrupted(
-                lambda path=path, number=number: holdfast.save(  # type: ignore[misc]
-                    path, make_state(1, number), step=1, overwrite=True
-                ),
-                seconds,
-            )
+        struck += _interrupted(
+            lambda path=path, number=number: holdfast.save(  # type: ignore[misc]
+                path, make_state(1, number), step=1, overwrite=True
+            ),
+            seconds,
+        )
         holdfast.save(path, make_state(2, number), step=2, overwrite=True)
         assert load_identity(str(path)) == (2, number)
     assert struck > 20
@@ -349,6 +365,7 @@ def test_an_interrupted_save_does_not_lock_the_next_one_out(ram: Path) -> None:
 
 
 @struck_anywhere
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupted_checkpointer_gives_up_its_run(ram: Path) -> None:
     rng = np.random.default_rng(4)
     struck = 0
@@ -361,8 +378,7 @@ def test_an_interrupted_checkpointer_gives_up_its_run(ram: Path) -> None:
 
     for number in range(150):
         run = ram / f"run{number % 5}"
-        with contextlib.suppress(KeyboardInterrupt):
-            struck += _interrupted(lambda run=run: train(run), float(rng.uniform(1e-5, 5e-3)))  # type: ignore[misc]
+        struck += _interrupted(lambda run=run: train(run), float(rng.uniform(1e-5, 5e-3)))  # type: ignore[misc]
         gc.collect()
         train(run)
         assert load_identity(str(run)) == (3, 0)

@@ -7,14 +7,18 @@ sends. Several worlds are at it at the same time: most of their time they wait f
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.distributed.launcher import Outcome, StoreHost, launch, started, values
 from tests.distributed.worlds import Course, Kill, Mode, check_alone, durable, leftovers, train
+
+import holdfast
 
 Record = Callable[[str, object], None]
 
@@ -135,3 +139,29 @@ def test_each_rank_killed_at_each_call_and_message(
     record_property("crash-kills", len(runs))
     for run in runs:
         assert check_alone(run, ARMED) >= ARMED - 1
+
+
+def _another_world_meanwhile(folder: Path) -> list[str]:
+    """Between hearing where to write and opening it, rank 1 is so late that somebody else has that name."""
+    import torch.distributed as dist
+
+    from holdfast.store import together
+
+    path = folder / "model"
+    real = together.held_directory
+
+    def late(directory: str) -> Any:
+        os.rename(directory, f"{directory}.gone")
+        os.mkdir(directory)
+        return real(directory)
+
+    if dist.get_rank() == 1:
+        together.held_directory = late
+    with pytest.raises(holdfast.HoldfastError, match="given up") as caught:
+        holdfast.save(path, {"w": np.arange(5000.0)}, timeout=30.0)
+    assert caught.value.ranks == (0,) or dist.get_rank() == 0
+    return [found.name for found in folder.glob("model.partial/r00001*")]
+
+
+def test_a_rank_that_is_late_does_not_write_into_what_another_world_has_made(tmp_path: Path) -> None:
+    assert values(launch(2, _another_world_meanwhile, tmp_path)) == [[], []]

@@ -21,6 +21,7 @@ class _Watched:
     leaves: list[LeafSource]
     versions: list[int | None]
     plain: list[LeafSource]
+    addresses: list[int | None]
     fingerprints: list[int]
 
 
@@ -50,11 +51,19 @@ def _look(leaves: list[LeafSource]) -> _Watched:
         leaves,
         [_version(leaf.source.owner) for leaf in leaves],
         plain,
+        [_address(leaf.source.owner) for leaf in plain],
         engine.fingerprints([leaf.source for leaf in plain]),
     )
 
 
 def _changed(before: _Watched) -> list[str]:
+    moved = {
+        leaf.name
+        for leaf, old in zip(before.plain, before.addresses, strict=True)
+        if _address(leaf.source.owner) != old
+    }
+    if moved:
+        return [leaf.name for leaf in before.leaves if leaf.name in moved]  # not to be looked at: it is gone
     after = _look(before.leaves)
     names = {
         leaf.name
@@ -66,6 +75,12 @@ def _changed(before: _Watched) -> list[str]:
         if old != new
     }
     return [leaf.name for leaf in before.leaves if leaf.name in names]
+
+
+def _address(array: Any) -> int | None:
+    """Where a tensor lies: ``share_memory_`` and ``resize_`` of its storage change that."""
+    found = getattr(array, "data_ptr", None)
+    return None if found is None else int(found())
 
 
 def _version(array: Any) -> int | None:

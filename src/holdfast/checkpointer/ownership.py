@@ -14,8 +14,9 @@ import math
 import os
 import sys
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -96,6 +97,8 @@ class Owners:
     def __init__(self) -> None:
         self._found: dict[str, list[tuple[int, int, int]]] = {}
         self._starts: dict[str, list[int]] = {}
+        # The furthest end of all that begin before: what may reach into a leaf begins where this does.
+        self._reaches: dict[str, list[int]] = {}
 
     def add(self, tensor: Any, owner: int) -> None:
         tensor = local_tensor(tensor)  # of one that is spread over ranks, what is here
@@ -107,11 +110,16 @@ class Owners:
 
     def seal(self) -> None:
         for device, found in self._found.items():
-            found.sort()
-            self._starts[device] = [start for start, _, _ in found]
+            kept = self._found[device] = list(_without_parts(found))
+            self._starts[device] = [start for start, _, _ in kept]
+            self._reaches[device] = list(accumulate((stop for _, stop, _ in kept), max))
 
     def of(self, leaf: LeafSource) -> int | None:
-        """The owner of all of a leaf's memory; None when nobody is."""
+        """The owner of all of a leaf's memory; None when nobody is, or more than one optimizer.
+
+        Each of several would have to wait for it, and does for its own only. But what is bracketed, and what
+        does not change before a hooked step, is waited for by everybody: there, the optimizer comes first.
+        """
         source = leaf.source
         if type(source) is Memory:
             device, start, stop = _HOST, source.address, source.address + source.nbytes
@@ -119,12 +127,24 @@ class Owners:
             device, start, stop = _HOST, *_span(source.address, source.itemsize, source.shape, source.strides)
         else:
             device, start, stop = _extent(source.owner)
-        at = bisect_right(self._starts.get(device, ()), start) - 1
-        if at >= 0:
-            _, end, owner = self._found[device][at]
-            if stop <= end:
-                return owner
-        return None
+        if device not in self._found:
+            return None
+        first, last = bisect_right(self._reaches[device], start), bisect_left(self._starts[device], stop)
+        here = [found for found in self._found[device][first:last] if found[1] > start]
+        owner = max((owner for _, _, owner in here), default=NOBODY)
+        if any(other not in (owner, UPDATE, NOBODY) for _, _, other in here):
+            return None
+        whole = any(low <= start and stop <= high for low, high, its in here if its == owner)
+        return owner if whole else None
+
+
+def _without_parts(found: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Sorted, without what is part of another of the same owner: views of one large buffer, say."""
+    reach: dict[int, int] = {}
+    for start, stop, owner in sorted(found, key=lambda item: (item[0], -item[1], item[2])):
+        if stop > reach.get(owner, 0):
+            reach[owner] = stop
+            yield start, stop, owner
 
 
 def owners(state: object, hooks: Hooks, *, bracketed: bool) -> Owners:

@@ -42,9 +42,11 @@ class Retention:
         known = sorted([*others, Kept(newest, info.created, info.metrics)], key=lambda item: item.step)
         stay = self._keep.chosen(known) | {newest}
         gone = [item.step for item in known if item.step not in stay]
-        gone += [step for step in superseded if os.path.isdir(self._run.path_of(step))]
+        later = sorted((step for step in superseded if os.path.isdir(self._run.path_of(step))), reverse=True)
+        gone += later
         try:
-            self._run.retire(gone)
+            # What training went back on must not come back after a power cut.
+            self._run.retire(gone, durable=bool(later))
         except SaveFailed as error:
             # The save itself is durable. What could not be taken away stays a candidate for the next time.
             warnings.warn(

@@ -142,7 +142,11 @@ class Saving(Watch):
         self._reading.set()
 
     def start(self) -> None:
-        """The commit, beside the training."""
+        """The commit, beside the training. In the interpreter's last moments, on this thread: no other is
+        waited for any more."""
+        if not threading.main_thread().is_alive():
+            self.run()
+            return
         thread = threading.Thread(target=self.run, name=f"holdfast-step-{self.step}", daemon=False)
         try:
             thread.start()

@@ -93,7 +93,10 @@ def _merge_pairs(mappings: Sequence[dict[object, tuple[Node, Node]]], depth: int
     for entries in mappings:
         for identity, (key, value) in entries.items():
             found.setdefault(identity, (key, []))[1].append(value)
-    optimizers = all(is_optimizer({key: value for key, (_, value) in its.items()}) for its in mappings)
+    # Who has no groups says nothing about them.
+    optimizers = all(
+        is_optimizer({key: value for key, (_, value) in its.items()}) for its in mappings if GROUPS in its
+    )
     return [
         [
             key,

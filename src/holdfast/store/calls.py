@@ -77,11 +77,16 @@ class Plan(Struct, frozen=True, tag="plan"):
 
 
 class Open(Struct, frozen=True, tag="open"):
-    """Where to write. `recycle`: over files that are there. `live`: checkpoints whose shards are to stay."""
+    """Where to write. `recycle`: over files that are there. `live`: checkpoints whose shards are to stay.
+
+    `identity` is the directory's, as `host` sees it: one that comes late may find another by that name.
+    """
 
     directory: str
     recycle: bool
     live: tuple[str, ...] | None = None
+    host: str = ""
+    identity: tuple[int, int, int] = (0, 0, 0)
 
 
 class Done(Struct, frozen=True, tag="done"):

@@ -71,7 +71,7 @@ class FollowedRun:
     def save(self, step: int, commit: Callable[[str, Spare | None], CheckpointInfo]) -> CheckpointInfo:
         return commit(self.path_of(step), None)
 
-    def retire(self, steps: list[int]) -> None:
+    def retire(self, steps: list[int], *, durable: bool = False) -> None:
         """The coordinator does."""
 
     def close(self) -> None:
@@ -131,12 +131,12 @@ class WritableRun:
         self._remove_stuck()
         return info
 
-    def retire(self, steps: list[int]) -> None:
+    def retire(self, steps: list[int], *, durable: bool = False) -> None:
         """Takes checkpoints out of the run. One becomes a spare, whose files a later save writes over.
 
         Its new name must be durable before that: were the rename lost in a crash after the files were written
         over, the run would show a checkpoint with another one's bytes. One that resists does not keep the
-        others; it is named when all have been tried.
+        others; it is named when all have been tried. `durable`: they are gone for good when this returns.
         """
         nbytes = 0
         resisted: tuple[str, OSError] | None = None
@@ -146,7 +146,7 @@ class WritableRun:
             except OSError as error:
                 resisted = resisted or (self.path_of(step), error)
         with saving(self.path):
-            if self._spare is None and nbytes >= SPARE_NOW_NBYTES:
+            if durable or (self._spare is None and nbytes >= SPARE_NOW_NBYTES):
                 fs.sync_dir(self.path)
                 unsynced, self._unsynced = self._unsynced, []
                 self._settle(unsynced)

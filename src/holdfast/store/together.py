@@ -23,6 +23,7 @@ writes to that one once it has been given up.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ class Together:
             engine.choose_backend(parent, self.tuning.backend)
             partial.make()
             if self.talk is not None:
-                self.talk.say("open", Open(partial.path, partial.recycle, self.live))
+                host, found = socket.gethostname(), fs.identity(partial.path)
+                self.talk.say("open", Open(partial.path, partial.recycle, self.live, host, found))
                 opened = True
             self._sweep(self.live)
             with ShareWriter(0, self._places(partial.path), self.tuning, recycle=partial.recycle) as writer:
@@ -178,10 +180,11 @@ class Together:
     ) -> CheckpointInfo:
         assert self.talk is not None
         opened = self.talk.read("open", Open)
-        self._sweep(opened.live)
         try:
             # Held, so that a rank that was given up never writes into what others put in its place.
             with held_directory(opened.directory) as directory:
+                self._require_same(opened, directory)
+                self._sweep(opened.live)
                 places = self._places(directory)
                 with ShareWriter(self.rank, places, self.tuning, recycle=opened.recycle) as writer:
                     writer.write(groups, watch)
@@ -214,6 +217,15 @@ class Together:
             raise
         self._sweep_replaced()
         return self._info(end, writer, began)
+
+    def _require_same(self, opened: Open, directory: str) -> None:
+        """By now the coordinator may be dead, and another world at work under the same name."""
+        if opened.host == socket.gethostname() and fs.identity(directory) != opened.identity:
+            raise RankFailed(
+                f"the save of step {self.step} was given up: another one has taken its place at "
+                f"{opened.directory} meanwhile",
+                ranks=(0,),
+            )
 
     # --- both
 
