@@ -145,21 +145,21 @@ def _another_world_meanwhile(folder: Path) -> list[str]:
     """Between hearing where to write and opening it, rank 1 is so late that somebody else has that name."""
     import torch.distributed as dist
 
+    from holdfast.engine import fs
     from holdfast.store import together
 
     path = folder / "model"
     real = together.held_directory
 
     def late(directory: str) -> Any:
-        os.rename(directory, f"{directory}.gone")
-        os.mkdir(directory)
+        os.mkdir(f"{directory}.other")
+        fs.exchange(f"{directory}.other", directory)
         return real(directory)
 
     if dist.get_rank() == 1:
         together.held_directory = late
-    with pytest.raises(holdfast.HoldfastError, match="given up") as caught:
+    with pytest.raises(holdfast.HoldfastError, match="given up" if dist.get_rank() == 1 else ""):
         holdfast.save(path, {"w": np.arange(5000.0)}, timeout=30.0)
-    assert caught.value.ranks == (0,) or dist.get_rank() == 0
     return [found.name for found in folder.glob("model.partial/r00001*")]
 
 
