@@ -1,9 +1,13 @@
-"""What every test gets: a clean engine environment, and hypothesis settings that fit slow disks."""
+"""What every test gets: a clean engine environment, places, and hypothesis settings that fit slow disks."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +28,17 @@ def _no_engine_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend or fault chosen in the developer's shell must not decide what a test sees."""
     for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that other users can reach, unlike pytest's own."""
+    made = Path(tempfile.mkdtemp(prefix="holdfast-test-"))
+    made.chmod(0o755)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

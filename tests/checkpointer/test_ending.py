@@ -387,3 +387,18 @@ def test_a_save_in_the_interpreters_last_moments_is_made(tmp_path: Path, mode: s
     done = run(script, tmp_path)
     assert done.returncode == 0, done.stderr
     assert holdfast.verify(tmp_path / "step-000000000007").intact
+
+
+def test_a_run_that_could_not_be_closed_in_time_is_given_up_by_another_call(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, {"w": np.ones(10)}, mode="snapshot", timeout=0.1)
+    with faults.injected("sync:1:slow1500"):
+        saving = checkpointer.save(1)
+        assert saving is not None
+        with pytest.raises(holdfast.SaveFailed, match="still under way"):
+            checkpointer.close()
+        with pytest.raises(holdfast.RunLocked):
+            Checkpointer(tmp_path, {"w": np.ones(10)}, mode="sync")
+        assert saving.join(60.0)
+    checkpointer.close()
+    with Checkpointer(tmp_path, {"w": np.zeros(10)}, mode="sync") as again:
+        assert again.restore() == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,17 +36,6 @@ def as_nobody(*arguments: str | Path) -> Outcome:
     command(*arguments)  # imports what it needs: maybe only root can
     with nobody():
         return command(*arguments)
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory that other users can reach, unlike pytest's own."""
-    made = Path(tempfile.mkdtemp(prefix="holdfast-test-"))
-    made.chmod(0o755)
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made)
 
 
 @needs_root

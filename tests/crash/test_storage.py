@@ -7,8 +7,7 @@ import os
 import resource
 import shutil
 import signal
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,17 +25,6 @@ STATE_NBYTES = 4 * WIDE
 DISK_NBYTES = 1 << 20
 KEEP_ALL = holdfast.Keep(last=1000)
 WAYS = {"small": holdfast.Options(), "windows": holdfast.Options(small_nbytes=0)}
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory that other users can reach, unlike pytest's own."""
-    made = Path(tempfile.mkdtemp(prefix="holdfast-test-"))
-    made.chmod(0o755)
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made)
 
 
 def on_small_disk(where: Path, work: Callable[[Pipe], None]) -> list[object]:

@@ -1,4 +1,8 @@
-"""checkpointer: the training loop's side. When to save, what waits for what, what stays, where to resume."""
+"""checkpointer: the training loop's side. When to save, what waits for what, what stays, where to resume.
+
+`checkpointer` owns the order of things and names the rooms it uses; `restoring` finds what to resume from,
+`in_place` refuses states that nothing can be put back into.
+"""
 
 from __future__ import annotations
 

@@ -506,11 +506,11 @@ class Checkpointer:
                 self._tell(saving)
 
     def _give_up(self, saving: Saving | None) -> None:
-        """The run, unless a save that was given up may still write to it."""
+        """The run, unless a save that was given up may still write to it: then another call does."""
         if saving is None or saving.done:
             self._run.close()
             self._crew.close()
-        self._closed = True
+            self._closed = True
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -7,11 +7,12 @@
 
 The rooms: `leaves` (what a leaf is), `node` (what nodes look like), `value_encoder` and `value_decoder`
 (single values), `tree` (taking apart), `rebuild` (putting together), `restore` (filling in place) with
-`restore_modules`, `restore_optimizers`, `landings` (memory to fill) and `mismatch`, `arrays`, `torch_arrays`
-and `torch_objects` (numpy's and torch's sides), `sharded` (arrays of which a part is here), `rng` (random
-number generators as an object with a state), `per_rank` (the mark on what belongs to one rank); these two are
-imported from there, since the functions have the rooms' names. Nothing here imports torch until a state holds
-something of torch's, or a leaf saved from torch is to be built.
+`restore_modules`, `restore_optimizers`, `landings` (memory to fill), `overlaps` (where two share some) and
+`mismatch`, `arrays`, `torch_arrays` and `torch_objects` (numpy's and torch's sides), `sharded` (arrays of
+which a part is here), `rng` (random number generators as an object with a state), `per_rank` (the mark on
+what belongs to one rank); these two are imported from there, since the functions have the rooms' names.
+Nothing here imports torch until a state holds something of torch's, or a leaf saved from torch is to be
+built.
 """
 
 from __future__ import annotations

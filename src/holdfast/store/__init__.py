@@ -1,8 +1,8 @@
 """store: checkpoints on disk. The commit protocol, runs, recovery, retention, recycling, verification.
 
 `commit` is how a checkpoint becomes durable, `run` what a run's directory holds and who may change it,
-`checkpoint` an open checkpoint, `verification` the full check, `metrics` the numbers that go with one, `api`
-the calls that users know.
+`checkpoint` an open checkpoint, `verification` the full check, with `decodable` for what is no array,
+`metrics` the numbers that go with one, `api` the calls that users know.
 
 Reading: `opening` finds a checkpoint and its manifest, `parts` has what each rank wrote, `wanted` says which
 boxes of leaves go where, `fetching` which files they come from, `shards` reads one part's files and
