@@ -113,7 +113,7 @@ def test_a_plain_loader_without_workers_can_use_it() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"source": 11}, {"shuffle": False}, {"world": 2}, {"uneven": "drop"}],
+    [{"source": 11}, {"shuffle": False}, {"uneven": "drop"}],
     ids=lambda other: next(iter(other)),
 )
 def test_a_position_in_another_order_is_refused(other: dict[str, Any]) -> None:
@@ -122,6 +122,61 @@ def test_a_position_in_another_order_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(StateMismatch, match="another order of samples"):
         target.load_state_dict(state)
     assert target.seed == 3
+    with pytest.raises(StateMismatch, match="not the state of a Sampler"):
+        target.load_state_dict({"step": 5})
+
+
+@given(
+    length=st.integers(0, 60),
+    worlds=st.lists(st.integers(1, 7), min_size=2, max_size=4),
+    steps=st.integers(0, 20),
+    uneven=st.sampled_from(["pad", "drop"]),
+)
+def test_other_ranks_share_the_rest_of_an_epoch(
+    length: int, worlds: list[int], steps: int, uneven: Any
+) -> None:
+    """Again and again within one epoch: the common order goes on where the last ranks have left it."""
+    common = Sampler(length, seed=5).order(0).tolist()
+    state = Sampler(length, seed=5, world=worlds[0], uneven=uneven).state_dict()
+    given: list[int] = []
+    for number, world in enumerate(worlds):
+        ranks = [Sampler(length, rank=rank, world=world, uneven=uneven) for rank in range(world)]
+        for rank in ranks:
+            rank.load_state_dict(state)
+        last = number == len(worlds) - 1
+        shares = [list(rank) if last else list(islice(rank, steps)) for rank in ranks]
+        assert len({len(share) for share in shares}) == 1, "ranks would wait for each other"
+        given += chain(*zip(*shares, strict=True))
+        assert len({repr(rank.state_dict()) for rank in ranks}) == 1
+        state = ranks[0].state_dict()
+        if state["epoch"]:
+            break
+    assert (state["epoch"], state["position"], state["dealt"]) == (1, 0, 0)
+    if uneven == "pad":
+        assert given[:length] == common, "left out, or twice"
+        assert given[length:] == (common * 7)[: len(given) - length], "filled up with the first of the order"
+        assert len(given) - length < 7
+    else:
+        assert given == common[: len(given)]
+        assert length - len(given) < 7
+
+
+def test_an_epoch_that_was_over_stays_over_for_other_ranks() -> None:
+    """What did not divide was left out of that epoch, and is no epoch of its own for fewer ranks."""
+    before = Sampler(10, world=4, uneven="drop")
+    assert len(list(islice(before, 2))) == 2
+    after = Sampler(10, world=1, uneven="drop")
+    after.load_state_dict(before.state_dict())
+    assert list(after) == []
+    assert (after.epoch, len(list(after))) == (1, 10)
+
+
+def test_a_state_of_before_ranks_could_change_is_read() -> None:
+    state = Sampler(10, seed=3, world=2).state_dict()
+    del state["dealt"]
+    one = Sampler(10)
+    one.load_state_dict({**state, "position": 2})
+    assert list(one) == Sampler(10, seed=3).order(0).tolist()[4:]
 
 
 def test_neither_the_name_nor_a_sampler_imports_torch() -> None:

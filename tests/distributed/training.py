@@ -28,7 +28,7 @@ from holdfast.checkpointer.events import Failed, Saved
 from holdfast.engine import faults
 
 TIMEOUT = 120.0
-SAMPLES, WIDTH, HIDDEN = 40, 199, 301
+SAMPLES, BATCH, WIDTH, HIDDEN = 40, 3, 199, 301
 
 Kind = Literal["ddp", "fsdp2"]
 
@@ -85,22 +85,20 @@ class Job:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed, growth_interval=4)
         self.loader = holdfast.data.Loader(
-            Samples(), batch_size=3, shuffle=True, seed=seed, rank=self.rank, world=self.world
+            Samples(), batch_size=BATCH, shuffle=True, seed=seed, rank=self.rank, world=self.world
         )
         self.seen = torch.zeros(SAMPLES + self.rank)  # of another size on every rank
         for generator in (torch.manual_seed, np.random.seed, random.seed):
             generator(1000 * seed + self.rank)
 
-    def state(self, *, same_world: bool) -> dict[str, Any]:
-        """On another number of ranks a position in the data means other samples: it is left out."""
-        position = {"loader": holdfast.per_rank(self.loader)} if same_world else {}
+    def state(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
             "scaler": self.scaler,
             "rng": holdfast.per_rank(holdfast.rng()),
-            **position,
+            "loader": self.loader,
             "seen": holdfast.per_rank(self.seen),
         }
 
@@ -137,6 +135,8 @@ class Job:
         found["plain"] = repr(
             (groups, *(sorted(part.state_dict().items()) for part in (self.scheduler, self.scaler)))
         )
+        given = self.loader.dealt + self.loader.position * BATCH * self.world
+        found["data"] = repr((self.loader.seed, self.loader.epoch, min(given, SAMPLES)))
         own = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
         found["own"] = _hash(repr((own, self.loader.state_dict())).encode() + _digest(self.seen).encode())
         return found
@@ -159,7 +159,6 @@ def train(
     every: int = 1,
     keep: int = 100,
     accumulate: int = 1,
-    same_world: bool = True,
 ) -> Trained:
     """Train up to step `steps`, from where the run is, with a save beside every step or every few."""
     job = Job(kind, seed)
@@ -169,7 +168,7 @@ def train(
         warnings.simplefilter("always")
         checkpointer = holdfast.Checkpointer(
             run,
-            job.state(same_world=same_world),
+            job.state(),
             every=every,
             keep=holdfast.Keep(last=keep),
             mode="overlap",

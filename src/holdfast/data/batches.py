@@ -20,8 +20,8 @@ class Ticket(NamedTuple):
     """One batch to make: the place its random numbers come from, and its samples."""
 
     seed: int
-    place: tuple[int, int, int]
-    """Epoch, batch, rank."""
+    place: tuple[int, ...]
+    """Epoch, batch, rank; and what others had been given of the epoch, if anything."""
     indices: Any
     """A list of indices; one index when the loader does not batch."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.data import seeding
 from holdfast.data.batches import Batches, Ticket, WorkerStart, as_is
 from holdfast.data.orders import Epoch, order_of
-from holdfast.data.sampler import Uneven, check_order
+from holdfast.data.sampler import Uneven
 from holdfast.data.seeding import check_seed
 from holdfast.errors import StateMismatch, UnsupportedState
 
@@ -34,7 +34,8 @@ class Loader:
     `batch_size`, `shuffle`, `drop_last`, `sampler`, `batch_sampler` and `collate_fn` are those of
     ``DataLoader``, and `options` its other ones (`num_workers`, `prefetch_factor`, `persistent_workers`,
     `pin_memory`, `multiprocessing_context`, `timeout`, `worker_init_fn` ...). `rank`, `world` and `uneven`
-    share the samples among processes, as for `Sampler`.
+    share the samples among processes, as for `Sampler`. Another number of ranks, or another `batch_size`, may
+    restore the state: the rest of the epoch is shared among them, no sample left out and none given twice.
 
     >>> loader = Loader(range(10), batch_size=4, shuffle=True, seed=1)
     >>> first = next(iter(loader))
@@ -87,7 +88,8 @@ class Loader:
         self._torch = _torch_loader(Batches(dataset, collate, batched=batched), _Rest(self), options)
         self._epoch = 0
         self._position = 0
-        self._current: tuple[tuple[int, int], Epoch] | None = None
+        self._dealt = 0
+        self._current: tuple[tuple[int, int, int], Epoch] | None = None
         self._promised: str | None = None
         self._iterating = 0
         """Counts the iterations begun: only the newest may take batches."""
@@ -111,8 +113,16 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """Batches of this epoch delivered so far."""
+        """Batches of this epoch delivered so far, after the samples `dealt`."""
         return self._position
+
+    @property
+    def dealt(self) -> int:
+        """Samples of this epoch that another number of ranks had been given before this one took over.
+
+        0 but in the rest of an epoch that was restored with another number of ranks or another `batch_size`.
+        """
+        return self._dealt
 
     def next_epoch(self) -> None:
         """Abandon the rest of the current epoch: the next batch is the first of the next one."""
@@ -132,6 +142,7 @@ class Loader:
             "seed": self._seed,
             "epoch": self._epoch,
             "position": self._position,
+            "dealt": self._dealt,
             "order": self._order.describe(),
             "digest": self._digest(),
         }
@@ -143,16 +154,17 @@ class Loader:
             order, digest = state["order"], state["digest"]
         except (KeyError, TypeError) as error:
             raise StateMismatch(f"what was saved here is not the state of a {type(self).__name__}") from error
-        check_order(order, self._order.describe())
+        position, dealt = self._order.take_over(order, position, state.get("dealt", 0))
         self._seed = check_seed(seed)
-        self._move(epoch, position)
+        self._move(epoch, position, dealt)
         self._promised = digest
 
     # --- position
 
-    def _move(self, epoch: int, position: int) -> None:
+    def _move(self, epoch: int, position: int, dealt: int = 0) -> None:
         self._epoch = epoch
         self._position = position
+        self._dealt = dealt
         self._promised = None
         self._current = None
         self._moves += 1
@@ -164,9 +176,9 @@ class Loader:
         return self._promised if self._current is None else self._current[1].digest
 
     def _batches(self) -> Epoch:
-        key = self._seed, self._epoch
+        key = self._seed, self._epoch, self._dealt
         if self._current is None or self._current[0] != key:
-            made = self._order.epoch(self._seed, self._epoch)
+            made = self._order.epoch(self._seed, self._epoch, self._dealt)
             if self._promised is not None and made.digest != self._promised:
                 raise StateMismatch(
                     f"the sampler gave another order for epoch {self._epoch} than before the save: it draws "
@@ -179,19 +191,26 @@ class Loader:
 
     def _rest(self) -> Iterator[Ticket]:
         """Orders for the rest of the epoch. torch takes them ahead of what it delivers."""
-        return _tickets(self._batches(), self._position, self._seed, self._epoch, self._order.rank)
+        return _tickets(self._batches(), self._position, self._seed, self._place())
+
+    def _place(self) -> tuple[int, ...]:
+        """Of the batches: with their numbers, what their random numbers come from."""
+        # The first batch after `dealt` samples is not that of the whole epoch: it must not have its numbers.
+        after = (self._dealt,) if self._dealt else ()
+        return self._epoch, self._order.rank, *after
 
     def _open(self) -> Iterator[Any]:
         # What workers draw before their first batch (in worker_init_fn) follows from the place as well.
-        source = seeding.stream(self._seed, seeding.WORKERS, self._epoch, self._order.rank)
+        source = seeding.stream(self._seed, seeding.WORKERS, *self._place())
         self._torch.generator.manual_seed(int(source.generate_state(1, "u8")[0]))
         return iter(self._torch)
 
 
-def _tickets(batches: Epoch, start: int, seed: int, epoch: int, rank: int) -> Iterator[Ticket]:
+def _tickets(batches: Epoch, start: int, seed: int, place: tuple[int, ...]) -> Iterator[Ticket]:
     # A function of its own: the generator lives in torch's iterator and must not keep the `Loader` alive.
+    epoch, *rest = place
     for number in range(start, len(batches)):
-        yield Ticket(seed, (epoch, number, rank), batches[number])
+        yield Ticket(seed, (epoch, number, *rest), batches[number])
 
 
 class _Rest:
@@ -243,7 +262,7 @@ class _Iteration:
             self._inner = None
             self._ended = True
             loader._epoch += 1
-            loader._position = 0
+            loader._position = loader._dealt = 0
             loader._promised = None
             raise StopIteration
         self._next = None

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.data import seeding
-from holdfast.data.sampler import Sampler
+from holdfast.data.sampler import Sampler, batches_in, check_order, take_over
 from holdfast.errors import UnsupportedState
 
 
@@ -41,11 +41,17 @@ class Order(ABC):
         """Batches per epoch."""
 
     @abstractmethod
-    def epoch(self, seed: int, epoch: int) -> Epoch: ...
+    def epoch(self, seed: int, epoch: int, dealt: int) -> Epoch:
+        """Those of one epoch, but for its first `dealt` samples."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What must be the same for a position to mean the same batch."""
+
+    def take_over(self, saved: Mapping[str, Any], position: int, dealt: int) -> tuple[int, int]:
+        """Position and `dealt` here for those of a saved order; `StateMismatch` where there are none."""
+        check_order(saved, self.describe())
+        return position, dealt
 
 
 class _Cut(Epoch):
@@ -68,12 +74,6 @@ class _Cut(Epoch):
         return found.tolist() if hasattr(found, "tolist") else found
 
 
-def _count(length: int, size: int | None, drop_last: bool) -> int:
-    if size is None:
-        return length
-    return length // size if drop_last else -(-length // size)
-
-
 class OwnOrder(Order):
     """By `Sampler`: any epoch's order is known from the seed alone."""
 
@@ -86,10 +86,14 @@ class OwnOrder(Order):
         self.rank = sampler.rank
 
     def __len__(self) -> int:
-        return _count(len(self.sampler), self.size, self.drop_last)
+        return batches_in(len(self.sampler), self.size, self.drop_last)
 
-    def epoch(self, seed: int, epoch: int) -> Epoch:
-        return _Cut(self.sampler.order(epoch, None if self.own_seed else seed), self.size, len(self))
+    def epoch(self, seed: int, epoch: int, dealt: int) -> Epoch:
+        indices = self.sampler.order(epoch, None if self.own_seed else seed, dealt=dealt)
+        return _Cut(indices, self.size, batches_in(len(indices), self.size, self.drop_last))
+
+    def take_over(self, saved: Mapping[str, Any], position: int, dealt: int) -> tuple[int, int]:
+        return take_over(saved, self.describe(), position, dealt)
 
     def describe(self) -> dict[str, Any]:
         own = {"sampler_seed": self.sampler.seed} if self.own_seed else {}
@@ -107,11 +111,11 @@ class ForeignOrder(Order):
         self.rank = _rank(sampler)
 
     def __len__(self) -> int:
-        return _count(len(self.sampler), self.size, self.drop_last)
+        return batches_in(len(self.sampler), self.size, self.drop_last)
 
-    def epoch(self, seed: int, epoch: int) -> Epoch:
+    def epoch(self, seed: int, epoch: int, dealt: int) -> Epoch:
         indices = _run([self.sampler], seed, epoch)
-        count = _count(len(indices), self.size, self.drop_last)
+        count = batches_in(len(indices), self.size, self.drop_last)
         return _Cut(indices, self.size, count, _digest(indices, self.sampler))
 
     def describe(self) -> dict[str, Any]:
@@ -135,7 +139,7 @@ class BatchOrder(Order):
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
-    def epoch(self, seed: int, epoch: int) -> Epoch:
+    def epoch(self, seed: int, epoch: int, dealt: int) -> Epoch:
         samplers = [self.batch_sampler] if self.inner is None else [self.batch_sampler, self.inner]
         batches = _run(samplers, seed, epoch)
         return _Cut(batches, None, len(batches), _digest(batches, *samplers))

@@ -1,7 +1,11 @@
 """`Sampler`: the order of a dataset's samples, epoch by epoch, as a function of a seed.
 
-Owns the permutation of an epoch and its split among ranks. Nothing here draws from a global generator, so the
-order of any epoch can be told without having gone through those before it.
+Owns the permutation of an epoch and its split among ranks, and how another number of them goes on with it.
+Nothing here draws from a global generator, so the order of any epoch can be told without having gone through
+those before it.
+
+Every rank takes each `world`-th index, and all take equally many: so what ranks have been given together is
+always a beginning of the common order, and its length is all that others need to know (`dealt`).
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ class Sampler:
     With `world` ranks, each gets every `world`-th index of the common order, beginning with its `rank`, and
     all get equally many. Where the length does not divide: ``uneven="pad"`` gives every sample to some rank
     and repeats the first of the order to fill up; ``"drop"`` leaves the last of the order out of this epoch.
+    A position may be loaded by another number of ranks: they share the rest of the epoch.
 
     >>> sampler = Sampler(5, seed=3)
     >>> first = [next(iter(sampler)), next(iter(sampler))]
@@ -68,50 +73,63 @@ class Sampler:
         self.uneven = uneven
         self.epoch = 0
         self.position = 0
-        """Indices of this epoch handed out to this rank."""
-        self._order: tuple[tuple[int, int], npt.NDArray[np.int64]] | None = None
+        """Indices of this epoch handed out to this rank, after those `dealt`."""
+        self.dealt = 0
+        """Indices of this epoch that another number of ranks had been given before this one took over."""
+        self._order: tuple[tuple[int, int, int], npt.NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
         """Indices per epoch and rank."""
-        whole, rest = divmod(self.length, self.world)
-        return whole + (rest > 0 and self.uneven == "pad")
+        return share(self.length, self.world, self.uneven)
 
-    def order(self, epoch: int, seed: int | None = None) -> npt.NDArray[np.int64]:
-        """The indices of an epoch for this rank, by another seed if one is given. Changes no position."""
+    def order(self, epoch: int, seed: int | None = None, *, dealt: int = 0) -> npt.NDArray[np.int64]:
+        """The indices of an epoch for this rank, by another seed if one is given. Changes no position.
+
+        `dealt` leaves out so many of the common order's first ones.
+        """
         if self.shuffle:
             source = seeding.stream(self.seed if seed is None else seed, seeding.ORDER, epoch)
             # RandomState: its methods are frozen for good, while those of numpy.random.Generator may change.
             everything = np.random.RandomState(np.random.PCG64(source)).permutation(self.length)
         else:
             everything = np.arange(self.length)
-        total = len(self) * self.world
-        if total > self.length:
-            everything = np.resize(everything, total)  # repeats from its beginning
-        return everything[:total][self.rank :: self.world].astype(np.int64, copy=False)
+        end = dealt + share(self.length - dealt, self.world, self.uneven) * self.world
+        if end > self.length:
+            everything = np.resize(everything, end)  # repeats from its beginning
+        return everything[dealt:end][self.rank :: self.world].astype(np.int64, copy=False)
 
     def __iter__(self) -> Iterator[int]:
-        while self.position < len(self):
+        while self.position < len(self._current()):
             self.position += 1
             yield int(self._current()[self.position - 1])
         self.epoch += 1
-        self.position = 0
+        self.position = self.dealt = 0
 
     def _current(self) -> npt.NDArray[np.int64]:
-        key = (self.seed, self.epoch)
+        key = (self.seed, self.epoch, self.dealt)
         if self._order is None or self._order[0] != key:
-            self._order = key, self.order(self.epoch)
+            self._order = key, self.order(self.epoch, dealt=self.dealt)
         return self._order[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, epoch and position, and what they are only valid for. The same on every rank."""
-        return {"seed": self.seed, "epoch": self.epoch, "position": self.position, "order": self.describe()}
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "position": self.position,
+            "dealt": self.dealt,
+            "order": self.describe(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue there. The saved seed takes the place of the given one, so that the order goes on."""
-        check_order(state["order"], self.describe())
-        self.seed = check_seed(state["seed"])
-        self.epoch = state["epoch"]
-        self.position = state["position"]
+        try:
+            seed, epoch, position, saved = (state[key] for key in ("seed", "epoch", "position", "order"))
+        except (KeyError, TypeError) as error:
+            raise StateMismatch(f"what was saved here is not the state of a {type(self).__name__}") from error
+        position, dealt = take_over(saved, self.describe(), position, state.get("dealt", 0))
+        self.seed = check_seed(seed)
+        self.epoch, self.position, self.dealt = epoch, position, dealt
 
     def describe(self) -> dict[str, Any]:
         """What must be the same for a position to mean the same sample."""
@@ -121,6 +139,40 @@ class Sampler:
             "world": self.world,
             "uneven": self.uneven,
         }
+
+
+def share(count: int, world: int, uneven: Uneven) -> int:
+    """How many of `count` indices each of `world` ranks is given."""
+    whole, rest = divmod(count, world)
+    return whole + (rest > 0 and uneven == "pad")
+
+
+def batches_in(count: int, size: int | None, drop_last: bool) -> int:
+    """How many batches `count` indices make; without a size, each is delivered by itself."""
+    if size is None:
+        return count
+    return count // size if drop_last else -(-count // size)
+
+
+def take_over(saved: Mapping[str, Any], own: Mapping[str, Any], position: int, dealt: int) -> tuple[int, int]:
+    """Position and `dealt` for the order that `own` describes, where another left off.
+
+    Other ranks, or another batch size, begin after the last index that was delivered: none of the order
+    is left out or comes twice. For what else is different, see `check_order`.
+    """
+    check_order({**saved, **_cut(own)}, own)
+    if _cut(saved) == _cut(own):
+        return position, dealt
+    world, size = saved["world"], saved.get("batch_size")
+    each = share(saved["length"] - dealt, world, saved["uneven"])
+    if position >= batches_in(each, size, saved.get("drop_last", False)):
+        return 0, saved["length"]  # that epoch was over, and it stays so
+    return 0, min(saved["length"], dealt + position * (size or 1) * world)
+
+
+def _cut(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Into how many shares an order is cut, and these into which batches."""
+    return {key: order[key] for key in ("world", "batch_size") if key in order}
 
 
 _WORDS = {
