@@ -48,8 +48,8 @@ def embed_root(
     `describe` makes the manifest for a header of so many bytes.
     """
     limit_nbytes = min(limit_nbytes, MAX_HEADER_NBYTES // 8)  # a text takes more bytes than characters
-    # Most often right at once; room that is left over is padding.
-    nbytes = -(-(700 + 330 * len(table)) // ALIGNMENT) * ALIGNMENT
+    # Most often right at once, with names standing there four times; room that is left over is padding.
+    nbytes = -(-(700 + 280 * len(table) + 4 * sum(map(len, table))) // ALIGNMENT) * ALIGNMENT
     while nbytes <= limit_nbytes:
         text = encode_text(describe(nbytes))
         if len(text) > limit_nbytes:
