@@ -255,5 +255,44 @@ def test_what_training_went_back_on_is_gone_for_good_when_the_next_save_is_durab
         n for n, event in enumerate(events) if event.call == "rename" and event.path2.endswith(".retired")
     ]
     synced = [n for n, event in enumerate(events) if event.call == "sync_dir" and event.path == str(tmp_path)]
-    assert [step_name(5) in events[n].path for n in retired] == [True, False]  # the newest first
-    assert max(synced) > max(retired)
+    committed = next(n for n, event in enumerate(events) if event.path2 == str(tmp_path / step_name(3)))
+    assert [os.path.basename(events[n].path) for n in retired] == [step_name(n) for n in (5, 4, 3)]
+    assert any(max(retired) < n < committed for n in synced), "a kill, or a power cut, would bring it back"
+
+
+def test_a_commit_that_fails_after_it_has_made_way_leaves_what_training_went_back_to(tmp_path: Path) -> None:
+    state = {"w": np.zeros(4)}
+    with Checkpointer(tmp_path, state, keep=Keep(last=9), mode="sync") as checkpointer:
+        for step in range(1, 5):
+            state["w"][:] = step
+            checkpointer.save(step)
+        with pytest.warns(RuntimeWarning, match="going back to step 2"):
+            checkpointer.restore(2)
+        with faults.injected("rename:3:EIO"), pytest.raises(holdfast.SaveFailed):
+            checkpointer.save(3)  # the first two are those of steps 4 and 3
+        assert checkpointer.steps == [1, 2]
+        assert checkpointer.restore() == 2
+        assert state["w"][0] == 2
+        checkpointer.save(3)
+        assert checkpointer.steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [LARGE, SMALL], ids=["large", "small"])
+def test_going_back_again_and_again_recycles_namesakes(tmp_path: Path, size: int) -> None:
+    """The spare may bear the name of a step that is there again, and is to be retired under that name."""
+    state = {"w": np.zeros(size)}
+    version = 1
+    with Checkpointer(tmp_path, state, keep=Keep(last=9), mode="sync") as checkpointer:
+        checkpointer.save(1)
+        for last in (4, 2, 3, 2, 5, 2):
+            for step in range(2, last + 1):
+                version += 1
+                state["w"][:] = version
+                checkpointer.save(step)
+                if step == 2 < version:
+                    assert (tmp_path / f"{step_name(2)}.retired").is_dir(), "no spare for the next save"
+            assert checkpointer.steps == list(range(1, last + 1))
+            assert holdfast.load(tmp_path / step_name(last))["w"][-1] == version
+            with pytest.warns(RuntimeWarning, match="going back to step 1"):
+                checkpointer.restore(1)
+    assert not [name for name in os.listdir(tmp_path) if "." in name[1:] and name != "events.jsonl"]

@@ -47,7 +47,14 @@ class Damaged:
     step: int
 
 
-Mark = Begun | Durable | Damaged
+@dataclass(frozen=True, slots=True)
+class WentBack:
+    """Training goes on from this step. Later ones may be found until one is that was saved after this."""
+
+    step: int
+
+
+Mark = Begun | Durable | Damaged | WentBack
 
 
 @dataclass(slots=True)
@@ -57,19 +64,32 @@ class Ledger:
     durable: dict[int, int] = field(default_factory=dict)
     begun: dict[int, set[int]] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)  # steps by the time they were reported
+    abandoned: set[tuple[int, int]] = field(default_factory=set)
+    since: set[tuple[int, int]] = field(default_factory=set)  # begun after those were abandoned
 
     def note(self, mark: Mark) -> None:
         match mark:
             case Begun(step, version):
                 self.begun.setdefault(step, set()).add(version)
+                self.since.add((step, version))
             case Durable(step, version):
                 # Also a save that failed before this one is superseded: its bytes may no longer appear.
                 self.durable[step] = version
                 self.begun[step] = set()
                 self.order = [*(other for other in self.order if other != step), step]
+                for gone, its in self.abandoned:
+                    self.begun[gone].discard(its)
+                self.abandoned = set()
             case Damaged(step):
                 self.begun[step].add(self.durable.pop(step))
                 self.order.remove(step)
+            case WentBack(step):
+                later = {other: version for other, version in self.durable.items() if other > step}
+                for other, version in later.items():
+                    self.begun[other].add(self.durable.pop(other))
+                    self.abandoned.add((other, version))
+                self.since = set()
+                self.order = [*(other for other in self.order if other < step), step]
 
     @property
     def floor(self) -> int:
@@ -85,12 +105,16 @@ class Ledger:
         begun = tuple(
             sorted((step, tuple(sorted(versions))) for step, versions in self.begun.items() if versions)
         )
-        return self.floor, tuple(sorted(self.durable.items())), begun
+        return self.floor, tuple(sorted(self.durable.items())), begun, len(self.abandoned)
 
     def check(self, found: tuple[int, int], where: str) -> None:
         step, version = found
         if version not in self.may_be(step):
             raise Lost(f"{where}: version {version} of step {step} came back, only {self.may_be(step)} may")
+
+    def check_beside(self, found: tuple[int, int], visible: Iterable[tuple[int, int]]) -> None:
+        if found in self.abandoned and not self.since.isdisjoint(visible):
+            raise Lost(f"{found}, which training went back on, came back in favour of {self.since}")
 
 
 # --- recovering -----------------------------------------------------------------------------------
@@ -119,8 +143,10 @@ class RunRecovery:
     def check(self, root: Path, ledger: Ledger, *, thorough: bool) -> None:
         run = os.path.join(root, self.name)
         if os.path.isdir(run):
-            for step in list_steps(run):
-                self._read_one(os.path.join(run, step_name(step)), step, ledger)
+            paths = {step: os.path.join(run, step_name(step)) for step in list_steps(run)}
+            found = [self._read_one(path, step, ledger) for step, path in paths.items()]
+            visible = [identity for identity in found if identity is not None]
+            ledger.check_beside(max(visible, default=(0, 0)), visible)
         elif ledger.floor:
             raise Lost(f"the run is gone; step {ledger.floor} was durable")
         restored = check_restore(run, ledger, self.wide)
@@ -128,14 +154,15 @@ class RunRecovery:
             check_goes_on(run, restored, self.wide)
 
     @staticmethod
-    def _read_one(path: str, step: int, ledger: Ledger) -> None:
+    def _read_one(path: str, step: int, ledger: Ledger) -> tuple[int, int] | None:
         try:
             found = load_identity(path)
         except holdfast.CorruptCheckpoint:
-            return  # says so: never wrong bytes. Whether it may be damaged is for the restore to decide.
+            return None  # says so: never wrong bytes. Whether it may be damaged is for the restore to decide.
         if found[0] != step:
             raise Lost(f"{path} holds step {found[0]}")
         ledger.check(found, path)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

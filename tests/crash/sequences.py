@@ -9,7 +9,7 @@ import holdfast
 from holdfast.engine import faults
 from holdfast.store import step_name
 
-from .recovery import Begun, Damaged, Durable
+from .recovery import Begun, Damaged, Durable, WentBack
 from .states import WIDE, blank_state, make_state
 from .tracing import Recording
 
@@ -17,9 +17,11 @@ KEEP = holdfast.Keep(last=2)
 SHARD = "r00000.v0.safetensors"
 
 
-def open_run(recording: Recording, state: object, options: holdfast.Options) -> holdfast.Checkpointer:
+def open_run(
+    recording: Recording, state: object, options: holdfast.Options, keep: holdfast.Keep = KEEP
+) -> holdfast.Checkpointer:
     with recording.tracing():
-        return holdfast.Checkpointer(recording.root / "run", state, keep=KEEP, options=options, mode="sync")
+        return holdfast.Checkpointer(recording.root / "run", state, keep=keep, options=options, mode="sync")
 
 
 def save(
@@ -89,6 +91,24 @@ def after_damage(root: Path, options: holdfast.Options) -> Recording:
         warnings.simplefilter("ignore", RuntimeWarning)
         assert checkpointer.restore() == 2
     for step in (3, 4, 5):
+        save(recording, checkpointer, step, 1)
+    close(recording, checkpointer)
+    return recording
+
+
+def going_back(root: Path, options: holdfast.Options) -> Recording:
+    """Training goes back two steps; the first of them is saved anew, and one that it had not come to."""
+    recording = Recording(root)
+    checkpointer = open_run(recording, None, options, holdfast.Keep(last=3))
+    for step in (1, 2, 3, 4):
+        save(recording, checkpointer, step)
+    checkpointer.state = blank_state()
+    recording.start = len(recording.items)
+    with recording.tracing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert checkpointer.restore(2) == 2
+    recording.mark(WentBack(2))
+    for step in (3, 5):
         save(recording, checkpointer, step, 1)
     close(recording, checkpointer)
     return recording

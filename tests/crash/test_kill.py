@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from holdfast.engine import faults
 
 from .children import Pipe, forked
 from .conftest import USABLE, WAYS
-from .recovery import Begun, Durable, Ledger, PathRecovery, Recovery, RunRecovery
-from .states import WIDE, make_state
+from .recovery import Begun, Durable, Ledger, PathRecovery, Recovery, RunRecovery, WentBack
+from .states import WIDE, blank_state, make_state
 
 Record = Callable[[str, object], None]
 
@@ -84,6 +85,40 @@ def test_killed_at_each_call_of_a_training(
     )
     assert killed > 60
     assert ledger.floor == SAVES[-1][0]
+    record_property("crash-kills", killed)
+
+
+def go_back(pipe: Pipe, root: Path, options: holdfast.Options, fault: str) -> None:
+    """Goes back two steps, and on from there; the fault is in what comes after that."""
+    keep = holdfast.Keep(last=3)
+    checkpointer = holdfast.Checkpointer(root / "run", None, keep=keep, options=options, mode="sync")
+    for step in (1, 2, 3, 4):
+        checkpointer.state = make_state(step)
+        pipe.send(Begun(step))
+        checkpointer.save(step)
+        pipe.send(Durable(step))
+    checkpointer.state = blank_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        checkpointer.restore(2)
+    pipe.send(WentBack(2))
+    faults.install(*faults.parse(fault))
+    for step in (3, 5):
+        checkpointer.state = make_state(step, 1)
+        pipe.send(Begun(step, 1))
+        checkpointer.save(step)
+        pipe.send(Durable(step, 1))
+    checkpointer.close()
+
+
+def test_killed_at_each_call_after_going_back(
+    fast: Path, way: holdfast.Options, record_property: Record
+) -> None:
+    killed, ledger = kill_at_each_call(
+        fast, lambda pipe, place, nth: go_back(pipe, place, way, f"any:{nth}:kill"), RunRecovery()
+    )
+    assert killed > 20
+    assert ledger.durable == {1: 0, 2: 0, 3: 1, 5: 1}
     record_property("crash-kills", killed)
 
 

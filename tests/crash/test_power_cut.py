@@ -43,6 +43,13 @@ def test_power_cut_in_a_run(tmp_path: Path, ram: Path, sequence: Sequence, tried
     assert tally.states > 250
 
 
+@pytest.mark.parametrize("way", [USABLE[0], "small"])
+def test_power_cut_after_going_back(tmp_path: Path, ram: Path, way: str, tried: Report) -> None:
+    tally = Survey(ram, RunRecovery(), NAMES_ONLY)(sequences.going_back(tmp_path, WAYS[way]))
+    tried(tally)
+    assert tally.states > 30
+
+
 @pytest.mark.usefixtures("spare_now")
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=_name)
 def test_power_cut_in_a_run_that_recycles_at_once(

@@ -52,3 +52,21 @@ def test_a_state_that_cannot_be_filled_on_one_rank_stops_all_and_at_once(tmp_pat
         ["RankFailed", 1, 10.0],
         ["StateMismatch", 1, 10.0],
     ]
+
+
+def _go_back(folder: Path) -> list[Any]:
+    state: Any = {"w": np.zeros(10)}
+    keep = holdfast.Keep(last=9)
+    with holdfast.Checkpointer(folder, state, keep=keep, mode="sync", timeout=PATIENCE_SECONDS) as c:
+        for step in (1, 2, 3, 4):
+            state["w"][:] = step
+            c.save(step)
+        with pytest.warns(RuntimeWarning, match="going back to step 2"):
+            c.restore(2)
+        state["w"][:] = 30
+        c.save(3)
+        return [c.steps, c.last_durable, c.restore(), float(state["w"][0])]
+
+
+def test_all_ranks_go_on_from_where_they_went_back_to(tmp_path: Path) -> None:
+    assert values(launch(2, _go_back, tmp_path)) == [[[1, 2, 3], 3, 3, 30.0]] * 2

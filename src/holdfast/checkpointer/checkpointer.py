@@ -291,7 +291,7 @@ class Checkpointer:
         def commit(saving: Saving) -> CheckpointInfo:
             return self._commit(saving, work, stage_seconds)
 
-        saving = Saving(step, division, commit)
+        saving = Saving(step, division, commit, self._retention.make_way)
         try:
             self._in_flight = saving
             self._schedule.started(step, time.monotonic())

@@ -29,33 +29,52 @@ class Retention:
         self._known = [item for item in self._known if item.step != step]
 
     def supersede(self, steps: Sequence[int]) -> None:
-        """Training goes back on these: the next one that is added removes them."""
+        """Training goes back on these: the next one that is committed removes them."""
         self._superseded = list(steps)
+
+    def make_way(self, step: int) -> None:
+        """One is about to be committed: what training went back on goes first, the last step first, for good.
+
+        Whoever is killed between the two finds what training went back to. The other way round, it would find
+        what that has given up.
+        """
+        superseded, self._superseded = self._superseded, []
+        self._known = [item for item in self._known if item.step not in superseded]
+        later = sorted(filter(self._is_there, superseded), reverse=True)
+        if later:
+            try:
+                self._run.retire(later, durable=True)
+            except SaveFailed as error:
+                self._warn(
+                    f"a checkpoint that training went back on could not be retired for step {step}, and "
+                    f"restore() may find it: {error}"
+                )
 
     def add(self, info: CheckpointInfo) -> None:
         """One that has just become durable; retires what is not to be kept any more."""
         newest = info.step
-        # After going back to an older step, the one just saved is not the last by number; it stays anyway.
-        superseded = [step for step in self._superseded if step != newest]
-        self._superseded = []
+        # Those that the coordinator has made way with.
+        superseded, self._superseded = self._superseded, []
         others = [item for item in self._known if item.step not in (newest, *superseded)]
         known = sorted([*others, Kept(newest, info.created, info.metrics)], key=lambda item: item.step)
+        # After going back to an older step, the one just saved need not be the last by number; it stays.
         stay = self._keep.chosen(known) | {newest}
         gone = [item.step for item in known if item.step not in stay]
-        later = sorted((step for step in superseded if os.path.isdir(self._run.path_of(step))), reverse=True)
-        gone += later
         try:
-            # What training went back on must not come back after a power cut.
-            self._run.retire(gone, durable=bool(later))
+            self._run.retire(gone)
         except SaveFailed as error:
-            # The save itself is durable. What could not be taken away stays a candidate for the next time.
-            warnings.warn(
-                f"step {newest} is saved, but an old checkpoint could not be retired: {error}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            gone = [step for step in gone if not os.path.isdir(self._run.path_of(step))]
+            # What could not be taken away stays a candidate for the next time.
+            self._warn(f"step {newest} is saved, but an old checkpoint could not be retired: {error}")
+            gone = [step for step in gone if not self._is_there(step)]
         self._known = [item for item in known if item.step not in gone]
+
+    def _is_there(self, step: int) -> bool:
+        return os.path.isdir(self._run.path_of(step))
+
+    @staticmethod
+    def _warn(message: str) -> None:
+        """The save itself is none the worse for it."""
+        warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
 def history(run: str) -> list[Kept]:

@@ -29,8 +29,15 @@ from holdfast.store import CheckpointInfo, Watch
 class Saving(Watch):
     """A save that was started. It is durable once `wait` has returned."""
 
-    def __init__(self, step: int, division: Division, commit: Callable[[Saving], CheckpointInfo]) -> None:
+    def __init__(
+        self,
+        step: int,
+        division: Division,
+        commit: Callable[[Saving], CheckpointInfo],
+        make_way: Callable[[int], None],
+    ) -> None:
         self.step = step
+        self._make_way = make_way
         self._division = division
         self._urgent = bool(division.urgent)
         self._guard = Guard(division.in_place)
@@ -259,6 +266,9 @@ class Saving(Watch):
             raise self._abandoned(given_up)
         if self._changed:
             raise self._mutated(self._changed)
+
+    def committing(self) -> None:
+        self._make_way(self.step)
 
     def _mutated(self, leaves: list[str]) -> MutatedDuringSave:
         more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""

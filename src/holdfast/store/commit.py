@@ -146,6 +146,7 @@ class Commit(Struct, frozen=True):
         else:
             manifest_nbytes, synced = 0, self._write_one_file(single, partial)
         syncing = time.perf_counter()
+        watch.committing()
         publish(partial, self.target, overwrite=self.overwrite)
         ended = time.perf_counter()
         return CheckpointInfo(

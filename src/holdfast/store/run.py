@@ -118,8 +118,8 @@ class WritableRun:
         try:
             info = commit(self.path_of(step), spare)
         finally:
-            # Not taken: somebody reads it, or the save failed before.
-            if spare is not None and fs.exists(spare.path):
+            # Not taken: somebody reads it, or the save failed before. (Or a namesake was retired meanwhile.)
+            if spare is not None and not self._is_retired(spare.path) and fs.exists(spare.path):
                 self._stuck.append(spare.path)
             # A rank that was slow to learn of a failure has written into what was being removed.
             if fs.exists(self.path_of(step) + PARTIAL):
@@ -164,6 +164,9 @@ class WritableRun:
         known = self._committed.pop(step, None)
         self._unsynced.append(Spare(path + RETIRED, synced=known is not None))
         return _nbytes(path + RETIRED) if known is None else known
+
+    def _is_retired(self, path: str) -> bool:
+        return any(spare is not None and spare.path == path for spare in (self._spare, *self._unsynced))
 
     def _make_way(self, retired: str) -> None:
         """Removes a namesake that somebody has been reading since: what readers opened, they keep."""

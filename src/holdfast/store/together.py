@@ -126,6 +126,7 @@ class Together:
             partial.directory_to_sync(ours)
             manifest = fs.write_file(os.path.join(partial.path, MANIFEST_NAME), root, recycle=partial.recycle)
             fs.sync([manifest], partial.path)
+            watch.committing()
             publishing = True
             publish(partial, self.target, overwrite=self.overwrite)
         except BaseException as error:

@@ -16,3 +16,6 @@ class Watch:
 
     def written(self) -> None:
         """The engine has let go of the sources. What is raised here fails the save."""
+
+    def committing(self) -> None:
+        """All is synced, and the rename that commits it comes next. What is raised here fails the save."""
