@@ -88,6 +88,37 @@ def test_ranks_of_a_distributed_sampler_share_one_state_and_have_their_own_numbe
     assert ranks[0].state_dict() == ranks[1].state_dict()
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_another_number_of_ranks_takes_over_from_a_distributed_sampler(
+    shuffle: bool, drop_last: bool
+) -> None:
+    def make(rank: int, world: int) -> Loader:
+        spread = DistributedSampler(
+            DATA,  # type: ignore[arg-type]
+            num_replicas=world,
+            rank=rank,
+            shuffle=shuffle,
+            seed=7,
+            drop_last=drop_last,
+        )
+        loader = DataLoader(DATA, batch_size=2, sampler=spread)  # type: ignore[arg-type]
+        made = resumable(loader)
+        assert len(made) == len(loader)
+        if not shuffle:
+            assert lists(made) == lists(loader), "another share"
+            made.epoch = 0
+        return made
+
+    three, two = [make(rank, 3) for rank in range(3)], [make(rank, 2) for rank in range(2)]
+    given = joined(joined([take(iter(loader), 2) for loader in three]))
+    for loader in two:
+        loader.load_state_dict(three[0].state_dict())
+        given += joined(lists(loader))
+    assert sorted(given) == DATA
+    assert {loader.seed for loader in (*two, *three)} == {7}
+
+
 def draw(samples: list[int]) -> float:
     return torch.rand(()).item()
 

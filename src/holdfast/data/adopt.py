@@ -14,15 +14,22 @@ from holdfast.errors import UnsupportedState
 def resumable(loader: Any, *, seed: int = 0) -> Loader:
     """A `Loader` with the dataset and settings of a torch ``DataLoader``.
 
-    ``shuffle=True`` becomes Holdfast's own order by `seed`. Other samplers are kept, and seeded for every
-    epoch; one that draws from a generator nobody can seed is noticed when it resumes. The given loader's
-    `generator` is not used.
+    ``shuffle=True`` becomes Holdfast's own order by `seed`, and so does a ``DistributedSampler``, by its own
+    seed if none is given: shares of ranks are as large, another number of ranks can take over, and nobody
+    need call ``set_epoch``. Other samplers are kept, and seeded for every epoch; one that draws from a
+    generator nobody can seed is noticed when it resumes. The given loader's `generator` is not used.
 
     >>> from torch.utils.data import DataLoader
     >>> sum(batch.sum().item() for batch in resumable(DataLoader(range(10), batch_size=4, shuffle=True)))
     45
     """
-    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+    from torch.utils.data import (
+        BatchSampler,
+        DataLoader,
+        DistributedSampler,
+        RandomSampler,
+        SequentialSampler,
+    )
 
     if not isinstance(loader, DataLoader):
         raise UnsupportedState(
@@ -41,6 +48,10 @@ def resumable(loader: Any, *, seed: int = 0) -> Loader:
         )
         if type(sampler) is RandomSampler and _shuffles_all(sampler, dataset):
             how["shuffle"] = True
+        elif type(sampler) is DistributedSampler and sampler.dataset is dataset:
+            seed = seed or sampler.seed
+            how |= {"shuffle": sampler.shuffle, "rank": sampler.rank, "world": sampler.num_replicas}
+            how["uneven"] = "drop" if sampler.drop_last else "pad"
         elif type(sampler) is not SequentialSampler or sampler.data_source is not dataset:
             how["sampler"] = sampler
     for name in _OPTIONS:
