@@ -337,6 +337,17 @@ def test_settings_that_make_no_sense_are_refused(how: dict[str, Any], match: str
         Loader(range(10), **how)
 
 
+def test_numbers_of_any_library_will_do() -> None:
+    four = np.int64(4)
+    loader = Loader(range(10), batch_size=four, shuffle=True, seed=four, rank=np.int8(1), world=np.uint8(2))
+    loader.epoch = four
+    same = Loader(range(10), batch_size=4, shuffle=True, seed=4, rank=1, world=2)
+    same.epoch = 4
+    assert repr(loader.state_dict()) == repr(same.state_dict())
+    assert lists(loader) == lists(same)
+    assert len(Sampler(np.int64(9))) == 9
+
+
 def test_an_iterable_dataset_is_told_where_to_go() -> None:
     with pytest.raises(UnsupportedState, match="StatefulDataLoader"):
         Loader(Stream(5))

@@ -14,7 +14,7 @@ from holdfast.data import seeding
 from holdfast.data.batches import Batches, Ticket, WorkerStart, as_is
 from holdfast.data.orders import Epoch, order_of
 from holdfast.data.sampler import Uneven
-from holdfast.data.seeding import check_seed
+from holdfast.data.seeding import whole
 from holdfast.errors import StateMismatch, UnsupportedState
 
 
@@ -71,9 +71,11 @@ class Loader:
                 "with state_dict and load_state_dict, such as torchdata's StatefulDataLoader, which goes "
                 "into the state as it is"
             )
+        if batch_size is not None:
+            batch_size = whole(batch_size, "batch_size (None for no batches)", 1)
         self.dataset = dataset
         self.batch_size = batch_size if batch_sampler is None else None
-        self._seed = check_seed(seed)
+        self._seed = whole(seed, "seed")
         self._order = order_of(
             dataset,
             batch_size=batch_size,
@@ -107,9 +109,7 @@ class Loader:
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        if type(epoch) is not int or epoch < 0:
-            raise ValueError(f"epoch must be a whole number that is not negative, not {epoch!r}")
-        self._move(epoch, 0)
+        self._move(whole(epoch, "epoch"), 0)
 
     @property
     def position(self) -> int:
@@ -155,7 +155,7 @@ class Loader:
         except (KeyError, TypeError) as error:
             raise StateMismatch(f"what was saved here is not the state of a {type(self).__name__}") from error
         position, dealt = self._order.take_over(order, position, state.get("dealt", 0))
-        self._seed = check_seed(seed)
+        self._seed = whole(seed, "seed")
         self._move(epoch, position, dealt)
         self._promised = digest
 

@@ -169,8 +169,6 @@ def order_of(
         return BatchOrder(batch_sampler)
     if batch_size is None and drop_last:
         raise ValueError("batch_size=None makes no batches, so drop_last has none to drop")
-    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-        raise ValueError(f"batch_size must be at least 1, or None for no batches, not {batch_size!r}")
     if sampler is None:
         made = Sampler(dataset, shuffle=bool(shuffle), **ranks)
         return OwnOrder(made, batch_size, drop_last=drop_last, own_seed=False)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.data import seeding
-from holdfast.data.seeding import check_seed
+from holdfast.data.seeding import whole
 from holdfast.errors import StateMismatch
 
 Uneven = Literal["pad", "drop"]
@@ -59,17 +59,14 @@ class Sampler:
         world: int = 1,
         uneven: Uneven = "pad",
     ) -> None:
-        self.length = source if isinstance(source, int) else len(source)
-        if self.length < 0:
-            raise ValueError("the length of a dataset cannot be negative")
-        if world < 1 or not 0 <= rank < world:
+        self.length = len(source) if isinstance(source, Sized) else whole(source, "the length of a dataset")
+        self.rank, self.world = whole(rank, "rank"), whole(world, "world", 1)
+        if rank >= world:
             raise ValueError(f"rank must be between 0 and world - 1, not {rank} of {world}")
         if uneven not in ("pad", "drop"):
             raise ValueError(f"uneven must be 'pad' or 'drop', not {uneven!r}")
         self.shuffle = shuffle
-        self.seed = check_seed(seed)
-        self.rank = rank
-        self.world = world
+        self.seed = whole(seed, "seed")
         self.uneven = uneven
         self.epoch = 0
         self.position = 0
@@ -128,7 +125,7 @@ class Sampler:
         except (KeyError, TypeError) as error:
             raise StateMismatch(f"what was saved here is not the state of a {type(self).__name__}") from error
         position, dealt = take_over(saved, self.describe(), position, state.get("dealt", 0))
-        self.seed = check_seed(seed)
+        self.seed = whole(seed, "seed")
         self.epoch, self.position, self.dealt = epoch, position, dealt
 
     def describe(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ generators, and how the generators of the main process are left as they were. Th
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections.abc import Iterator
@@ -21,10 +22,15 @@ ORDER, SAMPLER, WORKERS, BATCH = range(4)
 """What a stream is for: none of them may repeat another's numbers."""
 
 
-def check_seed(seed: object) -> int:
-    if type(seed) is not int or seed < 0:
-        raise ValueError(f"seed must be a whole number that is not negative, not {seed!r}")
-    return seed
+def whole(value: Any, word: str, least: int = 0) -> int:
+    """The value as an int, whatever library counted it; `ValueError` when it is none, or too small."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{word} must be a whole number, at least {least}, not {value!r}")
+    return number
 
 
 def stream(seed: int, purpose: int, *place: int) -> np.random.SeedSequence:
