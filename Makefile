@@ -5,6 +5,7 @@
 #   make check    ruff, mypy --strict, import-linter, clang-format
 #   make format   let ruff and clang-format rewrite the files
 #   make build    rebuild the native module after a change in native/ (seconds)
+#   make compat   what needs no torch, on another Python: PYTHON=python3.10 WITH="numpy==1.24.0 msgspec==0.21.0"
 #   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
 #   make clean    remove what was built;  make distclean  removes .venv too
 #
@@ -20,7 +21,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
+WITH ?=
 PYTEST_ARGS ?=
+WITH ?=
 
 # The stamps say which step of the set-up has been done; they live and die with .venv.
 ENV_STAMP := $(VENV)/.holdfast-env
@@ -30,7 +33,7 @@ NATIVE := $(wildcard native/src/*.cpp native/src/*.hpp)
 # A top-level file that comes or goes changes what the editable install has to know.
 TOP := $(wildcard src/holdfast/__init__.py src/holdfast/*/__init__.py src/holdfast/*/*/__init__.py)
 
-.PHONY: help setup build demo test check format bench clean distclean
+.PHONY: help setup build demo test compat check format bench clean distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
@@ -67,6 +70,13 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 $(PYTEST_ARGS)
+
+# Installed as a user does, with these or the newest dependencies, and without torch: tests that import it are skipped.
+compat:
+	@$(PYTHON) -m venv --clear build/compat
+	@build/compat/bin/python -m pip --disable-pip-version-check --no-input install --quiet . $(WITH) \
+	  pytest hypothesis pytest-timeout pytest-xdist safetensors ml_dtypes xxhash
+	build/compat/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .

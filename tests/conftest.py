@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +24,22 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 # it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _SkipsWithout(importlib.abc.MetaPathFinder):
+    """Where a library is not installed (see `make compat`), what imports it is skipped, and all else runs."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname.partition(".")[0] == self._name:
+            pytest.skip(f"{self._name} is not installed", allow_module_level=True)
+
+
+for _library in ("torch", "matplotlib", "PIL"):
+    if importlib.util.find_spec(_library) is None:
+        sys.meta_path.append(_SkipsWithout(_library))
 
 
 @pytest.fixture(autouse=True)

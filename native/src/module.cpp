@@ -21,6 +21,13 @@ std::string fs_path(nb::handle path) {
 
 namespace {
 
+// An instance, not a class and its arguments: before Python 3.11 `except FileNotFoundError` looks at what is set
+// here, and OSError becomes one of its subclasses only when it is made.
+void raise_os_error(const nb::tuple& arguments) {
+  const nb::object raised = nb::steal(PyObject_CallObject(PyExc_OSError, arguments.ptr()));
+  if (raised.is_valid()) PyErr_SetObject(raised.type().ptr(), raised.ptr());
+}
+
 // Native errors become what Python's own file functions raise: OSError with errno and filename.
 void translate(const std::exception_ptr& pointer, void*) {
   try {
@@ -28,12 +35,10 @@ void translate(const std::exception_ptr& pointer, void*) {
   } catch (const sys::Error& error) {
     const std::string text =
         std::string(std::strerror(error.code)) + " (" + std::string(sys::name(error.call)) + ")";
-    nb::object arguments = nb::make_tuple(error.code, nb::str(text.c_str()),
-                                          nb::steal(PyUnicode_DecodeFSDefault(error.path.c_str())));
-    PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    raise_os_error(nb::make_tuple(error.code, nb::str(text.c_str()),
+                                  nb::steal(PyUnicode_DecodeFSDefault(error.path.c_str()))));
   } catch (const std::system_error& error) {  // no thread, or no memory for staging
-    nb::object arguments = nb::make_tuple(error.code().value(), nb::str(error.what()));
-    PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    raise_os_error(nb::make_tuple(error.code().value(), nb::str(error.what())));
   } catch (const Cancelled&) {
     PyErr_SetString(PyExc_InterruptedError, "the job was cancelled");
   }
