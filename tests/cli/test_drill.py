@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -232,3 +235,24 @@ with holdfast.Checkpointer("run", state, mode="sync") as ckpt:
     assert outcome.document["identical"] is True
     assert outcome.document["kills"]["by_phase"]["saving"] == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_drill_ends_the_training_too_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """The training is in a session of its own, where neither a terminal nor a scheduler reaches it."""
+    script = f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; exec sleep 600"
+    arguments = [sys.executable, "-m", "holdfast.cli", "drill", "--", "bash", "-c", script]
+    (tmp_path / "here").mkdir()
+    with subprocess.Popen(arguments, cwd=tmp_path / "here") as drill:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "pid").exists():
+            assert drill.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        drill.send_signal(number)
+        assert drill.wait(120) == 128 + number
+    stat = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
+    assert not stat.exists()
+    assert list((tmp_path / "here").iterdir()) == []

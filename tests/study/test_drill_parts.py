@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import msgspec
 import pytest
 
 import holdfast
-from holdfast.checkpointer.drilling import DIARY, RUNS, Contents, Kill, Mark, Observed, What
+from holdfast.checkpointer.drilling import DIARY, DIRECTORY, RUNS, Contents, Kill, Mark, Observed, What
 from holdfast.study.drill.aim import Lengths, arrange, draw
 from holdfast.study.drill.causes import causes
 from holdfast.study.drill.child import Stage
@@ -260,6 +262,27 @@ def test_a_kill_takes_the_whole_group_and_counts_as_a_kill(tmp_path: Path) -> No
     start = stage.start(1, trigger=lambda diary, now: (tmp_path / "pid").exists())
     assert (start.killed, start.timed_out, start.finished) == (True, False, False)
     assert not alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_worker_in_a_session_of_its_own_does_not_outlive_a_start(tmp_path: Path, killed: bool) -> None:
+    """Launchers make such workers: no signal to the group of the launcher reaches them."""
+    worker = f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; sleep 600"
+    script = f"setsid bash -c '{worker}' & until [ -e {tmp_path}/pid ]; do sleep 0.01; done"
+    stage = Stage(tmp_path / "stage", ("bash", "-c", f"{script}; {'wait' if killed else ''}"), 60)
+    start = stage.start(1, trigger=lambda diary, now: killed and (tmp_path / "pid").exists())
+    assert (start.killed, start.finished) == (killed, not killed)
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_process_that_carries_the_name_of_another_drill_is_left_alone(tmp_path: Path) -> None:
+    other = {**os.environ, DIRECTORY: f"{tmp_path}/stage-2"}
+    with subprocess.Popen(("sleep", "600"), env=other) as bystander:
+        try:
+            Stage(tmp_path / "stage", ("true",), 60).start(1)
+            assert bystander.poll() is None
+        finally:
+            bystander.kill()
 
 
 def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -66,7 +66,7 @@ def drill(
 
         options = DrillOptions(tuple(command), times, seed, timeout, workdir)
         try:
-            with _progress(out) as tell:
+            with _ended_by_signals(), _progress(out) as tell:
                 report = hold(options, tell)
         except DrillFailed as error:
             out.fail("DrillFailed", str(error))
@@ -77,6 +77,32 @@ def drill(
             if workdir is not None:
                 out.say(f"everything is kept in {workdir}", style="dim")
         out.finish(problem=not report.ok)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A scheduler's SIGTERM, or a terminal that is closed, ends the drill as Ctrl-C does, and all it started.
+
+    The training is in a session of its own: by itself it would hear nothing of that, and go on.
+    """
+    import signal
+
+    ours = [
+        number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL
+    ]
+
+    def end(number: int, frame: object) -> NoReturn:
+        for other in ours:
+            signal.signal(other, signal.SIG_IGN)  # clearing up is not to be interrupted
+        raise SystemExit(128 + number)
+
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

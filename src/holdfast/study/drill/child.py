@@ -1,4 +1,4 @@
-"""One start of the script under drill: begun in a process group of its own, watched, killed without mercy.
+"""One start of the script under drill: begun, watched, and killed without mercy, with all that it started.
 
 Owns processes and time-outs. When to kill is `aim`'s, what came of it is for others to judge.
 """
@@ -21,7 +21,7 @@ _QUICK_SECONDS = 0.002
 """Between two looks while a moment to kill is being waited for."""
 _SLOW_SECONDS = 0.05
 _DYING_SECONDS = 60.0
-_TAIL_LINES = 15
+_TAIL_LINES, _TAIL_NBYTES = 15, 64 << 10
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is how a shell reports it
 
 Trigger = Callable[[Diary, float], bool]
@@ -122,7 +122,7 @@ class Stage:
 def _group(
     command: tuple[str, ...], environment: dict[str, str], out: int, err: int
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The command as a new process group, none of which is alive when this ends."""
+    """The command as a new process group; of all that it started, nothing is alive when this ends."""
     try:
         child = subprocess.Popen(
             command,
@@ -137,30 +137,64 @@ def _group(
     try:
         yield child
     finally:
+        if child.returncode is None:  # it is not reaped, so that the number still means its group
+            os.killpg(child.pid, signal.SIGKILL)
         # Also after an end by itself: a worker left behind would write into the next start's run.
-        deadline = time.monotonic() + _DYING_SECONDS
-        while _alive(child.pid):
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            if time.monotonic() > deadline:
-                raise DrillFailed(f"process group {child.pid} does not die of SIGKILL (a hanging device?)")
-            time.sleep(_QUICK_SECONDS)
+        _kill_all(child.pid, f"{DIRECTORY}={environment[DIRECTORY]}")
         child.wait(_DYING_SECONDS)
 
 
-def _alive(group: int) -> bool:
-    """Whether a process of the group still runs. One that only waits to be reaped does not."""
+def _kill_all(group: int, mark: str) -> None:
+    """Kills what is left of a start, until nothing is.
+
+    Launchers give each worker a session of its own (torchrun does), where no signal to the group reaches it.
+    What the drill has put into the environment is handed down to all of them.
+    """
+    entry = b"\0" + os.fsencode(mark) + b"\0"
+    known: set[_Process] = set()
+    deadline = time.monotonic() + _DYING_SECONDS
+    while left := [found for found in _running() if found in known or _belongs(found, group, entry)]:
+        known.update(left)
+        for found in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(found.pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(found.pid) for found in left)
+            raise DrillFailed(f"these processes do not die of SIGKILL: {pids} (a hanging device?)")
+        time.sleep(_QUICK_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """`began` tells it from another one that is given its number later."""
+
+    pid: int
+    group: int
+    began: int
+
+
+def _running() -> Iterator[_Process]:
+    """All processes of the system but those that only wait to be reaped."""
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
         try:
             with open(f"/proc/{entry.name}/stat", "rb") as file:
-                state, _, process_group = file.read().rpartition(b") ")[2].split(b" ", 3)[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(process_group) == group and state not in (b"Z", b"X"):
-            return True
-    return False
+                fields = file.read().rpartition(b") ")[2].split()
+        except OSError:
+            continue  # it has ended, or is not ours to see
+        if fields and fields[0] not in (b"Z", b"X"):
+            yield _Process(int(entry.name), int(fields[2]), int(fields[19]))
+
+
+def _belongs(found: _Process, group: int, entry: bytes) -> bool:
+    if found.group == group:
+        return True
+    try:
+        with open(f"/proc/{found.pid}/environ", "rb") as file:
+            return entry in b"\0" + file.read() + b"\0"
+    except OSError:
+        return False
 
 
 def _pause(child: subprocess.Popen[bytes], seconds: float) -> None:
@@ -172,5 +206,7 @@ def _pause(child: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def _tail(path: Path) -> str:
-    lines = path.read_text("utf-8", "backslashreplace").splitlines()
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - _TAIL_NBYTES, 0))
+        lines = file.read().decode("utf-8", "backslashreplace").splitlines()
     return "\n".join(lines[-_TAIL_LINES:])
