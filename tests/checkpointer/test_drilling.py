@@ -135,6 +135,25 @@ def test_a_save_that_fails_is_in_the_diary(tmp_path: Path, drill: Path) -> None:
     ]
 
 
+def test_a_save_that_cannot_even_begin_is_in_the_diary(tmp_path: Path, drill: Path) -> None:
+    ckpt = holdfast.Checkpointer(tmp_path / "run", {"x": object()}, mode="sync")
+    with ckpt, pytest.raises(holdfast.UnsupportedState):
+        ckpt.save(1)
+    assert told(drill)[-3:] == [("completed", 1), ("saving", 1), ("failed", 1)]
+
+
+@pytest.mark.usefixtures("drill")
+def test_a_drill_writes_nothing_to_the_volumes_of_the_real_run(tmp_path: Path) -> None:
+    volumes = [tmp_path / "ssd0", tmp_path / "ssd1"]
+    for volume in volumes:
+        volume.mkdir()
+    options = holdfast.Options(volumes=volumes)
+    with holdfast.Checkpointer(tmp_path / "run", {"w": np.ones(9)}, mode="sync", options=options) as ckpt:
+        ckpt.save(1)
+        assert holdfast.verify(ckpt.path).intact
+    assert [list(volume.iterdir()) for volume in volumes] == [[], []]
+
+
 def contents(tmp_path: Path, state: object) -> drilling.Contents:
     holdfast.save(tmp_path / "checkpoint", state, overwrite=True)
     with holdfast.open(tmp_path / "checkpoint") as opened:

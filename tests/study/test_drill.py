@@ -168,6 +168,30 @@ def test_a_script_that_hangs_when_resumed_runs_into_the_time_out(tmp_path: Path)
     assert "did not end within 10 s" in report.problems[0].message
 
 
+def test_a_script_that_removes_its_run_in_the_end_is_compared_step_by_step(tmp_path: Path) -> None:
+    report = held(tmp_path, steady("--remove-run"))
+    assert report.problems == ()
+    assert (report.agreement.compared, report.agreement.differing, report.finals) == (16, 0, ())
+    assert "holds no checkpoint" in report.notes[0]
+
+
+def test_a_second_undisturbed_run_that_fails_takes_nothing_of_the_report_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = drill._Drill._reference
+
+    def reference(self: drill._Drill, name: str, doing: str) -> object:
+        if name == "reference-2":
+            raise DrillFailed("the command failed by itself")
+        return real(self, name, doing)
+
+    monkeypatch.setattr(drill._Drill, "_reference", reference)
+    report = held(tmp_path, steady("--forget-random"))
+    assert kinds(report) == ["final", "differs", "undisturbed"]
+    assert "the command failed by itself" in report.problems[-1].message
+    assert report.undisturbed is None
+
+
 def test_behind_a_shell_the_whole_group_is_killed(tmp_path: Path) -> None:
     # Hit by the clock, since the process is not ours alone: long enough for a busy machine to look in time.
     line = f"{shlex.join(steady('--steps', '60'))}; exit $?"

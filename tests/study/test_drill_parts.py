@@ -12,11 +12,17 @@ import pytest
 
 import holdfast
 from holdfast.checkpointer.drilling import DIARY, DIRECTORY, RUNS, Contents, Kill, Mark, Observed, What
+from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.ranks import WritePlan
+from holdfast.plan.topology import Topology
 from holdfast.study.drill.aim import Lengths, arrange, draw
 from holdfast.study.drill.causes import causes
-from holdfast.study.drill.child import Stage
+from holdfast.study.drill.child import Stage, Start
 from holdfast.study.drill.diary import Account, Diary, Sight
+from holdfast.study.drill.drill import DrillOptions, _Drill, _Pending
 from holdfast.study.drill.judge import Difference, agree, compare_last, index
+from holdfast.study.drill.report import Killed
+from store.several import write_several
 
 SHORT = Lengths(
     first_step=0,
@@ -128,13 +134,15 @@ def test_a_line_that_comes_in_two_parts_is_one_line(tmp_path: Path) -> None:
     assert diary.phase == "saving"
 
 
-def account(*marks: tuple[What, int], mode: str | None = None) -> Account:
-    made = Account("run", 1, 0.0)
+def account(*marks: tuple[What, int], mode: str | None = None, run: str = "run") -> Account:
+    made = Account(run, 1, 0.0)
     for number, (what, step) in enumerate(marks):
-        made.note(Mark(what, "run", float(number), 1, step, mode=mode if what == "saving" else None))
+        made.note(Mark(what, run, float(number), 1, step, mode=mode if what == "saving" else None))
     return made
 
 
+STEP: tuple[What, ...] = ("completed", "saving", "durable")
+STEP_OF_6: tuple[tuple[What, int], ...] = tuple((what, 6) for what in STEP)
 FIRST: tuple[tuple[What, int], ...] = (
     ("restored", 4),
     ("completed", 5),
@@ -166,6 +174,72 @@ def test_a_step_ends_when_the_save_before_it_is_durable_except_where_saves_only_
 def test_a_save_that_failed_need_not_survive() -> None:
     assert account(*FIRST, ("failed", 6), ("completed", 7), ("saving", 7)).due == 5
     assert account(*FIRST, ("failed", 6)).phase == "training"
+
+
+def test_a_training_that_goes_back_gives_up_what_came_later() -> None:
+    went_on: tuple[tuple[What, int], ...] = (
+        ("restored", 4),
+        *((what, step) for step in (5, 6, 7) for what in STEP),
+    )
+    back = account(*went_on, ("restored", 5))
+    assert (back.restored, back.due, back.durable) == (4, 5, 5)
+    assert account(*went_on, ("restored", 5), *STEP_OF_6[:2]).due == 5
+    assert account(*went_on, ("restored", 5), *STEP_OF_6).due == 6
+    # Below where this start began, too.
+    assert account(*went_on, ("restored", 2), ("completed", 3), ("saving", 3), ("durable", 3)).due == 3
+
+
+# --- what kills have cost -----------------------------------------------------------------------------
+
+
+def killed_and_resumed(tmp_path: Path, before: list[Account], *starts: list[Account]) -> _Drill:
+    """A drill of two runs, after a kill and these starts, each of which shows what came of it."""
+    drill = _Drill(DrillOptions(("true",)), tmp_path, lambda news: None, runs=frozenset({"pre", "fine"}))
+    for number, accounts in enumerate((before, *starts), 1):
+        diary = Diary(tmp_path / DIARY)
+        diary.accounts = {account.run: account for account in accounts}
+        drill._resume(Start(diary, 0.0, 1.0, -9, True, False, False, ""))
+        step = max((account.position or 0 for account in accounts), default=0)
+        killed = Killed(number, "training", "training", step, max(account.due for account in accounts))
+        drill.kills.append(killed)
+        drill.pending.append(_Pending(killed, dict(diary.accounts)))
+    return drill
+
+
+def test_runs_that_follow_each_other_are_judged_when_a_start_comes_to_them(tmp_path: Path) -> None:
+    first = account(("restored", 0), ("completed", 10), ("saving", 10), ("durable", 10), run="pre")
+    second = account(("restored", 0), ("completed", 3), ("saving", 3), ("durable", 3), run="fine")
+    again = account(("restored", 10), run="pre")
+    found = killed_and_resumed(tmp_path, [first, second], [again])
+    assert found.problems == []
+    assert [(kill.step, kill.resumed, kill.lost, kill.kept) for kill in found.kills][:1] == [
+        (10, 10, 0, True)
+    ]
+    found = killed_and_resumed(
+        tmp_path, [first, second], [again], [again, account(("restored", 1), run="fine")]
+    )
+    assert [problem.kind for problem in found.problems] == ["lost"]
+    assert "2 steps lost: step 3 had to survive, training went on from step 1" in found.problems[0].message
+    kill = found.kills[0]
+    assert (kill.step, kill.due, kill.resumed, kill.lost, kill.kept) == (3, 3, 1, 2, False)
+
+
+def test_a_step_that_is_saved_again_at_the_end_is_no_mistake(tmp_path: Path) -> None:
+    before = account(("restored", 0), ("completed", 10), ("saving", 10), ("durable", 10), run="pre")
+    last_again: tuple[tuple[What, int], ...] = (("restored", 10), ("completed", 10), ("saving", 10))
+    assert killed_and_resumed(tmp_path, [before], [account(*last_again, run="pre")]).problems == []
+    found = killed_and_resumed(tmp_path, [before], [account(*last_again, ("completed", 11), run="pre")])
+    assert [problem.kind for problem in found.problems] == ["restore"]
+
+
+def test_to_restore_once_more_at_the_end_is_no_mistake(tmp_path: Path) -> None:
+    before = account(("restored", 0), ("completed", 10), ("saving", 10), ("durable", 10), run="pre")
+    after = account(
+        ("restored", 10), ("completed", 11), ("saving", 11), ("durable", 11), ("restored", 11), run="pre"
+    )
+    found = killed_and_resumed(tmp_path, [before], [after])
+    assert found.problems == []
+    assert found.kills[0].resumed == 10
 
 
 # --- comparisons --------------------------------------------------------------------------------------
@@ -213,6 +287,27 @@ def test_last_checkpoints_are_compared_by_their_bytes_not_by_their_checksums(tmp
         leaf = next(leaf for leaf in opened.root.part.leaves if leaf.name == "w")
     with (path / "r00000.v0.safetensors").open("r+b") as file:
         file.seek(leaf.fragments[0].offset + 9_000_000)
+        file.write(b"\xff")
+    assert compare_last(tmp_path / "a", tmp_path / "b", "run", 3, 3).differing == ("w",)
+
+
+def test_what_every_rank_wrote_of_the_last_checkpoint_is_compared(tmp_path: Path) -> None:
+    import numpy as np
+
+    layout = LeafLayout("w", "F32", (40, 8), (Spread(Mesh.grid(2), (Split(0, 0),)),), "numpy")
+    plan = WritePlan([layout], Topology.regular(2), block_nbytes=64)
+    for stage in ("a", "b"):
+        path = tmp_path / stage / RUNS / "run" / "step-000000000003"
+        path.parent.mkdir(parents=True)
+        state = {"w": np.arange(320, dtype=np.float32).reshape(40, 8)}
+        write_several(path, plan, state, tree={"w": {"$leaf": "w"}}, step=3)
+    same = compare_last(tmp_path / "a", tmp_path / "b", "run", 3, 3)
+    assert (same.equal, same.leaves, same.nbytes) == (True, 1, 1280)
+
+    with holdfast.open(path) as opened:
+        (leaf,) = opened.part(1).leaves
+    with (path / "r00001.v0.safetensors").open("r+b") as file:
+        file.seek(leaf.fragments[0].offset)
         file.write(b"\xff")
     assert compare_last(tmp_path / "a", tmp_path / "b", "run", 3, 3).differing == ("w",)
 

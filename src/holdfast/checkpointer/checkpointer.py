@@ -128,7 +128,8 @@ class Checkpointer:
         self._stalled = 0.0
         self._overlapped = False
         path = os.path.abspath(os.fspath(run))
-        self._crew = Crew.gather(f"Checkpointer of {path}", together, options.way(), timeout)
+        way = drilling.way_of(options.way())
+        self._crew = Crew.gather(f"Checkpointer of {path}", together, way, timeout)
         self._drill = drilling.join(path) if self._crew.leads else None
         self._run: WritableRun | FollowedRun = FollowedRun(path)
         self._open = True
@@ -284,6 +285,8 @@ class Checkpointer:
             work = take_apart(self._crew, self.state, self._run.path, step, numbers, talk)
             division = self._divide(work.leaves)
         except BaseException as error:
+            if self._drill is not None:
+                self._drill.failed(step)
             self._crew.failed(talk, error)
             raise
         stage_seconds = time.perf_counter() - began

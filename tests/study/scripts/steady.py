@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from typing import Any
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--fail-on-resume", action="store_true")
     parser.add_argument("--hang-on-resume", action="store_true")
     parser.add_argument("--forget-checkpoints", action="store_true")
+    parser.add_argument("--remove-run", action="store_true")
     options = parser.parse_args()
 
     noise = Noise()
@@ -78,6 +80,8 @@ def main() -> None:
             momentum += noise.draw(1000)
             weights -= 0.1 * momentum
             ckpt.save(step + 1)
+    if options.remove_run:
+        shutil.rmtree(ckpt.path)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,10 @@ class Sight:
 
 @dataclass(slots=True)
 class Account:
-    """One run in one start of the script, as far as the diary goes."""
+    """One run in one start of the script, as far as the diary goes.
+
+    `restored` is where the start went on; should it restore again later, `gone_back` is the last of those.
+    """
 
     run: str
     pid: int
@@ -49,6 +52,7 @@ class Account:
     restored_at: float | None = None
     restored: int | None = None
     restore_calls: int | None = None
+    gone_back: int | None = None
     first: int | None = None
     completed: int | None = None
     completed_at: list[float] = field(default_factory=list)
@@ -63,8 +67,11 @@ class Account:
         match mark.what:
             case "restoring":
                 self.restoring_at = mark.at
-            case "restored":
+            case "restored" if self.restored is None:
                 self.restored_at, self.restored, self.restore_calls = mark.at, mark.step, mark.calls
+            case "restored" if mark.step is not None:  # training goes back: later saves are given up with it
+                self.gone_back = self.durable = mark.step
+                self.begun = [step for step in self.begun if step <= mark.step]
             case "completed":
                 self.first = mark.step if self.first is None else self.first
                 self.completed = mark.step
@@ -106,7 +113,8 @@ class Account:
             before = begun[-1:]
         else:
             before = begun[-2:-1]
-        return max(self.durable or 0, self.restored or 0, *before, 0)
+        restored = self.restored if self.gone_back is None else self.gone_back
+        return max(self.durable or 0, restored or 0, *before, 0)
 
 
 class Diary:

@@ -26,7 +26,7 @@ from holdfast.checkpointer.drilling import RUNS
 from holdfast.engine import Tuning
 from holdfast.store import Checkpoint, list_steps, step_name
 from holdfast.study.drill.aim import Aim, Lengths, arrange, draw
-from holdfast.study.drill.causes import causes
+from holdfast.study.drill.causes import UNDISTURBED, causes
 from holdfast.study.drill.child import DrillFailed, Stage, Start
 from holdfast.study.drill.diary import Account, Diary, Sight
 from holdfast.study.drill.judge import Agreement, Final, agree, compare_last, index
@@ -79,7 +79,7 @@ def hold(options: DrillOptions, tell: Tell = lambda news: None) -> DrillReport:
 
 @dataclass(slots=True)
 class _Pending:
-    """A kill whose consequences no later start has shown yet. Accounts are those of the killed start."""
+    """A kill, and those runs of the killed start that no later start has come to yet, as they were."""
 
     killed: Killed
     accounts: dict[str, Account]
@@ -91,6 +91,7 @@ class _Drill:
     directory: Path
     tell: Tell
     steps: int | None = None
+    runs: frozenset[str] = frozenset()
     kills: list[Killed] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
     seen: list[tuple[int, Sight]] = field(default_factory=list)
@@ -100,8 +101,16 @@ class _Drill:
 
     def report(self, began: float) -> DrillReport:
         reference = self._reference("reference", "undisturbed")
-        account = max(reference.diary.accounts.values(), key=lambda account: len(account.begun))
+        saved = [account for account in reference.diary.accounts.values() if account.durable is not None]
+        account = max(saved, key=lambda account: len(account.begun))
         self.steps = account.completed
+        self.runs = frozenset(reference.diary.accounts)
+        self.notes += [
+            f"when the script has ended, run {gone.run} holds no checkpoint: its last one is compared by "
+            "checksums alone"
+            for gone in saved
+            if not self._steps_in("reference", gone.run)
+        ]
         lengths = self._lengths(reference, account)
         rounds = fruitless = 0
         while len(self.kills) < self.options.times:
@@ -160,9 +169,11 @@ class _Drill:
         return start
 
     def _lengths(self, reference: Start, account: Account) -> Lengths:
-        path = self.directory / "reference" / RUNS / account.run
-        with Checkpoint(str(path / step_name(list_steps(str(path))[-1]))) as last:
-            windows = math.ceil(last.stored_nbytes / Tuning().window_nbytes)
+        windows = 0
+        for step in self._steps_in("reference", account.run)[-1:]:
+            path = self.directory / "reference" / RUNS / account.run / step_name(step)
+            with Checkpoint(str(path)) as last:
+                windows = math.ceil(last.stored_nbytes / Tuning().window_nbytes)
         at = account.completed_at
         steps = [later - earlier for earlier, later in itertools.pairwise(at)]
         save = statistics.median(account.save_seconds)
@@ -219,7 +230,7 @@ class _Drill:
             self._check_use(account)
         for pending in self.pending:
             self._settle(pending, ready)
-        last = self.pending[-1].killed.number - 1
+        last = len(self.kills) - 1
         times = [account for account in ready.values() if account.restored_at is not None]
         durable = [
             account.first_durable_at for account in ready.values() if account.first_durable_at is not None
@@ -231,7 +242,7 @@ class _Drill:
             else None,
             durable_seconds=min(durable) - start.began_at if durable else None,
         )
-        self.pending = []
+        self.pending = [pending for pending in self.pending if pending.accounts]
 
     def _check_use(self, account: Account) -> None:
         """Whether the script does with its Checkpointer what makes it resume."""
@@ -244,7 +255,8 @@ class _Drill:
                 f"the script did not call restore(), though step {due} was there to go on from: "
                 "for step in range(ckpt.restore(), steps)",
             )
-        elif account.first <= account.restored:
+        elif account.first < account.restored or account.first == account.restored < (account.completed or 0):
+            # The step that was restored may be saved again, as a last one, but not be followed by others.
             self._problem(
                 "restore",
                 f"the script restored step {account.restored}, but the next step it completed was "
@@ -252,30 +264,42 @@ class _Drill:
             )
 
     def _settle(self, pending: _Pending, ready: dict[str, Account]) -> None:
-        """Counts what one kill has cost, in the run that it has cost most."""
+        """Counts what one kill has cost, in the run that it has cost most.
+
+        A script may have several runs, one after the other: those that this start has not come to can wait.
+        """
         place = pending.killed.number - 1
-        found: list[tuple[int, int, int]] = []  # missing of what was due, steps lost, resumed from
-        for run, before in pending.accounts.items():
-            if run not in ready:
+        strangers = [run for run in ready if run not in self.runs]
+        for run in [run for run in pending.accounts if run in ready or strangers]:
+            before = pending.accounts.pop(run)
+            if run in ready:
+                self._count(place, before, ready[run].restored or 0)
+            else:
                 self._problem(
                     "path",
-                    f"after kill {place + 1} the script opened another run ({', '.join(ready)}, "
+                    f"after kill {place + 1} the script opened another run ({', '.join(strangers)}, "
                     f"before: {run}): a run needs the same path at every start to be found again",
                 )
-                continue
-            resumed = ready[run].restored or 0
-            found.append((before.due - resumed, max(0, (before.position or 0) - resumed), resumed))
-        if not found:
+        killed = self.kills[place]
+        if killed.resumed is None and not pending.accounts:
             resumed = max(account.restored or 0 for account in ready.values())
-            lost = max(0, (pending.killed.step or 0) - resumed)
-            self.kills[place] = replace(pending.killed, resumed=resumed, lost=lost)
-            return
-        missing, lost, resumed = max(found)
-        killed = self.kills[place] = replace(pending.killed, resumed=resumed, lost=lost)
+            self.kills[place] = replace(killed, resumed=resumed, lost=max(0, (killed.step or 0) - resumed))
+
+    def _count(self, place: int, before: Account, resumed: int) -> None:
+        killed = self.kills[place]
+        missing, lost = before.due - resumed, max(0, (before.position or 0) - resumed)
+        if killed.resumed is None or (missing > 0, lost, before.position or 0) > (
+            not killed.kept,
+            killed.lost or 0,
+            killed.step or 0,
+        ):
+            self.kills[place] = replace(
+                killed, step=before.position, due=before.due, resumed=resumed, lost=lost
+            )
         if missing > 0:
             self._problem(
                 "lost",
-                f"kill {killed.number} ({killed.phase}): {lost} steps lost: step {killed.due} "
+                f"kill {killed.number} ({killed.phase}): {lost} steps lost: step {before.due} "
                 f"had to survive, training went on from step {resumed}",
             )
 
@@ -301,22 +325,20 @@ class _Drill:
                 start.errors,
             )
             return False
-        for run, account in reference.diary.accounts.items():
-            if account.durable is not None:
-                self._compare_last(run, stage)
+        for run in reference.diary.accounts:
+            expected = self._steps_in("reference", run)
+            if expected:
+                self._compare_last(run, stage, expected[-1])
         return True
 
-    def _compare_last(self, run: str, stage: Stage) -> None:
-        other = stage.directory / RUNS / run
-        steps = list_steps(str(other)) if other.is_dir() else []
+    def _compare_last(self, run: str, stage: Stage, expected: int) -> None:
+        steps = self._steps_in(stage.directory.name, run)
         if not steps:
             self._problem(
                 "path", f"the killed training made no checkpoint in run {run}, the undisturbed one did"
             )
             return
-        straight = self.directory / "reference"
-        last = list_steps(str(straight / RUNS / run))[-1]
-        final = compare_last(straight, stage.directory, run, last, steps[-1])
+        final = compare_last(self.directory / "reference", stage.directory, run, expected, steps[-1])
         self.finals.append(final)
         if final.step != final.reference_step:
             self._problem(
@@ -354,7 +376,11 @@ class _Drill:
         if agreement.first is None:
             return None, ()
         expected = index(reference.diary.sights)
-        again = self._reference("reference-2", "undisturbed again")
+        try:
+            again = self._reference("reference-2", "undisturbed again")
+        except DrillFailed as error:  # what the kills have shown is worth telling nevertheless
+            self._problem("undisturbed", f"run undisturbed once more, it did not end as before: {error}")
+            return None, UNDISTURBED
         undisturbed = agree(expected, [(0, sight) for sight in again.diary.sights])
         if undisturbed.first is not None:
             first = undisturbed.first
@@ -374,6 +400,10 @@ class _Drill:
         # A mistake of the script shows at every start; once is enough. What kills cost is told one by one.
         if kind not in _ONCE or all(problem.kind != kind for problem in self.problems):
             self.problems.append(Problem(kind, message, details))
+
+    def _steps_in(self, stage: str, run: str) -> list[int]:
+        path = self.directory / stage / RUNS / run
+        return list_steps(str(path)) if path.is_dir() else []
 
     def _stage(self, name: str) -> Stage:
         return Stage(self.directory / name, self.options.command, self.options.timeout)

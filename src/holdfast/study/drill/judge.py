@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from holdfast.checkpointer.drilling import RUNS, contents_of
-from holdfast.format.records import Leaf
 from holdfast.store import Checkpoint, step_name
 from holdfast.study.drill.diary import Sight
 
@@ -118,32 +116,52 @@ def compare_last(reference: Path, other: Path, run: str, reference_step: int, st
         a, b = contents_of(mine), contents_of(its)
         differing = dict.fromkeys([*_unlike(a.leaves, b.leaves), *_unlike(a.values, b.values)])
         nbytes = 0
-        stored = {leaf.name: leaf for leaf in its.root.part.leaves}
-        for leaf in mine.root.part.leaves:
-            twin = stored.get(leaf.name)
-            if twin is None or leaf.name in differing:
+        stored = _pieces(its)
+        for name, pieces in _pieces(mine).items():
+            if name in differing:
                 continue
             # Equal checksums already; but nobody needs to trust a checksum who has both files.
-            if not _same_bytes(mine, leaf, its, twin):
-                differing[leaf.name] = None
-            nbytes += sum(fragment.nbytes for fragment in leaf.fragments)
+            if not _same_bytes(pieces, stored[name]):
+                differing[name] = None
+            nbytes += sum(piece.nbytes for piece in pieces)
         return Final(run, step, reference_step, len(a.leaves), nbytes, tuple(differing))
 
 
-def _same_bytes(a: Checkpoint, mine: Leaf, b: Checkpoint, its: Leaf) -> bool:
-    with ExitStack() as stack:
-        for left, right in zip(mine.fragments, its.fragments, strict=True):
-            files = [
-                stack.enter_context(
-                    open(os.path.join(opened.path, opened.root.part.files[piece.file].name), "rb")
+@dataclass(frozen=True, slots=True, order=True)
+class _Piece:
+    """Where a fragment of a leaf begins, in the leaf and in its file."""
+
+    start: tuple[int, ...]
+    nbytes: int
+    path: str
+    offset: int
+
+
+def _pieces(checkpoint: Checkpoint) -> dict[str, list[_Piece]]:
+    """The fragments of each leaf, of all ranks, in the leaf's order."""
+    found: dict[str, list[_Piece]] = {}
+    for part in checkpoint.parts:
+        for leaf in part.leaves:
+            found.setdefault(leaf.name, []).extend(
+                _Piece(
+                    fragment.start,
+                    fragment.nbytes,
+                    os.path.join(checkpoint.path, part.files[fragment.file].name),
+                    fragment.offset,
                 )
-                for opened, piece in ((a, left), (b, right))
-            ]
+                for fragment in leaf.fragments
+            )
+    return {name: sorted(pieces) for name, pieces in found.items()}
+
+
+def _same_bytes(mine: list[_Piece], its: list[_Piece]) -> bool:
+    for left, right in zip(mine, its, strict=True):
+        with open(left.path, "rb", buffering=0) as a, open(right.path, "rb", buffering=0) as b:
             for start in range(0, left.nbytes, _WINDOW_NBYTES):
                 nbytes = min(_WINDOW_NBYTES, left.nbytes - start)
                 parts = [
                     os.pread(file.fileno(), nbytes, piece.offset + start)
-                    for file, piece in zip(files, (left, right), strict=True)
+                    for file, piece in ((a, left), (b, right))
                 ]
                 if parts[0] != parts[1] or len(parts[0]) != nbytes:
                     return False
