@@ -151,6 +151,13 @@ def test_a_file_in_place_of_a_run_is_named(tmp_path: Path) -> None:
             Checkpointer(run, blank(), mode="sync")
 
 
+def test_every_may_be_a_whole_number_of_any_library(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"w": np.zeros(3)}, every=np.int64(3), mode="sync") as checkpointer:  # type: ignore[arg-type]
+        assert [step for step in range(1, 7) if checkpointer.save(step)] == [3, 6]
+        assert checkpointer.events.broken is None
+    assert '"every":3' in (tmp_path / "events.jsonl").read_text().splitlines()[0]
+
+
 def test_every_skips_the_steps_between(tmp_path: Path) -> None:
     state = blank()
     with Checkpointer(tmp_path, state, every=3, keep=Keep(last=9), mode="sync") as checkpointer:

@@ -273,7 +273,9 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
 
 def test_one_save_and_ten_thousand_can_be_drawn(tmp_path: Path) -> None:
     command("stats", log(tmp_path / "one", [saved(1, 1.0)]), "--plot", tmp_path / "one.svg")
-    assert "1 durable save of" in words(tmp_path / "one.svg")
+    said = words(tmp_path / "one.svg")
+    assert "1 durable save of" in said
+    assert "training waited, ms 1 step" in said  # the only place on the axis of steps
     many = [saved(step, float(step), stall=5.0 if step == 7000 else 0.01) for step in range(1, 10_001)]
     command("stats", log(tmp_path / "many", many), "--plot", tmp_path / "many.svg")
     said = words(tmp_path / "many.svg")
@@ -281,6 +283,12 @@ def test_one_save_and_ten_thousand_can_be_drawn(tmp_path: Path) -> None:
     assert "drawn together" in said
     assert "5 s" in said  # the one far above the others is told, not drawn to scale
     assert (tmp_path / "many.svg").stat().st_size < 1 << 20
+
+
+def test_a_run_whose_name_is_no_text_can_be_drawn(tmp_path: Path) -> None:
+    run = log(tmp_path / os.fsdecode(b"run\xff\n"), story())
+    assert command("stats", run, "--plot", tmp_path / "out.svg").code == 0
+    assert r"Saves of run\udcff\n" in words(tmp_path / "out.svg")
 
 
 def test_a_picture_of_nothing_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ one save under way is `saving`'s, when to save is `schedule`'s, which checkpoint
 
 from __future__ import annotations
 
+import operator
 import os
 import socket
 import time
@@ -150,7 +151,7 @@ class Checkpointer:
                 self._run = FollowedRun(where)
             self._retention = Retention(self._run, keep or Keep(), known)
             self._events = EventLog(self._run.path if self._crew.leads else None)
-            self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, every))
+            self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, _plain(every)))
             self._preemption = Preemption() if preemption else None
         except BaseException:
             self._run.close()
@@ -540,6 +541,11 @@ def _refuse_checkpoint(path: str) -> None:
             f"{path} is a checkpoint, not a run of them: give the Checkpointer a directory of its own. "
             "(holdfast.load restores from a single checkpoint)"
         )
+
+
+def _plain(every: int | str) -> int | str:
+    """Steps may be given as any library's whole number; events hold Python's own."""
+    return every if isinstance(every, str) else operator.index(every)
 
 
 def _nobody(leaf: LeafSource) -> None:

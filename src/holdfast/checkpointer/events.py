@@ -14,10 +14,10 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import BinaryIO, TypeAlias, overload
+from typing import Annotated, BinaryIO, TypeAlias, overload
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from holdfast.errors import CheckpointNotFound, ReadFailed
 from holdfast.store.failures import reading
@@ -31,6 +31,11 @@ _MAX_TEXT = 4000
 _RECENT = 1000
 
 
+Seconds: TypeAlias = Annotated[float, Meta(ge=-1e12, le=1e12)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""Bounds for what is read: a line beyond them is no event, and no sum of events overflows."""
+
+
 class Phases(Struct, frozen=True):
     """Seconds of one save.
 
@@ -39,10 +44,10 @@ class Phases(Struct, frozen=True):
     sync, retention.
     """
 
-    stage: float
-    write: float
-    sync: float
-    commit: float
+    stage: Seconds
+    write: Seconds
+    sync: Seconds
+    commit: Seconds
 
     @property
     def total(self) -> float:
@@ -56,7 +61,7 @@ class _Record(Struct, frozen=True, tag_field="event"):
 class Opened(_Record, frozen=True, tag="opened"):
     """A training opened the run for writing."""
 
-    time: float
+    time: Seconds
     pid: int
     host: str
     mode: str
@@ -70,16 +75,16 @@ class Saved(_Record, frozen=True, tag="saved"):
     read where they lie and `copied_nbytes` were copied first. `stall_seconds`: how long training waited.
     """
 
-    step: int
-    time: float
+    step: Count
+    time: Seconds
     mode: str
-    nbytes: int
-    stored_nbytes: int
-    leaves: int
+    nbytes: Count
+    stored_nbytes: Count
+    leaves: Count
     seconds: Phases
-    stall_seconds: float
-    in_place_nbytes: int = 0
-    copied_nbytes: int = 0
+    stall_seconds: Seconds
+    in_place_nbytes: Count = 0
+    copied_nbytes: Count = 0
 
     @property
     def gb_per_second(self) -> float:
@@ -90,36 +95,36 @@ class Saved(_Record, frozen=True, tag="saved"):
 class Failed(_Record, frozen=True, tag="failed"):
     """A save did not become durable. `error` is the name of the exception's type."""
 
-    step: int
-    time: float
+    step: Count
+    time: Seconds
     mode: str
     error: str
     message: str
-    stall_seconds: float = 0.0
+    stall_seconds: Seconds = 0.0
 
 
 class Restored(_Record, frozen=True, tag="restored"):
     """Training resumed from a checkpoint."""
 
-    step: int
-    time: float
-    nbytes: int
-    seconds: float
+    step: Count
+    time: Seconds
+    nbytes: Count
+    seconds: Seconds
 
 
 class PassedOver(_Record, frozen=True, tag="passed_over"):
     """A damaged checkpoint that restoring left aside for an older one."""
 
-    step: int
-    time: float
+    step: Count
+    time: Seconds
     reason: str
 
 
 class Preempted(_Record, frozen=True, tag="preempted"):
     """A signal asked the training to end; its last step is saved. `signal` is its name."""
 
-    step: int
-    time: float
+    step: Count
+    time: Seconds
     signal: str
 
 

@@ -33,6 +33,7 @@ def stats(
     """
     with session(as_json) as out:
         from holdfast.checkpointer.events import read_events
+        from holdfast.cli import words
         from holdfast.cli.summing import summarise
         from holdfast.study import stats_plot
         from holdfast.study.picture import check_suffix
@@ -50,7 +51,7 @@ def stats(
         latest = events[len(events) - min(last, len(events)) :]
         if plot is not None:
             try:
-                stats_plot.draw(events, plot, name=os.path.basename(where))
+                stats_plot.draw(events, plot, name=words.plain(os.path.basename(where)))
             except (RuntimeError, ValueError) as error:  # no matplotlib, or no save to draw
                 out.fail(type(error).__name__, str(error))
         if as_json:

@@ -25,6 +25,7 @@ _PHASES = (("stage", "#d8a657"), ("write", OURS), ("sync", OURS_LIGHT), ("commit
 _MOST_POINTS = 240
 """More saves than a reader can tell apart are drawn in groups of neighbours."""
 _MARGIN = 0.02
+_TICK_CHARACTERS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,9 @@ def draw(events: Sequence[Event], path: Path, *, name: str) -> None:
             _plain(axis)
         axes[0].set_xlim(*ends)
         axes[2].set_xlabel("step", color=QUIET)
-        axes[2].xaxis.set_major_locator(MaxNLocator(integer=True))
+        # Whole steps only, and no more of them than their digits leave room for.
+        places = min(9, _TICK_CHARACTERS // len(f"{ends[1]:,.0f}"))
+        axes[2].xaxis.set_major_locator(MaxNLocator(places, integer=True, min_n_ticks=1))
         axes[2].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         _words(figure, name, saves, failed, restored, grouped=len(columns) < len(saves))
 
@@ -197,14 +200,14 @@ def _usual(values: Sequence[float]) -> float:
 
 def _marks(axis: Axes, failed: Sequence[Failed], restored: Sequence[Restored]) -> None:
     """Failed saves and resumed trainings, at their steps, in every panel."""
-    for event in restored:
-        axis.axvline(event.step, color=QUIET, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
-    for fail in failed:
-        axis.axvline(fail.step, color=ALERT, linewidth=1.0, alpha=0.55, zorder=1)
+    upright = axis.get_xaxis_transform()
+    resumed, lost = sorted({event.step for event in restored}), sorted({event.step for event in failed})
+    axis.vlines(resumed, 0, 1, color=QUIET, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1, transform=upright)
+    axis.vlines(lost, 0, 1, color=ALERT, linewidth=1.0, alpha=0.55, zorder=1, transform=upright)
     # On the axis itself, where no bar hides them.
     axis.plot(
-        [fail.step for fail in failed],
-        [0.0] * len(failed),
+        lost,
+        [0.0] * len(lost),
         "X",
         color=ALERT,
         markersize=8,
