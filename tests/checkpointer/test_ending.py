@@ -19,6 +19,7 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, Keep, Options
+from holdfast.checkpointer import preemption
 from holdfast.checkpointer.saving import Saving
 from holdfast.engine import WriteJob, faults
 
@@ -238,8 +239,77 @@ def test_preemption_finishes_the_step_saves_and_exits_with_0(tmp_path: Path, num
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
-    script = "os.kill(os.getpid(), signal.SIGTERM)\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(30)"
+    script = """
+    from holdfast.checkpointer import preemption
+    os.kill(os.getpid(), signal.SIGTERM)
+    preemption.SAME_SECONDS = 0.0  # as if so much time had passed
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+    """
     assert run(script, tmp_path).returncode == -signal.SIGTERM
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test asks this process to do is forgotten behind it."""
+    monkeypatch.setattr(preemption, "_note", None)
+
+
+def numbers(folder: Path, **arguments: Any) -> Checkpointer:
+    return Checkpointer(folder, {"w": np.zeros(3)}, mode="sync", **arguments)
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_signal_that_a_launcher_hands_on_as_well_is_no_second_one(tmp_path: Path) -> None:
+    with numbers(tmp_path) as ckpt:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            ckpt.save(1)
+    assert ended.value.code == 0
+    assert ckpt.steps == [1]
+
+
+@pytest.mark.usefixtures("asked")
+def test_preemption_ends_a_process_of_several_checkpointers_when_each_has_saved(tmp_path: Path) -> None:
+    with numbers(tmp_path / "a", every=100) as a, numbers(tmp_path / "b", every=100) as b:
+        signal.raise_signal(signal.SIGTERM)
+        a.save(7)
+        with pytest.raises(SystemExit):
+            b.save(7)
+    assert (a.steps, b.steps) == ([7], [7])
+
+
+@pytest.mark.usefixtures("asked")
+def test_preemption_does_not_wait_for_a_checkpointer_that_saves_nothing(tmp_path: Path) -> None:
+    with numbers(tmp_path / "a", every=100) as a, numbers(tmp_path / "b", every=100) as b:
+        signal.raise_signal(signal.SIGTERM)
+        a.save(7)
+        with pytest.raises(SystemExit):
+            a.save(8)
+    assert (a.steps, b.steps) == ([7, 8], [])
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_signal_before_a_checkpointer_is_opened_counts_for_it_too(tmp_path: Path) -> None:
+    """Say, after the last save of a training that is followed by another one."""
+    with numbers(tmp_path / "a") as first:
+        first.save(1)
+        signal.raise_signal(signal.SIGTERM)
+    with numbers(tmp_path / "b") as second:
+        assert second.preempted
+        with pytest.raises(SystemExit):
+            second.save(1)
+
+
+def test_a_checkpointer_of_another_thread_does_not_keep_signals_from_being_heard(tmp_path: Path) -> None:
+    opened: list[Checkpointer] = []
+    thread = threading.Thread(target=lambda: opened.append(numbers(tmp_path / "a")))
+    thread.start()
+    thread.join()
+    with opened[0], numbers(tmp_path / "b"):
+        assert callable(signal.getsignal(signal.SIGTERM))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_signal_that_somebody_else_handles_is_left_to_them(tmp_path: Path) -> None:

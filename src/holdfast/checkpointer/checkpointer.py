@@ -410,8 +410,10 @@ class Checkpointer:
     def _obey(self, saving: Saving, signal: str) -> None:
         saving.wait()
         self._events.add(Preempted(saving.step, time.time(), signal))
-        self.close()
-        raise SystemExit(0)
+        # Several ranks end at the same step, whatever other Checkpointers one of them has.
+        if self._preemption is None or self._preemption.obeyed() or self._crew.team is not None:
+            self.close()
+            raise SystemExit(0)
 
     def _optimizers(self) -> list[Any]:
         return find_optimizers(self.state, self._given_optimizers)

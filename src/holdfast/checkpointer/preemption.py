@@ -1,8 +1,10 @@
 """Being asked to stop: SIGTERM and SIGUSR1, as schedulers send them before they take a machine away.
 
-The first signal only leaves a note: the step under way is finished, and the next `Checkpointer.save` saves
-it whatever the schedule says, and ends the process with exit code 0. A second signal does what it would have
-done without Holdfast. Handlers that somebody else has installed are left alone.
+The first signal only leaves a note, for the whole process: the step under way is finished, the next
+`Checkpointer.save` saves it whatever the schedule says, and the process ends with exit code 0. With several
+Checkpointers it ends when each has saved, or when the first of them comes again. A second signal does what it
+would have done without Holdfast, unless it follows at once. Handlers that somebody else has installed are
+left alone.
 """
 
 from __future__ import annotations
@@ -10,18 +12,26 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import weakref
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAME_SECONDS = 5.0
+"""A signal within this time of the first is no second one: where a scheduler signals every process of a job,
+a launcher such as torchrun, which gets it too, hands it on to those that have it already."""
 
 
 class Preemption:
-    """One listener, from construction to `close`; all listeners of a process hear the same signal."""
+    """One listener, from construction to `close`; all listeners of a process hear the same signal.
+
+    A signal that came to others before counts as well: what asked the process to end has not changed its mind
+    since.
+    """
 
     def __init__(self) -> None:
-        self._received: signal.Signals | None = None
-        if not _listening and _in_main_thread():
+        self._obeyed = False
+        if _in_main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) == signal.SIG_DFL:
                     signal.signal(number, _handle)
@@ -30,10 +40,12 @@ class Preemption:
     @property
     def received(self) -> str | None:
         """The name of the signal that asked to stop, if one did."""
-        return None if self._received is None else self._received.name
+        return None if _note is None else _note[0].name
 
-    def note(self, number: int) -> None:
-        self._received = signal.Signals(number)
+    def obeyed(self) -> bool:
+        """What this listener had to save is safe. Whether the process may end now, or others have to save."""
+        again, self._obeyed = self._obeyed, True
+        return again or all(listener._obeyed for listener in _listening)
 
     def close(self) -> None:
         _listening.discard(self)
@@ -42,13 +54,16 @@ class Preemption:
 
 
 _listening: weakref.WeakSet[Preemption] = weakref.WeakSet()
+_note: tuple[signal.Signals, float] | None = None
+"""The signal that came first, and when."""
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    listening = [listener for listener in _listening if listener.received is None]
-    for listener in listening:
-        listener.note(number)
-    if not listening:  # it is the second one, or nobody is there to act on it
+    global _note
+    now = time.monotonic()
+    if _listening and _note is None:
+        _note = signal.Signals(number), now
+    elif not _listening or (_note is not None and now - _note[1] >= SAME_SECONDS):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -67,6 +82,8 @@ def _in_main_thread() -> bool:
 
 def _leave_to_the_parent() -> None:
     """In a forked child, a data loader's worker say: it ends when it is told to."""
+    global _note
+    _note = None
     _listening.clear()
     _stop_handling()
 
