@@ -302,6 +302,17 @@ def test_a_signal_before_a_checkpointer_is_opened_counts_for_it_too(tmp_path: Pa
             second.save(1)
 
 
+@pytest.mark.usefixtures("asked")
+def test_a_process_that_could_not_save_does_not_end_as_if_it_had(tmp_path: Path) -> None:
+    with numbers(tmp_path, on_error="warn") as ckpt:
+        signal.raise_signal(signal.SIGTERM)
+        with faults.injected("sync:1:EIO"), pytest.warns(RuntimeWarning, match="SaveFailed"):
+            ckpt.save(1)
+        with pytest.raises(SystemExit):
+            ckpt.save(2)
+    assert ckpt.steps == [2]
+
+
 def test_a_checkpointer_of_another_thread_does_not_keep_signals_from_being_heard(tmp_path: Path) -> None:
     opened: list[Checkpointer] = []
     thread = threading.Thread(target=lambda: opened.append(numbers(tmp_path / "a")))

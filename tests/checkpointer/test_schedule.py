@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import threading
+from collections.abc import Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -43,6 +45,27 @@ def test_steps_are_due_at_their_multiples() -> None:
 
 
 @pytest.mark.parametrize(
+    ("calls", "due"),
+    [
+        (range(1, 30, 4), [13, 21]),  # no multiple of ten among them
+        (range(391, 2000, 391), [391 * 2, 391 * 3, 391 * 4, 391 * 5]),
+        ([8, 9, 10, 11, 5, 9, 12], [10, 12]),  # and back to an older step
+        ([20, 20], [20, 20]),
+    ],
+    ids=["stride", "epochs", "back", "again"],
+)
+def test_a_multiple_that_no_call_falls_on_is_made_up_for_by_the_next(
+    calls: Sequence[int], due: list[int]
+) -> None:
+    schedule = make_schedule(10)
+    found = []
+    for step in calls:
+        schedule.stepped(step, 0.0, 0.0, False)
+        found += [step] if schedule.due(step, 0.0) else []
+    assert found == due
+
+
+@pytest.mark.parametrize(
     ("text", "seconds"),
     [("30s", 30), ("5m", 300), ("1h", 3600), ("1.5h", 5400), (".5s", 0.5), ("2d", 172800), (" 7 s ", 7)],
 )
@@ -60,13 +83,13 @@ def test_anything_else_is_refused_with_what_is_allowed(every: Any) -> None:
         make_schedule(every)
 
 
-@pytest.mark.parametrize("budget", [0, 1, -0.1, 1.5, math.nan])
-def test_a_budget_is_a_share(budget: float) -> None:
+@pytest.mark.parametrize("budget", [0, 1, -0.1, 1.5, math.nan, "3%", None])
+def test_a_budget_is_a_share(budget: Any) -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
         make_schedule("auto", budget=budget)
 
 
-@pytest.mark.parametrize("mtbf", [0, -1.0, math.inf, math.nan, "6", "soon", "0h", True])
+@pytest.mark.parametrize("mtbf", [0, -1.0, math.inf, math.nan, "6", "soon", "0h", True, timedelta(hours=6)])
 def test_a_time_between_failures_is_a_time(mtbf: Any) -> None:
     with pytest.raises(ValueError, match='"6h" or "2d"'):
         make_schedule("auto", mtbf=mtbf)

@@ -15,6 +15,7 @@ from holdfast.checkpointer.drilling import DIARY, DIRECTORY, RUNS, Contents, Kil
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
+from holdfast.study.drill import child
 from holdfast.study.drill.aim import Lengths, arrange, draw
 from holdfast.study.drill.causes import causes
 from holdfast.study.drill.child import Stage, Start
@@ -368,6 +369,22 @@ def test_a_worker_in_a_session_of_its_own_does_not_outlive_a_start(tmp_path: Pat
     start = stage.start(1, trigger=lambda diary, now: killed and (tmp_path / "pid").exists())
     assert (start.killed, start.finished) == (killed, not killed)
     assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_an_interrupt_while_a_start_begins_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+
+    def begin(*arguments: object) -> object:
+        pids.append(real(*arguments).pid)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    real = child._begin
+    monkeypatch.setattr(child, "_begin", begin)
+    with pytest.raises(KeyboardInterrupt):
+        Stage(tmp_path / "stage", ("sleep", "600"), 60).start(1)
+    assert not alive(pids[0])
 
 
 def test_a_process_that_carries_the_name_of_another_drill_is_left_alone(tmp_path: Path) -> None:

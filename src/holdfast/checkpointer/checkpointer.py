@@ -401,14 +401,20 @@ class Checkpointer:
     def _tell(self, saving: Saving | None) -> None:
         """Raises, or warns of, what went wrong in a save that has ended."""
         error = saving.take_error() if saving is not None else None
-        if error is None:
-            return
+        if error is not None:
+            self._complain(error)
+
+    def _complain(self, error: BaseException) -> None:
         if self._on_error == "raise" or not isinstance(error, Exception):
             raise error
-        warnings.warn(f"{type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{type(error).__name__}: {error}", RuntimeWarning, stacklevel=4)
 
     def _obey(self, saving: Saving, signal: str) -> None:
-        saving.wait()
+        try:
+            saving.wait()
+        except Exception as error:
+            self._complain(error)
+            return  # nothing was saved that the process could end with; the next step tries again
         self._events.add(Preempted(saving.step, time.time(), signal))
         # Several ranks end at the same step, whatever other Checkpointers one of them has.
         if self._preemption is None or self._preemption.obeyed() or self._crew.team is not None:

@@ -73,7 +73,7 @@ def make_schedule(every: int | str, *, budget: float = 0.03, mtbf: float | str |
     >>> make_schedule("1.5h").explain()
     'every 1.5 h: at the first step after that time'
     """
-    if not 0 < budget < 1:
+    if not _between(0, budget, 1):
         raise ValueError(f"budget is the share of time that saves may cost, between 0 and 1, not {budget!r}")
     if every == "auto":
         return Auto(budget, None if mtbf is None else _mtbf_seconds(mtbf))
@@ -92,13 +92,19 @@ def make_schedule(every: int | str, *, budget: float = 0.03, mtbf: float | str |
 
 
 class EverySteps(Schedule):
-    """At the multiples of a number of steps."""
+    """At the multiples of a number of steps; at the first call behind one that no call falls on."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
+        self._before: int | None = None
+        self._last: int | None = None
 
     def due(self, step: int, now: float) -> bool:
-        return step % self.steps == 0
+        passed = self._before is not None and step // self.steps > self._before // self.steps
+        return passed or step % self.steps == 0
+
+    def stepped(self, step: int, now: float, stalled_seconds: float, saving: bool) -> None:
+        self._before, self._last = self._last, step
 
     def explain(self) -> str:
         return _every(self.steps)
@@ -370,11 +376,18 @@ class Auto(Schedule):
 
 def _mtbf_seconds(mtbf: float | str) -> float:
     seconds = _parse_seconds(mtbf) if isinstance(mtbf, str) else mtbf
-    if seconds is None or isinstance(mtbf, bool) or not 0 < seconds < math.inf:
+    if seconds is None or isinstance(mtbf, bool) or not _between(0, seconds, math.inf):
         raise ValueError(
             f'mtbf, the mean time between failures, is seconds or a time such as "6h" or "2d", not {mtbf!r}'
         )
     return float(seconds)
+
+
+def _between(low: float, number: float, high: float) -> bool:
+    try:
+        return low < number < high
+    except TypeError:  # it is none
+        return False
 
 
 def _parse_seconds(text: str) -> float | None:

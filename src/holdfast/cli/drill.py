@@ -59,7 +59,10 @@ def drill(
     import shutil
 
     if shutil.which(command[0]) is None:
-        raise typer.BadParameter(f"{command[0]}: no such command", param_hint="COMMAND")
+        why = "no such command"
+        if Path(command[0]).is_file():
+            why = f"not a command that can be executed; if it is a script: python {command[0]}"
+        raise typer.BadParameter(f"{command[0]}: {why}", param_hint="COMMAND")
     with session(as_json) as out:
         from holdfast.study.drill.child import DrillFailed
         from holdfast.study.drill.drill import DrillOptions, hold

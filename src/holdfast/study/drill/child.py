@@ -123,8 +123,25 @@ def _group(
     command: tuple[str, ...], environment: dict[str, str], out: int, err: int
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The command as a new process group; of all that it started, nothing is alive when this ends."""
+    child: subprocess.Popen[bytes] | None = None
     try:
-        child = subprocess.Popen(
+        child = _begin(command, environment, out, err)
+        yield child
+    finally:
+        if child is not None and child.returncode is None:  # not reaped: the number still means its group
+            os.killpg(child.pid, signal.SIGKILL)
+        # Also after an end by itself: a worker left behind would write into the next start's run. And when
+        # Ctrl-C came while it was being started, and nobody has been told its number.
+        _kill_all(None if child is None else child.pid, f"{DIRECTORY}={environment[DIRECTORY]}")
+        if child is not None:
+            child.wait(_DYING_SECONDS)
+
+
+def _begin(
+    command: tuple[str, ...], environment: dict[str, str], out: int, err: int
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -134,17 +151,9 @@ def _group(
         )
     except OSError as error:
         raise DrillFailed(f"cannot start {command[0]!r}: {error.strerror or error}") from None
-    try:
-        yield child
-    finally:
-        if child.returncode is None:  # it is not reaped, so that the number still means its group
-            os.killpg(child.pid, signal.SIGKILL)
-        # Also after an end by itself: a worker left behind would write into the next start's run.
-        _kill_all(child.pid, f"{DIRECTORY}={environment[DIRECTORY]}")
-        child.wait(_DYING_SECONDS)
 
 
-def _kill_all(group: int, mark: str) -> None:
+def _kill_all(group: int | None, mark: str) -> None:
     """Kills what is left of a start, until nothing is.
 
     Launchers give each worker a session of its own (torchrun does), where no signal to the group reaches it.
@@ -187,7 +196,7 @@ def _running() -> Iterator[_Process]:
             yield _Process(int(entry.name), int(fields[2]), int(fields[19]))
 
 
-def _belongs(found: _Process, group: int, entry: bytes) -> bool:
+def _belongs(found: _Process, group: int | None, entry: bytes) -> bool:
     if found.group == group:
         return True
     try:
