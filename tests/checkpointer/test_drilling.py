@@ -16,6 +16,9 @@ import pytest
 import holdfast
 from holdfast.checkpointer import drilling
 from holdfast.checkpointer.drilling import Drill, Kill, Mark, Observed, contents_of, relocate
+from holdfast.plan.ranks import WritePlan
+from holdfast.plan.topology import Topology
+from store.several import Own, write_several
 
 TRAIN = """
 import sys
@@ -169,6 +172,22 @@ def test_contents_see_one_bit_of_one_leaf_and_one_value(tmp_path: Path) -> None:
     after = contents(tmp_path, {**state, "lr": 0.2})
     assert [name for name in before.leaves if before.leaves[name] != after.leaves[name]] == ["w"]
     assert [name for name in before.values if before.values[name] != after.values[name]] == ["lr"]
+
+
+def test_contents_see_what_every_rank_has_for_itself(tmp_path: Path) -> None:
+    def seen(*counts: int) -> dict[str, str]:
+        path = tmp_path / f"{counts}"
+        plan = WritePlan([], Topology.regular(2), block_nbytes=64)
+        own = {rank: Own(local={"rng": {"drawn": drawn}}) for rank, drawn in enumerate(counts)}
+        write_several(path, plan, {}, tree={"rng": {"$per_rank": "rng"}}, own=own, step=1)
+        with holdfast.open(path) as opened:
+            return contents_of(opened).values
+
+    first, second, third = seen(3, 4), seen(3, 5), seen(2, 4)
+    assert first.keys() == {"rng.drawn", "@1.rng"}
+    assert (first["rng.drawn"], first["@1.rng"]) == (second["rng.drawn"], third["@1.rng"])
+    assert first["@1.rng"] != second["@1.rng"]
+    assert first["rng.drawn"] != third["rng.drawn"]
 
 
 def test_contents_do_not_depend_on_where_the_bytes_lie_in_memory(tmp_path: Path) -> None:

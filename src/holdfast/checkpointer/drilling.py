@@ -213,6 +213,10 @@ def contents_of(checkpoint: Checkpoint) -> Contents:
     leaves = {name: digest(f"{form}{sorted(pieces[name])}".encode()) for name, form in forms.items()}
     leaves.update({alias.name: f"tied to {alias.of}" for part in checkpoint.parts for alias in part.aliases})
     values = {name: digest(_canonical(flatten(value).tree)) for name, value in checkpoint.values.items()}
+    for part in checkpoint.parts:
+        if part.rank:  # what rank 0 has for itself is among the values
+            own = {f"@{part.rank}.{place}": digest(_canonical(node)) for place, node in part.local.items()}
+            values.update(own)
     return Contents(leaves, values)
 
 
