@@ -157,3 +157,23 @@ def from_layout_to_layouts(source: str, targets: tuple[str, ...]) -> list[str]:
                 wrong.append(f"{what}: elsewhere {made.elsewhere}")
             step(state, target)  # it can go on
     return wrong
+
+
+def ties_under_fsdp1(use_orig_params: bool) -> list[dict[str, str]]:
+    """Second names of weights and their first ones, of a module by itself and wrapped, on this rank."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    warnings.simplefilter("ignore")
+    model: Any = nn.ModuleDict({"up": nn.Linear(6, 6), "inner": nn.Sequential(nn.Linear(6, 6))})
+    model["inner"][0].weight = model["up"].weight
+    plain = dict(flatten({"model": model}).aliases)
+    wrapped = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    outer = nn.ModuleDict({"inside": wrapped})
+    return [
+        plain,
+        dict(flatten({"model": wrapped}, dist.get_rank()).aliases),
+        {
+            name.replace(".inside", ""): first.replace(".inside", "")
+            for name, first in flatten({"model": outer}, dist.get_rank()).aliases
+        },
+    ]

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 from tests.distributed.launcher import launch, values
 
-from .ranked import LAYOUTS, from_layout_to_layouts
+from .ranked import LAYOUTS, from_layout_to_layouts, ties_under_fsdp1
 
 
 @pytest.mark.parametrize(("source", "ranks"), [*((layout, 2) for layout in LAYOUTS), ("fsdp2", 3)])
 def test_every_layout_resumes_from_this_one(source: str, ranks: int) -> None:
     for wrong in values(launch(ranks, from_layout_to_layouts, source, LAYOUTS, timeout=300)):
         assert not wrong
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_tied_weights_are_tied_under_fsdp1_as_without_it(use_orig_params: bool) -> None:
+    for plain, *wrapped in values(launch(2, ties_under_fsdp1, use_orig_params)):
+        assert plain == {"model.inner.0.weight": "model.up.weight"}
+        assert wrapped == [plain, plain]

@@ -64,15 +64,30 @@ def module_state(module: Any) -> Any:
     with _sharded(module):
         state = module.state_dict()
     named = OrderedDict(state)
-    first: dict[int, str] = {}
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        name = _plain_name(path)
-        known = first.setdefault(id(parameter), name)
-        if known != name and known in named and name in named:
+    for name, known in _ties(module):
+        if known in named and name in named:
             named[name] = named[known]
     metadata = OrderedDict((_plain_name(name), entry) for name, entry in state._metadata.items())
     named._metadata = metadata  # type: ignore[attr-defined]
     return named
+
+
+def _ties(module: Any) -> Iterator[tuple[str, str]]:
+    """Second names of parameters, each with the first one."""
+    first: dict[int, str] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        name = _plain_name(path)
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            yield name, known
+    # With use_orig_params=False the module has flat parameters only, and these know what they were made of.
+    for path, wrapped in module.named_modules():
+        handle = wrapped._handle if isinstance(wrapped, _class()) else None
+        for tie in () if handle is None else handle.flat_param._shared_param_infos:
+            yield (
+                _plain_name(f"{path}.{tie.module_name}.{tie.param_name}"),
+                _plain_name(f"{path}.{tie.prim_module_name}.{tie.prim_param_name}"),
+            )
 
 
 def load_module(module: Any, state: Any) -> None:
@@ -82,7 +97,7 @@ def load_module(module: Any, state: Any) -> None:
 
 
 def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != _PREFIX)
+    return ".".join(part for part in name.split(".") if part not in ("", _PREFIX))
 
 
 def module_of(optimizer: Any, modules: Iterable[Any], place: str) -> Any:
