@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,6 +92,15 @@ class FailsOnRank1(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
+class DropsOnRank1(DefaultSavePlanner):
+    """Leaves out what its metadata say will be written."""
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        plan = super().finish_plan(new_plan)
+        kept = [item for item in plan.items if dist.get_rank() == 0 or item.index.fqn != "rows"]
+        return replace(plan, items=kept)
+
+
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model under FSDP2, after a step."""
     made, _ = model()
@@ -115,6 +125,7 @@ def two_ranks(folder: str) -> None:
     in_the_background(folder)
     cached_plans(folder)
     one_rank_fails(folder)
+    no_whole_arrays(folder)
     damaged(folder)
 
 
@@ -175,6 +186,23 @@ def one_rank_fails(folder: str) -> None:
     assert {rank: type(error) for rank, error in failed.items()} == {0: holdfast.CheckpointExists}
     dcp.save(state, storage_writer=Writer(path, overwrite=True))
     restored(path)
+
+
+def no_whole_arrays(folder: str) -> None:
+    """What no reader would take for an array is not reported as saved."""
+    path = f"{folder}/apart"
+    state = {"rows": spread(whole_state())["rows"]}
+    if dist.get_rank() == 1:
+        state["rows"] = state["rows"].double()
+    failed = raised(lambda: dcp.save(state, storage_writer=Writer(path)))
+    assert {rank: type(error) for rank, error in failed.items()} == {0: holdfast.RanksDisagree}
+    assert "leaf 'rows'" in str(failed[0])
+    assert "rank 1 one of F64[37, 24]" in str(failed[0])
+    state = spread(whole_state())
+    failed = raised(lambda: dcp.save(state, storage_writer=Writer(path), planner=DropsOnRank1()))
+    assert {rank: type(error) for rank, error in failed.items()} == {0: holdfast.UnsupportedState}
+    assert "rows: what ranks save of it has 456 of its 888 elements" in str(failed[0])
+    assert not os.path.exists(path)
 
 
 def damaged(folder: str) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from holdfast.engine import Memory, fs
-from holdfast.errors import RunLocked, SaveFailed, UnsupportedState
+from holdfast.errors import RanksDisagree, RunLocked, SaveFailed, UnsupportedState
 from holdfast.format.geometry import Box, disjoint
 from holdfast.format.manifest import MANIFEST_NAME, encode_root, part_ref
 from holdfast.format.records import PartRef, Root
@@ -57,11 +57,21 @@ _STEP = re.compile(r"step-([0-9]{12})")
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """What a rank has written of an array, and what it takes that array to be."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
     """What a rank tells the coordinator of an item; `part` of the part that its leaves are in."""
 
     kind: Literal["tensor", "bytes", "value"]
     value: Node = None
+    piece: Piece | None = None
     part: PartRef | None = None
 
 
@@ -295,8 +305,9 @@ def _sources(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Lea
                 told.append(Written("bytes"))
         else:
             index = counts[name] = counts.get(name, -1) + 1
-            leaves.append(_tensor_source(item, planner, index))
-            told.append(Written("tensor"))
+            leaf, piece = _tensor_source(item, planner, index)
+            leaves.append(leaf)
+            told.append(Written("tensor", piece=piece))
     return leaves, told
 
 
@@ -307,7 +318,7 @@ def _bytes_source(item: WriteItem, planner: SavePlanner) -> LeafSource:
     return LeafSource(item.index.fqn, "U8", data.shape, "numpy", source)
 
 
-def _tensor_source(item: WriteItem, planner: SavePlanner, index: int) -> LeafSource:
+def _tensor_source(item: WriteItem, planner: SavePlanner, index: int) -> tuple[LeafSource, Piece]:
     import torch
 
     name = item.index.fqn
@@ -325,7 +336,8 @@ def _tensor_source(item: WriteItem, planner: SavePlanner, index: int) -> LeafSou
             f"{name}: the planner announced a part of shape {list(chunk.sizes)} and hands over {list(shape)}"
         )
     slot = Slot(tuple(chunk.offsets), tuple(item.tensor_data.size), index)
-    return LeafSource(name, dtype, shape, "torch", source, None, slot)
+    piece = Piece(dtype, slot.whole, Box(slot.start, shape))
+    return LeafSource(name, dtype, shape, "torch", source, None, slot), piece
 
 
 def _require(path: str, ref: PartRef) -> None:
@@ -343,12 +355,19 @@ def _require(path: str, ref: PartRef) -> None:
 
 
 def _tree(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Node:
-    """The tree of all that was written. `UnsupportedState` for an array that is not all there."""
+    """The tree of all that was written. An error for an array that is not all there, or not one."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     written: dict[str, Written] = {}
-    for result in (result for of_rank in results for result in of_rank):
-        written.setdefault(result.index.fqn, result.storage_data)
+    pieces: dict[str, list[tuple[int, Piece]]] = {}
+    for rank, of_rank in enumerate(results):
+        for result in of_rank:
+            told: Written = result.storage_data
+            written.setdefault(result.index.fqn, told)
+            if told.piece is not None:
+                pieces.setdefault(result.index.fqn, []).append((rank, told.piece))
+    for name, some in pieces.items():
+        _require_whole(name, some)
     described = metadata.state_dict_metadata
     # The planner's order is that of the state; that of the metadata depends on who writes what.
     paths = metadata.planner_data
@@ -360,8 +379,6 @@ def _tree(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Node:
         if name not in written:
             raise SaveFailed(f"no rank has written {name!r}, which is in the planner's metadata")
         if isinstance(what, TensorStorageMetadata):
-            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in what.chunks]
-            _require_whole(name, tuple(what.size), boxes)
             own = Properties.of(what.properties)
             if own != Properties():
                 properties.append((name, own))
@@ -375,8 +392,19 @@ def _tree(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Node:
     return compose(nodes, record, values, metadata.planner_data)
 
 
-def _require_whole(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    held, whole = sum(box.volume for box in boxes), math.prod(shape)
+def _require_whole(name: str, pieces: Sequence[tuple[int, Piece]]) -> None:
+    """That what ranks have written of an array is all of it, once, and of one type and shape."""
+    first_rank, first = pieces[0]
+    for rank, piece in pieces:
+        if (piece.dtype, piece.shape) != (first.dtype, first.shape):
+            raise RanksDisagree(
+                f"rank {first_rank} saves a part of {first.dtype}{list(first.shape)}, "
+                f"rank {rank} one of {piece.dtype}{list(piece.shape)}",
+                leaf=name,
+                ranks=(first_rank, rank),
+            )
+    boxes = [piece.box for _, piece in pieces]
+    held, whole = sum(box.volume for box in boxes), math.prod(first.shape)
     if held != whole or (len(boxes) > 1 and not disjoint(boxes)):
         raise UnsupportedState(
             f"{name}: what ranks save of it has {held} of its {whole} elements"
