@@ -193,6 +193,27 @@ def test_checkpoints_of_holdfast_are_read_too(tmp_path: Path) -> None:
     assert_same(load(state, tmp_path / "native"), state)
 
 
+def test_a_run_of_a_checkpointer_is_read_by_dcps_own_helpers(tmp_path: Path) -> None:
+    trained, optimizer = model(1)
+    state = {"model": trained, "optimizer": optimizer, "rng": holdfast.per_rank(holdfast.rng())}
+    with holdfast.Checkpointer(tmp_path / "run", state) as ckpt:
+        ckpt.save(1)
+    path = tmp_path / "run" / "step-000000000001"
+    fresh, other = model(2)
+    weights, moments = get_state_dict(fresh, other)
+    target = {"model": weights, "optimizer": moments}
+    dcp.load(target, storage_reader=Reader(path), no_dist=True)
+    set_state_dict(fresh, other, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
+    assert_same(fresh.state_dict(), trained.state_dict())
+    assert_same(other.state_dict(), optimizer.state_dict())
+    # And without a state to fill.
+    found = _load_state_dict_from_keys(storage_reader=Reader(path))
+    assert list(found) == ["model", "optimizer"]
+    assert torch.equal(
+        found["optimizer"]["state"]["0.weight"]["exp_avg"], optimizer.state[trained[0].weight]["exp_avg"]
+    )
+
+
 def test_the_path_may_be_dcps_checkpoint_id(tmp_path: Path) -> None:
     writer, reader = Writer(), Reader()
     for step in (1, 2):

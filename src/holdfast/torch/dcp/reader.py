@@ -58,7 +58,7 @@ class Reader(StorageReader):
 
     Every byte is checked against its checksum, unless ``verify=False``: `CorruptCheckpoint`, inside of DCP's
     ``CheckpointException``, names file and leaf. The path may also be given to DCP, as ``checkpoint_id``.
-    Checkpoints that DCP has not written are read as well, as far as names are what DCP would call them.
+    Checkpoints that DCP has not written are read as well, under the names that DCP would give.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, verify: bool = True) -> None:
@@ -164,11 +164,12 @@ def _metadata(checkpoint: Checkpoint, entries: Entries) -> Metadata:
     chunks = _chunks(checkpoint)
     known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     metas = checkpoint.metas
-    for name in dict.fromkeys((*entries.names, *metas)):
+    for name in entries.names:
         if name in entries.values or name in entries.bytes:
             known[name] = BytesStorageMetadata()
             continue
-        of = checkpoint.aliases.get(name, name)
+        leaf = entries.leaves.get(name, name)
+        of = checkpoint.aliases.get(leaf, leaf)
         known[name] = TensorStorageMetadata(
             _properties(metas[of], properties.get(name, Properties())),
             _size(metas[of].shape),
@@ -260,7 +261,8 @@ class _Load:
         return _Fill(item, tensor, meta, box, destination(tensor) if same else None)
 
     def _meta(self, name: str) -> LeafMeta:
-        found = self._metas.get(self._checkpoint.aliases.get(name, name))
+        leaf = self._entries.leaves.get(name, name)
+        found = self._metas.get(self._checkpoint.aliases.get(leaf, leaf))
         if found is None:
             raise CorruptCheckpoint("no such leaf", path=self._checkpoint.path, leaf=name)
         return found

@@ -77,7 +77,7 @@ class Record(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What a checkpoint holds, in DCP's words. Leaves that are in neither are tensors."""
+    """What a checkpoint holds, in DCP's words. Names that are in neither `values` nor `bytes` are tensors."""
 
     record: Record
     names: tuple[str, ...]
@@ -85,6 +85,8 @@ class Entries:
     values: dict[str, Node]
     bytes: frozenset[str]
     planner_data: Any
+    leaves: dict[str, str]
+    """Names of tensors whose leaf has another name."""
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def entries_of(tree: Node, where: str) -> Entries:
         planner_data = decode_value(record.planner_data)
     elif record.planner == "paths":
         planner_data = paths
-    return Entries(record, tuple(paths), values, frozenset(record.bytes), planner_data)
+    return Entries(record, tuple(paths), values, frozenset(record.bytes), planner_data, {})
 
 
 def _record_of(tree: Node, where: str) -> Record | None:
@@ -232,18 +234,26 @@ def _places(node: Node, path: Path, stops: Container[Path]) -> Iterator[tuple[Pa
 
 
 def _entries_by_rule(tree: Node) -> Entries:
-    """Of a tree that was not made here: names as DCP would give them, where it takes states apart alike."""
+    """Of a tree that was not made here: names as DCP would give them, where it takes states apart alike.
+
+    Leaves may have other ones: those of an optimizer's state are shorter than their paths.
+    """
     values: dict[str, Node] = {}
     paths: dict[str, Path] = {}
+    leaves: dict[str, str] = {}
     for path, node in _terminals(tree, ()):
         if per_rank_of(node) is not None:
             continue  # DCP has nothing of the kind
         leaf = leaf_of(node)
-        name = ".".join(map(str, path)) if leaf is None else leaf
-        paths[name] = path
+        name = ".".join(map(str, path))
+        if leaf is not None and (name in paths or not path):
+            name = leaf  # which no other leaf has
+        paths[name] = path or (name,)
         if leaf is None:
             values[name] = node
-    return Entries(Record(), tuple(paths), values, frozenset(), paths)
+        elif leaf != name:
+            leaves[name] = leaf
+    return Entries(Record(), tuple(paths), values, frozenset(), paths, leaves)
 
 
 def _terminals(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
