@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,56 @@ def test_the_path_may_be_dcps_checkpoint_id(tmp_path: Path) -> None:
     with pytest.raises(dcp.api.CheckpointException) as caught:
         dcp.save({}, storage_writer=Writer(), no_dist=True)
     assert "no path" in str(failures(caught.value)[0])
+
+
+def test_a_reader_serves_several_threads(tmp_path: Path) -> None:
+    states = {name: {"w": torch.full((5,), float(name))} for name in ("1", "2")}
+    for name, state in states.items():
+        save(state, tmp_path / name)
+    reader, meeting = Reader(), threading.Barrier(2)
+
+    class Meeting(DefaultLoadPlanner):
+        """Both have been told where to read, and then have read what is there, before either goes on."""
+
+        def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+            meeting.wait(60)
+            super().set_up_planner(*args, **kwargs)
+
+        def finish_plan(self, central_plan: Any) -> Any:
+            meeting.wait(60)
+            return super().finish_plan(central_plan)
+
+    def filled(name: str) -> dict[str, Any]:
+        target = {"w": torch.zeros(5)}
+        reader.reset(tmp_path / name)
+        meeting.wait(60)
+        dcp.load(target, storage_reader=reader, planner=Meeting(), no_dist=True)
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        for name, target in zip(states, pool.map(filled, states), strict=True):
+            assert_same(target, states[name])
+
+
+def test_a_load_in_the_middle_of_another_needs_its_own_reader(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        save({"w": torch.full((5,), float(name))}, tmp_path / name)
+    reader = Reader()
+
+    class Nested(DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            dcp.load({"w": torch.zeros(5)}, checkpoint_id=tmp_path / "2", storage_reader=reader, no_dist=True)
+            return super().create_local_plan()
+
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(
+            {"w": torch.zeros(5)},
+            checkpoint_id=tmp_path / "1",
+            storage_reader=reader,
+            planner=Nested(),
+            no_dist=True,
+        )
+    assert isinstance(failures(caught.value)[0], holdfast.ReadFailed)
 
 
 def test_step_and_metrics_are_those_given(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine import Memory, Strided
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CorruptCheckpoint, ReadFailed
 from holdfast.format.geometry import Box, whole
 from holdfast.state import LeafMeta, empty
 from holdfast.state.torch_arrays import destination, torch_dtype
@@ -67,8 +68,10 @@ class Reader(StorageReader):
         Protocol.register(Reader)
         self._path = None if path is None else path_of(path)
         self._verify = verify
-        self._opened: tuple[Checkpoint, Entries] | None = None
-        self._failed: Exception | None = None
+        # By thread: DCP makes all calls of one load in one, and several may load at a time.
+        self._asked: dict[int, str] = {}
+        self._opened: dict[int, tuple[Checkpoint, Entries]] = {}
+        self._failed: dict[int, Exception] = {}
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -84,37 +87,41 @@ class Reader(StorageReader):
         """Another load begins, from `checkpoint_id` if that is given."""
         self._close()
         if checkpoint_id is not None:
-            self._path = path_of(checkpoint_id)
+            self._path = self._asked[get_ident()] = path_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         from torch.distributed.checkpoint.metadata import Metadata
 
-        if "rank" in kwargs and self._failed is not None:
+        if "rank" in kwargs and get_ident() in self._failed:
             # DCP asks again after a failure, and would tell of the second one as text only. It is raised by
             # `set_up_storage_reader` instead, as what it is.
             return Metadata({})
-        if self._path is None:
-            raise ValueError("no path: give one to Reader(path), or to DCP as checkpoint_id=")
         self._close()
+        path = self._asked.pop(get_ident(), self._path)
+        if path is None:
+            raise ValueError("no path: give one to Reader(path), or to DCP as checkpoint_id=")
         try:
-            checkpoint = Checkpoint(self._path)
+            checkpoint = Checkpoint(path)
             entries = entries_of(checkpoint.tree, checkpoint.manifest_path)
             _check_bytes(checkpoint, entries)
-            self._opened = checkpoint, entries
+            self._opened[get_ident()] = checkpoint, entries
             return _metadata(checkpoint, entries)
         except Exception as error:
-            self._failed = error
+            self._failed[get_ident()] = error
             raise
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        failed, self._failed = self._failed, None
+        failed = self._failed.pop(get_ident(), None)
         if failed is not None:
             raise failed
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan if self._opened is None else replace(plan, storage_data=self._opened[0].id)
+        opened = self._opened.get(get_ident())
+        if opened is None:
+            raise self._another()
+        return replace(plan, storage_data=opened[0].id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if len({plan.storage_data for plan in plans}) > 1:
@@ -125,20 +132,28 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         from torch.futures import Future
 
-        if self._opened is None:
+        if get_ident() not in self._opened:
             self.read_metadata()
-        assert self._opened is not None
+        checkpoint, entries = self._opened[get_ident()]
         try:
-            _Load(*self._opened, planner, verify=self._verify).run(plan.items)
+            if plan.storage_data not in (None, checkpoint.id):
+                raise self._another()
+            _Load(checkpoint, entries, planner, verify=self._verify).run(plan.items)
         finally:
             self._close()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
+    def _another(self) -> ReadFailed:
+        return ReadFailed(
+            f"this Reader has begun another load, from {self._path}, in the middle of this one: "
+            "use one for each"
+        )
+
     def _close(self) -> None:
-        opened, self._opened = self._opened, None
-        self._failed = None
+        self._failed.pop(get_ident(), None)
+        opened = self._opened.pop(get_ident(), None)
         if opened is not None:
             opened[0].close()
 
