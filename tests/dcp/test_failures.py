@@ -135,6 +135,18 @@ def test_a_writer_that_is_saving_cannot_be_given_another_path(tmp_path: Path) ->
     assert_same(load(OTHER, tmp_path / "second"), OTHER)
 
 
+def test_a_save_goes_where_its_own_thread_wants_it(tmp_path: Path) -> None:
+    writer = Writer()
+    writer.reset(tmp_path / "first")
+    other = threading.Thread(target=writer.reset, args=(tmp_path / "second",))
+    other.start()
+    other.join()
+    made = dcp.save(STATE, storage_writer=writer, no_dist=True)
+    assert made.storage_meta is not None
+    assert made.storage_meta.checkpoint_id == str(tmp_path / "first")
+    assert _names(tmp_path) == ["first"]
+
+
 def test_what_it_has_left_goes_with_the_writer(tmp_path: Path) -> None:
     writer = _written(tmp_path / "first")
     del writer

@@ -103,6 +103,8 @@ class Writer(StorageWriter):
                 "Options(volumes=..., writers=...) are for holdfast.save and Checkpointer"
             )
         self._path = None if path is None else path_of(path)
+        self._asked: dict[int, str] = {}
+        """Where threads want to save to that have not begun yet."""
         self._overwrite = overwrite
         self._step = step
         self._metrics = dict(metrics or {})
@@ -131,15 +133,15 @@ class Writer(StorageWriter):
         """Another save begins, to `checkpoint_id` if that is given."""
         self._give_up()
         if checkpoint_id is not None:
-            self._path = path_of(checkpoint_id)
+            self._path = self._asked[threading.get_ident()] = path_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise ValueError("a Holdfast checkpoint is one commit of all ranks: leave use_collectives=True")
-        if self._path is None:
-            raise ValueError("no path: give one to Writer(path), or to DCP as checkpoint_id=")
         self._give_up()
-        target = self._path
+        target = self._asked.pop(threading.get_ident(), self._path)
+        if target is None:
+            raise ValueError("no path: give one to Writer(path), or to DCP as checkpoint_id=")
         if is_coordinator:
             self._coordinator = int(kwargs.get("rank", 0))
             check_target(target)
@@ -230,7 +232,7 @@ class Writer(StorageWriter):
         from torch.distributed.checkpoint import filesystem
 
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta = replace(self.storage_meta(), checkpoint_id=underway.target)
         refs = {
             result.storage_data.part.rank: result.storage_data.part
             for written in results
