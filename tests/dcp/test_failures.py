@@ -75,6 +75,21 @@ def test_any_call_that_fails_leaves_nothing_or_all(tmp_path: Path) -> None:
     assert nth > 8
 
 
+def test_a_planner_that_keeps_its_plans_goes_on_after_a_failure(tmp_path: Path) -> None:
+    class Keeping(DefaultSavePlanner):
+        """What it keeps is of its class, so it has one of its own."""
+
+    (tmp_path / "file").touch()
+    for path in ("file/first", "second", "third"):
+        planner, writer = Keeping(enable_plan_caching=True), Writer(tmp_path / path)
+        if path == "file/first":
+            with pytest.raises(dcp.api.CheckpointException, match="not a directory"):
+                dcp.save(STATE, storage_writer=writer, planner=planner, no_dist=True)
+        else:
+            dcp.save(STATE, storage_writer=writer, planner=planner, no_dist=True)
+            assert_same(load(STATE, tmp_path / path), STATE)
+
+
 def test_a_failure_of_the_planner_leaves_nothing(tmp_path: Path) -> None:
     class Failing(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:

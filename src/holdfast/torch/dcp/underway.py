@@ -24,9 +24,10 @@ from holdfast.store.partial import PARTIAL, Partial
 class Underway:
     """One save of this process. The coordinator's has the directory; other ranks know where it must be."""
 
-    def __init__(self, target: str, *, overwrite: bool) -> None:
+    def __init__(self, target: str, *, overwrite: bool, is_coordinator: bool) -> None:
         self.target = target
         self.overwrite = overwrite
+        self.is_coordinator = is_coordinator
         self.directory = target + PARTIAL
         self.part: Part | None = None
         """What the coordinator itself has written."""

@@ -3,7 +3,8 @@
 For a checkpoint that shall appear at ``D`` (`holdfast.store.together` is the same with Holdfast's messages):
 
 1. ``set_up_storage_writer``: the coordinator refuses a ``D`` that exists.
-2. ``prepare_global_plan``: it makes ``D.partial`` and gives ranks their numbers.
+2. ``prepare_local_plan``: it makes ``D.partial``. ``prepare_global_plan``: it gives ranks their numbers. (Not
+   both in the second: planners that keep plans have done so before it, and could not go on if it failed.)
 3. ``write_data``: every rank writes what DCP's plan gives it into a shard of its own, all but the coordinator
    also the part that describes it, and syncs both. Size and digest of the part go to the coordinator with the
    results, and so do plain values.
@@ -147,20 +148,21 @@ class Writer(StorageWriter):
             check_target(target)
             refuse_existing(target, overwrite=self._overwrite)
         self._save_id = os.urandom(16).hex()
-        self._underway = Underway(target, overwrite=self._overwrite)
+        self._underway = Underway(target, overwrite=self._overwrite, is_coordinator=is_coordinator)
         self._end = self._underway.belongs_to(self)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        underway = self._current()
+        if underway.is_coordinator:
+            try:
+                with saving(underway.target):
+                    underway.make(self._tuning)
+            except BaseException:
+                underway.give_up()
+                raise
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        underway = self._current()
-        try:
-            with saving(underway.target):
-                underway.make(self._tuning)
-        except BaseException:
-            underway.give_up()
-            raise
         return [replace(plan, storage_data=self._number(rank)) for rank, plan in enumerate(plans)]
 
     def _number(self, rank: int) -> int:
