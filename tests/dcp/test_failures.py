@@ -193,6 +193,25 @@ def test_states_that_cannot_be_stored_are_named(tmp_path: Path) -> None:
     assert _names(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("@1.w", torch.ones(2)),
+        ("\ud800", torch.ones(2)),
+        ("w", torch.ones([1] * 65)),
+        ("w", torch.empty(2**62, 0)),
+    ],
+    ids=["name of a rank", "no text", "dimensions", "beyond memory"],
+)
+def test_what_readers_refuse_is_not_saved(tmp_path: Path, name: str, tensor: torch.Tensor) -> None:
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        save({name: tensor}, tmp_path / "first")
+    failed = failures(caught.value)[0]
+    assert isinstance(failed, holdfast.UnsupportedState)
+    assert repr(name)[1:-1] in str(failed)
+    assert _names(tmp_path) == []
+
+
 def test_damage_is_named(tmp_path: Path) -> None:
     save(STATE, tmp_path / "first")
     shard = tmp_path / "first" / "r00000.v0.safetensors"

@@ -291,6 +291,8 @@ def test_step_and_metrics_are_those_given(tmp_path: Path) -> None:
         assert (checkpoint.step, checkpoint.metrics) == (7, {"loss": 0.5})
     with pytest.raises(ValueError, match="step must be"):
         Writer(tmp_path / "second", step=-1)
+    with pytest.raises(TypeError, match="must be a number"):
+        Writer(tmp_path / "second", metrics={"loss": "small"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="planner decides"):
         Writer(tmp_path / "second", options=holdfast.Options(writers="node"))
 

@@ -436,10 +436,20 @@ def _check_shape(leaf: LeafSource, place: str) -> None:
 
     Asked of arrays without elements only, and of those with too many dimensions. Memory bounds all others.
     """
-    if len(leaf.shape) > MAX_DIMENSIONS:
-        raise unsupported(place, f"an array of {len(leaf.shape)} dimensions, more than {MAX_DIMENSIONS}")
-    if is_beyond_arrays(leaf.dtype, leaf.shape):
-        raise unsupported(place, f"an empty array of shape {list(leaf.shape)}, beyond what can be read back")
+    shape = leaf.whole_shape
+    if len(shape) > MAX_DIMENSIONS:
+        raise unsupported(place, f"an array of {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    if is_beyond_arrays(leaf.dtype, shape):
+        raise unsupported(place, f"an empty array of shape {list(shape)}, beyond what can be read back")
+
+
+def require_readable(leaf: LeafSource) -> None:
+    """`UnsupportedState` for a leaf that readers refuse. For those that `flatten` has not made."""
+    if not is_text(leaf.name):
+        raise UnsupportedState(f"the name {leaf.name!r} has no UTF-8")
+    if is_own_name(leaf.name):
+        raise unsupported(leaf.name, _LIKE_PER_RANK)
+    _check_shape(leaf, leaf.name)
 
 
 def _check_hashes(keys: Collection[Any], place: str) -> None:

@@ -36,9 +36,11 @@ from holdfast.format.manifest import MANIFEST_NAME, encode_root, part_ref
 from holdfast.format.records import PartRef, Root
 from holdfast.state import LeafSource, Node, Slot
 from holdfast.state.torch_arrays import describer, wrapper_refusal
+from holdfast.state.tree import require_readable
 from holdfast.store.api import Options, check_target
 from holdfast.store.commit import check_step, publish, refuse_existing
 from holdfast.store.failures import saving
+from holdfast.store.metrics import plain_metrics
 from holdfast.store.watch import Watch
 from holdfast.store.writing import Description, Place, ShareWriter
 from holdfast.torch.dcp.paths import path_of, valid_path
@@ -108,7 +110,7 @@ class Writer(StorageWriter):
         """Where threads want to save to that have not begun yet."""
         self._overwrite = overwrite
         self._step = step
-        self._metrics = dict(metrics or {})
+        self._metrics = plain_metrics(metrics)
         self._tuning = options.tuning()
         self._save_id = os.urandom(16).hex()
         self._coordinator = 0
@@ -312,6 +314,8 @@ def _sources(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Lea
             leaf, piece = _tensor_source(item, planner, index)
             leaves.append(leaf)
             told.append(Written("tensor", piece=piece))
+    for leaf in leaves:
+        require_readable(leaf)
     return leaves, told
 
 
