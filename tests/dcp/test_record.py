@@ -83,6 +83,9 @@ def test_planner_data_of_another_kind_is_kept_as_a_value_or_refused() -> None:
         entries = entries_of(tree, "here")
         assert entries.planner_data == planner_data
         assert entries.values == {"b": 4}
+    names = {f"a.{number}": ("a", number) for number in range(2000)} | {"a": ("a",)}
+    tree = _composed(dict.fromkeys(names, TENSOR), names)
+    assert entries_of(tree, "here").planner_data == names
     with pytest.raises(holdfast.UnsupportedState, match="planner_data"):
         _composed({"a": TENSOR}, object())
 

@@ -9,6 +9,7 @@ DCP's rules for taking a state apart.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -113,7 +114,7 @@ def compose(nodes: Mapping[str, Node], record: Record, values: frozenset[str], p
         placed = flat
         pairs = _nest(flat, nodes)
         try:
-            kept = plain_node(planner_data)
+            kept = plain_node(planner_data, max_items=sys.maxsize)  # it has something for every entry
         except NotPlain:
             kind = type(planner_data).__name__
             raise UnsupportedState(

@@ -49,16 +49,16 @@ class NotPlain(Exception):
     """The object is more than Holdfast's values can be."""
 
 
-def plain_node(value: object) -> Node:
+def plain_node(value: object, max_items: int = _MAX_ITEMS) -> Node:
     """The node of a value of plain types, not too large; `NotPlain` for any other."""
-    _check(value, _Budget(), 0)
+    _check(value, _Budget(max_items), 0)
     tree: Node = flatten(value).tree
     return tree
 
 
 class _Budget:
-    def __init__(self) -> None:
-        self.items = _MAX_ITEMS
+    def __init__(self, items: int) -> None:
+        self.items = items
 
 
 def _check(value: Any, budget: _Budget, depth: int) -> None:
