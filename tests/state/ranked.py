@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from holdfast.plan.fragments import spread_of
 from holdfast.plan.placement import LeafLayout, holding
@@ -164,8 +165,9 @@ def ties_under_fsdp1(use_orig_params: bool) -> list[dict[str, str]]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     warnings.simplefilter("ignore")
-    model: Any = nn.ModuleDict({"up": nn.Linear(6, 6), "inner": nn.Sequential(nn.Linear(6, 6))})
-    model["inner"][0].weight = model["up"].weight
+    inner = nn.Sequential(nn.Linear(6, 6))
+    model: Any = nn.ModuleDict({"up": nn.Linear(6, 6), "inner": checkpoint_wrapper(inner)})
+    inner[0].weight = model["up"].weight
     plain = dict(flatten({"model": model}).aliases)
     wrapped = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     outer = nn.ModuleDict({"inside": wrapped})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import lr_scheduler
 
 from holdfast.errors import StateMismatch
@@ -395,6 +396,20 @@ class TestOptimizers:
         optimizer = torch.optim.SGD(list(target.named_parameters())[::-1])
         restore({"m": target, "o": optimizer}, saved)
         assert optimizer.param_groups[0]["param_names"] == ["bias", "weight"]
+
+    @pytest.mark.parametrize("wrapped", [True, False], ids=["was wrapped", "gets wrapped"])
+    def test_activation_checkpointing_does_not_change_names(self, wrapped: bool) -> None:
+        def made(wrap: bool, steps: int) -> dict[str, Any]:
+            state = new("adam")
+            if wrap:
+                state["model"].body = checkpoint_wrapper(state["model"].body)
+            train(state["model"], state["optimizer"], steps)
+            return state
+
+        source, target = made(wrapped, 2), made(not wrapped, 0)
+        restore(target, save(source))
+        assert everything(target) == everything(source)
+        assert "optimizer.body.0.weight.exp_avg" in save(source).leaves
 
     def test_groups_take_the_settings_their_parameters_had(self) -> None:
         def made(names: list[list[str]], rates: list[float]) -> dict[str, Any]:

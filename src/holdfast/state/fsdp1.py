@@ -18,7 +18,9 @@ from typing import Any
 
 from holdfast.state.value_encoder import unsupported
 
-_PREFIX = "_fsdp_wrapped_module"
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""How modules call what they wrap and leave out of the names in their state dicts: FSDP1, and wrappers that
+compute activations again."""
 
 
 def _class() -> Any:
@@ -67,7 +69,7 @@ def module_state(module: Any) -> Any:
     for name, known in _ties(module):
         if known in named and name in named:
             named[name] = named[known]
-    metadata = OrderedDict((_plain_name(name), entry) for name, entry in state._metadata.items())
+    metadata = OrderedDict((plain_name(name), entry) for name, entry in state._metadata.items())
     named._metadata = metadata  # type: ignore[attr-defined]
     return named
 
@@ -76,7 +78,7 @@ def _ties(module: Any) -> Iterator[tuple[str, str]]:
     """Second names of parameters, each with the first one."""
     first: dict[int, str] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
-        name = _plain_name(path)
+        name = plain_name(path)
         known = first.setdefault(id(parameter), name)
         if known != name:
             yield name, known
@@ -84,10 +86,9 @@ def _ties(module: Any) -> Iterator[tuple[str, str]]:
     for path, wrapped in module.named_modules():
         handle = wrapped._handle if isinstance(wrapped, _class()) else None
         for tie in () if handle is None else handle.flat_param._shared_param_infos:
-            yield (
-                _plain_name(f"{path}.{tie.module_name}.{tie.param_name}"),
-                _plain_name(f"{path}.{tie.prim_module_name}.{tie.prim_param_name}"),
-            )
+            second = path, tie.module_name, tie.param_name
+            prime = path, tie.prim_module_name, tie.prim_param_name
+            yield plain_name(".".join(filter(None, second))), plain_name(".".join(filter(None, prime)))
 
 
 def load_module(module: Any, state: Any) -> None:
@@ -96,8 +97,11 @@ def load_module(module: Any, state: Any) -> None:
         module.load_state_dict(state, strict=False)
 
 
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in ("", _PREFIX))
+def plain_name(name: str) -> str:
+    """A parameter's name as state dicts have it."""
+    if "_wrapped_module" not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def module_of(optimizer: Any, modules: Iterable[Any], place: str) -> Any:

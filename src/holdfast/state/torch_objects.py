@@ -105,7 +105,7 @@ def parameter_names(state: object) -> ParameterNames:
     names: ParameterNames = {}
     for place, module in modules_in(state):
         for name, parameter in module.named_parameters():
-            names.setdefault(id(parameter), ParameterName(place, name))
+            names.setdefault(id(parameter), ParameterName(place, fsdp1.plain_name(name)))
     return names
 
 
