@@ -98,10 +98,12 @@ def test_planner_data_of_another_kind_is_kept_as_a_value_or_refused() -> None:
         [torch.ones(2)],
         {"x": object()},
         "x" * 100_000,
+        ["x" * 1000] * 100,
+        1 << (1 << 20),
         list(range(2000)),
         Subclass("x"),
     ],
-    ids=["object", "tensor", "tensors", "inside", "text", "many", "subclass"],
+    ids=["object", "tensor", "tensors", "inside", "text", "texts", "number", "many", "subclass"],
 )
 def test_what_is_more_than_a_value_is_left_to_pickle(value: object) -> None:
     with pytest.raises(NotPlain):

@@ -114,7 +114,7 @@ def compose(nodes: Mapping[str, Node], record: Record, values: frozenset[str], p
         placed = flat
         pairs = _nest(flat, nodes)
         try:
-            kept = plain_node(planner_data, max_items=sys.maxsize)  # it has something for every entry
+            kept = plain_node(planner_data, sys.maxsize, sys.maxsize)  # it has something for every entry
         except NotPlain:
             kind = type(planner_data).__name__
             raise UnsupportedState(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 _MAX_ITEMS = 1000
-_MAX_LENGTH = 1 << 16
+_MAX_NBYTES = 1 << 16
 """Values beyond this do not belong into a manifest."""
 _MAX_NESTED = 32
 
@@ -49,22 +49,28 @@ class NotPlain(Exception):
     """The object is more than Holdfast's values can be."""
 
 
-def plain_node(value: object, max_items: int = _MAX_ITEMS) -> Node:
+def plain_node(value: object, max_items: int = _MAX_ITEMS, max_nbytes: int = _MAX_NBYTES) -> Node:
     """The node of a value of plain types, not too large; `NotPlain` for any other."""
-    _check(value, _Budget(max_items), 0)
+    _check(value, _Budget(max_items, max_nbytes), 0)
     tree: Node = flatten(value).tree
     return tree
 
 
 class _Budget:
-    def __init__(self, items: int) -> None:
+    def __init__(self, items: int, nbytes: int) -> None:
         self.items = items
+        self.nbytes = nbytes
+        """Of texts and large numbers."""
 
 
 def _check(value: Any, budget: _Budget, depth: int) -> None:
     kind = type(value)
     budget.items -= 1
-    if budget.items < 0 or depth > _MAX_NESTED:
+    if kind in (str, bytes, bytearray):
+        budget.nbytes -= len(value)
+    elif kind is int:
+        budget.nbytes -= value.bit_length() >> 3
+    if budget.items < 0 or budget.nbytes < 0 or depth > _MAX_NESTED:
         raise NotPlain
     if kind in _MAPPINGS:
         if vars(value) if kind is OrderedDict else False:
@@ -75,8 +81,6 @@ def _check(value: Any, budget: _Budget, depth: int) -> None:
     elif kind in _SEQUENCES:
         for item in value:
             _check(item, budget, depth + 1)
-    elif kind in (str, bytes, bytearray) and len(value) > _MAX_LENGTH:
-        raise NotPlain
     else:
         try:
             encode(value, "")
