@@ -77,7 +77,7 @@ def test_any_call_that_fails_leaves_nothing_or_all(tmp_path: Path) -> None:
 
 def test_a_planner_that_keeps_its_plans_goes_on_after_a_failure(tmp_path: Path) -> None:
     class Keeping(DefaultSavePlanner):
-        """What it keeps is of its class, so it has one of its own."""
+        """What it keeps is known by the name of its class, which is therefore its own."""
 
     (tmp_path / "file").touch()
     for path in ("file/first", "second", "third"):
@@ -88,6 +88,23 @@ def test_a_planner_that_keeps_its_plans_goes_on_after_a_failure(tmp_path: Path) 
         else:
             dcp.save(STATE, storage_writer=writer, planner=planner, no_dist=True)
             assert_same(load(STATE, tmp_path / path), STATE)
+
+
+def test_a_plan_that_was_kept_for_another_storage_is_told(tmp_path: Path) -> None:
+    class Alternating(DefaultSavePlanner):
+        pass
+
+    class Derived(DefaultSavePlanner):
+        pass
+
+    files = dcp.FileSystemWriter(tmp_path / "files")
+    dcp.save(STATE, storage_writer=files, planner=Alternating(enable_plan_caching=True), no_dist=True)
+    writer = Writer(tmp_path / "first")
+    with pytest.raises(dcp.api.CheckpointException, match="another kind of storage writer"):
+        dcp.save(STATE, storage_writer=writer, planner=Alternating(enable_plan_caching=True), no_dist=True)
+    assert _names(tmp_path) == ["files"]
+    dcp.save(STATE, storage_writer=writer, planner=Derived(enable_plan_caching=True), no_dist=True)
+    assert_same(load(STATE, tmp_path / "first"), STATE)
 
 
 def test_a_failure_of_the_planner_leaves_nothing(tmp_path: Path) -> None:

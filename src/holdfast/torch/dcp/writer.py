@@ -193,6 +193,11 @@ class Writer(StorageWriter):
         from torch.distributed.checkpoint.storage import WriteResult
 
         number: int = plan.storage_data
+        if type(number) is not int:
+            raise SaveFailed(
+                "the planner hands over a plan that it has kept of another kind of storage writer: planners "
+                "with enable_plan_caching=True keep theirs by class. Derive one for each kind of writer"
+            )
         if not os.path.isdir(underway.directory):
             raise SaveFailed(
                 f"there is no {underway.directory} here, which the coordinator has made: all ranks must save "
