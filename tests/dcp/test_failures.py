@@ -255,6 +255,12 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert isinstance(failures(caught.value)[0], holdfast.CheckpointNotFound)
 
 
+def test_a_checkpoint_of_dcps_own_writer_is_told_from_damage(tmp_path: Path) -> None:
+    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "files"), no_dist=True)
+    with pytest.raises(holdfast.CheckpointNotFound, match="FileSystemReader"):
+        Reader(tmp_path / "files").read_metadata()
+
+
 def test_an_array_is_not_read_as_the_bytes_of_an_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

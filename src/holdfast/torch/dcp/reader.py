@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine import Memory, Strided
-from holdfast.errors import CorruptCheckpoint, ReadFailed
+from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, ReadFailed
 from holdfast.format.geometry import Box, whole
 from holdfast.state import LeafMeta, empty
 from holdfast.state.torch_arrays import destination, torch_dtype
@@ -101,7 +101,7 @@ class Reader(StorageReader):
         if path is None:
             raise ValueError("no path: give one to Reader(path), or to DCP as checkpoint_id=")
         try:
-            checkpoint = Checkpoint(path)
+            checkpoint = _open(path)
             entries = entries_of(checkpoint.tree, checkpoint.manifest_path)
             _check_bytes(checkpoint, entries)
             self._opened[get_ident()] = checkpoint, entries
@@ -156,6 +156,17 @@ class Reader(StorageReader):
         opened = self._opened.pop(get_ident(), None)
         if opened is not None:
             opened[0].close()
+
+
+def _open(path: str) -> Checkpoint:
+    try:
+        return Checkpoint(path)
+    except IncompleteCheckpoint:
+        if not os.path.exists(os.path.join(path, ".metadata")):
+            raise
+        raise CheckpointNotFound(
+            f"{path} holds a checkpoint of DCP's own FileSystemWriter: read it with FileSystemReader"
+        ) from None
 
 
 def _check_bytes(checkpoint: Checkpoint, entries: Entries) -> None:
