@@ -2,6 +2,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <unistd.h>
 
 #include <string>
 
@@ -21,6 +22,38 @@ struct View {
   ~View() { PyBuffer_Release(&buffer); }
   View(const View&) = delete;
   View& operator=(const View&) = delete;
+};
+
+// Python ends a thread that asks for the interpreter once that shuts down: up to 3.13 by unwinding its stack,
+// which no destructor lets pass. The thread stands still instead, as it does from 3.14 on, until the process is
+// gone.
+[[noreturn]] inline void stand_still() {
+  for (;;) ::pause();
+}
+inline bool shutting_down() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0 || Py_IsInitialized() == 0;
+#else
+  return _Py_IsFinalizing() != 0 || Py_IsInitialized() == 0;
+#endif
+}
+
+// Lets go of the interpreter for as long as this lives.
+class Released {
+ public:
+  Released() : state_(PyEval_SaveThread()) {}
+  ~Released() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      stand_still();
+    }
+  }
+  Released(const Released&) = delete;
+  Released& operator=(const Released&) = delete;
+
+ private:
+  PyThreadState* const state_;
 };
 
 void bind_jobs(nb::module_& m);    // bind_jobs.cpp: transfers, and syncing what they wrote

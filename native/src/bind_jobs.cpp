@@ -79,7 +79,7 @@ bool wait(Job<Result>& job, std::optional<double> timeout, uint64_t nbytes = UIN
     if (timeout) slice = std::min(slice, *timeout - std::chrono::duration<double>(Clock::now() - start).count());
     bool done = false;
     {
-      nb::gil_scoped_release release;
+      Released release;
       done = job.wait_for_nbytes(nbytes, std::chrono::duration<double>(std::max(slice, 0.0)));
     }
     if (done) return true;
@@ -92,7 +92,7 @@ template <typename Result>
 class PyJob {
  public:
   PyJob(Plan plan, std::function<Result(const Plan&, Control&)> work, bool background) : plan_(std::move(plan)) {
-    nb::gil_scoped_release release;
+    Released release;
     job_ =
         std::make_unique<Job<Result>>([this, work](Control& control) { return work(plan_, control); }, background);
   }
@@ -117,7 +117,14 @@ class PyJob {
   // Ends the thread. A class that owns memory the plan refers to calls it before that memory goes.
   void stop() {
     // The thread may be waiting for the GIL in a callback.
-    nb::gil_scoped_release release;
+    Released release;
+    if (job_ && job_->ours() && plan_.in_callback && shutting_down()) {
+      // From there it does not come back, and is left where it stands.
+      job_->cancel();
+      while (!job_->wait_for(std::chrono::milliseconds(10))) {
+        if (*plan_.in_callback) return static_cast<void>(job_.release());
+      }
+    }
     job_.reset();
   }
 
@@ -165,7 +172,7 @@ class PendingFile {
     for (const View* view : {&first, &second}) {
       if (view->buffer.len > 0) parts.push_back({view->buffer.buf, static_cast<size_t>(view->buffer.len)});
     }
-    nb::gil_scoped_release release;
+    Released release;
     write_whole(file_, std::move(parts));
   }
   sys::File take() { return std::move(file_); }
@@ -261,7 +268,7 @@ void bind_jobs(nb::module_& m) {
       [](uintptr_t destination, const Numbers& offsets, const Numbers& lengths, const std::vector<uint8_t>& places,
          const Numbers& addresses, const std::vector<StridedTuple>& strided, nb::list callbacks) {
         const Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, true);
-        nb::gil_scoped_release release;
+        Released release;
         copy_pieces(plan, reinterpret_cast<char*>(destination));
       },
       "destination"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a);
@@ -279,7 +286,7 @@ void bind_jobs(nb::module_& m) {
         if (!packed.is_valid()) throw nb::python_error();
         std::vector<uint64_t> hashes;
         {
-          nb::gil_scoped_release release;  // nobody else knows these bytes yet
+          Released release;  // nobody else knows these bytes yet
           hashes = pack_pieces(plan, PyBytes_AS_STRING(packed.ptr()), nbytes, chunk);
         }
         return nb::make_tuple(packed, checksum_texts(plan, 0, hashes.data(), chunk));
@@ -291,7 +298,7 @@ void bind_jobs(nb::module_& m) {
         if (addresses.size() != lengths.size())
           throw std::invalid_argument("addresses and lengths differ in number");
         std::vector<uint64_t> out(addresses.size());
-        nb::gil_scoped_release release;
+        Released release;
         for (size_t i = 0; i < out.size(); ++i) {
           out[i] = fingerprint(reinterpret_cast<const char*>(addresses[i]), lengths[i]);
         }
@@ -304,7 +311,7 @@ void bind_jobs(nb::module_& m) {
                       unsigned depth, bool huge_pages) {
       const Tuning tuning = make_tuning(backend, window, depth, 1, 0);
       const std::string where = fs_path(path);
-      nb::gil_scoped_release release;
+      Released release;
       return function(where, nbytes, tuning, huge_pages ? Staging::Pages::huge : Staging::Pages::normal);
     };
   };
@@ -318,7 +325,7 @@ void bind_jobs(nb::module_& m) {
             const std::string where = fs_path(path);
             sys::File file;
             {
-              nb::gil_scoped_release release;
+              Released release;
               file = sys::open(where, O_WRONLY | O_CREAT | (recycle ? O_NOFOLLOW : O_EXCL));
             }
             new (self) PendingFile(std::move(file), data, more);
@@ -337,7 +344,7 @@ void bind_jobs(nb::module_& m) {
                            false});
           if (!items.back().file.is_open()) throw std::logic_error("this file has been synced already");
         }
-        nb::gil_scoped_release release;
+        Released release;
         sync_together(std::move(items));
       },
       "written"_a, "directory"_a = nb::none());

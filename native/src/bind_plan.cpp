@@ -3,20 +3,49 @@
 namespace holdfast {
 namespace {
 
+// Takes the interpreter for as long as this lives, on a thread that Python does not know.
+class Borrowed {
+ public:
+  explicit Borrowed(std::atomic<bool>& flag) : flag_(flag) {
+    flag_ = true;
+    try {
+      state_ = PyGILState_Ensure();
+    } catch (...) {
+      stand_still();
+    }
+  }
+  ~Borrowed() {
+    flag_ = false;
+    PyGILState_Release(state_);
+  }
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+
+ private:
+  std::atomic<bool>& flag_;
+  PyGILState_STATE state_;
+};
+
 // Device memory: the engine's thread borrows the interpreter for one window.
-Callback python_callback(nb::object function, bool writable) {
+Callback python_callback(nb::object function, bool writable, std::shared_ptr<std::atomic<bool>> flag) {
   // Copies and the last release happen under the GIL: plans are built and destroyed by Python calls.
-  return [function, writable](char* window, uint64_t nbytes, uint64_t offset) {
-    nb::gil_scoped_acquire gil;
+  return [function, writable, flag](char* window, uint64_t nbytes, uint64_t offset) {
+    if (shutting_down()) throw Cancelled{};
+    const Borrowed interpreter(*flag);
     nb::object view = nb::steal(
         PyMemoryView_FromMemory(window, static_cast<Py_ssize_t>(nbytes), writable ? PyBUF_WRITE : PyBUF_READ));
     if (!view.is_valid()) throw nb::python_error();
+    nb::object result;
     try {
-      function(view, offset);
-    } catch (nb::python_error&) {
+      result = nb::steal(PyObject_CallFunction(function.ptr(), "OK", view.ptr(), offset));
+    } catch (...) {
+      stand_still();
+    }
+    if (!result.is_valid()) {
+      nb::python_error error;
       // The traceback keeps the view, but the window behind it goes with the job.
       if (!nb::steal(PyObject_CallMethod(view.ptr(), "release", nullptr)).is_valid()) PyErr_Clear();
-      throw;
+      throw error;
     }
     view.attr("release")();
   };
@@ -41,7 +70,10 @@ Plan make_plan(const Numbers& offsets, const Numbers& nbytes, const std::vector<
   for (const auto& [address, itemsize, shape, strides] : strided) {
     plan.strided.emplace_back(address, itemsize, shape, strides);
   }
-  for (nb::handle function : callbacks) plan.callbacks.push_back(python_callback(nb::borrow(function), writing));
+  if (callbacks.size() > 0) plan.in_callback = std::make_shared<std::atomic<bool>>(false);
+  for (nb::handle function : callbacks) {
+    plan.callbacks.push_back(python_callback(nb::borrow(function), writing, plan.in_callback));
+  }
   size_t next_strided = 0, next_callback = 0;
   uint64_t end = 0;
   for (size_t i = 0; i < count; ++i) {

@@ -90,14 +90,14 @@ void bind_system(nb::module_& m) {
   const auto on_path = [](auto function) {
     return [function](nb::handle path) {
       const std::string where = fs_path(path);
-      nb::gil_scoped_release release;
+      Released release;
       function(where);
     };
   };
   const auto on_paths = [](auto function) {
     return [function](nb::handle a, nb::handle b) {
       const std::string from = fs_path(a), to = fs_path(b);
-      nb::gil_scoped_release release;
+      Released release;
       function(from, to);
     };
   };
@@ -123,7 +123,7 @@ void bind_system(nb::module_& m) {
     const std::string where = fs_path(path);
     std::optional<int> fd;
     {
-      nb::gil_scoped_release release;
+      Released release;
       fd = take(where);
     }
     return fd ? new HeldDirectory(*fd, exclusive) : nullptr;

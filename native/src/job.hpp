@@ -31,7 +31,7 @@ class Job {
   ~Job() {
     control_.cancelled = true;
     if (!thread_.joinable()) return;
-    if (::getpid() == owner_) {
+    if (ours()) {
       thread_.join();
     } else {
       // Neither joined nor detached: to the C library there may be no such thread, and it would say so.
@@ -61,6 +61,8 @@ class Job {
   void replace_error(std::exception_ptr error) { error_ = std::move(error); }
   [[nodiscard]] uint64_t progress() const { return control_.done_nbytes; }
   void cancel() { control_.cancelled = true; }
+  // Whether it is that of this process, and not of the one that this process was forked from.
+  [[nodiscard]] bool ours() const { return ::getpid() == owner_; }
 
  private:
   void run() {

@@ -66,6 +66,7 @@ nb::list xxh3_64_each(nb::list blocks, bool common, const std::vector<uintptr_t>
 NB_MODULE(_native, m) {
   using namespace holdfast;
   nb::register_exception_translator(translate);
+  nb::set_leak_warnings(false);  // what threads hold that outlive the interpreter is not lost to anybody
 
   m.def("xxh3_64", [](nb::handle data) {
     const View view(data);

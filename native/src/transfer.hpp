@@ -42,6 +42,7 @@ struct Plan {
   std::vector<Piece> pieces;
   std::vector<Strided> strided;
   std::vector<Callback> callbacks;
+  std::shared_ptr<std::atomic<bool>> in_callback;  // whether one is under way; none where there are no callbacks
 };
 
 struct Tuning {
