@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +154,29 @@ def test_what_a_producer_raises_comes_out_unchanged(
     for again in (job.wait, job.checksums, job.stats, lambda: fs.sync([job])):
         with pytest.raises(RuntimeError, match="raised already"):
             again()
+
+
+def test_a_read_whose_progress_fails_has_let_go_of_its_destinations(backend: Backend, tmp_path: Path) -> None:
+    data = random_bytes(2000 * PAGE, 0)
+    data.tofile(tmp_path / "f")
+    windows, opened = Windows(np.zeros_like(data)), threading.Event()
+
+    def drain(window: memoryview, offset: int) -> None:
+        assert opened.wait(PATIENCE)
+        windows.drain(window, offset)
+
+    def progress(done: int) -> None:
+        opened.set()
+        raise Unusual
+
+    pieces = [ReadPiece(0, Consumed(data.nbytes, drain))]
+    before = len(os.listdir("/proc/self/task"))
+    with pytest.raises(Unusual) as caught:
+        engine.read(tmp_path / "f", pieces, tuning=small_windows(backend), verify=False, progress=progress)
+    while len(os.listdir("/proc/self/task")) > before:  # one that was joined may be listed a little longer
+        time.sleep(0.001)
+    assert len(windows.seen) < 125
+    assert caught.tb is not None  # it keeps the frame that had the job
 
 
 def test_what_a_consumer_raises_comes_out_unchanged(backend: Backend, tmp_path: Path) -> None:

@@ -217,9 +217,14 @@ def read(
         tuning.small_nbytes,
         progress is not None,
     )
-    while not native.wait(0.1 if progress is not None else None):
-        assert progress is not None
-        progress(native.progress())
+    try:
+        while not native.wait(0.1 if progress is not None else None):
+            assert progress is not None
+            progress(native.progress())
+    except BaseException:
+        native.cancel()
+        del native  # returns when the engine has let go of the destinations, which whoever gets this may free
+        raise
     return [Damage(piece, chunk) for piece, chunk in native.damage()]
 
 
