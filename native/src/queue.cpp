@@ -128,9 +128,16 @@ std::unique_ptr<Queue> make_uring_queue(unsigned depth);  // uring.cpp
 
 std::unique_ptr<Queue> make_queue(Backend backend, unsigned depth) {
   if (depth == 1) return std::make_unique<InlineQueue>();
-  if (backend == Backend::uring) return make_uring_queue(depth);
+  if (backend == Backend::uring) {
+    try {
+      return make_uring_queue(depth);
+    } catch (const sys::Error&) {
+      // There were rings when it was probed. Since then they were forbidden, or there is no room for one more:
+      // what one user may lock in memory, or open files. Threads do the same work.
+    }
+  }
   // The page cache takes data as fast as two threads copy it; a device wants more under way.
-  return std::make_unique<ThreadQueue>(backend == Backend::threads ? std::min(depth, 8U) : 2U);
+  return std::make_unique<ThreadQueue>(backend == Backend::buffered ? 2U : std::min(depth, 8U));
 }
 
 }  // namespace holdfast

@@ -39,6 +39,7 @@ class Queue {
   virtual void wait(Transfer& transfer) = 0;
 };
 
+// Threads where a ring is asked for and there is none to be had.
 std::unique_ptr<Queue> make_queue(Backend backend, unsigned depth);
 
 // True when this kernel lets this process create a ring (containers often forbid it). Says why not otherwise.
