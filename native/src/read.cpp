@@ -7,6 +7,7 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -306,8 +307,18 @@ class Deliveries {
   std::thread thread_;
 };
 
-sys::File open_for(const std::string& path, const Tuning& tuning) {
-  return sys::open(path, O_RDONLY | (tuning.backend == Backend::buffered ? 0 : O_DIRECT));
+// A file may refuse what its directory's file system was seen to do: in an overlay (the image of a container) it
+// lies on another one. Then it is read through the page cache, and `tuning` says so.
+sys::File open_for(const std::string& path, Tuning& tuning) {
+  if (tuning.backend != Backend::buffered) {
+    try {
+      return sys::open(path, O_RDONLY | O_DIRECT);
+    } catch (const sys::Error& error) {
+      if (error.code != EINVAL) throw;
+      tuning.backend = Backend::buffered;
+    }
+  }
+  return sys::open(path, O_RDONLY);
 }
 
 // Per piece, whether the device shall write into the caller's memory: not where that lies in small pages.
