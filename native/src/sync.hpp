@@ -18,7 +18,9 @@ struct Syncing {
 // than it saves.)
 void sync_together(std::vector<Syncing> items);
 
-// Lets the device start on a file's bytes in the page cache. A hint: what it cannot start, the sync does.
-void start_writeback(const sys::File& file);
+// Lets the device start on bytes of a file in the page cache; `nbytes` 0: all from `offset` on. Throws when the
+// file system says that it has lost them: it may say so only once (ext4 does, where it finds no blocks), and the
+// sync would have nothing left to do. Where there is no such call, the sync does it all.
+void start_writeback(const sys::File& file, uint64_t offset = 0, uint64_t nbytes = 0);
 
 }  // namespace holdfast

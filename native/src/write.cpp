@@ -235,13 +235,10 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
 
   const auto retire = [&](Slot& slot) {
     if (slot.nbytes == 0) return;
-    const uint64_t end = slot.transfer.offset + slot.nbytes;
+    const uint64_t low = slot.transfer.offset;
     finish(*queue, slot.transfer, alignment);
-    if (tuning.backend == Backend::buffered) {
-      // Let the device start now instead of at the sync.
-      ::sync_file_range(out.file.fd(), static_cast<off_t>(end - slot.nbytes), static_cast<off_t>(slot.nbytes),
-                        SYNC_FILE_RANGE_WRITE);
-    }
+    // Let the device start now instead of at the sync.
+    if (tuning.backend == Backend::buffered) start_writeback(out.file, low, slot.nbytes);
     control.advance(slot.nbytes);
     slot.nbytes = 0;
   };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from holdfast.engine import (
     WritePiece,
     capabilities,
     choose_backend,
+    faults,
     fs,
 )
 from holdfast.engine import probe as probing
@@ -146,9 +148,27 @@ def test_raw_limits_are_measured_on_every_backend(backend: engine.Backend, tmp_p
 # --- where the system forbids something: each in a process of its own ---------------------------------------
 
 
+FORBID = """
+import ctypes, errno, os, platform, struct, sys
+
+IO_URING_SETUP = 425
+SYNC_FILE_RANGE = {"x86_64": 277, "aarch64": 84}.get(platform.machine())
+
+def forbid(call, code):
+    libc = ctypes.CDLL(None, use_errno=True)
+    rules = [  # load the number of the call; that one: fail with the code; all others: allow
+        (0x20, 0, 0, 0), (0x15, 0, 1, call), (0x06, 0, 0, 0x00050000 | code), (0x06, 0, 0, 0x7FFF0000),
+    ]
+    filter = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(filter)))
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    assert libc.prctl(22, 2, program, 0, 0) == 0, ctypes.get_errno()
+"""
+
+
 def run(script: str, *arguments: object, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        [sys.executable, "-c", FORBID + textwrap.dedent(script), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -163,16 +183,7 @@ def test_where_io_uring_is_forbidden_threads_take_its_place(tmp_path: Path) -> N
     if choose_backend(tmp_path) == "buffered":
         pytest.skip("there is no direct I/O here, so neither is in question")
     script = """
-        import ctypes, struct, sys
-        libc = ctypes.CDLL(None, use_errno=True)
-        rules = [  # load the number of the call; 425 is io_uring_setup: fail with EPERM; all others: allow
-            (0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | 1), (0x06, 0, 0, 0x7FFF0000),
-        ]
-        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
-        program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code)))
-        assert libc.prctl(38, 1, 0, 0, 0) == 0
-        assert libc.prctl(22, 2, program, 0, 0) == 0, ctypes.get_errno()
-
+        forbid(IO_URING_SETUP, errno.EPERM)
         import numpy as np, holdfast
         from holdfast.engine import capabilities, choose_backend
         able = capabilities(sys.argv[1])
@@ -188,6 +199,63 @@ def test_where_io_uring_is_forbidden_threads_take_its_place(tmp_path: Path) -> N
     """
     assert run(script, tmp_path) == "threads"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_rings_that_are_forbidden_later_are_done_without(tmp_path: Path) -> None:
+    """An administrator sets kernel.io_uring_disabled while a training runs: it goes on saving."""
+    if choose_backend(tmp_path) != "uring":
+        pytest.skip("there are no rings here")
+    script = """
+        import numpy as np, holdfast
+        from holdfast.engine import choose_backend
+        state = {"w": np.arange(1 << 20)}
+        holdfast.save(sys.argv[1] + "/a", state)
+        forbid(IO_URING_SETUP, errno.EPERM)
+        holdfast.save(sys.argv[1] + "/b", state)
+        for name in "ab":
+            assert (holdfast.load(sys.argv[1] + "/" + name)["w"] == state["w"]).all()
+        print(choose_backend(sys.argv[1]))
+    """
+    assert run(script, tmp_path) == "uring"
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="the number of a call is needed")
+@pytest.mark.parametrize("nbytes", [1000, 3 << 20])
+@pytest.mark.parametrize(("code", "outcome"), [("EIO", "lost"), ("EUCLEAN", "lost"), ("ENOSYS", "saved")])
+def test_bytes_lost_on_the_way_to_the_device_fail_the_save(
+    tmp_path: Path, nbytes: int, code: str, outcome: str
+) -> None:
+    """Where writing back is started early, a file system may tell then, and not again at the sync."""
+    script = """
+        import numpy as np, holdfast
+        forbid(SYNC_FILE_RANGE, getattr(errno, sys.argv[3]))
+        state = {"w": np.ones(int(sys.argv[2]), np.uint8)}
+        try:
+            holdfast.save(sys.argv[1] + "/a", state, options=holdfast.Options(backend="buffered"))
+            print("saved")
+        except holdfast.SaveFailed as error:
+            assert error.errno == getattr(errno, sys.argv[3])
+            assert not os.path.exists(sys.argv[1] + "/a")
+            print("lost")
+    """
+    assert run(script, tmp_path, nbytes, code) == outcome
+
+
+def test_a_file_that_refuses_direct_reads_is_read_through_the_page_cache(
+    backend: engine.Backend, tmp_path: Path
+) -> None:
+    """In an overlay it may lie on another file system than the one that was probed in its directory."""
+    data = random_bytes(300 * PAGE, 5)
+    data.tofile(tmp_path / "f")
+    out = np.zeros_like(data)
+    piece = ReadPiece(0, memory_of(out), checksums(data))
+    with faults.injected("open:1:EINVAL"):
+        if backend == "buffered":  # which asks for nothing special
+            with pytest.raises(OSError, match=r"\(open\)"):
+                engine.read(tmp_path / "f", [piece], tuning=Tuning(backend, small_nbytes=0))
+        else:
+            assert engine.read(tmp_path / "f", [piece], tuning=Tuning(backend, small_nbytes=0)) == []
+            assert np.array_equal(out, data)
 
 
 @pytest.fixture
