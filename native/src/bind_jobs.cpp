@@ -336,8 +336,9 @@ void bind_jobs(nb::module_& m) {
       "sync",
       [](nb::list written, std::optional<nb::object> directory) {
         std::vector<Syncing> items;
+        const std::string where = directory ? fs_path(*directory) : std::string();
         // First, while the device is still at work on the files' bytes, which it was told to start on.
-        if (directory) items.push_back({sys::open(fs_path(*directory), O_RDONLY | O_DIRECTORY), true});
+        if (directory) items.push_back({sys::File(), true});
         for (nb::handle item : written) {
           items.push_back({nb::isinstance<WriteJob>(item) ? nb::cast<WriteJob&>(item).take()
                                                           : nb::cast<PendingFile&>(item).take(),
@@ -345,6 +346,7 @@ void bind_jobs(nb::module_& m) {
           if (!items.back().file.is_open()) throw std::logic_error("this file has been synced already");
         }
         Released release;
+        if (directory) items.front().file = sys::open(where, O_RDONLY | O_DIRECTORY);
         sync_together(std::move(items));
       },
       "written"_a, "directory"_a = nb::none());

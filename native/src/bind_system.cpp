@@ -110,11 +110,17 @@ void bind_system(nb::module_& m) {
   m.def("exchange", on_paths(sys::exchange));
 
   m.def("identity", [](nb::handle path) {
-    const sys::Identity found = sys::identity(fs_path(path));
+    const std::string where = fs_path(path);
+    Released release;
+    const sys::Identity found = sys::identity(where);
     return std::make_tuple(found.device, found.inode, found.made_ns);
   });
 
-  m.def("exists", [](nb::handle path) { return sys::exists(fs_path(path)); });
+  m.def("exists", [](nb::handle path) {
+    const std::string where = fs_path(path);
+    Released release;
+    return sys::exists(where);
+  });
 
   nb::class_<HeldDirectory>(m, "HeldDirectory")
       .def("fileno", &HeldDirectory::fd)
@@ -142,6 +148,7 @@ void bind_system(nb::module_& m) {
 
   m.def("probe", [](nb::handle path) {
     const std::string where = fs_path(path);
+    Released release;
     const Probe probe = probe_directory(where);
     return std::make_tuple(probe.direct, probe.memory_alignment, probe.offset_alignment, probe.reason);
   });
