@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <memory>
+#include <system_error>
 #include <vector>
 
 #include "bind.hpp"
@@ -38,7 +39,9 @@ void translate(const std::exception_ptr& pointer, void*) {
     raise_os_error(nb::make_tuple(error.code, nb::str(text.c_str()),
                                   nb::steal(PyUnicode_DecodeFSDefault(error.path.c_str()))));
   } catch (const std::system_error& error) {  // no thread, or no memory for staging
-    raise_os_error(nb::make_tuple(error.code().value(), nb::str(error.what())));
+    const bool thread = error.code() == std::errc::resource_unavailable_try_again;
+    const std::string text = std::string(thread ? "no thread can be started: " : "") + error.what();
+    raise_os_error(nb::make_tuple(error.code().value(), nb::str(text.c_str())));
   } catch (const Cancelled&) {
     PyErr_SetString(PyExc_InterruptedError, "the job was cancelled");
   }

@@ -219,6 +219,24 @@ def test_rings_that_are_forbidden_later_are_done_without(tmp_path: Path) -> None
     assert run(script, tmp_path) == "uring"
 
 
+def test_where_no_thread_can_be_started_the_error_says_so(tmp_path: Path) -> None:
+    """The limit of processes of a user counts threads. That is no fault of the storage."""
+    script = """
+        import resource
+        from holdfast import engine
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        try:
+            engine.write(sys.argv[1] + "/f", 4096, [], tuning=engine.Tuning()).wait()
+        except BlockingIOError as error:
+            print(error.strerror)
+    """
+    assert run(script, tmp_path).startswith("no thread can be started: ")
+
+
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="the number of a call is needed")
 @pytest.mark.parametrize("nbytes", [1000, 3 << 20])
 @pytest.mark.parametrize(("code", "outcome"), [("EIO", "lost"), ("EUCLEAN", "lost"), ("ENOSYS", "saved")])
