@@ -24,18 +24,19 @@ struct View {
   View& operator=(const View&) = delete;
 };
 
-// Python ends a thread that asks for the interpreter once that shuts down: up to 3.13 by unwinding its stack,
-// which no destructor lets pass. The thread stands still instead, as it does from 3.14 on, until the process is
-// gone.
-[[noreturn]] inline void stand_still() {
-  for (;;) ::pause();
-}
 inline bool shutting_down() {
 #if PY_VERSION_HEX >= 0x030D0000
   return Py_IsFinalizing() != 0 || Py_IsInitialized() == 0;
 #else
   return _Py_IsFinalizing() != 0 || Py_IsInitialized() == 0;
 #endif
+}
+// Python ends a thread that asks for the interpreter once that shuts down: up to 3.13 by unwinding its stack,
+// which no destructor lets pass. Whoever catches that stands still instead, as threads do from 3.14 on, until the
+// process is gone. What else was caught goes on.
+[[noreturn]] inline void stand_still() {
+  if (!shutting_down()) throw;
+  for (;;) ::pause();
 }
 
 // Lets go of the interpreter for as long as this lives.
