@@ -60,3 +60,12 @@ def test_a_directory_that_was_moved_is_anchored_again(tmp_path: Path, synced: li
     anchored(run, synced)
     moved = run.rename(tmp_path / "there" / "run")
     assert str(moved.parent) in anchored(moved, synced)
+
+
+def test_directories_are_made_below_the_current_one(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fs.make_directories("above/run")
+    assert (tmp_path / "above" / "run").is_dir()
+    assert synced[:2] == [str(tmp_path / "above"), str(tmp_path)]

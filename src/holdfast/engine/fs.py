@@ -71,7 +71,7 @@ def make_directories(path: str) -> None:
     at = path
     while not os.path.isdir(at):
         missing.append(at)
-        at = os.path.dirname(at)
+        at = os.path.dirname(at) or os.curdir
     for directory in reversed(missing):
         try:
             mkdir(directory)
