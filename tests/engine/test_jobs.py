@@ -125,6 +125,27 @@ def test_an_interrupt_while_reading_ends_the_read(backend: Backend, tmp_path: Pa
     assert np.array_equal(windows.data, data)
 
 
+def test_an_interrupt_is_heard_in_the_middle_of_a_long_read(backend: Backend, tmp_path: Path) -> None:
+    data = random_bytes(9 << 20, 0)
+    data.tofile(tmp_path / "f")
+
+    def interrupt() -> None:
+        while not faults.count_calls() > 1:  # the read of the first window is under way
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    out = np.zeros_like(data)
+    with faults.injected("read:1:slow20+"):
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.read(
+                tmp_path / "f", [ReadPiece(0, memory_of(out))], tuning=small_windows(backend), verify=False
+            )
+        assert faults.count_calls() < 100  # of 144 windows
+    thread.join(PATIENCE)
+
+
 class Unusual(Exception):
     pass
 

@@ -69,6 +69,8 @@ class Damage:
     chunk: int
 
 
+_LONG_READ_NBYTES = 8 << 20
+
 _StridedTuple = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
@@ -215,7 +217,8 @@ def read(
         tuning.depth,
         chunk_nbytes,
         tuning.small_nbytes,
-        progress is not None,
+        # What may take long is waited for where interrupts are heard; a thread costs more than a small read.
+        progress is not None or sum(columns.nbytes) > _LONG_READ_NBYTES,
     )
     try:
         while not native.wait(0.1 if progress is not None else None):
