@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from tests.distributed.launcher import launch, values
 from tests.distributed.worlds import error_of
 from typer.testing import CliRunner
@@ -15,6 +20,8 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast.cli.app import app
 from holdfast.engine import faults
+from holdfast.format.manifest import encode_root
+from holdfast.store import together
 from holdfast.store import volumes as store_volumes
 
 KEPT = 2
@@ -188,3 +195,166 @@ def test_a_run_that_was_moved_away_keeps_its_shards(tmp_path: Path) -> None:
         (tmp_path / "run").rename(tmp_path / name)
     for number, name in enumerate(("first", "second", "third")):
         assert holdfast.load(tmp_path / name)["w"].tolist() == [number] * 100
+
+
+def test_a_checkpoint_that_was_moved_away_keeps_its_shards(tmp_path: Path, volumes: list[Path]) -> None:
+    options = holdfast.Options(volumes=[volumes[0]])
+    for number in range(3):
+        holdfast.save(tmp_path / "model", {"w": np.full(100, number)}, options=options)
+        (tmp_path / "model").rename(tmp_path / f"model{number}")
+    for number in range(3):
+        assert holdfast.load(tmp_path / f"model{number}")["w"].tolist() == [number] * 100
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be retired")
+def test_a_checkpoint_that_was_moved_out_of_its_run_keeps_its_shards(
+    tmp_path: Path, volumes: list[Path]
+) -> None:
+    run = tmp_path / "run"
+    state = {"w": np.zeros(100)}
+    for step in range(1, 7):
+        with holdfast.Checkpointer(
+            run,
+            state,
+            mode="sync",
+            options=holdfast.Options(volumes=[volumes[0]]),
+            keep=holdfast.Keep(last=1),
+        ) as checkpointer:
+            state["w"] += 1
+            checkpointer.save(step)
+            if step == 2:
+                (run / "step-000000000002").rename(run / "best")
+            checkpointer.save(step)  # replaces it, if it is still there
+    assert holdfast.load(run / "best")["w"].tolist() == [2] * 100
+    assert holdfast.verify(run).intact
+    assert len(_there(volumes[0])) == 2
+
+
+def _train_with_own_volume(run: Path, root: Path) -> set[str]:
+    import torch.distributed as dist
+
+    volume = root / f"volume{dist.get_rank()}"
+    volume.mkdir()
+    with holdfast.Checkpointer(
+        run,
+        {"w": np.zeros(1 << 17)},
+        mode="sync",
+        keep=holdfast.Keep(last=1),
+        options=holdfast.Options(volumes=[volume]),
+        timeout=60.0,
+    ) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step)
+    return _there(volume)
+
+
+def test_ranks_of_a_node_that_have_volumes_of_their_own(tmp_path: Path) -> None:
+    """All that is retired goes from all of them."""
+    run = tmp_path / "run"
+    for there in values(launch(2, _train_with_own_volume, run, tmp_path)):
+        assert set(_ids(run).values()) <= there
+        assert len(there) == 2
+
+
+def _prune(run: Path) -> None:
+    pruned = CliRunner().invoke(app, ["prune", str(run), "--last", "1"])
+    assert pruned.exit_code == 0, pruned.output
+
+
+def test_pruning_a_copy_of_a_run_leaves_the_shards_to_the_original(
+    tmp_path: Path, volumes: list[Path]
+) -> None:
+    with holdfast.Checkpointer(
+        tmp_path / "run",
+        {"w": np.ones(100)},
+        mode="sync",
+        options=holdfast.Options(volumes=[volumes[0]]),
+    ) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    _prune(tmp_path / "copy")
+    assert sorted(_ids(tmp_path / "copy")) == [3]
+    for step in (1, 2, 3):
+        assert holdfast.verify(tmp_path / "run" / f"step-{step:012d}").intact
+    _prune(tmp_path / "run")
+    assert _there(volumes[0]) == set(_ids(tmp_path / "run").values())
+
+
+def test_pruning_removes_nothing_that_only_a_manifest_claims(tmp_path: Path, volumes: list[Path]) -> None:
+    """A run may come from anywhere."""
+    run, options = tmp_path / "run", holdfast.Options(volumes=[volumes[0]])
+    with holdfast.Checkpointer(run, {"w": np.ones(100)}, mode="sync", options=options) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.save(2)
+    precious = tmp_path / "precious"
+    path = run / "step-000000000001"
+    with holdfast.open(path) as checkpoint:
+        (file,) = checkpoint.root.part.files
+        assert file.volume is not None
+        shutil.copytree(file.volume, precious)
+        (precious / "letters").mkdir()
+        part = structs.replace(checkpoint.root.part, files=(structs.replace(file, volume=str(precious)),))
+        (path / "manifest.json").write_bytes(encode_root(structs.replace(checkpoint.root, part=part)))
+    _prune(run)
+    assert sorted(_ids(run)) == [2]
+    assert sorted(os.listdir(precious)) == ["letters", file.name]
+
+
+def test_volumes_that_cannot_be_written_to(tmp_path: Path, volumes: list[Path]) -> None:
+    options = holdfast.Options(volumes=volumes)
+    for fault, kind in (("write:1:ENOSPC", holdfast.StorageFull), ("open:1:EROFS", holdfast.StorageDenied)):
+        with pytest.raises(kind, match=str(volumes[0])), faults.injected(fault):
+            holdfast.save(tmp_path / "model", {"w": np.ones(3)}, options=options)
+    with pytest.raises(ValueError, match="UTF-8"):
+        holdfast.save(
+            tmp_path / "model", {"w": np.ones(3)}, options=holdfast.Options(volumes=[os.fsdecode(b"/\xff")])
+        )
+    assert not any(os.listdir(volume) for volume in volumes)
+    assert not (tmp_path / "model").exists()
+
+
+def _save_without_a_shared_directory(path: Path, other: Path) -> tuple[str, str]:
+    """Rank 1 is on another host, where there is a leftover of the same name."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        socket.gethostname = lambda: "elsewhere"
+        held = together.held_directory
+
+        @contextlib.contextmanager
+        def held_here(path: str) -> Iterator[str]:
+            with held(os.fspath(other)) as name:
+                yield name
+
+        together.held_directory = held_here
+    return error_of(lambda: holdfast.save(path, {"w": np.ones(1 << 17)}, timeout=60.0))[:2]
+
+
+def test_ranks_that_do_not_share_the_directory(tmp_path: Path) -> None:
+    """Nobody is told that it is durable."""
+    other = tmp_path / "other"
+    other.mkdir()
+    found = values(launch(2, _save_without_a_shared_directory, tmp_path / "model", other))
+    assert [kind for kind, _ in found] == ["RankFailed", "StorageMissing"]
+    assert all("All ranks must share this directory" in text for _, text in found)
+    assert not (tmp_path / "model").exists()
+    assert not (tmp_path / "model.partial").exists()
+
+
+def _save_from_two_hosts(path: Path) -> bool:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        socket.gethostname = lambda: "elsewhere"
+    state = {"w": np.arange(1 << 17)}
+    for _ in range(2):
+        holdfast.save(path, state, overwrite=True, timeout=60.0)
+    return True
+
+
+def test_ranks_of_two_hosts_that_share_the_directory(tmp_path: Path) -> None:
+    assert values(launch(2, _save_from_two_hosts, tmp_path / "model")) == [True, True]
+    report = holdfast.verify(tmp_path / "model")
+    assert report.intact
+    assert not report.strangers

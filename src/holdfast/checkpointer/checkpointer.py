@@ -52,6 +52,7 @@ from holdfast.store import (
     list_steps,
     plain_metrics,
 )
+from holdfast.store.volumes import Ledger
 
 Mode = Literal["overlap", "snapshot", "sync"]
 OnError = Literal["raise", "warn"]
@@ -149,7 +150,8 @@ class Checkpointer:
             where, known = self._crew.told((self._run.path, known), tuple[str, list[Kept]])
             if not self._crew.leads:
                 self._run = FollowedRun(where)
-            self._retention = Retention(self._run, keep or Keep(), known)
+            ledger = Ledger(self._run.path) if self._crew.leads and self._crew.way.volumes else None
+            self._retention = Retention(self._run, keep or Keep(), known, ledger)
             self._events = EventLog(self._run.path if self._crew.leads else None)
             self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, _plain(every)))
             self._preemption = Preemption() if preemption else None

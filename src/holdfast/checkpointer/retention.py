@@ -9,13 +9,22 @@ from collections.abc import Sequence
 from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.errors import CorruptCheckpoint, ReadFailed, SaveFailed, UnsupportedCheckpoint
 from holdfast.store import Checkpoint, CheckpointInfo, FollowedRun, WritableRun, list_steps, step_name
+from holdfast.store.volumes import Ledger, id_at
 
 
 class Retention:
     """The checkpoints of one run, while it is being written."""
 
-    def __init__(self, run: WritableRun | FollowedRun, keep: Keep, known: Sequence[Kept]) -> None:
+    def __init__(
+        self,
+        run: WritableRun | FollowedRun,
+        keep: Keep,
+        known: Sequence[Kept],
+        ledger: Ledger | None = None,
+    ) -> None:
+        """`ledger`: of a run whose shards go to volumes, where it is this process that retires them."""
         self._run = run
+        self._ledger = ledger
         self._keep = keep
         self._known = list(known)
         self._superseded: list[int] = []
@@ -43,7 +52,7 @@ class Retention:
         later = sorted(filter(self._is_there, superseded), reverse=True)
         if later:
             try:
-                self._run.retire(later, durable=True)
+                self._retire(later, durable=True)
             except SaveFailed as error:
                 self._warn(
                     f"a checkpoint that training went back on could not be retired for step {step}, and "
@@ -61,12 +70,18 @@ class Retention:
         stay = self._keep.chosen(known) | {newest}
         gone = [item.step for item in known if item.step not in stay]
         try:
-            self._run.retire(gone)
+            self._retire(gone)
         except SaveFailed as error:
             # What could not be taken away stays a candidate for the next time.
             self._warn(f"step {newest} is saved, but an old checkpoint could not be retired: {error}")
             gone = [step for step in gone if not self._is_there(step)]
         self._known = [item for item in known if item.step not in gone]
+
+    def _retire(self, steps: list[int], *, durable: bool = False) -> None:
+        if self._ledger is not None:
+            # Before they go: as long as they are there, nobody believes it of them.
+            self._ledger.add(filter(None, map(id_at, map(self._run.path_of, steps))))
+        self._run.retire(steps, durable=durable)
 
     def _is_there(self, step: int) -> bool:
         return os.path.isdir(self._run.path_of(step))

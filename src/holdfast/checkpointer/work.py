@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from holdfast.checkpointer.retention import ids
 from holdfast.state import LeafSource, flatten
 from holdfast.store import CheckpointInfo, Commit, Conversation, Crew, Spare, Watch
+from holdfast.store.volumes import Ledger
 
 Groups = Sequence[Sequence[LeafSource]]
 
@@ -36,7 +37,8 @@ def take_apart(
 
         return Work(flat.leaves + flat.local_leaves, alone)
     ready = crew.prepare(state, talk)
-    live = ids(run) if crew.leads and crew.way.volumes else None
+    ledger = Ledger(run) if crew.leads and crew.way.volumes else None
+    live = None if ledger is None else ids(run)
 
     def together(target: str, spare: Spare | None, groups: Groups | None, watch: Watch) -> CheckpointInfo:
         return crew.commit(
@@ -48,6 +50,7 @@ def take_apart(
             watch=watch,
             spare=spare,
             overwrite=True,
+            ledger=ledger,
             live=live,
         )
 

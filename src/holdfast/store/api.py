@@ -79,7 +79,12 @@ class Options:
 
     def way(self) -> Way:
         """How several ranks, or one to several volumes, write."""
-        volumes = tuple(os.path.abspath(os.fspath(volume)) for volume in self.volumes)
+        volumes = tuple(os.path.abspath(os.fsdecode(volume)) for volume in self.volumes)
+        for volume in volumes:
+            try:
+                volume.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"a volume's path must be UTF-8, as manifests are: {volume!r}") from None
         if len(set(map(os.path.realpath, volumes))) < len(volumes):
             raise ValueError(f"volumes must be different directories, not {list(volumes)}")
         return Way(self.tuning(), self.writers, volumes, self.replicas)

@@ -77,14 +77,14 @@ class Plan(Struct, frozen=True, tag="plan"):
 
 
 class Open(Struct, frozen=True, tag="open"):
-    """Where to write. `recycle`: over files that are there. `live`: checkpoints whose shards are to stay.
+    """Where to write. `recycle`: over files that are there. `dead`: checkpoints whose shards are to go.
 
     `identity` is the directory's, as `host` sees it: one that comes late may find another by that name.
     """
 
     directory: str
     recycle: bool
-    live: tuple[str, ...] | None = None
+    dead: tuple[str, ...] = ()
     host: str = ""
     identity: tuple[int, int, int] = (0, 0, 0)
 
@@ -109,12 +109,13 @@ class Done(Struct, frozen=True, tag="done"):
 
 
 class End(Struct, frozen=True, tag="end"):
-    """Committed."""
+    """Committed. `dead`: what it has replaced, whose shards are to go."""
 
     path: str
     nbytes: int
     stored_nbytes: int
     leaves: int
+    dead: tuple[str, ...] = ()
 
 
 _Message = Failure | Call | Plan | Open | Done | End

@@ -231,22 +231,29 @@ def _existing(target: str) -> CheckpointExists:
     )
 
 
-def publish(partial: Partial, target: str, *, overwrite: bool) -> None:
-    """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found."""
+def publish(
+    partial: Partial, target: str, *, overwrite: bool, replaced: Callable[[], None] | None = None
+) -> None:
+    """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found.
+
+    `replaced` is called when that is durable and an old checkpoint is about to be removed.
+    """
     if not (overwrite and fs.exists(target)):
         _change_names(partial, target, fs.rename_new)
         return
     # Shared with its readers, but not with the next writer: to that one, what is replaced would look like the
     # leftover of a crash, to be swept away. Then this one would remove what the next one makes there.
-    replaced = share_directory(target, LOCK_SECONDS)
-    if replaced is None:
+    old = share_directory(target, LOCK_SECONDS)
+    if old is None:
         raise RunLocked(f"another process is saving to {target}; one writer per checkpoint")
     try:
         _change_names(partial, target, fs.exchange)
+        if replaced is not None:
+            replaced()
         with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
             fs.remove_tree(partial.path)
     finally:
-        replaced.release()
+        old.release()
 
 
 def _change_names(partial: Partial, target: str, move: Callable[[str, str], None]) -> None:

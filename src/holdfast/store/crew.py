@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -223,9 +223,13 @@ class Crew:
         watch: Watch | None = None,
         spare: Spare | None = None,
         overwrite: bool = False,
-        live: Sequence[str] | None = None,
+        ledger: volumes.Ledger | None = None,
+        live: Collection[str] | None = None,
     ) -> CheckpointInfo:
-        """Writes this rank's share; returns when the whole checkpoint is durable."""
+        """Writes this rank's share; returns when the whole checkpoint is durable.
+
+        Of a run whose shards go to volumes: its `ledger`, and the ids of its checkpoints that are `live`.
+        """
         team = self.team
         together = Together(
             target,
@@ -240,8 +244,9 @@ class Crew:
             self.way.volumes,
             spare,
             overwrite,
-            None if live is None else tuple(live),
-            team is None or team.node_peers[0] == team.rank,
+            ledger,
+            None if live is None else frozenset(live),
+            team is not None and any(member.host != team.members[0].host for member in team.members),
         )
         try:
             return together.run(ready.flat, ready.share, groups, watch)

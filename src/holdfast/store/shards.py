@@ -219,7 +219,8 @@ def _missing(file: ShardFile) -> str:
     if file.volume is None:
         return MISSING
     host = f" of host {file.host}" if file.host else ""
-    if file.host == socket.gethostname() and os.path.isdir(file.volume):
+    # Those of a checkpoint lie two levels below what was given as the volume.
+    if file.host == socket.gethostname() and os.path.isdir(os.path.dirname(os.path.dirname(file.volume))):
         return f"{MISSING}: it was on volume {file.volume} of this host, and has been removed from there"
     return (
         f"{MISSING}: it lies on volume {file.volume}{host}, which cannot be reached from here: "

@@ -4,7 +4,8 @@ For a checkpoint that shall appear at ``D`` in directory ``P`` (`holdfast.store.
 process and one file; the messages are those of `holdfast.store.calls`):
 
 1. The coordinator makes ``D.partial``, or renames a retired checkpoint to it, and tells where it is
-   (``open``).
+   (``open``). Ranks on other hosts look for a mark that it has put there: one that does not share the
+   directory must not write to its own.
 2. Every rank writes the fragments that are its share into shards of its own, on its volumes.
 3. Every rank but the coordinator writes its part: what it wrote, with checksums.
 4. Every rank syncs its shards, its part, and the directories they are in, and says so with the size and
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 
 from holdfast import engine
 from holdfast.engine import Tuning, fs
-from holdfast.errors import HoldfastError, RankFailed, RanksDisagree
+from holdfast.errors import HoldfastError, RankFailed, RanksDisagree, StorageMissing
 from holdfast.format.manifest import MANIFEST_NAME, encode_root, part_name, part_ref
 from holdfast.format.records import Part, PartRef, Root
 from holdfast.state import Flat, LeafSource
@@ -40,8 +41,8 @@ from holdfast.store.commit import CheckpointInfo, Seconds, check_step, publish, 
 from holdfast.store.directories import held_directory
 from holdfast.store.failures import save_failed
 from holdfast.store.partial import PARTIAL, Partial, Spare
-from holdfast.store.run import is_step_name
 from holdfast.store.shares import Share
+from holdfast.store.volumes import Ledger
 from holdfast.store.watch import Watch
 from holdfast.store.writing import Place, ShareWriter
 from holdfast.team.replicas import check_samples
@@ -64,10 +65,12 @@ class Together:
     volumes: Sequence[str] = ()
     spare: Spare | None = None
     overwrite: bool = False
-    live: tuple[str, ...] | None = None
-    """Of a run: the checkpoints whose shards on volumes are to stay. None: nothing is swept."""
-    sweeps: bool = False
-    """Whether this rank is the one of its node that sweeps."""
+    ledger: Ledger | None = None
+    """Of a run whose shards go to volumes, on the coordinator."""
+    live: frozenset[str] | None = None
+    """Of such a run: its checkpoints, whose shards stay. None: one cannot be told, so all shards do."""
+    far: bool = False
+    """Whether there are ranks on other hosts."""
 
     def run(
         self,
@@ -104,17 +107,21 @@ class Together:
         partial = Partial(self.target, self.spare, self.target + PARTIAL)
         parent = os.path.dirname(self.target)
         opened = publishing = False
+        dead: frozenset[str] = frozenset()
+        replaced: tuple[str, ...] = ()
         try:
             refuse_existing(self.target, overwrite=self.overwrite)
             fs.anchor(parent, once=True)
             # Choosing may write a trial file, so it comes before there is anything to clean up.
             engine.choose_backend(parent, self.tuning.backend)
+            dead, replaced = self._dead(partial.path), self._replaced()
             partial.make()
+            marks = self._note(partial.path, dead, replaced)
             if self.talk is not None:
                 host, found = socket.gethostname(), fs.identity(partial.path)
-                self.talk.say("open", Open(partial.path, partial.recycle, self.live, host, found))
+                self.talk.say("open", Open(partial.path, partial.recycle, tuple(dead), host, found))
                 opened = True
-            self._sweep(self.live)
+            volumes.sweep(self.volumes, self.target, dead)
             with ShareWriter(0, self._places(partial.path), self.tuning, recycle=partial.recycle) as writer:
                 writer.write(groups, watch)
                 part = writer.part(share.description)
@@ -125,10 +132,17 @@ class Together:
             ours = {MANIFEST_NAME, *writer.names, *(name for done in dones for name in done.files)}
             partial.directory_to_sync(ours)
             manifest = fs.write_file(os.path.join(partial.path, MANIFEST_NAME), root, recycle=partial.recycle)
+            volumes.remove_marks(partial.path, marks)
             fs.sync([manifest], partial.path)
             watch.committing()
             publishing = True
-            publish(partial, self.target, overwrite=self.overwrite)
+            publish(
+                partial,
+                self.target,
+                overwrite=self.overwrite,
+                # As long as it is there, a save that comes after a crash knows of it.
+                replaced=lambda: volumes.sweep(self.volumes, self.target, replaced),
+            )
         except BaseException as error:
             if self.talk is not None:
                 self.talk.failed(self._typed(error), open=not partial.settled)
@@ -137,19 +151,48 @@ class Together:
             partial.remove()
             if not publishing:
                 self._remove_from_volumes(last=True)
+            if self.ledger is not None and partial.settled:
+                self.ledger.write(self.ledger.read().difference(replaced))  # these are there
             raise
         finally:
             partial.release()
+        if self.ledger is not None:
+            self.ledger.write(self.ledger.read() - dead - {self.id})
         end = End(
             self.target,
             sum(leaf.nbytes for leaf in share.fragments) + sum(done.nbytes for done in dones),
             writer.stored_nbytes + len(root) + sum(done.stored_nbytes for done in dones),
             len(share.plan.leaves),
+            replaced,
         )
         if self.talk is not None:
             self.talk.committed(end)
-        self._sweep_replaced()
         return self._info(end, writer, began)
+
+    def _dead(self, partial: str) -> frozenset[str]:
+        """Whose shards are to go before anything is written: they may take the room that is needed."""
+        if self.ledger is None:
+            return frozenset(volumes.left_behind(partial))
+        return frozenset() if self.live is None else frozenset(self.ledger.read() - self.live)
+
+    def _replaced(self) -> tuple[str, ...]:
+        """Whose shards are to go once this one is committed."""
+        found = volumes.id_at(self.target) if self.overwrite and fs.exists(self.target) else None
+        return () if found is None else (found,)
+
+    def _note(self, partial: str, dead: frozenset[str], replaced: tuple[str, ...]) -> frozenset[str]:
+        """What is left of this save should it not come to its end, for the next one; the marks it made."""
+        if self.ledger is not None:
+            kept = self.ledger.read() if self.live is None else ()
+            self.ledger.write({*dead, *kept, *replaced, self.id})
+        elif self.volumes:
+            marks = dead | {self.id}
+            volumes.mark(partial, marks)
+            return marks
+        if self.far:
+            volumes.mark(partial, [self.id])
+            return frozenset([self.id])
+        return frozenset()
 
     def _root(
         self, flat: Flat, share: Share, part: Part, refs: Sequence[PartRef], dones: Sequence[Done]
@@ -185,7 +228,7 @@ class Together:
             # Held, so that a rank that was given up never writes into what others put in its place.
             with held_directory(opened.directory) as directory:
                 self._require_same(opened, directory)
-                self._sweep(opened.live)
+                volumes.sweep(self.volumes, self.target, opened.dead)
                 places = self._places(directory)
                 with ShareWriter(self.rank, places, self.tuning, recycle=opened.recycle) as writer:
                     writer.write(groups, watch)
@@ -195,6 +238,8 @@ class Together:
             self._remove_from_volumes(last=False)
             if isinstance(error, FileNotFoundError):
                 self.talk.check()  # a coordinator that gave up has removed what this rank writes to
+                if opened.host != socket.gethostname() and not os.path.isdir(opened.directory):
+                    raise self._not_shared(opened) from error
             raise
         try:
             self.talk.done(
@@ -216,17 +261,29 @@ class Together:
             if self.talk.refused:
                 self._remove_from_volumes(last=True)
             raise
-        self._sweep_replaced()
+        volumes.sweep(self.volumes, self.target, end.dead)
         return self._info(end, writer, began)
 
     def _require_same(self, opened: Open, directory: str) -> None:
-        """By now the coordinator may be dead, and another world at work under the same name."""
-        if opened.host == socket.gethostname() and fs.identity(directory) != opened.identity:
+        """By now the coordinator may be dead, and another world at work under the same name. And a host that
+        does not share the directory may have one of that name left over."""
+        host = socket.gethostname()
+        if opened.host != host:
+            if not volumes.is_marked(directory, self.id):
+                raise self._not_shared(opened)
+        elif fs.identity(directory) != opened.identity:
             raise RankFailed(
                 f"the save of step {self.step} was given up: another one has taken its place at "
                 f"{opened.directory} meanwhile",
                 ranks=(0,),
             )
+
+    def _not_shared(self, opened: Open) -> StorageMissing:
+        return StorageMissing(
+            f"cannot save {self.target}: what {socket.gethostname()} has at {opened.directory} is not what "
+            f"rank 0 has there on {opened.host}. All ranks must share this directory (only volumes may be "
+            "each node's own); or the save was given up meanwhile"
+        )
 
     # --- both
 
@@ -237,16 +294,6 @@ class Together:
 
     def _places(self, directory: str) -> list[Place]:
         return volumes.places(self.volumes, self.target, self.id) if self.volumes else [Place(directory)]
-
-    def _sweep(self, live: Sequence[str] | None) -> None:
-        """In a run before anything is written: what a failed save left may be what there is no room for."""
-        if self.volumes and self.sweeps and live is not None:
-            volumes.sweep(self.volumes, self.target, {*live, self.id})
-
-    def _sweep_replaced(self) -> None:
-        """Of a checkpoint outside of a run, only the newest is there."""
-        if not is_step_name(os.path.basename(self.target)):
-            self._sweep(())
 
     def _remove_from_volumes(self, *, last: bool) -> None:
         for volume in self.volumes:

@@ -3,7 +3,12 @@
 A volume is a directory on one device. The shards of one checkpoint lie there in ``RUN-xxxxxxxx/ID/``: the
 run's name with a digest of its path and directory, and the checkpoint's id, so that no two saves ever write
 to the same place. (One that is not in a run has its own name and path for those of the run.) A checkpoint's
-manifest says where its shards are; what no manifest of the run speaks of is removed by a later save.
+manifest says where its shards are.
+
+Removed is what is known to be dead, never what is not known to live: a checkpoint may be moved out of its
+run, or be renamed, and its shards stay. Dead are saves that were not committed, and checkpoints that were
+retired or replaced. A run has a `Ledger` of them, any other save names itself in its ``D.partial``; when the
+next one begins, all ranks are told, and each removes what its own volumes have of them.
 
 A volume must be there: one that is not mounted is not made in its place on another device.
 """
@@ -12,17 +17,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
 from holdfast.engine import fs, raw_write
-from holdfast.errors import StorageMissing
+from holdfast.errors import HoldfastError, StorageMissing
 from holdfast.format.checksums import digest
+from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.store.checkpoint import Checkpoint
+from holdfast.store.failures import saving
 from holdfast.store.run import is_step_name
 from holdfast.store.writing import Place
 
 _PROBE_NBYTES = 32 << 20
+_LEDGER = ".volumes"
+_MARK = ".saving"
+_ID = re.compile(r"[0-9a-f]{32}")
+_SHARD = re.compile(r"r[0-9]{5}\.v[0-9]+\.safetensors")
 
 
 def measure(volumes: Sequence[str]) -> list[float]:
@@ -35,7 +47,8 @@ def measure(volumes: Sequence[str]) -> list[float]:
     for volume in volumes:
         path = os.path.join(volume, f".holdfast-probe-{os.getpid()}")
         try:
-            speeds.append(_PROBE_NBYTES / max(raw_write(path, _PROBE_NBYTES), 1e-6))
+            with saving(volume):
+                speeds.append(_PROBE_NBYTES / max(raw_write(path, _PROBE_NBYTES), 1e-6))
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -80,24 +93,100 @@ def _require(volume: str) -> None:
         )
 
 
-def homes_of(path: str) -> set[str]:
-    """The directories on volumes of this host that hold shards of a checkpoint."""
+class Ledger:
+    """The ids of a run's checkpoints whose shards are to go, until all ranks have been told.
+
+    Only the run's writer changes it. It is not synced: what is lost of it costs room on the volumes. And it
+    may be older than the run: whoever reads it leaves out what is live.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._path = os.path.join(run, _LEDGER)
+
+    def read(self) -> set[str]:
+        try:
+            with open(self._path, encoding="ascii", errors="replace") as file:
+                return set(filter(_ID.fullmatch, file.read().split()))
+        except OSError:
+            return set()
+
+    def write(self, ids: Iterable[str]) -> None:
+        new = self._path + ".new"
+        try:
+            with open(new, "w", encoding="ascii") as file:
+                file.writelines(f"{id}\n" for id in sorted(ids))
+            os.replace(new, self._path)
+        except OSError:
+            # An old one may speak of what has been committed since.
+            for path in (new, self._path):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+    def add(self, ids: Iterable[str]) -> None:
+        known = self.read()
+        more = known.union(ids)
+        if more != known:
+            self.write(more)
+
+
+def id_at(path: str) -> str | None:
+    """The id of the checkpoint at a path; None when there is none, or it cannot be told."""
+    try:
+        with Checkpoint(path) as checkpoint:
+            return checkpoint.id if _ID.fullmatch(checkpoint.id) else None
+    except HoldfastError:
+        return None
+
+
+def mark(partial: str, ids: Iterable[str]) -> None:
+    """Names saves in a ``D.partial``: the one that is under way there, and those whose shards are to go."""
+    for id in ids:
+        with open(os.path.join(partial, id + _MARK), "x"):
+            pass
+
+
+def is_marked(partial: str, id: str) -> bool:
+    """Whether this is the directory of that save."""
+    return os.path.exists(os.path.join(partial, id + _MARK))
+
+
+def remove_marks(partial: str, ids: Iterable[str]) -> None:
+    """Before it becomes a checkpoint."""
+    for id in ids:
+        fs.unlink(os.path.join(partial, id + _MARK))
+
+
+def left_behind(partial: str) -> set[str]:
+    """The ids of what a ``D.partial`` is left of: saves that were not committed, or what one replaced."""
+    try:
+        names = os.listdir(partial)
+    except OSError:
+        return set()
+    found = {name.removesuffix(_MARK) for name in names if name.endswith(_MARK)}
+    replaced = id_at(partial) if MANIFEST_NAME in names else None
+    return set(filter(_ID.fullmatch, found if replaced is None else {*found, replaced}))
+
+
+def homes_of(path: str) -> tuple[str | None, set[str]]:
+    """The id of a checkpoint that has shards on volumes, and the directories of this host that hold them.
+
+    Only those that were made for a checkpoint of this very run: a copy of the run has the same manifests, and
+    a manifest may say anything.
+    """
     host = socket.gethostname()
-    found: set[str] = set()
     with Checkpoint(path) as checkpoint:
-        for part in checkpoint.parts:
-            found.update(file.volume for file in part.files if file.volume is not None and file.host == host)
-    return found
+        files = [file for part in checkpoint.parts for file in part.files if file.volume is not None]
+        own = os.path.join(os.sep, home(path), checkpoint.id)
+        here = {file.volume for file in files if file.volume is not None and file.host == host}
+        found = {volume for volume in here if _ID.fullmatch(checkpoint.id) and volume.endswith(own)}
+        return checkpoint.id if files else None, found
 
 
-def sweep(volumes: Sequence[str], target: str, live: Collection[str]) -> None:
-    """Removes the shards of checkpoints that are no more. What resists is left for the next time."""
-    for volume in volumes:
-        base = os.path.join(volume, home(target))
-        with contextlib.suppress(OSError):
-            for name in os.listdir(base):
-                if name not in live:
-                    remove(os.path.join(base, name))
+def sweep(volumes: Sequence[str], target: str, dead: Iterable[str]) -> None:
+    """Removes the shards of checkpoints that are no more. What resists stays."""
+    for id in dead:
+        for volume in volumes:
+            remove(os.path.join(volume, home(target), id))
 
 
 def remove_files_of(directory: str, rank: int, *, last: bool) -> None:
@@ -112,6 +201,12 @@ def remove_files_of(directory: str, rank: int, *, last: bool) -> None:
 
 
 def remove(directory: str) -> None:
-    """Removes one checkpoint's shards from a volume."""
+    """Removes one checkpoint's shards from a volume, and nothing else; others may be doing so, too."""
     with contextlib.suppress(OSError):
-        fs.remove_tree(directory)
+        if os.path.islink(directory):
+            fs.unlink(directory)  # the link only, wherever it leads
+            return
+        for name in filter(_SHARD.fullmatch, os.listdir(directory)):
+            with contextlib.suppress(FileNotFoundError):
+                fs.unlink(os.path.join(directory, name))
+        fs.rmdir(directory)

@@ -1,0 +1,79 @@
+"""SIGKILL at every system call of saves whose shards go to a volume: nothing is lost, and nothing stays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import holdfast
+from holdfast.engine import faults
+
+from .children import Pipe, forked
+
+KEPT = 1
+
+
+def _options(place: Path) -> holdfast.Options:
+    return holdfast.Options(volumes=[place / "volume"], backend="buffered")
+
+
+def _state(step: int) -> dict[str, np.ndarray]:
+    return {"w": np.full(1000, step)}
+
+
+def _train(place: Path, *steps: int) -> None:
+    with holdfast.Checkpointer(
+        place / "run", None, keep=holdfast.Keep(last=KEPT), options=_options(place), mode="sync"
+    ) as checkpointer:
+        for step in steps:
+            checkpointer.state = _state(step)
+            checkpointer.save(step)
+
+
+def _replace(place: Path, *steps: int) -> None:
+    for step in steps:
+        holdfast.save(place / "model", _state(step), step=step, overwrite=True, options=_options(place))
+
+
+def _check_killed(work: Callable[..., None], checkpoint: str, root: Path, most: int) -> int:
+    """Kills `work` one call later each time; what is there is whole, and `most` saves lie on the volume once
+    it has been done again. Returns the number of kills."""
+
+    def child(pipe: Pipe, place: Path, fault: str) -> None:
+        faults.install(*faults.parse(fault))
+        work(place, 1, 2, 2)
+
+    for nth in range(1, 1000):
+        place = root / str(nth)
+        (place / "volume").mkdir(parents=True)
+        with forked(child, place, f"any:{nth}:kill") as killed:
+            code = killed.wait()
+        assert code in (0, -signal.SIGKILL)
+        path = place / checkpoint
+        if path.exists() and (checkpoint == "model" or any(path.glob("step-" + "[0-9]" * 12))):
+            assert holdfast.verify(path).intact
+        # What a crash has left, one that is killed in its turn must not forget.
+        with forked(child, place, "write:1:kill") as killed:
+            assert killed.wait() == -signal.SIGKILL
+        work(place, 4, 5)
+        assert holdfast.load(path)["w"][0] == 5
+        assert holdfast.verify(path).intact
+        assert sum(len(os.listdir(home)) for home in (place / "volume").iterdir()) <= most
+        shutil.rmtree(place)
+        if code == 0:
+            return nth - 1
+    raise AssertionError("it never gets through")
+
+
+def test_killed_at_each_call_of_a_run(ram: Path) -> None:
+    # The one that is kept, and the one that has made place for it: that goes with the next save.
+    assert _check_killed(_train, "run", ram, KEPT + 1) > 50
+
+
+def test_killed_at_each_call_of_a_save_that_replaces(ram: Path) -> None:
+    assert _check_killed(_replace, "model", ram, 1) > 50
