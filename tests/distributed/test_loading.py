@@ -7,6 +7,7 @@ Many checks share a launch: starting a world takes longer than most of them.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from holdfast.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMism
 from holdfast.plan.placement import LeafLayout, Mesh, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from holdfast.store import loading
+from holdfast.store import loading, step_name, unison
 from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.handing import Link, hand_out
 from holdfast.store.loading import load_together
@@ -506,3 +507,50 @@ def test_what_belongs_to_a_rank_goes_back_to_it(tmp_path: Path, saving: int, loa
             assert "rank 2 had alone is not restored" in text
         else:
             assert item["told"] == []
+
+
+def _overtaken(folder: str) -> list[list[int]]:
+    """Loads of a path, and of a run, that hold another checkpoint when the last rank opens it."""
+    import torch.distributed as dist
+
+    first = dist.get_rank() == 0
+    found = []
+    for path, meanwhile in ((f"{folder}/model", _replace_model), (f"{folder}/run", _go_on_with_run)):
+        opened: list[str] = []
+
+        def open_late(
+            path: str, opened: list[str] = opened, meanwhile: Callable[[str], None] = meanwhile
+        ) -> Checkpoint:
+            opened.append(path)
+            if len(opened) > 1:
+                return Checkpoint(path)
+            if first:
+                checkpoint = Checkpoint(path)
+                dist.barrier()
+                return checkpoint
+            dist.barrier()
+            meanwhile(folder)
+            return Checkpoint(path)
+
+        unison.Checkpoint = open_late  # type: ignore[misc, assignment]
+        target = {"w": torch.zeros(3, dtype=torch.int64)}
+        holdfast.load(path, target, timeout=TIMEOUT)
+        assert len(opened) == 2
+        found.append(target["w"].tolist())
+    return found
+
+
+def _replace_model(folder: str) -> None:
+    holdfast.save(f"{folder}/model", {"w": torch.full((3,), 2)}, overwrite=True, together=False)
+
+
+def _go_on_with_run(folder: str) -> None:
+    holdfast.save(f"{folder}/run/{step_name(2)}", {"w": torch.full((3,), 2)}, step=2, together=False)
+    shutil.rmtree(f"{folder}/run/{step_name(1)}")
+
+
+def test_what_was_replaced_or_retired_before_all_had_opened_it_is_looked_for_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    holdfast.save(tmp_path / "model", {"w": torch.full((3,), 1)})
+    holdfast.save(tmp_path / "run" / step_name(1), {"w": torch.full((3,), 1)}, step=1)
+    assert values(launch(2, _overtaken, str(tmp_path))) == [[[2, 2, 2], [2, 2, 2]]] * 2

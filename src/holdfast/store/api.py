@@ -13,7 +13,7 @@ from holdfast.engine import Backend, Tuning, fs
 from holdfast.errors import CheckpointExists
 from holdfast.plan.topology import Writers, check_writers
 from holdfast.state import Framework, flatten
-from holdfast.store.checkpoint import Checkpoint, resolve
+from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.commit import MANIFEST, CheckpointInfo, Commit, check_step
 from holdfast.store.crew import Crew, Way, dismissing, muster
 from holdfast.store.failures import saving
@@ -24,8 +24,7 @@ from holdfast.store.opening import newest
 from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED
 from holdfast.store.shares import Replicas
-from holdfast.store.unison import all_or_none, open_together
-from holdfast.team import Team
+from holdfast.store.unison import open_newest_together
 
 _STAGING_NBYTES = 64 << 20
 """All that the engine can use: eight windows under way."""
@@ -188,7 +187,7 @@ def load(
         if framework is not None:
             raise TypeError("framework= goes with fresh arrays; with into= the target decides")
         with (
-            open_together(team, _resolve_together(team, path, timeout), timeout) as checkpoint,
+            open_newest_together(team, path, timeout) as checkpoint,
             closing(Link.open(timeout)) as link,
         ):
             return load_together(
@@ -206,13 +205,6 @@ def load(
 def open(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint (of a run: the newest) without reading its arrays."""
     return newest(path, Checkpoint)
-
-
-def _resolve_together(team: Team, path: str | os.PathLike[str], timeout: float) -> str:
-    """The checkpoint that rank 0 finds: another may appear before the last rank has looked."""
-    with all_or_none(team, "resolve", timeout):
-        found = resolve(path) if team.is_coordinator else ""
-    return os.fsdecode(team.tell("path", os.fsencode(found) if team.is_coordinator else None, timeout))
 
 
 def check_target(target: str) -> None:

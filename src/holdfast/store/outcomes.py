@@ -23,9 +23,16 @@ from holdfast.errors import (
 from holdfast.team import Team
 from holdfast.team.hearing import all_heard
 
+
+class AnotherCheckpoint(CorruptCheckpoint):
+    """Ranks have found different checkpoints at one path: it was replaced meanwhile, or they do not share
+    it."""
+
+
 _MAX_TEXT = 2000
 _KINDS: tuple[tuple[str, type[HoldfastError]], ...] = (
     # Of several failures the first of these counts for all; incomplete ones are damaged, too.
+    ("another", AnotherCheckpoint),
     ("damaged", CorruptCheckpoint),
     ("unread", ReadFailed),
     ("absent", CheckpointNotFound),
@@ -74,6 +81,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             failed = ReadFailed(what)
             failed.errno, failed.filename = self.errno, self.path
             return failed
+        if self.kind == "another":
+            return AnotherCheckpoint(what, path=self.path)
         if self.kind == "damaged":
             kind = IncompleteCheckpoint if self.incomplete else CorruptCheckpoint
             return kind(what, path=self.path, leaf=self.leaf)

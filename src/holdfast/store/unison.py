@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from holdfast.errors import CorruptCheckpoint
-from holdfast.store.checkpoint import Checkpoint
-from holdfast.store.outcomes import settle
+from holdfast.errors import CheckpointNotFound
+from holdfast.store.checkpoint import Checkpoint, resolve
+from holdfast.store.outcomes import AnotherCheckpoint, settle
 from holdfast.team import Team
+
+_MAX_REPLACED = 100
+"""Times that a checkpoint is opened in vain because another took its place meanwhile."""
 
 
 @contextmanager
@@ -40,7 +44,7 @@ def open_together(
     id = b"" if opened is None else opened.id.encode()
     leading = team.tell("opened", id if team.is_coordinator else None, timeout)
     if error is None and leading and leading != id:
-        error = CorruptCheckpoint("another checkpoint than the one that rank 0 has at this path", path=path)
+        error = AnotherCheckpoint("another checkpoint than the one that rank 0 has at this path", path=path)
     try:
         settle(team, "open", error, timeout)
     except BaseException:
@@ -49,3 +53,23 @@ def open_together(
         raise
     assert opened is not None
     return opened
+
+
+def open_newest_together(team: Team, path: str | os.PathLike[str], timeout: float) -> Checkpoint:
+    """The checkpoint that `path` means to rank 0, on every rank; once more if it was retired or replaced
+    before all have opened it."""
+    attempts = 0
+    while True:
+        attempts += 1
+        found = _resolve(team, path, timeout)
+        try:
+            return open_together(team, found, timeout)
+        except (AnotherCheckpoint, CheckpointNotFound):  # raised by all, or by none
+            if attempts == _MAX_REPLACED:
+                raise
+
+
+def _resolve(team: Team, path: str | os.PathLike[str], timeout: float) -> str:
+    with all_or_none(team, "resolve", timeout):
+        found = resolve(path) if team.is_coordinator else ""
+    return os.fsdecode(team.tell("path", os.fsencode(found) if team.is_coordinator else None, timeout))
