@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.distributed.worlds import error_of
 from typer.testing import CliRunner
 
 import holdfast
+from holdfast.checkpointer import retention
 from holdfast.cli.app import app
 from holdfast.engine import faults
 from holdfast.format.manifest import encode_root
@@ -358,3 +359,24 @@ def test_ranks_of_two_hosts_that_share_the_directory(tmp_path: Path) -> None:
     report = holdfast.verify(tmp_path / "model")
     assert report.intact
     assert not report.strangers
+
+
+def test_a_checkpoint_that_is_taken_away_while_a_save_looks_at_it(
+    tmp_path: Path, volumes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    options = holdfast.Options(volumes=[volumes[0]])
+    with holdfast.Checkpointer(run, {"w": np.ones(3)}, mode="sync", options=options) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.save(2)
+
+        def list_steps(run: str, known: Callable[[str], list[int]] = retention.list_steps) -> list[int]:
+            found = known(run)
+            if 1 in found:
+                os.rename(os.path.join(run, "step-000000000001"), tmp_path / "mine")
+            return found
+
+        monkeypatch.setattr(retention, "list_steps", list_steps)
+        checkpointer.save(3)
+    assert holdfast.verify(tmp_path / "mine").intact
+    assert sorted(_ids(run)) == [2, 3]

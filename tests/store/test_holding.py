@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,12 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.ranks import WritePlan
+from holdfast.plan.topology import Topology
 from holdfast.state import flatten
-from holdfast.store import Commit, WritableRun, step_name
+from holdfast.store import Commit, WritableRun, opening, step_name
+from store.several import write_several
 
 STATE = {"w": np.arange(300_000)}
 
@@ -42,6 +47,45 @@ def test_an_open_checkpoint_is_readable_after_a_rename(path: Path) -> None:
 def test_an_open_checkpoint_is_readable_after_it_was_removed(path: Path) -> None:
     with holdfast.open(path) as opened:
         shutil.rmtree(path)
+        assert np.array_equal(opened.load()["w"], STATE["w"])
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """A checkpoint that three ranks wrote."""
+    leaf = LeafLayout("w", "I64", STATE["w"].shape, (Spread(Mesh.grid(3), (Split(0, 0),)),), "numpy")
+    write_several(tmp_path / "several", WritePlan([leaf], Topology.regular(3)), STATE)
+    return tmp_path / "several"
+
+
+def test_an_open_checkpoint_of_several_ranks_is_readable_after_it_was_replaced(several: Path) -> None:
+    before = open_descriptors()
+    with holdfast.open(several) as opened:
+        holdfast.save(several, {"w": np.zeros(3)}, overwrite=True)
+        assert np.array_equal(opened["w"][-9:], STATE["w"][-9:])
+        assert np.array_equal(opened.load()["w"], STATE["w"])
+    assert open_descriptors() == before
+    assert holdfast.load(several)["w"].tolist() == [0, 0, 0]
+
+
+def test_what_is_out_of_reach_since_it_was_replaced_is_not_called_damage(
+    several: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_MAX_PINNED", 0)
+    with holdfast.open(several) as opened:
+        shutil.rmtree(several)
+        with pytest.raises(holdfast.CheckpointNotFound, match="replaced or removed while it was read"):
+            opened.load()
+
+
+def test_a_process_without_descriptors_reads_what_it_can_still_name(several: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 4, hard))
+    try:
+        opened = holdfast.open(several)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with opened:
         assert np.array_equal(opened.load()["w"], STATE["w"])
 
 

@@ -7,7 +7,13 @@ import warnings
 from collections.abc import Sequence
 
 from holdfast.checkpointer.keep import Keep, Kept
-from holdfast.errors import CorruptCheckpoint, ReadFailed, SaveFailed, UnsupportedCheckpoint
+from holdfast.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    ReadFailed,
+    SaveFailed,
+    UnsupportedCheckpoint,
+)
 from holdfast.store import Checkpoint, CheckpointInfo, FollowedRun, WritableRun, list_steps, step_name
 from holdfast.store.volumes import Ledger, id_at
 
@@ -104,7 +110,7 @@ def history(run: str) -> list[Kept]:
             with Checkpoint(os.path.join(run, step_name(step))) as checkpoint:
                 if checkpoint.step == step and checkpoint.visible_damage() is None:
                     found.append(Kept(step, checkpoint.created, checkpoint.metrics))
-        except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint):
+        except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint, CheckpointNotFound):
             continue
     return found
 
@@ -113,9 +119,11 @@ def ids(run: str) -> tuple[str, ...] | None:
     """The ids of all checkpoints of a run, damaged or not; None when one cannot even be told."""
     found = []
     for step in list_steps(run):
+        path = os.path.join(run, step_name(step))
         try:
-            with Checkpoint(os.path.join(run, step_name(step))) as checkpoint:
+            with Checkpoint(path) as checkpoint:
                 found.append(checkpoint.id)
-        except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint):
-            return None
+        except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint, CheckpointNotFound):
+            if os.path.lexists(path):  # else somebody has taken it away just now
+                return None
     return tuple(found)

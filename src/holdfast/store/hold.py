@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 
@@ -37,6 +38,13 @@ class Hold:
         except FileNotFoundError:
             return False
 
+    def require_current(self) -> None:
+        """By who misses a file: raises, unless it is missing from what is at the path."""
+        if not self.current:
+            raise CheckpointNotFound(
+                f"{self.path} was replaced or removed while it was read: open what is there now"
+            )
+
     def pin(self, names: Iterable[str]) -> bool:
         """Keeps these files within reach even when they are removed: replacing a checkpoint does that.
 
@@ -45,10 +53,16 @@ class Hold:
         """
         complete = True
         for name in names:
+            if name in self._files:
+                continue
             try:
                 self._files[name] = os.open(f"{self.directory}/{name}", os.O_PATH | os.O_CLOEXEC)
             except FileNotFoundError:
                 complete = False
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                return False
         return complete
 
     def file(self, name: str) -> str:

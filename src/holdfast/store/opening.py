@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint
 from holdfast.format.embedded import PEEK_NBYTES, embeds_root, extract_root
-from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root
+from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root, shard_name
 from holdfast.format.records import Root
 from holdfast.format.shard import header_nbytes
 from holdfast.store.commit import MANIFEST, SHARD
@@ -22,6 +22,9 @@ _T = TypeVar("_T")
 
 _MAX_REPLACED = 100
 """Times that a checkpoint is opened in vain because another took its place meanwhile."""
+_MAX_PINNED = 32
+"""Ranks whose files are kept within reach from the beginning. Each costs two descriptors; and with thousands
+of ranks on both sides, a shared file system would get requests for every pair of them."""
 
 
 def resolve(path: str | os.PathLike[str]) -> str:
@@ -74,7 +77,8 @@ def open_checkpoint(path: str) -> tuple[Hold, Root]:
         hold = Hold(path)
         try:
             root = _read_root(hold.directory, path)
-            if hold.pin(file.name for file in root.part.files if file.volume is None) or hold.current:
+            complete = hold.pin(_to_pin(root))
+            if hold.current or (complete and not root.parts):
                 return hold, root
         except IncompleteCheckpoint:
             if hold.current:
@@ -85,6 +89,14 @@ def open_checkpoint(path: str) -> tuple[Hold, Root]:
             raise
         hold.close()
     raise CheckpointNotFound(f"{path} is being replaced all the time")
+
+
+def _to_pin(root: Root) -> Iterator[str]:
+    """The files that a reader may need: of another rank its part, and the shard that it has as a rule."""
+    yield from (file.name for file in root.part.files if file.volume is None)
+    for ref in root.parts[:_MAX_PINNED]:
+        yield ref.file
+        yield shard_name(ref.rank, 0)
 
 
 def _read_root(directory: str, path: str) -> Root:

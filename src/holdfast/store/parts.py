@@ -275,6 +275,7 @@ class Parts:
                     data = file.read(nbytes + 1)
         except OSError as error:
             if isinstance(error.__cause__, FileNotFoundError):
+                self._hold.require_current()
                 raise IncompleteCheckpoint(f"the part of rank {ref.rank} is missing", path=shown) from error
             raise
         part = decode_part(data, shown, ref)

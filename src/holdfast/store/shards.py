@@ -177,6 +177,7 @@ class ShardReader:
             try:
                 nbytes = require_regular(self.path(file), self.shown_path(file)).st_size
             except FileNotFoundError:
+                self._hold.require_current()
                 return Problem(self.shown_path(file), _missing(file), leaf or self._first_leaf(file, 0))
         if nbytes != file.nbytes:
             reason = f"the file has {nbytes} bytes instead of {file.nbytes}"
