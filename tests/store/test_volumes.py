@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import holdfast
 from holdfast.store import volumes
+from holdfast.store.fetching import FileReads, fetch
 
 
 def test_bytes_go_to_volumes_in_proportion_to_their_measured_speed(
@@ -38,3 +41,26 @@ def test_measuring_writes_to_the_volume_and_leaves_nothing_there(tmp_path: Path)
     assert len(speeds) == 2
     assert min(speeds) > 0
     assert not any(list(folder.iterdir()) for folder in folders)
+
+
+def test_many_volumes_are_not_all_read_at_once() -> None:
+    """The memory of a load does not grow with the number of directories that ranks wrote to."""
+    among = threading.Barrier(8, timeout=60.0)
+    lock = threading.Lock()
+    active = most = done = 0
+
+    class Reader:
+        def file_problems(self, *args: Any, **options: Any) -> list[Any]:
+            nonlocal active, most, done
+            with lock:
+                active += 1
+                most = max(most, active)
+            among.wait()
+            with lock:
+                active -= 1
+                done += 1
+            return []
+
+    reads = [FileReads(rank, 0, f"/volume{rank}", ()) for rank in range(64)]
+    fetch(reads, lambda rank: Reader(), verify=True)  # type: ignore[arg-type, return-value]
+    assert (most, done) == (8, 64)

@@ -4,7 +4,7 @@ A range of a fragment that goes to one place, in one piece, is read straight to 
 window of the engine's at a time, rounded out to checksums, and each window is scattered to the places that
 want something of it: memory stays bounded by the windows, however large the leaf.
 
-Files on different volumes are read at the same time, files of one volume one after the other.
+Files on different volumes are read at the same time, up to a few, files of one volume one after the other.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from holdfast.store.shards import Request, ShardReader, request_range
 from holdfast.store.wanted import Wanted
 
 Progress = Callable[[int], None]
+
+_MOST_VOLUMES = 8
+"""Read at the same time: each takes memory for its windows, and ranks may have had one each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ def fetch(
         for queue in volumes.values():
             read_volume(queue)
         return
-    with ThreadPoolExecutor(len(volumes), "holdfast-volume") as pool:
+    with ThreadPoolExecutor(min(len(volumes), _MOST_VOLUMES), "holdfast-volume") as pool:
         under_way = [pool.submit(read_volume, queue) for queue in volumes.values()]
     for job in under_way:
         job.result()
