@@ -380,3 +380,32 @@ def test_a_checkpoint_that_is_taken_away_while_a_save_looks_at_it(
         checkpointer.save(3)
     assert holdfast.verify(tmp_path / "mine").intact
     assert sorted(_ids(run)) == [2, 3]
+
+
+def _names_that_are_not_utf8(folder: str) -> list[str]:
+    import torch.distributed as dist
+
+    state = {"w": np.arange(1 << 17)}
+    options = holdfast.Options(volumes=[folder])
+    path = os.path.join(folder, os.fsdecode(b"M\xfcller"))
+    holdfast.save(path, state, options=options, timeout=60.0)
+    found = [error_of(lambda: holdfast.save(path, state, options=options, timeout=60.0))[0]]
+    found.append(error_of(lambda: holdfast.load(path + "!", dict(state), timeout=60.0))[0])
+    for step in (1, 2):
+        with holdfast.Checkpointer(
+            path + "-run", state, mode="sync", options=options, timeout=60.0
+        ) as checkpointer:
+            assert checkpointer.restore() == step - 1
+            checkpointer.save(step)
+    for where in (path, path + "-run"):
+        restored = {"w": np.zeros_like(state["w"])}
+        holdfast.load(where, restored, timeout=60.0)
+        found.append("equal" if np.array_equal(restored["w"], state["w"]) else f"rank {dist.get_rank()}")
+    return found
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    """They are sent from rank to rank, and shown in errors, as those of one process are."""
+    first, second = values(launch(2, _names_that_are_not_utf8, str(tmp_path)))
+    assert first == ["CheckpointExists", "CheckpointNotFound", "equal", "equal"]
+    assert second == ["RankFailed", "CheckpointNotFound", "equal", "equal"]

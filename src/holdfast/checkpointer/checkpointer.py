@@ -147,9 +147,9 @@ class Checkpointer:
                 self._staging = Staging(options.snapshot_nbytes)
                 self._hooks = Hooks(self._before_step)
                 self._hooks.attach(self._optimizers() if mode == "overlap" else ())
-            where, known = self._crew.told((self._run.path, known), tuple[str, list[Kept]])
+            where, known = self._crew.told((os.fsencode(self._run.path), known), tuple[bytes, list[Kept]])
             if not self._crew.leads:
-                self._run = FollowedRun(where)
+                self._run = FollowedRun(os.fsdecode(where))
             ledger = Ledger(self._run.path) if self._crew.leads and self._crew.way.volumes else None
             self._retention = Retention(self._run, keep or Keep(), known, ledger)
             self._events = EventLog(self._run.path if self._crew.leads else None)

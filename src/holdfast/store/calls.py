@@ -30,7 +30,7 @@ from msgspec import Struct
 
 from holdfast.errors import RankFailed, RanksDisagree, SaveFailed
 from holdfast.format.records import PartRef
-from holdfast.team import Silence, Team
+from holdfast.team import Silence, Team, sendable
 
 GRACE_SECONDS: Final = 10.0
 """Others wait so much longer than the coordinator, which itself waits for the slowest; but not more than
@@ -80,9 +80,10 @@ class Open(Struct, frozen=True, tag="open"):
     """Where to write. `recycle`: over files that are there. `dead`: checkpoints whose shards are to go.
 
     `identity` is the directory's, as `host` sees it: one that comes late may find another by that name.
+    Names of directories need not be UTF-8, so it travels as bytes.
     """
 
-    directory: str
+    directory: bytes
     recycle: bool
     dead: tuple[str, ...] = ()
     host: str = ""
@@ -111,7 +112,6 @@ class Done(Struct, frozen=True, tag="done"):
 class End(Struct, frozen=True, tag="end"):
     """Committed. `dead`: what it has replaced, whose shards are to go."""
 
-    path: str
     nbytes: int
     stored_nbytes: int
     leaves: int
@@ -288,7 +288,7 @@ class Conversation:
         """Tells the others, as far as they still listen. Who is told nothing finds out by the silence."""
         unsaid, self._unsaid = self._unsaid, []
         about = tuple(error.ranks) if isinstance(error, (RankFailed, RanksDisagree)) else ()
-        failure = Failure(self._team.rank, type(error).__name__, str(error), about, open)
+        failure = Failure(self._team.rank, type(error).__name__, sendable(str(error)), about, open)
         with contextlib.suppress(RankFailed):  # the store has gone: there is nobody to tell
             for key in unsaid:
                 self._post(key if self._team.is_coordinator else f"done/{self._team.rank}", failure)

@@ -31,7 +31,7 @@ from holdfast.store.shares import Replicas, Share, Shares
 from holdfast.store.together import Together
 from holdfast.store.unison import all_or_none
 from holdfast.store.watch import Watch
-from holdfast.team import Team, join
+from holdfast.team import Team, join, sendable
 
 _T = TypeVar("_T")
 
@@ -188,6 +188,7 @@ class Crew:
         """Meets the others for a call. What the coordinator says counts, for all: see the result's `call`."""
         if self._calls is None:
             return None
+        what = sendable(what)
         call = Call(what, step, os.urandom(16).hex(), time.time(), due, signal) if self.leads else None
         return self._calls.begin(what, step, call)
 

@@ -24,7 +24,7 @@ from holdfast.plan.volumes import stripe
 from holdfast.plan.world import Seen, merge_views
 from holdfast.state import Flat, LeafSource
 from holdfast.store.writing import Description
-from holdfast.team import Team
+from holdfast.team import Team, sendable
 from holdfast.team.replicas import Copies, check_replicas, check_ties, copies_of, samples
 from holdfast.team.values import check_structures, facts_of, structure_digest, values_digest
 from holdfast.team.views import exchange_views
@@ -109,7 +109,7 @@ class Shares:
             layouts = merge_views({view: [0]})
             speakers: tuple[int, ...] = (0,)
         else:
-            structure = _REFUSAL + why_not if flat is None else structure_digest(flat.tree)
+            structure = sendable(_REFUSAL + why_not) if flat is None else structure_digest(flat.tree)
             speakers = self._speakers(structure, f"{key}/structure")
             if len(set(speakers)) > 1:
                 assert flat is not None

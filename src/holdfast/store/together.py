@@ -119,7 +119,8 @@ class Together:
             marks = self._note(partial.path, dead, replaced)
             if self.talk is not None:
                 host, found = socket.gethostname(), fs.identity(partial.path)
-                self.talk.say("open", Open(partial.path, partial.recycle, tuple(dead), host, found))
+                where = os.fsencode(partial.path)
+                self.talk.say("open", Open(where, partial.recycle, tuple(dead), host, found))
                 opened = True
             volumes.sweep(self.volumes, self.target, dead)
             with ShareWriter(0, self._places(partial.path), self.tuning, recycle=partial.recycle) as writer:
@@ -159,7 +160,6 @@ class Together:
         if self.ledger is not None:
             self.ledger.write(self.ledger.read() - dead - {self.id})
         end = End(
-            self.target,
             sum(leaf.nbytes for leaf in share.fragments) + sum(done.nbytes for done in dones),
             writer.stored_nbytes + len(root) + sum(done.stored_nbytes for done in dones),
             len(share.plan.leaves),
@@ -226,7 +226,7 @@ class Together:
         opened = self.talk.read("open", Open)
         try:
             # Held, so that a rank that was given up never writes into what others put in its place.
-            with held_directory(opened.directory) as directory:
+            with held_directory(os.fsdecode(opened.directory)) as directory:
                 self._require_same(opened, directory)
                 volumes.sweep(self.volumes, self.target, opened.dead)
                 places = self._places(directory)
@@ -274,15 +274,16 @@ class Together:
         elif fs.identity(directory) != opened.identity:
             raise RankFailed(
                 f"the save of step {self.step} was given up: another one has taken its place at "
-                f"{opened.directory} meanwhile",
+                f"{os.fsdecode(opened.directory)} meanwhile",
                 ranks=(0,),
             )
 
     def _not_shared(self, opened: Open) -> StorageMissing:
+        where, host = os.fsdecode(opened.directory), socket.gethostname()
         return StorageMissing(
-            f"cannot save {self.target}: what {socket.gethostname()} has at {opened.directory} is not what "
-            f"rank 0 has there on {opened.host}. All ranks must share this directory (only volumes may be "
-            "each node's own); or the save was given up meanwhile"
+            f"cannot save {self.target}: what {host} has at {where} is not what rank 0 has there on "
+            f"{opened.host}. All ranks must share this directory (only volumes may be each node's own); or "
+            "the save was given up meanwhile"
         )
 
     # --- both

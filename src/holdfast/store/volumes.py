@@ -29,6 +29,7 @@ from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.failures import saving
 from holdfast.store.run import is_step_name
 from holdfast.store.writing import Place
+from holdfast.team import sendable
 
 _PROBE_NBYTES = 32 << 20
 _LEDGER = ".volumes"
@@ -65,13 +66,18 @@ def home(target: str) -> str:
     owner = os.path.realpath(parent)
     if not is_step_name(name):
         owner = os.path.join(owner, name)
-        return f"{os.path.basename(owner)}-{digest(os.fsencode(owner))[:8]}"
+        return _home(owner, os.fsencode(owner))
     try:
         inode = os.stat(owner).st_ino
     except OSError:  # it has gone, and nothing of it is on any volume yet
         inode = 0
     known = b"%s/%d" % (os.fsencode(owner), inode)
-    return f"{os.path.basename(owner)}-{digest(known)[:8]}"
+    return _home(owner, known)
+
+
+def _home(owner: str, known: bytes) -> str:
+    # Manifests are UTF-8; what a directory is named need not be.
+    return f"{sendable(os.path.basename(owner))}-{digest(known)[:8]}"
 
 
 def places(volumes: Sequence[str], target: str, id: str) -> list[Place]:

@@ -15,8 +15,18 @@ No collectives: every thread may use it while the training is in the middle of o
 
 from __future__ import annotations
 
-from holdfast.team.mail import Mail, Silence
+from holdfast.team.mail import Mail, Silence, sendable
 from holdfast.team.team import Member, Team, join
 from holdfast.team.views import decode_view, encode_view, exchange_views
 
-__all__ = ["Mail", "Member", "Silence", "Team", "decode_view", "encode_view", "exchange_views", "join"]
+__all__ = [
+    "Mail",
+    "Member",
+    "Silence",
+    "Team",
+    "decode_view",
+    "encode_view",
+    "exchange_views",
+    "join",
+    "sendable",
+]

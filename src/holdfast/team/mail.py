@@ -37,6 +37,11 @@ _PLAIN, _DEFLATED = b"\0", b"\1"
 _T = TypeVar("_T")
 
 
+def sendable(text: str) -> str:
+    """Text that fits a message: names of files need not be UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class Silence(TimeoutError):
     """Nobody posted that in time. Told to people by those who know which rank should have: `RankFailed`."""
 

@@ -25,7 +25,7 @@ import msgspec
 
 from holdfast.errors import RankFailed
 from holdfast.format.checksums import digest
-from holdfast.team.mail import Mail, Silence
+from holdfast.team.mail import Mail, Silence, sendable
 from holdfast.team.places import machine, numa_node
 
 GRACE_SECONDS = 2.0
@@ -89,7 +89,7 @@ class Board:
         self._mail = mail
 
     def say(self, rank: int, what: str) -> None:
-        self._mail.post(f"at/{rank}", what.encode()[:2000])
+        self._mail.post(f"at/{rank}", sendable(what).encode()[:2000])
 
     def look(self, ranks: tuple[int, ...]) -> dict[int, str]:
         keys = {f"at/{rank}": rank for rank in ranks}

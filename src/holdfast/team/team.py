@@ -25,7 +25,7 @@ import msgspec
 from holdfast.errors import HoldfastError, RankFailed
 from holdfast.format.checksums import digest
 from holdfast.plan.topology import Topology
-from holdfast.team.mail import Mail, Silence
+from holdfast.team.mail import Mail, Silence, sendable
 from holdfast.team.meeting import GRACE_SECONDS, Board, Met, meet, name_ranks, purpose_prefix
 
 _MOST_UNREAD: Final = 64
@@ -133,7 +133,8 @@ class Team:
             self._post(call, _Verdict(data))
         except BaseException as error:
             text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
-            self._post(call, _Verdict(failure=f"rank 0: {text}", ranks=tuple(getattr(error, "ranks", (0,)))))
+            said, ranks = sendable(f"rank 0: {text}"), tuple(getattr(error, "ranks", (0,)))
+            self._post(call, _Verdict(failure=said, ranks=ranks))
             raise
         finally:
             self._retire(_Unread(call, (), len(heard) == self.world - 1), timeout)
@@ -171,6 +172,7 @@ class Team:
         For what a rank may leave out, or come to late: calls are counted anew, so it does not matter what
         anybody has missed before.
         """
+        purpose = sendable(purpose)
         prefix = purpose_prefix(purpose)
         self._again.add(prefix)
         home = self.mail.under(prefix)
@@ -325,6 +327,7 @@ def join(purpose: str, timeout: float) -> Team | None:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if world == 1:
         return None
+    purpose = sendable(purpose)
     mail = Mail(_default_store(), "holdfast")
     board = Board(mail)
     home = mail.under(purpose_prefix(purpose))
