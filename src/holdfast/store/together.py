@@ -152,7 +152,7 @@ class Together:
             partial.remove()
             if not publishing:
                 self._remove_from_volumes(last=True)
-            if self.ledger is not None and partial.settled:
+            if self.ledger is not None and partial.settled and fs.exists(self.target):
                 self.ledger.write(self.ledger.read().difference(replaced))  # these are there
             raise
         finally:
