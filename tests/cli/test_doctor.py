@@ -125,6 +125,7 @@ def test_torch_is_named_without_importing_it(tmp_path: Path) -> None:
     import subprocess
     import sys
 
+    pytest.importorskip("torch")
     code = """
 import sys
 from holdfast.cli.app import app
@@ -139,6 +140,7 @@ print("torch imported:", "torch" in sys.modules)
 
 
 def test_torch_is_asked_for_gpus_on_request(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     found = command("doctor", tmp_path, "--no-speed", "--torch", "--json").document["torch"]
     assert found["cuda"] in (True, False)
 

@@ -11,7 +11,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -420,7 +420,8 @@ def test_a_caller_deep_in_recursion_is_not_told_that_its_checkpoint_is_corrupt()
     frame, used = sys._getframe(), 0
     while frame is not None:
         frame, used = frame.f_back, used + 1  # type: ignore[assignment]
-    with pytest.raises(RecursionError):
+    # Later Pythons count calls of C by themselves.
+    with pytest.raises(RecursionError) if sys.version_info < (3, 12) else nullcontext():
         descend(sys.getrecursionlimit() - used - 100)
     decode_root(data, WHERE)
 

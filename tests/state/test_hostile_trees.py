@@ -15,6 +15,15 @@ from holdfast.state import LeafMeta, Restore, flatten, leaf_names, unflatten, va
 from holdfast.state.rebuild import _CONTAINERS
 from holdfast.state.value_decoder import DECODERS
 
+
+def _hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 TAGS = sorted({*DECODERS, *_CONTAINERS, "$leaf", "$new", "$"})
 
 json_values = st.recursive(
@@ -92,7 +101,7 @@ def test_any_json_restores_or_is_a_holdfast_error(tree: Any) -> None:
         {"$set": [1, 1.0]},
         {"$set": [{"$leaf": "w"}]},
         {"$frozenset": 3},
-        {"$set": [{"$np": ["<m8", "0100000000000000"]}]},
+        *([] if _hashable(np.timedelta64(1)) else [{"$set": [{"$np": ["<m8", "0100000000000000"]}]}]),
         {"$deque": [[1, 2], 1]},
         {"$deque": [[], -1]},
         {"$deque": [[], True]},
