@@ -387,6 +387,17 @@ def test_an_interrupt_while_a_start_begins_leaves_nothing_behind(
     assert not alive(pids[0])
 
 
+def test_a_process_that_is_just_becoming_another_program_is_known_by_its_environment() -> None:
+    """Its environment is empty for a moment, in which every tenth of these would be met."""
+    marked = {**os.environ, DIRECTORY: "here"}
+    for _ in range(100):
+        with subprocess.Popen(("sleep", "600"), env=marked) as worker:
+            try:
+                assert f"{DIRECTORY}=here".encode() in child._environment(worker.pid)
+            finally:
+                worker.kill()
+
+
 def test_a_process_that_carries_the_name_of_another_drill_is_left_alone(tmp_path: Path) -> None:
     other = {**os.environ, DIRECTORY: f"{tmp_path}/stage-2"}
     with subprocess.Popen(("sleep", "600"), env=other) as bystander:
@@ -395,6 +406,22 @@ def test_a_process_that_carries_the_name_of_another_drill_is_left_alone(tmp_path
             assert bystander.poll() is None
         finally:
             bystander.kill()
+
+
+def test_a_drill_kills_neither_itself_nor_older_processes_that_carry_its_name(tmp_path: Path) -> None:
+    """Who looks into a start by hand exports the variable, and then holds the drill again."""
+    exported = {**os.environ, DIRECTORY: f"{tmp_path}/stage"}
+    code = (
+        "import sys; from pathlib import Path; from holdfast.study.drill.child import Stage\n"
+        "print(Stage(Path(sys.argv[1]), ('true',), 60).start(1).finished)"
+    )
+    with subprocess.Popen(("sleep", "600"), env=exported) as older:
+        try:
+            drill = (sys.executable, "-c", code, f"{tmp_path}/stage")
+            assert subprocess.check_output(drill, env=exported, text=True, timeout=60) == "True\n"
+            assert older.poll() is None
+        finally:
+            older.kill()
 
 
 def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:

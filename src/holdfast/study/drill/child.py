@@ -21,6 +21,8 @@ _QUICK_SECONDS = 0.002
 """Between two looks while a moment to kill is being waited for."""
 _SLOW_SECONDS = 0.05
 _DYING_SECONDS = 60.0
+_BEGINNING_SECONDS = 1.0
+"""For a process to get its environment, once it has begun to become another program."""
 _TAIL_LINES, _TAIL_NBYTES = 15, 64 << 10
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is how a shell reports it
 
@@ -157,12 +159,18 @@ def _kill_all(group: int | None, mark: str) -> None:
     """Kills what is left of a start, until nothing is.
 
     Launchers give each worker a session of its own (torchrun does), where no signal to the group reaches it.
-    What the drill has put into the environment is handed down to all of them.
+    What the drill has put into the environment is handed down to all of them. Who has it there and is not
+    younger than the drill has it from somebody else: from a user who looks into a start by hand, say.
     """
     entry = b"\0" + os.fsencode(mark) + b"\0"
+    (drill,) = (found for found in _running() if found.pid == os.getpid())
     known: set[_Process] = set()
     deadline = time.monotonic() + _DYING_SECONDS
-    while left := [found for found in _running() if found in known or _belongs(found, group, entry)]:
+    while left := [
+        found
+        for found in _running()
+        if found.began > drill.began and (found in known or _belongs(found, group, entry))
+    ]:
         known.update(left)
         for found in left:
             with suppress(ProcessLookupError, PermissionError):
@@ -188,22 +196,41 @@ def _running() -> Iterator[_Process]:
         if not entry.name.isdecimal():
             continue
         try:
-            with open(f"/proc/{entry.name}/stat", "rb") as file:
-                fields = file.read().rpartition(b") ")[2].split()
+            fields = _stat(entry.name)
         except OSError:
             continue  # it has ended, or is not ours to see
         if fields and fields[0] not in (b"Z", b"X"):
             yield _Process(int(entry.name), int(fields[2]), int(fields[19]))
 
 
+def _stat(pid: int | str) -> list[bytes]:
+    """The fields of proc_pid_stat(5), from the third one on."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b") ")[2].split()
+
+
 def _belongs(found: _Process, group: int | None, entry: bytes) -> bool:
     if found.group == group:
         return True
     try:
-        with open(f"/proc/{found.pid}/environ", "rb") as file:
-            return entry in b"\0" + file.read() + b"\0"
+        return entry in b"\0" + _environment(found.pid) + b"\0"
     except OSError:
         return False
+
+
+def _environment(pid: int) -> bytes:
+    """A process that is becoming another program has none for a moment, and is waited for."""
+    deadline = time.monotonic() + _BEGINNING_SECONDS
+    while True:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environment = file.read()
+        if environment or time.monotonic() > deadline:
+            return environment
+        fields = _stat(pid)
+        memory, begin, end = (int(fields[place]) for place in (20, 47, 48))
+        if memory == 0 or begin == end != 0:  # it ends, or is the kernel's; or it has none, and keeps it so
+            return environment
+        time.sleep(_QUICK_SECONDS)
 
 
 def _pause(child: subprocess.Popen[bytes], seconds: float) -> None:
