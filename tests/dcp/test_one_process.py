@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -262,6 +263,23 @@ def test_a_reader_serves_several_threads(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         for name, target in zip(states, pool.map(filled, states), strict=True):
             assert_same(target, states[name])
+
+
+def test_what_a_failed_load_has_open_goes_with_its_thread(saved: Saved) -> None:
+    _, path = saved
+    reader = Reader(path)
+
+    def fail() -> Reader:
+        with pytest.raises(dcp.api.CheckpointException, match="stranger"):
+            dcp.load({"stranger": torch.zeros(1)}, storage_reader=reader, no_dist=True)
+        other: Reader = pickle.loads(pickle.dumps(reader))
+        return other
+
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(fail).result()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert other.checkpoint_id == str(path)
 
 
 def test_a_load_in_the_middle_of_another_needs_its_own_reader(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from threading import get_ident
+from threading import local
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine import Memory, Strided
@@ -54,6 +54,17 @@ class _Fill:
     """Where to read it to; None when torch has to copy it."""
 
 
+class _Here(local):
+    """What a thread loads. It goes with the thread: DCP does not tell a reader that a load has failed."""
+
+    asked: str | None = None
+    opened: tuple[Checkpoint, Entries] | None = None
+    failed: Exception | None = None
+
+    def __reduce__(self) -> tuple[type[_Here], tuple[()]]:
+        return _Here, ()  # another process begins with nothing
+
+
 class Reader(StorageReader):
     """Reads a Holdfast checkpoint for ``torch.distributed.checkpoint``, whatever layout it was saved in.
 
@@ -68,10 +79,7 @@ class Reader(StorageReader):
         Protocol.register(Reader)
         self._path = None if path is None else path_of(path)
         self._verify = verify
-        # By thread: DCP makes all calls of one load in one, and several may load at a time.
-        self._asked: dict[int, str] = {}
-        self._opened: dict[int, tuple[Checkpoint, Entries]] = {}
-        self._failed: dict[int, Exception] = {}
+        self._here = _Here()  # DCP makes all calls of one load in one thread, and several may load at a time
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -87,38 +95,39 @@ class Reader(StorageReader):
         """Another load begins, from `checkpoint_id` if that is given."""
         self._close()
         if checkpoint_id is not None:
-            self._path = self._asked[get_ident()] = path_of(checkpoint_id)
+            self._path = self._here.asked = path_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         from torch.distributed.checkpoint.metadata import Metadata
 
-        if "rank" in kwargs and get_ident() in self._failed:
+        here = self._here
+        if "rank" in kwargs and here.failed is not None:
             # DCP asks again after a failure, and would tell of the second one as text only. It is raised by
             # `set_up_storage_reader` instead, as what it is.
             return Metadata({})
         self._close()
-        path = self._asked.pop(get_ident(), self._path)
+        path, here.asked = here.asked or self._path, None
         if path is None:
             raise ValueError("no path: give one to Reader(path), or to DCP as checkpoint_id=")
         try:
             checkpoint = _open(path)
             entries = entries_of(checkpoint.tree, checkpoint.manifest_path)
             _check_bytes(checkpoint, entries)
-            self._opened[get_ident()] = checkpoint, entries
+            here.opened = checkpoint, entries
             return _metadata(checkpoint, entries)
         except Exception as error:
-            self._failed[get_ident()] = error
+            here.failed = error
             raise
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        failed = self._failed.pop(get_ident(), None)
+        failed, self._here.failed = self._here.failed, None
         if failed is not None:
             raise failed
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        opened = self._opened.get(get_ident())
+        opened = self._here.opened
         if opened is None:
             raise self._another()
         return replace(plan, storage_data=opened[0].id)
@@ -132,9 +141,10 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         from torch.futures import Future
 
-        if get_ident() not in self._opened:
+        if self._here.opened is None:
             self.read_metadata()
-        checkpoint, entries = self._opened[get_ident()]
+        assert self._here.opened is not None
+        checkpoint, entries = self._here.opened
         try:
             if plan.storage_data not in (None, checkpoint.id):
                 raise self._another()
@@ -152,8 +162,8 @@ class Reader(StorageReader):
         )
 
     def _close(self) -> None:
-        self._failed.pop(get_ident(), None)
-        opened = self._opened.pop(get_ident(), None)
+        here = self._here
+        opened, here.opened, here.failed = here.opened, None, None
         if opened is not None:
             opened[0].close()
 
