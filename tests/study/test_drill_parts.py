@@ -387,6 +387,23 @@ def test_an_interrupt_while_a_start_begins_leaves_nothing_behind(
     assert not alive(pids[0])
 
 
+def test_an_interrupt_while_a_start_is_cleared_away_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker in a session of its own is known from a look at all processes only."""
+
+    def running() -> object:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    worker = f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; sleep 600"
+    script = f"setsid bash -c '{worker}' & until [ -e {tmp_path}/pid ]; do sleep 0.01; done"
+    monkeypatch.setattr(child, "_running", running)
+    with pytest.raises(KeyboardInterrupt):
+        Stage(tmp_path / "stage", ("bash", "-c", script), 60).start(1)
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
 def test_a_process_that_is_just_becoming_another_program_is_known_by_its_environment() -> None:
     """Its environment is empty for a moment, in which every tenth of these would be met."""
     marked = {**os.environ, DIRECTORY: "here"}

@@ -130,13 +130,23 @@ def _group(
         child = _begin(command, environment, out, err)
         yield child
     finally:
-        if child is not None and child.returncode is None:  # not reaped: the number still means its group
+        mark = f"{DIRECTORY}={environment[DIRECTORY]}"
+        try:
+            _clear(child, mark)
+        except (KeyboardInterrupt, SystemExit):  # ends the drill, but not before nothing is left
+            _clear(child, mark)
+            raise
+
+
+def _clear(child: subprocess.Popen[bytes] | None, mark: str) -> None:
+    if child is not None and child.returncode is None:  # not reaped: the number still means its group
+        with suppress(ProcessLookupError):  # reaped after all, when an interrupt came just then
             os.killpg(child.pid, signal.SIGKILL)
-        # Also after an end by itself: a worker left behind would write into the next start's run. And when
-        # Ctrl-C came while it was being started, and nobody has been told its number.
-        _kill_all(None if child is None else child.pid, f"{DIRECTORY}={environment[DIRECTORY]}")
-        if child is not None:
-            child.wait(_DYING_SECONDS)
+    # Also after an end by itself: a worker left behind would write into the next start's run. And when
+    # Ctrl-C came while it was being started, and nobody has been told its number.
+    _kill_all(None if child is None else child.pid, mark)
+    if child is not None:
+        child.wait(_DYING_SECONDS)
 
 
 def _begin(
