@@ -231,16 +231,18 @@ def _belongs(found: _Process, group: int | None, entry: bytes) -> bool:
 def _environment(pid: int) -> bytes:
     """A process that is becoming another program has none for a moment, and is waited for."""
     deadline = time.monotonic() + _BEGINNING_SECONDS
+    settled = False
     while True:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environment = file.read()
-        if environment or time.monotonic() > deadline:
+        if environment or settled or time.monotonic() > deadline:
             return environment
         fields = _stat(pid)
-        memory, begin, end = (int(fields[place]) for place in (20, 47, 48))
-        if memory == 0 or begin == end != 0:  # it ends, or is the kernel's; or it has none, and keeps it so
-            return environment
-        time.sleep(_QUICK_SECONDS)
+        memory, code = int(fields[20]), int(fields[23])
+        # A new program gets its code after its environment. What has no memory ends, or is the kernel's.
+        settled = memory == 0 or code != 0
+        if not settled:
+            time.sleep(_QUICK_SECONDS)
 
 
 def _pause(child: subprocess.Popen[bytes], seconds: float) -> None:
