@@ -89,6 +89,14 @@ def test_a_process_without_descriptors_reads_what_it_can_still_name(several: Pat
         assert np.array_equal(opened.load()["w"], STATE["w"])
 
 
+def test_a_file_that_cannot_even_be_held_is_for_who_reads_it_to_tell(path: Path) -> None:
+    shard = path / "r00000.v0.safetensors"
+    shard.unlink()
+    shard.symlink_to(shard.name)  # leads to itself
+    with holdfast.open(path) as opened, pytest.raises(holdfast.ReadFailed, match=r"v0\.safetensors"):
+        opened.load()
+
+
 def test_a_closed_checkpoint_says_so(path: Path) -> None:
     opened = holdfast.open(path)
     leaf = opened["w"]

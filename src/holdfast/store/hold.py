@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable
 
@@ -48,8 +47,8 @@ class Hold:
     def pin(self, names: Iterable[str]) -> bool:
         """Keeps these files within reach even when they are removed: replacing a checkpoint does that.
 
-        Returns whether all of them were there. What is missing is for the reader to find out, who knows what
-        it was needed for.
+        Returns whether all of them were there. What is missing, or resists, is for the reader to find out,
+        who knows what it was needed for.
         """
         complete = True
         for name in names:
@@ -57,12 +56,8 @@ class Hold:
                 continue
             try:
                 self._files[name] = os.open(f"{self.directory}/{name}", os.O_PATH | os.O_CLOEXEC)
-            except FileNotFoundError:
+            except OSError:
                 complete = False
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    raise
-                return False
         return complete
 
     def file(self, name: str) -> str:
