@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -124,6 +125,38 @@ def test_two_ranks_with_two_volumes(tmp_path: Path, volumes: list[Path], failing
     for volume in volumes:
         assert ids[7] in _there(volume)
         assert len(_there(volume)) <= 2
+
+
+def _train_beside(run: Path, volume: Path) -> None:
+    """Only the other rank has a volume. In the end both are killed in the middle of a save."""
+    import torch.distributed as dist
+
+    state = _state(0)
+    options = holdfast.Options(volumes=[volume] if dist.get_rank() else [])
+    with holdfast.Checkpointer(
+        run, state, mode="sync", keep=holdfast.Keep(last=KEPT), options=options, timeout=60.0
+    ) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step)
+    faults.install(*faults.parse("sync:1:kill"))
+    holdfast.save(run.with_name("model"), state, options=options, timeout=60.0)
+
+
+def _save_beside(path: Path, volume: Path) -> None:
+    import torch.distributed as dist
+
+    options = holdfast.Options(volumes=[volume] if dist.get_rank() else [])
+    holdfast.save(path, _state(0), options=options, timeout=60.0)
+
+
+def test_volumes_that_rank_0_has_none_of_are_cleaned_up_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "volume").mkdir()
+    killed = launch(2, _train_beside, tmp_path / "run", tmp_path / "volume")
+    assert [rank.exitcode for rank in killed] == [-signal.SIGKILL] * 2
+    assert len(list(tmp_path.glob("volume/run-*/*"))) <= KEPT + 1
+    assert len(list(tmp_path.glob("volume/model-*/*"))) == 1
+    values(launch(2, _save_beside, tmp_path / "model", tmp_path / "volume"))
+    assert len(list(tmp_path.glob("volume/model-*/*"))) == 1
 
 
 @pytest.mark.parametrize("failing", [None, 0])

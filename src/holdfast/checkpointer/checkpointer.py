@@ -150,7 +150,7 @@ class Checkpointer:
             where, known = self._crew.told((os.fsencode(self._run.path), known), tuple[bytes, list[Kept]])
             if not self._crew.leads:
                 self._run = FollowedRun(os.fsdecode(where))
-            ledger = Ledger(self._run.path) if self._crew.leads and self._crew.way.volumes else None
+            ledger = Ledger(self._run.path) if self._crew.leads and self._crew.has_volumes else None
             self._retention = Retention(self._run, keep or Keep(), known, ledger)
             self._events = EventLog(self._run.path if self._crew.leads else None)
             self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, _plain(every)))

@@ -37,7 +37,7 @@ def take_apart(
 
         return Work(flat.leaves + flat.local_leaves, alone)
     ready = crew.prepare(state, talk)
-    ledger = Ledger(run) if crew.leads and crew.way.volumes else None
+    ledger = Ledger(run) if crew.leads and crew.has_volumes else None
     live = None if ledger is None else ids(run)
 
     def together(target: str, spare: Spare | None, groups: Groups | None, watch: Watch) -> CheckpointInfo:

@@ -32,6 +32,7 @@ from holdfast.store.together import Together
 from holdfast.store.unison import all_or_none
 from holdfast.store.watch import Watch
 from holdfast.team import Team, join, sendable
+from holdfast.team.hearing import all_heard
 
 _T = TypeVar("_T")
 
@@ -64,6 +65,8 @@ def dismissing(team: Team | None) -> Iterator[None]:
 
 
 _LEAVING_SECONDS = 5.0
+_Said = tuple[str, bool]
+"""Of a rank: how it writes, and whether it has volumes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class Crew:
         self._calls = None if team is None else Calls(team, timeout)
         self._link: Link | None = None
         with self.all_or_none("crew"):
-            self._check_way()
+            self.has_volumes = self._check_way()
             speeds = volumes.measure(way.volumes) if way.volumes else [1.0]
             self.shares = Shares(
                 team, writers=way.writers, speeds=speeds, replicas=way.replicas, timeout=timeout
@@ -232,6 +235,7 @@ class Crew:
         Of a run whose shards go to volumes: its `ledger`, and the ids of its checkpoints that are `live`.
         """
         team = self.team
+        far = team is not None and any(member.host != team.members[0].host for member in team.members)
         together = Together(
             target,
             step,
@@ -247,7 +251,7 @@ class Crew:
             overwrite,
             ledger,
             None if live is None else frozenset(live),
-            team is not None and any(member.host != team.members[0].host for member in team.members),
+            far or (self.has_volumes and ledger is None),
         )
         try:
             return together.run(ready.flat, ready.share, groups, watch)
@@ -277,17 +281,27 @@ class Crew:
         with contextlib.suppress(RankFailed):  # the store has gone before: nothing of this is left in it
             self.team.close(rest, min(_LEAVING_SECONDS, self.timeout) if wait else 0.0)
 
-    def _check_way(self) -> None:
-        """Whether all ranks write in the same way. Their volumes may be different ones."""
+    def _check_way(self) -> bool:
+        """All ranks must write in the same way. Their volumes may be different ones: whether any has some."""
         if self.team is None:
-            return
+            return bool(self.way.volumes)
+
+        def decide(messages: Sequence[bytes | None]) -> bytes:
+            heard = all_heard(messages, "way", self.timeout)
+            ways = [msgspec.msgpack.decode(said, type=_Said) for said in heard]
+            return msgspec.msgpack.encode((ways[0][0], any(volumes for _, volumes in ways)))
+
         mine = f"writers={self.way.writers!r}, replicas={self.way.replicas!r}"
-        leading = self.team.tell("way", mine.encode() if self.leads else None, self.timeout).decode()
+        said = msgspec.msgpack.encode((mine, bool(self.way.volumes)))
+        verdict = self.team.agree("way", said, decide, self.timeout)
+        agreed: _Said = msgspec.msgpack.decode(verdict, type=_Said)
+        leading, has_volumes = agreed
         if mine != leading:
             raise RanksDisagree(
                 f"rank {self.rank} has Options({mine}), rank 0 Options({leading}): they must be the same",
                 ranks=(0, self.rank),
             )
+        return has_volumes
 
     def _flatten(self, state: object, talk: Conversation | None) -> Flat:
         try:

@@ -69,8 +69,9 @@ class Together:
     """Of a run whose shards go to volumes, on the coordinator."""
     live: frozenset[str] | None = None
     """Of such a run: its checkpoints, whose shards stay. None: one cannot be told, so all shards do."""
-    far: bool = False
-    """Whether there are ranks on other hosts."""
+    marked: bool = False
+    """Whether ``D.partial`` names its saves: to ranks on other hosts; and, without a ledger, to the next save
+    to volumes."""
 
     def run(
         self,
@@ -182,17 +183,15 @@ class Together:
 
     def _note(self, partial: str, dead: frozenset[str], replaced: tuple[str, ...]) -> frozenset[str]:
         """What is left of this save should it not come to its end, for the next one; the marks it made."""
+        marks = dead | {self.id}
         if self.ledger is not None:
+            marks = frozenset([self.id])
             kept = self.ledger.read() if self.live is None else ()
             self.ledger.write({*dead, *kept, *replaced, self.id})
-        elif self.volumes:
-            marks = dead | {self.id}
-            volumes.mark(partial, marks)
-            return marks
-        if self.far:
-            volumes.mark(partial, [self.id])
-            return frozenset([self.id])
-        return frozenset()
+        if not self.marked:
+            return frozenset()
+        volumes.mark(partial, marks)
+        return marks
 
     def _root(
         self, flat: Flat, share: Share, part: Part, refs: Sequence[PartRef], dones: Sequence[Done]
