@@ -277,6 +277,26 @@ def test_a_commit_that_fails_after_it_has_made_way_leaves_what_training_went_bac
         assert checkpointer.steps == [1, 2, 3]
 
 
+def test_what_training_went_back_on_and_resists_goes_with_a_later_save(tmp_path: Path) -> None:
+    state = {"w": np.zeros(4)}
+    with Checkpointer(tmp_path, state, keep=Keep(last=9), mode="sync") as checkpointer:
+        for step in range(1, 7):
+            checkpointer.save(step)
+        with pytest.warns(RuntimeWarning, match="going back to step 2"):
+            checkpointer.restore(2)
+        # Those of steps 6, 5 and 4; the fourth is that of step 3, which becomes the spare.
+        with faults.injected("rename:1:EIO,rename:2:EIO,rename:3:EIO"), pytest.warns(match="tries again"):
+            checkpointer.save(3)
+        assert checkpointer.steps == [1, 2, 3, 4, 5, 6]
+        with faults.injected("rename:2:EIO,rename:3:EIO"), pytest.warns(match="tries again"):
+            checkpointer.save(5)  # in the place of one that resists
+        assert checkpointer.steps == [1, 2, 3, 5, 6]
+        checkpointer.save(7)
+        assert checkpointer.steps == [1, 2, 3, 5, 7]
+        checkpointer.save(8)
+        assert checkpointer.steps == [1, 2, 3, 5, 7, 8]
+
+
 @pytest.mark.parametrize("size", [LARGE, SMALL], ids=["large", "small"])
 def test_going_back_again_and_again_recycles_namesakes(tmp_path: Path, size: int) -> None:
     """The spare may bear the name of a step that is there again, and is to be retired under that name."""

@@ -53,24 +53,25 @@ class Retention:
         Whoever is killed between the two finds what training went back to. The other way round, it would find
         what that has given up.
         """
-        superseded, self._superseded = self._superseded, []
-        self._known = [item for item in self._known if item.step not in superseded]
-        later = sorted(filter(self._is_there, superseded), reverse=True)
+        self._known = [item for item in self._known if item.step not in self._superseded]
+        later = sorted(filter(self._is_there, self._superseded), reverse=True)
+        self._superseded = []
         if later:
             try:
                 self._retire(later, durable=True)
             except SaveFailed as error:
+                self._superseded = list(filter(self._is_there, later))
                 self._warn(
                     f"a checkpoint that training went back on could not be retired for step {step}, and "
-                    f"restore() may find it: {error}"
+                    f"restore() may find it; the next save tries again: {error}"
                 )
 
     def add(self, info: CheckpointInfo) -> None:
         """One that has just become durable; retires what is not to be kept any more."""
         newest = info.step
-        # Those that the coordinator has made way with.
-        superseded, self._superseded = self._superseded, []
-        others = [item for item in self._known if item.step not in (newest, *superseded)]
+        # Those that the coordinator has made way with; what resisted has to go before the next one.
+        others = [item for item in self._known if item.step not in (newest, *self._superseded)]
+        self._superseded = [step for step in self._superseded if step != newest and self._is_there(step)]
         known = sorted([*others, Kept(newest, info.created, info.metrics)], key=lambda item: item.step)
         # After going back to an older step, the one just saved need not be the last by number; it stays.
         stay = self._keep.chosen(known) | {newest}
