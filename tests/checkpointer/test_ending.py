@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,9 +251,10 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def asked() -> Iterator[None]:
     """What a test asks this process to do is forgotten behind it."""
-    monkeypatch.setattr(preemption, "_note", None)
+    yield
+    preemption._leave_to_the_parent()
 
 
 def numbers(folder: Path, **arguments: Any) -> Checkpointer:
@@ -268,6 +270,32 @@ def test_a_signal_that_a_launcher_hands_on_as_well_is_no_second_one(tmp_path: Pa
             ckpt.save(1)
     assert ended.value.code == 0
     assert ckpt.steps == [1]
+
+
+def test_a_signal_that_a_launcher_hands_on_to_a_process_that_is_ending_does_not_kill_it(
+    tmp_path: Path,
+) -> None:
+    script = """
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        ckpt.save(1)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+    """
+    done = run(script, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_process_that_goes_on_after_its_end_has_done_what_it_was_asked_to(tmp_path: Path) -> None:
+    """A notebook, say: the next training in it is not one that was asked to end."""
+    with numbers(tmp_path, every=100) as first:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            first.save(1)
+    with numbers(tmp_path, every=100) as second:
+        assert not second.preempted
+        assert second.save(2) is None
 
 
 @pytest.mark.usefixtures("asked")

@@ -419,7 +419,7 @@ class Checkpointer:
             return  # nothing was saved that the process could end with; the next step tries again
         self._events.add(Preempted(saving.step, time.time(), signal))
         # Several ranks end at the same step, whatever other Checkpointers one of them has.
-        if self._preemption is None or self._preemption.obeyed() or self._crew.team is not None:
+        if self._preemption is None or self._preemption.obeyed(at_once=self._crew.team is not None):
             self.close()
             raise SystemExit(0)
 

@@ -2,13 +2,15 @@
 
 The first signal only leaves a note, for the whole process: the step under way is finished, the next
 `Checkpointer.save` saves it whatever the schedule says, and the process ends with exit code 0. With several
-Checkpointers it ends when each has saved, or when the first of them comes again. A second signal does what it
-would have done without Holdfast, unless it follows at once. Handlers that somebody else has installed are
-left alone.
+Checkpointers it ends when each has saved, or when the first of them comes again. That answers the note: a
+process that goes on nevertheless, such as a notebook, has not been asked to end since. A second signal does
+what it would have done without Holdfast, unless it follows at once. Handlers that somebody else has installed
+are left alone.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -18,15 +20,16 @@ from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME_SECONDS = 5.0
-"""A signal within this time of the first is no second one: where a scheduler signals every process of a job,
-a launcher such as torchrun, which gets it too, hands it on to those that have it already."""
+"""A signal within this time of the first, or of its answer, is no second one: where a scheduler signals every
+process of a job, a launcher such as torchrun, which gets it too, hands it on to those that have it already,
+and may be ending by it."""
 
 
 class Preemption:
     """One listener, from construction to `close`; all listeners of a process hear the same signal.
 
-    A signal that came to others before counts as well: what asked the process to end has not changed its mind
-    since.
+    A signal that came to others before, and was not answered, counts as well: what asked the process to end
+    has not changed its mind since.
     """
 
     def __init__(self) -> None:
@@ -40,30 +43,45 @@ class Preemption:
     @property
     def received(self) -> str | None:
         """The name of the signal that asked to stop, if one did."""
-        return None if _note is None else _note[0].name
+        return None if _note is None else _note.name
 
-    def obeyed(self) -> bool:
-        """What this listener had to save is safe. Whether the process may end now, or others have to save."""
+    def obeyed(self, *, at_once: bool) -> bool:
+        """What this listener had to save is safe. Whether the process ends now, or others have to save first.
+
+        `at_once`: whatever others have to save.
+        """
+        global _note, _asked
         again, self._obeyed = self._obeyed, True
-        return again or all(listener._obeyed for listener in _listening)
+        ends = at_once or again or all(listener._obeyed for listener in _listening)
+        if ends:
+            _note, _asked = None, time.monotonic()
+        return ends
 
     def close(self) -> None:
         _listening.discard(self)
-        if not _listening:
+        # One that ends because it was asked to is not killed by what asks it again.
+        if not _listening and (_note is not None or not _just_asked()):
             _stop_handling()
 
 
 _listening: weakref.WeakSet[Preemption] = weakref.WeakSet()
-_note: tuple[signal.Signals, float] | None = None
-"""The signal that came first, and when."""
+_note: signal.Signals | None = None
+"""The signal that came first, until it is answered."""
+_asked = -math.inf
+"""When it came, or was answered."""
+
+
+def _just_asked() -> bool:
+    return time.monotonic() - _asked < SAME_SECONDS
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    global _note
-    now = time.monotonic()
+    global _note, _asked
+    if _just_asked():
+        return
     if _listening and _note is None:
-        _note = signal.Signals(number), now
-    elif not _listening or (_note is not None and now - _note[1] >= SAME_SECONDS):
+        _note, _asked = signal.Signals(number), time.monotonic()
+    else:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -82,8 +100,8 @@ def _in_main_thread() -> bool:
 
 def _leave_to_the_parent() -> None:
     """In a forked child, a data loader's worker say: it ends when it is told to."""
-    global _note
-    _note = None
+    global _note, _asked
+    _note, _asked = None, -math.inf
     _listening.clear()
     _stop_handling()
 
