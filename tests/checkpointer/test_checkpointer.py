@@ -165,6 +165,14 @@ def test_every_skips_the_steps_between(tmp_path: Path) -> None:
         assert saved == checkpointer.steps == [3, 6, 9]
 
 
+def test_calls_that_are_far_apart_save_however_short_a_process_lives(tmp_path: Path) -> None:
+    for step in (391, 782, 1173):
+        with Checkpointer(tmp_path, blank(), every=100, mode="sync") as checkpointer:
+            assert checkpointer.restore() == step - 391
+            assert checkpointer.save(step) is not None
+            assert checkpointer.save(step + 8) is None
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

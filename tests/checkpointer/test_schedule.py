@@ -21,6 +21,7 @@ from holdfast.checkpointer.schedule import (
     Cost,
     EverySeconds,
     EverySteps,
+    Schedule,
     daly_interval,
     make_schedule,
     young_interval,
@@ -36,10 +37,18 @@ def auto(**options: Any) -> Auto:
 # What may be asked for.
 
 
+def _due(schedule: Schedule, calls: Sequence[int]) -> list[int]:
+    found = []
+    for step in calls:
+        schedule.stepped(step, 0.0, 0.0, False)
+        found += [step] if schedule.due(step, 0.0) else []
+    return found
+
+
 def test_steps_are_due_at_their_multiples() -> None:
     schedule = make_schedule(3)
     assert isinstance(schedule, EverySteps)
-    assert [step for step in range(10) if schedule.due(step, 0.0)] == [0, 3, 6, 9]
+    assert _due(schedule, range(10)) == [0, 3, 6, 9]
     assert schedule.explain() == "every 3 steps"
     assert make_schedule(1).explain() == "every step"
 
@@ -48,7 +57,7 @@ def test_steps_are_due_at_their_multiples() -> None:
     ("calls", "due"),
     [
         (range(1, 30, 4), [13, 21]),  # no multiple of ten among them
-        (range(391, 2000, 391), [391 * 2, 391 * 3, 391 * 4, 391 * 5]),
+        (range(391, 2000, 391), [391, 391 * 2, 391 * 3, 391 * 4, 391 * 5]),
         ([8, 9, 10, 11, 5, 9, 12], [10, 12]),  # and back to an older step
         ([20, 20], [20, 20]),
     ],
@@ -57,12 +66,16 @@ def test_steps_are_due_at_their_multiples() -> None:
 def test_a_multiple_that_no_call_falls_on_is_made_up_for_by_the_next(
     calls: Sequence[int], due: list[int]
 ) -> None:
-    schedule = make_schedule(10)
-    found = []
-    for step in calls:
-        schedule.stepped(step, 0.0, 0.0, False)
-        found += [step] if schedule.due(step, 0.0) else []
-    assert found == due
+    assert _due(make_schedule(10), calls) == due
+
+
+def test_what_was_passed_is_counted_from_the_step_that_training_resumed_at() -> None:
+    """A process that ends after one call of its own must have saved, or no work would ever be done."""
+    for began, step, due in ((0, 9, False), (0, 14, True), (14, 19, False), (14, 28, True), (95, 61, False)):
+        schedule = make_schedule(10)
+        schedule.stepped(3, 0.0, 0.0, False)
+        schedule.resumed(began)
+        assert _due(schedule, [step]) == [step] * due, (began, step)
 
 
 @pytest.mark.parametrize(

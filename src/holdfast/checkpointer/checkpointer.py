@@ -456,6 +456,7 @@ class Checkpointer:
         self._events.add(Restored(found.step, time.time(), found.nbytes, found.seconds))
         if self._drill is not None:
             self._drill.restored(found.step, self._run.path_of(found.step))
+        self._schedule.resumed(found.step)
         self._go_back_to(found.step, found.candidates if step is not None else ())
         return found.step
 

@@ -3,7 +3,7 @@
 Pure policy. The clock comes in as numbers, so that the same code runs in a training and in a simulation;
 nothing here saves, waits, or looks at the time. The Checkpointer tells a schedule what happened and asks it
 one question. At each call of its `save`: first `stepped`, then `due`, and where that says so `started`;
-`finished` comes when the save is durable, from any thread.
+`finished` comes when the save is durable, from any thread, and `resumed` when a checkpoint was restored.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ class Schedule:
         """Whether the state after `step` should be saved. Only a question: asking changes nothing."""
         raise NotImplementedError
 
+    def resumed(self, step: int) -> None:
+        """Training goes on from that step, which is saved."""
+
     def stepped(self, step: int, now: float, stalled_seconds: float, saving: bool) -> None:
         """Once per step: how long training stalled since the last call, and whether a save was in flight."""
 
@@ -96,12 +99,13 @@ class EverySteps(Schedule):
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self._before: int | None = None
-        self._last: int | None = None
+        self._before = self._last = 0
 
     def due(self, step: int, now: float) -> bool:
-        passed = self._before is not None and step // self.steps > self._before // self.steps
-        return passed or step % self.steps == 0
+        return step // self.steps > self._before // self.steps or step % self.steps == 0
+
+    def resumed(self, step: int) -> None:
+        self._last = step
 
     def stepped(self, step: int, now: float, stalled_seconds: float, saving: bool) -> None:
         self._before, self._last = self._last, step
