@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterable
 
 from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import CheckpointClosed, CheckpointNotFound
 from holdfast.store.directories import LOCK_SECONDS, share_directory
 from holdfast.store.failures import reading
+
+_LEFT = 64
+"""Descriptors that nothing is kept with. A new one gets the lowest number that is free."""
 
 
 class Hold:
@@ -48,16 +52,22 @@ class Hold:
         """Keeps these files within reach even when they are removed: replacing a checkpoint does that.
 
         Returns whether all of them were there. What is missing, or resists, is for the reader to find out,
-        who knows what it was needed for.
+        who knows what it was needed for; and who needs descriptors for that, so the last ones are left.
         """
         complete = True
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         for name in names:
             if name in self._files:
                 continue
             try:
-                self._files[name] = os.open(f"{self.directory}/{name}", os.O_PATH | os.O_CLOEXEC)
+                opened = os.open(f"{self.directory}/{name}", os.O_PATH | os.O_CLOEXEC)
             except OSError:
                 complete = False
+                continue
+            if limit != resource.RLIM_INFINITY and opened >= limit - _LEFT:
+                os.close(opened)
+                return False
+            self._files[name] = opened
         return complete
 
     def file(self, name: str) -> str:
