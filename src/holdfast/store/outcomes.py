@@ -20,7 +20,7 @@ from holdfast.errors import (
     RankFailed,
     ReadFailed,
 )
-from holdfast.team import Team
+from holdfast.team import Team, sendable
 from holdfast.team.hearing import all_heard
 
 
@@ -126,8 +126,8 @@ def _text(text: str) -> str: ...
 @overload
 def _text(text: None) -> None: ...
 def _text(text: str | None) -> str | None:
-    """Text that fits a message: names of files need not be UTF-8."""
-    return None if text is None else text[:_MAX_TEXT].encode("utf-8", "backslashreplace").decode()
+    """As much of a text as fits a message."""
+    return None if text is None else sendable(text[:_MAX_TEXT])
 
 
 def _kind(error: Exception) -> str:
