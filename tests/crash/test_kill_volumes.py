@@ -12,6 +12,7 @@ import numpy as np
 
 import holdfast
 from holdfast.engine import faults
+from holdfast.store import step_name
 
 from .children import Pipe, forked
 
@@ -77,3 +78,28 @@ def test_killed_at_each_call_of_a_run(ram: Path) -> None:
 
 def test_killed_at_each_call_of_a_save_that_replaces(ram: Path) -> None:
     assert _check_killed(_replace, "model", ram, 1) > 50
+
+
+def test_what_a_killed_run_has_committed_keeps_its_shards_when_it_is_moved_away(ram: Path) -> None:
+    """However short before its end the save was killed."""
+
+    def child(pipe: Pipe, place: Path, fault: str) -> None:
+        faults.install(*faults.parse(fault))
+        _train(place, 1)
+
+    moved = 0
+    for nth in range(1, 100):
+        place = ram / str(nth)
+        (place / "volume").mkdir(parents=True)
+        with forked(child, place, f"any:{nth}:kill") as killed:
+            code = killed.wait()
+        committed = place / "run" / step_name(1)
+        if committed.exists():
+            committed.rename(place / "archive")
+            _train(place, 2, 3)
+            assert holdfast.verify(place / "archive").intact
+            moved += code != 0
+        shutil.rmtree(place)
+        if code == 0:
+            break
+    assert moved, "no kill between the commit and the end"

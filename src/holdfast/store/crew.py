@@ -251,7 +251,7 @@ class Crew:
             overwrite,
             ledger,
             None if live is None else frozenset(live),
-            far or (self.has_volumes and ledger is None),
+            far or self.has_volumes,
         )
         try:
             return together.run(ready.flat, ready.share, groups, watch)

@@ -192,11 +192,14 @@ class WritableRun:
             self._stuck = [path for path in self._stuck if not self._remove(path) and fs.exists(path)]
 
     def _sweep(self) -> None:
+        from holdfast.store.volumes import Ledger  # which is about checkpoints, and these are in runs
+
         leftovers = list(self._leftovers())
         if leftovers:
             # Whoever left them may have been killed between a rename and its sync. Were the names lost in a
             # power cut now, and the removals not, a checkpoint that is to stay would be without its files.
             fs.sync_dir(self.path)
+            Ledger(self.path).add_leftovers(leftovers)
         for path in leftovers:
             if not self._remove(path) and path.endswith(RETIRED):
                 self._stuck.append(path)

@@ -70,8 +70,7 @@ class Together:
     live: frozenset[str] | None = None
     """Of such a run: its checkpoints, whose shards stay. None: one cannot be told, so all shards do."""
     marked: bool = False
-    """Whether ``D.partial`` names its saves: to ranks on other hosts; and, without a ledger, to the next save
-    to volumes."""
+    """Whether ``D.partial`` names its saves: to ranks on other hosts, and to the next save to volumes."""
 
     def run(
         self,
@@ -117,7 +116,7 @@ class Together:
             engine.choose_backend(parent, self.tuning.backend)
             dead, replaced = self._dead(partial.path), self._replaced()
             partial.make()
-            marks = self._note(partial.path, dead, replaced)
+            marks = self._note(partial.path, dead)
             if self.talk is not None:
                 host, found = socket.gethostname(), fs.identity(partial.path)
                 where = os.fsencode(partial.path)
@@ -143,23 +142,23 @@ class Together:
                 self.target,
                 overwrite=self.overwrite,
                 # As long as it is there, a save that comes after a crash knows of it.
-                replaced=lambda: volumes.sweep(self.volumes, self.target, replaced),
+                replaced=lambda: self._give_up(replaced),
             )
         except BaseException as error:
             if self.talk is not None:
                 self.talk.failed(self._typed(error), open=not partial.settled)
                 if opened and not publishing and not isinstance(error, RankFailed):
                     self.talk.await_others()
+            if self.ledger is not None and partial.settled and volumes.id_at(self.target) != self.id:
+                self.ledger.add([self.id])
             partial.remove()
             if not publishing:
                 self._remove_from_volumes(last=True)
-            if self.ledger is not None and partial.settled and fs.exists(self.target):
-                self.ledger.write(self.ledger.read().difference(replaced))  # these are there
             raise
         finally:
             partial.release()
         if self.ledger is not None:
-            self.ledger.write(self.ledger.read() - dead - {self.id})
+            self.ledger.write(self.ledger.read() - dead)
         end = End(
             sum(leaf.nbytes for leaf in share.fragments) + sum(done.nbytes for done in dones),
             writer.stored_nbytes + len(root) + sum(done.stored_nbytes for done in dones),
@@ -181,13 +180,23 @@ class Together:
         found = volumes.id_at(self.target) if self.overwrite and fs.exists(self.target) else None
         return () if found is None else (found,)
 
-    def _note(self, partial: str, dead: frozenset[str], replaced: tuple[str, ...]) -> frozenset[str]:
-        """What is left of this save should it not come to its end, for the next one; the marks it made."""
+    def _give_up(self, replaced: tuple[str, ...]) -> None:
+        """What has been replaced, for good, and is about to be removed."""
+        if self.ledger is not None:
+            self.ledger.add(replaced)
+        volumes.sweep(self.volumes, self.target, replaced)
+
+    def _note(self, partial: str, dead: frozenset[str]) -> frozenset[str]:
+        """What is left of this save should it not come to its end, for the next one; the marks it made.
+
+        A ledger gets to know of this save when that has failed, or by its mark: were it noted now, a kill
+        behind the commit would leave a checkpoint that is taken for dead once it is moved out of its run.
+        """
         marks = dead | {self.id}
         if self.ledger is not None:
             marks = frozenset([self.id])
             kept = self.ledger.read() if self.live is None else ()
-            self.ledger.write({*dead, *kept, *replaced, self.id})
+            self.ledger.write({*dead, *kept})
         if not self.marked:
             return frozenset()
         volumes.mark(partial, marks)

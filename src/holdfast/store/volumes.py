@@ -7,8 +7,8 @@ manifest says where its shards are.
 
 Removed is what is known to be dead, never what is not known to live: a checkpoint may be moved out of its
 run, or be renamed, and its shards stay. Dead are saves that were not committed, and checkpoints that were
-retired or replaced. A run has a `Ledger` of them, any other save names itself in its ``D.partial``; when the
-next one begins, all ranks are told, and each removes what its own volumes have of them.
+retired or replaced. A save names itself in its ``D.partial``; a run has a `Ledger`, too, of all that is dead.
+When the next save begins, all ranks are told, and each removes what its own volumes have of them.
 
 A volume must be there: one that is not mounted is not made in its place on another device.
 """
@@ -134,6 +134,11 @@ class Ledger:
         if more != known:
             self.write(more)
 
+    def add_leftovers(self, paths: Iterable[str]) -> None:
+        """What a crashed writer has left, before it is removed. A run without volumes has no ledger."""
+        if os.path.exists(self._path):
+            self.add(id for path in paths for id in left_behind(path))
+
 
 def id_at(path: str) -> str | None:
     """The id of the checkpoint at a path; None when there is none, or it cannot be told."""
@@ -163,7 +168,7 @@ def remove_marks(partial: str, ids: Iterable[str]) -> None:
 
 
 def left_behind(partial: str) -> set[str]:
-    """The ids of what a ``D.partial`` is left of: saves that were not committed, or what one replaced."""
+    """The ids of what a leftover is of: saves that were not committed, or what was replaced or retired."""
     try:
         names = os.listdir(partial)
     except OSError:
