@@ -240,6 +240,22 @@ def test_a_checkpoint_that_was_moved_away_keeps_its_shards(tmp_path: Path, volum
         assert holdfast.load(tmp_path / f"model{number}")["w"].tolist() == [number] * 100
 
 
+def test_one_that_could_not_be_retired_and_was_moved_away_keeps_its_shards(
+    tmp_path: Path, volumes: list[Path]
+) -> None:
+    run, options = tmp_path / "run", holdfast.Options(volumes=[volumes[0]])
+    with holdfast.Checkpointer(
+        run, {"w": np.ones(100)}, mode="sync", keep=holdfast.Keep(last=1), options=options
+    ) as checkpointer:
+        checkpointer.save(1)
+        with faults.injected("rename:2:EIO"), pytest.warns(RuntimeWarning, match="could not be retired"):
+            checkpointer.save(2)
+        (run / "step-000000000001").rename(tmp_path / "archive")
+        with pytest.warns(RuntimeWarning, match="could not be retired"):
+            checkpointer.save(3)
+    assert holdfast.verify(tmp_path / "archive").intact
+
+
 @pytest.mark.filterwarnings("ignore:.*cannot be retired")
 def test_a_checkpoint_that_was_moved_out_of_its_run_keeps_its_shards(
     tmp_path: Path, volumes: list[Path]
