@@ -185,6 +185,21 @@ def test_pruning_removes_what_is_on_volumes(
         assert len(_there(volume)) <= 2  # step 3 was given up by the last save already: not the tool's
 
 
+def test_what_pruning_could_not_remove_keeps_its_shards_when_it_is_moved_away(
+    tmp_path: Path, volumes: list[Path]
+) -> None:
+    run, options = tmp_path / "run", holdfast.Options(volumes=[volumes[0]])
+    with holdfast.Checkpointer(run, {"w": np.ones(100)}, mode="sync", options=options) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.save(2)
+    with faults.injected("rename:1:EIO"):
+        assert CliRunner().invoke(app, ["prune", str(run), "--last", "1"]).exit_code == 1
+    (run / "step-000000000001").rename(tmp_path / "archive")
+    with holdfast.Checkpointer(run, {"w": np.ones(100)}, mode="sync", options=options) as checkpointer:
+        checkpointer.save(3)
+    assert holdfast.verify(tmp_path / "archive").intact
+
+
 def test_a_volume_that_is_not_there(tmp_path: Path, volumes: list[Path]) -> None:
     options = holdfast.Options(volumes=[volumes[0], tmp_path / "unmounted"])
     with pytest.raises(holdfast.StorageMissing, match=r"there is no volume .*unmounted on "):

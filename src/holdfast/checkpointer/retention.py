@@ -88,15 +88,9 @@ class Retention:
         if self._ledger is None:
             self._run.retire(steps, durable=durable)
             return
-        ids = {step: id_at(self._run.path_of(step)) for step in steps}
-        # Before they go: as long as they are there, nobody believes it of them.
-        self._ledger.add(filter(None, ids.values()))
-        try:
+        paths = map(self._run.path_of, steps)
+        with self._ledger.retiring({path: id_at(path) for path in paths}):
             self._run.retire(steps, durable=durable)
-        except SaveFailed:
-            # What resisted may yet be moved out of the run.
-            self._ledger.write(self._ledger.read() - {ids[step] for step in filter(self._is_there, steps)})
-            raise
 
     def _is_there(self, step: int) -> bool:
         return os.path.isdir(self._run.path_of(step))

@@ -111,13 +111,13 @@ def _prune(run: Path, keep: Keep, *, dry_run: bool) -> Pruned:
     if (gone or before.leftovers) and not dry_run:
         writable = WritableRun(where)  # sweeps what unfinished saves left
         try:
-            elsewhere = [volumes.homes_of(writable.path_of(step)) for step in gone]
+            elsewhere = {path: volumes.homes_of(path) for path in map(writable.path_of, gone)}
             # Those of other hosts are removed by the ranks there, with the next save.
-            volumes.Ledger(where).add(id for id, _ in elsewhere if id is not None)
-            writable.retire(gone)
+            with volumes.Ledger(where).retiring({path: id for path, (id, _) in elsewhere.items()}):
+                writable.retire(gone)
         finally:
             writable.close()
-        for home in (home for _, homes in elsewhere for home in homes):
+        for home in (home for _, homes in elsewhere.values() for home in homes):
             volumes.remove(home)
     removed = tuple(
         Removed(entry.path, entry.step, entry.nbytes) for entry in before.checkpoints if entry.step in gone

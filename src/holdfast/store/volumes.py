@@ -19,7 +19,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.engine import fs, raw_write
 from holdfast.errors import HoldfastError, StorageMissing
@@ -133,6 +133,23 @@ class Ledger:
         more = known.union(ids)
         if more != known:
             self.write(more)
+
+    @contextlib.contextmanager
+    def retiring(self, ids: Mapping[str, str | None]) -> Iterator[None]:
+        """A block that takes checkpoints out of the run, given their ids by path.
+
+        They are noted before they go: as long as they are there, nobody believes it of them. What resists is
+        not: it may yet be moved out of the run.
+        """
+        self.add(filter(None, ids.values()))
+        try:
+            yield
+        except HoldfastError:
+            known = self.read()
+            there = {id for path, id in ids.items() if os.path.isdir(path)}
+            if not known.isdisjoint(there):
+                self.write(known - there)
+            raise
 
     def add_leftovers(self, paths: Iterable[str]) -> None:
         """What a crashed writer has left, before it is removed. A run without volumes has no ledger."""
