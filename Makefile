@@ -76,7 +76,7 @@ compat:
 	@$(PYTHON) -m venv --clear build/compat
 	@build/compat/bin/python -m pip --disable-pip-version-check --no-input install --quiet . $(WITH) \
 	  pytest hypothesis pytest-timeout pytest-xdist safetensors ml_dtypes xxhash
-	build/compat/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider $(PYTEST_ARGS)
+	TESTS_WITHOUT="torch matplotlib PIL" build/compat/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -27,8 +27,8 @@ from holdfast.store.shares import Replicas
 from holdfast.store.unison import open_newest_together
 
 _STAGING_NBYTES = 32 << 20
-"""Four windows under way. More kept no device busier, and the first save of a process pays for every page:
-with 64 MiB it took a quarter longer in a virtual machine whose host takes free memory back."""
+"""Four windows under way. More did not keep the device busier, and the first save of a process pays for every
+page: with 64 MiB it took a quarter longer in a virtual machine whose host takes free memory back."""
 _MAX_NBYTES = (1 << 63) - 1
 _SHARD = re.compile(r"r[0-9]{5}\.v[0-9]+\.safetensors")
 
