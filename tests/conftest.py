@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 class _SkipsWithout(importlib.abc.MetaPathFinder):
-    """Skips what imports a library that is not there. For `make compat` alone: elsewhere that is a failure."""
+    """Skips what imports a library that is not there, in `make compat`; elsewhere that is a failure."""
 
     def __init__(self, name: str) -> None:
         self._name = name
