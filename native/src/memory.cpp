@@ -67,6 +67,9 @@ constexpr size_t kLookedAt = 8U << 20;
 // Kept for the next job. Not behind a lock, which a fork could catch while it is held.
 std::atomic<Staging*> kept{nullptr};
 constexpr size_t kMostKept = 64U << 20;
+// While memory is being touched, so many windows are to fit into what is there, be they this small.
+constexpr size_t kAtOnce = 4;
+constexpr size_t kSmallWindow = kHugePage / kAtOnce;
 
 }  // namespace
 
@@ -88,19 +91,60 @@ Staging::~Staging() {
 
 bool Staging::ours() const { return ::getpid() == owner_; }
 
-Windows::Windows(size_t nbytes, Staging::Pages pages) : pages_(pages) {
+Windows::Windows(size_t count, size_t nbytes, Staging::Pages pages)
+    : count_(count), window_(nbytes), pages_(pages) {
   if (pages == Staging::Pages::huge) staging_.reset(kept.exchange(nullptr));
-  if (!staging_ || !staging_->ours() || staging_->nbytes() < nbytes) {
-    staging_ = std::make_unique<Staging>(nbytes, pages);
+  if (!staging_ || !staging_->ours() || staging_->nbytes() < count * nbytes) {
+    staging_ = std::make_unique<Staging>(count * nbytes, pages);
   }
 }
 
 Windows::~Windows() {
+  stop_ = true;
+  if (toucher_.joinable()) toucher_.join();
   Staging* nothing = nullptr;
   if (pages_ == Staging::Pages::huge && staging_->nbytes() <= kMostKept &&
       kept.compare_exchange_strong(nothing, staging_.get())) {
     static_cast<void>(staging_.release());
   }
+}
+
+void Windows::touch_ahead() {
+  const size_t first = std::max(staging_->touched.load(), kHugePage);  // whoever uses the first page gets it
+  if (first >= count_ * window_) return;
+  staging_->touched = first;
+  try {
+    toucher_ = std::thread([this, first] {
+      for (size_t at = first; at < count_ * window_ && !stop_; at += kHugePage) {
+        // By a store. While madvise populates a page, nobody in the process can map memory.
+        static_cast<volatile char*>(staging_->data())[at] = 0;
+        staging_->touched = at + kHugePage;
+      }
+    });
+  } catch (const std::system_error&) {
+    // No thread to be had: the job gets its pages as it goes.
+  }
+}
+
+size_t Windows::there() const {
+  return toucher_.joinable() ? std::min(staging_->touched.load(), count_ * window_) : count_ * window_;
+}
+
+size_t Windows::window() const {
+  const size_t room = there();
+  if (room == count_ * window_) return window_;
+  return std::min(window_, std::max<size_t>(room / kAtOnce / kSmallWindow, 1) * kSmallWindow);
+}
+
+char* Windows::next(size_t nbytes) {
+  size_t low = up(place_, nbytes);
+  if (low + nbytes > there()) low = 0;
+  for (const Given& given : given_) {
+    if (given.low < low + nbytes && low < given.high) return nullptr;
+  }
+  place_ = low + nbytes;
+  given_.push_back({low, place_});
+  return staging_->data() + low;
 }
 
 PageSizes::PageSizes() : pagemap_(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)) {}

@@ -1,9 +1,12 @@
-// Memory to load into.
+// Memory to stage in, and to load into.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <thread>
 #include <vector>
 
 namespace holdfast {
@@ -22,6 +25,8 @@ class Staging {
   [[nodiscard]] size_t nbytes() const { return nbytes_; }
   // Whether it is that of this process, and not of the one that this process was forked from.
   [[nodiscard]] bool ours() const;
+  // So many bytes, from the first on, are known to have their pages.
+  std::atomic<size_t> touched{0};
 
  private:
   void* mapped_;
@@ -31,19 +36,38 @@ class Staging {
   const int owner_;
 };
 
-// Staging for all windows of a job. The process keeps one in huge pages: to get these anew costs as much as a
-// small save takes.
+// Staging for the windows of a job, given out round and round. The process keeps one in huge pages: to get these
+// anew costs as much as a small save takes.
 class Windows {
  public:
-  explicit Windows(size_t nbytes, Staging::Pages pages = Staging::Pages::huge);
+  Windows(size_t count, size_t nbytes, Staging::Pages pages = Staging::Pages::huge);
   ~Windows();
   Windows(const Windows&) = delete;
   Windows& operator=(const Windows&) = delete;
-  [[nodiscard]] char* data() const { return staging_->data(); }
+  // Gets the pages of all of it, on a thread of its own. Until that is done windows are smaller, and reuse what is
+  // there: where the host of a virtual machine takes back free memory, a huge page costs milliseconds, and the
+  // first job of a process would wait for each of them.
+  void touch_ahead();
+  // How large the next window should be.
+  [[nodiscard]] size_t window() const;
+  // Memory for it; nullptr as long as others have it.
+  [[nodiscard]] char* next(size_t nbytes);
+  // What was given out before all else is free again.
+  void give_back() { given_.pop_front(); }
 
  private:
-  std::unique_ptr<Staging> staging_;
+  [[nodiscard]] size_t there() const;
+
+  const size_t count_, window_;
   const Staging::Pages pages_;
+  std::unique_ptr<Staging> staging_;
+  struct Given {
+    size_t low, high;
+  };
+  std::deque<Given> given_;
+  size_t place_ = 0;
+  std::atomic<bool> stop_{false};
+  std::thread toucher_;
 };
 
 // Finds out in what pages memory lies. What lies in small ones is scattered all over: a device moves it at half

@@ -54,15 +54,15 @@ class Reader {
     }
   }
 
-  // Describes the next window in `slot`; false when everything has been asked for.
-  bool next(Slot& slot, char* staging) {
+  // Describes the next window, at most so long, in `slot`; false when everything has been asked for.
+  bool next(Slot& slot, char* staging, uint64_t window) {
     const auto& pieces = plan_.pieces;
     const uint64_t alignment = tuning_.effective_alignment();
     while (current_ < pieces.size() && std::max(pieces[current_].offset, at_) >= pieces[current_].end())
       ++current_;
     if (current_ == pieces.size()) return false;
     const uint64_t low = align_down(std::max(pieces[current_].offset, at_), alignment);
-    const uint64_t limit = low + tuning_.window;
+    const uint64_t limit = low + window;
     uint64_t high = low;
     size_t last = current_;
     for (; last < pieces.size() && pieces[last].offset < limit; ++last) {
@@ -264,11 +264,13 @@ class Deliveries {
     changed_.notify_all();
   }
 
-  // Returns when at most `count` windows are waiting or being delivered; throws what a delivery threw.
-  void wait_until(size_t count) {
+  // Returns when at most `count` windows are waiting or being delivered: how many are. Throws what a delivery
+  // threw.
+  size_t wait_until(size_t count) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return error_ || waiting_.size() <= count; });
     if (error_) std::rethrow_exception(error_);
+    return waiting_.size();
   }
 
  private:
@@ -393,32 +395,45 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
   const size_t waiting = large ? used.depth / 2 + 1 : 0;
 
   const std::vector<bool> direct = directness(plan, used);
-  const auto pages = staged_nbytes(plan, direct) > kMuchStaged ? Staging::Pages::huge : Staging::Pages::normal;
+  const uint64_t staged = staged_nbytes(plan, direct);
+  const auto pages = staged > kMuchStaged ? Staging::Pages::huge : Staging::Pages::normal;
   if (pages == Staging::Pages::huge) used.window = std::min(used.window, kStagedWindow);
   Reader reader(plan, expected, direct, used, out);
   std::vector<Slot> slots(used.depth + waiting);
-  const Windows staging(slots.size() * used.window, pages);
+  Windows staging(slots.size(), used.window, pages);
   Deliveries deliveries(reader, control, large);
   const auto queue = make_queue(used.backend, used.depth);  // after the memory: drained before that goes
+  if (staged > slots.size() * used.window) staging.touch_ahead();
   // Last: while it touches pages, whatever maps memory (a ring, a thread's stack) waits for milliseconds.
   Populator populator(large ? direct_ranges(plan, direct, used) : std::vector<Populator::Range>{},
                       2 * used.window);
-  size_t asked = 0, arrived = 0;
+  size_t asked = 0, arrived = 0, delivered = 0;
   const auto arrive = [&] {
     Slot& slot = slots[arrived % slots.size()];
     finish(*queue, slot.transfer, used.effective_alignment());
     deliveries.hand_over(slot);
     ++arrived;
   };
+  const auto deliver_all_but = [&](size_t count) {
+    for (const size_t left = deliveries.wait_until(count); delivered < arrived - left; ++delivered) {
+      staging.give_back();
+    }
+  };
   for (;; ++asked) {
     if (control.cancelled) throw Cancelled{};
     if (asked - arrived == used.depth) arrive();
-    if (large) deliveries.wait_until(slots.size() - (asked - arrived) - 1);
-    const size_t place = asked % slots.size();
-    if (!reader.next(slots[place], staging.data() + place * used.window)) break;
-    slots[place].transfer.file = &file;
-    populator.reader_is_at(slots[place].transfer.offset);
-    queue->submit(slots[place].transfer);
+    deliver_all_but(slots.size() - (asked - arrived) - 1);
+    const size_t window = staging.window();
+    char* memory = nullptr;
+    while ((memory = staging.next(window)) == nullptr) {
+      if (delivered == arrived) arrive();
+      deliver_all_but(arrived - delivered - 1);
+    }
+    Slot& slot = slots[asked % slots.size()];
+    if (!reader.next(slot, memory, window)) break;
+    slot.transfer.file = &file;
+    populator.reader_is_at(slot.transfer.offset);
+    queue->submit(slot.transfer);
     ++out.stats.transfers;
   }
   while (arrived < asked) arrive();

@@ -76,6 +76,13 @@ class Writer {
     close_run();
   }
 
+  // What does not go to the device from where it lies, ragged ends aside.
+  [[nodiscard]] uint64_t staged_nbytes() const {
+    uint64_t nbytes = 0;
+    for (size_t i = 0; i < direct_.size(); ++i) nbytes += direct_[i] ? 0 : plan_.pieces[i].nbytes;
+    return nbytes;
+  }
+
   // Whether the last window needs its checksums computed before it is complete.
   [[nodiscard]] bool copies_wait() const { return !copies_.empty(); }
 
@@ -226,44 +233,47 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
   const uint64_t alignment = tuning.effective_alignment();
   struct Slot {
     Transfer transfer;
-    uint64_t nbytes = 0;
+    uint64_t nbytes;
   };
-  const Windows staging(tuning.depth * tuning.window);
+  Windows staging(tuning.depth, tuning.window);
   std::vector<Slot> slots(tuning.depth);
   // Declared last, so destroyed first: it drains what is under way before the memory goes.
   const auto queue = make_queue(tuning.backend, tuning.depth);
+  if (writer.staged_nbytes() > tuning.depth * tuning.window) staging.touch_ahead();
 
-  const auto retire = [&](Slot& slot) {
-    if (slot.nbytes == 0) return;
+  size_t asked = 0, finished = 0;
+  const auto retire = [&] {
+    Slot& slot = slots[finished++ % slots.size()];
     const uint64_t low = slot.transfer.offset;
     finish(*queue, slot.transfer, alignment);
     // Let the device start now instead of at the sync.
     if (tuning.backend == Backend::buffered) start_writeback(out.file, low, slot.nbytes);
     control.advance(slot.nbytes);
-    slot.nbytes = 0;
+    staging.give_back();
   };
 
-  size_t number = 0;
-  uint64_t window = std::min(kFirstWindow, tuning.window);
-  for (uint64_t low = 0, high = 0; low < nbytes; low = high, ++number) {
+  uint64_t window = kFirstWindow / 2;
+  for (uint64_t low = 0, high = 0; low < nbytes; low = high) {
     if (control.cancelled) throw Cancelled{};
-    Slot& slot = slots[number % slots.size()];
-    Slot& oldest = slots[(number + 1) % slots.size()];
-    if (&oldest == &slot) retire(slot);
+    if (asked - finished == slots.size()) retire();
+    window = std::min<uint64_t>(2 * window, staging.window());
     high = std::min(low + window, nbytes);
-    window = std::min(2 * window, tuning.window);
+    char* memory = nullptr;
+    while ((memory = staging.next(window)) == nullptr) retire();
+    Slot& slot = slots[asked % slots.size()];
     slot.transfer.file = &out.file;
     slot.transfer.offset = low;
     slot.nbytes = high - low;
-    writer.assemble(low, high, staging.data() + (number % slots.size()) * tuning.window, slot.transfer.iov);
+    writer.assemble(low, high, memory, slot.transfer.iov);
     const bool copies = writer.copies_wait();
     if (copies) writer.hash_up_to(high);
-    if (&oldest != &slot) retire(oldest);
+    ++asked;
+    if (asked - finished == slots.size() && slots.size() > 1) retire();
     queue->submit(slot.transfer);
     ++out.stats.transfers;
     if (!copies) writer.hash_up_to(high);  // while the device works
   }
-  for (size_t i = 0; i < slots.size(); ++i) retire(slots[(number + i) % slots.size()]);
+  while (finished < asked) retire();
 }
 
 }  // namespace

@@ -174,6 +174,19 @@ def test_large_memory_is_filled_exactly_and_damage_is_found_wherever_it_lies(
     assert set(room[:PAGE]) | set(room[PAGE + data.nbytes :]) == {0xEE}
 
 
+@pytest.mark.parametrize(("window", "depth"), [(4 << 20, 11), (3_997_696, 12), (1 << 20, 50)])
+def test_windows_in_memory_that_is_still_being_got(
+    backend: Backend, tmp_path: Path, window: int, depth: int
+) -> None:
+    """More staging than a process keeps is new in every job: windows move and grow while it is touched."""
+    data = random_bytes((90 << 20) + PAGE, 2)
+    data.tofile(tmp_path / "f")
+    target = in_pages(np.zeros_like(data), 7, huge=False)
+    piece = ReadPiece(0, memory_of(target), checksums(data))
+    assert engine.read(tmp_path / "f", [piece], tuning=Tuning(backend, window, depth)) == []
+    assert np.array_equal(target, data)
+
+
 def test_without_verification_checksums_are_not_even_looked_at(backend: Backend, tmp_path: Path) -> None:
     data = random_bytes(PAGE * 20, 1)
     data.tofile(tmp_path / "f")

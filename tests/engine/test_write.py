@@ -153,6 +153,26 @@ def test_memory_in_huge_pages_goes_to_the_device_without_a_copy(
         assert np.array_equal(whole[offset : offset + array.nbytes], array)
 
 
+@pytest.mark.parametrize(
+    ("window", "depth"), [(17 << 20, 4), (66 << 20, 1), (33 << 20, 2), (9_900_032, 7), (1 << 20, 70)]
+)
+def test_windows_in_memory_that_is_still_being_got(
+    backend: Backend, tmp_path: Path, window: int, depth: int
+) -> None:
+    """More staging than a process keeps is new in every job: windows move and grow while it is touched."""
+    data = in_pages(random_bytes((80 << 20) + 77, 1), 0, huge=False)
+    for residue in (0, 7):
+        path = tmp_path / f"{residue}"
+        piece = WritePiece(PAGE + residue, memory_of(data))
+        job = engine.write(
+            path, data.nbytes // PAGE * PAGE + 3 * PAGE, [piece], tuning=Tuning(backend, window, depth)
+        )
+        job.wait()
+        assert job.checksums() == [checksums(data)]
+        assert np.array_equal(written(path)[piece.offset :][: data.nbytes], data)
+        path.unlink()
+
+
 def test_memory_that_is_not_congruent_is_copied_and_still_exact(tmp_path: Path) -> None:
     direct_backend = engine.choose_backend(tmp_path)
     if direct_backend == "buffered":
