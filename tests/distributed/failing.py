@@ -171,19 +171,6 @@ def disagreeing(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
 
         here.trouble("unsupported on 1, planned anew", unsupported_at_first)
 
-        def another_leaf() -> None:
-            if here.rank == 2:
-                here.state["more"] = torch.ones(2)
-            here.save()
-
-        def no_more() -> None:
-            here.state.pop("more", None)
-            here.save()
-
-        # The next save after each is with the leaves as they are then.
-        here.trouble("a leaf more on 2", another_leaf)
-        here.trouble("a leaf less on 2", no_more)
-
         def another_value() -> None:
             here.state["lr"] = 0.5 if here.rank == 1 else 0.25
             try:
@@ -283,25 +270,24 @@ def missing(run: Path, mode: Mode, troubles: list[str]) -> tuple[dict[str, Got],
 
 
 def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
-    """A rank is so slow to write that it is given up; it gets there while the same step is saved again."""
+    """A rank is so slow to write that it is given up; it gets there when the same step is saved again."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     from holdfast.store.calls import Conversation
     from holdfast.store.writing import ShareWriter
 
     store = _get_default_store()
-    write, say = ShareWriter.write, Conversation.say
+    write, gather = ShareWriter.write, Conversation.gather
     with bench(run, mode) as here:
 
         def late(self: ShareWriter, groups: Any, watch: Any) -> None:
             ShareWriter.write = write  # type: ignore[method-assign]
-            store.wait(["opened again"])
+            store.wait(["called again"])
             write(self, groups, watch)
 
-        def tell(self: Conversation, key: str, message: Any) -> None:
-            say(self, key, message)
-            if key == "open":
-                store.set("opened again", b"")
+        def wait_for_all(self: Conversation) -> Any:
+            store.set("called again", b"")
+            return gather(self)
 
         if here.rank == 1:
             ShareWriter.write = late  # type: ignore[method-assign]
@@ -310,13 +296,11 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
         here.meet()
         if here.rank == 0:
             calls.timeout = SILENCE_SECONDS
-            # Planned anew, the next save would not begin before the slow one is there.
-            here.checkpointer._crew.shares.forget = lambda: None  # type: ignore[method-assign]
         with expecting(2):
             here.got["late"] = error_of(here.save)
         calls.timeout = PATIENCE_SECONDS
         if here.rank == 0:
-            Conversation.say = tell  # type: ignore[method-assign]
+            Conversation.gather = wait_for_all  # type: ignore[method-assign]
         here.got["again"] = error_of(lambda: here.checkpointer.save(here.step))
         here.got["again, durable"] = error_of(here.checkpointer.wait)
         here.meet()

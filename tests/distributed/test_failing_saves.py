@@ -57,9 +57,6 @@ def test_ranks_that_do_not_save_the_same(tmp_path: Path, mode: Mode) -> None:
             assert kind == ("UnsupportedState" if other == rank else "RankFailed"), (name, other, message)
             assert "odd" in message
             assert other == rank or f"rank {rank}" in message
-    for name in ("a leaf more on 2", "a leaf less on 2"):
-        assert [kind for kind, _, _ in found[name]] == ["RanksDisagree"] * WORLD
-        assert all("the leaves of rank 2 have changed" in message for _, message, _ in found[name])
     assert [kind for kind, _, _ in found["values of 1"]] == ["RanksDisagree"] * WORLD
     assert all("rank 1" in message and "'lr'" in message for _, message, _ in found["values of 1"])
     assert [kind for kind, _, _ in found["copy of 2"]] == ["RanksDisagree"] * WORLD

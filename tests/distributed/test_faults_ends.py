@@ -117,16 +117,17 @@ def _leave_out_the_last(run: Path, silent: int) -> tuple[str, tuple[int, ...]] |
     assert calls is not None
     calls.timeout = SILENCE_SECONDS if dist.get_rank() == 0 else PATIENCE_SECONDS  # it tells the others
     with expecting(*(rank for rank in range(WORLD) if rank != silent)):
-        if dist.get_rank() != silent:
-            checkpointer.save(2)
         try:
-            checkpointer.close()
+            if dist.get_rank() != silent:
+                checkpointer.save(2)
         except holdfast.RankFailed as error:
             return str(error), error.ranks
+        finally:
+            checkpointer.close()
     return None
 
 
-def test_closing_tells_which_rank_has_left_out_the_last_save(tmp_path: Path) -> None:
+def test_the_others_learn_which_rank_has_left_out_the_last_save(tmp_path: Path) -> None:
     found = values(launch(WORLD, _leave_out_the_last, tmp_path / "run", 1))
     assert found.pop(1) is None
     for text, ranks in found:

@@ -3,13 +3,14 @@
 Owns the conversation, not what it is about. In call number n, under keys that begin with n:
 
 1. ``call``, by the coordinator (rank 0), in the training's thread: which step is saved, or that none is.
-2. ``plan``, by the coordinator, there too: whether who writes what is planned anew.
-3. ``open``, by the coordinator: the directory to write into.
-4. ``done/R``, by each other rank: its part is durable, with size and digest; or what went wrong.
-5. ``end``, by the coordinator: committed, or what went wrong.
+2. ``here/R``, by each other rank, there too: by which plan it can write its share of its state.
+3. ``plan``, by the coordinator, when all are here: whether who writes what is planned anew.
+4. ``open``, by the coordinator: the directory to write into.
+5. ``done/R``, by each other rank: its part is durable, with size and digest; or what went wrong.
+6. ``end``, by the coordinator: committed, or what went wrong.
 
-A coordinator that fails says so in every message that is still to come, so nobody waits for one in vain; a
-rank that dies is noticed by its silence, after the time-out. All in all a save costs a rank at most ten small
+A rank that fails says so in every message of its own that is still to come, so nobody waits for one in vain;
+one that dies is noticed by its silence, after the time-out. All in all a save costs a rank at most ten small
 requests to the store, whatever the size of state and world.
 
 Ranks find together again by the step, whoever missed a call or came to one twice: a rank that is ahead of the
@@ -70,6 +71,13 @@ class Call(Struct, frozen=True, tag="call"):
     signal: str | None = None
 
 
+class Here(Struct, frozen=True, tag="here"):
+    """A rank is ready to write. `plan`: the fingerprint of the plan that it has for leaves like its own;
+    empty if it has none."""
+
+    plan: str
+
+
 class Plan(Struct, frozen=True, tag="plan"):
     """Whether views are exchanged anew."""
 
@@ -118,9 +126,10 @@ class End(Struct, frozen=True, tag="end"):
     dead: tuple[str, ...] = ()
 
 
-_Message = Failure | Call | Plan | Open | Done | End
+_Message = Failure | Call | Here | Plan | Open | Done | End
 _decoder: msgspec.json.Decoder[_Message] = msgspec.json.Decoder(_Message)
 _M = TypeVar("_M", Call, Plan, Open, End)
+_Said = TypeVar("_Said", Here, Done)
 
 
 class Calls:
@@ -177,7 +186,8 @@ class Calls:
 
     def _keys(self, first: int, stop: int) -> list[str]:
         """Of the messages of these calls; of one in which nothing was due, there is but one."""
-        names = ["plan", "open", "end", *(f"done/{rank}" for rank in range(1, self.team.world))]
+        names = ["plan", "open", "end"]
+        names += [f"{name}/{rank}" for name in ("here", "done") for rank in range(1, self.team.world)]
         due = [number for number in range(first, stop) if number in self._due]
         keys = [f"{number}/call" for number in range(first, stop)]
         return keys + [f"{number}/{name}" for number in due for name in names]
@@ -261,7 +271,7 @@ class Conversation:
         """Whether the coordinator has said that nothing comes of it, and nothing written is to stay."""
         self._calls = calls
         self._team = calls.team
-        self._unsaid = ["plan", "open", "end"] if self._team.is_coordinator else ["done"]
+        self._unsaid = ["plan", "open", "end"] if self._team.is_coordinator else ["here", "done"]
 
     @property
     def what(self) -> str:
@@ -273,6 +283,10 @@ class Conversation:
         """The coordinator's next message."""
         self._unsaid.remove(key)
         self._post(key, message)
+
+    def here(self, message: Here) -> None:
+        self._unsaid.remove("here")
+        self._post(f"here/{self._team.rank}", message)
 
     def done(self, message: Done) -> None:
         self._unsaid.clear()
@@ -291,7 +305,7 @@ class Conversation:
         failure = Failure(self._team.rank, type(error).__name__, sendable(str(error)), about, open)
         with contextlib.suppress(RankFailed):  # the store has gone: there is nobody to tell
             for key in unsaid:
-                self._post(key if self._team.is_coordinator else f"done/{self._team.rank}", failure)
+                self._post(key if self._team.is_coordinator else f"{key}/{self._team.rank}", failure)
             if self._team.is_coordinator and unsaid:
                 # Others may still be at the end of the call before.
                 self._calls.close(self.number, heard=False)
@@ -330,10 +344,18 @@ class Conversation:
             seconds = min(STRAGGLER_SECONDS, self._calls.timeout)
             self._team.mail.collect([f"{self.number}/done/{rank}" for rank in ranks], seconds)
 
+    def gather(self) -> list[Here]:
+        """By the coordinator, in the training's thread: returns when all others are ready to write."""
+        return self._collect("here", Here)
+
     def collect(self) -> list[Done]:
+        """What all others have written, in the order of ranks."""
+        return self._collect("done", Done)
+
+    def _collect(self, key: str, kind: type[_Said]) -> list[_Said]:
         """What all others say, in the order of ranks. Raises when one failed, or was not heard of in time."""
         ranks = range(1, self._team.world)
-        keys = {f"{self.number}/done/{rank}": rank for rank in ranks}
+        keys = {f"{self.number}/{key}/{rank}": rank for rank in ranks}
         found = self._team.mail.collect(list(keys), self._calls.timeout)
         messages = {keys[key]: _decoder.decode(data) for key, data in found.items()}
         failures = [message for message in messages.values() if isinstance(message, Failure)]
@@ -342,7 +364,7 @@ class Conversation:
         silent = [rank for rank in ranks if rank not in messages]
         if silent:
             raise self.silence(silent)
-        return [message for _, message in sorted(messages.items()) if isinstance(message, Done)]
+        return [message for _, message in sorted(messages.items()) if isinstance(message, kind)]
 
     def silence(self, ranks: Sequence[int], *, committed: bool | None = False) -> RankFailed:
         """The error when ranks were not heard of. `committed` None: that is not known."""

@@ -23,7 +23,7 @@ from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.plan.topology import Writers
 from holdfast.state import Flat, LeafSource, flatten
 from holdfast.store import volumes
-from holdfast.store.calls import STRAGGLER_SECONDS, Call, Calls, Conversation, Plan
+from holdfast.store.calls import STRAGGLER_SECONDS, Call, Calls, Conversation, Here, Plan
 from holdfast.store.commit import CheckpointInfo
 from holdfast.store.handing import Link
 from holdfast.store.partial import Spare
@@ -198,16 +198,9 @@ class Crew:
     def prepare(self, state: object, talk: Conversation | None) -> Ready:
         """Takes a state apart, and plans who writes what where that has to be done anew."""
         try:
-            flat = self._flatten(state, talk)
-            anew = self._anew(flat, talk)
-            if anew:
-                self.shares.plan(flat, _number(talk))
-            elif not self.shares.knows(flat):
-                raise RanksDisagree(
-                    f"the leaves of rank {self.rank} have changed since the last save, those of rank 0 have "
-                    "not. The next save plans anew",
-                    ranks=(0, self.rank),
-                )
+            flat = flatten(state, self.rank)
+            if self._anew(flat, talk):
+                self.shares.plan(flat, 0 if talk is None else talk.number)
             share = self.shares.of(flat)
         except BaseException as error:
             self.failed(talk, error)
@@ -303,27 +296,14 @@ class Crew:
             )
         return has_volumes
 
-    def _flatten(self, state: object, talk: Conversation | None) -> Flat:
-        try:
-            return flatten(state, self.rank)
-        except BaseException as error:
-            if talk is not None and not self.leads:
-                # What is wrong here is the error to see, whatever else is wrong elsewhere.
-                with contextlib.suppress(RankFailed, RanksDisagree):
-                    if talk.read("plan", Plan).anew:
-                        # The others are about to exchange what they see, and would wait for this rank.
-                        self.shares.plan(None, _number(talk), str(error))
-            raise
-
     def _anew(self, flat: Flat, talk: Conversation | None) -> bool:
+        """Whether to plan anew: when a rank has no plan for its leaves, or another one than rank 0."""
+        known = self.shares.plan_for(flat)
         if talk is None:
-            return not self.shares.knows(flat)
+            return not known
         if not self.leads:
+            talk.here(Here(known))
             return talk.read("plan", Plan).anew
-        anew = not self.shares.knows(flat)
+        anew = {here.plan for here in talk.gather()} != {known} or not known
         talk.say("plan", Plan(anew))
         return anew
-
-
-def _number(talk: Conversation | None) -> int:
-    return 0 if talk is None else talk.number

@@ -1,9 +1,8 @@
 """Which fragments of a state this rank writes: planned once per layout, together, and kept.
 
 Ranks exchange what each sees of the state (`holdfast.team.views`), and from the same views each computes the
-same plan. As long as a rank's own leaves stay what they were, nothing is said about them again. When they
-change on the coordinator all plan anew; when they change elsewhere only, that save fails, and the next one
-plans anew.
+same plan. As long as all leaves stay what they were, nothing is said about them again. When those of any rank
+change, all plan anew.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from holdfast.errors import RankFailed
 from holdfast.format.checksums import digest
 from holdfast.plan.cohorts import Owned
 from holdfast.plan.description import encode_plan
@@ -24,7 +22,7 @@ from holdfast.plan.volumes import stripe
 from holdfast.plan.world import Seen, merge_views
 from holdfast.state import Flat, LeafSource
 from holdfast.store.writing import Description
-from holdfast.team import Team, sendable
+from holdfast.team import Team
 from holdfast.team.replicas import Copies, check_replicas, check_ties, copies_of, samples
 from holdfast.team.values import check_structures, facts_of, structure_digest, values_digest
 from holdfast.team.views import exchange_views
@@ -87,40 +85,37 @@ class Shares:
     def rank(self) -> int:
         return 0 if self._team is None else self._team.rank
 
-    def knows(self, flat: Flat) -> bool:
-        """Whether the plan at hand is for leaves like these."""
-        return self._known is not None and self._known[0] == _signature(flat)
+    def plan_for(self, flat: Flat) -> str:
+        """The fingerprint of the plan at hand, if it is for leaves like these; else nothing."""
+        if self._known is None or self._known[0] != _signature(flat):
+            return ""
+        return self._known[1].fingerprint
 
     def forget(self) -> None:
         """Plans anew next time."""
         self._known = None
 
-    def plan(self, flat: Flat | None, call: int, why_not: str = "") -> None:
-        """Plans anew, with all others. A rank without a state says `why_not`, and all raise.
+    def plan(self, flat: Flat, call: int) -> None:
+        """Plans anew, with all others.
 
         `call`: the number of the call that this is for. A rank that missed one must not hear what was said
         there.
         """
         key = f"plan/{call}"
         self._known = None
-        view = () if flat is None else tuple(_seen(leaf) for leaf in flat.leaves)
+        view = tuple(_seen(leaf) for leaf in flat.leaves)
         if self._team is None:
-            assert flat is not None
             layouts = merge_views({view: [0]})
             speakers: tuple[int, ...] = (0,)
         else:
-            structure = sendable(_REFUSAL + why_not) if flat is None else structure_digest(flat.tree)
-            speakers = self._speakers(structure, f"{key}/structure")
+            speakers = self._speakers(structure_digest(flat.tree), f"{key}/structure")
             if len(set(speakers)) > 1:
-                assert flat is not None
                 said = facts_of(flat.tree).structure if speakers[self.rank] == self.rank else {}
                 check_structures(self._team, said, self._timeout, f"{key}/facts")
             layouts = merge_views(exchange_views(self._team, view, self._timeout, f"{key}/views"))
-            assert flat is not None
             check_ties(self._team, flat.aliases, layouts, self._timeout, f"{key}/ties")
             if self._replicas == "check":
                 check_replicas(self._team, flat.leaves, layouts, self._timeout, f"{key}/replicas")
-        assert flat is not None
         self._known = _signature(flat), self._planned(layouts, speakers)
 
     def check_replicas(self, flat: Flat) -> None:
@@ -170,19 +165,13 @@ class Shares:
         )
 
     def _speakers(self, structure: str, key: str) -> tuple[int, ...]:
-        """Who speaks for whom. Raises when a rank has nothing to save."""
+        """Who speaks for whom."""
         assert self._team is not None
         found = [0] * self._team.world
-        for blob, ranks in self._team.exchange(key, structure.encode(), self._timeout).items():
-            if blob.startswith(_REFUSAL.encode()):
-                said = blob.decode(errors="replace")[len(_REFUSAL) :]
-                raise RankFailed(f"rank {ranks[0]} cannot save: {said}", ranks=ranks)
+        for ranks in self._team.exchange(key, structure.encode(), self._timeout).values():
             for rank in ranks:
                 found[rank] = ranks[0]
         return tuple(found)
-
-
-_REFUSAL = "!"
 
 
 def _seen(leaf: LeafSource) -> Seen:

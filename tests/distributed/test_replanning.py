@@ -1,0 +1,177 @@
+"""Leaves come, go and change on any rank while a training runs: all plan anew, and each save is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.distributed.launcher import launch, values
+from tests.distributed.patience import PATIENCE_SECONDS
+from tests.distributed.worlds import Mode, leftovers
+
+import holdfast
+
+WORLD = 3
+_BASE = np.arange(300.0).reshape(30, 10)
+
+Change = Callable[[int, dict[str, Any]], None]
+
+
+def _appears(rank: int, state: dict[str, Any]) -> None:
+    """A stage's parameter gets its first gradient, and the optimizer a state for it."""
+    if rank == 1:
+        state["stage1"]["moment"] = _BASE + 1
+
+
+def _appears_on_two(rank: int, state: dict[str, Any]) -> None:
+    """A copy of the same on two ranks, and something of its own on one of them; none on rank 0."""
+    if rank > 0:
+        state["both"] = _BASE * 3
+    if rank == 2:
+        state["stage2"]["scale"] = np.float32(0.5).reshape(())
+
+
+def _disappears(rank: int, state: dict[str, Any]) -> None:
+    if rank == 1:
+        del state["stage1"]["moment"]
+
+
+def _copy_disappears(rank: int, state: dict[str, Any]) -> None:
+    """The other holder of it writes it all from now on."""
+    if rank == 1:
+        del state["both"]
+
+
+def _type_and_shape(rank: int, state: dict[str, Any]) -> None:
+    if rank == 2:
+        state["stage2"] = {"w": _BASE[:7].astype(np.float32), "scale": np.zeros(2, np.int64)}
+
+
+def _two_at_once(rank: int, state: dict[str, Any]) -> None:
+    """Different changes on two ranks."""
+    if rank == 1:
+        state["stage1"]["late"] = _BASE - 1
+    if rank == 2:
+        del state["stage2"]["scale"]
+
+
+def _everywhere(rank: int, state: dict[str, Any]) -> None:
+    state["common"] = np.full(9, 4.0)
+
+
+def _nothing(rank: int, state: dict[str, Any]) -> None:
+    """Planned once, that goes on to be enough."""
+
+
+CHANGES: tuple[Change, ...] = (
+    _nothing,
+    _appears,
+    _nothing,
+    _appears_on_two,
+    _type_and_shape,
+    _copy_disappears,
+    _disappears,
+    _two_at_once,
+    _everywhere,
+)
+
+
+def _train(run: Path, mode: Mode, every: int) -> dict[str, Any]:
+    """Saves through all changes; what one process finds of each save that differs from what all ranks had."""
+    import torch.distributed as dist
+
+    from holdfast.store.shares import Shares
+
+    rank = dist.get_rank()
+    plans: list[int] = []
+    plan = Shares.plan
+
+    def counted(self: Shares, *arguments: Any) -> None:
+        plans[-1] += 1
+        plan(self, *arguments)
+
+    Shares.plan = counted  # type: ignore[method-assign]
+    state: dict[str, Any] = {"step": 0, "common": np.zeros(5), f"stage{rank}": {"w": _BASE + rank}}
+    different: list[int] = []
+    options: dict[str, Any] = {"mode": mode, "every": every, "timeout": PATIENCE_SECONDS}
+    with holdfast.Checkpointer(run, state, keep=holdfast.Keep(last=100), **options) as checkpointer:
+        for number, change in enumerate(CHANGES):
+            change(rank, state)
+            for step in range(number * every + 1, (number + 1) * every + 1):
+                state["step"] = step
+                plans.append(0)
+                checkpointer.save(step)
+            checkpointer.wait()
+            mine: list[Any] = [None] * WORLD
+            dist.all_gather_object(mine, state)
+            if rank == 0 and not _equal(holdfast.load(run, together=False), mine):
+                different.append(step)
+        steps = checkpointer.steps
+    return {"different": different, "steps": steps, "plans": plans}
+
+
+def _equal(found: dict[str, Any], states: list[dict[str, Any]]) -> bool:
+    """Whether it is all that the ranks had, and no more."""
+    expected: dict[str, Any] = {}
+    for state in states:
+        expected |= _leaves(state)
+    there = _leaves(found)
+    return there.keys() == expected.keys() and all(
+        np.array_equal(there[name], array) and there[name].dtype == array.dtype
+        for name, array in expected.items()
+    )
+
+
+def _leaves(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        inner = (
+            _leaves(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {prefix + key: np.asarray(value)}
+        )
+        found |= inner
+    return found
+
+
+@pytest.mark.parametrize(("mode", "every"), [("sync", 1), ("snapshot", 2)])
+def test_the_leaves_of_any_rank_may_change(tmp_path: Path, mode: Any, every: int) -> None:
+    run = tmp_path / "run"
+    for found in values(launch(WORLD, _train, run, mode, every)):
+        assert found["different"] == []
+        assert found["steps"] == list(range(every, len(CHANGES) * every + 1, every))
+        due = found["plans"][every - 1 :: every]
+        # At the first save, and whenever something changed somewhere; never at one that is skipped.
+        assert due == [int(number == 0 or change is not _nothing) for number, change in enumerate(CHANGES)]
+        assert sum(found["plans"]) == sum(due)
+    assert leftovers(run) == []
+
+
+def _contradict(run: Path) -> list[Any]:
+    """What appears on two ranks and cannot be one leaf is refused, by all; then training goes on."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    state: dict[str, Any] = {"w": np.zeros(5), f"own{rank}": np.ones(2)}
+    found: list[Any] = []
+    keep = holdfast.Keep(last=9)
+    with holdfast.Checkpointer(run, state, mode="sync", keep=keep, timeout=PATIENCE_SECONDS) as checkpointer:
+        checkpointer.save(1)
+        others = {1: np.zeros((2, 3)), 2: np.zeros(6)}, {1: np.zeros(4), 2: np.ones(4)}, {1: 1.0, 2: 2.0}
+        for step, on in enumerate(others, start=2):
+            if rank in on:
+                state["late"] = on[rank]
+            with pytest.raises(holdfast.RanksDisagree, match="late") as caught:
+                checkpointer.save(step)
+            found.append(caught.value.ranks)
+            state.pop("late", None)
+            checkpointer.save(step)
+        return [*found, checkpointer.steps]
+
+
+def test_what_contradicts_on_ranks_other_than_0_is_refused(tmp_path: Path) -> None:
+    found = values(launch(WORLD, _contradict, tmp_path / "run"))
+    assert found == [[(1, 2), (2,), (1, 2), [1, 2, 3, 4]]] * WORLD
