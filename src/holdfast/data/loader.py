@@ -6,9 +6,10 @@ a batch belongs to `orders`, making it to `batches`; processes, prefetching and 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from holdfast.data import seeding
 from holdfast.data.batches import Batches, Ticket, WorkerStart, as_is
@@ -23,9 +24,13 @@ class Loader:
 
     Put it into the state like a model. ``for batch in loader`` gives the rest of the current epoch, and then
     the next epoch begins; leaving the loop early and iterating again goes on with the next batch of the same
-    epoch (`next_epoch` abandons the rest instead). The saved position is that of the batches the loop has
-    received, whatever the workers have prepared beyond it, and resuming loads none of the earlier samples.
-    A state restored in the middle of a loop takes effect at its next batch.
+    epoch (`next_epoch` abandons the rest instead). A loop that has received the last batch need not ask for
+    one more: the next loop begins the next epoch.
+
+    The saved position is that of the batches the loop has received, whatever the workers have prepared beyond
+    it, and resuming loads none of the earlier samples. Saved after the last batch, it resumes at the end of
+    the epoch: the first loop after the restore ends at once. A state restored in the middle of a loop takes
+    effect at its next batch.
 
     The order of the samples depends on `seed` and the epoch only. Before each batch is made, the CPU
     generators of Python, NumPy and torch are seeded from `seed`, epoch, batch and rank: augmentation is the
@@ -97,6 +102,10 @@ class Loader:
         """Counts the iterations begun: only the newest may take batches."""
         self._moves = 0
         """Counts the changes of position from outside, which the iteration under way must follow."""
+        self._is_spent = False
+        """Whether this process was given the last batch of the current epoch."""
+        self._turning = threading.Lock()
+        """Held where an epoch ends: a loop that reads ahead may ask for the end in a thread of its own."""
 
     @property
     def seed(self) -> int:
@@ -133,8 +142,11 @@ class Loader:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Any]:
-        self._iterating += 1
-        return _Iteration(self)
+        with self._turning:
+            self._iterating += 1
+            if self._is_spent:
+                self._turn_over()
+            return _Iteration(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training is in the data: plain values, the same on every rank."""
@@ -165,9 +177,17 @@ class Loader:
         self._epoch = epoch
         self._position = position
         self._dealt = dealt
+        self._is_spent = False
         self._promised = None
         self._current = None
         self._moves += 1
+
+    def _turn_over(self) -> None:
+        """The current epoch has ended, and the next one begins."""
+        self._epoch += 1
+        self._position = self._dealt = 0
+        self._is_spent = False
+        self._promised = None
 
     def _digest(self) -> str | None:
         """Of the order of the current epoch, once something of it has been delivered."""
@@ -239,6 +259,7 @@ class _Iteration:
         self._inner: Iterator[Any] | None = None
         self._next: tuple[int, int] | None = None
         """The moves and position of the loader for which the inner iterator has the next batch."""
+        self._got_last = False
         self._ended = False
 
     def __iter__(self) -> _Iteration:
@@ -249,27 +270,35 @@ class _Iteration:
         if self._ended:
             raise StopIteration
         if self._turn != loader._iterating:
-            self._inner = None
-            raise RuntimeError(
-                "another iteration over this loader has begun, and took over its position. One loader feeds "
-                "one loop; make two loaders for two"
-            )
+            self._superseded()
         if self._next != (loader._moves, loader._position):
             # After a failed batch (which torch has passed by), an interrupt, or a restore: begin anew there.
             # Workers of the old place end before new ones start.
             self._inner = None
         if loader._position >= len(loader._batches()):
+            with loader._turning:
+                if self._turn != loader._iterating:
+                    self._superseded()
+                loader._turn_over()
             self._inner = None
             self._ended = True
-            loader._epoch += 1
-            loader._position = loader._dealt = 0
-            loader._promised = None
             raise StopIteration
         self._next = None
         batch = self._take(loader)
         loader._position += 1
+        loader._is_spent = self._got_last = loader._position >= len(loader._batches())
         self._next = loader._moves, loader._position
         return batch
+
+    def _superseded(self) -> NoReturn:
+        self._inner = None
+        if self._got_last:  # it has missed nothing
+            self._ended = True
+            raise StopIteration
+        raise RuntimeError(
+            "another iteration over this loader has begun, and took over its position. One loader feeds "
+            "one loop; make two loaders for two"
+        )
 
     def _take(self, loader: Loader) -> Any:
         try:

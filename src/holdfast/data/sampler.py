@@ -26,8 +26,9 @@ Uneven = Literal["pad", "drop"]
 class Sampler:
     """Indices of a dataset, shuffled anew in every epoch, that continue where they stopped.
 
-    Iterating gives the rest of the current epoch; then the next one begins. `source` is the dataset or its
-    length. The order depends on `seed` and the number of the epoch only.
+    Iterating gives the rest of the current epoch; then the next one begins, also when the last index was
+    taken without asking for one more. `source` is the dataset or its length. The order depends on `seed` and
+    the number of the epoch only.
 
     With `world` ranks, each gets every `world`-th index of the common order, beginning with its `rank`, and
     all get equally many. Where the length does not divide: ``uneven="pad"`` gives every sample to some rank
@@ -73,6 +74,10 @@ class Sampler:
         """Indices of this epoch handed out to this rank, after those `dealt`."""
         self.dealt = 0
         """Indices of this epoch that another number of ranks had been given before this one took over."""
+        self._spent: tuple[int, int, int] | None = None
+        """Where this sampler handed out the last index of an epoch: that epoch is over."""
+        self._turns = 0
+        """Counts the epochs ended: an iterator of an earlier one has nothing more to give."""
         self._order: tuple[tuple[int, int, int], npt.NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
@@ -96,11 +101,30 @@ class Sampler:
         return everything[dealt:end][self.rank :: self.world].astype(np.int64, copy=False)
 
     def __iter__(self) -> Iterator[int]:
-        while self.position < len(self._current()):
+        if self._spent == self._place():
+            self._turn_over()
+        return self._rest()
+
+    def _rest(self) -> Iterator[int]:
+        turn = self._turns
+        while self.position < len(order := self._current()):
             self.position += 1
-            yield int(self._current()[self.position - 1])
+            if self.position == len(order):
+                self._spent = self._place()
+            yield int(order[self.position - 1])
+            if turn != self._turns:
+                return
+        self._turn_over()
+
+    def _place(self) -> tuple[int, int, int]:
+        return self.epoch, self.position, self.dealt
+
+    def _turn_over(self) -> None:
+        """The current epoch has ended, and the next one begins."""
         self.epoch += 1
         self.position = self.dealt = 0
+        self._spent = None
+        self._turns += 1
 
     def _current(self) -> npt.NDArray[np.int64]:
         key = (self.seed, self.epoch, self.dealt)
@@ -127,6 +151,7 @@ class Sampler:
         position, dealt = take_over(saved, self.describe(), position, state.get("dealt", 0))
         self.seed = whole(seed, "seed")
         self.epoch, self.position, self.dealt = epoch, position, dealt
+        self._spent = None
 
     def describe(self) -> dict[str, Any]:
         """What must be the same for a position to mean the same sample."""
