@@ -6,6 +6,7 @@
 #   make format   let ruff and clang-format rewrite the files
 #   make build    rebuild the native module after a change in native/ (seconds)
 #   make compat   what needs no torch, on another Python: PYTHON=python3.10 WITH="numpy==1.24.0 msgspec==0.21.0"
+#   make cross    compile the engine's core for arm64;  make arm  runs it, too (qemu)
 #   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
 #   make clean    remove what was built;  make distclean  removes .venv too
 #
@@ -33,14 +34,21 @@ NATIVE := $(wildcard native/src/*.cpp native/src/*.hpp)
 # A top-level file that comes or goes changes what the editable install has to know.
 TOP := $(wildcard src/holdfast/__init__.py src/holdfast/*/__init__.py src/holdfast/*/*/__init__.py)
 
-.PHONY: help setup build demo test compat check format bench clean distclean
+# The engine without its Python face, and a program that tries it: built by itself for other processors and with
+# sanitizers. Without liburing, which would have to be there for that processor.
+CORE := $(filter-out native/src/module.cpp native/src/bind_%.cpp,$(wildcard native/src/*.cpp)) tests/engine/core.cpp
+CORE_FLAGS := -std=c++20 -O2 -g -pthread -Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion -Werror \
+  -D_FILE_OFFSET_BITS=64 -DHOLDFAST_HAVE_URING=0 -Inative/src -isystem $(VENV)/include
+CROSS_CXX := aarch64-linux-gnu-g++
+
+.PHONY: help setup build demo test compat check format cross arm bench clean distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
 
 setup: $(BUILD_STAMP)
 
-$(ENV_STAMP): requirements-dev.txt tools/system-packages.sh tools/xxhash-headers.sh
+$(ENV_STAMP): requirements-dev.txt tools/apt.sh tools/system-packages.sh tools/xxhash-headers.sh
 	@PYTHON="$(PYTHON)" tools/system-packages.sh
 	@test -x $(BIN)/python || { echo "setup: creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@tools/xxhash-headers.sh $(BIN)/python
@@ -83,12 +91,35 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE) tests/engine/core.cpp
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(NATIVE)
+	$(BIN)/clang-format -i $(NATIVE) tests/engine/core.cpp
+
+# $(1): the kind, $(2): the compiler, $(3): flags
+define core
+build/core-$(1)/%.o: %.cpp $(wildcard native/src/*.hpp) Makefile
+	@mkdir -p $$(@D)
+	@$(2) $$(CORE_FLAGS) $(3) -c -o $$@ $$<
+build/core-$(1)/core: $(CORE:%.cpp=build/core-$(1)/%.o)
+	@$(2) $$(CORE_FLAGS) $(3) -o $$@ $$^
+endef
+$(eval $(call core,arm64,$(CROSS_CXX),-static))
+$(eval $(call core,address,$(CXX),-fsanitize=address -fsanitize=undefined -fno-sanitize-recover=undefined))
+$(eval $(call core,thread,$(CXX),-fsanitize=thread))
+
+cross: $(ENV_STAMP)
+	@tools/cross-packages.sh $(CROSS_CXX)=g++-aarch64-linux-gnu
+	@$(MAKE) --no-print-directory -j 4 build/core-arm64/core
+	@if echo '#include <liburing.h>' | $(CROSS_CXX) -E -x c++ - > /dev/null 2>&1; then \
+	  $(CROSS_CXX) $(CORE_FLAGS) -UHOLDFAST_HAVE_URING -DHOLDFAST_HAVE_URING=1 -fsyntax-only native/src/uring.cpp; fi
+	@echo "the engine compiles for arm64"
+
+arm: cross setup
+	@tools/cross-packages.sh qemu-aarch64-static=qemu-user-static
+	$(BIN)/python -m pytest -q -m native $(PYTEST_ARGS)
 
 bench: setup
 	$(BIN)/holdfast bench $(ARGS)

@@ -8,8 +8,7 @@ set -euo pipefail
 python=${PYTHON:-python3}
 cxx=${CXX:-c++}
 
-say() { printf 'setup: %s\n' "$*"; }
-fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+source "$(dirname "$0")/apt.sh"
 
 command -v "$python" > /dev/null || fail "no $python found; Holdfast needs Python 3.10 or newer"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -35,18 +34,7 @@ if ((${#wanted[@]} == 0)); then
   exit 0
 fi
 
-if [[ $(id -u) == 0 ]] && command -v apt-get > /dev/null; then
-  say "installing ${wanted[*]}"
-  export DEBIAN_FRONTEND=noninteractive
-  log=$(mktemp)
-  trap 'rm -f "$log"' EXIT
-  # Each package on its own, so that one that cannot be had does not take the others with it.
-  apt-get update -qq > "$log" 2>&1 || say "apt-get update failed; going on with the lists that are there"
-  for package in "${wanted[@]}"; do
-    apt-get install -y -qq --no-install-recommends "$package" >> "$log" 2>&1 \
-      || { say "could not install $package:"; tail -n 5 "$log"; }
-  done
-fi
+install_packages "${wanted[@]}"
 
 mapfile -t wanted < <(missing_packages)
 for package in "${wanted[@]}"; do

@@ -4,14 +4,23 @@
 // stop at the end of every page. Four blocks hashed in step take two thirds of the time of one after the other.
 // Storing what has been loaded anyway makes a copy at little cost; then one place at a time is faster, since
 // stores past the caches of several get in each other's way. Only this loop (hash_four.hpp) is written here; short
-// blocks, streams and other processors use the library.
+// blocks, streams and processors other than x86-64 and arm64 use the library.
+#include <cstring>
+#include <iterator>
+
 #include "hash.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#define HOLDFAST_LANES 1
+#elif defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#include <arm_neon.h>
+#define HOLDFAST_LANES 1
+#else
+#define HOLDFAST_LANES 0
+#endif
 
-#include <cstring>
-#include <iterator>
+#if HOLDFAST_LANES
 
 namespace holdfast {
 namespace {
@@ -71,6 +80,13 @@ uint64_t merge(const uint64_t* sums, size_t nbytes) {
 
 constexpr size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
+struct Loops {
+  void (*four)(Hashing* const*);
+  void (*one)(Hashing&);
+};
+
+#if defined(__x86_64__)
+
 // What every x86-64 has.
 #define HOLDFAST_TARGET
 namespace sse2 {
@@ -126,13 +142,51 @@ HOLDFAST_TARGET inline Vector shift_left(Vector a) {
 }  // namespace avx2
 #undef HOLDFAST_TARGET
 
+Loops loops(Instructions instructions) {
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  if (has_avx2 && instructions == Instructions::best) return {avx2::hash_four, avx2::hash_one};
+  return {sse2::hash_four, sse2::hash_one};
+}
+
+// What went past the caches is there for a device, too.
+void make_visible() { _mm_sfence(); }
+
+#else
+
+// What every arm64 has.
+#define HOLDFAST_TARGET
+namespace neon {
+using Vector = uint64x2_t;
+inline Vector load(const void* from) { return vreinterpretq_u64_u8(vld1q_u8(static_cast<const uint8_t*>(from))); }
+// C++ has no intrinsic for stores past the caches here.
+inline void store_past_caches(void* to, Vector a) { vst1q_u8(static_cast<uint8_t*>(to), vreinterpretq_u8_u64(a)); }
+inline Vector exclusive_or(Vector a, Vector b) { return veorq_u64(a, b); }
+inline Vector add(Vector a, Vector b) { return vaddq_u64(a, b); }
+inline Vector multiply_low_halves(Vector a, Vector b) { return vmull_u32(vmovn_u64(a), vmovn_u64(b)); }
+inline Vector swap_neighbours(Vector a) { return vextq_u64(a, a, 1); }
+inline Vector everywhere(uint64_t a) { return vdupq_n_u64(a); }
+template <int N>
+inline Vector shift_right(Vector a) {
+  return vshrq_n_u64(a, N);
+}
+template <int N>
+inline Vector shift_left(Vector a) {
+  return vshlq_n_u64(a, N);
+}
+
+#include "hash_four.hpp"
+}  // namespace neon
+#undef HOLDFAST_TARGET
+
+Loops loops(Instructions) { return {neon::hash_four, neon::hash_one}; }
+void make_visible() {}  // a device sees what the caches hold
+
+#endif
+
 }  // namespace
 
 void xxh3_each(std::vector<Hashing>& blocks, Instructions instructions) {
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");
-  const bool wide = has_avx2 && instructions == Instructions::best;
-  const auto hash_four = wide ? avx2::hash_four : sse2::hash_four;
-  const auto hash_one = wide ? avx2::hash_one : sse2::hash_one;
+  const auto [hash_four, hash_one] = loops(instructions);
   Hashing* group[kLanes];
   size_t count = 0;
   for (Hashing& block : blocks) {
@@ -152,7 +206,7 @@ void xxh3_each(std::vector<Hashing>& blocks, Instructions instructions) {
     }
   }
   for (size_t i = 0; i < count; ++i) hash_one(*group[i]);
-  _mm_sfence();  // what went past the caches is there for a device, too
+  make_visible();
 }
 
 }  // namespace holdfast

@@ -32,8 +32,9 @@ struct Seam {
   std::vector<Event> events;
 };
 
+// Never destroyed: threads of the engine may still be at work when exit handlers run.
 Seam& seam() {
-  static Seam instance;
+  static Seam& instance = *new Seam;
   return instance;
 }
 
