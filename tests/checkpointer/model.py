@@ -39,7 +39,7 @@ def wanted(keep: Keep, history: Sequence[Kept]) -> set[int]:
     if keep.seconds is not None:
         last = -math.inf
         for item in history:
-            if item.created >= last + keep.seconds or last == -math.inf:
+            if last == -math.inf or abs(item.created - last) >= keep.seconds:
                 stay.add(item.step)
                 last = item.created
     return stay

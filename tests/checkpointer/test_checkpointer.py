@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import math
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -371,6 +373,63 @@ def test_a_state_that_does_not_fit_is_an_error_not_damage(run: Path) -> None:
         pytest.raises(holdfast.StateMismatch),
     ):
         checkpointer.restore()
+
+
+def test_a_checkpoint_under_another_step_s_name_is_damage_to_verify_as_to_restore(run: Path) -> None:
+    shutil.copytree(run / step_name(3), run / step_name(9))
+    report = holdfast.verify(run / step_name(9))
+    assert not report.intact
+    assert "checkpoint of step 3, put in the place of another" in report.problems[0].reason
+    assert holdfast.verify(run / step_name(3)).intact
+    state = blank()
+    with Checkpointer(run, state, mode="sync") as checkpointer:
+        with pytest.warns(RuntimeWarning, match="passing over step 9: .*checkpoint of step 3"):
+            assert checkpointer.restore() == 5
+        assert is_at(state, 5)
+
+
+# --- one writer, in one process -----------------------------------------------------------------------------
+
+
+def test_a_second_checkpointer_of_a_run_says_which_one_to_close(tmp_path: Path) -> None:
+    """A notebook cell that is run again: the old one is still bound to the name."""
+    ckpt = Checkpointer(tmp_path / "run", at(1), mode="sync")
+    ckpt.save(1)
+    (tmp_path / "link").symlink_to("run")
+    for path in (tmp_path / "run", tmp_path / "link"):
+        with pytest.raises(holdfast.RunLocked) as caught:
+            Checkpointer(path, blank(), mode="sync")
+        message = str(caught.value)
+        assert f"<Checkpointer of {tmp_path / 'run'}: idle, step 1 durable>" in message
+        assert "in this process already" in message
+        assert "`ckpt.close()`" in message
+    ckpt.close()
+    assert "closed" in repr(ckpt)
+    with Checkpointer(tmp_path / "run", blank(), mode="sync") as again:
+        assert again.restore() == 1
+
+
+def test_a_checkpointer_that_nothing_refers_to_any_more_gives_its_run_back(tmp_path: Path) -> None:
+    """Even one that is part of a cycle, which waits for the garbage collector."""
+    state = blank()
+    state["cycle"] = {"ckpt": None}
+    old = Checkpointer(tmp_path, state["cycle"], mode="sync")
+    state["cycle"]["ckpt"] = old
+    gc.disable()
+    try:
+        del old, state
+        with Checkpointer(tmp_path, blank(), mode="sync") as ckpt:
+            assert ckpt.restore() == 0
+    finally:
+        gc.enable()
+
+
+def test_the_mode_of_an_overlapped_run_is_still_told_when_it_is_closed(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    with Checkpointer(tmp_path, state) as ckpt:
+        assert ckpt.mode == "overlap"
+    assert ckpt.mode == "overlap"
 
 
 # --- closing ------------------------------------------------------------------------------------------------

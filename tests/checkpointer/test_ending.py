@@ -222,7 +222,9 @@ def test_forked_workers_during_a_save_harm_nobody(tmp_path: Path, workers: int) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_preemption_finishes_the_step_saves_and_exits_with_0(tmp_path: Path, number: signal.Signals) -> None:
+def test_preemption_finishes_the_step_saves_exits_with_0_and_says_so(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     script = f"""
     ckpt.close()
     ckpt = holdfast.Checkpointer(sys.argv[1], state, every=1000)
@@ -234,7 +236,11 @@ def test_preemption_finishes_the_step_saves_and_exits_with_0(tmp_path: Path, num
         ckpt.save(step)
     """
     done = run(script, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == (
+        f"holdfast: {number.name} received: step 3 is saved in {tmp_path}; the process ends with exit code "
+        "0. Start the same command again to go on from there.\n"
+    )
     assert holdfast.open(tmp_path).step == 3
     assert number.name in (tmp_path / "events.jsonl").read_text().splitlines()[-1]
 
@@ -283,7 +289,7 @@ def test_a_signal_that_a_launcher_hands_on_to_a_process_that_is_ending_does_not_
         os.kill(os.getpid(), signal.SIGTERM)
     """
     done = run(script, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
 
 
 @pytest.mark.usefixtures("asked")
@@ -306,6 +312,33 @@ def test_preemption_ends_a_process_of_several_checkpointers_when_each_has_saved(
         with pytest.raises(SystemExit):
             b.save(7)
     assert (a.steps, b.steps) == ([7], [7])
+
+
+@pytest.mark.usefixtures("asked")
+def test_the_exit_code_of_preemption_can_be_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Schedulers take 0 for finished. Of several Checkpointers the highest code counts."""
+    with (
+        numbers(tmp_path / "a", preemption_exit_code=75) as a,
+        numbers(tmp_path / "b", preemption_exit_code=1) as b,
+    ):
+        signal.raise_signal(signal.SIGTERM)
+        a.save(7)
+        said = capsys.readouterr().err
+        assert f"step 7 is saved in {tmp_path / 'a'}" in said
+        assert "until the process' other Checkpointers have saved" in said
+        with pytest.raises(SystemExit) as ended:
+            b.save(7)
+    assert ended.value.code == 75
+    assert "ends with exit code 75. Start the same command again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [-1, 256, True, "1", 2.0, None])
+def test_an_exit_code_that_no_process_can_have_is_refused(tmp_path: Path, code: Any) -> None:
+    with pytest.raises(ValueError, match="preemption_exit_code must be an int from 0 to 255"):
+        numbers(tmp_path / "run", preemption_exit_code=code)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("asked")

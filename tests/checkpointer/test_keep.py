@@ -68,6 +68,14 @@ def test_each_rule_by_itself() -> None:
     assert Keep().chosen([]) == set()
 
 
+def test_a_clock_that_jumps_ahead_and_is_set_right_costs_no_checkpoint() -> None:
+    """One checkpoint is dated a year ahead; those behind it are kept at their distances all the same."""
+    year = 365 * 86400.0
+    created = {1: 0.0, 2: 10.0, 3: 20.0 + year, 4: 30.0, 5: 35.0, 6: 40.0, 7: 50.0, 8: 55.0}
+    history = [Kept(step, at, {}) for step, at in created.items()]
+    assert Keep(last=1, seconds=10.0).chosen(history) == {1, 2, 3, 4, 6, 7, 8}
+
+
 @pytest.mark.parametrize("direction", ["min", "max"])
 def test_a_loss_that_is_not_a_number_is_never_the_best(direction: Any) -> None:
     history = [

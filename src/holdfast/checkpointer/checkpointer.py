@@ -7,11 +7,14 @@ one save under way is `saving`'s, when to save is `schedule`'s, which checkpoint
 
 from __future__ import annotations
 
+import gc
 import operator
 import os
 import socket
+import sys
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -37,7 +40,7 @@ from holdfast.checkpointer.saving import Saving
 from holdfast.checkpointer.schedule import Cost, Schedule, make_schedule
 from holdfast.checkpointer.staging import Division, Staging
 from holdfast.checkpointer.work import Work, take_apart
-from holdfast.errors import CheckpointExists, EngineTimeout, HoldfastError, SaveFailed
+from holdfast.errors import CheckpointExists, EngineTimeout, HoldfastError, RunLocked, SaveFailed
 from holdfast.state import LeafSource, flatten
 from holdfast.store import (
     CheckpointInfo,
@@ -74,7 +77,8 @@ class Checkpointer:
     allows, or best for failures every `mtbf` seconds. `optimizers`: those to hook, if not all in `state`.
     `on_error`: whether a save that failed in the background is raised by the next call, or warned of.
     `timeout`: seconds after which training waits no longer for a device, or for another rank. With
-    `preemption`, SIGTERM and SIGUSR1 make the next call of `save` save and end the process with exit code 0.
+    `preemption`, SIGTERM and SIGUSR1 make the next call of `save` save and end the process, with
+    `preemption_exit_code`: many schedulers take 0 for finished, and start again what ends with another code.
 
     Under ``torch.distributed`` every rank makes one, with the same run and its own state, and all call the
     same methods: each writes its share of one checkpoint, and when to save is the coordinator's, rank 0's,
@@ -106,6 +110,7 @@ class Checkpointer:
         on_error: OnError = "raise",
         timeout: float = 600.0,
         preemption: bool = True,
+        preemption_exit_code: int = 0,
         together: bool | None = None,
     ) -> None:
         if mode not in get_args(Mode):
@@ -116,6 +121,7 @@ class Checkpointer:
             raise ValueError(f"timeout must be positive seconds, not {timeout!r}")
         if keep is not None and not isinstance(keep, Keep):
             raise TypeError(f"keep must be a Keep, such as holdfast.Keep(last=3), not {keep!r}")
+        exit_code = _checked_exit_code(preemption_exit_code)
         options = checked_options(options) or Options()
         self.state = state
         self._mode: Mode = mode
@@ -125,6 +131,7 @@ class Checkpointer:
         self._schedule = make_schedule(every, budget=budget, mtbf=mtbf)
         self._bracketed = False
         self._noticed = False
+        self._exit_code = exit_code
         self._pid = os.getpid()
         self._in_flight: Saving | None = None
         self._stalled = 0.0
@@ -142,7 +149,7 @@ class Checkpointer:
                 if self._crew.leads:
                     place = self._drill.path if self._drill else path
                     _refuse_checkpoint(place)
-                    self._run = WritableRun(place)
+                    self._run = _open_run(place)
                     known = history(self._run.path)
                 self._staging = Staging(options.snapshot_nbytes)
                 self._hooks = Hooks(self._before_step)
@@ -154,7 +161,8 @@ class Checkpointer:
             self._retention = Retention(self._run, keep or Keep(), known, ledger)
             self._events = EventLog(self._run.path if self._crew.leads else None)
             self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, _plain(every)))
-            self._preemption = Preemption() if preemption else None
+            self._preemption = Preemption(exit_code) if preemption else None
+            _opened.add(self)
         except BaseException:
             self._run.close()
             self._crew.close()
@@ -169,7 +177,7 @@ class Checkpointer:
     @property
     def mode(self) -> Mode:
         """The mode at work: ``"overlap"`` is ``"snapshot"`` while nothing announces changes of weights."""
-        if self._mode == "overlap" and not self._hooks.optimizers and not self._bracketed:
+        if self._open and self._mode == "overlap" and not self._hooks.optimizers and not self._bracketed:
             return "snapshot"
         return self._mode
 
@@ -207,6 +215,9 @@ class Checkpointer:
         done, total = saving.progress
         share = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB written" if total else "starting"
         return f"saving step {saving.step}: {share}, {durable}"
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer of {self.path}: {'closed' if self._closed else self.progress()}>"
 
     # --- saving
 
@@ -419,9 +430,14 @@ class Checkpointer:
             return  # nothing was saved that the process could end with; the next step tries again
         self._events.add(Preempted(saving.step, time.time(), signal))
         # Several ranks end at the same step, whatever other Checkpointers one of them has.
-        if self._preemption is None or self._preemption.obeyed(at_once=self._crew.team is not None):
+        code: int | None = self._exit_code
+        if self._preemption is not None:
+            code = self._preemption.obeyed(at_once=self._crew.team is not None)
+        if self._crew.leads:
+            _say_preempted(self._run.path, saving.step, signal, code)
+        if code is not None:
             self.close()
-            raise SystemExit(0)
+            raise SystemExit(code)
 
     def _optimizers(self) -> list[Any]:
         return find_optimizers(self.state, self._given_optimizers)
@@ -512,6 +528,7 @@ class Checkpointer:
             rest.callback(self._staging.clear)
             rest.callback(self._hooks.detach)
             opened, self._open = self._open, False
+            self._mode = self.mode  # of the hooks that tell it, nothing is left behind this
             if opened and saving is not None and not saving.join(patience):
                 raise SaveFailed(
                     f"the save of step {saving.step} is still under way after {patience:g} s and may "
@@ -545,6 +562,35 @@ class Checkpointer:
             warnings.warn(f"{type(failure).__name__}: {failure}", RuntimeWarning, stacklevel=2)
 
 
+_opened: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+"""The Checkpointers of this process: a notebook makes a second one of a run where it meant to replace the
+first."""
+
+
+def _open_run(path: str) -> WritableRun:
+    try:
+        return WritableRun(path)
+    except RunLocked as error:
+        if not _holders(path):
+            raise
+        gc.collect()  # one that nothing refers to any more, but for a cycle, gives its lock back
+        holders = _holders(path)
+        if holders:
+            raise RunLocked(
+                f"run {path} is open for writing in this process already, by {holders[0]!r}. Close that one "
+                "first. In a notebook whose cell ran before: call close() on the old Checkpointer, as in "
+                "`ckpt.close()`, before you make a new one; or use `with holdfast.Checkpointer(...) as ckpt:`"
+                ", which closes it by itself"
+            ) from error
+    return WritableRun(path)
+
+
+def _holders(path: str) -> list[Checkpointer]:
+    real, pid = os.path.realpath(path), os.getpid()
+    ours = [known for known in _opened if known._pid == pid and not known._closed]
+    return [known for known in ours if os.path.realpath(known.path) == real]
+
+
 def _refuse_checkpoint(path: str) -> None:
     """Steps inside of a checkpoint would be found by nobody: readers of that path mean the checkpoint."""
     if is_checkpoint(path):
@@ -552,6 +598,22 @@ def _refuse_checkpoint(path: str) -> None:
             f"{path} is a checkpoint, not a run of them: give the Checkpointer a directory of its own. "
             "(holdfast.load restores from a single checkpoint)"
         )
+
+
+def _checked_exit_code(code: object) -> int:
+    if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code <= 255:
+        raise ValueError(f"preemption_exit_code must be an int from 0 to 255, not {code!r}")
+    return code
+
+
+def _say_preempted(run: str, step: int, signal: str, code: int | None) -> None:
+    """To people: a process that ends by itself, without an error, is a riddle."""
+    fate = (
+        "it goes on until the process' other Checkpointers have saved"
+        if code is None
+        else f"the process ends with exit code {code}. Start the same command again to go on from there"
+    )
+    print(f"holdfast: {signal} received: step {step} is saved in {run}; {fate}.", file=sys.stderr, flush=True)
 
 
 def _plain(every: int | str) -> int | str:

@@ -25,7 +25,8 @@ class Keep:
     - `last`: the newest so many.
     - `every`: those whose step is a multiple of it, for good.
     - `best`: ``("loss", "min", 2)`` keeps the two with the lowest ``loss`` among their metrics.
-    - `seconds`: at least that far apart in time, for good.
+    - `seconds`: at least that far apart in time, for good. A clock that jumped and was set right again costs
+      none: those behind the jump are that far from it, too.
 
     >>> history = [Kept(step, float(step), {}) for step in range(1, 8)]
     >>> sorted(Keep(last=2, every=3).chosen(history))
@@ -80,7 +81,7 @@ class Keep:
         stay: set[int] = set()
         latest = -math.inf
         for item in history:
-            if item.created - latest >= seconds:
+            if abs(item.created - latest) >= seconds:
                 stay.add(item.step)
                 latest = item.created
         return stay

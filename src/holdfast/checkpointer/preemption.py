@@ -1,8 +1,9 @@
 """Being asked to stop: SIGTERM and SIGUSR1, as schedulers send them before they take a machine away.
 
 The first signal only leaves a note, for the whole process: the step under way is finished, the next
-`Checkpointer.save` saves it whatever the schedule says, and the process ends with exit code 0. With several
-Checkpointers it ends when each has saved, or when the first of them comes again. That answers the note: a
+`Checkpointer.save` saves it whatever the schedule says, and the process ends. With several Checkpointers it
+ends when each has saved, or when the first of them comes again, with the highest of their exit codes. That
+answers the note: a
 process that goes on nevertheless, such as a notebook, has not been asked to end since. A second signal does
 what it would have done without Holdfast, unless it follows at once. Handlers that somebody else has installed
 are left alone.
@@ -32,7 +33,8 @@ class Preemption:
     has not changed its mind since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exit_code: int = 0) -> None:
+        self._exit_code = exit_code
         self._obeyed = False
         if _in_main_thread():
             for number in SIGNALS:
@@ -45,17 +47,18 @@ class Preemption:
         """The name of the signal that asked to stop, if one did."""
         return None if _note is None else _note.name
 
-    def obeyed(self, *, at_once: bool) -> bool:
-        """What this listener had to save is safe. Whether the process ends now, or others have to save first.
+    def obeyed(self, *, at_once: bool) -> int | None:
+        """What this listener had to save is safe. The exit code, or None where others have to save first.
 
         `at_once`: whatever others have to save.
         """
         global _note, _asked
         again, self._obeyed = self._obeyed, True
         ends = at_once or again or all(listener._obeyed for listener in _listening)
-        if ends:
-            _note, _asked = None, time.monotonic()
-        return ends
+        if not ends:
+            return None
+        _note, _asked = None, time.monotonic()
+        return max(listener._exit_code for listener in (self, *_listening))
 
     def close(self) -> None:
         _listening.discard(self)

@@ -72,7 +72,7 @@ def _resume(
     for step in reversed(candidates if only is None else [only]):
         began = time.perf_counter()
         try:
-            nbytes = _load(crew, team, into, path_of(step), step)
+            nbytes = _load(crew, team, into, path_of(step))
         except (CorruptCheckpoint, ReadFailed) as error:
             if only is not None:
                 raise
@@ -99,14 +99,14 @@ def _agreed(crew: Crew, team: Team | None, steps: Sequence[int]) -> list[int]:
     return msgspec.json.decode(team.tell("steps", mine, crew.timeout), type=list[int])
 
 
-def _load(crew: Crew, team: Team | None, into: Target, path: str, step: int) -> int:
+def _load(crew: Crew, team: Team | None, into: Target, path: str) -> int:
     if team is None:
         with Checkpoint(path) as checkpoint:
-            _check(checkpoint, step)
+            _check(checkpoint)
             restored = checkpoint.load(into.state, strict=into.strict)
             refuse_replaced(into.state, restored, path)
             return checkpoint.nbytes
-    with open_together(team, path, crew.timeout, lambda found: _check(found, step)) as checkpoint:
+    with open_together(team, path, crew.timeout, _check) as checkpoint:
         restored = load_together(
             team,
             checkpoint,
@@ -126,7 +126,7 @@ def _all_or_none(crew: Crew, team: Team | None, what: str) -> AbstractContextMan
     return nullcontext() if team is None else all_or_none(team, what, crew.timeout)
 
 
-def _check(checkpoint: Checkpoint, step: int) -> None:
-    if checkpoint.step != step:
-        reason = f"it is a checkpoint of step {checkpoint.step}, put in the place of another"
+def _check(checkpoint: Checkpoint) -> None:
+    reason = checkpoint.misplaced()
+    if reason is not None:
         raise CorruptCheckpoint(reason, path=checkpoint.path)

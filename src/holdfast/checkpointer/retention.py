@@ -111,7 +111,7 @@ def history(run: str) -> list[Kept]:
     for step in list_steps(run):
         try:
             with Checkpoint(os.path.join(run, step_name(step))) as checkpoint:
-                if checkpoint.step == step and checkpoint.visible_damage() is None:
+                if checkpoint.visible_damage() is None:
                     found.append(Kept(step, checkpoint.created, checkpoint.metrics))
         except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint, CheckpointNotFound):
             continue

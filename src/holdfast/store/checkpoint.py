@@ -40,6 +40,7 @@ from holdfast.store.fetching import fetch, plan_fetch
 from holdfast.store.lazy import LazyLeaf
 from holdfast.store.opening import is_checkpoint, open_checkpoint, resolve
 from holdfast.store.parts import Parts, local_rank
+from holdfast.store.run import is_step_name, step_name
 from holdfast.store.shards import Problem, Request, ShardReader, whole_leaf
 from holdfast.store.wanted import Wanted, wanted_of
 
@@ -291,8 +292,18 @@ class Checkpoint:
         )
         return True
 
+    def misplaced(self) -> str | None:
+        """What is wrong with its name: a run's checkpoint is named by its step."""
+        name = os.path.basename(self.path)
+        if not is_step_name(name) or name == step_name(self.step):
+            return None
+        return f"it is a checkpoint of step {self.step}, put in the place of another"
+
     def visible_damage(self) -> Problem | None:
         """The damage that shows without reading arrays: a part or shard that is gone, or another."""
+        reason = self.misplaced()
+        if reason is not None:
+            return Problem(self.manifest_path, reason)
         for rank in self.parts.ranks:
             try:
                 self.parts[rank]

@@ -58,6 +58,9 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | No
         if not problems:
             problems += _disagreements(checkpoint)
             files.unreadable |= bool(problems)
+        misplaced = checkpoint.misplaced()
+        if misplaced is not None:
+            problems.append(Problem(checkpoint.manifest_path, misplaced))
         strangers = tuple(sorted(set(os.listdir(where)) - files.names))
         leaves = 0 if files.unreadable else len(checkpoint)
         found = tuple(dict.fromkeys(problems))
