@@ -10,7 +10,12 @@ namespace holdfast {
 
 uint64_t xxh3(const void* data, size_t nbytes);
 
-// Blocks to be hashed, each by itself, and what came of it. Copied to `copy` on the way, where that is not null.
+// Copies, past the processor's caches, and returns `xxh3` of what it stored. Every byte is loaded once: if another
+// thread changes them meanwhile, copy and checksum still agree.
+uint64_t copy_and_hash(char* to, const char* from, size_t nbytes);
+
+// Blocks to be hashed, each by itself, and what came of it. Copied to `copy` on the way, where that is not null:
+// then the value is that of the copy.
 struct Hashing {
   const char* data;
   size_t nbytes;

@@ -13,8 +13,11 @@ HOLDFAST_TARGET inline void accumulate(Lane& lane, const char* stripe, const uin
                                        char* copy = nullptr) {
   Vector* sums = lane.sums;
   for (size_t i = 0; i < kVectors; ++i) {
-    const Vector data = load(stripe + i * sizeof(Vector));
-    if (copy != nullptr) store_past_caches(copy + i * sizeof(Vector), data);
+    Vector data = load(stripe + i * sizeof(Vector));
+    if (copy != nullptr) {
+      load_once(data);
+      store_past_caches(copy + i * sizeof(Vector), data);
+    }
     const Vector key = exclusive_or(data, load(secret + i * sizeof(Vector)));
     const Vector product = multiply_low_halves(key, shift_right<32>(key));
     sums[i] = add(product, add(sums[i], swap_neighbours(data)));
@@ -32,13 +35,6 @@ HOLDFAST_TARGET inline void scramble(Lane& lane) {
     const Vector high = multiply_low_halves(shift_right<32>(key), prime);
     sums[i] = add(multiply_low_halves(key, prime), shift_left<32>(high));
   }
-}
-
-// Stores past the caches want alignment; else the copy is made first.
-inline char* place_of_copy(const Hashing& block) {
-  if (reinterpret_cast<uintptr_t>(block.copy) % sizeof(Vector) == 0) return block.copy;
-  std::memcpy(block.copy, block.data, block.nbytes);
-  return nullptr;
 }
 
 inline char* after(char* copy, size_t nbytes) { return copy == nullptr ? nullptr : copy + nbytes; }
@@ -60,8 +56,10 @@ HOLDFAST_TARGET inline uint64_t finish(Lane& lane, const char* data, size_t nbyt
     accumulate(lane, data + at, kSecret + s * kSecretStep, after(copy, at));
   }
   const size_t rest = blocks * kBlock + stripes * kStripe;
+  // The last stripe overlaps the one before it: it is taken from what was stored, not loaded again.
   if (copy != nullptr) std::memcpy(copy + rest, data + rest, nbytes - rest);
-  accumulate(lane, data + nbytes - kStripe, kSecret + kSecretSize - kStripe - kLastStripeShift);
+  const char* end = (copy != nullptr ? copy : data) + nbytes;
+  accumulate(lane, end - kStripe, kSecret + kSecretSize - kStripe - kLastStripeShift);
   uint64_t sums[std::size(kStart)];
   std::memcpy(sums, lane.sums, sizeof sums);
   return merge(sums, nbytes);
@@ -69,7 +67,13 @@ HOLDFAST_TARGET inline uint64_t finish(Lane& lane, const char* data, size_t nbyt
 
 HOLDFAST_TARGET void hash_one(Hashing& block) {
   Lane lane;
-  block.value = finish(lane, block.data, block.nbytes, 0, place_of_copy(block));
+  // Stores past the caches want alignment; else the copy is made first, and hashed.
+  if (reinterpret_cast<uintptr_t>(block.copy) % sizeof(Vector) == 0) {
+    block.value = finish(lane, block.data, block.nbytes, 0, block.copy);
+  } else {
+    std::memcpy(block.copy, block.data, block.nbytes);
+    block.value = finish(lane, block.copy, block.nbytes, 0, nullptr);
+  }
 }
 
 HOLDFAST_TARGET void hash_four(Hashing* const* group) {

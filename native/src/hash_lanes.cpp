@@ -92,6 +92,8 @@ struct Loops {
 namespace sse2 {
 using Vector = __m128i;
 HOLDFAST_TARGET inline Vector load(const void* from) { return _mm_loadu_si128(static_cast<const Vector*>(from)); }
+// Keeps the compiler from loading the same memory again where it needs the value again.
+HOLDFAST_TARGET inline void load_once(Vector& a) { asm("" : "+x"(a)); }
 HOLDFAST_TARGET inline void store_past_caches(void* to, Vector a) {
   _mm_stream_si128(static_cast<Vector*>(to), a);
 }
@@ -119,6 +121,7 @@ using Vector = __m256i;
 HOLDFAST_TARGET inline Vector load(const void* from) {
   return _mm256_loadu_si256(static_cast<const Vector*>(from));
 }
+HOLDFAST_TARGET inline void load_once(Vector& a) { asm("" : "+x"(a)); }
 HOLDFAST_TARGET inline void store_past_caches(void* to, Vector a) {
   _mm256_stream_si256(static_cast<Vector*>(to), a);
 }
@@ -158,6 +161,7 @@ void make_visible() { _mm_sfence(); }
 namespace neon {
 using Vector = uint64x2_t;
 inline Vector load(const void* from) { return vreinterpretq_u64_u8(vld1q_u8(static_cast<const uint8_t*>(from))); }
+inline void load_once(Vector& a) { asm("" : "+w"(a)); }
 // C++ has no intrinsic for stores past the caches here.
 inline void store_past_caches(void* to, Vector a) { vst1q_u8(static_cast<uint8_t*>(to), vreinterpretq_u8_u64(a)); }
 inline Vector exclusive_or(Vector a, Vector b) { return veorq_u64(a, b); }
@@ -185,14 +189,33 @@ void make_visible() {}  // a device sees what the caches hold
 
 }  // namespace
 
+namespace {
+
+void hash_short(Hashing& block) {
+  if (block.copy != nullptr) std::memcpy(block.copy, block.data, block.nbytes);
+  block.value = xxh3(block.copy != nullptr ? block.copy : block.data, block.nbytes);
+}
+
+}  // namespace
+
+uint64_t copy_and_hash(char* to, const char* from, size_t nbytes) {
+  Hashing block{from, nbytes, to};
+  if (nbytes < kLong) {
+    hash_short(block);
+    return block.value;
+  }
+  loops(Instructions::best).one(block);
+  make_visible();
+  return block.value;
+}
+
 void xxh3_each(std::vector<Hashing>& blocks, Instructions instructions) {
   const auto [hash_four, hash_one] = loops(instructions);
   Hashing* group[kLanes];
   size_t count = 0;
   for (Hashing& block : blocks) {
     if (block.nbytes < kLong) {
-      if (block.copy != nullptr) std::memcpy(block.copy, block.data, block.nbytes);
-      block.value = xxh3(block.data, block.nbytes);
+      hash_short(block);
       continue;
     }
     if (block.copy != nullptr) {
@@ -215,10 +238,15 @@ void xxh3_each(std::vector<Hashing>& blocks, Instructions instructions) {
 
 namespace holdfast {
 
+uint64_t copy_and_hash(char* to, const char* from, size_t nbytes) {
+  std::memcpy(to, from, nbytes);
+  return xxh3(to, nbytes);
+}
+
 void xxh3_each(std::vector<Hashing>& blocks, Instructions) {
   for (Hashing& block : blocks) {
-    if (block.copy != nullptr) std::memcpy(block.copy, block.data, block.nbytes);
-    block.value = xxh3(block.data, block.nbytes);
+    block.value = block.copy != nullptr ? copy_and_hash(block.copy, block.data, block.nbytes)
+                                        : xxh3(block.data, block.nbytes);
   }
 }
 

@@ -7,13 +7,10 @@ numpy array of its bytes.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import mmap
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -109,29 +106,6 @@ def in_pages(data: Bytes, residue: int, *, huge: bool) -> Bytes:
     view = base[skip : skip + data.nbytes]
     view[:] = data
     return view
-
-
-def huge_pages_are_given() -> bool:
-    policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return policy.exists() and "[never]" not in policy.read_text()
-
-
-def lie_in_huge_pages(arrays: Sequence[Bytes]) -> bool:
-    """What the kernel says (the ioctl PAGEMAP_SCAN, Linux 6.7). It may have none to give just now."""
-    scan_call, is_huge = 0xC0606610, 1 << 6
-    for array in arrays:
-        low = -(-array.ctypes.data // HUGE_PAGE) * HUGE_PAGE
-        high = (array.ctypes.data + array.nbytes) // HUGE_PAGE * HUGE_PAGE
-        found = np.zeros((16, 3), np.uint64)
-        scan = struct.pack("12Q", 96, 0, low, high, 0, found.ctypes.data, 16, 0, 0, is_huge, 0, is_huge)
-        try:
-            with open("/proc/self/pagemap", "rb") as pages:
-                count = fcntl.ioctl(pages, scan_call, bytearray(scan))
-        except OSError:
-            return False  # it does not tell
-        if int((found[:count, 1] - found[:count, 0]).sum()) != high - low:
-            return False
-    return True
 
 
 def memory_of(array: Bytes) -> Memory:

@@ -17,8 +17,6 @@ from holdfast.engine import ALIGNMENT, Memory, WritePiece
 from holdfast.state import LeafSource
 
 _LINE = 64
-_BLOCK_FROM_NBYTES = 64 << 10
-"""From here on a copy starts at a block's boundary, so that it goes to the device without a second copy."""
 
 
 @dataclass(slots=True)
@@ -60,7 +58,7 @@ class Staging:
         chosen: list[LeafSource] = []
         end = 0
         for leaf in loose:
-            start = _round_up(end, ALIGNMENT if leaf.nbytes >= _BLOCK_FROM_NBYTES else _LINE)
+            start = _round_up(end, _LINE)
             if start + leaf.nbytes <= self._budget:
                 pieces.append(WritePiece(start, leaf.source))
                 chosen.append(leaf)

@@ -14,7 +14,7 @@ import msgspec
 
 
 class Memory(msgspec.Struct, frozen=True, gc=False):
-    """Contiguous host memory: written and read in place, without a copy where alignment allows."""
+    """Contiguous host memory. Reads go straight into it where alignment and its pages allow."""
 
     address: int
     nbytes: int

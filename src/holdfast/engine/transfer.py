@@ -140,7 +140,7 @@ class WriteJob:
         return self.native.checksums(CHUNK_NBYTES)
 
     def stats(self) -> tuple[int, int, int]:
-        """Bytes moved without a copy, bytes copied, transfers."""
+        """Bytes moved without a copy (of a write: none), bytes copied, transfers."""
         return self.native.stats()
 
     def cancel(self) -> None:

@@ -1,10 +1,10 @@
 """The layout of one shard: where each leaf lies in the file.
 
 A tensor's address is not ours to choose, but its place in the file is. Large leaves get a file offset
-congruent to their address modulo the alignment of direct I/O, so that all but their ragged ends can go from
-their own memory to the device without a copy; the gap this may need is an entry of zeros, since safetensors
-allows no holes. Small leaves lie packed together before them, widest elements first, so that each is aligned
-to its element without gaps.
+congruent to their address modulo the alignment of direct I/O, so that a load can read all but their ragged
+ends straight into memory that has the same residue; the gap this may need is an entry of zeros, since
+safetensors allows no holes. Small leaves lie packed together before them, widest elements first, so that
+each is aligned to its element without gaps.
 """
 
 from __future__ import annotations

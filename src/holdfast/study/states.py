@@ -131,8 +131,7 @@ def build(shape: Shape, nbytes: int | None = None, *, seed: int = 0) -> State:
     else:
         import torch
 
-        # torch allocates, so that addresses have the alignment that tensors of a real training have:
-        # where memory starts decides how much of it direct I/O can take without a copy.
+        # torch allocates, so that addresses have the alignment, and memory the pages, of a real training.
         tensors = {name: torch.empty(dims, dtype=torch.float32) for name, dims in shapes.items()}
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     for name, array in arrays.items():

@@ -1,0 +1,44 @@
+"""Threads on every rank change the state while the ranks save it: what is reported durable can be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import holdfast
+from distributed.launcher import launch, values
+from distributed.patience import PATIENCE_SECONDS
+from engine.changing import changing
+from holdfast.checkpointer.checkpointer import Mode
+
+NBYTES = 12 << 20
+STEPS = 3
+
+
+def _save(run: str, mode: Mode) -> list[int]:
+    memory = np.random.default_rng(dist.get_rank()).integers(0, 256, NBYTES, np.uint8)
+    state = {f"stage{dist.get_rank()}": torch.from_numpy(memory), "shared": torch.arange(300_000)}
+    with (
+        holdfast.Checkpointer(
+            run, state, mode=mode, timeout=PATIENCE_SECONDS, preemption=False, keep=holdfast.Keep(last=STEPS)
+        ) as checkpointer,
+        changing(memory),
+    ):
+        savings = [checkpointer.save(step) for step in range(1, STEPS + 1)]
+        return [saving.wait().step for saving in savings if saving is not None]
+
+
+def _save_in_every_mode(folder: str) -> list[list[int]]:
+    return [_save(f"{folder}/{mode}", mode) for mode in ("sync", "snapshot", "overlap")]
+
+
+def test_what_ranks_report_durable_can_be_read_while_threads_change_the_state(tmp_path: Path) -> None:
+    for durable in values(launch(2, _save_in_every_mode, str(tmp_path))):
+        assert durable == [[1, 2, 3]] * 3
+    for mode in ("sync", "snapshot", "overlap"):
+        for step in range(1, STEPS + 1):
+            loaded = holdfast.load(tmp_path / mode / f"step-{step:012d}")
+            assert loaded["stage0"].nbytes == loaded["stage1"].nbytes == NBYTES
