@@ -96,7 +96,7 @@ class StateMismatch(HoldfastError, ValueError):
     """The checkpoint and the state it should fill do not fit.
 
     `missing` are leaves the target has and the checkpoint lacks, `extra` the reverse, `wrong` those whose
-    shape or dtype differ. Fix the target, or pass ``strict=False`` to restore what fits.
+    shape or dtype differ. Fix the target, or pass ``strict=False`` to restore what fits: something must.
     """
 
     def __init__(

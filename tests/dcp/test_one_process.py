@@ -75,6 +75,28 @@ def test_holdfast_restores_it_in_place(saved: Saved) -> None:
     assert torch.equal(target["wide"], state["wide"])
 
 
+def test_what_dcp_stores_twice_is_restored_to_weights_that_are_tied(tmp_path: Path) -> None:
+    """DCP stores tied weights under each name; the module that ties them takes both, as they are equal."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(50, 8)
+            self.head = torch.nn.Linear(8, 50, bias=False)
+            self.head.weight = self.embed.weight
+
+    source, target, apart = Tied(), Tied(), Tied()
+    save({"model": source.state_dict()}, tmp_path / "c")
+    holdfast.load(tmp_path / "c", into={"model": target})
+    assert torch.equal(target.head.weight, source.embed.weight)
+    assert target.head.weight is target.embed.weight
+    apart.head.weight = torch.nn.Parameter(apart.embed.weight + 1)
+    save({"model": apart.state_dict()}, tmp_path / "d")
+    with pytest.raises(holdfast.StateMismatch, match="stored apart"):
+        holdfast.load(tmp_path / "d", into={"model": target})
+    assert torch.equal(target.head.weight, source.embed.weight)
+
+
 def test_its_shard_is_a_safetensors_file_and_its_manifest_holds_no_pickle(saved: Saved) -> None:
     state, path = saved
     assert sorted(item.name for item in path.iterdir()) == ["manifest.json", "r00000.v0.safetensors"]

@@ -30,6 +30,32 @@ def test_what_fits_is_restored_on_all_ranks(tmp_path: Path) -> None:
     assert values(launch(2, _restore_what_fits, tmp_path)) == [[0.0, 1, 10.0]] * 2
 
 
+def _restore_nothing(folder: Path) -> list[Any]:
+    import torch.distributed as dist
+
+    state: Any = {"w": np.ones(10), "v": np.ones(3)}
+    found: list[Any] = []
+    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+        c.save(1)
+        c.state = {"model": {"w": np.zeros(10), "v": np.zeros(3)}}
+        with pytest.raises(holdfast.StateMismatch, match=r"begin with 'model\.'; those") as caught:
+            c.restore(strict=False)
+        found += [list(caught.value.extra), float(c.state["model"]["w"].sum())]
+        # It is no error on one rank, as long as another has a place for something.
+        c.state = {"new": np.zeros(3), **({"w": np.zeros(10)} if dist.get_rank() else {})}
+        with pytest.warns(RuntimeWarning, match="All else has been restored"):
+            found.append(c.restore(strict=False))
+        found.append({name: float(array.sum()) for name, array in c.state.items()})
+    return found
+
+
+def test_a_restore_of_nothing_on_any_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    told = [["w", "v"], 0.0, 1]
+    first, second = values(launch(2, _restore_nothing, tmp_path))
+    assert first == [*told, {"new": 0.0}]
+    assert second == [*told, {"new": 0.0, "w": 10.0}]
+
+
 def _restore_into_thin_air(folder: Path) -> list[Any]:
     import torch.distributed as dist
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast import StateMismatch
+from holdfast.store.parts import Parts
 
 
 class Net(nn.Module):
@@ -189,6 +191,92 @@ def test_not_strict_restores_what_fits_and_says_what_did_not(odd: Path) -> None:
     for name in ("new", "gone", "shape: checkpoint F64[4], target F64[5]", "dtype:"):
         assert name in message
     assert caught[0].filename == __file__
+
+
+def flatten_values(state: Any) -> Any:
+    if isinstance(state, nn.Module):
+        return flatten_values(dict(state.state_dict()))
+    if isinstance(state, dict):
+        return {key: flatten_values(item) for key, item in state.items()}
+    return [flatten_values(item) for item in state] if isinstance(state, list) else np.asarray(state).tolist()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        {"net": {"w": np.zeros(3), "b": np.zeros(1)}, "n": 0},
+        {"model": {"w": np.zeros(4), "b": np.zeros(2)}, "n": 0},
+        {"w": np.zeros(3), "b": np.zeros(1)},
+        {"model": {"w": np.zeros(3, np.float32)}},
+        {"model": torch.nn.Linear(2, 2), "n": 0},
+        {"model": [np.zeros(3)]},
+    ],
+    ids=["other names", "other shapes", "a level less", "other types", "a module", "a list"],
+)
+def test_not_strict_that_would_restore_no_array_is_an_error(target: Any, tmp_path: Path) -> None:
+    """Or a training would go on with the weights that it started with, and a step that says otherwise."""
+    holdfast.save(tmp_path / "c", {"model": {"w": np.ones(3), "b": np.ones(1)}, "n": 7})
+    before = copy.deepcopy(target)
+    with pytest.raises(StateMismatch, match="has none to restore") as caught:
+        holdfast.load(tmp_path / "c", into=target, strict=False)
+    assert "Nothing has been changed" in str(caught.value)
+    assert caught.value.extra or caught.value.wrong
+    assert flatten_values(target) == flatten_values(before)
+
+
+def test_the_error_of_a_restore_of_nothing_shows_both_sides(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"model": {"w": np.ones(3), "b": np.ones(1)}})
+    with pytest.raises(StateMismatch) as caught:
+        holdfast.load(tmp_path / "c", into={"w": np.zeros(3), "b": np.zeros(1)}, strict=False)
+    for text in ("model.w", "    w", "have 'model.' before them"):
+        assert text in str(caught.value)
+
+
+def test_not_strict_may_restore_no_array_where_none_is_asked_for(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"w": np.ones(3), "n": 7})
+    target: Any = {"n": 0}
+    with pytest.warns(RuntimeWarning, match="All else has been restored"):
+        holdfast.load(tmp_path / "c", into=target, strict=False)
+    assert target == {"n": 7}
+    empty: Any = {"n": 0, "w": torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)}
+    holdfast.save(tmp_path / "d", {"n": 8, "w": torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)})
+    holdfast.load(tmp_path / "d", into=empty, strict=False)
+    assert empty["n"] == 8
+
+
+def test_a_selection_that_finds_no_place_is_an_error(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"a": np.ones(3), "b": np.ones(3)})
+    target = {"b": np.zeros(3)}
+    with pytest.raises(StateMismatch, match="has none to restore"):
+        holdfast.load(tmp_path / "c", into=target, select="a", strict=False)
+    assert not target["b"].any()
+
+
+@pytest.mark.parametrize("nbytes", [24, 5 << 20])
+def test_equal_leaves_stored_apart_fill_a_target_that_ties_them(nbytes: int, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)
+    holdfast.save(tmp_path / "equal", {"a": values, "b": values.copy()})
+    shared = np.zeros(nbytes, np.uint8)
+    holdfast.load(tmp_path / "equal", into={"a": shared, "b": shared})
+    assert np.array_equal(shared, values)
+    other = values.copy()
+    other[-1] ^= 1
+    holdfast.save(tmp_path / "other", {"a": values, "b": other})
+    shared[:] = 0
+    with pytest.raises(StateMismatch, match="stored apart from a, target tied to it"):
+        holdfast.load(tmp_path / "other", into={"a": shared, "b": shared})
+    assert not shared.any()
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_leaves_stored_in_different_pieces_are_compared_by_their_bytes(
+    equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.tensor([1.0, float("nan"), -0.0], dtype=torch.bfloat16)
+    holdfast.save(tmp_path / "c", {"a": values, "b": values.clone() if equal else values.abs()})
+    monkeypatch.setattr(Parts, "checksums", lambda self, meta: {meta.name: ""})  # as if cut differently
+    with holdfast.open(tmp_path / "c") as checkpoint:
+        assert checkpoint.alike("a", "b") == equal
 
 
 def test_not_strict_is_silent_when_all_fits(tmp_path: Path) -> None:

@@ -452,9 +452,10 @@ class Checkpointer:
         exist, training goes back on them: the first save removes them.
 
         What the state and the checkpoint do not have alike is a `StateMismatch`, before anything is touched;
-        ``strict=False``, on all ranks, restores what fits and warns about the rest. All goes into the objects
-        that are in the state already; one that cannot take it and is held by no dict, list or object of the
-        state, such as a number in a tuple, is a `StateMismatch`, too, in a new run as well.
+        ``strict=False``, on all ranks, restores what fits and warns about the rest; that no array fits on any
+        rank is still an error. All goes into the objects that are in the state already; one that cannot take
+        it and is held by no dict, list or object of the state, such as a number in a tuple, is a
+        `StateMismatch`, too, in a new run as well.
         """
         self._check_usable()
         if step is not None:

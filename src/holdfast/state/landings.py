@@ -67,7 +67,11 @@ class Landing:
 
 
 class TiedElsewhere(Exception):
-    """Two leaves of the checkpoint are one array in the target; carries the name of the other."""
+    """Two different leaves of the checkpoint are one array in the target; carries the name of the other."""
+
+
+def never_alike(one: str, other: str) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,15 @@ class Landings:
     the target, so that each is read by itself. Of those in `parts`, only a part is read.
     """
 
-    def __init__(self, aliases: Mapping[str, str], shardings: sharded.Shardings) -> None:
+    def __init__(
+        self,
+        aliases: Mapping[str, str],
+        shardings: sharded.Shardings,
+        alike: Callable[[str, str], bool] = never_alike,
+    ) -> None:
+        self.used = False
+        """Whether any leaf has a place."""
+        self._alike = alike
         self.destinations: dict[str, Destination] = {}
         self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = {}
         self._aliases = aliases
@@ -101,6 +113,7 @@ class Landings:
 
     def want(self, leaf: str) -> None:
         """Read a leaf into a new array, unless an array of the target is read whole and can serve."""
+        self.used = True
         self._fresh[leaf] = None
 
     def land(self, target: Any, name: str, place: str) -> Plan:
@@ -108,6 +121,7 @@ class Landings:
         leaf = self._aliases.get(name, name)
         part = sharded.held(target, place, self._shardings)
         if part is not None and (part.tensor is None or not part.tensor.numel()):
+            self.used = True
             return lambda lookup: target  # nothing of it is here
         array, sharding = (target, None) if part is None else (part.tensor, part.sharding)
         where = array_destination(array)
@@ -120,7 +134,10 @@ class Landings:
         if memory is not None:
             tied = self._by_memory.setdefault((memory, sharding), leaf)
             if tied != leaf:
-                raise TiedElsewhere(tied)
+                if not self._alike(tied, leaf):
+                    raise TiedElsewhere(tied)
+                return lambda lookup: target  # the other leaf has the same bytes, and is read to there
+        self.used = True
         landing = Landing(target, array, name, leaf, sharding, direct=True)
         self._all.append(landing)
         first = self._first.setdefault(leaf, landing)

@@ -5,6 +5,7 @@ Owns the two records and their words; `restore` does the comparing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -61,6 +62,70 @@ class Mismatch:
             extra=self.extra,
             wrong=self.wrong,
         )
+
+    def nothing(self, where: str) -> StateMismatch:
+        """For a restore of what fits, when no array does."""
+        sides = [
+            f"{title} ({len(names)}):\n    " + "\n    ".join(_abridged(names, _FEW))
+            for title, names in (
+                ("the target has", self.missing),
+                ("the checkpoint has", self.extra),
+                ("different", self.wrong),
+            )
+            if names
+        ]
+        guess = another_prefix(self.missing, self.extra)
+        text = [
+            f"{where}: no array of the checkpoint fits the target, so strict=False has none to restore",
+            *sides,
+            *([guess] if guess else []),
+            "Nothing has been changed. Give the target the names and shapes of the checkpoint.",
+        ]
+        return StateMismatch(
+            "\n  ".join(text),
+            missing=self.missing,
+            extra=self.extra,
+            wrong=self.wrong,
+        )
+
+
+_FEW = 5
+_TRIED = 64
+"""So many pairs of names are looked at for a common ending."""
+
+
+def another_prefix(target: Sequence[str], checkpoint: Sequence[str]) -> str | None:
+    """A sentence, if most names of the two sides differ in how they begin, and in nothing else."""
+    best, most = None, min(len(target), len(checkpoint)) // 2
+    stored = set(checkpoint)
+    for own in target[:4]:
+        for other in checkpoint[:_TRIED]:
+            here, there = _beginnings(own, other)
+            if here == there:
+                continue
+            alike = sum(name.startswith(here) and there + name[len(here) :] in stored for name in target)
+            if alike > most:
+                best, most = (here, there), alike
+    if best is None:
+        return None
+    here, there = best
+    if not here:
+        return f"The names of the target have {there!r} before them in the checkpoint."
+    if not there:
+        return f"The names of the target begin with {here!r}; those of the checkpoint do not."
+    return f"Names that begin with {here!r} in the target begin with {there!r} in the checkpoint."
+
+
+def _beginnings(one: str, other: str) -> tuple[str, str]:
+    """How two dotted names begin, before the longest ending that they share. Equal: they share none."""
+    left, right = one.split("."), other.split(".")
+    count = 0
+    while count < min(len(left), len(right)) and left[-1 - count] == right[-1 - count]:
+        count += 1
+    if count == 0:
+        return "", ""
+    heads = [".".join(parts[: len(parts) - count]) for parts in (left, right)]
+    return tuple(f"{head}." if head else "" for head in heads)  # type: ignore[return-value]
 
 
 def _abridged(names: tuple[str, ...], limit: int = 20) -> list[str]:

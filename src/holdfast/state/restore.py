@@ -18,7 +18,7 @@ from typing import Any
 from holdfast.engine.buffers import Destination
 from holdfast.errors import UnsupportedState
 from holdfast.state import sharded, torch_objects
-from holdfast.state.landings import Landings, Lookup, Plan, TiedElsewhere
+from holdfast.state.landings import Landings, Lookup, Plan, TiedElsewhere, never_alike
 from holdfast.state.leaves import Sharding
 from holdfast.state.mismatch import LeafMeta, Mismatch
 from holdfast.state.node import (
@@ -71,7 +71,7 @@ class Restore:
     number of ranks, a position in the data means nothing. With `shared`, the checkpoint is that of many ranks
     and may have more than this one: leaves that have no place here are listed in `elsewhere`. Of a sharded
     optimizer, those of other ranks always are. With `only`, every place that holds none of these leaves stays
-    as it is.
+    as it is. `alike` says whether two leaves have the same bytes: then they may be one array in the target.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Restore:
         *,
         local: Mapping[str, Node] | None = None,
         shared: bool = False,
+        alike: Callable[[str, str], bool] = never_alike,
     ) -> None:
         self._only = only
         self._shared = shared
@@ -97,7 +98,8 @@ class Restore:
         self._kept: dict[str, None] = {}
         self._elsewhere: dict[str, None] = {}
         self.shardings: sharded.Shardings = {}
-        self._landings = Landings(aliases, self.shardings)
+        self._landings = Landings(aliases, self.shardings, alike)
+        self._lacks = False
         self._last: list[Callable[[], None]] = []
         self.state = into
         self._parameters: torch_objects.ParameterNames | None = None
@@ -110,6 +112,10 @@ class Restore:
         self.left_out: tuple[str, ...] = tuple(self._left_out)
         self.elsewhere: tuple[str, ...] = tuple(self._elsewhere)
         self.mismatch = Mismatch(tuple(self._missing), tuple(self._extra), tuple(self._wrong))
+        self.fills: bool = self._landings.used
+        """Whether any leaf of the checkpoint has a place in the target."""
+        self.lacks: bool = self._lacks or (only is not None and bool(self.mismatch))
+        """Whether a leaf that the target, or `only`, asks for cannot be restored."""
 
     def finish(self, arrays: Mapping[str, object]) -> object:
         """Put everything that is not an array in place back, and return the restored state.
@@ -126,9 +132,12 @@ class Restore:
 
     # --- reports, for this module and those of modules and optimizers
 
-    def missing(self, place: str, target: object) -> Plan:
+    def missing(self, place: str, target: object, *, arrays: bool = False) -> Plan:
+        """`arrays`: the checkpoint should have some there, though the target has none yet."""
         if self._only is None:
-            self._missing.extend(names_in(target, place, self.state))
+            names = names_in(target, place, self.state)
+            self._missing.extend(names)
+            self._lacks |= arrays or is_array(target) or names != [place or NAMELESS]
         return lambda lookup: target
 
     def extra(self, place: str, node: Node) -> None:
@@ -148,6 +157,7 @@ class Restore:
                 self._elsewhere[name] = None
 
     def wrong(self, place: str, found: str, target: object, wanted: str) -> Plan:
+        self._lacks = True
         self._wrong.append(f"{place or NAMELESS}: checkpoint {found}, target {wanted}")
         return lambda lookup: target
 

@@ -204,7 +204,7 @@ def _report(
 ) -> None:
     for name in names.flat():
         if name not in saved_key:
-            restore.missing(f"{prefix}{name}", None)
+            restore.missing(f"{prefix}{name}", None, arrays=True)
     used = set(saved_key.values())
     for group in saved.members:
         for key in group:

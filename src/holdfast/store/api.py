@@ -173,8 +173,8 @@ def load(
     With `into` the state is restored in place, straight from the device into the memory of its tensors;
     modules, optimizers and other objects get their ``load_state_dict``. Leaves that are missing, extra or of
     another shape are a `StateMismatch` before anything is touched; ``strict=False`` restores what fits and
-    warns about the rest. Should the checkpoint turn out damaged while it is read, `CorruptCheckpoint` is
-    raised and part of `into` is overwritten.
+    warns about the rest, and is a `StateMismatch` if no array fits. Should the checkpoint turn out damaged
+    while it is read, `CorruptCheckpoint` is raised and part of `into` is overwritten.
 
     Under ``torch.distributed`` all ranks call this with `into`, each with its own target, whatever layout the
     checkpoint was saved in: each gets the parts it holds, and ranks of a node that hold the same share the

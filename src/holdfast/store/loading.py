@@ -71,6 +71,8 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     unfit: Failure | None = None
     elsewhere: tuple[str, ...] = ()
+    fills: bool = False
+    lacks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,9 @@ class _Load:
             if mismatch:
                 raise mismatch.error(self._checkpoint.path)
             give_up([plan.unfit for plan in told if plan.unfit is not None], None)
+        # A rank may have nothing of what fits, such as a stage that is new. But not all of them.
+        if any(plan.lacks for plan in told) and not any(plan.fills for plan in told):
+            raise mismatch.nothing(self._checkpoint.path)
         return restore, wishes, mismatch
 
     def _compare(self, into: object, select: str | Iterable[str] | None) -> Restore:
@@ -141,6 +146,7 @@ class _Load:
             only,
             local=checkpoint.local(rank),
             shared=True,
+            alike=checkpoint.alike,
         )
 
     def _tell(self, restore: Restore | None, failed: Exception | None) -> list[_Plan]:
@@ -154,6 +160,8 @@ class _Load:
             mine = _Plan(
                 unfit=None if unfit is None else Failure.of(rank, unfit),
                 elsewhere=tuple(sorted(restore.elsewhere)),
+                fills=restore.fills,
+                lacks=restore.lacks,
             )
         told = self._team.exchange("load/plan", msgspec.msgpack.encode(mine), self._timeout)
         return [msgspec.msgpack.decode(data, type=_Plan) for data in told]

@@ -239,6 +239,15 @@ class Parts:
                 raise CorruptCheckpoint(f"{count} of its elements are nowhere", path=self._where, leaf=name)
         return {}
 
+    def checksums(self, meta: LeafMeta) -> dict[tuple[Box, int], str]:
+        """Those of a leaf's fragments, by the box and the bytes that each checksum is of."""
+        return {
+            (Box(fragment.start, fragment.shape), part.chunk_nbytes): fragment.chunks
+            for part in self.holding([(meta.name, whole(meta.shape))])
+            for leaf in part.leaves
+            for fragment in leaf.fragments
+        }
+
     def check_agreement(self) -> None:
         """`CorruptCheckpoint` unless all parts, the tree and the layout fit together. Opens every part.
 
