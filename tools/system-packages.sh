@@ -2,7 +2,8 @@
 # Makes sure the machine has what the build needs from outside Python, or says plainly what is missing.
 #
 # Missing packages are installed by apt when this runs as root; nothing is touched when all is there. Without liburing
-# there is no io_uring backend; without xxHash's headers, tools/xxhash-headers.sh gets them with pip.
+# there is no io_uring backend; without xxHash's headers, tools/xxhash-headers.sh gets them with pip. The tests of two
+# nodes need iproute2.
 set -euo pipefail
 
 python=${PYTHON:-python3}
@@ -27,6 +28,7 @@ missing_packages() {
   has_header xxhash.h || echo libxxhash-dev
   has_python_headers || echo python3-dev
   [[ -x .venv/bin/python ]] || has_venv || echo python3-venv
+  command -v ip > /dev/null || echo iproute2
 }
 
 mapfile -t wanted < <(missing_packages)
@@ -43,6 +45,7 @@ for package in "${wanted[@]}"; do
       say "liburing is missing: the build goes on without the io_uring backend (install liburing-dev to have it)"
       ;;
     libxxhash-dev) say "xxhash.h is missing: its headers will come from the source package on the Python index" ;;
+    iproute2) say "ip is missing: the tests of two nodes will be skipped (install iproute2 to run them)" ;;
     python3-dev) fail "Python.h is missing: install the development files of $python (python3-dev), then run make again" ;;
     python3-venv) fail "$python cannot create virtual environments: install python3-venv, then run make again" ;;
   esac

@@ -29,6 +29,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
+from distributed.nodes import DEVICE, PORT, Node, node_of
+
 HOST = "127.0.0.1"
 TIMEOUT_SECONDS = 150.0
 """Only a hang takes longer, on a machine that is busy with other tests and whose disk is slow."""
@@ -106,6 +108,17 @@ class _Orders:
     call: bytes
     folder: str
     environment: Mapping[str, str]
+    nodes: tuple[Node, ...] = ()
+
+    @property
+    def node(self) -> int:
+        """The number of the node that this rank runs on."""
+        return node_of(self.nodes, self.rank, self.world) if self.nodes else 0
+
+    @property
+    def host(self) -> str:
+        """Where the store is."""
+        return self.nodes[0].address if self.nodes else HOST
 
 
 class Ranks:
@@ -197,13 +210,15 @@ def launch(
     timeout: float = TIMEOUT_SECONDS,
     store: StoreHost = "agent",
     env: Mapping[str, str] | None = None,
+    nodes: Sequence[Node] = (),
 ) -> list[Outcome]:
     """Run ``target(*args)``, a function of a module, on every rank of a new world; what became of each.
 
     `store` says who hosts the process group's store: this process, as the agent of ``torchrun`` does, or
-    rank 0, with which it dies. A rank that has not ended after `timeout` seconds is killed.
+    rank 0, with which it dies. A rank that has not ended after `timeout` seconds is killed. With `nodes` the
+    ranks are shared out among these, and rank 0 hosts the store.
     """
-    with started(world, target, *args, timeout=timeout, store=store, env=env) as ranks:
+    with started(world, target, *args, timeout=timeout, store=store, env=env, nodes=nodes) as ranks:
         return ranks.join()
 
 
@@ -215,6 +230,7 @@ def started(
     timeout: float = TIMEOUT_SECONDS,
     store: StoreHost = "agent",
     env: Mapping[str, str] | None = None,
+    nodes: Sequence[Node] = (),
 ) -> Iterator[Ranks]:
     """As `launch`, for tests that do something from outside meanwhile: kill a rank, for instance."""
     import torch.distributed as dist
@@ -223,7 +239,9 @@ def started(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-ranks-")))
         listener: socket.socket | None = None
-        if store == "agent":
+        if nodes:
+            port = PORT
+        elif store == "agent":
             hosted = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
             stack.callback(lambda: hosted)  # alive until the ranks have ended
             port = hosted.port
@@ -237,7 +255,7 @@ def started(
         stack.callback(_end_all, processes)
         for rank in range(world):
             (folder / f"{rank}.output").touch()
-            orders = _Orders(rank, world, port, timeout, call, str(folder), dict(env or {}))
+            orders = _Orders(rank, world, port, timeout, call, str(folder), dict(env or {}), tuple(nodes))
             ours, theirs = context.Pipe()
             pipes.append(stack.enter_context(ours))
             with theirs:
@@ -293,6 +311,8 @@ def _run(orders: _Orders, parent: Connection, listener: socket.socket | None) ->
     os.environ.update(_variables(orders))
     failed = False
     try:
+        if orders.nodes:
+            orders.nodes[orders.node].enter()
         result: tuple[Any, ...] = (_call(orders, parent, listener), None, "", "")
         data = pickle.dumps(result)
     except BaseException as error:  # SystemExit too: that a target ends its process is an outcome
@@ -301,7 +321,7 @@ def _run(orders: _Orders, parent: Connection, listener: socket.socket | None) ->
     result_path = Path(orders.folder, f"{orders.rank}.result")
     result_path.with_suffix(".unfinished").write_bytes(data)
     result_path.with_suffix(".unfinished").rename(result_path)
-    if listener is not None:
+    if listener is not None or (orders.nodes and orders.rank == 0):
         # The store lives here: the others need it until they have ended.
         with contextlib.suppress(EOFError):
             while parent.recv_bytes():
@@ -318,7 +338,10 @@ def _call(orders: _Orders, parent: Connection, listener: socket.socket | None) -
     target, args = pickle.loads(orders.call)  # from our own parent
     limit = timedelta(seconds=orders.timeout)
     if listener is None:
-        store = dist.TCPStore(HOST, orders.port, is_master=False, timeout=limit)
+        leads = bool(orders.nodes) and orders.rank == 0
+        store = dist.TCPStore(
+            orders.host, orders.port, is_master=leads, timeout=limit, wait_for_workers=False
+        )
     else:
         store = dist.TCPStore(
             HOST,
@@ -342,15 +365,21 @@ def _leave() -> None:
 
 
 def _variables(orders: _Orders) -> dict[str, str]:
+    peers = [
+        rank
+        for rank in range(orders.world)
+        if not orders.nodes or node_of(orders.nodes, rank, orders.world) == orders.node
+    ]
     return {
         **_ENVIRONMENT,
-        "MASTER_ADDR": HOST,
+        "GLOO_SOCKET_IFNAME": DEVICE if orders.nodes else "lo",
+        "MASTER_ADDR": orders.host,
         "MASTER_PORT": str(orders.port),
         "RANK": str(orders.rank),
-        "LOCAL_RANK": str(orders.rank),
-        "GROUP_RANK": "0",
+        "LOCAL_RANK": str(peers.index(orders.rank)),
+        "GROUP_RANK": str(orders.node),
         "WORLD_SIZE": str(orders.world),
-        "LOCAL_WORLD_SIZE": str(orders.world),
+        "LOCAL_WORLD_SIZE": str(len(peers)),
         **orders.environment,
     }
 

@@ -20,7 +20,9 @@ from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
 from holdfast.plan.sharing import SharePlan
 from holdfast.plan.topology import Topology
 from holdfast.store import handing
-from holdfast.store.handing import Link, Place, hand_out
+from holdfast.store import link as link_module
+from holdfast.store.handing import Place, hand_out
+from holdfast.store.link import Link
 
 Kind = Literal["row", "strided", "device"]
 Words = npt.NDArray[np.uint32]
@@ -80,7 +82,7 @@ def _exchange(topology: Topology, kinds: tuple[Kind, ...], block_nbytes: int) ->
 
     rank = dist.get_rank()
     handing.SMALL_NBYTES, handing.MESSAGE_NBYTES, handing.PACKED_NBYTES = 1024, 16 << 10, 4096
-    handing.MAX_POSTED, handing.MAX_STAGED_NBYTES = 3, 40 << 10
+    link_module.MAX_POSTED, link_module.MAX_STAGED_NBYTES = 3, 40 << 10
     leaves = _layouts(dist.get_world_size())
     local: dict[int, _Local] = {}
     expected: dict[int, Words] = {}
@@ -178,19 +180,19 @@ def test_a_rank_that_is_gone_is_named(how: str) -> None:
 
 
 def test_host_memory_goes_by_gloo_in_every_way_torch_says_so() -> None:
-    assert handing._by_gloo("gloo")
-    assert handing._by_gloo("cuda:nccl,cpu:gloo")
-    assert handing._by_gloo("cpu:gloo,cuda:gloo")
-    assert not handing._by_gloo("nccl")
-    assert not handing._by_gloo("cpu:mpi,cuda:nccl")
-    assert not handing._by_gloo("cuda:gloo")
+    assert link_module._by_gloo("gloo")
+    assert link_module._by_gloo("cuda:nccl,cpu:gloo")
+    assert link_module._by_gloo("cpu:gloo,cuda:gloo")
+    assert not link_module._by_gloo("nccl")
+    assert not link_module._by_gloo("cpu:mpi,cuda:nccl")
+    assert not link_module._by_gloo("cuda:gloo")
 
 
 def _load_over_groups_of_their_own(folder: Path) -> tuple[int, list[int]]:
     """As where the process group moves no host memory: how many groups there are, before and after loads."""
     import torch.distributed.distributed_c10d as c10d
 
-    handing._by_gloo = lambda backends: False
+    link_module._by_gloo = lambda backends: False
     state = {"weights": np.ones(1 << 20, np.float32)}
     groups = [len(c10d._world.pg_map)]
     with holdfast.Checkpointer(folder / "run", state, mode="sync", timeout=60.0) as checkpointer:

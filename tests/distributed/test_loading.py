@@ -31,7 +31,8 @@ from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.store import loading, step_name, unison
 from holdfast.store.checkpoint import Checkpoint
-from holdfast.store.handing import Link, hand_out
+from holdfast.store.handing import hand_out
+from holdfast.store.link import Link
 from holdfast.store.loading import load_together
 from holdfast.team import Team, join
 from store.several import Own, write_several

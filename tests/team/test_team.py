@@ -70,7 +70,9 @@ def _calls():
         told = team.tell("plan", b"plan %d" % turn if rank == 0 else None, PATIENCE_SECONDS)
         agreed = team.agree("commit", b"%d" % rank, lambda found: b"+".join(found), PATIENCE_SECONDS)
         exchanged = team.exchange("views", [b"even", b"", b"even"][rank], PATIENCE_SECONDS)
-        out.append((told, agreed, list(exchanged.items())))
+        letters = [((rank + 1) % 3, b"%d from %d" % (n, rank)) for n in range(rank)]
+        delivered = team.deliver("letters", letters, PATIENCE_SECONDS)
+        out.append((told, agreed, list(exchanged.items()), delivered))
     empty = team.tell("nothing", b"" if rank == 0 else None, PATIENCE_SECONDS)
     large = team.exchange("large", os.urandom(1 << 20) if rank == 2 else bytes(1 << 22), PATIENCE_SECONDS)
     sizes = [(len(data), ranks) for data, ranks in large.items()]
@@ -78,13 +80,15 @@ def _calls():
         with pytest.raises(ValueError, match="has to give"):
             team.tell("none", None, PATIENCE_SECONDS)
     team.close()
-    return out, empty, sizes
+    return rank, out, empty, sizes
 
 
 @pytest.mark.parametrize("store", ["agent", "rank0"])
-def test_a_team_tells_agrees_and_exchanges(store):
-    for out, empty, sizes in values(launch(3, _calls, store=store)):
-        assert out == [(b"plan %d" % turn, b"0+1+2", [(b"even", (0, 2)), (b"", (1,))]) for turn in range(3)]
+def test_a_team_tells_agrees_exchanges_and_delivers(store):
+    letters = {0: [(2, b"0 from 2"), (2, b"1 from 2")], 1: [], 2: [(1, b"0 from 1")]}
+    for rank, out, empty, sizes in values(launch(3, _calls, store=store)):
+        views = [(b"even", (0, 2)), (b"", (1,))]
+        assert out == [(b"plan %d" % turn, b"0+1+2", views, letters[rank]) for turn in range(3)]
         assert empty == b""
         assert sizes == [(1 << 22, (0, 1)), (1 << 20, (2,))]
 
@@ -299,6 +303,7 @@ def _count_keys(turns):
         team.agree("commit", b"x", lambda found: b"y", PATIENCE_SECONDS)
         team.exchange("views", b"%d" % team.rank, PATIENCE_SECONDS)
         team.agree(f"step {turn}", b"x", lambda found: b"y", PATIENCE_SECONDS)  # keys that are not used again
+        team.deliver("letters", [(turn % 3, b"letter")], PATIENCE_SECONDS)
         team.say(f"step {turn}")
         counts.append(keys())
     team.close()

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.checkpointer.in_place import refuse_fixed, refuse_replaced
-from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, HoldfastError, ReadFailed
+from holdfast.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    HoldfastError,
+    IncompleteCheckpoint,
+    ReadFailed,
+)
 from holdfast.store import Checkpoint, Crew
 from holdfast.store.loading import load_together
 from holdfast.store.unison import all_or_none, open_together
@@ -84,7 +90,8 @@ def _resume(
         else:
             return Resumed(step, nbytes, time.perf_counter() - began, tuple(candidates))
     if failures:
-        raise CorruptCheckpoint(
+        kind = IncompleteCheckpoint if isinstance(failures[0], IncompleteCheckpoint) else CorruptCheckpoint
+        raise kind(
             f"none of the {len(failures)} checkpoints is intact, the newest: {failures[0]}",
             path=os.path.dirname(path_of(candidates[-1])),
         ) from failures[0]

@@ -105,13 +105,13 @@ def history(run: str) -> list[Kept]:
     """The run's checkpoints in order of step, as far as they look intact without being read.
 
     One that is visibly damaged is nobody's candidate: were it the newest, the last whole one would go in its
-    favour.
+    favour. Of shards on volumes of other hosts nothing can be told from here: they count as intact.
     """
     found = []
     for step in list_steps(run):
         try:
             with Checkpoint(os.path.join(run, step_name(step))) as checkpoint:
-                if checkpoint.visible_damage() is None:
+                if checkpoint.visible_damage(far=False) is None:
                     found.append(Kept(step, checkpoint.created, checkpoint.metrics))
         except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint, CheckpointNotFound):
             continue

@@ -17,7 +17,7 @@ from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.commit import MANIFEST, CheckpointInfo, Commit, check_step
 from holdfast.store.crew import Crew, Way, dismissing, muster
 from holdfast.store.failures import saving
-from holdfast.store.handing import Link
+from holdfast.store.link import Link
 from holdfast.store.loading import load_together
 from holdfast.store.metrics import plain_metrics
 from holdfast.store.opening import newest

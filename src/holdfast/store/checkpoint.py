@@ -36,7 +36,7 @@ from holdfast.state import (
 )
 from holdfast.state.node import localized
 from holdfast.store.commit import MANIFEST, SHARD
-from holdfast.store.fetching import fetch, plan_fetch
+from holdfast.store.fetching import FileReads, fetch, plan_fetch
 from holdfast.store.lazy import LazyLeaf
 from holdfast.store.opening import is_checkpoint, open_checkpoint, resolve
 from holdfast.store.parts import Parts, local_rank
@@ -283,11 +283,24 @@ class Checkpoint:
         """
         if self.parts.stored_whole and self._fetch_whole(wanted, verify=verify, progress=progress):
             return
+        self.carry_out(self.reads(wanted, verify=verify), verify=verify, progress=progress)
+
+    def reads(self, wanted: Sequence[Wanted], *, verify: bool = True) -> list[FileReads]:
+        """What has to be read, file by file, to get boxes of leaves to where they shall go."""
         metas = {name: self._meta(name) for name in dict.fromkeys(want.leaf for want in wanted)}
         wanted = [replace(want, leaf=metas[want.leaf].name) for want in wanted if want.box.volume]
         metas = {meta.name: meta for meta in metas.values()}
         boxes = [(want.leaf, want.box) for want in wanted]
-        reads = plan_fetch(self.parts.holding(boxes), wanted, metas, self.path, verify=verify)
+        return plan_fetch(self.parts.holding(boxes), wanted, metas, self.path, verify=verify)
+
+    def carry_out(
+        self,
+        reads: Sequence[FileReads],
+        *,
+        verify: bool = True,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Reads out of files what `reads` says."""
         fetch(reads, self.reader, verify=verify, progress=progress)
 
     def _fetch_whole(
@@ -313,8 +326,11 @@ class Checkpoint:
             return None
         return f"it is a checkpoint of step {self.step}, put in the place of another"
 
-    def visible_damage(self) -> Problem | None:
-        """The damage that shows without reading arrays: a part or shard that is gone, or another."""
+    def visible_damage(self, *, far: bool = True) -> Problem | None:
+        """The damage that shows without reading arrays: a part or shard that is gone, or another.
+
+        `far`: also of shards on volumes of other hosts that cannot be reached from here.
+        """
         reason = self.misplaced()
         if reason is not None:
             return Problem(self.manifest_path, reason)
@@ -324,7 +340,7 @@ class Checkpoint:
             except (CorruptCheckpoint, ReadFailed) as error:
                 file = getattr(error, "path", None) or self.parts.file_of(rank)
                 return Problem(file, getattr(error, "reason", str(error)))
-            problem = self.reader(rank).visible_damage()
+            problem = self.reader(rank).visible_damage(far=far)
             if problem is not None:
                 return problem
         return None

@@ -25,7 +25,7 @@ from holdfast.state import Flat, LeafSource, flatten
 from holdfast.store import volumes
 from holdfast.store.calls import STRAGGLER_SECONDS, Call, Calls, Conversation, Here, Plan
 from holdfast.store.commit import CheckpointInfo
-from holdfast.store.handing import Link
+from holdfast.store.link import Link
 from holdfast.store.partial import Spare
 from holdfast.store.shares import Replicas, Share, Shares
 from holdfast.store.together import Together

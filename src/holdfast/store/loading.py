@@ -4,8 +4,9 @@
    is not in the target of one rank is nothing wrong, but one that no rank has a place for is.
 2. Ranks tell how they want each leaf. What several of a node want alike is shared out among them
    (`holdfast.store.commons`).
-3. Every rank reads its share, and what only it wants, straight into its arrays. None goes on before all have
-   read well.
+3. Every rank reads its share, and what only it wants, straight into its arrays. Of shards that it does not
+   see, because they lie on a volume of another node, a rank that sees them sends it the bytes
+   (`holdfast.store.elsewhere`). None goes on before all have read well.
 4. Shares are handed around (`holdfast.store.handing`), and everything that is not an array is put back.
 5. All ranks know that all are done.
 
@@ -32,8 +33,12 @@ from holdfast.plan.world import Seen
 from holdfast.state import LeafMeta, Mismatch, Restore
 from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.commons import Sharing, commons_of
-from holdfast.store.handing import Link, Place, hand_out
+from holdfast.store.elsewhere import Elsewhere
+from holdfast.store.fetching import FileReads
+from holdfast.store.handing import Place, hand_out
+from holdfast.store.link import Link
 from holdfast.store.outcomes import Failure, give_up, settle
+from holdfast.store.unison import all_or_none
 from holdfast.store.wanted import Wanted, wanted_of
 from holdfast.team import Team, exchange_views
 
@@ -197,13 +202,29 @@ class _Load:
 
     def read(self, restore: Restore, wishes: _Wishes, sharing: Sharing, *, verify: bool) -> None:
         """Fill this rank's share, and what is not shared; returns when all ranks have done so."""
+        checkpoint = self._checkpoint
+        wanted: list[Wanted] = []
+        reads: list[FileReads] = []
         failed: Exception | None = None
         try:
             wanted = [*sharing.reads(), *self._own_reads(restore, wishes, sharing)]
-            self._checkpoint.fetch(wanted, verify=verify)
+            reads = [] if checkpoint.parts.stored_whole else checkpoint.reads(wanted, verify=verify)
         except Exception as error:  # told to all ranks, and raised by `settle`
             failed = error
-        settle(self._team, "load/read", failed, self._timeout)
+        elsewhere: Elsewhere | None = None
+        if self._link is not None and not checkpoint.parts.stored_whole:
+            elsewhere = Elsewhere(self._team, checkpoint, self._link, self._timeout, verify=verify)
+            reads = elsewhere.keep(reads)
+        with all_or_none(self._team, "load/read", self._timeout):
+            if failed is not None:
+                raise failed
+            if checkpoint.parts.stored_whole:
+                checkpoint.fetch(wanted, verify=verify)
+            else:
+                checkpoint.carry_out(reads, verify=verify)
+        if elsewhere is not None and elsewhere.needed:
+            with all_or_none(self._team, "load/elsewhere", self._timeout):
+                elsewhere.transfer()
 
     def _own_reads(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> Iterator[Wanted]:
         for wish in wishes.into_fresh:

@@ -55,8 +55,12 @@ class Problem:
     reason: str
     leaf: str | None = None
 
+    @property
+    def missing(self) -> bool:
+        return self.reason.startswith(MISSING)
+
     def error(self) -> CorruptCheckpoint:
-        kind = IncompleteCheckpoint if self.reason.startswith(MISSING) else CorruptCheckpoint
+        kind = IncompleteCheckpoint if self.missing else CorruptCheckpoint
         return kind(self.reason, path=self.file, leaf=self.leaf)
 
 
@@ -146,9 +150,16 @@ class ShardReader:
                 found.append(Problem(shown, reason, owner.leaf))
         return found
 
-    def visible_damage(self) -> Problem | None:
-        """The damage that shows without reading: a shard that is gone, or has another size."""
-        return next(filter(None, (self._file_problem(file, None) for file in self._part.files)), None)
+    def visible_damage(self, *, far: bool = True) -> Problem | None:
+        """The damage that shows without reading: a shard that is gone, or has another size.
+
+        `far`: a shard on a volume of another host counts as gone when it cannot be reached from here.
+        """
+        for file in self._part.files:
+            problem = self._file_problem(file, None)
+            if problem is not None and (far or not (_is_far(file) and problem.missing)):
+                return problem
+        return None
 
     def _engine_read(
         self,
@@ -220,13 +231,23 @@ def _missing(file: ShardFile) -> str:
     if file.volume is None:
         return MISSING
     host = f" of host {file.host}" if file.host else ""
-    # Those of a checkpoint lie two levels below what was given as the volume.
-    if file.host == socket.gethostname() and os.path.isdir(os.path.dirname(os.path.dirname(file.volume))):
-        return f"{MISSING}: it was on volume {file.volume} of this host, and has been removed from there"
+    volume = volume_of(file.volume)
+    if file.host == socket.gethostname() and os.path.isdir(volume):
+        return f"{MISSING}: it was on volume {volume} of this host, and has been removed from there"
     return (
-        f"{MISSING}: it lies on volume {file.volume}{host}, which cannot be reached from here: "
-        "mount it, or restore where it is"
+        f"{MISSING}: it lies on volume {volume}{host}, which cannot be reached from here: mount it, or load "
+        "with ranks on all hosts that saved it, which read for each other"
     )
+
+
+def _is_far(file: ShardFile) -> bool:
+    """Whether it was written to a volume of another host, which may be that host's own."""
+    return file.volume is not None and file.host != socket.gethostname()
+
+
+def volume_of(directory: str) -> str:
+    """The volume, as it was given, of a directory of shards: those of a checkpoint lie two levels below."""
+    return os.path.dirname(os.path.dirname(directory))
 
 
 def whole_leaf(leaf: Leaf, destination: Destination | Unkept) -> Request:

@@ -25,6 +25,7 @@ import msgspec
 from holdfast.errors import HoldfastError, RankFailed
 from holdfast.format.checksums import digest
 from holdfast.plan.topology import Topology
+from holdfast.team.hearing import all_heard
 from holdfast.team.mail import Mail, Silence, sendable
 from holdfast.team.meeting import GRACE_SECONDS, Board, Met, meet, name_ranks, purpose_prefix
 
@@ -164,6 +165,24 @@ class Team:
                 self._retire(_Unread(call, blobs, True), timeout)
             else:
                 self._acknowledge(call)
+
+    def deliver(
+        self, key: str, messages: Iterable[tuple[int, bytes]], timeout: float
+    ) -> list[tuple[int, bytes]]:
+        """Messages for single ranks: those that this one got, with their senders. All ranks call it.
+
+        Of one sender they come in its order. `RankFailed` on all ranks when one is not heard of.
+        """
+        call = self._next_call(key)
+        for rank, data in messages:
+            number = self.mail.count(f"{call}/to/{rank}")
+            self.mail.post(f"{call}/to/{rank}/{number}", msgspec.msgpack.encode((self.rank, data)))
+        self.agree(f"{key}/posted", b"", lambda heard: b"".join(all_heard(heard, key, timeout)), timeout)
+        count = self.mail.count(f"{call}/to/{self.rank}", 0)
+        keys = [f"{call}/to/{self.rank}/{number}" for number in range(1, count + 1)]
+        found = self.mail.collect(keys, timeout)
+        self.mail.forget([*keys, f"{call}/to/{self.rank}"])
+        return [_decode(found[name], tuple[int, bytes], call) for name in keys]
 
     @contextlib.contextmanager
     def again(self, purpose: str, timeout: float) -> Iterator[Team]:
