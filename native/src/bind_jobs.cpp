@@ -294,17 +294,15 @@ void bind_jobs(nb::module_& m) {
       "nbytes"_a, "chunk"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a);
   m.def(
       "fingerprints",
-      [](const Numbers& addresses, const Numbers& lengths) {
-        if (addresses.size() != lengths.size())
-          throw std::invalid_argument("addresses and lengths differ in number");
-        std::vector<uint64_t> out(addresses.size());
+      [](const Numbers& offsets, const Numbers& lengths, const std::vector<uint8_t>& places,
+         const Numbers& addresses, const std::vector<StridedTuple>& strided, nb::list callbacks) {
+        const Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, true);
+        std::vector<uint64_t> out(plan.pieces.size());
         Released release;
-        for (size_t i = 0; i < out.size(); ++i) {
-          out[i] = fingerprint(reinterpret_cast<const char*>(addresses[i]), lengths[i]);
-        }
+        for (size_t i = 0; i < out.size(); ++i) out[i] = fingerprint(plan, plan.pieces[i]);
         return out;
       },
-      "addresses"_a, "lengths"_a);
+      "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a);
 
   const auto raw = [](auto function) {
     return [function](nb::handle path, uint64_t nbytes, const std::string& backend, uint64_t window,

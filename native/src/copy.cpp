@@ -57,17 +57,31 @@ void copy_pieces(const Plan& plan, char* destination) {
   }
 }
 
-uint64_t fingerprint(const char* data, uint64_t nbytes) {
+namespace {
+void fetch(const Plan& plan, const Piece& piece, uint64_t offset, uint64_t nbytes, char* to) {
+  if (piece.place == Place::memory) std::memcpy(to, reinterpret_cast<const char*>(piece.address) + offset, nbytes);
+  if (piece.place == Place::strided) plan.strided[piece.index].gather(offset, nbytes, to);
+  if (piece.place == Place::callback) plan.callbacks[piece.index](to, nbytes, offset);
+}
+}  // namespace
+
+uint64_t fingerprint(const Plan& plan, const Piece& piece) {
   constexpr uint64_t kWhole = 4096;
   constexpr uint64_t kLine = 64;
   constexpr uint64_t kSamples = 16;
-  if (nbytes <= kWhole) return xxh3(data, nbytes);
-  std::array<char, kLine * kSamples> sample;
-  const uint64_t last = nbytes - kLine;
-  for (uint64_t i = 0; i < kSamples; ++i) {
-    std::memcpy(sample.data() + i * kLine, data + last * i / (kSamples - 1), kLine);
+  constexpr uint64_t kElement = 16;  // none is larger, and those who compute elements are asked for whole ones
+  std::array<char, kWhole> sample;
+  if (piece.nbytes <= kWhole) {
+    if (piece.place == Place::memory) return xxh3(reinterpret_cast<const char*>(piece.address), piece.nbytes);
+    if (piece.nbytes > 0) fetch(plan, piece, 0, piece.nbytes, sample.data());
+    return xxh3(sample.data(), piece.nbytes);
   }
-  return xxh3(sample.data(), sample.size());
+  const uint64_t last = piece.nbytes - kLine;
+  for (uint64_t i = 0; i < kSamples; ++i) {
+    const uint64_t offset = i + 1 == kSamples ? last : align_down(last * i / (kSamples - 1), kElement);
+    fetch(plan, piece, offset, kLine, sample.data() + i * kLine);
+  }
+  return xxh3(sample.data(), kLine * kSamples);
 }
 
 }  // namespace holdfast

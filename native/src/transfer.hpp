@@ -135,9 +135,9 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
 void copy_past_caches(char* to, const char* from, size_t nbytes);
 // Copies every piece of `plan` to `destination` + its offset: memory, strided or fetched.
 void copy_pieces(const Plan& plan, char* destination);
-// A hash over a sample of the memory: all of it up to 4 KiB, else cache lines spread evenly from end to end. A
-// dense change (an optimizer's step) shows; a change of a few elements may not.
-uint64_t fingerprint(const char* data, uint64_t nbytes);
+// A hash over a sample of the piece's bytes, the same however they lie: all of them up to 4 KiB, else cache lines
+// spread evenly from end to end. A dense change (an optimizer's step) shows; a change of a few elements may not.
+uint64_t fingerprint(const Plan& plan, const Piece& piece);
 
 double raw_write(const std::string& path, uint64_t nbytes, const Tuning& tuning, Staging::Pages pages);
 double raw_read(const std::string& path, uint64_t nbytes, const Tuning& tuning, Staging::Pages pages);

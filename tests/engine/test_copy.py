@@ -54,6 +54,28 @@ def test_fingerprints_look_at_both_ends(place: int) -> None:
     assert engine.fingerprints([memory(array)]) != before
 
 
+@pytest.mark.parametrize("shape", [(), (0, 4), (7,), (11, 13), (3, 100, 1), (40, 50, 9)])
+@pytest.mark.parametrize("kind", [np.uint8, np.float32, np.complex128])
+def test_fingerprints_are_the_same_however_an_array_lies_in_memory(
+    shape: tuple[int, ...], kind: type
+) -> None:
+    array = (np.arange(np.prod(shape), dtype=np.int64) % 251).astype(kind).reshape(shape)
+    turned = np.array(array.T, order="C", copy=True).T
+    flat = array.reshape(-1).view(np.uint8)
+
+    def fill(window: memoryview, offset: int) -> None:
+        assert offset % array.itemsize == len(window) % array.itemsize == 0  # whole elements only
+        window[:] = flat[offset : offset + len(window)].tobytes()
+
+    strided = Strided(turned.ctypes.data, turned.itemsize, turned.shape, turned.strides, turned)
+    ways = [memory(array), strided, Produced(array.nbytes, fill)]
+    assert len(set(engine.fingerprints(ways))) == 1
+    if array.size:
+        before = engine.fingerprints([strided])
+        turned += 1
+        assert engine.fingerprints([strided]) != before
+
+
 def test_bytes_that_have_left_may_change_while_the_rest_is_written(tmp_path: Path) -> None:
     tuning = Tuning("threads", window_nbytes=1 << 20, depth=2)
     arrays = [np.full(8 << 20, value, np.uint8) for value in (1, 2)]

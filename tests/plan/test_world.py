@@ -13,7 +13,7 @@ from holdfast.format.geometry import Box
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from holdfast.plan.world import Seen, View, merge_views
+from holdfast.plan.world import Beside, Seen, View, besides, merge_views
 
 
 def views_of(seen: dict[int, View]) -> dict[View, list[int]]:
@@ -160,3 +160,34 @@ def test_one_on_a_mesh_of_its_own_that_does_not_list_it_is_named() -> None:
     with pytest.raises(RanksDisagree, match="rank 3 does not save it") as caught:
         merge_views(views)
     assert caught.value.ranks == (3,)
+
+
+def test_who_holds_a_leaf_in_another_way_than_the_one_that_counts_is_listed() -> None:
+    rows, columns = Spread(Mesh.of([0, 1]), (Split(0, 0),)), Spread(Mesh.of([2, 3]), (Split(1, 0),))
+    half, nothing = Box((0, 0), (2, 8)), Box((0, 0), (0, 8))
+    views: dict[View, list[int]] = {
+        (Seen("w", "F32", (4, 8), rows), Seen("v", "F32", (4, 8))): [0, 1],
+        (Seen("w", "F32", (4, 8), columns),): [2, 3],
+        (Seen("w", "F32", (4, 8)), Seen("v", "F32", (4, 8))): [4, 6],
+        (Seen("v", "F32", (4, 8), None, (half,)),): [5],
+        (Seen("v", "F32", (4, 8), None, (nothing,)),): [7],
+    }
+    leaves = merge_views(views)
+    assert [leaf.name for leaf in leaves] == ["w", "v"]
+    assert besides(views, leaves) == (
+        Beside(0, columns, (2, 3)),
+        Beside(0, Spread(Mesh.of([4, 6])), (4, 6)),
+        Beside(1, Spread(Mesh.of([5]), (), half), (5,)),
+    )
+    assert besides(dict(reversed(views.items())), leaves) == besides(views, leaves)
+
+
+def test_nobody_is_beside_where_all_hold_a_leaf_in_one_way() -> None:
+    boxes = [Box((0,), (3,)), Box((3,), (1,))]
+    views: dict[View, list[int]] = {
+        (Seen("x", "F32", (4,), None, (box,)), Seen("y", "F32", (4,))): [rank]
+        for rank, box in enumerate(boxes)
+    }
+    assert besides(views, merge_views(views)) == ()
+    alone: dict[View, list[int]] = {(Seen("x", "F32", (4,), SHARDED),): [0, 1, 2]}
+    assert besides(alone, merge_views(alone)) == ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -297,9 +298,21 @@ def pack(pieces: Sequence[WritePiece], nbytes: int) -> Packed:
     return Packed(data, checksums)
 
 
-def fingerprints(memory: Sequence[Memory]) -> list[int]:
-    """A hash over a sample of each: enough to notice that an optimizer went over it, at next to no cost."""
-    return _native.fingerprints([item.address for item in memory], [item.nbytes for item in memory])
+def fingerprints(sources: Sequence[Source]) -> list[int]:
+    """A hash over a sample of each: enough to notice that an optimizer went over it, at next to no cost.
+
+    Of the C-order bytes: equal arrays have equal ones, however each of them lies in memory.
+    """
+    offsets = list(accumulate((source.nbytes for source in sources), initial=0))[:-1]
+    columns = _columns(offsets, sources)
+    return _native.fingerprints(
+        columns.offsets,
+        columns.nbytes,
+        columns.places,
+        columns.addresses,
+        columns.strided,
+        columns.callbacks,
+    )
 
 
 def fresh_bytes(nbytes: int, address_residue: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:

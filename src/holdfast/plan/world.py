@@ -7,7 +7,8 @@ views, not of ranks.
 
 Ranks that list the same plain array under the same name hold copies of it: whether these are equal is for the
 store to find out, by digests. Where a leaf is described in more than one way (tied embeddings on the first
-and the last pipeline stage), the view of the lowest rank counts, and the other holders write none of it.
+and the last pipeline stage), the view of the lowest rank counts, and the other holders write none of it: they
+are listed by `besides`, so that what they hold can be compared with what is written.
 """
 
 from __future__ import annotations
@@ -43,6 +44,18 @@ View = tuple[Seen, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """A leaf that ranks hold in another way than the one that counts, and write none of.
+
+    `leaf` is its number in the list of leaves. `ranks` list it as `spread` says, perhaps not all of its mesh.
+    """
+
+    leaf: int
+    spread: Spread
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Holders:
     """The ranks that have the same view. Compared by number: there may be thousands, and as many leaves."""
 
@@ -70,6 +83,42 @@ def merge_views(views: Mapping[View, Sequence[int]]) -> list[LeafLayout]:
             by_leaf.setdefault(seen.name, []).append((seen, holders))
     meshes: dict[tuple[Hashable, ...], Mesh] = {}
     return [_merge(found, meshes) for found in by_leaf.values()]
+
+
+def besides(views: Mapping[View, Sequence[int]], leaves: Sequence[LeafLayout]) -> tuple[Beside, ...]:
+    """Who holds something of a leaf in another way than the one that counts: of the views that `leaves` were
+    merged from. The same on every rank."""
+    if len(views) == 1:
+        return ()
+    numbers = {leaf.name: number for number, leaf in enumerate(leaves)}
+    counted = _all_counted(leaves)
+    others: dict[tuple[int, Spread | Box | None], list[int]] = {}
+    for view, ranks in sorted(views.items(), key=lambda entry: min(entry[1])):
+        for seen in view:
+            number = numbers[seen.name]
+            absent = [rank for rank in ranks if rank not in counted[number]]
+            ways: tuple[Spread | Box | None, ...] = seen.boxes if seen.spread is None else (seen.spread,)
+            for way in (ways or (None,)) if absent else ():
+                others.setdefault((number, way), []).extend(absent)
+    found: list[Beside] = []
+    for (number, way), ranks in others.items():
+        holders = tuple(sorted(ranks))
+        spread = way if isinstance(way, Spread) else Spread(Mesh.of(holders), (), way)
+        if leaves[number].box_of(spread).volume:
+            found.append(Beside(number, spread, holders))
+    return tuple(found)
+
+
+def _all_counted(leaves: Sequence[LeafLayout]) -> list[frozenset[int]]:
+    """The ranks that hold each leaf in the way that counts. Most leaves lie on the same few meshes."""
+    known: dict[tuple[int, ...], frozenset[int]] = {}
+    found: list[frozenset[int]] = []
+    for leaf in leaves:
+        key = tuple(id(spread.mesh) for spread in leaf.spreads)
+        if key not in known:
+            known[key] = frozenset(int(rank) for spread in leaf.spreads for rank in spread.mesh.ranks().flat)
+        found.append(known[key])
+    return found
 
 
 def _merge(found: _Found, meshes: dict[tuple[Hashable, ...], Mesh]) -> LeafLayout:

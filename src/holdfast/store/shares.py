@@ -19,13 +19,14 @@ from holdfast.plan.placement import LeafLayout
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology, Writers
 from holdfast.plan.volumes import stripe
-from holdfast.plan.world import Seen, merge_views
+from holdfast.plan.world import Beside, Seen, besides, merge_views
 from holdfast.state import Flat, LeafSource
 from holdfast.store.writing import Description
 from holdfast.team import Team
 from holdfast.team.replicas import Copies, check_replicas, check_ties, copies_of, samples
 from holdfast.team.values import check_structures, facts_of, structure_digest, values_digest
 from holdfast.team.views import exchange_views
+from holdfast.team.ways import Crossings, check_ways, crossing_samples, crossings_of
 
 Replicas = Literal["check", "trust"]
 
@@ -57,7 +58,9 @@ class Planned:
     speakers: tuple[int, ...]
     """For each rank, the first one with the same structure of state: that one's tree is stored."""
     copies: Copies
-    """What is compared in every save."""
+    """What is compared in every save: arrays that others have, too."""
+    crossings: Crossings
+    """And elements that others have in another layout."""
 
 
 class Shares:
@@ -105,26 +108,31 @@ class Shares:
         self._known = None
         view = tuple(_seen(leaf) for leaf in flat.leaves)
         if self._team is None:
-            layouts = merge_views({view: [0]})
+            layouts, others = merge_views({view: [0]}), tuple[Beside, ...]()
             speakers: tuple[int, ...] = (0,)
         else:
             speakers = self._speakers(structure_digest(flat.tree), f"{key}/structure")
             if len(set(speakers)) > 1:
                 said = facts_of(flat.tree).structure if speakers[self.rank] == self.rank else {}
                 check_structures(self._team, said, self._timeout, f"{key}/facts")
-            layouts = merge_views(exchange_views(self._team, view, self._timeout, f"{key}/views"))
+            views = exchange_views(self._team, view, self._timeout, f"{key}/views")
+            layouts = merge_views(views)
+            others = besides(views, layouts) if self._replicas == "check" else ()
             check_ties(self._team, flat.aliases, layouts, self._timeout, f"{key}/ties")
             if self._replicas == "check":
                 check_replicas(self._team, flat.leaves, layouts, self._timeout, f"{key}/replicas")
-        self._known = _signature(flat), self._planned(layouts, speakers)
+                check_ways(self._team, flat.leaves, layouts, others, self._timeout, f"{key}/ways")
+        self._known = _signature(flat), self._planned(layouts, others, speakers)
 
     def check_replicas(self, flat: Flat) -> None:
         """Raises `RanksDisagree` when ranks hold different bytes of what they should hold the same of."""
         if self._team is None:
             return
         with self._team.again("comparing replicas", self._timeout) as team:
-            layouts = merge_views(exchange_views(team, tuple(map(_seen, flat.leaves)), self._timeout))
+            views = exchange_views(team, tuple(map(_seen, flat.leaves)), self._timeout)
+            layouts = merge_views(views)
             check_replicas(team, flat.leaves, layouts, self._timeout)
+            check_ways(team, flat.leaves, layouts, besides(views, layouts), self._timeout)
 
     def of(self, flat: Flat) -> Share:
         """This rank's share of a state that the plan at hand is for."""
@@ -146,11 +154,13 @@ class Shares:
             description,
             values_digest(flat.tree),
             facts_of(flat.tree).values if speaks and len(set(planned.speakers)) > 1 else {},
-            samples(planned.copies, here),
+            {**samples(planned.copies, here), **crossing_samples(planned.crossings, here)},
             planned,
         )
 
-    def _planned(self, layouts: Sequence[LeafLayout], speakers: tuple[int, ...]) -> Planned:
+    def _planned(
+        self, layouts: Sequence[LeafLayout], others: Sequence[Beside], speakers: tuple[int, ...]
+    ) -> Planned:
         writes = WritePlan(layouts, self._topology, writers=self._writers)
         owned = writes.fragments(self.rank)
         layout = encode_plan(writes)
@@ -162,6 +172,7 @@ class Shares:
             digest(layout),
             speakers,
             copies_of(self.rank, writes.leaves) if compared else (),
+            crossings_of(self.rank, writes.leaves, others),
         )
 
     def _speakers(self, structure: str, key: str) -> tuple[int, ...]:

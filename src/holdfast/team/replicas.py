@@ -130,22 +130,27 @@ def copies_of(rank: int, layouts: Sequence[LeafLayout]) -> Copies:
 def samples(copies: Copies, here: Mapping[str, LeafSource]) -> dict[str, str]:
     """Digests over samples of this rank's copies, by stream: equal where the copies are.
 
-    At next to no cost, so only of what lies in one row in host memory. Of which leaves that is belongs to the
-    name, so that nobody compares samples of different ones.
+    At next to no cost, so only of what is in host memory, however it lies there. Of which leaves that is
+    belongs to the name, so that nobody compares samples of different ones.
     """
     found: dict[str, str] = {}
     for stream, names in copies:
-        plain: list[str] = []
-        memory: list[Memory] = []
+        near: list[str] = []
+        sources: list[Source] = []
         for name in names:
             source = here[name].source if name in here else None
-            if isinstance(source, Memory):
-                plain.append(name)
-                memory.append(source)
-        if memory:
-            sampled = struct.pack(f"<{len(memory)}Q", *fingerprints(memory))
-            found[f"{stream}/{digest(chr(0).join(plain).encode())}"] = digest(sampled)
+            if source is not None and in_host_memory(source):
+                near.append(name)
+                sources.append(source)
+        if sources:
+            sampled = struct.pack(f"<{len(sources)}Q", *fingerprints(sources))
+            found[f"{stream}/{digest(chr(0).join(near).encode())}"] = digest(sampled)
     return found
+
+
+def in_host_memory(source: Source) -> bool:
+    """Whether a few of its bytes can be had at next to no cost."""
+    return not isinstance(source, Produced) or bool(getattr(source.owner, "is_cpu", False))
 
 
 def check_samples(by_rank: Mapping[int, Mapping[str, str]]) -> None:
