@@ -19,10 +19,11 @@ Names are imported when first used, so that ``import holdfast`` costs nothing.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from holdfast import data as data
     from holdfast.checkpointer import Checkpointer, Keep, Saving, stable
     from holdfast.errors import (
@@ -137,6 +138,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name == "data":
         return importlib.import_module("holdfast.data")
     home = _HOME_OF.get(name)
@@ -148,4 +151,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF, "data"})
+    return sorted({*__all__, "data", *(name for name in globals() if name.startswith("__"))})

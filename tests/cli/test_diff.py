@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,38 @@ def test_values_differ_by_type_and_bits(a: object, b: object, tmp_path: Path) ->
     assert document["leaves"] == []
 
 
-def test_equal_values_are_equal_even_as_nan_and_in_another_order(tmp_path: Path) -> None:
-    a = {"n": math.nan, "s": {3, 1, 2}, "d": {"x": 1, "y": 2}}
-    b = {"d": {"y": 2, "x": 1}, "s": {1, 2, 3}, "n": math.nan}
+def test_equal_values_are_equal_even_as_nan_and_as_sets_in_another_order(tmp_path: Path) -> None:
+    many = [f"name {number}" for number in range(40)]
+    turned = many[::-1]
+    a = {"n": math.nan, "s": set(many), "d": {"f": [frozenset(many)]}}
+    b = {"n": math.nan, "s": set(turned), "d": {"f": [frozenset(turned)]}}
     assert differences(tmp_path, a, b)["equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({"x": 1, "y": 2}, {"y": 2, "x": 1}),
+        ({"x": np.zeros(2), "y": np.ones(2)}, {"y": np.ones(2), "x": np.zeros(2)}),
+        ({"in": {"x": np.zeros(2), "y": 1}}, {"in": {"y": 1, "x": np.zeros(2)}}),
+        (OrderedDict(x=1, y=2), OrderedDict(y=2, x=1)),
+        ({1: "x", 2: "y"}, {2: "y", 1: "x"}),
+    ],
+    ids=["values", "leaves", "nested", "ordered", "other keys"],
+)
+def test_keys_in_another_order_are_a_difference(a: object, b: object, tmp_path: Path) -> None:
+    """A state that is loaded has its keys in the order in which they were saved."""
+    document = differences(tmp_path, a, b)
+    assert (document["equal"], document["structure"]) == (False, True)
+    assert document["leaves"] == document["values"] == []
+    shown = command("diff", tmp_path / "a", tmp_path / "b")
+    assert shown.code == 1
+    assert "another order" in " ".join(shown.lines)
+
+
+def test_keys_in_another_order_inside_of_a_value_are_a_difference(tmp_path: Path) -> None:
+    document = differences(tmp_path, {"l": [{"x": 1, "y": 2}]}, {"l": [{"y": 2, "x": 1}]})
+    assert [change["name"] for change in document["values"]] == ["l"]
 
 
 def test_values_on_one_side(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ many states were tried is printed at the end of the test run.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from holdfast.engine import faults
 
 from . import sequences
 from .conftest import USABLE, WAYS
-from .power import Budget
+from .power import Budget, Disk
 from .recovery import PathRecovery, RunRecovery
 from .surveys import survey_failing, survey_killed, survey_recoveries
 from .tracing import Recording, Survey, Tally
@@ -71,6 +72,19 @@ def test_power_cut_while_a_path_is_replaced(tmp_path: Path, ram: Path, way: str,
     tally = Survey(ram, PathRecovery())(sequences.replaced_path(tmp_path, WAYS[way]))
     tried(tally)
     assert tally.states > 200
+
+
+def test_power_cut_after_a_save_that_made_the_directories_above(tmp_path: Path) -> None:
+    """Every name on the way is durable with the checkpoint: here it is not lost in any state."""
+    with faults.traced() as events:
+        holdfast.save(tmp_path / "a" / "b" / "c", {"w": 1})
+    disk = Disk(tmp_path)
+    for event in events:
+        if Path(event.path).is_relative_to(tmp_path):  # names further up are there already
+            disk.replay(event)
+    images = list(disk.crashes(Budget(), random.Random(0)))
+    assert images
+    assert all("a/b/c/r00000.v0.safetensors" in image.tree for image in images)
 
 
 def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: Report) -> None:

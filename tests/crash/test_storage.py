@@ -286,14 +286,11 @@ def test_a_device_that_turns_read_only_is_named_as_such(ram: Path) -> None:
 # --- nothing there --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_missing_directory_says_to_create_it(ram: Path, way: str) -> None:
-    with pytest.raises(holdfast.StorageMissing) as caught:
-        holdfast.save(ram / "not" / "there" / "new", make_state(1), options=WAYS[way])
-    assert isinstance(caught.value, FileNotFoundError)
-    assert f"the directory {ram / 'not' / 'there'} does not exist; create it" in str(caught.value)
-    assert "mounted" in str(caught.value)
-    assert os.listdir(ram) == []
+def test_a_directory_above_that_cannot_be_made_is_named(ram: Path) -> None:
+    with faults.injected("mkdir:2:ENOSPC"), pytest.raises(holdfast.StorageFull) as caught:
+        holdfast.save(ram / "not" / "there" / "new", make_state(1))
+    assert str(ram / "not" / "there" / "new") in str(caught.value)
+    assert not (ram / "not" / "there").exists()
 
 
 def test_a_run_makes_its_own_directories(ram: Path) -> None:

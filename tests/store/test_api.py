@@ -211,10 +211,25 @@ def test_overwriting_never_takes_away_what_is_not_a_checkpoint(tmp_path: Path) -
     assert np.array_equal(holdfast.load(run)["w"], np.arange(3))
 
 
-def test_saving_into_a_directory_that_does_not_exist_says_so(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.StorageMissing, match=re.escape(os.fspath(tmp_path / "a" / "b"))):
-        holdfast.save(tmp_path / "a" / "b" / "c", {"w": 1})
+@pytest.mark.parametrize("volumes", [0, 1])
+def test_directories_above_the_path_are_made(tmp_path: Path, volumes: int) -> None:
+    (tmp_path / "v").mkdir()
+    options = holdfast.Options(volumes=[tmp_path / "v"] * volumes)
+    holdfast.save(tmp_path / "a" / "b" / "c", {"w": np.ones(3)}, options=options)
+    assert holdfast.load(tmp_path / "a" / "b" / "c")["w"].tolist() == [1, 1, 1]
+
+
+def test_a_state_that_cannot_be_saved_makes_no_directories(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.UnsupportedState):
+        holdfast.save(tmp_path / "a" / "c", {"w": object()})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_above_the_path_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(holdfast.SaveFailed, match=re.escape(os.fspath(tmp_path / "a"))):
+        holdfast.save(tmp_path / "a" / "b" / "c", {"w": 1})
+    assert (tmp_path / "a").read_text() == "mine"
 
 
 @pytest.mark.parametrize("volumes", [0, 1])

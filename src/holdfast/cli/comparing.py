@@ -13,6 +13,7 @@ from holdfast.cli.numbers import Tally
 from holdfast.cli.windows import Extent, WindowReader, windows
 from holdfast.format.dtypes import itemsize
 from holdfast.state import Node, flatten
+from holdfast.state.node import without_order_of_sets
 from holdfast.store import Checkpoint, LeafInfo
 
 Change = Literal["only in a", "only in b", "dtype", "shape", "bits", "framework", "tied"]
@@ -55,7 +56,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """All that differs. `structure`: leaves and values agree, but not the containers around them."""
+    """All that differs. `structure`: leaves and values agree, but not the containers around them.
+
+    The order of a dict's keys is part of that: a restored state has it, too.
+    """
 
     a: Side
     b: Side
@@ -145,8 +149,11 @@ def value_nodes(checkpoint: Checkpoint) -> dict[str, Node]:
 
 
 def exact(node: Node) -> bytes:
-    """Equal for equal nodes only: in Python 1, 1.0 and True are equal as well."""
-    return msgspec.json.encode(node, order="deterministic")
+    """Equal for equal nodes only: in Python 1, 1.0 and True are equal, and dicts in another order.
+
+    The members of sets have no order, and every process stores them in its own.
+    """
+    return msgspec.json.encode(without_order_of_sets(node))
 
 
 def _value_changes(a: Mapping[str, Node], b: Mapping[str, Node]) -> Iterator[ValueChange]:

@@ -28,7 +28,7 @@ def diff(
     """Which leaves and values differ, and by how much. Exit code 1 when any does.
 
     Leaves are compared bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not.
-    Step, time and metrics may differ. Neither checkpoint has to fit in memory.
+    The order of keys counts. Step, time and metrics may differ. Neither checkpoint has to fit in memory.
     """
     with session(as_json) as out:
         import holdfast
@@ -81,7 +81,9 @@ def _print(out: Session, found: Difference, everything: bool) -> None:
     ]
     out.say(", ".join(parts))
     if found.structure:
-        out.say("the containers around leaves and values differ (a list here, a tuple there, or other types)")
+        out.say(
+            "the containers around leaves and values differ: a list here, a tuple there, or keys in another order"
+        )
 
 
 def _side(side: Side) -> str:

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import NoReturn, TypeAlias
 
+import msgspec
+
 from holdfast.errors import CorruptCheckpoint
 
 Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
@@ -43,6 +45,7 @@ ORDERED = "$odict"
 COUNTER = "$counter"
 STATE_DICT = "$state_dict"
 PER_RANK = "$per_rank"
+UNORDERED = ("$set", "$frozenset")
 
 NAMELESS = "_"
 """Name of a leaf or value that has no path: the state itself, or one under an empty key."""
@@ -206,6 +209,20 @@ def state_dict_body(body: Node) -> tuple[Node, list[Node]]:
 def collide(keys: Collection[Hashable]) -> bool:
     """Whether so many keys have one hash that a dict or set of them would take forever to fill."""
     return len(keys) > MAX_COLLISIONS and max(Counter(map(hash, keys)).values()) > MAX_COLLISIONS
+
+
+def without_order_of_sets(node: Node) -> Node:
+    """The node with the members of sets sorted, whose order every process has for itself."""
+    if type(node) is list:
+        return [without_order_of_sets(item) for item in node]
+    if type(node) is not dict:
+        return node
+    inner = {key: without_order_of_sets(item) for key, item in node.items()}
+    tag = tag_of(node)
+    body = inner[tag] if tag in UNORDERED and tag is not None else None
+    if tag is not None and type(body) is list:
+        return {tag: sorted(body, key=msgspec.json.encode)}
+    return inner
 
 
 def leaf_names(tree: Node) -> Iterator[str]:

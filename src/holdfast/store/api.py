@@ -116,7 +116,8 @@ def save(
 
     `state` is any nesting of dicts, lists and tuples with torch tensors, numpy arrays, plain values, and
     objects that have ``state_dict``/``load_state_dict`` (modules, optimizers, schedulers). ``overwrite=True``
-    replaces the checkpoint that is there, at once and whole, but never anything else.
+    replaces the checkpoint that is there, at once and whole, but never anything else. Directories above
+    `path` are made.
 
     Under ``torch.distributed`` all ranks call this, each with its own state, and each writes a share of one
     checkpoint; ``together=False`` saves this rank's state by itself. `timeout`: seconds after which a rank
@@ -137,7 +138,10 @@ def save(
     if team is None and (way is None or not way.volumes):
         check_target(target)
         tuning = _DEFAULT if way is None else way.tuning
-        return Commit(target, step, plain_metrics(metrics), tuning, overwrite=overwrite).run(flatten(state))
+        commit = Commit(target, step, plain_metrics(metrics), tuning, overwrite=overwrite)
+        flat = flatten(state)
+        make_parent(target)
+        return commit.run(flat)
     with dismissing(team):
         crew = Crew(team, way or Options().way(), timeout)
         talk = crew.begin(what, step)
@@ -148,6 +152,12 @@ def save(
             crew.failed(talk, error)
             raise
         ready = crew.prepare(state, talk)
+        try:
+            if crew.leads:
+                make_parent(target)
+        except BaseException as error:
+            crew.failed(talk, error)
+            raise
         info = crew.commit(ready, target, step, numbers, overwrite=overwrite)
         crew.close(wait=True)
         return info
@@ -207,6 +217,14 @@ def load(
 def open(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint (of a run: the newest) without reading its arrays."""
     return newest(path, Checkpoint)
+
+
+def make_parent(target: str) -> None:
+    """Makes the directories above a checkpoint, and their names durable."""
+    parent = os.path.dirname(target)
+    if not os.path.isdir(parent):
+        with saving(target):
+            fs.make_directories(parent)
 
 
 def check_target(target: str) -> None:

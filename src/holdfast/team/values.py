@@ -21,12 +21,14 @@ from holdfast.state.node import (
     DEQUE,
     PER_RANK,
     STATE_DICT,
+    UNORDERED,
     deque_body,
     items_of,
     leaf_of,
     pairs_of,
     per_rank_of,
     tag_of,
+    without_order_of_sets,
 )
 from holdfast.state.rebuild import decode_key
 from holdfast.state.tree import component
@@ -90,12 +92,9 @@ def _key_name(key: Node) -> str:
     return data.decode() if _has_sets(data) else component(decode_key(key))
 
 
-_UNORDERED = ("$set", "$frozenset")
-
-
 def _has_sets(data: bytes) -> bool:
     """Whether encoded nodes may hold sets, of whose members every process has its own order."""
-    return any(b'"%b"' % tag.encode() in data for tag in _UNORDERED)
+    return any(b'"%b"' % tag.encode() in data for tag in UNORDERED)
 
 
 def _canonical(node: Node) -> bytes:
@@ -103,20 +102,7 @@ def _canonical(node: Node) -> bytes:
     data = msgspec.json.encode(node, order="deterministic")
     if not _has_sets(data):
         return data
-    return msgspec.json.encode(_sorted(node), order="deterministic")
-
-
-def _sorted(node: Node) -> Node:
-    if type(node) is list:
-        return [_sorted(item) for item in node]
-    if type(node) is not dict:
-        return node
-    inner = {key: _sorted(item) for key, item in node.items()}
-    tag = tag_of(node)
-    body = inner[tag] if tag in _UNORDERED and tag is not None else None
-    if tag is not None and type(body) is list:
-        return {tag: sorted(body, key=msgspec.json.encode)}
-    return inner
+    return msgspec.json.encode(without_order_of_sets(node), order="deterministic")
 
 
 _SCALARS = ("$int", "$float", "$str")
