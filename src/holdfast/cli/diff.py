@@ -82,7 +82,7 @@ def _print(out: Session, found: Difference, everything: bool) -> None:
     out.say(", ".join(parts))
     if found.structure:
         out.say(
-            "the containers around leaves and values differ: a list here, a tuple there, or keys in another order"
+            "the containers around leaves and values differ (a list here, a tuple there, keys in another order)"
         )
 
 
