@@ -35,6 +35,7 @@ ERRORS = {
     "StorageMissing": FileNotFoundError,
     "ReadFailed": OSError,
     "ReadDenied": PermissionError,
+    "OutOfResources": OSError,
     "RankFailed": ConnectionError,
     "RanksDisagree": ValueError,
     "EngineTimeout": TimeoutError,

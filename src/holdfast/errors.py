@@ -164,7 +164,11 @@ class StorageMissing(SaveFailed, FileNotFoundError):
 
 
 class ReadFailed(HoldfastError, OSError):
-    """The device or filesystem failed while reading. The bytes may still be intact: see the cause."""
+    """The device or filesystem failed while reading. The bytes may still be intact: see the cause.
+
+    An error of the device (``EIO``) has been tried three times by then; `Checkpointer.restore` takes it for
+    damage. It raises everything else, and falls back to no older checkpoint: the newest may be whole.
+    """
 
     # OSError would print its errno and filename, which callers may want, instead of the message.
     def __str__(self) -> str:
@@ -176,6 +180,14 @@ class ReadFailed(HoldfastError, OSError):
 
 class ReadDenied(ReadFailed, PermissionError):
     """This user cannot read there (wrong owner or mode). The message says what to change."""
+
+
+class OutOfResources(ReadFailed):
+    """The system lacked what reading takes: file descriptors, memory or address space, threads.
+
+    It says nothing about the stored bytes, so `Checkpointer.restore` does not fall back to an older one.
+    Raise the limit that the message names (``ulimit``), or free some, and try again.
+    """
 
 
 class EngineTimeout(HoldfastError, TimeoutError):

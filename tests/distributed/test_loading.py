@@ -6,6 +6,7 @@ Many checks share a launch: starting a world takes longer than most of them.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -381,7 +382,7 @@ def _damaged(good: str, bad: str) -> list[tuple[str, str, str | None, str | None
     def unreadable(self: Checkpoint, wanted: Any, **options: Any) -> None:
         if rank.team.rank == 1:
             error = ReadFailed("the device said no")
-            error.filename = "r00001"
+            error.errno, error.filename = errno.EIO, "r00001"
             raise error
         real(self, wanted, **options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,39 @@ def _go_back(folder: Path) -> list[Any]:
 
 def test_all_ranks_go_on_from_where_they_went_back_to(tmp_path: Path) -> None:
     assert values(launch(2, _go_back, tmp_path)) == [[[1, 2, 3], 3, 3, 30.0]] * 2
+
+
+def _without_descriptors(folder: Path) -> list[Any]:
+    import resource
+
+    import torch.distributed as dist
+
+    state: Any = {"w": np.zeros(300_000)}
+    found: list[Any] = []
+    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+        for step in (1, 2):
+            state["w"][:] = step
+            c.save(step)
+        c.restore()  # what ranks keep open for each other is open from here on
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if dist.get_rank() == 1:
+            free = os.open(os.devnull, os.O_RDONLY)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(holdfast.HoldfastError) as caught:
+                c.restore()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        named = "Too many open files" in str(caught.value), "rank 1" in str(caught.value)
+        found += [isinstance(caught.value, holdfast.OutOfResources), *named]
+        state["w"][:] = 0
+        found += [c.restore(), float(state["w"][0])]
+    return found
+
+
+def test_a_rank_short_of_descriptors_is_named_and_no_rank_falls_back(tmp_path: Path) -> None:
+    assert values(launch(2, _without_descriptors, tmp_path)) == [
+        [True, True, True, 2, 2.0],
+        [True, True, False, 2, 2.0],
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import msgspec
 import pytest
 
@@ -10,10 +12,12 @@ from holdfast.errors import (
     CorruptCheckpoint,
     HoldfastError,
     IncompleteCheckpoint,
+    OutOfResources,
     RankFailed,
     ReadFailed,
     StateMismatch,
 )
+from holdfast.store.failures import read_error, shows_damage
 from holdfast.store.outcomes import Failure, give_up
 
 
@@ -74,6 +78,19 @@ def test_all_ranks_raise_the_same_kind_when_several_failed_differently() -> None
     unread_too = _raised(unread, own, None)[2]
     assert isinstance(unread_too, ReadFailed)
     assert (unread_too.errno, unread_too.filename) == (5, "r00000")
+
+
+def test_a_rank_without_descriptors_is_named_and_nobody_takes_it_for_damage() -> None:
+    lacking = read_error("cannot read r00001: Too many open files", errno.EMFILE, "r00001")
+    unread = read_error("the device said no", errno.EIO, "r00000")
+    first, own, _ = _raised(None, lacking, None)
+    assert own is lacking
+    assert isinstance(first, OutOfResources)
+    assert first.errno == errno.EMFILE
+    assert "rank 1: cannot read r00001: Too many open files" in str(first)
+    assert not any(shows_damage(error) for error in (first, own))
+    # What another has seen to be damaged is damaged for all.
+    assert all(error is not None and shows_damage(error) for error in _raised(lacking, unread, None))
 
 
 @pytest.mark.parametrize("own", [StateMismatch("does not fit"), OSError(28, "full"), RuntimeError()])

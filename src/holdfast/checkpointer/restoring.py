@@ -1,7 +1,9 @@
 """Resuming: the newest checkpoint of a run that is whole, the same one on all ranks.
 
-A damaged checkpoint is passed over. With several ranks, one that sees damage makes all pass over it. A state
-that cannot be restored in place is refused, whether there is anything to restore yet or not.
+A damaged checkpoint is passed over (`shows_damage`). With several ranks, one that sees damage makes all pass
+over it. One that cannot be read for another reason (no descriptors, no memory, no permission) may be whole:
+that error is raised, on all ranks, since a training that went on from an older one would write over it. A
+state that cannot be restored in place is refused, whether there is anything to restore yet or not.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from holdfast.errors import (
     ReadFailed,
 )
 from holdfast.store import Checkpoint, Crew
+from holdfast.store.failures import shows_damage
 from holdfast.store.loading import load_together
 from holdfast.store.unison import all_or_none, open_together
 from holdfast.team import Team
@@ -80,7 +83,7 @@ def _resume(
         try:
             nbytes = _load(crew, team, into, path_of(step))
         except (CorruptCheckpoint, ReadFailed) as error:
-            if only is not None:
+            if only is not None or not shows_damage(error):
                 raise
             failures.append(error)
             passed_over(step, error)

@@ -10,6 +10,7 @@ from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
+    OutOfResources,
     ReadFailed,
     SaveFailed,
     UnsupportedCheckpoint,
@@ -113,6 +114,8 @@ def history(run: str) -> list[Kept]:
             with Checkpoint(os.path.join(run, step_name(step))) as checkpoint:
                 if checkpoint.visible_damage(far=False) is None:
                     found.append(Kept(step, checkpoint.created, checkpoint.metrics))
+        except OutOfResources:
+            raise
         except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint, CheckpointNotFound):
             continue
     return found

@@ -55,13 +55,15 @@ def verify(
 def _verify(target: str, advance: Advance) -> Report | None:
     """None when retention took it away meanwhile. One that cannot be read does not hide the others."""
     from holdfast.cli.listing import is_gone, why
-    from holdfast.errors import CheckpointNotFound, IncompleteCheckpoint, ReadFailed
+    from holdfast.errors import CheckpointNotFound, IncompleteCheckpoint, OutOfResources, ReadFailed
     from holdfast.store import Problem, Report, verify
 
     try:
         return verify(target, progress=advance)
     except IncompleteCheckpoint as error:
         return Report(target, None, 0, 0, (Problem(error.path or target, "the manifest is missing"),))
+    except OutOfResources:
+        raise
     except (CheckpointNotFound, ReadFailed) as error:
         if is_gone(target):
             return None

@@ -36,6 +36,7 @@ from holdfast.state import (
 )
 from holdfast.state.node import localized
 from holdfast.store.commit import MANIFEST, SHARD
+from holdfast.store.failures import shows_damage
 from holdfast.store.fetching import FileReads, fetch, plan_fetch
 from holdfast.store.lazy import LazyLeaf
 from holdfast.store.opening import is_checkpoint, open_checkpoint, resolve
@@ -329,7 +330,8 @@ class Checkpoint:
     def visible_damage(self, *, far: bool = True) -> Problem | None:
         """The damage that shows without reading arrays: a part or shard that is gone, or another.
 
-        `far`: also of shards on volumes of other hosts that cannot be reached from here.
+        `far`: also of shards on volumes of other hosts that cannot be reached from here. `ReadFailed`
+        when it cannot be told.
         """
         reason = self.misplaced()
         if reason is not None:
@@ -338,6 +340,8 @@ class Checkpoint:
             try:
                 self.parts[rank]
             except (CorruptCheckpoint, ReadFailed) as error:
+                if not shows_damage(error):
+                    raise
                 file = getattr(error, "path", None) or self.parts.file_of(rank)
                 return Problem(file, getattr(error, "reason", str(error)))
             problem = self.reader(rank).visible_damage(far=far)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from holdfast.errors import (
     CorruptCheckpoint,
     HoldfastError,
+    OutOfResources,
     ReadDenied,
     ReadFailed,
     SaveFailed,
@@ -22,6 +25,17 @@ from holdfast.errors import (
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _BLOCKED = {errno.EEXIST, errno.ENOTDIR}
+_LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS}
+_DEVICE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG}
+"""What the kernel says of a medium that cannot be read, and of a file system that is damaged itself."""
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+"""Something is not there, or something else is in its place."""
+
+READ_ATTEMPTS = 3
+"""A device may fail once and be well the next time; what it says so many times counts."""
+_PAUSE_SECONDS = 0.02
+
+_T = TypeVar("_T")
 
 
 def save_failed(cause: OSError, target: str) -> SaveFailed:
@@ -88,14 +102,49 @@ def reading(path: str) -> Iterator[None]:
 
 def _read_failed(cause: OSError, path: str) -> ReadFailed:
     what = f"cannot read {path}: {cause.strerror or cause}"
-    failed: ReadFailed
     if cause.errno in _DENIED:
-        failed = ReadDenied(f"{what}; make it readable for user {os.geteuid()} (chown or chmod)")
-    else:
-        failed = ReadFailed(what)
-    failed.errno = cause.errno
+        what += f"; make it readable for user {os.geteuid()} (chown or chmod)"
+    elif cause.errno in _LACKING:
+        what += f". This says nothing about the checkpoint: {_remedy(cause.errno)}, and try again"
+    return read_error(what, cause.errno, path)
+
+
+def read_error(message: str, code: int | None, path: str | None) -> ReadFailed:
+    """The typed error for a read that the system failed with this errno."""
+    kind = OutOfResources if code in _LACKING else ReadDenied if code in _DENIED else ReadFailed
+    failed = kind(message)
+    failed.errno = code
     failed.filename = path
     return failed
+
+
+def _remedy(code: int | None) -> str:
+    if code in (errno.EMFILE, errno.ENFILE):
+        return "close files that this process holds open, or raise the limit (ulimit -n)"
+    return "free memory, or raise the limits of this process (ulimit -v, ulimit -u)"
+
+
+def shows_damage(error: Exception) -> bool:
+    """Whether a checkpoint that cannot be read for this reason is damaged. Else it may be whole.
+
+    Damage is what contradicts a checksum or the format, a file that is missing, and a device or file system
+    that fails to read, however often it is asked (`patiently`).
+    """
+    if isinstance(error, ReadFailed):
+        return error.errno in _DEVICE or error.errno in _ABSENT
+    return isinstance(error, CorruptCheckpoint)
+
+
+def patiently(read: Callable[[], _T]) -> _T:
+    """What `read` returns, which is tried again after an error of the device: one that stays is raised."""
+    for _ in range(READ_ATTEMPTS - 1):
+        try:
+            return read()
+        except ReadFailed as error:
+            if error.errno not in _DEVICE:
+                raise
+        time.sleep(_PAUSE_SECONDS)
+    return read()
 
 
 def require_regular(path: str, shown: str) -> os.stat_result:

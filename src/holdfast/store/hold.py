@@ -36,10 +36,11 @@ class Hold:
         """Whether the path still leads here: nothing has been replaced, retired or removed so far."""
         if self._held is None:
             return False
-        try:
-            return os.path.samestat(os.fstat(self._held.fileno()), os.stat(self.path))
-        except FileNotFoundError:
-            return False
+        with reading(self.path):
+            try:
+                return os.path.samestat(os.fstat(self._held.fileno()), os.stat(self.path))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
 
     def require_current(self) -> None:
         """By who misses a file: raises, unless it is missing from what is at the path."""

@@ -7,13 +7,19 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint
+from holdfast.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    HoldfastError,
+    IncompleteCheckpoint,
+    OutOfResources,
+)
 from holdfast.format.embedded import PEEK_NBYTES, embeds_root, extract_root
 from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root, shard_name
 from holdfast.format.records import Root
 from holdfast.format.shard import header_nbytes
 from holdfast.store.commit import MANIFEST, SHARD
-from holdfast.store.failures import reading, require_regular
+from holdfast.store.failures import patiently, reading, require_regular
 from holdfast.store.hold import Hold
 from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED, list_steps, step_name
@@ -73,6 +79,10 @@ def newest(path: str | os.PathLike[str], use: Callable[[str], _T]) -> _T:
 
 def open_checkpoint(path: str) -> tuple[Hold, Root]:
     """Holds a checkpoint and reads its manifest. One that is replaced at this very moment is opened anew."""
+    return patiently(lambda: _open(path))
+
+
+def _open(path: str) -> tuple[Hold, Root]:
     for _ in range(_MAX_REPLACED):
         hold = Hold(path)
         try:
@@ -134,11 +144,15 @@ def _read_embedded(directory: str, path: str) -> Root:
 
 def _refuse_second_manifest(directory: str, path: str) -> None:
     """Two that disagree could each be the right one: nobody writes such a checkpoint."""
+    where = os.path.join(path, SHARD)
     try:
-        require_regular(os.path.join(directory, SHARD), os.path.join(path, SHARD))
-        with open(os.path.join(directory, SHARD), "rb") as file:
-            beginning = file.read(PEEK_NBYTES)
-    except (OSError, CorruptCheckpoint):
+        with reading(where):
+            require_regular(os.path.join(directory, SHARD), where)
+            with open(os.path.join(directory, SHARD), "rb") as file:
+                beginning = file.read(PEEK_NBYTES)
+    except HoldfastError as error:
+        if isinstance(error, OutOfResources):
+            raise
         return  # whoever needs the shard is told what is wrong with it
     if embeds_root(beginning):
         reason = f"this file holds a manifest, and there is a {MANIFEST} beside it"

@@ -20,6 +20,7 @@ from holdfast.errors import (
     RankFailed,
     ReadFailed,
 )
+from holdfast.store.failures import read_error, shows_damage
 from holdfast.team import Team, sendable
 from holdfast.team.hearing import all_heard
 
@@ -35,6 +36,7 @@ _KINDS: tuple[tuple[str, type[HoldfastError]], ...] = (
     ("another", AnotherCheckpoint),
     ("damaged", CorruptCheckpoint),
     ("unread", ReadFailed),
+    ("refused", ReadFailed),
     ("absent", CheckpointNotFound),
 )
 _OWN = ""
@@ -77,10 +79,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def error(self) -> HoldfastError:
         """What the other ranks raise."""
         what = f"found by rank {self.rank}: {self.text}"
-        if self.kind == "unread":
-            failed = ReadFailed(what)
-            failed.errno, failed.filename = self.errno, self.path
-            return failed
+        if self.kind in ("unread", "refused"):
+            return read_error(what, self.errno, self.path)
         if self.kind == "another":
             return AnotherCheckpoint(what, path=self.path)
         if self.kind == "damaged":
@@ -131,6 +131,8 @@ def _text(text: str | None) -> str | None:
 
 
 def _kind(error: Exception) -> str:
+    if isinstance(error, ReadFailed) and not shows_damage(error):
+        return "refused"  # nothing is known of the checkpoint, so nobody goes on to an older one
     return next((kind for kind, known in _KINDS if isinstance(error, known)), _OWN)
 
 

@@ -24,7 +24,7 @@ from holdfast.plan.ranks import WritePlan
 from holdfast.state import LeafMeta, Node
 from holdfast.state.merging import merge_trees
 from holdfast.state.node import leaf_names
-from holdfast.store.failures import reading, require_regular
+from holdfast.store.failures import patiently, reading, require_regular
 from holdfast.store.hold import Hold
 
 _MAX_PINNED = 128
@@ -55,7 +55,8 @@ class Parts:
         with self._lock:
             part = self._known.get(rank)
             if part is None:
-                part = self._known[rank] = self._read(self._refs[rank])
+                ref = self._refs[rank]
+                part = self._known[rank] = patiently(lambda: self._read(ref))
             return part
 
     def __contains__(self, rank: object) -> bool:

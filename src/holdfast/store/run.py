@@ -17,7 +17,7 @@ from holdfast.engine import fs
 from holdfast.errors import CheckpointNotFound, ReadFailed
 from holdfast.store.commit import CheckpointInfo
 from holdfast.store.directories import try_lock_directory
-from holdfast.store.failures import reading, save_failed, saving
+from holdfast.store.failures import patiently, reading, save_failed, saving
 from holdfast.store.lock import RunLock
 from holdfast.store.partial import PARTIAL, Spare
 
@@ -40,13 +40,17 @@ def is_step_name(name: str) -> bool:
 def list_steps(run: str) -> list[int]:
     """Steps of the committed checkpoints, oldest first. Needs no lock."""
     try:
-        with reading(run), os.scandir(run) as entries:
-            names = [entry.name for entry in entries if is_step_name(entry.name) and _is_directory(entry)]
+        names = patiently(lambda: _step_names(run))
     except ReadFailed as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise CheckpointNotFound(f"there is no run at {run}") from error
         raise
     return sorted(int(name.removeprefix("step-")) for name in names)
+
+
+def _step_names(run: str) -> list[str]:
+    with reading(run), os.scandir(run) as entries:
+        return [entry.name for entry in entries if is_step_name(entry.name) and _is_directory(entry)]
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast import engine
 from holdfast.engine import Destination, Padding, ReadPiece, Tuning, Unkept
@@ -14,7 +15,7 @@ from holdfast.format.checksums import HEX_DIGITS, digest
 from holdfast.format.embedded import check_header
 from holdfast.format.records import EMBEDDED, Fragment, Leaf, Part, ShardFile
 from holdfast.plan import ByteRange, gaps
-from holdfast.store.failures import reading, require_regular
+from holdfast.store.failures import patiently, reading, require_regular
 from holdfast.store.hold import Hold
 
 
@@ -121,14 +122,14 @@ class ShardReader:
         file = self._part.files[index]
         # An empty array lies where the next one begins, and has to come first.
         in_file = sorted(requests, key=lambda item: (item.piece.offset, item.piece.destination.nbytes))
-        problem = self._file_problem(file, in_file[0].leaf if in_file else None)
+        problem = patiently(lambda: self._file_problem(file, in_file[0].leaf if in_file else None))
         if problem is not None:
             return [problem]
         found: list[Problem] = []
         pieces = [item.piece for item in in_file]
         owners: list[Request | None] = list(in_file)
         if verify and whole:
-            found += self._header_problem(file)
+            found += patiently(lambda: self._header_problem(file))
             taken = [ByteRange(piece.offset, piece.offset + piece.destination.nbytes) for piece in pieces]
             padding = list(gaps(taken, file.header_nbytes, file.nbytes))
             merged = sorted(
@@ -141,7 +142,9 @@ class ShardReader:
             pieces = [piece for piece, _ in merged]
             owners = [owner for _, owner in merged]
         shown = self.shown_path(file)
-        for damage in self._engine_read(file, pieces, verify=verify, progress=progress):
+        # Again, if need be, from the start: what was put in place by then is put there once more.
+        damages = patiently(lambda: self._engine_read(file, pieces, verify=verify, progress=progress))
+        for damage in damages:
             owner = owners[damage.piece]
             if owner is None:
                 found.append(Problem(shown, "the padding between leaves is not zero"))
@@ -156,7 +159,7 @@ class ShardReader:
         `far`: a shard on a volume of another host counts as gone when it cannot be reached from here.
         """
         for file in self._part.files:
-            problem = self._file_problem(file, None)
+            problem = patiently(partial(self._file_problem, file, None))
             if problem is not None and (far or not (_is_far(file) and problem.missing)):
                 return problem
         return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.engine import Unkept
-from holdfast.errors import CorruptCheckpoint, ReadFailed
+from holdfast.errors import CorruptCheckpoint, OutOfResources, ReadFailed
 from holdfast.format.dtypes import carrier
 from holdfast.format.records import Part, ShardFile
 from holdfast.format.shard import HeaderEntry, entry_name, is_pad, parse_header
@@ -41,10 +41,15 @@ class Report:
 
 
 def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> Report:
-    """Check every byte. Damage is reported, not raised; a path with nothing at it is still an error."""
+    """Check every byte. Damage is reported, not raised; a path with nothing at it is still an error.
+
+    So is a lack of descriptors or memory (`OutOfResources`).
+    """
     where = resolve(path)
     try:
         checkpoint = Checkpoint(where)
+    except OutOfResources:
+        raise
     except (CorruptCheckpoint, ReadFailed) as error:
         file = getattr(error, "path", None) or getattr(error, "filename", None) or where
         return Report(where, None, 0, 0, (Problem(file, getattr(error, "reason", str(error))),))
@@ -81,6 +86,8 @@ class _Files:
     def check(self, rank: int, progress: Callable[[int], None] | None) -> list[Problem]:
         try:
             part = self._checkpoint.part(rank)
+        except OutOfResources:
+            raise
         except (CorruptCheckpoint, ReadFailed) as error:
             self.unreadable = True
             self.names.update(name for name in os.listdir(self._checkpoint.path) if _is_shard_of(name, rank))
@@ -97,6 +104,8 @@ class _Files:
         ]
         try:
             problems = reader.problems(requests, verify=True, whole=True, progress=progress)
+        except OutOfResources:
+            raise
         except ReadFailed as error:
             problems = [Problem(os.fsdecode(error.filename), str(error))]
         except CorruptCheckpoint as error:
@@ -127,6 +136,8 @@ def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: 
     try:
         with reading(shown), open(path, "rb") as opened:
             header = parse_header(opened.read(file.header_nbytes), file.nbytes, shown)
+    except OutOfResources:
+        raise
     except (CorruptCheckpoint, ReadFailed) as error:
         return [Problem(shown, getattr(error, "reason", str(error)))]
     expected: set[HeaderEntry] = set()
