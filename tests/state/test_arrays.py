@@ -16,6 +16,7 @@ from holdfast.errors import UnsupportedState
 from holdfast.format import dtypes
 from holdfast.state import convert, empty, flatten
 from holdfast.state.arrays import ML_DTYPES, NATIVE, overlaps_itself
+from holdfast.state import torch_arrays
 from holdfast.state.torch_arrays import TORCH_NAMES, torch_dtype, window_reader, window_writer
 
 from .support import read, round_trip, save
@@ -246,15 +247,39 @@ def test_without_ml_dtypes_the_error_names_the_package(monkeypatch: pytest.Monke
         empty("BF16", (2,), "numpy")
 
 
-@pytest.mark.parametrize("step", [1, 7, 64])
-def test_windows_of_a_device_tensor_add_up_to_its_bytes(step: int) -> None:
-    """There is no device here: the window functions themselves do not care where the tensor lives."""
-    tensor = torch.randn(5, 6).t()
+@pytest.mark.parametrize("step", [1, 7, 64, 1 << 20])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.real.t(),
+        lambda x: x.conj(),
+        lambda x: x.conj().t(),
+        lambda x: x.conj().imag[1:4, ::2],
+        lambda x: x.conj()[2, 3],
+        lambda x: x.to(torch.complex32).conj(),
+        lambda x: x.to(torch.complex128).conj()[:, None],
+        lambda x: torch._neg_view(x.real)[::2],
+    ],
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_windows_of_any_tensor_add_up_to_its_bytes(
+    make: Any, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows cut through rows and elements, and boxes through windows."""
+    monkeypatch.setattr(torch_arrays, "_BOX_NBYTES", 48)
+    tensor = make(torch.randn(5, 6, dtype=torch.complex64))
     data = bytearray(tensor.nbytes)
     fill = window_reader(tensor)
     for start in range(0, len(data), step):
         fill(memoryview(data)[start : start + step], start)
-    assert bytes(data) == tensor_bytes(tensor)
+    assert bytes(data) == tensor_bytes(tensor.resolve_conj().resolve_neg())
+
+
+@pytest.mark.parametrize("step", [1, 7, 64])
+def test_windows_fill_a_device_tensor(step: int) -> None:
+    """There is no device here: the window functions themselves do not care where the tensor lives."""
+    tensor = torch.randn(6, 5)
+    data = tensor_bytes(tensor)
     target = torch.zeros(6, 5)
     drain = window_writer(target)
     for start in range(0, len(data), step):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -14,45 +10,15 @@ import torch
 
 import holdfast
 from holdfast.engine import choose_backend
+from tests.store.measuring import MEASURE, in_own_process, needs_peak
 
 MIB = 1 << 20
 
 
-def in_own_process(script: str, *arguments: object, timeout: float = 300) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-MEASURE = """
-    import sys
-    import numpy as np
-    import holdfast
-
-    def kib(field):
-        with open("/proc/self/status") as file:
-            return int(next(line for line in file if line.startswith(field)).split()[1])
-
-    def growth(work):
-        '''Peak of resident memory during the work, above what was there before, in MiB.'''
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-        before = kib("VmRSS")
-        work()
-        return (kib("VmHWM") - before) / 1024
-"""
-
-
+@needs_peak
 @pytest.mark.parametrize("backend", [None, "buffered"])
 def test_a_save_takes_little_memory_whatever_the_size(tmp_path: Path, backend: str | None) -> None:
     """512 MiB, half of it transposed, so that it cannot go from its own memory to the device."""
-    if not os.access("/proc/self/clear_refs", os.W_OK):
-        pytest.skip("the peak of memory cannot be reset here")
     script = (
         MEASURE
         + """

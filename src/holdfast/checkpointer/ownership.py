@@ -125,6 +125,8 @@ class Owners:
             device, start, stop = _HOST, source.address, source.address + source.nbytes
         elif type(source) is Strided:
             device, start, stop = _HOST, *_span(source.address, source.itemsize, source.shape, source.strides)
+        elif getattr(source.owner, "is_cpu", True):
+            return None  # made of host memory by Python code, which only the version counter watches
         else:
             device, start, stop = _extent(source.owner)
         if device not in self._found:

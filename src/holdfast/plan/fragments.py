@@ -83,9 +83,7 @@ def part_of_source(source: Source, shape: tuple[int, ...], size: int, box: Box) 
         return source
     if not isinstance(source, Produced):
         return _part_of_host(source, shape, size, box)
-    start, nbytes = _range(shape, size, box)
-    fill = source.fill
-    return Produced(nbytes, lambda window, offset: fill(window, start + offset), source.owner)
+    return Produced(size * box.volume, _in_box(source.fill, shape, size, box), source.owner)
 
 
 def part_of_destination(where: Destination, shape: tuple[int, ...], size: int, box: Box) -> Destination:
@@ -94,11 +92,7 @@ def part_of_destination(where: Destination, shape: tuple[int, ...], size: int, b
         return where
     if not isinstance(where, Consumed):
         return _part_of_host(where, shape, size, box)
-    runs = contiguous_runs(box, whole(shape))
-    if runs.number <= 1:
-        return Consumed(size * box.volume, _shifted(where.drain, runs.offset * size))
-    starts = [start * size for start in runs.offsets()]
-    return Consumed(size * box.volume, _scattered(where.drain, starts, runs.length * size))
+    return Consumed(size * box.volume, _in_box(where.drain, shape, size, box))
 
 
 def _part_of_host(memory: Memory | Strided, shape: tuple[int, ...], size: int, box: Box) -> Memory | Strided:
@@ -114,28 +108,25 @@ def _part_of_host(memory: Memory | Strided, shape: tuple[int, ...], size: int, b
     return Strided(address, size, box.shape, strides, memory.owner)
 
 
-def _range(shape: tuple[int, ...], size: int, box: Box) -> tuple[int, int]:
+Move = Callable[[memoryview, int], None]
+"""Moves the bytes of a window, which begin at so many bytes of an array."""
+
+
+def _in_box(move: Move, shape: tuple[int, ...], size: int, box: Box) -> Move:
+    """Moves the bytes of a box of the array that `move` moves the bytes of."""
     runs = contiguous_runs(box, whole(shape))
-    if runs.number > 1:
-        raise UnsupportedState("part of an array in device memory that is not contiguous cannot be stored")
-    return runs.offset * size, size * box.volume
+    first = runs.offset * size
+    if runs.number <= 1:
+        return lambda window, offset: move(window, first + offset)
+    starts = [start * size for start in runs.offsets()]
+    length = runs.length * size
 
-
-def _shifted(drain: Callable[[memoryview, int], None], start: int) -> Callable[[memoryview, int], None]:
-    return lambda window, offset: drain(window, start + offset)
-
-
-def _scattered(
-    drain: Callable[[memoryview, int], None], starts: Sequence[int], length: int
-) -> Callable[[memoryview, int], None]:
-    """Hands out a window of bytes run by run: each has `length` bytes, number n begins at `starts[n]`."""
-
-    def scatter(window: memoryview, offset: int) -> None:
+    def move_runs(window: memoryview, offset: int) -> None:
         at = 0
         while at < len(window):
             number, inside = divmod(offset + at, length)
             count = min(length - inside, len(window) - at)
-            drain(window[at : at + count], starts[number] + inside)
+            move(window[at : at + count], starts[number] + inside)
             at += count
 
-    return scatter
+    return move_runs

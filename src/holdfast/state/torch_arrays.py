@@ -7,7 +7,7 @@ Modules and optimizers belong to `torch_objects`. Importing this module does not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +16,7 @@ import numpy as np
 from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
 from holdfast.errors import UnsupportedState
 from holdfast.format import dtypes
+from holdfast.format.geometry import boxes_of_range
 from holdfast.state import arrays
 from holdfast.state.value_encoder import type_name, unfillable, unsupported
 
@@ -84,8 +85,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 # --- where bytes lie ----------------------------------------------------------------------------------------
 
-Described = tuple[str, tuple[int, ...], Source, bool]
-"""Logical name, shape, bytes, and whether the bytes are the tensor's own (not a resolved copy)."""
+Described = tuple[str, tuple[int, ...], Source]
+"""Logical name, shape, and where the bytes come from."""
 
 
 @cache
@@ -99,21 +100,19 @@ def describer() -> Callable[[Any, str], Described]:
         name = names.get(tensor.dtype)
         if name is None or tensor.layout is not strided or tensor.is_nested:
             raise unsupported(place, _why_not(tensor))
-        own = True
-        if tensor.is_neg() or (name[0] == "C" and tensor.is_conj()):
-            # The sign of these lives in a flag, not in memory.
-            tensor = tensor.detach().resolve_conj().resolve_neg()
-            own = False
         shape = tuple(tensor.shape)
         if not tensor.is_cpu:
-            return name, shape, _device_source(tensor, place), own
+            return name, shape, _device_source(tensor, place)
         address = tensor.data_ptr()
         nbytes = tensor.nbytes
         if not address and nbytes:
             raise unsupported(place, "a tensor that has a shape but no memory")
+        if tensor.is_neg() or (name[0] == "C" and tensor.is_conj()):
+            # The sign of these is in a flag, not in memory: it is applied to one window at a time.
+            return name, shape, Produced(nbytes, window_reader(tensor), tensor)
         if tensor.is_contiguous():
-            return name, shape, Memory(address, nbytes, tensor), own
-        return name, shape, _strided(tensor, address, shape), own
+            return name, shape, Memory(address, nbytes, tensor)
+        return name, shape, _strided(tensor, address, shape)
 
     return describe
 
@@ -188,25 +187,26 @@ def _cuda_reader(tensor: Any) -> Callable[[memoryview, int], None]:
     """
     torch = load_torch()
     queued = torch.cuda.current_stream(tensor.device).record_event()
-    flat: list[Any] = []
+    tensor = tensor.detach()
 
     def fill(window: memoryview, offset: int) -> None:
         stream, pinned = _cuda_lane(tensor.device)
         target = np.frombuffer(window, np.uint8)
         with torch.cuda.stream(stream):
             stream.wait_event(queued)
-            if not flat:
-                flat.append(_as_bytes(tensor.detach().contiguous()))
             for start in range(0, len(window), len(pinned)):
-                part = pinned[: min(len(pinned), len(window) - start)]
-                part.copy_(flat[0][offset + start : offset + start + len(part)], non_blocking=True)
+                lane = pinned[: min(len(pinned), len(window) - start)]
+                for at, part in _stretches(tensor, offset + start, len(lane)):
+                    lane[at : at + len(part)].copy_(part, non_blocking=True)
                 stream.synchronize()
-                target[start : start + len(part)] = part.numpy()
+                target[start : start + len(lane)] = lane.numpy()
 
     return fill
 
 
 _CUDA_LANE_NBYTES = 8 << 20
+_BOX_NBYTES = 4 << 20
+"""Elements that do not lie in one row, or whose sign is in a flag, are gathered so many bytes at a time."""
 
 
 @cache
@@ -217,17 +217,38 @@ def _cuda_lane(device: Any) -> tuple[Any, Any]:
 
 
 def window_reader(tensor: Any) -> Callable[[memoryview, int], None]:
-    """``fill(window, offset)`` for any tensor. A copy on the device is made once if it is not contiguous."""
+    """``fill(window, offset)`` for any tensor, however it lies. Makes no copy of all of it."""
     torch = load_torch()
-    flat: list[Any] = []
+    tensor = tensor.detach()
 
     def fill(window: memoryview, offset: int) -> None:
-        if not flat:
-            flat.append(_as_bytes(tensor.detach().contiguous()))
         view = torch.frombuffer(window, dtype=torch.uint8)
-        view.copy_(flat[0][offset : offset + len(window)])
+        for at, part in _stretches(tensor, offset, len(window)):
+            view[at : at + len(part)].copy_(part)
 
     return fill
+
+
+def _stretches(tensor: Any, offset: int, nbytes: int) -> Iterator[tuple[int, Any]]:
+    """So many of a tensor's C-order bytes from `offset` on: parts of them, and where each belongs.
+
+    Of a tensor that lies in one row, a view. Of any other, boxes of elements, each resolved by itself.
+    """
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        yield 0, _as_bytes(tensor)[offset : offset + nbytes]
+        return
+    size = tensor.element_size()
+    shape = tuple(tensor.shape)
+    end = offset + nbytes
+    for first in range(offset // size, -(-end // size), _BOX_NBYTES // size):
+        stop = min(first + _BOX_NBYTES // size, -(-end // size))
+        at = first * size
+        for box in boxes_of_range(shape, first, stop):
+            index = tuple(slice(low, low + count) for low, count in zip(box.start, box.shape, strict=True))
+            data = _as_bytes(tensor[index].resolve_conj().resolve_neg().contiguous())
+            low, high = max(at, offset), min(at + len(data), end)  # a window may cut through an element
+            yield low - offset, data[low - at : high - at]
+            at += len(data)
 
 
 def window_writer(tensor: Any) -> Callable[[memoryview, int], None]:
@@ -245,8 +266,9 @@ def window_writer(tensor: Any) -> Callable[[memoryview, int], None]:
 
 
 def _as_bytes(tensor: Any) -> Any:
+    """Of a contiguous tensor. Steps of dimensions of length one mean nothing, but a plain view takes offence."""
     torch = load_torch()
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def destination(tensor: Any) -> Destination | None:

@@ -260,10 +260,10 @@ class _Walk:
     def _tensor(self, tensor: Any, place: str, depth: int, sharding: Sharding | None = None) -> Node:
         if self._lent and tensor.data_ptr() in self._lent:
             return self._elsewhere(place)
-        dtype, shape, source, own = self._describe(tensor, place)
+        dtype, shape, source = self._describe(tensor, place)
         leaf = LeafSource(place, dtype, shape, "torch", source, sharding)
-        if own and type(source) is not Produced:
-            return self._leaf(tensor, source.address, place, leaf)  # type: ignore[union-attr]
+        if type(source) is not Produced:
+            return self._leaf(tensor, source.address, place, leaf)
         index = len(self.leaves)
         node = self._leaf(tensor, tensor.data_ptr(), place, leaf)
         if len(self.leaves) > index:

@@ -1,0 +1,73 @@
+"""What "bounded" means: the peak of memory during a save does not follow the size of the state.
+
+`Options.memory_nbytes` is for bytes on their way; on top comes a small constant per leaf. Each case is one
+whose bytes have to be changed, made or described on the way, so that a copy of all of them would be easy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.store.measuring import MEASURE, in_own_process, needs_peak
+
+BUDGET = 16
+"""MiB, of `Options.memory_nbytes`; each state has 128."""
+SLACK = 24
+"""MiB: what the allocators of Python, numpy and torch keep for themselves."""
+
+SAVES = """
+    import shutil
+    import torch
+
+    base = torch.zeros(2048, 8192, dtype=torch.complex64)
+    base[17, 23] = 1 + 2j
+    views = {
+        "conjugate": lambda: base.conj(),
+        "conjugate, transposed": lambda: base.conj().T,
+        "imaginary part of a conjugate": lambda: base.conj().imag,
+        "negated": lambda: torch._neg_view(torch.view_as_real(base)),
+        "bytes": lambda: bytes(128 << 20),
+        "bytearray": lambda: bytearray(128 << 20),
+    }
+    path, budget, mode, *kinds = sys.argv[1:]
+    options = holdfast.Options(memory_nbytes=int(budget) << 20)
+
+    def save(state):
+        with holdfast.Checkpointer(path, state, mode=mode, options=options) as checkpointer:
+            checkpointer.save(1)
+
+    save([torch.zeros(1 << 20, dtype=torch.complex64).conj(), bytes(3)])  # what is paid once per process
+    for kind in kinds:
+        shutil.rmtree(path)
+        state = [views[kind]()]
+        print(kind, growth(lambda: save(state)), sep="=")
+        (found,) = holdfast.load(path)
+        assert type(found) is type(state[0]), kind
+        assert torch.equal(found, state[0]) if isinstance(found, torch.Tensor) else found == state[0], kind
+        del found, state
+"""
+
+
+def peaks(path: Path, mode: str, *kinds: str) -> dict[str, float]:
+    """MiB that the save of each kind of state takes."""
+    said = in_own_process(MEASURE + SAVES, path / "run", BUDGET, mode, *kinds)
+    found = dict(line.split("=") for line in said.splitlines())
+    assert set(found) == set(kinds)
+    return {kind: float(grown) for kind, grown in found.items()}
+
+
+@needs_peak
+@pytest.mark.parametrize(
+    ("mode", "kinds"),
+    [
+        ("sync", ["conjugate", "imaginary part of a conjugate"]),
+        ("snapshot", ["conjugate, transposed", "negated"]),
+    ],
+)
+def test_the_sign_of_a_view_is_resolved_a_window_at_a_time(
+    tmp_path: Path, mode: str, kinds: list[str]
+) -> None:
+    for kind, grown in peaks(tmp_path, mode, *kinds).items():
+        assert grown < BUDGET + SLACK, kind
