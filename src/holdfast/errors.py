@@ -141,9 +141,9 @@ class SaveFailed(HoldfastError, OSError):
 class MutatedDuringSave(SaveFailed):
     """Weights changed while they were being written, without a hooked optimizer's step to announce it.
 
-    That save failed, nothing wrong was stored, and training goes on. Bracket the change with
-    ``with checkpointer.update():``, give the optimizer to the Checkpointer (``optimizers=``), or use
-    ``mode="snapshot"``. `leaves` names what changed.
+    That save failed, nothing wrong was stored, and training goes on. `leaves` names what changed: the
+    Checkpointer copies these from then on. To have them read in place, bracket the change with
+    ``with checkpointer.update():``, or give the optimizer to the Checkpointer (``optimizers=``).
     """
 
     def __init__(self, message: str, *, leaves: Sequence[str] = ()) -> None:

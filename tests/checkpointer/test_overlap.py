@@ -293,6 +293,94 @@ def test_a_fused_step_past_the_hook_is_noticed(tmp_path: Path, crawling_device: 
         ckpt.close()
 
 
+def test_what_changed_while_it_was_read_is_copied_from_then_on(tmp_path: Path, crawling_device: None) -> None:
+    """A change that nobody announces costs one save, not every save."""
+    model = layer_stack()
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    wanted = {}
+    with Checkpointer(tmp_path, state, keep=Keep(last=9), options=ONE_WINDOW) as ckpt:
+        for step in range(1, 5):
+            wanted[step] = model[0].weight.detach().clone()  # type: ignore[index]
+            if step == 2:
+                with pytest.raises(holdfast.MutatedDuringSave, match=r"model\.0\.weight .*copied from now"):
+                    ckpt.save(step)
+            else:
+                ckpt.save(step)
+            scale_behind_autograd(model)
+        ckpt.wait()
+        assert ckpt.steps == [2, 3, 4]
+        copied = [event.copied_nbytes for event in ckpt.events if event.__class__.__name__ == "Saved"]
+        assert min(copied) > model[0].weight.nbytes  # type: ignore[index]
+    for step in (2, 3, 4):
+        found = holdfast.load(tmp_path / f"step-{step:012d}")["model"]["0.weight"]
+        assert torch.equal(found, wanted[step])
+
+
+class WithMomentum(nn.Module):
+    """A frozen encoder that follows the trained one in forward, as in contrastive learning."""
+
+    def __init__(self, layout: torch.memory_format = torch.contiguous_format) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query = nn.Conv2d(64, 64, 9)
+        self.key = copy.deepcopy(self.query).requires_grad_(False).to(memory_format=layout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.data.mul_(0.9).add_(query.data, alpha=0.1)
+        return self.query(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_momentum_encoder_never_fails_a_save(
+    tmp_path: Path, crawling_device: None, layout: torch.memory_format
+) -> None:
+    model = WithMomentum(layout)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.query.parameters(), lr=0.1)}
+    wanted = {}
+    with Checkpointer(tmp_path, state, keep=Keep(last=9), options=ONE_WINDOW) as ckpt:
+        for step in range(1, 5):
+            state["optimizer"].zero_grad()
+            model(torch.randn(1, 64, 9, 9)).sum().backward()
+            state["optimizer"].step()
+            wanted[step] = model.key.weight.detach().clone()
+            ckpt.save(step)
+    for step, weight in wanted.items():
+        assert torch.equal(holdfast.load(tmp_path / f"step-{step:012d}")["model"]["key.weight"], weight)
+
+
+@pytest.mark.timeout(120)
+def test_a_compiled_step_does_not_compile_the_wait(tmp_path: Path, slow_device: None) -> None:
+    from torch._dynamo.utils import counters
+
+    model = layer_stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = iter(range(100))
+
+    @torch.compile(backend="eager")
+    def update() -> None:
+        optimizer.step()
+
+    wanted, seen = {}, []
+    state = {"model": model, "optimizer": optimizer}
+    try:
+        with Checkpointer(tmp_path, state, keep=Keep(last=9), options=SMALL_WINDOWS) as ckpt:
+            for step in range(1, 6):
+                optimizer.zero_grad()
+                train_step(model, next(steps)).backward()
+                update()
+                seen.append(counters["frames"]["total"])
+                wanted[step] = copy.deepcopy(model.state_dict())
+                saving = ckpt.save(step)
+                assert saving is not None
+                assert not saving.done  # so the next step has to wait
+    finally:
+        torch._dynamo.reset()
+    assert len(set(seen[1:])) == 1, "the compiler looks at what is not the training's"
+    for step, weights in wanted.items():
+        assert same(dict(holdfast.load(tmp_path / f"step-{step:012d}")["model"]), dict(weights))
+
+
 def test_what_has_left_memory_may_change(tmp_path: Path) -> None:
     model = layer_stack()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -373,11 +461,14 @@ def test_frozen_parameters_are_read_in_place_and_an_average_is_copied(tmp_path: 
     average = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     nbytes = sum(p.nbytes for p in model.parameters())
+    frozen = sum(p.nbytes for p in model[0].parameters())
     with Checkpointer(tmp_path, {"m": model, "o": optimizer, "ema": average}) as ckpt:
-        ckpt.save(1)
-        ckpt.wait()
-        event = ckpt.events[-1]
-        assert (event.in_place_nbytes, event.copied_nbytes) == (nbytes, nbytes)
+        for step in range(1, 4):
+            ckpt.save(step)
+            ckpt.wait()
+            event = ckpt.events[-1]
+            copied = nbytes + (frozen if step == 1 else 0)  # until it was seen not to change
+            assert (event.in_place_nbytes, event.copied_nbytes) == (2 * nbytes - copied, copied)
 
 
 def test_restoring_waits_for_the_save_under_way(tmp_path: Path, slow_device: None) -> None:

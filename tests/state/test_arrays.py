@@ -14,9 +14,8 @@ from hypothesis.extra import numpy as hnp
 from holdfast.engine.buffers import Memory, Strided
 from holdfast.errors import UnsupportedState
 from holdfast.format import dtypes
-from holdfast.state import convert, empty, flatten
+from holdfast.state import convert, empty, flatten, torch_arrays
 from holdfast.state.arrays import ML_DTYPES, NATIVE, overlaps_itself
-from holdfast.state import torch_arrays
 from holdfast.state.torch_arrays import TORCH_NAMES, torch_dtype, window_reader, window_writer
 
 from .support import read, round_trip, save

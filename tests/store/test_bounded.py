@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from tests.store.measuring import MEASURE, in_own_process, needs_peak
 
 BUDGET = 16

@@ -39,8 +39,16 @@ from holdfast.checkpointer.retention import Retention, history
 from holdfast.checkpointer.saving import Saving
 from holdfast.checkpointer.schedule import Cost, Schedule, make_schedule
 from holdfast.checkpointer.staging import Division, Staging
+from holdfast.checkpointer.trust import Trust
 from holdfast.checkpointer.work import Work, take_apart
-from holdfast.errors import CheckpointExists, EngineTimeout, HoldfastError, RunLocked, SaveFailed
+from holdfast.errors import (
+    CheckpointExists,
+    EngineTimeout,
+    HoldfastError,
+    MutatedDuringSave,
+    RunLocked,
+    SaveFailed,
+)
 from holdfast.state import LeafSource, flatten
 from holdfast.store import (
     CheckpointInfo,
@@ -130,6 +138,7 @@ class Checkpointer:
         self._timeout = timeout
         self._schedule = make_schedule(every, budget=budget, mtbf=mtbf)
         self._bracketed = False
+        self._trust = Trust()
         self._noticed = False
         self._exit_code = exit_code
         self._pid = os.getpid()
@@ -331,9 +340,8 @@ class Checkpointer:
             self._hooks.attach(self._optimizers())
             self._notice()
             if self.mode == "overlap":
-                return self._staging.divide(
-                    leaves, owners(self.state, self._hooks, bracketed=self._bracketed).of
-                )
+                owner_of = owners(self.state, self._hooks, bracketed=self._bracketed).of
+                return self._staging.divide(leaves, self._trust.confirm(owner_of))
         return self._staging.divide(leaves, _nobody)
 
     def _notice(self) -> None:
@@ -355,6 +363,8 @@ class Checkpointer:
             groups = None if self._mode == "sync" else saving.groups
             info = self._run.save(step, lambda target, spare: work.commit(target, spare, groups, saving))
         except BaseException as error:
+            if isinstance(error, MutatedDuringSave):
+                self._trust.lose(error.leaves)
             self._events.add(
                 Failed(step, time.time(), self.mode, type(error).__name__, str(error), saving.stall_seconds)
             )

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast import engine
-from holdfast.engine import Memory
+from holdfast.checkpointer.ownership import span
+from holdfast.engine import Memory, Strided
 from holdfast.state import LeafSource
 
 
@@ -23,6 +24,27 @@ class _Watched:
     plain: list[LeafSource]
     addresses: list[int | None]
     fingerprints: list[int]
+
+
+Look = tuple[int, int | None, int]
+"""Where a leaf lies, torch's count of its changes, and a fingerprint: what two looks at it compare."""
+
+
+def look_at(leaf: LeafSource) -> Look | None:
+    """None for a leaf whose changes may not show: one that does not fill the memory it lies in."""
+    memory = _memory(leaf)
+    if memory is None:
+        return None
+    return memory.address, _version(memory.owner), engine.fingerprints([memory])[0]
+
+
+def _memory(leaf: LeafSource) -> Memory | None:
+    """The memory that a leaf fills, in whatever order; None where there is something else between."""
+    source = leaf.source
+    if type(source) is Strided:
+        start, stop = span(source.address, source.itemsize, source.shape, source.strides)
+        return Memory(start, source.nbytes, source.owner) if stop - start == source.nbytes else None
+    return source if type(source) is Memory else None
 
 
 class Guard:
@@ -46,13 +68,14 @@ class Guard:
 
 
 def _look(leaves: list[LeafSource]) -> _Watched:
-    plain = [leaf for leaf in leaves if type(leaf.source) is Memory]
+    found = [(leaf, memory) for leaf in leaves if (memory := _memory(leaf)) is not None]
+    plain = [leaf for leaf, _ in found]
     return _Watched(
         leaves,
         [_version(leaf.source.owner) for leaf in leaves],
         plain,
         [_address(leaf.source.owner) for leaf in plain],
-        engine.fingerprints([leaf.source for leaf in plain]),
+        engine.fingerprints([memory for _, memory in found]),
     )
 
 

@@ -2,8 +2,9 @@
 
 A leaf may stay in place when something announces every change of it: an optimizer whose steps are hooked owns
 its parameters and its state; the user's `Checkpointer.update` brackets parameters that no optimizer owns; and
-`stable` is the user's word. Frozen parameters of a module that is being trained do not change at all. All
-else (statistics that forward updates, averages, the user's own arrays) is copied at save time.
+`stable` is the user's word. Frozen parameters of a module that is being trained may stay, too, once they were
+seen not to change (`trust`). All else (statistics that forward updates, averages, the user's own arrays) is
+copied at save time.
 
 What is owned is told by address, since a module's ``state_dict`` hands out new tensor objects each time.
 """
@@ -33,6 +34,8 @@ UPDATE = -1
 """Owner of what `Checkpointer.update` brackets."""
 NOBODY = -2
 """Owner of what is promised not to change before the next hooked step."""
+FROZEN = -3
+"""Owner of parameters that no gradient changes. Forward may: `trust` has them read in place, or copied."""
 
 _HOST = "cpu"
 
@@ -63,7 +66,7 @@ class Hooks:
             self._handles.append(register(self._hook(len(self._optimizers))))
             self._optimizers.append(optimizer)
 
-    def _hook(self, owner: int) -> Callable[[Any, Any, Any], None]:
+    def _hook(self, owner: int) -> Hook:
         before_step = self._before_step
         pid = os.getpid()
 
@@ -72,13 +75,27 @@ class Hooks:
             if call is not None and os.getpid() == pid:  # a forked child has its own copy of everything
                 call(owner)
 
-        return hook
+        return _hidden_from_compiler(hook)
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._optimizers = []
+
+
+Hook = Callable[[Any, Any, Any], None]
+
+
+def _hidden_from_compiler(hook: Hook) -> Hook:
+    """Without this, ``torch.compile`` of a step compiles all that a wait goes through, threads and locks.
+
+    Costs no import: making an optimizer has brought all of the compiler that this needs.
+    """
+    import torch
+
+    hidden: Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return hidden
 
 
 def _innermost(optimizer: Any) -> Any:
@@ -124,7 +141,7 @@ class Owners:
         if type(source) is Memory:
             device, start, stop = _HOST, source.address, source.address + source.nbytes
         elif type(source) is Strided:
-            device, start, stop = _HOST, *_span(source.address, source.itemsize, source.shape, source.strides)
+            device, start, stop = _HOST, *span(source.address, source.itemsize, source.shape, source.strides)
         elif getattr(source.owner, "is_cpu", True):
             return None  # made of host memory by Python code, which only the version counter watches
         else:
@@ -134,7 +151,7 @@ class Owners:
         first, last = bisect_right(self._reaches[device], start), bisect_left(self._starts[device], stop)
         here = [found for found in self._found[device][first:last] if found[1] > start]
         owner = max((owner for _, _, owner in here), default=NOBODY)
-        if any(other not in (owner, UPDATE, NOBODY) for _, _, other in here):
+        if any(other not in (owner, UPDATE, NOBODY, FROZEN) for _, _, other in here):
             return None
         whole = any(low <= start and stop <= high for low, high, its in here if its == owner)
         return owner if whole else None
@@ -169,7 +186,7 @@ def owners(state: object, hooks: Hooks, *, bracketed: bool) -> Owners:
             if id(parameter) in owned:
                 continue
             if not parameter.requires_grad and trained:
-                found.add(parameter, NOBODY)
+                found.add(parameter, FROZEN)
             elif parameter.requires_grad and bracketed:
                 found.add(parameter, UPDATE)
     if bracketed:
@@ -264,11 +281,11 @@ def _extent(array: Any) -> tuple[str, int, int]:
             return device, start, start + array.nbytes
         itemsize = array.element_size()
         steps = tuple(step * itemsize for step in array.stride())
-        return device, *_span(array.data_ptr(), itemsize, tuple(array.shape), steps)
-    return _HOST, *_span(array.ctypes.data, array.itemsize, array.shape, array.strides)
+        return device, *span(array.data_ptr(), itemsize, tuple(array.shape), steps)
+    return _HOST, *span(array.ctypes.data, array.itemsize, array.shape, array.strides)
 
 
-def _span(address: int, itemsize: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, int]:
+def span(address: int, itemsize: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, int]:
     if not math.prod(shape):
         return address, address
     reach = [(size - 1) * step for size, step in zip(shape, steps, strict=True)]

@@ -274,9 +274,9 @@ class Saving(Watch):
         more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
         return MutatedDuringSave(
             f"the save of step {self.step} failed: {', '.join(leaves[:3])}{more} changed meanwhile, "
-            "outside of a hooked optimizer's step. Earlier checkpoints are untouched. Bracket such changes "
-            "with `with checkpointer.update():`, give their optimizer as optimizers=[...], "
-            'or use mode="snapshot"',
+            "outside of a hooked optimizer's step. Earlier checkpoints are untouched. "
+            "These are copied from now on. To have them read in place, bracket such changes with "
+            "`with checkpointer.update():`, or give their optimizer as optimizers=[...]",
             leaves=leaves,
         )
 

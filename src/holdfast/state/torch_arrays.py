@@ -266,7 +266,7 @@ def window_writer(tensor: Any) -> Callable[[memoryview, int], None]:
 
 
 def _as_bytes(tensor: Any) -> Any:
-    """Of a contiguous tensor. Steps of dimensions of length one mean nothing, but a plain view takes offence."""
+    """Of a contiguous tensor. Its last step may be other than 1 if it has one element: no plain view."""
     torch = load_torch()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

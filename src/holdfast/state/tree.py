@@ -263,7 +263,7 @@ class _Walk:
         dtype, shape, source = self._describe(tensor, place)
         leaf = LeafSource(place, dtype, shape, "torch", source, sharding)
         if type(source) is not Produced:
-            return self._leaf(tensor, source.address, place, leaf)
+            return self._leaf(tensor, source.address, place, leaf)  # type: ignore[union-attr]
         index = len(self.leaves)
         node = self._leaf(tensor, tensor.data_ptr(), place, leaf)
         if len(self.leaves) > index:

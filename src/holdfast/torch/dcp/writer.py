@@ -343,7 +343,7 @@ def _tensor_source(item: WriteItem, planner: SavePlanner, index: int) -> tuple[L
         tensor = tensor.wait()  # the result of a collective that the training has started
     if type(tensor) is not torch.Tensor:
         raise wrapper_refusal(tensor, name)
-    dtype, shape, source, _ = describer()(tensor, name)
+    dtype, shape, source = describer()(tensor, name)
     if shape != tuple(chunk.sizes):
         raise UnsupportedState(
             f"{name}: the planner announced a part of shape {list(chunk.sizes)} and hands over {list(shape)}"
