@@ -81,9 +81,7 @@ def _print(out: Session, found: Difference, everything: bool) -> None:
     ]
     out.say(", ".join(parts))
     if found.structure:
-        out.say(
-            "the containers around leaves and values differ (a list here, a tuple there, keys in another order)"
-        )
+        out.say("the containers around leaves and values differ (a list for a tuple, keys in another order)")
 
 
 def _side(side: Side) -> str:
