@@ -107,16 +107,6 @@ def test_conjugate_and_negative_views_are_stored_as_seen(make: Any) -> None:
     assert torch.equal(round_trip([tensor])[0], tensor)
 
 
-def test_parameters_and_graph_tensors_are_stored_as_their_data() -> None:
-    parameter = torch.nn.Parameter(torch.randn(3))
-    result = parameter * 2
-    back = round_trip({"p": parameter, "r": result})
-    assert torch.equal(back["p"], parameter)
-    assert torch.equal(back["r"], result)
-    assert type(back["p"]) is torch.Tensor
-    assert not back["p"].requires_grad
-
-
 @given(
     hnp.arrays(
         np.int32, hnp.array_shapes(min_dims=1, max_dims=4, max_side=6), elements=st.integers(-9, 9)

@@ -235,7 +235,7 @@ def _check_tree(tree: Any, where: str, names: Collection[str] | None) -> None:
             kind = type(node)
             if kind is dict:
                 below.extend(node.values())
-                if "$leaf" in node and names is not None and not _refers(node, names):
+                if ("$leaf" in node or "$tensor" in node) and names is not None and not _refers(node, names):
                     raise CorruptCheckpoint("the tree refers to a leaf that is not there", path=where)
             elif kind is list:
                 below.extend(node)
@@ -249,8 +249,13 @@ def _check_tree(tree: Any, where: str, names: Collection[str] | None) -> None:
 
 
 def _refers(node: dict[str, Any], names: Collection[str]) -> bool:
-    name = node["$leaf"]
-    return len(node) == 1 and type(name) is str and name in names
+    if len(node) != 1:
+        return False
+    name = node.get("$leaf")
+    body = node.get("$tensor")
+    if type(body) is list and body:
+        name = body[0]
+    return type(name) is str and name in names
 
 
 def _brief(numbers: tuple[int, ...]) -> str:

@@ -38,6 +38,7 @@ ZONE_KEY = re.compile(r"[A-Za-z0-9_+\-]{1,40}(?:/[A-Za-z0-9_+\-]{1,40}){0,3}", r
 """Keys of the time zone database; nothing that could climb out of it."""
 
 LEAF = "$leaf"
+TENSOR = "$tensor"
 TUPLE = "$tuple"
 DEQUE = "$deque"
 DICT = "$dict"
@@ -76,12 +77,24 @@ def tag_of(node: Node) -> str | None:
 
 def leaf_of(node: Node) -> str | None:
     """The leaf name a node refers to, None when it is not a reference."""
-    if type(node) is dict and len(node) == 1 and LEAF in node:
-        name = node[LEAF]
-        if type(name) is not str:
-            corrupt(f"a leaf reference holds {shorten(name)} where a name belongs")
-        return name
+    if type(node) is dict and len(node) == 1:
+        if LEAF in node:
+            name = node[LEAF]
+            if type(name) is not str:
+                corrupt(f"a leaf reference holds {shorten(name)} where a name belongs")
+            return name
+        if TENSOR in node:
+            return tensor_body(node[TENSOR])[0]
     return None
+
+
+def tensor_body(body: Node) -> tuple[str, bool, bool]:
+    """Of a leaf that is more than a plain tensor: its name, whether it is a parameter, `requires_grad`."""
+    if type(body) is list and len(body) == 3:
+        name, is_parameter, requires_grad = body
+        if type(name) is str and type(is_parameter) is bool and type(requires_grad) is bool:
+            return name, is_parameter, requires_grad
+    corrupt(f"{TENSOR} holds {shorten(body)} where a name and two flags belong")
 
 
 def per_rank_of(node: Node) -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.errors import CorruptCheckpoint
+from holdfast.state import torch_arrays
 from holdfast.state.node import (
     COUNTER,
     DEQUE,
@@ -24,6 +25,7 @@ from holdfast.state.node import (
     ORDERED,
     PER_RANK,
     STATE_DICT,
+    TENSOR,
     TUPLE,
     Node,
     collide,
@@ -39,6 +41,7 @@ from holdfast.state.node import (
     shorten,
     state_dict_body,
     tag_of,
+    tensor_body,
 )
 from holdfast.state.tree import component
 from holdfast.state.value_decoder import DECODERS
@@ -103,6 +106,11 @@ def decode(node: Node, resolve: Resolve, depth: int = 0) -> Any:
             name = leaf_of(node)
             assert name is not None
             return resolve(name)
+        if tag == TENSOR:
+            name, is_parameter, requires_grad = tensor_body(node[tag])
+            return torch_arrays.as_saved(
+                resolve(name), is_parameter=is_parameter, requires_grad=requires_grad
+            )
         if tag == PER_RANK:
             per_rank_of(node)
             return None  # another rank's

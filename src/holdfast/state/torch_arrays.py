@@ -7,6 +7,7 @@ Modules and optimizers belong to `torch_objects`. Importing this module does not
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +19,7 @@ from holdfast.errors import UnsupportedState
 from holdfast.format import dtypes
 from holdfast.format.geometry import boxes_of_range
 from holdfast.state import arrays
+from holdfast.state.node import corrupt
 from holdfast.state.value_encoder import type_name, unfillable, unsupported
 
 if TYPE_CHECKING:
@@ -327,3 +329,35 @@ def to_numpy(tensor: Any) -> arrays.Array:
         host = host.view(torch.uint16 if host.element_size() == 2 else torch.uint8)
     array: arrays.Array = host.numpy().view(kind)
     return array
+
+
+def as_saved(array: Any, *, is_parameter: bool, requires_grad: bool) -> Any:
+    """A tensor as the parameter, or with the `requires_grad`, that it was saved with; the same one each time.
+
+    It shares the memory of the array. What has been read for numpy stays what it is.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor):
+        return array
+    if (isinstance(array, torch.nn.Parameter), array.requires_grad) == (is_parameter, requires_grad):
+        return array
+    known = _dressed().setdefault(array, {})
+    found = known.get((is_parameter, requires_grad))
+    if found is None:
+        try:
+            if is_parameter:
+                found = torch.nn.Parameter(array.detach(), requires_grad)
+            else:
+                found = array.detach().requires_grad_(requires_grad)
+        except RuntimeError as error:  # integers have no gradients
+            corrupt(f"a tensor of {array.dtype} that requires gradients: {error}")
+        known[is_parameter, requires_grad] = found
+    return found
+
+
+@cache
+def _dressed() -> Any:
+    """Tensor -> those that share its memory, by what they are. Kept as long as the tensor is."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    return WeakIdKeyDictionary()

@@ -36,6 +36,7 @@ from holdfast.state.node import (
     ORDERED,
     PER_RANK,
     STATE_DICT,
+    TENSOR,
     TUPLE,
     Node,
     collide,
@@ -263,12 +264,22 @@ class _Walk:
         dtype, shape, source = self._describe(tensor, place)
         leaf = LeafSource(place, dtype, shape, "torch", source, sharding)
         if type(source) is not Produced:
-            return self._leaf(tensor, source.address, place, leaf)  # type: ignore[union-attr]
-        index = len(self.leaves)
-        node = self._leaf(tensor, tensor.data_ptr(), place, leaf)
-        if len(self.leaves) > index:
-            self._arrays[index] = tensor
+            node = self._leaf(tensor, source.address, place, leaf)  # type: ignore[union-attr]
+        else:
+            index = len(self.leaves)
+            node = self._leaf(tensor, tensor.data_ptr(), place, leaf)
+            if len(self.leaves) > index:
+                self._arrays[index] = tensor
+        if tensor.requires_grad and sharding is None:
+            return {TENSOR: [node[LEAF], False, True]}
         return node
+
+    def _parameter(self, parameter: Any, place: str, depth: int) -> Node:
+        node = self._tensor(parameter, place, depth)
+        assert type(node) is dict
+        body = node.get(TENSOR)
+        name = node[LEAF] if body is None else body[0]  # type: ignore[index]
+        return {TENSOR: [name, True, bool(parameter.requires_grad)]}
 
     def _sharded(self, tensor: Any, place: str, depth: int) -> Node:
         held = self._sharded_types[type(tensor)](tensor, place, self._shardings)
@@ -291,7 +302,7 @@ class _Walk:
             array, source.address, place, LeafSource(place, dtype, array.shape, "numpy", source)
         )
 
-    def _leaf(self, array: Any, address: int, place: str, leaf: LeafSource) -> Node:
+    def _leaf(self, array: Any, address: int, place: str, leaf: LeafSource) -> dict[str, Node]:
         nbytes = leaf.source.nbytes
         if not nbytes or len(leaf.shape) > MAX_DIMENSIONS:
             _check_shape(leaf, place)
@@ -427,7 +438,7 @@ _WALKERS: dict[type, Walker] = {
 
 @lru_cache(maxsize=4)
 def _torch_walkers(torch: Any, sharded_types: tuple[type, ...]) -> dict[type, Walker]:
-    tensors: dict[type, Walker] = {torch.Tensor: _Walk._tensor, torch.nn.Parameter: _Walk._tensor}
+    tensors: dict[type, Walker] = {torch.Tensor: _Walk._tensor, torch.nn.Parameter: _Walk._parameter}
     return _WALKERS | tensors | dict.fromkeys(sharded_types, _Walk._sharded)
 
 
