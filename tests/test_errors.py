@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from holdfast.engine import faults
 from holdfast.errors import MutatedDuringSave, ReadFailed, SaveFailed
 
 
@@ -28,7 +29,7 @@ def test_what_is_missing_and_what_exists_say_so_by_number(tmp_path: Path) -> Non
 
 
 def test_a_failure_keeps_number_and_file_when_it_is_pickled(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.StorageMissing) as caught:
+    with faults.injected("mkdir:1:ENOENT"), pytest.raises(holdfast.StorageMissing) as caught:
         holdfast.save(tmp_path / "no" / "c", {})
     mutated = MutatedDuringSave("weights changed", leaves=["w"])
     unread = ReadFailed("cannot read it")

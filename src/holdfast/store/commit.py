@@ -226,8 +226,8 @@ def refuse_existing(target: str, *, overwrite: bool) -> None:
 
 def _existing(target: str) -> CheckpointExists:
     return CheckpointExists(
-        f"{target} exists and checkpoints are immutable: "
-        "choose another path, or pass overwrite=True to replace it atomically"
+        f"Checkpoint already exists: {target}, and checkpoints are immutable. "
+        "Choose another path, or pass overwrite=True to replace it atomically"
     )
 
 

@@ -79,12 +79,18 @@ class Reader(StorageReader):
         Protocol.register(Reader)
         self._path = None if path is None else path_of(path)
         self._verify = verify
+        self._load_id = os.urandom(16).hex()
         self._here = _Here()  # DCP makes all calls of one load in one thread, and several may load at a time
 
     @property
     def checkpoint_id(self) -> str | None:
         """The checkpoint that is read."""
         return self._path
+
+    @property
+    def load_id(self) -> str:
+        """Of the load that is under way, or the next one; `reset` makes another."""
+        return self._load_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -94,6 +100,7 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another load begins, from `checkpoint_id` if that is given."""
         self._close()
+        self._load_id = os.urandom(16).hex()
         if checkpoint_id is not None:
             self._path = self._here.asked = path_of(checkpoint_id)
 
@@ -114,7 +121,7 @@ class Reader(StorageReader):
             entries = entries_of(checkpoint.tree, checkpoint.manifest_path)
             _check_bytes(checkpoint, entries)
             here.opened = checkpoint, entries
-            return _metadata(checkpoint, entries)
+            return _metadata(checkpoint, entries, self._load_id)
         except Exception as error:
             here.failed = error
             raise
@@ -188,7 +195,7 @@ def _check_bytes(checkpoint: Checkpoint, entries: Entries) -> None:
             raise CorruptCheckpoint("not the bytes of an object", path=checkpoint.manifest_path, leaf=name)
 
 
-def _metadata(checkpoint: Checkpoint, entries: Entries) -> Metadata:
+def _metadata(checkpoint: Checkpoint, entries: Entries, load_id: str) -> Metadata:
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         Metadata,
@@ -215,7 +222,7 @@ def _metadata(checkpoint: Checkpoint, entries: Entries) -> Metadata:
         known,
         entries.planner_data,
         storage_data={},
-        storage_meta=StorageMeta(checkpoint_id=checkpoint.path, save_id=checkpoint.id),
+        storage_meta=StorageMeta(checkpoint_id=checkpoint.path, save_id=checkpoint.id, load_id=load_id),
         version=entries.record.version,
     )
 

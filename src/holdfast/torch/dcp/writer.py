@@ -45,6 +45,7 @@ from holdfast.store.watch import Watch
 from holdfast.store.writing import Description, Place, ShareWriter
 from holdfast.torch.dcp.paths import path_of, valid_path
 from holdfast.torch.dcp.record import Properties, Record, compose, leaf_node
+from holdfast.torch.dcp.their_tuning import ignore_tuning
 from holdfast.torch.dcp.underway import Underway
 from holdfast.torch.dcp.values import NotPlain, value_of
 
@@ -85,6 +86,9 @@ class Writer(StorageWriter):
     whole; before, and after a failure, there is nothing at `path`, or what was there before.
     ``overwrite=True`` replaces a checkpoint, at once and whole. `step` is by default the number in a name
     like ``step-000000000100``, else 0. The path may also be given to DCP, as ``checkpoint_id``.
+
+    `theirs` are the arguments by which ``FileSystemWriter`` is tuned (`thread_count`, `sync_files` ...): they
+    mean nothing here, and are ignored with one warning.
     """
 
     def __init__(
@@ -95,8 +99,10 @@ class Writer(StorageWriter):
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         options: Options | None = None,
+        **theirs: Any,
     ) -> None:
         _register()
+        ignore_tuning(theirs)
         if step is not None:
             step = check_step(step)
         options = options or Options()
@@ -113,6 +119,7 @@ class Writer(StorageWriter):
         self._metrics = plain_metrics(metrics)
         self._tuning = options.tuning()
         self._save_id = os.urandom(16).hex()
+        self._has_begun = False
         self._coordinator = 0
         self._underway: Underway | None = None
         self._end: weakref.finalize | None = None  # type: ignore[type-arg]
@@ -121,6 +128,11 @@ class Writer(StorageWriter):
     def checkpoint_id(self) -> str | None:
         """Where the next checkpoint is written."""
         return self._path
+
+    @property
+    def save_id(self) -> str:
+        """Of the save that is under way, or the next one: the coordinator's becomes the checkpoint's id."""
+        return self._save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -135,6 +147,7 @@ class Writer(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another save begins, to `checkpoint_id` if that is given."""
         self._give_up()
+        self._renew()
         if checkpoint_id is not None:
             self._path = self._asked[threading.get_ident()] = path_of(checkpoint_id)
 
@@ -149,7 +162,9 @@ class Writer(StorageWriter):
             self._coordinator = int(kwargs.get("rank", 0))
             check_target(target)
             refuse_existing(target, overwrite=self._overwrite)
-        self._save_id = os.urandom(16).hex()
+        if self._has_begun:  # DCP calls `reset` only if it is given a path
+            self._renew()
+        self._has_begun = True
         self._underway = Underway(target, overwrite=self._overwrite, is_coordinator=is_coordinator)
         self._end = self._underway.belongs_to(self)
 
@@ -263,6 +278,10 @@ class Writer(StorageWriter):
         manifest = fs.write_file(os.path.join(partial.path, MANIFEST_NAME), encode_root(root))
         fs.sync([manifest], partial.path)
         publish(partial, underway.target, overwrite=self._overwrite)
+
+    def _renew(self) -> None:
+        self._save_id = os.urandom(16).hex()
+        self._has_begun = False
 
     def _current(self) -> Underway:
         underway = self._underway

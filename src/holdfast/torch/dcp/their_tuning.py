@@ -1,0 +1,32 @@
+"""The arguments that tune DCP's own ``FileSystemWriter``: taken, so that a program moves over by one word.
+
+They say in how many threads and files to write, what to copy ahead, and whether to sync. None of this is a
+choice here: one file per rank, straight from the tensors' memory, always synced.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping
+
+_THEIRS = frozenset(
+    ("single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "cache_staged_state_dict")
+)
+_said = threading.Event()
+"""One note per process: a training makes a writer for every save."""
+
+
+def ignore_tuning(arguments: Mapping[str, object]) -> None:
+    """Warns of them, once; `TypeError` for any other argument. To be called by ``__init__``."""
+    unknown = [name for name in arguments if name not in _THEIRS]
+    if unknown:
+        raise TypeError(f"Writer() got an unexpected keyword argument {unknown[0]!r}")
+    if arguments and not _said.is_set():
+        _said.set()
+        warnings.warn(
+            f"holdfast.torch.dcp.Writer ignores {', '.join(sorted(arguments))}: it writes one file per rank, "
+            "straight from the tensors, and always syncs it. holdfast.Options has what can be tuned",
+            UserWarning,
+            stacklevel=3,
+        )
