@@ -52,7 +52,10 @@ def said_together() -> Iterator[None]:
 
 
 def outlive(victim: int, pid: int) -> None:
-    """From now on, time-outs count from the death of a rank, which is that process; the living have time."""
+    """From now on, time-outs count from the death of a rank, which is that process; the living have time.
+
+    One that is stopped is as good as dead.
+    """
     read, collect = Mail.read, Mail.collect
 
     def patient_read(self: Mail, key: str, timeout: float) -> bytes:
@@ -78,17 +81,25 @@ def outlive(victim: int, pid: int) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
+    """Whether there is such a process, and it has neither ended nor been stopped."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state not in "ZX"
+    return state not in "ZXT"
 
 
 def wait_until_stopped(pid: int) -> None:
     """Until a process that was sent SIGSTOP does nothing any more."""
     while "T" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
+        time.sleep(0.01)
+
+
+def wait_for(path: Path) -> None:
+    """Until a file is there: how a test and the ranks of several worlds wait for each other."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists():
+        assert time.monotonic() < end, f"there is still no {path}"
         time.sleep(0.01)
 
 

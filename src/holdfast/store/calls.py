@@ -29,7 +29,7 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from holdfast.errors import RankFailed, RanksDisagree, SaveFailed
+from holdfast.errors import RankFailed, RanksDisagree, RunLocked, SaveFailed
 from holdfast.format.records import PartRef
 from holdfast.team import Silence, Team, sendable
 
@@ -381,8 +381,10 @@ class Conversation:
         )
 
 
-def error_of(failure: Failure, what: str) -> RankFailed | RanksDisagree:
+def error_of(failure: Failure, what: str) -> RankFailed | RanksDisagree | RunLocked:
     """What a rank raises when another one has failed."""
+    if failure.kind == RunLocked.__name__:
+        return RunLocked(f"found by rank {failure.rank}: {failure.message}")
     if failure.kind == RanksDisagree.__name__:
         return RanksDisagree(failure.message, ranks=failure.ranks)
     if failure.ranks:

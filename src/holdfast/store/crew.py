@@ -166,6 +166,7 @@ class Crew:
         if self.team is None:
             yield None
             return
+        self.team.check_group()
         with self.team.again(what, self.timeout) as team:
             yield team
 
@@ -189,8 +190,9 @@ class Crew:
         self, what: str, step: int, *, due: bool = True, signal: str | None = None
     ) -> Conversation | None:
         """Meets the others for a call. What the coordinator says counts, for all: see the result's `call`."""
-        if self._calls is None:
+        if self._calls is None or self.team is None:
             return None
+        self.team.check_group()
         what = sendable(what)
         call = Call(what, step, os.urandom(16).hex(), time.time(), due, signal) if self.leads else None
         return self._calls.begin(what, step, call)

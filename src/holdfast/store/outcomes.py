@@ -1,8 +1,8 @@
 """How ranks tell each other what went wrong, so that all of them raise, and raise the fitting error.
 
 What one rank alone has met is an error of its own there, and `RankFailed` on all others. But what is wrong
-with the checkpoint, or that there is none, is so for everybody: every rank raises the same kind, so that all
-of them go on to the same older checkpoint, or all begin anew.
+with the checkpoint, that there is none, or that somebody else writes to the run, is so for everybody: every
+rank raises the same kind, so that all of them go on to the same older checkpoint, or all begin anew.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from holdfast.errors import (
     IncompleteCheckpoint,
     RankFailed,
     ReadFailed,
+    RunLocked,
 )
 from holdfast.store.failures import read_error, shows_damage
 from holdfast.team import Team, sendable
@@ -38,6 +39,7 @@ _KINDS: tuple[tuple[str, type[HoldfastError]], ...] = (
     ("unread", ReadFailed),
     ("refused", ReadFailed),
     ("absent", CheckpointNotFound),
+    ("locked", RunLocked),
 )
 _OWN = ""
 
@@ -88,6 +90,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return kind(what, path=self.path, leaf=self.leaf)
         if self.kind == "absent":
             return CheckpointNotFound(what)
+        if self.kind == "locked":
+            return RunLocked(what)
         if self.ranks:
             return RankFailed(what, ranks=self.ranks)
         return RankFailed(

@@ -128,6 +128,7 @@ class Shares:
         """Raises `RanksDisagree` when ranks hold different bytes of what they should hold the same of."""
         if self._team is None:
             return
+        self._team.check_group()
         with self._team.again("comparing replicas", self._timeout) as team:
             views = exchange_views(team, tuple(map(_seen, flat.leaves)), self._timeout)
             layouts = merge_views(views)

@@ -56,6 +56,11 @@ class Mail:
         self._lines = _Lines(store)
         self._prefix = prefix
 
+    @property
+    def store(self) -> Any:
+        """The process group's store that keeps them."""
+        return self._lines.store
+
     def under(self, prefix: str) -> Mail:
         """Mail with a longer prefix, over the same lines: they are closed together."""
         mail = object.__new__(Mail)
@@ -149,7 +154,7 @@ class _Lines:
     """Lines to one store: as many as there are calls at the same time, few of them kept in between."""
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        self.store = store
         self._lock = threading.Lock()
         self._idle: list[_Line] = []
         self._closed = False
@@ -164,7 +169,7 @@ class _Lines:
                 raise _unreachable(self._lost)
             line = self._idle.pop() if self._idle else None
         if line is None:
-            line = _Line(self._store)
+            line = _Line(self.store)
         try:
             result = line.call(function, seconds)
         except _Lost as error:

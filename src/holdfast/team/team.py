@@ -202,6 +202,20 @@ class Team:
         finally:
             team.close()
 
+    def check_group(self) -> None:
+        """`RankFailed` when the process group was made anew since this team has met.
+
+        Ranks may be others now than they were, and arrays lie on meshes of these. A group that was merely
+        destroyed does no harm: the team goes on as long as the store answers.
+        """
+        present = _default_store() if _is_initialized() else None
+        if present is not None and present is not self.mail.store:
+            raise RankFailed(
+                f"the process group was made anew since its ranks met here, as rank {self.rank} of "
+                f"{self.world}: who is which rank may have changed. Nothing was written or read. Close this "
+                "Checkpointer and make a new one, on all ranks"
+            )
+
     def say(self, what: str) -> None:
         """What this rank is at, for the error messages of others."""
         self._board.say(self.rank, what)
@@ -340,9 +354,9 @@ def join(purpose: str, timeout: float) -> Team | None:
     None when there is nobody to meet: without torch, without a process group, in a world of one. `RankFailed`
     on all who came when somebody did not come within `timeout` seconds; those may come again.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    if not _is_initialized():
         return None
+    distributed = sys.modules["torch.distributed"]
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if world == 1:
         return None
@@ -359,6 +373,12 @@ def join(purpose: str, timeout: float) -> Team | None:
 
 def _blob_name(data: bytes) -> str:
     return f"{digest(data)}{len(data):x}"
+
+
+def _is_initialized() -> bool:
+    """Whether there is a process group."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _default_store() -> Any:
