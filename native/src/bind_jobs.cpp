@@ -30,8 +30,18 @@ Tuning make_tuning(const std::string& backend, uint64_t window, unsigned depth, 
   } else {
     throw std::invalid_argument("unknown backend " + backend);
   }
-  if (window == 0 || window % tuning.alignment != 0 || depth == 0 || depth > 256 || chunk == 0) {
-    throw std::invalid_argument("bad engine tuning");
+  if (window == 0 || window > kMaxWindow || window % tuning.alignment != 0) {
+    throw std::invalid_argument("bad engine tuning: a window has a multiple of " +
+                                std::to_string(tuning.alignment) + " bytes, at most 1 GiB, not " +
+                                std::to_string(window));
+  }
+  if (depth == 0 || depth > kMaxDepth) {
+    throw std::invalid_argument("bad engine tuning: from 1 to " + std::to_string(kMaxDepth) +
+                                " windows can be under way, not " + std::to_string(depth));
+  }
+  if (chunk == 0 || chunk > kMaxChunk) {
+    throw std::invalid_argument("bad engine tuning: a checksum covers 1 byte to 1 GiB, not " +
+                                std::to_string(chunk));
   }
   tuning.window = window;
   tuning.depth = depth;
@@ -56,14 +66,12 @@ std::vector<uint64_t> parse_expected(const Plan& plan, nb::list expected, uint64
   if (expected.size() == 0) return out;
   if (expected.size() != plan.pieces.size()) throw std::invalid_argument("checksums and pieces differ in number");
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
+    if (plan.pieces[i].place == Place::zero) continue;
     const char* text = nb::cast<const char*>(expected[i]);
-    // Padding has no checksum: it must be zero. Its places in the list are filled up.
-    const uint64_t count = chunk_count(plan.pieces[i].nbytes, chunk);
-    if (plan.pieces[i].place == Place::zero) {
-      out.resize(out.size() + count);
-      continue;
-    }
-    if (std::strlen(text) != count * 16) throw std::invalid_argument("a piece has the wrong number of checksums");
+    const uint64_t count = checksum_count(plan.pieces[i], chunk);
+    const uint64_t digits = std::strlen(text);
+    if (digits % 16 != 0 || digits / 16 != count)
+      throw std::invalid_argument("a piece has the wrong number of checksums");
     for (uint64_t c = 0; c < count; ++c) out.push_back(parse_hex(text + c * 16));
   }
   return out;

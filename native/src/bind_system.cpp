@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "bind.hpp"
+#include "forks.hpp"
 #include "memory.hpp"
 #include "probe.hpp"
 #include "queue.hpp"
@@ -56,7 +57,7 @@ class HeldDirectory {
   void release() {
     if (fd_ < 0) return;
     alone().erase(std::remove(alone().begin(), alone().end(), this), alone().end());
-    if (::getpid() == owner_) {
+    if (forks() == owner_) {
       sys::release_directory(fd_);
     } else {
       ::close(fd_);  // a forked child shares the lock with its parent, who goes on
@@ -80,7 +81,7 @@ class HeldDirectory {
   }
 
   int fd_;
-  const pid_t owner_ = ::getpid();
+  const uint64_t owner_ = forks();
 };
 
 }  // namespace
@@ -153,6 +154,8 @@ void bind_system(nb::module_& m) {
     return std::make_tuple(probe.direct, probe.memory_alignment, probe.offset_alignment, probe.reason);
   });
   m.def("huge_pages_given", &PageSizes::can_be_huge);
+  m.def("page_sizes", [] { return std::make_pair(page_nbytes(), huge_page_nbytes()); });
+  m.def("forks", &forks);
   m.def("uring_available", [] {
     std::string reason;
     const bool available = uring_available(reason);

@@ -1,14 +1,13 @@
 // A piece of I/O under way: runs on a thread of its own, or at once in the caller's.
 #pragma once
 
-#include <unistd.h>
-
 #include <chrono>
 #include <exception>
 #include <functional>
 #include <optional>
 #include <thread>
 
+#include "forks.hpp"
 #include "transfer.hpp"
 
 namespace holdfast {
@@ -62,7 +61,7 @@ class Job {
   [[nodiscard]] uint64_t progress() const { return control_.done_nbytes; }
   void cancel() { control_.cancelled = true; }
   // Whether it is that of this process, and not of the one that this process was forked from.
-  [[nodiscard]] bool ours() const { return ::getpid() == owner_; }
+  [[nodiscard]] bool ours() const { return forks() == owner_; }
 
  private:
   void run() {
@@ -87,7 +86,7 @@ class Job {
   bool done_ = false;
   std::optional<Result> result_;
   std::exception_ptr error_;
-  const pid_t owner_ = ::getpid();
+  const uint64_t owner_ = forks();
   std::thread thread_;
 };
 

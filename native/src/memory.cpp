@@ -9,11 +9,14 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdlib>
 #include <memory>
 #include <new>
 #include <string_view>
 #include <system_error>
 #include <thread>
+
+#include "forks.hpp"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
@@ -24,13 +27,22 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kHugePage = 2U << 20;
-constexpr size_t kPage = 4096;
+// What Linux says in a file, the number after `key`; 0 where there is no such thing.
+size_t number_in(const char* path, std::string_view key) {
+  char text[4096] = {};
+  const int file = ::open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return 0;
+  const ssize_t nbytes = ::read(file, text, sizeof text - 1);
+  ::close(file);
+  const size_t at = std::string_view(text, nbytes > 0 ? static_cast<size_t>(nbytes) : 0).find(key);
+  return at == std::string_view::npos ? 0 : std::strtoull(text + at + key.size(), nullptr, 10);
+}
 
-// Zeroing a huge page takes a tenth of this. In a virtual machine whose host takes back free memory, huge pages
-// are what it takes first, and each then costs hundreds of faults in the host; small pages are more often still
-// there. But small ones cost more to get, to hand to the device and for the device to fill: together about as much
-// as a huge page that takes this long. One page may also be slow by chance, several hardly.
+constexpr size_t kUsualHugePage = 2U << 20;
+// Zeroing a huge page of the usual size takes a tenth of this. In a virtual machine whose host takes back free
+// memory, huge pages are what it takes first, and each then costs hundreds of faults in the host; small pages are
+// more often still there. But small ones cost more to get, to hand to the device and for the device to fill:
+// together about as much as a huge page that takes this long. One page may also be slow by chance, several hardly.
 constexpr auto kSlow = std::chrono::milliseconds(3);
 constexpr int kTrials = 3;
 constexpr auto kRemember = std::chrono::milliseconds(500);
@@ -44,9 +56,11 @@ bool populate(uintptr_t low, uintptr_t high) {
 
 // Whether all of the first few huge pages are slow. They are not wasted: they will be filled like the others.
 bool huge_pages_are_slow(uintptr_t first, uintptr_t end) {
-  for (int i = 0; i < kTrials && first + kHugePage <= end; ++i, first += kHugePage) {
+  const size_t huge = huge_page_nbytes();
+  const auto slow = kSlow * static_cast<Clock::rep>(std::max<size_t>(huge / kUsualHugePage, 1));
+  for (int i = 0; i < kTrials && first + huge <= end; ++i, first += huge) {
     const auto began = Clock::now();
-    if (!populate(first, first + kHugePage) || Clock::now() - began <= kSlow) return false;
+    if (!populate(first, first + huge) || Clock::now() - began <= slow) return false;
   }
   return true;
 }
@@ -63,25 +77,45 @@ constexpr unsigned long kPageScan = _IOWR('f', 16, PageScan);
 constexpr uint64_t kIsPresent = 1U << 3, kIsHuge = 1U << 6;
 // What one allocation got for its first part it got for the rest.
 constexpr size_t kLookedAt = 8U << 20;
+constexpr size_t kMaxRegions = 16;
 
 // Kept for the next job. Not behind a lock, which a fork could catch while it is held.
 std::atomic<Staging*> kept{nullptr};
 constexpr size_t kMostKept = 64U << 20;
 // While memory is being touched, so many windows are to fit into what is there, be they this small.
 constexpr size_t kAtOnce = 4;
-constexpr size_t kSmallWindow = kHugePage / kAtOnce;
+// Staging gets its pages in such steps, whatever their size.
+constexpr size_t kStep = kUsualHugePage;
+constexpr size_t kSmallWindow = kStep / kAtOnce;
 
 }  // namespace
 
-Staging::Staging(size_t nbytes, Pages pages)
-    : mapped_nbytes_(nbytes + (pages == Pages::huge ? kHugePage : 0)), nbytes_(nbytes), owner_(::getpid()) {
+size_t page_nbytes() {
+  static const auto nbytes = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  return nbytes;
+}
+
+size_t huge_page_nbytes() {
+  static const size_t nbytes = [] {
+    size_t found = number_in("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", "");
+    if (found == 0) found = number_in("/proc/meminfo", "Hugepagesize:") << 10;
+    const bool is_power_of_two = (found & (found - 1)) == 0;
+    return found > page_nbytes() && is_power_of_two ? found : kUsualHugePage;
+  }();
+  return nbytes;
+}
+
+Staging::Staging(size_t nbytes, Pages pages) : nbytes_(nbytes), owner_(forks()) {
+  const size_t huge = huge_page_nbytes();
+  if (nbytes < huge) pages = Pages::normal;  // not one of them would fit
+  mapped_nbytes_ = nbytes + (pages == Pages::huge ? huge : 0);
   mapped_ = ::mmap(nullptr, mapped_nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "memory for staging");
   ::madvise(mapped_, mapped_nbytes_, MADV_DONTFORK);
   data_ = static_cast<char*>(mapped_);
   if (pages == Pages::normal) return;
-  data_ = reinterpret_cast<char*>(up(reinterpret_cast<uintptr_t>(mapped_), kHugePage));
-  ::madvise(data_, nbytes / kHugePage * kHugePage, MADV_HUGEPAGE);
+  data_ = reinterpret_cast<char*>(up(reinterpret_cast<uintptr_t>(mapped_), huge));
+  ::madvise(data_, nbytes / huge * huge, MADV_HUGEPAGE);
 }
 
 Staging::~Staging() {
@@ -89,7 +123,7 @@ Staging::~Staging() {
   if (ours()) ::munmap(mapped_, mapped_nbytes_);
 }
 
-bool Staging::ours() const { return ::getpid() == owner_; }
+bool Staging::ours() const { return forks() == owner_; }
 
 Windows::Windows(size_t count, size_t nbytes, Staging::Pages pages)
     : count_(count), window_(nbytes), pages_(pages) {
@@ -110,15 +144,19 @@ Windows::~Windows() {
 }
 
 void Windows::touch_ahead() {
-  const size_t first = std::max(staging_->touched.load(), kHugePage);  // whoever uses the first page gets it
+  const size_t first = std::max(staging_->touched.load(), kStep);  // whoever uses the first pages gets them
   if (first >= count_ * window_) return;
   staging_->touched = first;
   try {
     toucher_ = std::thread([this, first] {
-      for (size_t at = first; at < count_ * window_ && !stop_; at += kHugePage) {
-        // By a store. While madvise populates a page, nobody in the process can map memory.
-        static_cast<volatile char*>(staging_->data())[at] = 0;
-        staging_->touched = at + kHugePage;
+      const size_t end = count_ * window_;
+      for (size_t at = first; at < end && !stop_; at += kStep) {
+        // By stores. While madvise populates a page, nobody in the process can map memory. One store gets all of a
+        // huge page; the others then find theirs.
+        for (size_t inside = at; inside < std::min(at + kStep, end); inside += page_nbytes()) {
+          static_cast<volatile char*>(staging_->data())[inside] = 0;
+        }
+        staging_->touched = at + kStep;
       }
     });
   } catch (const std::system_error&) {
@@ -154,10 +192,11 @@ PageSizes::~PageSizes() {
 }
 
 PageSizes::Kind PageSizes::of(uintptr_t address, size_t nbytes) const {
-  const uintptr_t low = up(address, kHugePage);
-  const uintptr_t high = std::min(address + nbytes, low + kLookedAt) / kHugePage * kHugePage;
+  const size_t huge_page = huge_page_nbytes();
+  const uintptr_t low = up(address, huge_page);
+  const uintptr_t high = std::min(address + nbytes, low + std::max(kLookedAt, huge_page)) / huge_page * huge_page;
   if (pagemap_ < 0 || low >= high) return Kind::unknown;
-  PageRegion regions[kLookedAt / kHugePage];
+  PageRegion regions[kMaxRegions];
   PageScan scan{};
   scan.size = sizeof scan;
   scan.start = low;
@@ -182,6 +221,8 @@ bool PageSizes::can_be_huge() {
     if (file < 0) return false;
     const ssize_t nbytes = ::read(file, policy, sizeof policy - 1);
     ::close(file);
+    // Of such large ones no staging is made.
+    if (huge_page_nbytes() > kMostKept) return false;
     return nbytes > 0 && std::string_view(policy).find("[never]") == std::string_view::npos;
   }();
   return can;
@@ -191,8 +232,9 @@ FreshMemory::FreshMemory(size_t nbytes) : nbytes_(nbytes) {
   data_ = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data_ == MAP_FAILED) throw std::bad_alloc();
   const uintptr_t start = reinterpret_cast<uintptr_t>(data_);
-  const uintptr_t first = up(start, kHugePage);
-  if (first + kHugePage > start + nbytes || Clock::now().time_since_epoch().count() < slow_until) return;
+  const size_t huge = huge_page_nbytes();
+  const uintptr_t first = up(start, huge);
+  if (first + huge > start + nbytes || Clock::now().time_since_epoch().count() < slow_until) return;
   ::madvise(data_, nbytes, MADV_HUGEPAGE);
   if (huge_pages_are_slow(first, start + nbytes)) {
     slow_until = (Clock::now() + kRemember).time_since_epoch().count();
@@ -216,10 +258,10 @@ struct Populator::State {
       // Steps end where huge pages do, and cover only whole pages inside the range: what shares one with a
       // neighbour is not ours to touch.
       for (uintptr_t at = start, next; at < end && !stop; at = next) {
-        next = std::min(up(at + 1, kHugePage), end);
+        next = std::min(up(at + 1, kStep), end);
         if (range.position + (at - start) < reader + margin) continue;
-        const uintptr_t low = up(at, kPage);
-        const uintptr_t high = next / kPage * kPage;
+        const uintptr_t low = up(at, page_nbytes());
+        const uintptr_t high = next / page_nbytes() * page_nbytes();
         if (low < high && !populate(low, high)) return;
       }
     }

@@ -11,6 +11,10 @@
 
 namespace holdfast {
 
+// Of this system: 4 KiB and 2 MiB on x86-64; on arm64 also 16 KiB and 32 MiB, or 64 KiB and 512 MiB.
+size_t page_nbytes();
+size_t huge_page_nbytes();
+
 // Aligned memory, left out of forked children so that a fork during direct I/O copies nothing of it.
 class Staging {
  public:
@@ -33,7 +37,7 @@ class Staging {
   size_t mapped_nbytes_;
   char* data_;
   size_t nbytes_;
-  const int owner_;
+  const uint64_t owner_;
 };
 
 // Staging for the windows of a job, given out round and round. The process keeps one in huge pages: to get these

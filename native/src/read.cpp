@@ -50,7 +50,7 @@ class Reader {
     uint64_t count = 0;
     for (const Piece& piece : plan.pieces) {
       first_hash_.push_back(count);
-      count += chunk_count(piece.nbytes, tuning.chunk);
+      count += checksum_count(piece, tuning.chunk);
     }
   }
 
@@ -370,25 +370,12 @@ void fit(Tuning& tuning, uint64_t wanted) {
   tuning.depth = static_cast<unsigned>(std::min<uint64_t>(tuning.depth, wanted / tuning.window + 1));
 }
 
-}  // namespace
+// Thrown where the file refuses the first direct read: before anything was handed out.
+struct DirectRefused {};
 
-Read read_file(const std::string& path, const Plan& plan, const std::vector<uint64_t>& expected,
-               const Tuning& tuning, Control& control) {
+Read read_windows(const sys::File& file, const Plan& plan, const std::vector<uint64_t>& expected, Tuning used,
+                  uint64_t wanted, Control& control) {
   Read out;
-  Tuning used = tuning;
-  uint64_t wanted = 0;
-  for (const Piece& piece : plan.pieces) wanted += piece.nbytes;
-  if (wanted <= tuning.small) used.backend = Backend::buffered;
-  sys::File file = open_for(path, used);
-  const uint64_t file_nbytes = sys::size(file);
-  if (file_nbytes % used.effective_alignment() != 0) {
-    // Direct reads cannot end inside a block; our own shards never do, other people's files may.
-    used.backend = Backend::buffered;
-    file = open_for(path, used);
-  }
-  if (!plan.pieces.empty() && plan.pieces.back().end() > file_nbytes) {
-    throw sys::Error{ENODATA, sys::Call::read, path};
-  }
   fit(used, wanted);
   const bool large = wanted > (8U << 20);
   // Beyond those under way, some for windows that have arrived and wait for their verification.
@@ -410,7 +397,12 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
   size_t asked = 0, arrived = 0, delivered = 0;
   const auto arrive = [&] {
     Slot& slot = slots[arrived % slots.size()];
-    finish(*queue, slot.transfer, used.effective_alignment());
+    try {
+      finish(*queue, slot.transfer, used.effective_alignment());
+    } catch (const sys::Error& error) {
+      if (error.code == EINVAL && arrived == 0 && used.backend != Backend::buffered) throw DirectRefused{};
+      throw;
+    }
     deliveries.hand_over(slot);
     ++arrived;
   };
@@ -439,6 +431,34 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
   while (arrived < asked) arrive();
   deliveries.wait_until(0);
   return out;
+}
+
+}  // namespace
+
+Read read_file(const std::string& path, const Plan& plan, const std::vector<uint64_t>& expected,
+               const Tuning& tuning, Control& control) {
+  Tuning used = tuning;
+  uint64_t wanted = 0;
+  for (const Piece& piece : plan.pieces) wanted += piece.nbytes;
+  if (wanted <= tuning.small) used.backend = Backend::buffered;
+  sys::File file = open_for(path, used);
+  const uint64_t file_nbytes = sys::size(file);
+  if (file_nbytes % used.effective_alignment() != 0) {
+    // Direct reads cannot end inside a block; our own shards never do, other people's files may.
+    used.backend = Backend::buffered;
+    file = open_for(path, used);
+  }
+  if (!plan.pieces.empty() && plan.pieces.back().end() > file_nbytes) {
+    throw sys::Error{ENODATA, sys::Call::read, path};
+  }
+  try {
+    return read_windows(file, plan, expected, used, wanted, control);
+  } catch (const DirectRefused&) {
+    // Some file systems take O_DIRECT when a file is opened, and refuse to read so.
+    used.backend = Backend::buffered;
+    file = open_for(path, used);
+  }
+  return read_windows(file, plan, expected, used, wanted, control);
 }
 
 }  // namespace holdfast

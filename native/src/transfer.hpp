@@ -45,6 +45,12 @@ struct Plan {
   std::shared_ptr<std::atomic<bool>> in_callback;  // whether one is under way; none where there are no callbacks
 };
 
+// Far more than helps, and far less than a product of both could overflow with. (The kernel moves 2 GiB at most in
+// one transfer.)
+inline constexpr uint64_t kMaxWindow = 1U << 30;
+inline constexpr unsigned kMaxDepth = 256;
+inline constexpr uint64_t kMaxChunk = 1U << 30;
+
 struct Tuning {
   Backend backend = Backend::buffered;
   uint64_t alignment = 4096;   // of addresses, offsets and lengths in direct I/O
@@ -102,6 +108,10 @@ inline Span direct_span(const Piece& piece, uint64_t low, uint64_t high, uint64_
 }
 
 inline uint64_t chunk_count(uint64_t nbytes, uint64_t chunk) { return (nbytes + chunk - 1) / chunk; }
+// Of a piece that is read. Padding has none: it must be zero.
+inline uint64_t checksum_count(const Piece& piece, uint64_t chunk) {
+  return piece.place == Place::zero ? 0 : chunk_count(piece.nbytes, chunk);
+}
 
 // The chunks that lie whole in the bytes [inside, end) of a piece, as bytes of it; low >= high where there is
 // none.

@@ -1,7 +1,10 @@
 // The io_uring queue. Built without liburing, it reports itself unavailable and `threads` takes its place.
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "queue.hpp"
 
@@ -15,15 +18,21 @@ namespace holdfast {
 
 namespace {
 
+// Set when a call on a ring failed for good: a seccomp filter that was installed while the program runs, say. Jobs
+// that begin later do not try again.
+std::atomic<bool> rings_fail{false};
+
+// One thread makes, uses and destroys it.
 class UringQueue final : public Queue {
  public:
-  explicit UringQueue(unsigned depth) {
+  explicit UringQueue(unsigned depth) : depth_(depth) {
     int result = -EINVAL;
-#ifdef IORING_SETUP_DEFER_TASKRUN
-    // One thread submits and reaps, so completions need not interrupt it: they are run when it asks for them.
-    result = io_uring_queue_init(depth, &ring_, IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN);
+#ifdef IORING_SETUP_COOP_TASKRUN
+    // Completions need not interrupt the thread that submits and reaps. They still arrive whenever it enters the
+    // kernel, by whatever call: so they are seen, too, when calls on the ring itself fail (`reap_by_looking`).
+    result = io_uring_queue_init(depth, &ring_, IORING_SETUP_COOP_TASKRUN);
 #endif
-    if (result == -EINVAL) result = io_uring_queue_init(depth, &ring_, 0);  // before Linux 6.1
+    if (result == -EINVAL) result = io_uring_queue_init(depth, &ring_, 0);  // before Linux 5.19
     if (result < 0) throw sys::Error{-result, sys::Call::open, "io_uring"};
     // A forked data-loader worker must not share the ring's memory with us.
     io_uring_ring_dontfork(&ring_);
@@ -36,6 +45,7 @@ class UringQueue final : public Queue {
   }
 
   void submit(Transfer& transfer) override {
+    if (instead_) return instead_->submit(transfer);
     transfer.done = false;
     const sys::Call call = transfer.is_write ? sys::Call::write : sys::Call::read;
     if (const auto told = sys::intercept(call, transfer.nbytes())) {
@@ -43,11 +53,27 @@ class UringQueue final : public Queue {
       transfer.done = true;
       return;
     }
-    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-    while (sqe == nullptr) {
-      reap();
-      sqe = io_uring_get_sqe(&ring_);
+    if (hand_over(transfer)) {
+      ++in_flight_;
+      return;
     }
+    // Not under two owners at once: what the kernel has comes to its end first.
+    rings_fail = true;
+    while (in_flight_ > 0) reap();
+    instead_ = make_queue(Backend::threads, depth_);
+    instead_->submit(transfer);
+  }
+
+  void wait(Transfer& transfer) override {
+    if (instead_) return instead_->wait(transfer);
+    while (!transfer.done) reap();
+  }
+
+ private:
+  // False when the kernel does not take it.
+  bool hand_over(Transfer& transfer) {
+    io_uring_sqe* sqe = failed_ ? nullptr : io_uring_get_sqe(&ring_);
+    if (sqe == nullptr) return false;
     const auto count = static_cast<unsigned>(segments(transfer));
     if (transfer.is_write) {
       io_uring_prep_writev(sqe, transfer.file->fd(), transfer.iov.data(), count, transfer.offset);
@@ -61,20 +87,19 @@ class UringQueue final : public Queue {
       if (in_flight_ > 0) reap();
       result = io_uring_submit(&ring_);
     }
-    if (result < 0) throw sys::Error{-result, call, transfer.file->path()};
-    ++in_flight_;
+    return result >= 0;
   }
 
-  void wait(Transfer& transfer) override {
-    while (!transfer.done) reap();
-  }
-
- private:
-  void reap() {
+  // Notes one completion, of those that are under way. Never throws: who destroys this waits here, too.
+  void reap() noexcept {
     io_uring_cqe* cqe = nullptr;
-    int result = io_uring_wait_cqe(&ring_, &cqe);
+    int result = failed_ ? -ENOSYS : io_uring_wait_cqe(&ring_, &cqe);
     while (result == -EINTR || result == -EAGAIN) result = io_uring_wait_cqe(&ring_, &cqe);
-    if (result < 0) throw sys::Error{-result, sys::Call::write, "io_uring"};
+    if (result < 0) {
+      failed_ = true;
+      rings_fail = true;
+      cqe = reap_by_looking();
+    }
     auto* transfer = static_cast<Transfer*>(io_uring_cqe_get_data(cqe));
     transfer->result = cqe->res;
     transfer->done = true;
@@ -84,6 +109,16 @@ class UringQueue final : public Queue {
     }
     io_uring_cqe_seen(&ring_, cqe);
     --in_flight_;
+  }
+
+  // The kernel goes on with what it was given before calls on the ring began to fail, and its completions appear
+  // in memory that it shares with us.
+  io_uring_cqe* reap_by_looking() {
+    io_uring_cqe* cqe = nullptr;
+    while (io_uring_peek_batch_cqe(&ring_, &cqe, 1) == 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    return cqe;
   }
 
   static int segments(const Transfer& transfer) {
@@ -106,23 +141,33 @@ class UringQueue final : public Queue {
     return done < 0 ? -errno : done;
   }
 
+  const unsigned depth_;
   io_uring ring_{};
   unsigned in_flight_ = 0;
+  bool failed_ = false;             // calls on the ring fail for good
+  std::unique_ptr<Queue> instead_;  // takes over then
 };
 
 }  // namespace
 
-std::unique_ptr<Queue> make_uring_queue(unsigned depth) { return std::make_unique<UringQueue>(depth); }
+std::unique_ptr<Queue> make_uring_queue(unsigned depth) {
+  if (rings_fail) throw sys::Error{ENOSYS, sys::Call::open, "io_uring"};
+  return std::make_unique<UringQueue>(depth);
+}
 
 bool uring_available(std::string& reason) {
   io_uring ring{};
-  const int result = io_uring_queue_init(2, &ring, 0);
+  int result = io_uring_queue_init(2, &ring, 0);
   if (result < 0) {
     reason = std::string("io_uring_setup: ") + std::strerror(-result);
     return false;
   }
+  // To have one is not to be allowed to use it.
+  io_uring_prep_nop(io_uring_get_sqe(&ring));
+  result = io_uring_submit_and_wait(&ring, 1);
+  if (result < 0) reason = std::string("io_uring_enter: ") + std::strerror(-result);
   io_uring_queue_exit(&ring);
-  return true;
+  return result >= 0;
 }
 
 #else

@@ -221,6 +221,32 @@ def test_forked_workers_during_a_save_harm_nobody(tmp_path: Path, workers: int) 
     assert holdfast.verify(tmp_path).problems == ()
 
 
+def test_a_forked_child_that_has_its_parents_old_id_is_still_a_child(tmp_path: Path) -> None:
+    """Ids are given out again: after the parent has died, a child of a child may get its id."""
+    script = """
+    torch.set_num_threads(1)  # a forked child has no worker threads
+    ckpt.save(1)
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.getpid = lambda: parent
+        code = 1
+        try:
+            ckpt.save(99)
+        except RuntimeError as error:
+            train()  # its own copy: no hook waits here
+            ckpt.close()
+            code = 0 if "forked child" in str(error) else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    train()
+    ckpt.close()
+    """
+    done = run(SLOW.replace("slow100", "slow30") + textwrap.dedent(script), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert holdfast.verify(tmp_path).problems == ()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_preemption_finishes_the_step_saves_exits_with_0_and_says_so(
     tmp_path: Path, number: signal.Signals

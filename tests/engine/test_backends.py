@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.pieces import PAGE, checksums, memory_of, random_bytes
+from engine.forbidding import run
+from engine.pieces import PAGE, Windows, checksums, memory_of, random_bytes, small_windows
 from holdfast import engine
 from holdfast.engine import (
     BACKENDS,
     Capabilities,
+    Consumed,
     ReadPiece,
     Tuning,
     WritePiece,
@@ -148,36 +147,6 @@ def test_raw_limits_are_measured_on_every_backend(backend: engine.Backend, tmp_p
 # --- where the system forbids something: each in a process of its own ---------------------------------------
 
 
-FORBID = """
-import ctypes, errno, os, platform, struct, sys
-
-IO_URING_SETUP = 425
-SYNC_FILE_RANGE = {"x86_64": 277, "aarch64": 84}.get(platform.machine())
-
-def forbid(call, code):
-    libc = ctypes.CDLL(None, use_errno=True)
-    rules = [  # load the number of the call; that one: fail with the code; all others: allow
-        (0x20, 0, 0, 0), (0x15, 0, 1, call), (0x06, 0, 0, 0x00050000 | code), (0x06, 0, 0, 0x7FFF0000),
-    ]
-    filter = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(filter)))
-    assert libc.prctl(38, 1, 0, 0, 0) == 0
-    assert libc.prctl(22, 2, program, 0, 0) == 0, ctypes.get_errno()
-"""
-
-
-def run(script: str, *arguments: object, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", FORBID + textwrap.dedent(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 def test_where_io_uring_is_forbidden_threads_take_its_place(tmp_path: Path) -> None:
     """What the seccomp profile of a container does: io_uring_setup fails with EPERM."""
     if choose_backend(tmp_path) == "buffered":
@@ -274,6 +243,35 @@ def test_a_file_that_refuses_direct_reads_is_read_through_the_page_cache(
         else:
             assert engine.read(tmp_path / "f", [piece], tuning=Tuning(backend, small_nbytes=0)) == []
             assert np.array_equal(out, data)
+
+
+@pytest.mark.parametrize("nbytes", [300 * PAGE, 5 << 20])
+def test_a_file_that_refuses_its_first_direct_read_is_read_through_the_page_cache(
+    backend: engine.Backend, tmp_path: Path, nbytes: int
+) -> None:
+    """Some file systems take O_DIRECT when a file is opened, and refuse only then."""
+    data = random_bytes(nbytes, 5)
+    data.tofile(tmp_path / "f")
+    windows = Windows(np.zeros_like(data))
+    piece = ReadPiece(0, Consumed(data.nbytes, windows.drain), checksums(data))
+    tuning = small_windows(backend)
+    with faults.injected("read:1:EINVAL"):
+        if backend == "buffered":  # which asks for nothing special
+            with pytest.raises(OSError, match=r"\(read\)"):
+                engine.read(tmp_path / "f", [piece], tuning=tuning)
+        else:
+            assert engine.read(tmp_path / "f", [piece], tuning=tuning) == []
+            assert windows.covered_once()
+            assert np.array_equal(windows.data, data)
+
+
+def test_a_later_read_that_is_refused_is_an_error(backend: engine.Backend, tmp_path: Path) -> None:
+    """By then bytes have been handed out."""
+    data = random_bytes(300 * PAGE, 5)
+    data.tofile(tmp_path / "f")
+    piece = ReadPiece(0, memory_of(np.zeros_like(data)), checksums(data))
+    with faults.injected("read:15:EINVAL"), pytest.raises(OSError, match=r"\(read\)"):
+        engine.read(tmp_path / "f", [piece], tuning=small_windows(backend))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -227,6 +228,18 @@ def test_a_file_of_any_length_can_be_read_to_its_end(backend: Backend, tmp_path:
     piece = ReadPiece(0, memory_of(out), checksums(data))
     assert engine.read(tmp_path / "f", [piece], tuning=Tuning(backend, small_nbytes=0)) == []
     assert np.array_equal(out, data)
+
+
+@pytest.mark.parametrize("padding", [PAGE * 21, 1 << 45, 1 << 62])
+def test_padding_past_the_end_is_that_error_and_takes_no_memory(
+    backend: Backend, tmp_path: Path, padding: int
+) -> None:
+    """Whatever size a manifest claims: the file's is looked at first."""
+    random_bytes(PAGE * 20, 3).tofile(tmp_path / "f")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(OSError, match="No data"):
+        engine.read(tmp_path / "f", [ReadPiece(0, Padding(padding))], tuning=small_windows(backend))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
 def test_reading_past_the_end_is_an_error_that_names_the_file(backend: Backend, tmp_path: Path) -> None:

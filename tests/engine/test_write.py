@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -269,14 +271,28 @@ def test_direct_io_refuses_a_size_it_cannot_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tuning",
+    ("window", "depth"),
     [
-        Tuning("buffered", 1000),
-        Tuning("buffered", 0),
-        Tuning("buffered", depth=0),
-        Tuning("buffered", depth=257),
+        (1000, 8),
+        (0, 8),
+        (-PAGE, 8),
+        (PAGE, 0),
+        (PAGE, 257),
+        (1 << 63, 2),
+        (1 << 62, 4),
+        ((1 << 30) + PAGE, 1),
     ],
 )
-def test_tuning_beyond_its_limits_is_refused(tmp_path: Path, tuning: Tuning) -> None:
+def test_tuning_beyond_its_limits_is_refused(tmp_path: Path, window: int, depth: int) -> None:
     with pytest.raises(ValueError, match="tuning"):
-        engine.write(tmp_path / "f", PAGE, [], tuning=tuning)
+        Tuning("buffered", window, depth)
+    native = importlib.import_module("holdfast._native")
+    # The native side trusts nobody; a number that it cannot even hold is another error.
+    columns: tuple[list[Any], ...] = ([PAGE], [PAGE], [0], [0], [], [])
+    with pytest.raises((ValueError, TypeError)):
+        native.read(tmp_path / "f", *columns, [], "threads", window, depth, CHUNK_NBYTES, 0, False)
+    with pytest.raises((ValueError, TypeError)):
+        native.write(
+            tmp_path / "f", 2 * PAGE, False, b"", *columns, "threads", window, depth, CHUNK_NBYTES, 0, False
+        )
+    assert list(tmp_path.iterdir()) == []

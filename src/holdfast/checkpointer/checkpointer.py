@@ -41,6 +41,7 @@ from holdfast.checkpointer.schedule import Cost, Schedule, make_schedule
 from holdfast.checkpointer.staging import Division, Staging
 from holdfast.checkpointer.trust import Trust
 from holdfast.checkpointer.work import Work, take_apart
+from holdfast.engine import forks
 from holdfast.errors import (
     CheckpointExists,
     EngineTimeout,
@@ -141,7 +142,7 @@ class Checkpointer:
         self._trust = Trust()
         self._noticed = False
         self._exit_code = exit_code
-        self._pid = os.getpid()
+        self._pid, self._forks = os.getpid(), forks()
         self._in_flight: Saving | None = None
         self._stalled = 0.0
         self._overlapped = False
@@ -519,7 +520,7 @@ class Checkpointer:
     def _check_usable(self) -> None:
         if not self._open:
             raise ValueError("this Checkpointer is closed")
-        if os.getpid() != self._pid:
+        if forks() != self._forks:
             raise RuntimeError(
                 f"this Checkpointer belongs to process {self._pid}, of which this is a forked child: "
                 "only that process may use it"
@@ -527,7 +528,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finishes what is under way and gives up the run's lock. Raises what failed in the background."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or forks() != self._forks:
             return
         saving, patience = self._in_flight, self._crew.patience
         # All of it, whatever is interrupted; what is left then is for another call.
@@ -564,7 +565,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if self._preemption is not None and self._crew.team is not None and os.getpid() == self._pid:
+        if self._preemption is not None and self._crew.team is not None and forks() == self._forks:
             # The save under way may wait for a dead rank: a launcher that clears up is obeyed at once.
             self._preemption.close()
         try:

@@ -19,6 +19,7 @@ from typing import Annotated, BinaryIO, TypeAlias, overload
 import msgspec
 from msgspec import Meta, Struct
 
+from holdfast.engine import forks
 from holdfast.errors import CheckpointNotFound, ReadFailed
 from holdfast.store.failures import reading
 
@@ -160,7 +161,7 @@ class EventLog:
     def __init__(self, run: str | os.PathLike[str] | None) -> None:
         self.path = None if run is None else os.path.join(os.fspath(run), EVENTS_NAME)
         self.broken: Exception | None = None
-        self._pid = os.getpid()
+        self._forks = forks()
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=_RECENT)
         self._subscriptions: list[_Subscription] = []
@@ -171,7 +172,7 @@ class EventLog:
 
     def add(self, event: Event) -> None:
         """Never raises because of the file or of a subscriber."""
-        if os.getpid() != self._pid:
+        if forks() != self._forks:
             return  # before the lock: another thread may have held it at the fork
         first_failure = None
         with self._lock:
@@ -233,7 +234,7 @@ class EventLog:
 
     def _guard(self) -> AbstractContextManager[object]:
         # In a forked child only one thread is left, and the lock may be one that another held at the fork.
-        return self._lock if os.getpid() == self._pid else nullcontext()
+        return self._lock if forks() == self._forks else nullcontext()
 
     def _write(self, line: bytes) -> None:
         file = self._open()

@@ -12,7 +12,6 @@ What is owned is told by address, since a module's ``state_dict`` hands out new 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import weakref
 from bisect import bisect_left, bisect_right
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from holdfast.engine import Memory, Strided
+from holdfast.engine import Memory, Strided, forks
 from holdfast.state import LeafSource
 from holdfast.state.per_rank import PerRank
 from holdfast.state.sharded import local_tensor
@@ -68,11 +67,11 @@ class Hooks:
 
     def _hook(self, owner: int) -> Hook:
         before_step = self._before_step
-        pid = os.getpid()
+        here = forks()
 
         def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
             call = before_step()
-            if call is not None and os.getpid() == pid:  # a forked child has its own copy of everything
+            if call is not None and forks() == here:  # a forked child has its own copy of everything
                 call(owner)
 
         return _hidden_from_compiler(hook)

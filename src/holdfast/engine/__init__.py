@@ -7,7 +7,7 @@ backend (`choose_backend`), durable file-system operations (`fs`) and the fault 
 
 from __future__ import annotations
 
-from holdfast._native import array_memory, huge_pages_given, xxh3_64, xxh3_64_each
+from holdfast._native import array_memory, forks, huge_pages_given, page_sizes, xxh3_64, xxh3_64_each
 from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
 from holdfast.engine.probe import (
     BACKENDS,
@@ -64,9 +64,11 @@ __all__ = [
     "choose_read_backend",
     "copy",
     "fingerprints",
+    "forks",
     "fresh_bytes",
     "huge_pages_given",
     "pack",
+    "page_sizes",
     "raw_read",
     "raw_write",
     "read",

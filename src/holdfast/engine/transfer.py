@@ -22,6 +22,8 @@ from holdfast.errors import EngineTimeout
 
 ALIGNMENT = 4096
 """Of addresses, offsets and lengths in direct I/O: covers every device and filesystem block in use."""
+MAX_WINDOW_NBYTES, MAX_DEPTH = 1 << 30, 256
+"""Far more than helps: their product is memory."""
 CHUNK_NBYTES = 1 << 20
 """Bytes per checksum. Small enough that reading a slice of an array verifies little more than the slice."""
 
@@ -34,6 +36,17 @@ class Tuning:
     window_nbytes: int = 8 << 20
     depth: int = 8
     small_nbytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.window_nbytes <= MAX_WINDOW_NBYTES or self.window_nbytes % ALIGNMENT:
+            raise ValueError(
+                f"engine tuning: window_nbytes must be a multiple of {ALIGNMENT} up to {MAX_WINDOW_NBYTES}, "
+                f"not {self.window_nbytes!r}"
+            )
+        if not 0 < self.depth <= MAX_DEPTH:
+            raise ValueError(f"engine tuning: depth must be from 1 to {MAX_DEPTH}, not {self.depth!r}")
+        if not 0 <= self.small_nbytes < 1 << 64:
+            raise ValueError(f"engine tuning: small_nbytes must be from 0 on, not {self.small_nbytes!r}")
 
 
 class WritePiece(msgspec.Struct, frozen=True, gc=False):

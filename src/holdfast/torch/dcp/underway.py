@@ -34,11 +34,11 @@ class Underway:
         self.partial: Partial | None = None
         self.thread = threading.get_ident()
         """DCP makes all calls of one save in one thread."""
-        self._pid = os.getpid()
+        self._forks = engine.forks()
         self._at_work = False
         with _lock:
             other = _saves.get(target)
-            if other is not None and other._pid == self._pid and other._at_work:
+            if other is not None and other._forks == self._forks and other._at_work:
                 raise RunLocked(f"this process is saving to {target} already; wait for that save")
             _saves[target] = self
         if other is not None:
@@ -87,7 +87,7 @@ class Underway:
             if _saves.get(self.target) is self:
                 del _saves[self.target]
             partial, self.partial = self.partial, None
-        if partial is not None and self._pid == os.getpid():  # a forked child leaves it to its parent
+        if partial is not None and self._forks == engine.forks():  # a forked child leaves it to its parent
             if remove:
                 partial.remove()
             partial.release()

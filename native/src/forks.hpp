@@ -1,0 +1,12 @@
+// Tells this process from those it was forked from. Process ids cannot: they are given out again.
+#pragma once
+
+#include <cstdint>
+
+namespace holdfast {
+
+// How many forks lie between this process and the first one that asked. What was made at another count belongs to
+// a parent.
+uint64_t forks();
+
+}  // namespace holdfast
