@@ -598,8 +598,8 @@ def _open_run(path: str) -> WritableRun:
 
 
 def _holders(path: str) -> list[Checkpointer]:
-    real, pid = os.path.realpath(path), os.getpid()
-    ours = [known for known in _opened if known._pid == pid and not known._closed]
+    real, here = os.path.realpath(path), forks()
+    ours = [known for known in _opened if known._forks == here and not known._closed]
     return [known for known in ours if os.path.realpath(known.path) == real]
 
 
