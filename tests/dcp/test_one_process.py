@@ -212,6 +212,7 @@ def test_checkpoints_of_holdfast_are_read_too(tmp_path: Path) -> None:
         "model": {"w": torch.randn(20, 3), "tied": tied, "again": tied},
         "epoch": 4,
         "l": [torch.ones(2)],
+        "blobs": [bytes(100_000), bytearray(b"x" * 100_000), 3],
     }
     holdfast.save(tmp_path / "native", state)
     assert_same(load(state, tmp_path / "native"), state)

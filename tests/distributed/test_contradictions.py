@@ -122,6 +122,32 @@ def test_stages_that_agree_are_stored_and_those_that_part_later_are_not(tmp_path
     assert values(launch(2, _stages, tmp_path)) == [[(0, 1), 0.2, 1, [1, 3]]] * 2
 
 
+def _large_bytes(run: Path) -> list[Any]:
+    """Bytes that are stored as a leaf. One of them changes where no sample would look."""
+    import torch.distributed as dist
+
+    blob = bytearray(1 << 20)
+    state = {"blob": bytes(blob), "array": blob}
+    found: list[Any] = []
+    with holdfast.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
+        checkpointer.save(1)
+        blob[300_001] = dist.get_rank()
+        for name, value in (("blob", bytes(blob)), ("array", blob)):
+            state.update({"blob": bytes(1 << 20), "array": bytearray(1 << 20), name: value})
+            with pytest.raises(holdfast.RanksDisagree, match=repr(name)) as caught:
+                checkpointer.save(2)
+            found.append(max(caught.value.ranks))
+        state["array"] = bytearray(b"x" * 99_999)
+        checkpointer.save(3)
+        state["array"] = bytearray()
+        checkpointer.restore()
+        return [*found, bytes(state["array"][:2]), len(state["array"]), checkpointer.steps]
+
+
+def test_large_bytes_that_part_are_not_stored(tmp_path: Path) -> None:
+    assert values(launch(2, _large_bytes, tmp_path)) == [[1, 1, b"xx", 99_999, [1, 3]]] * 2
+
+
 def _ties(run: Path) -> list[str]:
     import torch.distributed as dist
 

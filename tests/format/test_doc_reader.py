@@ -111,6 +111,15 @@ def test_the_reader_in_the_doc_reads_a_checkpoint_of_one_file(
             reader.read_checkpoint(tmp_path / "c")
 
 
+def test_the_reader_in_the_doc_reads_large_bytes(reader: SimpleNamespace, tmp_path: Path) -> None:
+    state = {"a": bytes(range(256)) * 300, "b": [bytearray(70_000)], "few": b"x"}
+    holdfast.save(tmp_path / "c", state)
+    root, arrays = reader.read_checkpoint(tmp_path / "c")
+    found = reader.rebuild(root["tree"], arrays)
+    assert found == {**state, "few": {"$bytes": "eA=="}}
+    assert [type(found["a"]), type(found["b"][0])] == [bytes, bytearray]
+
+
 def test_the_reader_in_the_doc_knows_every_type_the_page_names(reader: SimpleNamespace) -> None:
     page = PAGE.read_text("utf-8")
     for name, size in SAFETENSORS_ITEMSIZE.items():

@@ -70,3 +70,9 @@ def test_the_sign_of_a_view_is_resolved_a_window_at_a_time(
 ) -> None:
     for kind, grown in peaks(tmp_path, mode, *kinds).items():
         assert grown < BUDGET + SLACK, kind
+
+
+@needs_peak
+def test_large_bytes_pass_through_the_windows_too(tmp_path: Path) -> None:
+    for kind, grown in peaks(tmp_path, "sync", "bytes", "bytearray").items():
+        assert grown < BUDGET + SLACK, kind

@@ -201,7 +201,7 @@ def contents_of(checkpoint: Checkpoint) -> Contents:
     Two checkpoints have equal contents when they hold the same state, wherever its bytes lie in the files.
     """
     from holdfast.format.checksums import digest
-    from holdfast.state import flatten
+    from holdfast.state.tree import value_node
 
     forms: dict[str, str] = {}
     pieces: dict[str, list[tuple[tuple[int, ...], str]]] = {}
@@ -212,7 +212,7 @@ def contents_of(checkpoint: Checkpoint) -> Contents:
             held.extend((piece.start, piece.chunks) for piece in leaf.fragments)
     leaves = {name: digest(f"{form}{sorted(pieces[name])}".encode()) for name, form in forms.items()}
     leaves.update({alias.name: f"tied to {alias.of}" for part in checkpoint.parts for alias in part.aliases})
-    values = {name: digest(_canonical(flatten(value).tree)) for name, value in checkpoint.values.items()}
+    values = {name: digest(_canonical(value_node(value))) for name, value in checkpoint.values.items()}
     for part in checkpoint.parts:
         if part.rank:  # what rank 0 has for itself is among the values
             own = {f"@{part.rank}.{place}": digest(_canonical(node)) for place, node in part.local.items()}

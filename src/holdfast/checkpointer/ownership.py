@@ -137,6 +137,8 @@ class Owners:
         does not change before a hooked step, is waited for by everybody: there, the optimizer comes first.
         """
         source = leaf.source
+        if type(source.owner) is bytes:
+            return NOBODY  # it cannot change
         if type(source) is Memory:
             device, start, stop = _HOST, source.address, source.address + source.nbytes
         elif type(source) is Strided:

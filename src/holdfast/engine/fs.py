@@ -48,7 +48,7 @@ __all__ = [
 
 
 def write_file(
-    path: str | os.PathLike[str], data: bytes, more: bytes = b"", *, recycle: bool = False
+    path: str | os.PathLike[str], data: bytes | bytearray, more: bytes = b"", *, recycle: bool = False
 ) -> PendingFile:
     """Writes a small file whole: `data`, and `more` behind it.
 

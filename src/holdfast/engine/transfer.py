@@ -123,9 +123,9 @@ def _columns(offsets: list[int], ends: Sequence[Source | Destination | Padding |
 class WriteJob:
     """One file being written. Call `wait`, then `fs.sync`: only then are its bytes durable."""
 
-    def __init__(self, native: _native.WriteJob, pieces: Sequence[WritePiece]) -> None:
+    def __init__(self, native: _native.WriteJob, sources: Sequence[Source]) -> None:
         self.native = native
-        self._pieces = pieces  # keeps the sources alive while the engine reads them
+        self._sources = sources  # kept alive while the engine reads them
 
     @property
     def done(self) -> bool:
@@ -184,7 +184,8 @@ def write(
     Without a backend in `tuning` the page cache is used, as it is for small files in any case. With `recycle`
     an existing file is overwritten in place. ``background=False`` does the work before returning.
     """
-    columns = _columns([piece.offset for piece in pieces], [piece.source for piece in pieces])
+    sources: list[Source] = [piece.source for piece in pieces]
+    columns = _columns([piece.offset for piece in pieces], sources)
     native = _native.write(
         path,
         nbytes,
@@ -203,7 +204,7 @@ def write(
         tuning.small_nbytes,
         background,
     )
-    return WriteJob(native, pieces)
+    return WriteJob(native, sources)
 
 
 def read(

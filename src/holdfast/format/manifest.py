@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -106,9 +107,15 @@ _root_decoder = msgspec.json.Decoder(_RootFile)
 _part_decoder = msgspec.json.Decoder(_PartFile)
 
 
-def encode_root(root: Root) -> bytes:
-    """The bytes of `manifest.json`."""
-    return _seal(_root_file(root))
+def encode_root(root: Root, leaves: Iterable[Leaf] | None = None) -> bytearray:
+    """The bytes of `manifest.json`. `leaves`, if given, are those of the part, made one after the other.
+
+    There may be hundreds of thousands: all records at once would take as much memory again as their bytes.
+    """
+    if leaves is None:
+        return _seal(_encode(_root_file(root)))
+    part = msgspec.structs.replace(root.part, leaves=_HERE)
+    return _seal(_encode_with(_root_file(msgspec.structs.replace(root, part=part)), leaves))
 
 
 def encode_text(root: Root) -> str:
@@ -139,9 +146,9 @@ def _root_file(root: Root) -> _RootFile:
     )
 
 
-def encode_part(part: Part) -> bytes:
+def encode_part(part: Part) -> bytearray:
     """The bytes of the part file of a rank other than 0."""
-    return _seal(_PartFile(_ZEROS, FORMAT, part))
+    return _seal(_encode(_PartFile(_ZEROS, FORMAT, part)))
 
 
 def part_name(rank: int) -> str:
@@ -154,12 +161,12 @@ def shard_name(rank: int, volume: int) -> str:
     return f"r{rank:05d}.v{volume}.safetensors"
 
 
-def part_ref(part: Part, encoded: bytes) -> PartRef:
+def part_ref(part: Part, encoded: bytes | bytearray) -> PartRef:
     """What the root says about an encoded part."""
     return PartRef(part.rank, part_name(part.rank), len(encoded), encoded[_DIGITS].decode("ascii"))
 
 
-def decode_root(data: bytes, where: str) -> Root:
+def decode_root(data: bytes | bytearray, where: str) -> Root:
     """Check and decode the bytes of `manifest.json`; `where` is its path, for the error message.
 
     Digest first, then syntax, then structure, then everything in `holdfast.format.validate`.
@@ -180,7 +187,7 @@ def decode_text(text: str, where: str) -> Root:
     return _decode_root(data, where)
 
 
-def _decode_root(data: bytes, where: str) -> Root:
+def _decode_root(data: bytes | bytearray, where: str) -> Root:
     found = _decode(_root_decoder, data, where)
     _check_format(found.format, where)
     root = Root(
@@ -200,7 +207,7 @@ def _decode_root(data: bytes, where: str) -> Root:
     return root
 
 
-def decode_part(data: bytes, where: str, ref: PartRef | None = None) -> Part:
+def decode_part(data: bytes | bytearray, where: str, ref: PartRef | None = None) -> Part:
     """Check and decode the bytes of a part file, which must be the very one that `ref` describes."""
     if ref is not None and len(data) != ref.nbytes:
         raise CorruptCheckpoint(f"{len(data)} bytes, where the root says {ref.nbytes}", path=where)
@@ -216,9 +223,37 @@ def decode_part(data: bytes, where: str, ref: PartRef | None = None) -> Part:
     return part
 
 
-def _seal(record: _RootFile | _PartFile) -> bytes:
-    """Encode, pad to the alignment, and put the digest into its place."""
-    buffer = bytearray(_encoder.encode(record))
+_HERE = msgspec.Raw(b"\0")
+"""Where leaves are to be put. No JSON has such a byte: in strings it is spelled out."""
+_BATCH = 1000
+
+
+def _encode(record: _RootFile | _PartFile) -> bytearray:
+    buffer = bytearray()
+    _encoder.encode_into(record, buffer)
+    return buffer
+
+
+def _encode_with(record: _RootFile, leaves: Iterable[Leaf]) -> bytearray:
+    """The record with a list of leaves in the place of `_HERE`."""
+    buffer = _encode(record)
+    at = buffer.index(0)
+    rest = buffer[at + 1 :]
+    del buffer[at:]
+    buffer += b"[]"
+    source = iter(leaves)
+    separator = b"["
+    while batch := list(islice(source, _BATCH)):
+        last = len(buffer) - (2 if separator == b"[" else 1)
+        _encoder.encode_into(batch, buffer, last)
+        buffer[last : last + 1] = separator
+        separator = b","
+    buffer += rest
+    return buffer
+
+
+def _seal(buffer: bytearray) -> bytearray:
+    """Pad to the alignment, and put the digest into its place."""
     buffer += b" " * (-(len(buffer) + 1) % ALIGNMENT) + b"\n"
     if len(buffer) > MAX_ROOT_NBYTES:
         raise UnsupportedState(
@@ -227,7 +262,7 @@ def _seal(record: _RootFile | _PartFile) -> bytes:
         )
     _check_values(buffer)
     buffer[_DIGITS] = digest(buffer).encode()
-    return bytes(buffer)
+    return buffer
 
 
 def _check_values(buffer: bytes | bytearray) -> None:
@@ -237,7 +272,7 @@ def _check_values(buffer: bytes | bytearray) -> None:
         )
 
 
-def _check_frame(data: bytes, where: str) -> None:
+def _check_frame(data: bytes | bytearray, where: str) -> None:
     """Size, place of the digest, and the digest itself: before a single byte is parsed."""
     nbytes = len(data)
     if nbytes > MAX_ROOT_NBYTES:
@@ -246,9 +281,7 @@ def _check_frame(data: bytes, where: str) -> None:
         raise CorruptCheckpoint(f"{nbytes} bytes is not a multiple of {ALIGNMENT}: truncated?", path=where)
     if not data.startswith(_PREFIX):
         raise CorruptCheckpoint("does not begin like a manifest", path=where)
-    zeroed = bytearray(data)
-    zeroed[_DIGITS] = _ZEROS.encode()
-    if digest(zeroed).encode() != data[_DIGITS]:
+    if _digest(data) != data[_DIGITS]:
         raise CorruptCheckpoint(
             "digest does not match: its bytes are not those that were written", path=where
         )
@@ -256,7 +289,18 @@ def _check_frame(data: bytes, where: str) -> None:
         raise CorruptCheckpoint(f"more than {MAX_NODES} JSON values", path=where)
 
 
-def _decode(decoder: msgspec.json.Decoder[_File], data: bytes, where: str) -> _File:
+def _digest(data: bytes | bytearray) -> bytes:
+    """Of the file with zeros for its digits. A bytearray is changed for a moment, not copied."""
+    zeroed = data if type(data) is bytearray else bytearray(data)
+    digits = zeroed[_DIGITS]
+    zeroed[_DIGITS] = _ZEROS.encode()
+    try:
+        return digest(zeroed).encode()
+    finally:
+        zeroed[_DIGITS] = digits
+
+
+def _decode(decoder: msgspec.json.Decoder[_File], data: bytes | bytearray, where: str) -> _File:
     try:
         found = decoder.decode(data)
         canonical = _encoder.encode(found)

@@ -117,14 +117,17 @@ def entry_table(entries: Sequence[HeaderEntry]) -> EntryTable:
 
 def encode_header(table: EntryTable, metadata: Mapping[str, str], at_least: int = 0) -> bytes:
     """The header with these entries. `at_least`: so many bytes, if it is not more by itself."""
-    text = _encoder.encode({_METADATA: metadata, **table} if metadata else table)
-    nbytes = max(len(text) + -(len(text) + LENGTH_NBYTES) % ALIGNMENT, at_least - LENGTH_NBYTES)
+    text = bytearray(LENGTH_NBYTES)
+    _encoder.encode_into({_METADATA: metadata, **table} if metadata else table, text, LENGTH_NBYTES)
+    nbytes = max(len(text) + -len(text) % ALIGNMENT, at_least) - LENGTH_NBYTES
     if nbytes > MAX_HEADER_NBYTES or len(table) > MAX_ENTRIES or _has_too_many_entries(text):
         raise UnsupportedState(
             f"a header of {nbytes} bytes for {len(table)} arrays is more than readers accept: "
             "keep them in fewer arrays, or give them shorter names"
         )
-    return nbytes.to_bytes(LENGTH_NBYTES, "little") + text.ljust(nbytes)
+    text[:LENGTH_NBYTES] = nbytes.to_bytes(LENGTH_NBYTES, "little")
+    text += b" " * (LENGTH_NBYTES + nbytes - len(text))
+    return bytes(text)
 
 
 def header_nbytes(prefix: bytes, file_nbytes: int, where: str) -> int:
@@ -185,7 +188,7 @@ def _parse(data: bytes, file_nbytes: int, where: str) -> tuple[_Table, dict[str,
     return table, _metadata(table.pop(_METADATA, {}), where), data_start
 
 
-def _has_too_many_entries(text: bytes) -> bool:
+def _has_too_many_entries(text: bytes | bytearray) -> bool:
     """A bound before parsing. It counts those in names, too, so the writer asks as well."""
     return text.count(b"{") > 2 * MAX_ENTRIES
 

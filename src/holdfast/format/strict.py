@@ -18,7 +18,7 @@ _PLAIN_STRING = re.compile(rb'"[^"]*"?')
 _OPENING = frozenset(b"[{")
 
 
-def reject_duplicate_keys(data: bytes, canonical: bytes | bytearray, where: str) -> None:
+def reject_duplicate_keys(data: bytes | bytearray, canonical: bytes | bytearray, where: str) -> None:
     """`CorruptCheckpoint` when an object in `data` (valid JSON) repeats a key.
 
     `canonical` is what our encoder makes of the decoded value. It cannot repeat a key, so when it equals the
@@ -43,7 +43,7 @@ def _unique(pairs: list[tuple[str, object]]) -> None:
             seen.add(key)
 
 
-def reject_deep_nesting(data: bytes, max_depth: int, where: str) -> None:
+def reject_deep_nesting(data: bytes | bytearray, max_depth: int, where: str) -> None:
     """`CorruptCheckpoint` when brackets in `data` nest deeper than `max_depth`.
 
     Called after a decoder ran out of stack, to tell a hostile file from a caller that is itself deep in

@@ -14,8 +14,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from holdfast.engine import array_memory, fresh_bytes
-from holdfast.engine.buffers import Memory, Strided
-from holdfast.errors import UnsupportedState
+from holdfast.engine.buffers import Memory, Produced, Strided
+from holdfast.errors import MutatedDuringSave, UnsupportedState
 from holdfast.format import dtypes
 
 Framework = Literal["torch", "numpy"]
@@ -173,6 +173,25 @@ def source(array: Array) -> Memory | Strided:
     if contiguous or not nbytes:  # elements of no bytes lie nowhere, whatever their strides
         return Memory(address, nbytes, array)
     return Strided(address, array.itemsize, array.shape, array.strides, array)
+
+
+def bytes_source(value: bytes | bytearray, place: str) -> Memory | Produced:
+    """The bytes of an object. What can grow is copied window by window: held, it could not."""
+    nbytes = len(value)
+    if type(value) is bytes:
+        return Memory(np.frombuffer(value, np.uint8).ctypes.data, nbytes, value)
+
+    def fill(window: memoryview, offset: int) -> None:
+        if len(value) != nbytes:
+            raise MutatedDuringSave(
+                f"the bytearray at {place!r} had {nbytes} bytes when the save began, now {len(value)}. "
+                "Nothing was stored, earlier checkpoints are untouched. Change it between saves only",
+                leaves=[place],
+            )
+        with memoryview(value) as data:
+            window[:] = data[offset : offset + len(window)]
+
+    return Produced(nbytes, fill, value)
 
 
 def destination(array: Array) -> Memory | Strided | None:

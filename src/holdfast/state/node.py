@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import NoReturn, TypeAlias
 
 import msgspec
@@ -39,6 +39,8 @@ ZONE_KEY = re.compile(r"[A-Za-z0-9_+\-]{1,40}(?:/[A-Za-z0-9_+\-]{1,40}){0,3}", r
 
 LEAF = "$leaf"
 TENSOR = "$tensor"
+BLOBS = ("$bytes", "$bytearray")
+"""What they hold is text, or a reference to the leaf that it is stored as."""
 TUPLE = "$tuple"
 DEQUE = "$deque"
 DICT = "$dict"
@@ -95,6 +97,24 @@ def tensor_body(body: Node) -> tuple[str, bool, bool]:
         if type(name) is str and type(is_parameter) is bool and type(requires_grad) is bool:
             return name, is_parameter, requires_grad
     corrupt(f"{TENSOR} holds {shorten(body)} where a name and two flags belong")
+
+
+def blob_of(node: Node) -> str | None:
+    """The name of the leaf that holds the bytes of a large bytes or bytearray; None for any other node."""
+    if type(node) is dict and len(node) == 1:
+        ((tag, body),) = node.items()
+        if tag in BLOBS and type(body) is dict:
+            name = leaf_of(body) if LEAF in body else None
+            if name is None:
+                corrupt(f"{tag} holds {shorten(body)} where base64 or a leaf belongs")
+            return name
+    return None
+
+
+def reference_of(node: Node) -> str | None:
+    """The name of the leaf that a node is, or that holds its bytes."""
+    name = leaf_of(node)
+    return blob_of(node) if name is None else name
 
 
 def per_rank_of(node: Node) -> str | None:
@@ -243,13 +263,18 @@ def leaf_names(tree: Node) -> Iterator[str]:
 
     Leaves that each rank has for itself are not among them: the tree refers to their place only.
     """
-    return _leaf_names(tree, 0)
+    return _names(tree, reference_of, 0)
 
 
-def _leaf_names(node: Node, depth: int) -> Iterator[str]:
+def blob_names(tree: Node) -> Iterator[str]:
+    """The names of those leaves that hold bytes, and are no arrays of the state."""
+    return _names(tree, blob_of, 0)
+
+
+def _names(node: Node, name_of: Callable[[Node], str | None], depth: int) -> Iterator[str]:
     if depth > MAX_DEPTH:
         corrupt(f"nested deeper than {MAX_DEPTH} levels")
-    name = leaf_of(node)
+    name = name_of(node)
     if name is not None:
         yield name
         return
@@ -257,17 +282,23 @@ def _leaf_names(node: Node, depth: int) -> Iterator[str]:
     if items is not None:
         for item in items:
             if type(item) is dict or type(item) is list:
-                yield from _leaf_names(item, depth + 1)
+                yield from _names(item, name_of, depth + 1)
         return
     pairs = pairs_of(node)
     if pairs is not None:
         for _, value in pairs:
             if type(value) is dict or type(value) is list:
-                yield from _leaf_names(value, depth + 1)
+                yield from _names(value, name_of, depth + 1)
 
 
 def holds_leaves(node: Node) -> bool:
-    return next(_leaf_names(node, 0), None) is not None
+    """Whether something of the node is stored as leaves: arrays, or large bytes."""
+    return next(_names(node, reference_of, 0), None) is not None
+
+
+def holds_arrays(node: Node) -> bool:
+    """Whether there are arrays in what the node describes."""
+    return next(_names(node, leaf_of, 0), None) is not None
 
 
 def _plain_pairs(node: dict[str, Node]) -> Iterator[tuple[Node, Node]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from holdfast.state.node import DEQUE, STATE_DICT, Node, items_of, leaf_of, pairs_of, tag_of
+from holdfast.state.node import DEQUE, STATE_DICT, Node, items_of, pairs_of, reference_of, tag_of
 
 
 def prune(tree: Node, keep: Collection[str]) -> Node:
@@ -17,7 +17,7 @@ def prune(tree: Node, keep: Collection[str]) -> Node:
 
 
 def _holds(node: Node, keep: Collection[str]) -> bool:
-    name = leaf_of(node)
+    name = reference_of(node)
     if name is not None:
         return name in keep
     items = items_of(node)
@@ -29,7 +29,7 @@ def _holds(node: Node, keep: Collection[str]) -> bool:
 
 def _prune(node: Node, keep: Collection[str]) -> Node:
     """Of a node that holds something to keep."""
-    if leaf_of(node) is not None:
+    if reference_of(node) is not None:
         return node
     tag = tag_of(node)
     items = items_of(node)

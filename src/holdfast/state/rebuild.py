@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.state import torch_arrays
+from holdfast.state.arrays import convert
 from holdfast.state.node import (
+    BLOBS,
     COUNTER,
     DEQUE,
     DICT,
@@ -28,6 +32,7 @@ from holdfast.state.node import (
     TENSOR,
     TUPLE,
     Node,
+    blob_of,
     collide,
     corrupt,
     deque_body,
@@ -38,6 +43,7 @@ from holdfast.state.node import (
     localized,
     pairs_of,
     per_rank_of,
+    reference_of,
     shorten,
     state_dict_body,
     tag_of,
@@ -73,7 +79,7 @@ def unflatten(
 def values(
     tree: Node, *, local: Mapping[str, Node] | None = None, where: str | None = None
 ) -> dict[str, object]:
-    """Every value of a tree by its dotted name. Dicts are descended; a list without arrays is one value.
+    """Every value of a tree by its dotted name. Dicts are descended; a list without leaves is one value.
 
     What each rank has for itself is left out where `local` does not have it.
     """
@@ -114,6 +120,10 @@ def decode(node: Node, resolve: Resolve, depth: int = 0) -> Any:
         if tag == PER_RANK:
             per_rank_of(node)
             return None  # another rank's
+        if tag in BLOBS and type(node[tag]) is dict:
+            name = blob_of(node)
+            assert name is not None
+            return _blob(tag, resolve(name), name)
         container = _CONTAINERS.get(tag)
         if container is not None:
             return container(node[tag], resolve, _deeper(depth))
@@ -132,6 +142,21 @@ def decode(node: Node, resolve: Resolve, depth: int = 0) -> Any:
     if type(node) is float and math.isfinite(node):
         return node
     corrupt(f"{shorten(node)} is not a number that is ever written untagged")
+
+
+def _blob(tag: str, array: Any, name: str) -> bytes | bytearray | None:
+    """Large bytes, out of the array that they were read into; None where nobody asks for arrays."""
+    if array is None:
+        return None
+    found = array if isinstance(array, np.ndarray) else convert(array, "numpy")
+    if found.dtype != np.uint8 or found.ndim != 1:
+        corrupt(f"{tag} refers to leaf {shorten(name)!r}, which is an array and not bytes")
+    return found.tobytes() if tag == "$bytes" else bytearray(found.data)
+
+
+def is_blob(dtype: str, shape: Sequence[int]) -> bool:
+    """Whether a leaf of this type can hold bytes."""
+    return dtype == "U8" and len(shape) == 1
 
 
 def decode_value(node: Node) -> Any:
@@ -245,7 +270,7 @@ _CONTAINERS: dict[str, Callable[[Node, Resolve, int], object]] = {
 
 
 def _collect(node: Node, place: str, found: dict[str, object], depth: int) -> None:
-    if leaf_of(node) is not None or per_rank_of(node) is not None:
+    if reference_of(node) is not None or per_rank_of(node) is not None:
         return
     prefix = f"{place}." if place else ""
     pairs = list(pairs_of(node) or ())

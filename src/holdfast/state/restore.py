@@ -25,7 +25,9 @@ from holdfast.state.node import (
     MAX_DEPTH,
     NAMELESS,
     Node,
+    blob_names,
     corrupt,
+    holds_arrays,
     holds_leaves,
     holds_per_rank,
     items_of,
@@ -39,14 +41,14 @@ from holdfast.state.node import (
 )
 from holdfast.state.per_rank import PerRank
 from holdfast.state.prune import prune
-from holdfast.state.rebuild import decode, decode_key
+from holdfast.state.rebuild import decode, decode_key, is_blob
 from holdfast.state.targets import (
     MAPPINGS,
     SEQUENCES,
     array_type,
     assign,
     describe,
-    holds_arrays,
+    has_arrays,
     holds_strangers,
     is_array,
     is_value_target,
@@ -222,7 +224,7 @@ class Restore:
         as a target believes that they are in it afterwards.
         """
         may_change = target is None or (is_value_target(target) and leaf_of(node) is not None)
-        if may_change or not holds_leaves(node):
+        if may_change or not holds_arrays(node):
             return self.plan_new(node, target)
         held = kind_of(node) if leaf_of(node) is not None else f"{kind_of(node)} with arrays"
         return self.wrong(
@@ -235,6 +237,9 @@ class Restore:
             node = prune(node, self._only)
         for name in leaf_names(node):
             self._landings.want(self.meta(name).name)
+        for name in blob_names(node):
+            if not is_blob(self.meta(name).dtype, self.meta(name).shape):
+                corrupt(f"leaf {shorten(name)!r} is an array, where bytes belong")
         self._kept.update(dict.fromkeys(per_rank_places(node)))
         return lambda lookup: assign(target, decode(node, lookup))
 
@@ -286,10 +291,11 @@ class Restore:
         # Plain values, or a place still empty: take over what was saved. But a target that names some keys
         # and finds arrays under others in the checkpoint is compared key by key; and so is one of which some
         # places are to stay as they are.
+        apart = holds_arrays(node) if self._only is None else holds_leaves(node)
         keyed = bool(target) and type(target) in MAPPINGS and pairs_of(node) is not None
         if not (
-            holds_arrays(target, depth)
-            or (holds_leaves(node) and (keyed or holds_strangers(target, depth)))
+            has_arrays(target, depth)
+            or (apart and (keyed or holds_strangers(target, depth)))
             or (target and holds_per_rank(node))
         ):
             return self.plan_new(node, target)

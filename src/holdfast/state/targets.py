@@ -15,7 +15,7 @@ import numpy as np
 from holdfast.engine.buffers import Consumed, Destination, Memory
 from holdfast.errors import StateMismatch, UnsupportedState
 from holdfast.state import arrays, sharded, torch_arrays, torch_objects
-from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, items_of, leaf_of, pairs_of, shorten
+from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, blob_of, items_of, leaf_of, pairs_of, shorten
 from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import is_value, type_name, unfillable
 
@@ -144,16 +144,16 @@ def load_state(target: Any, state: object, place: str) -> None:
         ) from error
 
 
-def holds_arrays(value: Any, depth: int) -> bool:
+def has_arrays(value: Any, depth: int) -> bool:
     """Whether a target has arrays, or objects that may have them, somewhere inside."""
     if depth > MAX_DEPTH:
         raise UnsupportedState(
             f"the target is nested deeper than {MAX_DEPTH} levels, or a container holds itself"
         )
     if type(value) in MAPPINGS:
-        return any(holds_arrays(item, depth + 1) for item in value.values())
+        return any(has_arrays(item, depth + 1) for item in value.values())
     if type(value) in SEQUENCES:
-        return any(holds_arrays(item, depth + 1) for item in value)
+        return any(has_arrays(item, depth + 1) for item in value)
     return is_array(value) or type(value) is PerRank or torch_objects.is_stateful(value)
 
 
@@ -168,18 +168,20 @@ def holds_strangers(value: Any, depth: int) -> bool:
     Subclasses of containers are such objects, too: saving refuses them, because they would lose their type.
     """
     if depth > MAX_DEPTH:
-        return False  # `holds_arrays` refuses it
+        return False  # `has_arrays` refuses it
     if type(value) in MAPPINGS:
         return any(holds_strangers(item, depth + 1) for item in value.values())
     if type(value) in SEQUENCES:
         return any(holds_strangers(item, depth + 1) for item in value)
-    return not (is_value_target(value) or holds_arrays(value, depth))
+    return not (is_value_target(value) or has_arrays(value, depth))
 
 
 def kind_of(node: Node) -> str:
     """What a node holds, in words."""
     if leaf_of(node) is not None:
         return "an array"
+    if blob_of(node) is not None:
+        return "bytes"
     if pairs_of(node) is not None:
         return "a dict"
     if items_of(node) is not None:

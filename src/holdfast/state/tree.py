@@ -44,6 +44,9 @@ from holdfast.state.node import (
 from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import ENCODERS, is_text, type_name, unsupported
 
+BLOB_NBYTES = 64 << 10
+"""Bytes beyond this are stored as leaves: in a tree they would take several times their size in memory."""
+
 
 def flatten(state: object, rank: int = 0) -> Flat:
     """Take a state apart. Raises `UnsupportedState`, naming the place, for what cannot be stored exactly.
@@ -72,6 +75,11 @@ def flatten(state: object, rank: int = 0) -> Flat:
         tuple(own.leaves),
         tuple(own.aliases),
     )
+
+
+def value_node(value: object) -> Node:
+    """The node of a value without arrays, all of it: large bytes are in it, too."""
+    return _Walk(None, keep_bytes=True).node(value, "", 0)
 
 
 def names_in(part: object, place: str, state: object) -> list[str]:
@@ -113,7 +121,9 @@ class _Walk:
     What is marked `per_rank` is walked by a second one, `own`: it has names, leaves and ties of its own.
     """
 
-    def __init__(self, state: object, rank: int = 0, *, outer: _Walk | None = None) -> None:
+    def __init__(
+        self, state: object, rank: int = 0, *, outer: _Walk | None = None, keep_bytes: bool = False
+    ) -> None:
         self.leaves: list[LeafSource] = []
         self.aliases: list[tuple[str, str]] = []
         self.local: dict[str, Node] = {}
@@ -121,6 +131,7 @@ class _Walk:
         self._state = state
         self._rank = rank
         self._outer = outer
+        self._keep_bytes = keep_bytes
         self._used: set[str] = set()
         # Address -> index of the first leaf there. Only a second one pays for a full comparison.
         self._first: dict[int, int] = {}
@@ -130,6 +141,8 @@ class _Walk:
         self._last: list[Callable[[], None]] = [] if outer is None else outer._last
         self._parameters: torch_objects.ParameterNames | None = None
         self._shardings: sharded.Shardings = {}
+        # Most leaves of a large state have one of few shapes: no tuple for each.
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._lent: frozenset[int] = frozenset()
         self._walkers = _WALKERS
         torch = sys.modules.get("torch")
@@ -229,7 +242,9 @@ class _Walk:
             extra = ", ".join(sorted(set(attributes) - {"_metadata"}))
             raise unsupported(place, f"an OrderedDict with attributes of its own ({extra}) would lose them")
         known = len(self.leaves) + len(self.aliases)
+        keep, self._keep_bytes = self._keep_bytes, True
         metadata = self.node(attributes["_metadata"], f"{place}._metadata", depth + 1)
+        self._keep_bytes = keep
         if len(self.leaves) + len(self.aliases) != known:
             raise unsupported(place, "the _metadata of a state dict holds arrays")
         return {STATE_DICT: [metadata, *self._pairs(value.items(), place, depth)]}
@@ -262,6 +277,7 @@ class _Walk:
         if self._lent and tensor.data_ptr() in self._lent:
             return self._elsewhere(place)
         dtype, shape, source = self._describe(tensor, place)
+        shape = self._shapes.setdefault(shape, shape)
         leaf = LeafSource(place, dtype, shape, "torch", source, sharding)
         if type(source) is not Produced:
             node = self._leaf(tensor, source.address, place, leaf)  # type: ignore[union-attr]
@@ -298,9 +314,17 @@ class _Walk:
         if dtype is None:
             raise unsupported(place, f"a numpy array of dtype {array.dtype}. Store its plain fields instead")
         source = arrays.source(array)
-        return self._leaf(
-            array, source.address, place, LeafSource(place, dtype, array.shape, "numpy", source)
-        )
+        shape = self._shapes.setdefault(array.shape, array.shape)
+        return self._leaf(array, source.address, place, LeafSource(place, dtype, shape, "numpy", source))
+
+    def _blob(self, value: bytes | bytearray, place: str, depth: int) -> Node:
+        """Bytes: in the tree if they are few, else as a leaf. Equal ones are not tied, as no values are."""
+        if len(value) <= BLOB_NBYTES or self._keep_bytes:
+            return value_encoder.encode(value, place)
+        name = self._name(place)
+        self._used.add(name)
+        self.leaves.append(LeafSource(name, "U8", (len(value),), "numpy", arrays.bytes_source(value, place)))
+        return {f"${type(value).__name__}": {LEAF: name}}
 
     def _leaf(self, array: Any, address: int, place: str, leaf: LeafSource) -> dict[str, Node]:
         nbytes = leaf.source.nbytes
@@ -380,7 +404,7 @@ class _Walk:
             raise unsupported(place, "per_rank within per_rank: mark it once")
         depth = self._deeper(place, depth)
         if self.own is None:
-            self.own = _Walk(self._state, self._rank, outer=self)
+            self.own = _Walk(self._state, self._rank, outer=self, keep_bytes=self._keep_bytes)
         wanted = component(place) or NAMELESS
         key, count = wanted, 0
         while key in self.local:
@@ -425,6 +449,8 @@ _WALKERS: dict[type, Walker] = {
     dict: _Walk._dict,
     list: _Walk._list,
     np.ndarray: _Walk._array,
+    bytes: _Walk._blob,
+    bytearray: _Walk._blob,
     tuple: _Walk._tuple,
     set: _Walk._set,
     frozenset: _Walk._frozenset,

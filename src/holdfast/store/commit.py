@@ -43,7 +43,7 @@ from holdfast.format.manifest import MANIFEST_NAME, encode_root
 from holdfast.format.records import ShardFile
 from holdfast.plan import ShardPlan, arrange
 from holdfast.state import Flat, LeafSource
-from holdfast.store.describe import Identity, OneFile, describe, one_file
+from holdfast.store.describe import Identity, OneFile, describe, leaf_records, one_file
 from holdfast.store.directories import LOCK_SECONDS, share_directory
 from holdfast.store.failures import save_failed
 from holdfast.store.partial import PARTIAL, Partial, Spare
@@ -129,6 +129,7 @@ class Commit(Struct, frozen=True):
         limit = self.tuning.small_nbytes
         single = one_file(identity, flat, layout, limit) if layout.nbytes < limit else None
         plan = layout.plan() if single is None else single.plan
+        del layout  # with all that its header says: of many leaves, that is a lot
         if single is None:
             refuse_existing(self.target, overwrite=self.overwrite)  # before anything large is written
         else:
@@ -187,7 +188,8 @@ class Commit(Struct, frozen=True):
             job.wait()
             watch.written()
             shard = ShardFile(SHARD, plan.nbytes, len(plan.header), digest(plan.header))
-            encoded = encode_root(describe(identity, flat, plan.leaves, plan.offsets, job.checksums(), shard))
+            leaves = leaf_records(plan.leaves, plan.offsets, job.checksums())
+            encoded = encode_root(describe(identity, flat, shard), leaves)
             manifest = fs.write_file(os.path.join(partial.path, MANIFEST), encoded, recycle=partial.recycle)
             began = time.perf_counter()
             fs.sync([job, manifest], directory)

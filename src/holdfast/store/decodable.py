@@ -12,8 +12,8 @@ from itertools import islice
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.format.records import Part
 from holdfast.state import Node
-from holdfast.state.node import items_of, localized, pairs_of, shorten
-from holdfast.state.rebuild import decode, decode_key
+from holdfast.state.node import blob_names, items_of, localized, pairs_of, shorten
+from holdfast.state.rebuild import decode, decode_key, is_blob
 from holdfast.state.tree import component
 from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.shards import Problem
@@ -33,7 +33,20 @@ def problems_of_part(checkpoint: Checkpoint, part: Part) -> list[Problem]:
 
 def problems_of_whole(checkpoint: Checkpoint) -> list[Problem]:
     """What shows only in the tree that one process loads: those of all ranks, with what rank 0 has alone."""
-    return _problems(localized(checkpoint.tree, checkpoint.local(0)), "", checkpoint.manifest_path)
+    tree = localized(checkpoint.tree, checkpoint.local(0))
+    return _problems(tree, "", checkpoint.manifest_path) or _no_bytes(checkpoint, tree)
+
+
+def _no_bytes(checkpoint: Checkpoint, tree: Node) -> list[Problem]:
+    """Leaves that should hold the bytes of a value, and are arrays."""
+    metas = checkpoint.metas_for(0)
+    aliases = {**checkpoint.aliases, **checkpoint.parts.local_aliases(0)}
+    found = [
+        name
+        for name in blob_names(tree)
+        if (meta := metas.get(aliases.get(name, name))) is not None and not is_blob(meta.dtype, meta.shape)
+    ]
+    return [Problem(checkpoint.manifest_path, "an array, where bytes belong", name) for name in found[:_MANY]]
 
 
 def _problems(tree: Node, place: str, file: str) -> list[Problem]:

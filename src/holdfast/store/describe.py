@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -24,25 +24,17 @@ class Identity(Struct, frozen=True):
     metrics: Mapping[str, float]
 
 
-def describe(
-    identity: Identity,
-    flat: Flat,
-    leaves: Sequence[LeafSource],
-    offsets: Sequence[int],
-    checksums: Sequence[str],
-    shard: ShardFile,
-) -> Root:
-    """The manifest of a state whose leaves lie at these offsets of one shard."""
-    described = [
-        Leaf(
-            leaf.name,
-            leaf.dtype,
-            leaf.shape,
-            leaf.framework,
-            (Fragment((0,) * len(leaf.shape), leaf.shape, 0, offset, leaf.source.nbytes, chunks),),
-        )
-        for leaf, offset, chunks in zip(leaves, offsets, checksums, strict=True)
-    ]
+def leaf_records(
+    leaves: Sequence[LeafSource], offsets: Sequence[int], checksums: Sequence[str]
+) -> Iterator[Leaf]:
+    """The records of leaves that lie whole at these offsets of one shard."""
+    for leaf, offset, chunks in zip(leaves, offsets, checksums, strict=True):
+        fragment = Fragment((0,) * len(leaf.shape), leaf.shape, 0, offset, leaf.source.nbytes, chunks)
+        yield Leaf(leaf.name, leaf.dtype, leaf.shape, leaf.framework, (fragment,))
+
+
+def describe(identity: Identity, flat: Flat, shard: ShardFile, leaves: Iterable[Leaf] = ()) -> Root:
+    """The manifest of a state that is stored in one shard."""
     aliases = tuple([Alias(name, of) for name, of in (*flat.aliases, *flat.local_aliases)])
     return Root(
         id=identity.id,
@@ -50,7 +42,7 @@ def describe(
         created=identity.created,
         metrics=dict(identity.metrics),
         tree=flat.tree,
-        part=Part(0, CHUNK_NBYTES, (shard,), tuple(described), aliases, dict(flat.local)),
+        part=Part(0, CHUNK_NBYTES, (shard,), tuple(leaves), aliases, dict(flat.local)),
     )
 
 
@@ -69,7 +61,7 @@ def one_file(identity: Identity, flat: Flat, layout: Layout, limit_nbytes: int) 
     def describe_behind(header_nbytes: int) -> Root:
         shard = ShardFile(EMBEDDING_SHARD, header_nbytes + layout.nbytes, header_nbytes, EMBEDDED)
         offsets = [header_nbytes + begin for begin in layout.begins]
-        return describe(identity, flat, layout.leaves, offsets, checksums, shard)
+        return describe(identity, flat, shard, leaf_records(layout.leaves, offsets, checksums))
 
     header = embed_root(describe_behind, layout.table, layout.metadata, limit_nbytes - layout.nbytes)
     return None if header is None else OneFile(layout.behind(header), packed)

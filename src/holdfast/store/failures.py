@@ -8,7 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from holdfast.errors import (
     CorruptCheckpoint,
@@ -145,6 +145,13 @@ def patiently(read: Callable[[], _T]) -> _T:
                 raise
         time.sleep(_PAUSE_SECONDS)
     return read()
+
+
+def read_up_to(file: BinaryIO, nbytes: int) -> bytearray:
+    """What a file holds, so many bytes at most. They may be changed: a manifest is checked without a copy."""
+    data = bytearray(nbytes)
+    del data[file.readinto(data) :]  # type: ignore[attr-defined]
+    return data
 
 
 def require_regular(path: str, shown: str) -> os.stat_result:

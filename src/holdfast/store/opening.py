@@ -19,7 +19,7 @@ from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root, shard_name
 from holdfast.format.records import Root
 from holdfast.format.shard import header_nbytes
 from holdfast.store.commit import MANIFEST, SHARD
-from holdfast.store.failures import patiently, reading, require_regular
+from holdfast.store.failures import patiently, read_up_to, reading, require_regular
 from holdfast.store.hold import Hold
 from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED, list_steps, step_name
@@ -116,7 +116,7 @@ def _read_root(directory: str, path: str) -> Root:
         with reading(where):
             nbytes = require_regular(os.path.join(directory, MANIFEST), where).st_size
             with open(os.path.join(directory, MANIFEST), "rb") as file:
-                data = file.read(min(nbytes, MAX_ROOT_NBYTES) + 1)
+                data = read_up_to(file, min(nbytes, MAX_ROOT_NBYTES) + 1)
     except OSError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return _read_embedded(directory, path)

@@ -24,7 +24,7 @@ from holdfast.plan.ranks import WritePlan
 from holdfast.state import LeafMeta, Node
 from holdfast.state.merging import merge_trees
 from holdfast.state.node import leaf_names
-from holdfast.store.failures import patiently, reading, require_regular
+from holdfast.store.failures import patiently, read_up_to, reading, require_regular
 from holdfast.store.hold import Hold
 
 _MAX_PINNED = 128
@@ -282,7 +282,7 @@ class Parts:
                         path=shown,
                     )
                 with open(path, "rb") as file:
-                    data = file.read(nbytes + 1)
+                    data = read_up_to(file, nbytes + 1)
         except OSError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 self._hold.require_current()

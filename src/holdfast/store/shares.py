@@ -24,7 +24,7 @@ from holdfast.state import Flat, LeafSource
 from holdfast.store.writing import Description
 from holdfast.team import Team
 from holdfast.team.replicas import Copies, check_replicas, check_ties, copies_of, samples
-from holdfast.team.values import check_structures, facts_of, structure_digest, values_digest
+from holdfast.team.values import blob_digests, check_structures, facts_of, structure_digest, values_digest
 from holdfast.team.views import exchange_views
 from holdfast.team.ways import Crossings, check_ways, crossing_samples, crossings_of
 
@@ -150,11 +150,12 @@ class Shares:
             flat.local,
             flat.tree if speaks and rank > 0 else None,
         )
+        blobs = blob_digests(flat.leaves)
         return Share(
             (*fragments, *flat.local_leaves),
             description,
-            values_digest(flat.tree),
-            facts_of(flat.tree).values if speaks and len(set(planned.speakers)) > 1 else {},
+            {**values_digest(flat.tree), **blobs},
+            {**facts_of(flat.tree).values, **blobs} if speaks and len(set(planned.speakers)) > 1 else {},
             {**samples(planned.copies, here), **crossing_samples(planned.crossings, here)},
             planned,
         )

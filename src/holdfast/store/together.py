@@ -204,7 +204,7 @@ class Together:
 
     def _root(
         self, flat: Flat, share: Share, part: Part, refs: Sequence[PartRef], dones: Sequence[Done]
-    ) -> bytes:
+    ) -> bytearray:
         return encode_root(
             Root(
                 id=self.id,

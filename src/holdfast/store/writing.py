@@ -123,10 +123,10 @@ class ShareWriter(AbstractContextManager["ShareWriter"]):
             shard_name(self._rank, volume) for volume, _, _ in self._files if not self._places[volume].volume
         ]
 
-    def sync(self, directory: str, part: Part | None = None) -> bytes:
+    def sync(self, directory: str, part: Part | None = None) -> bytearray:
         """Makes all that was written durable, and the file of the part if one is given; its bytes."""
         began = time.perf_counter()
-        encoded = b"" if part is None else encode_part(part)
+        encoded = bytearray() if part is None else encode_part(part)
         written: list[WriteJob | fs.PendingFile] = [job for _, _, job in self._files]
         if part is not None:
             path = os.path.join(directory, part_name(self._rank))

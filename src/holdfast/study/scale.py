@@ -136,7 +136,7 @@ def _simulate(layout: Layout, world: int, count: int, samples: int) -> Case:
     plan_seconds: list[float] = []
     fragment_seconds: list[float] = []
     part_seconds: list[float] = []
-    parts: list[tuple[Part, bytes]] = []
+    parts: list[tuple[Part, bytearray]] = []
     for rank in _sample(world, samples):
         seconds, leaves = _timed(lambda: merge_views({decode_view(encode_view(view)): range(world)}))
         merge_seconds.append(seconds)
@@ -242,7 +242,9 @@ def _part(plan: WritePlan, rank: int) -> Part:
     return Part(rank, DEFAULT_CHUNK_NBYTES, (file,), leaves, ())
 
 
-def _commit(world: int, parts: Sequence[tuple[Part, bytes]], plan: WritePlan) -> tuple[float, float, bytes]:
+def _commit(
+    world: int, parts: Sequence[tuple[Part, bytearray]], plan: WritePlan
+) -> tuple[float, float, bytearray]:
     """What the coordinator does once everybody's message is there: seconds, bytes of a message, the root."""
     first, encoded = parts[0]
     layout, plan_digest = encode_plan(plan), fingerprint(plan)
@@ -256,7 +258,7 @@ def _commit(world: int, parts: Sequence[tuple[Part, bytes]], plan: WritePlan) ->
         letters[f"0/done/{rank}"] = msgspec.json.encode(done)
     talk = _conversation(world, letters)
 
-    def commit() -> bytes:
+    def commit() -> bytearray:
         dones = talk.collect()
         if any(done.plan != plan_digest for done in dones):
             raise AssertionError("a rank wrote by another plan")
@@ -311,7 +313,7 @@ class _Resharded:
     plan_seconds: float
 
 
-def _reshard(root: bytes, layout: Layout, count: int, world: int, rank: int) -> _Resharded:
+def _reshard(root: bytearray, layout: Layout, count: int, world: int, rank: int) -> _Resharded:
     wanted_layout = describe(layout, world, count)
     share = SharePlan(wanted_layout, Topology.regular(world, _RANKS_PER_NODE))
     opening, own = _timed(lambda: decode_plan(decode_root(root, "the root").layout, "the root"))

@@ -8,14 +8,14 @@ the stages of a pipeline, the trees of all speakers are stored, and made one whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from holdfast.errors import RanksDisagree
 from holdfast.format.checksums import digest
-from holdfast.state import Node
+from holdfast.state import LeafSource, Node
 from holdfast.state.merging import GROUPS, PARAMETERS, is_optimizer, kind_of
 from holdfast.state.node import (
     DEQUE,
@@ -27,6 +27,7 @@ from holdfast.state.node import (
     leaf_of,
     pairs_of,
     per_rank_of,
+    reference_of,
     tag_of,
     without_order_of_sets,
 )
@@ -60,6 +61,15 @@ def values_digest(tree: Node, depth: int = 2) -> dict[str, str]:
                 del places[place]
                 places.update(more)
     return {place: digest(_canonical(node)) for place, node in places.items()}
+
+
+def blob_digests(leaves: Iterable[LeafSource]) -> dict[str, str]:
+    """Digests of large bytes, by the names of their leaves: they are values, and no sample will do."""
+    return {
+        leaf.name: digest(leaf.source.owner)
+        for leaf in leaves
+        if type(leaf.source.owner) is bytes or type(leaf.source.owner) is bytearray
+    }
 
 
 def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
@@ -114,7 +124,7 @@ def _blank(node: Node) -> Node:
         return [_blank(item) for item in node]
     if type(node) is not dict:
         return None
-    if leaf_of(node) is not None:
+    if reference_of(node) is not None:
         return node
     tag = tag_of(node)
     if tag == PER_RANK:
@@ -169,7 +179,7 @@ def _tell(node: Node, place: str, facts: Facts) -> None:
         facts.structure[place] = f"{kind} of {len(items)}"
         for index, item in enumerate(items):
             _tell(item, f"{place}{_STEP}{index}", facts)
-    elif leaf_of(node) is not None or per_rank_of(node) is not None:
+    elif reference_of(node) is not None or per_rank_of(node) is not None:
         facts.structure[place] = _canonical(node).decode()
     else:
         facts.structure[place] = "a value" if items is None else f"{kind} of {len(items)} values"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.engine import Memory, Strided
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, ReadFailed
 from holdfast.format.geometry import Box, whole
-from holdfast.state import LeafMeta, empty
+from holdfast.state import LeafMeta, empty, leaf_names
 from holdfast.state.torch_arrays import destination, torch_dtype
 from holdfast.store import Checkpoint
 from holdfast.store.wanted import Wanted
@@ -286,8 +286,14 @@ class _Load:
         for item in objects:
             name = item.storage_index.fqn
             data = stored.get(name)
-            value = io.BytesIO(data) if data is not None else pickler.bytes_of(self._entries.values[name])
+            value = io.BytesIO(data) if data is not None else self._pickled(pickler, name)
             self._planner.load_bytes(item, value)
+
+    def _pickled(self, pickler: Pickler, name: str) -> io.BytesIO:
+        node = self._entries.values[name]
+        arrays, wanted = self._checkpoint.fresh(leaf_names(node), "numpy")
+        self._checkpoint.fetch(wanted, verify=self._verify)
+        return pickler.bytes_of(node, arrays.__getitem__)
 
     def _fill(self, item: ReadItem) -> _Fill:
         meta = self._meta(item.storage_index.fqn)

@@ -23,7 +23,7 @@ from holdfast.state.node import (
     DICT,
     LEAF,
     STATE_DICT,
-    holds_leaves,
+    holds_arrays,
     items_of,
     leaf_of,
     pairs_of,
@@ -268,7 +268,7 @@ def _terminals(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
             yield from _terminals(item, (*path, component(decode_key(key))))
         return
     items = items_of(node)
-    if items is not None and path and (holds_leaves(node) or _holds_mappings(node)):
+    if items is not None and path and (holds_arrays(node) or _holds_mappings(node)):
         for number, item in enumerate(items):
             yield from _terminals(item, (*path, number))
     elif path:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from holdfast.errors import UnsupportedState
-from holdfast.state import Node, flatten
-from holdfast.state.rebuild import decode_value
+from holdfast.state import Node
+from holdfast.state.rebuild import Resolve, decode
+from holdfast.state.tree import value_node
 from holdfast.state.value_encoder import encode
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ class NotPlain(Exception):
 def plain_node(value: object, max_items: int = _MAX_ITEMS, max_nbytes: int = _MAX_NBYTES) -> Node:
     """The node of a value of plain types, not too large; `NotPlain` for any other."""
     _check(value, _Budget(max_items, max_nbytes), 0)
-    tree: Node = flatten(value).tree
-    return tree
+    return value_node(value)
 
 
 class _Budget:
@@ -98,13 +98,14 @@ class Pickler:
     def __init__(self) -> None:
         self._known: dict[bytes, bytes] = {}
 
-    def bytes_of(self, node: Node) -> io.BytesIO:
+    def bytes_of(self, node: Node, resolve: Resolve) -> io.BytesIO:
+        """`resolve` gives the array of a leaf: large bytes are stored as such."""
         import torch
 
         key = msgspec.json.encode(node)
         found = self._known.get(key)
         if found is None:
             buffer = io.BytesIO()
-            torch.save(decode_value(node), buffer)
+            torch.save(decode(node, resolve), buffer)
             found = self._known[key] = buffer.getvalue()
         return io.BytesIO(found)
