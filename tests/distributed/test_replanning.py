@@ -79,13 +79,10 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
-def _train(run: Path, mode: Mode, every: int) -> dict[str, Any]:
-    """Saves through all changes; what one process finds of each save that differs from what all ranks had."""
-    import torch.distributed as dist
-
+def _counted_plans() -> list[int]:
+    """How often this rank has planned, counted in the last number."""
     from holdfast.store.shares import Shares
 
-    rank = dist.get_rank()
     plans: list[int] = []
     plan = Shares.plan
 
@@ -94,6 +91,15 @@ def _train(run: Path, mode: Mode, every: int) -> dict[str, Any]:
         plan(self, *arguments)
 
     Shares.plan = counted  # type: ignore[method-assign]
+    return plans
+
+
+def _train(run: Path, mode: Mode, every: int) -> dict[str, Any]:
+    """Saves through all changes; what one process finds of each save that differs from what all ranks had."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    plans = _counted_plans()
     state: dict[str, Any] = {"step": 0, "common": np.zeros(5), f"stage{rank}": {"w": _BASE + rank}}
     different: list[int] = []
     options: dict[str, Any] = {"mode": mode, "every": every, "timeout": PATIENCE_SECONDS}
@@ -148,6 +154,28 @@ def test_the_leaves_of_any_rank_may_change(tmp_path: Path, mode: Any, every: int
         assert due == [int(number == 0 or change is not _nothing) for number, change in enumerate(CHANGES)]
         assert sum(found["plans"]) == sum(due)
     assert leftovers(run) == []
+
+
+def _values_change(run: Path) -> tuple[list[int], Any]:
+    """Ranks with states of one structure, until one of them has a plain value that the others do not have."""
+    import torch.distributed as dist
+
+    plans = _counted_plans()
+    state: dict[str, Any] = {"losses": [], "deep": {"inside": {"epoch": 1}}, "w": np.zeros(5)}
+    with holdfast.Checkpointer(run, state, mode="sync", timeout=PATIENCE_SECONDS) as checkpointer:
+        for step in range(1, 6):
+            plans.append(0)
+            state["losses"].append(0.5)  # on all ranks: no reason to plan anew
+            if step == 3 and dist.get_rank() == 2:
+                state["deep"]["inside"]["late"] = 7
+            checkpointer.save(step)
+    return plans, holdfast.load(run, together=False)["deep"]
+
+
+def test_a_plain_value_may_first_appear_on_any_rank(tmp_path: Path) -> None:
+    for plans, found in values(launch(WORLD, _values_change, tmp_path / "run")):
+        assert plans == [1, 0, 1, 0, 0]
+        assert found == {"inside": {"epoch": 1, "late": 7}}
 
 
 def _contradict(run: Path) -> list[Any]:

@@ -73,9 +73,10 @@ class Call(Struct, frozen=True, tag="call"):
 
 class Here(Struct, frozen=True, tag="here"):
     """A rank is ready to write. `plan`: the fingerprint of the plan that it has for leaves like its own;
-    empty if it has none."""
+    empty if it has none. `structure`: a digest of the structure of its state."""
 
     plan: str
+    structure: str
 
 
 class Plan(Struct, frozen=True, tag="plan"):

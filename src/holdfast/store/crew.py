@@ -23,7 +23,7 @@ from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.plan.topology import Writers
 from holdfast.state import Flat, LeafSource, flatten
 from holdfast.store import volumes
-from holdfast.store.calls import STRAGGLER_SECONDS, Call, Calls, Conversation, Here, Plan
+from holdfast.store.calls import STRAGGLER_SECONDS, Call, Calls, Conversation, Plan
 from holdfast.store.commit import CheckpointInfo
 from holdfast.store.link import Link
 from holdfast.store.partial import Spare
@@ -299,13 +299,13 @@ class Crew:
         return has_volumes
 
     def _anew(self, flat: Flat, talk: Conversation | None) -> bool:
-        """Whether to plan anew: when a rank has no plan for its leaves, or another one than rank 0."""
-        known = self.shares.plan_for(flat)
+        """Whether to plan anew: the plan at hand does not serve some rank's state as it is now."""
+        here = self.shares.look(flat)
         if talk is None:
-            return not known
+            return not self.shares.serves([here])
         if not self.leads:
-            talk.here(Here(known))
+            talk.here(here)
             return talk.read("plan", Plan).anew
-        anew = {here.plan for here in talk.gather()} != {known} or not known
+        anew = not self.shares.serves([here, *talk.gather()])
         talk.say("plan", Plan(anew))
         return anew

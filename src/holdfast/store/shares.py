@@ -2,7 +2,8 @@
 
 Ranks exchange what each sees of the state (`holdfast.team.views`), and from the same views each computes the
 same plan. As long as all leaves stay what they were, nothing is said about them again. When those of any rank
-change, all plan anew.
+change, or a rank's state is no longer of the same structure as that of the one who speaks for it, all plan
+anew.
 """
 
 from __future__ import annotations
@@ -21,10 +22,18 @@ from holdfast.plan.topology import Topology, Writers
 from holdfast.plan.volumes import stripe
 from holdfast.plan.world import Beside, Seen, besides, merge_views
 from holdfast.state import Flat, LeafSource
+from holdfast.store.calls import Here
 from holdfast.store.writing import Description
 from holdfast.team import Team
 from holdfast.team.replicas import Copies, check_replicas, check_ties, copies_of, samples
-from holdfast.team.values import blob_digests, check_structures, facts_of, structure_digest, values_digest
+from holdfast.team.values import (
+    Outline,
+    blob_digests,
+    check_structures,
+    facts_of,
+    outline_of,
+    structure_digest,
+)
 from holdfast.team.views import exchange_views
 from holdfast.team.ways import Crossings, check_ways, crossing_samples, crossings_of
 
@@ -83,16 +92,31 @@ class Shares:
         self._replicas = replicas
         self._timeout = timeout
         self._known: tuple[Any, Planned] | None = None
+        self._outline = Outline()
 
     @property
     def rank(self) -> int:
         return 0 if self._team is None else self._team.rank
 
-    def plan_for(self, flat: Flat) -> str:
-        """The fingerprint of the plan at hand, if it is for leaves like these; else nothing."""
-        if self._known is None or self._known[0] != _signature(flat):
-            return ""
-        return self._known[1].fingerprint
+    def look(self, flat: Flat) -> Here:
+        """What this rank can write of a state; to be called before anything else is done with it.
+
+        The plan at hand counts if it is for leaves like these.
+        """
+        self._outline = outline_of(flat.tree, self._outline)
+        fits = self._known is not None and self._known[0] == _signature(flat)
+        fingerprint = self._known[1].fingerprint if fits and self._known is not None else ""
+        return Here(fingerprint, digest("".join(self._outline.structure.values()).encode()))
+
+    def serves(self, ranks: Sequence[Here]) -> bool:
+        """Whether the plan at hand is good for what all ranks can write, by rank."""
+        if self._known is None:
+            return False
+        plan = self._known[1]
+        return all(
+            here.plan == plan.fingerprint and here.structure == ranks[plan.speakers[rank]].structure
+            for rank, here in enumerate(ranks)
+        )
 
     def forget(self) -> None:
         """Plans anew next time."""
@@ -136,7 +160,7 @@ class Shares:
             check_ways(team, flat.leaves, layouts, besides(views, layouts), self._timeout)
 
     def of(self, flat: Flat) -> Share:
-        """This rank's share of a state that the plan at hand is for."""
+        """This rank's share of a state that was looked at, and that the plan at hand is for."""
         assert self._known is not None
         planned = self._known[1]
         rank = self.rank
@@ -154,7 +178,7 @@ class Shares:
         return Share(
             (*fragments, *flat.local_leaves),
             description,
-            {**values_digest(flat.tree), **blobs},
+            {**self._outline.values, **blobs},
             {**facts_of(flat.tree).values, **blobs} if speaks and len(set(planned.speakers)) > 1 else {},
             {**samples(planned.copies, here), **crossing_samples(planned.crossings, here)},
             planned,

@@ -45,11 +45,32 @@ _STEP = "\x1f"
 # --- ranks with states of the same structure
 
 
-def values_digest(tree: Node, depth: int = 2) -> dict[str, str]:
-    """Digests of a state tree by place, at most 64 of them: by what ranks tell where their values differ.
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Digests of a state tree by place, at most 64 of them: of what stands there, by which ranks tell where
+    their values differ, and of its structure alone."""
 
-    Places are keys of the first `depth` levels. A container whose places would be too many stays one place.
-    """
+    values: dict[str, str] = field(default_factory=dict)
+    structure: dict[str, str] = field(default_factory=dict)
+
+
+def outline_of(tree: Node, before: Outline) -> Outline:
+    """The outline of a tree. Where nothing has changed since an earlier one, the structure has not."""
+    found = Outline()
+    for place, node in _places(tree).items():
+        its = found.values[place] = digest(_canonical(node))
+        same = before.values.get(place) == its
+        found.structure[place] = before.structure[place] if same else structure_digest(node)
+    return found
+
+
+def values_digest(tree: Node) -> dict[str, str]:
+    """Digests of a state tree by place: the values of its outline."""
+    return {place: digest(_canonical(node)) for place, node in _places(tree).items()}
+
+
+def _places(tree: Node, depth: int = 2) -> dict[str, Node]:
+    """A tree in pieces: keys of the first `depth` levels. A container that has too many stays one place."""
     places: dict[str, Node] = {"": tree}
     for _ in range(depth):
         inner = {place: list(_children(node, place)) for place, node in places.items()}
@@ -60,7 +81,7 @@ def values_digest(tree: Node, depth: int = 2) -> dict[str, str]:
                 room -= len(more) - 1
                 del places[place]
                 places.update(more)
-    return {place: digest(_canonical(node)) for place, node in places.items()}
+    return places
 
 
 def blob_digests(leaves: Iterable[LeafSource]) -> dict[str, str]:
