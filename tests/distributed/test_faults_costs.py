@@ -50,6 +50,39 @@ def test_messages_do_not_grow_with_the_state_or_the_world(tmp_path: Path) -> Non
     assert counts[2, 3][0][-1] == counts[4, 3][0][-1] == counts[2, 300][0][-1]
 
 
+def _save_and_load_many(folder: Path) -> tuple[list[int], int]:
+    """How many keys the store has after each save and load, at a path of its own; how often this connects."""
+    import torch.distributed as dist
+
+    from holdfast.team import mail
+
+    connect, connected = mail._connect, []
+
+    def counted(store: Any) -> Any:
+        connected.append(store)
+        return connect(store)
+
+    mail._connect = counted
+    store = dist.distributed_c10d._get_default_store()
+    state = {"w": np.arange(8.0)}
+    found: list[int] = []
+    for number in range(6):
+        holdfast.save(folder / str(number), state, timeout=60.0)
+        holdfast.load(folder / str(number), state, timeout=60.0)
+        dist.barrier()
+        found.append(store.num_keys())
+        dist.barrier()
+    return found, len(connected)
+
+
+def test_nothing_stays_in_the_store_of_saves_to_many_paths_and_no_connection_is_made_for_each(
+    tmp_path: Path,
+) -> None:
+    for keys, connections in values(launch(2, _save_and_load_many, tmp_path)):
+        assert keys[1:] == keys[1:2] * 5  # barriers have their own, at first
+        assert connections == 1
+
+
 NBYTES = 3 << 20
 
 

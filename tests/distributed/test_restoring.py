@@ -31,6 +31,40 @@ def test_what_fits_is_restored_on_all_ranks(tmp_path: Path) -> None:
     assert values(launch(2, _restore_what_fits, tmp_path)) == [[0.0, 1, 10.0]] * 2
 
 
+def _restore_strictly_on_some(folder: Path) -> list[Any]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    state: Any = {"w": np.ones(10), "gone": np.ones(3)}
+    found: list[Any] = []
+    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+        c.save(1)
+        c.state = {"w": np.zeros(10), "new": np.zeros(3)}
+        with pytest.raises(holdfast.RanksDisagree) as restored:
+            c.restore(strict=rank != 1)
+        with pytest.raises(holdfast.RanksDisagree) as loaded:
+            holdfast.load(folder, c.state, strict=rank == 1, timeout=PATIENCE_SECONDS)
+        for caught in (restored, loaded):
+            found.append((str(caught.value).partition(":")[0], caught.value.ranks))
+        with pytest.warns(RuntimeWarning, match="All else has been restored"):
+            found.append(c.restore(strict=False))  # and all go on
+    return found
+
+
+def test_strictness_that_differs_ends_on_all_ranks_at_once(tmp_path: Path) -> None:
+    assert (
+        values(launch(3, _restore_strictly_on_some, tmp_path))
+        == [
+            [
+                ("rank 0 loads with strict=True, rank 1 with strict=False", (0, 1)),
+                ("rank 0 loads with strict=False, rank 1 with strict=True", (0, 1)),
+                1,
+            ]
+        ]
+        * 3
+    )
+
+
 def _restore_nothing(folder: Path) -> list[Any]:
     import torch.distributed as dist
 

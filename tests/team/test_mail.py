@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 import torch.distributed as dist
@@ -125,6 +126,47 @@ def test_closed_is_closed(mail):
     mail.close()
     with pytest.raises(RuntimeError, match="closed"):
         mail.read("key", 1)
+
+
+def test_a_line_is_used_again_by_the_next_mail_and_goes_with_the_store(monkeypatch):
+    connect, connected = mail_module._connect, []
+    monkeypatch.setattr(mail_module, "_connect", lambda store: connected.append(1) or connect(store))
+    before = set(threading.enumerate())
+    store = dist.PrefixStore("pg", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    gone = weakref.ref(store)
+    for turn in range(3):
+        mail = Mail(store, f"mail {turn}")
+        mail.post("key", b"x")
+        assert mail.read("key", 5) == b"x"
+        mail.close()
+    assert len(connected) == 1
+    del store
+    assert gone() is None  # or the port of the process group would not be free for the next
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE_SECONDS)
+    assert set(threading.enumerate()) <= before
+
+
+def test_who_waits_for_a_message_that_is_removed_at_that_moment_gets_the_next(mail, monkeypatch):
+    wait = mail_module._wait
+    removed = threading.Event()
+
+    def remove_what_was_found(store, names, timeout):
+        found = wait(store, names, timeout)
+        if found and not removed.is_set():
+            store.delete_key(names[0])
+            removed.set()
+        return found
+
+    monkeypatch.setattr(mail_module, "_wait", remove_what_was_found)
+    mail.post("key", b"first")
+    found = []
+    thread = threading.Thread(target=lambda: found.append(mail.read("key", PATIENCE_SECONDS)))
+    thread.start()
+    assert removed.wait(PATIENCE_SECONDS)
+    mail.post("key", b"second")
+    thread.join(PATIENCE_SECONDS)
+    assert found == [b"second"]
 
 
 def _host(pipe):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
@@ -101,13 +102,13 @@ def test_a_rank_that_missed_a_meeting_finds_the_next():
     assert values(launch(3, _misses, 1.0)) == [[(2,), (1,)], [(2,), (0,)], [(0,), (1,)]]
 
 
-def _give_up(mail_key):
+def _give_up():
     """The coordinator is interrupted while it waits for somebody."""
     if dist.get_rank() == 0:
         collect = Mail.collect
 
         def interrupted(self, keys, timeout):
-            self.read(mail_key, PATIENCE_SECONDS)
+            self.read(keys[0], PATIENCE_SECONDS)
             raise KeyboardInterrupt
 
         Mail.collect = interrupted
@@ -124,7 +125,7 @@ def _give_up(mail_key):
 
 
 def test_a_meeting_that_the_coordinator_gave_up_is_closed():
-    first, second, third = values(launch(3, _give_up, "answer/1/1"))
+    first, second, third = values(launch(3, _give_up))
     assert (first, third) == ((None, True), (b"", True))
     assert second == (("rank 0 gave up the meeting for run", (0,)), True)
 
@@ -134,7 +135,8 @@ def _coordinator_dies_in_the_meeting(timeout):
         Mail.collect = lambda self, keys, timeout: time.sleep(600)  # it never closes the meeting
         threading.Thread(target=join, args=("run", timeout), daemon=True).start()
         home = Mail(_default_store(), f"holdfast/{purpose_prefix('run')}")
-        home.read("answer/1/1", PATIENCE_SECONDS)
+        opening = msgspec.msgpack.decode(home.read("open", PATIENCE_SECONDS), type=meeting._Opening)
+        home.read(f"answer/{opening.token}/1", PATIENCE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
     elif dist.get_rank() == 1:
         if timeout < PATIENCE_SECONDS:
@@ -157,9 +159,11 @@ def test_a_coordinator_that_dies_in_a_meeting_is_noticed(store, timeout, expecte
     assert expected in message
 
 
-def _again_and_again(turns):
+def _again_and_again(turns, removes):
     """Whoever is first comes again before the others have left: it must not find the old meeting."""
     rank = dist.get_rank()
+    if not removes:
+        Mail.forget = lambda self, keys: False
     tokens = []
     for turn in range(turns):
         team = _join("run")
@@ -171,8 +175,9 @@ def _again_and_again(turns):
     return tokens
 
 
-def test_no_meeting_is_attended_twice():
-    first, *others = values(launch(4, _again_and_again, 30))
+@pytest.mark.parametrize("removes", [True, False], ids=["removes", "keeps"])
+def test_no_meeting_is_attended_twice_whether_the_store_removes_messages_or_not(removes):
+    first, *others = values(launch(4, _again_and_again, 30, removes))
     assert len(set(first)) == 30
     assert all(other == first for other in others)
 

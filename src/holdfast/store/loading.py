@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from holdfast.engine import Unkept
+from holdfast.errors import RanksDisagree
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import whole
 from holdfast.plan.fragments import seen
@@ -41,6 +42,7 @@ from holdfast.store.outcomes import Failure, give_up, settle
 from holdfast.store.unison import all_or_none
 from holdfast.store.wanted import Wanted, wanted_of
 from holdfast.team import Team, exchange_views
+from holdfast.team.hearing import ranks_in_words
 
 _SHOWN = 8
 
@@ -73,6 +75,7 @@ def load_together(
 class _Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank tells about its target: what failed, what does not fit, leaves it has no place for."""
 
+    strict: bool
     failure: Failure | None = None
     unfit: Failure | None = None
     elsewhere: tuple[str, ...] = ()
@@ -122,7 +125,7 @@ class _Load:
             wishes = self._wishes(restore)
         except Exception as error:  # told to all ranks, and raised below
             failed = error
-        told = self._tell(None if failed else restore, failed)
+        told = self._tell(None if failed else restore, failed, strict)
         give_up([plan.failure for plan in told if plan.failure is not None], failed)
         assert restore is not None, "without one there is a failure"
         absent = set(told[0].elsewhere).intersection(*(plan.elsewhere for plan in told[1:]))
@@ -154,22 +157,35 @@ class _Load:
             alike=checkpoint.alike,
         )
 
-    def _tell(self, restore: Restore | None, failed: Exception | None) -> list[_Plan]:
-        """Tell all ranks how the target fits; what everybody told. Equal things are told once."""
+    def _tell(self, restore: Restore | None, failed: Exception | None, strict: bool) -> list[_Plan]:
+        """Tell all ranks how the target fits; what everybody told. Equal things are told once.
+
+        `RanksDisagree` on all ranks unless all of them are as strict: one would go on where another ends.
+        """
         rank = self._team.rank
         if restore is None:
             assert failed is not None
-            mine = _Plan(failure=Failure.of(rank, failed))
+            mine = _Plan(strict=strict, failure=Failure.of(rank, failed))
         else:
             unfit = restore.mismatch.error(self._checkpoint.path) if restore.mismatch else None
             mine = _Plan(
+                strict=strict,
                 unfit=None if unfit is None else Failure.of(rank, unfit),
                 elsewhere=tuple(sorted(restore.elsewhere)),
                 fills=restore.fills,
                 lacks=restore.lacks,
             )
-        told = self._team.exchange("load/plan", msgspec.msgpack.encode(mine), self._timeout)
-        return [msgspec.msgpack.decode(data, type=_Plan) for data in told]
+        heard = self._team.exchange("load/plan", msgspec.msgpack.encode(mine), self._timeout)
+        told = [(msgspec.msgpack.decode(data, type=_Plan), ranks) for data, ranks in heard.items()]
+        first = told[0][0].strict
+        others = sorted(other for plan, ranks in told if plan.strict != first for other in ranks)
+        if others:
+            raise RanksDisagree(
+                f"rank 0 loads with strict={first}, {ranks_in_words(others)} with strict={not first}: it has "
+                "to be the same on all ranks. Nothing has been restored",
+                ranks=(0, *others),
+            )
+        return [plan for plan, _ in told]
 
     def _wishes(self, restore: Restore) -> _Wishes:
         """The arrays to fill: those of the target, and new ones."""

@@ -7,6 +7,10 @@ A store's client serves one call at a time, and some of its calls have no time-o
 stopped without closing its connections would keep a caller for ever. Each call therefore runs on a *line*, a
 connection with a thread of its own. Callers wait for the line as long as they said; one that does not answer
 is given up, and threads that call at the same time use different lines.
+
+Lines outlive the mail that needed them: the next one to the same store uses them again. TCPStore looks up the
+name of everybody who connects, and all its clients wait for as long as the name server takes (5 s when one
+packet is lost). So a process connects once or twice, not for every save.
 """
 
 from __future__ import annotations
@@ -14,11 +18,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
+from holdfast.engine import forks
 from holdfast.errors import RankFailed
 
 MAX_KEY_LENGTH: Final = 4096
@@ -26,14 +32,16 @@ MAX_MESSAGE_NBYTES: Final = (8 << 20) - 16
 """TCPStore drops the connection of whoever sends more, or a key of more than 8 KiB."""
 
 ANSWER_SECONDS: Final = 30.0
-"""How long a store may take for what needs no waiting. It answers in microseconds, but TCPStore looks up the
-name of everybody who connects, and serves nobody while a name server makes it wait."""
+"""How long a store may take for what needs no waiting. It answers in microseconds, unless somebody connects:
+see above."""
 
 _COMPRESSED_FROM: Final = 1 << 14
 _MAX_WAIT_SECONDS: Final = 7 * 86_400.0
 _KEYS_AT_ONCE: Final = 1024
 _IDLE_LINES: Final = 2
 _PLAIN, _DEFLATED = b"\0", b"\1"
+_NOTHING = b"\2"
+"""No message begins so."""
 _T = TypeVar("_T")
 
 
@@ -58,7 +66,7 @@ class Mail:
 
     @property
     def store(self) -> Any:
-        """The process group's store that keeps them."""
+        """The process group's store that keeps them; None after `close`."""
         return self._lines.store
 
     def under(self, prefix: str) -> Mail:
@@ -89,7 +97,11 @@ class Mail:
         name = self._name(key)
 
         def look(store: Any) -> Any:
-            return store.get(name) if _wait(store, [name], timeout) else None
+            end = time.monotonic() + timeout
+            found = None
+            while found is None and _wait(store, [name], end - time.monotonic()):
+                found = _peek(store, name)  # it may have been removed just now
+            return found
 
         found = self._call(look, timeout)
         if found is None:
@@ -120,24 +132,24 @@ class Mail:
         name = self._name(key)
         return int(self._call(lambda store: store.add(name, amount)))
 
-    def forget(self, keys: Iterable[str]) -> None:
-        """Remove messages and numbers. Stores that cannot keep them."""
+    def forget(self, keys: Iterable[str]) -> bool:
+        """Remove messages and numbers; False when this kind of store cannot, and keeps them."""
         names = [self._name(key) for key in keys]
 
-        def remove(store: Any) -> None:
+        def remove(store: Any) -> bool:
             for name in names:
                 try:
                     store.delete_key(name)
                 except RuntimeError as error:
                     if not _lacks(error):
                         raise
-                    return
+                    return False
+            return True
 
-        if names:
-            self._call(remove)
+        return not names or self._call(remove)
 
     def close(self) -> None:
-        """Hang up. Calls that are under way come to their end."""
+        """No more calls. Those that are under way come to their end."""
         self._lines.close()
 
     def _name(self, key: str) -> str:
@@ -151,12 +163,12 @@ class Mail:
 
 
 class _Lines:
-    """Lines to one store: as many as there are calls at the same time, few of them kept in between."""
+    """The lines that some mail uses to its store: as many as there are calls at the same time."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
+        self._pool = _pool_of(store)
         self._lock = threading.Lock()
-        self._idle: list[_Line] = []
         self._closed = False
         self._lost = ""
 
@@ -167,11 +179,10 @@ class _Lines:
             if self._lost:
                 # Hosts do not come back, and trying to connect to one takes long.
                 raise _unreachable(self._lost)
-            line = self._idle.pop() if self._idle else None
-        if line is None:
-            line = _Line(self.store)
+            store = self.store
+        line = self._pool.take()
         try:
-            result = line.call(function, seconds)
+            result = line.call(store, function, seconds)
         except _Lost as error:
             line.hang_up()
             self._lost = str(error)
@@ -179,10 +190,31 @@ class _Lines:
         except BaseException:
             line.hang_up()
             raise
-        self._keep(line)
+        self._pool.keep(line)
         return result
 
-    def _keep(self, line: _Line) -> None:
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self.store = None
+
+
+class _Pool:
+    """The lines to one store that are not in use; a few are kept for as long as the store is there."""
+
+    def __init__(self) -> None:
+        self.forks = forks()
+        self._lock = threading.Lock()
+        self._idle: list[_Line] = []
+        self._closed = False
+
+    def take(self) -> _Line:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _Line()
+
+    def keep(self, line: _Line) -> None:
         with self._lock:
             if not self._closed and len(self._idle) < _IDLE_LINES:
                 self._idle.append(line)
@@ -197,18 +229,35 @@ class _Lines:
             line.hang_up()
 
 
+_pools: MutableMapping[Any, _Pool] = weakref.WeakKeyDictionary()
+_pools_lock = threading.Lock()
+
+
+def _pool_of(store: Any) -> _Pool:
+    with _pools_lock:
+        pool = _pools.get(store)
+        if pool is None or pool.forks != forks():  # the threads of a parent do not live in its child
+            pool = _pools[store] = _Pool()
+            weakref.finalize(store, pool.close)
+        return pool
+
+
 class _Line:
-    """A connection to the store, and the thread that speaks over it."""
+    """A connection to the store, and the thread that speaks over it.
 
-    def __init__(self, store: Any) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[Any], Any], _Answer] | None] = queue.SimpleQueue()
+    It holds on to its own connection, not to the store: that must go when the process group does, as its port
+    is to be free then.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Any, Callable[[Any], Any], _Answer] | None] = queue.SimpleQueue()
         # A daemon: it may be stuck in a call that never returns.
-        threading.Thread(target=self._speak, args=(store,), name="holdfast-mail", daemon=True).start()
+        threading.Thread(target=self._speak, name="holdfast-mail", daemon=True).start()
 
-    def call(self, function: Callable[[Any], _T], seconds: float) -> _T:
+    def call(self, store: Any, function: Callable[[Any], _T], seconds: float) -> _T:
         """The function's result. Whatever goes wrong in it is the store's failure."""
         answer = _Answer()
-        self._jobs.put((function, answer))
+        self._jobs.put((store, function, answer))
         if not answer.there.wait(seconds):
             raise _unreachable(f"it did not answer for {seconds:.0f} s")
         if answer.error is not None:
@@ -222,18 +271,20 @@ class _Line:
         """No more calls; the thread ends after the one that is under way."""
         self._jobs.put(None)
 
-    def _speak(self, store: Any) -> None:
+    def _speak(self) -> None:
         connection: Any = None
         while (job := self._jobs.get()) is not None:
-            function, answer = job
+            store, function, answer = job
             try:
                 if connection is None:
                     connection = _connect(store)
                 answer.result = function(connection)
             except BaseException as error:  # told to the thread that asked
                 answer.error = error
+            if connection is store:
+                connection = None
             answer.there.set()
-            del job, function, answer
+            del job, store, function, answer
 
 
 class _Lost(Exception):
@@ -276,6 +327,17 @@ def _wait(store: Any, names: Sequence[str], timeout: float) -> bool:
         # has timed out.
         return bool(store.check(names))
     return True
+
+
+def _peek(store: Any, name: str) -> Any:
+    """What is there; None when nothing is. (`get` would wait for it.)"""
+    try:
+        found = store.compare_set(name, _NOTHING, _NOTHING)
+    except RuntimeError as error:
+        if not _lacks(error):
+            raise
+        return store.get(name)
+    return None if bytes(found) == _NOTHING else found
 
 
 def _get(store: Any, names: Sequence[str]) -> Sequence[Any]:

@@ -1,13 +1,13 @@
 """How the ranks of a world come together as a team: meetings that the coordinator opens and closes.
 
 Everything is kept by the store, nothing by the processes, so it does not matter what a rank missed before.
-For each purpose there are two numbers, of the last meeting opened and of the last one closed.
+And nothing of a meeting stays in the store when the team that met has left.
 
-1. The coordinator opens the next meeting: a message with a random token.
+1. The coordinator opens a meeting: a message with a random token.
 2. A rank that arrives attends the meeting that is open, or waits for the next to be opened. It answers with
    its card (machine, process, socket).
-3. The coordinator closes the meeting when everybody has answered, or its time is over, with one message for
-   all: the cards, or who is missing.
+3. The coordinator closes the meeting when everybody has answered, or its time is over. It removes the first
+   message, so that nobody attends any more, and leaves another for all: the cards, or who is missing.
 4. A rank that answered too late to be on that list goes on to the next meeting, as long as it has time.
 
 Messages of the team go under the token, so no message of an earlier team is ever read.
@@ -31,6 +31,8 @@ from holdfast.team.places import machine, numa_node
 GRACE_SECONDS = 2.0
 """How much longer others wait than the coordinator, who tells them how it ended."""
 _ADVICE = ". All ranks must call it, with the same path"
+_OPEN = "open"
+_LOOK_SECONDS = 0.05
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -111,12 +113,11 @@ def name_ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _hold(mail: Mail, board: Board, world: int, card: Card, purpose: str, timeout: float) -> Met:
-    number = mail.count("opened")
     token = secrets.token_hex(8)
-    keys = {f"answer/{number}/{rank}": rank for rank in range(1, world)}
+    keys = {f"answer/{token}/{rank}": rank for rank in range(1, world)}
     closing = _Closing(tuple(range(world)), failure=f"rank 0 gave up the meeting for {purpose}", missing=(0,))
     try:
-        mail.post(f"open/{number}", msgspec.msgpack.encode(_Opening(token, timeout)))
+        mail.post(_OPEN, msgspec.msgpack.encode(_Opening(token, timeout)))
         answers = {keys[key]: data for key, data in mail.collect(list(keys), timeout).items()}
         missing = tuple(rank for rank in range(1, world) if rank not in answers)
         heard = tuple(sorted([0, *answers]))
@@ -130,32 +131,28 @@ def _hold(mail: Mail, board: Board, world: int, card: Card, purpose: str, timeou
         cards = (card, *(msgspec.msgpack.decode(answers[rank], type=Card) for rank in range(1, world)))
         closing = _Closing(heard, cards)
     finally:
-        # First the number: who reads the message and comes again must not find this meeting open.
-        mail.post("closed", b"%d" % number)
-        mail.post(f"closed/{number}", msgspec.msgpack.encode(closing))
-    return Met(cards, token, (f"open/{number}", f"closed/{number}"))
+        # In this order: who reads that it is closed and comes again must not find it open.
+        if not mail.forget([_OPEN]):
+            mail.post(_OPEN, b"")
+        mail.post(f"closed/{token}", msgspec.msgpack.encode(closing))
+    return Met(cards, token, (f"closed/{token}",))
 
 
 def _attend(mail: Mail, board: Board, rank: int, card: Card, purpose: str, timeout: float) -> Met:
     end = time.monotonic() + timeout + GRACE_SECONDS
     while True:
-        # Read in this order: a meeting that closes in between counts as open, and is found to be closed.
-        closed = int(mail.collect(["closed"], 0.0).get("closed", b"0"))
-        opened = mail.count("opened", 0)
-        number = opened if opened > closed else closed + 1
         try:
-            data = mail.read(f"open/{number}", end - time.monotonic())
+            opening = _find_open(mail, end)
         except Silence:
             raise RankFailed(
                 f"rank 0 did not open the meeting for {purpose} within {timeout:g} s{board.describe((0,))}"
                 f"{_ADVICE}",
                 ranks=(0,),
             ) from None
-        opening = msgspec.msgpack.decode(data, type=_Opening)
-        answer = f"answer/{number}/{rank}"
+        answer = f"answer/{opening.token}/{rank}"
         mail.post(answer, msgspec.msgpack.encode(card))
         try:
-            data = mail.read(f"closed/{number}", opening.timeout + GRACE_SECONDS)
+            data = mail.read(f"closed/{opening.token}", opening.timeout + GRACE_SECONDS)
         except Silence:
             raise RankFailed(
                 f"rank 0 opened the meeting for {purpose} and did not close it within {opening.timeout:g} s"
@@ -171,4 +168,14 @@ def _attend(mail: Mail, board: Board, rank: int, card: Card, purpose: str, timeo
             raise RankFailed(closing.failure, ranks=closing.missing)
         if closing.cards[rank] != card:  # of a process that had this rank before
             continue
-        return Met(closing.cards, opening.token, (f"open/{number}", f"closed/{number}"))
+        return Met(closing.cards, opening.token, (f"closed/{opening.token}",))
+
+
+def _find_open(mail: Mail, end: float) -> _Opening:
+    """The meeting that is open, as soon as there is one; `Silence` when none is until the end."""
+    while not (data := mail.read(_OPEN, end - time.monotonic())):
+        # Of a meeting that is over, in a store that cannot remove messages: it does not tell of changes.
+        if time.monotonic() >= end:
+            raise Silence("no meeting is open")
+        time.sleep(_LOOK_SECONDS)
+    return msgspec.msgpack.decode(data, type=_Opening)

@@ -94,7 +94,6 @@ class Team:
         self._unread: deque[_Unread] = deque()
         self._closed = False
         self._within = within
-        self._again: set[str] = set()
 
     @property
     def is_coordinator(self) -> bool:
@@ -192,9 +191,7 @@ class Team:
         anybody has missed before.
         """
         purpose = sendable(purpose)
-        prefix = purpose_prefix(purpose)
-        self._again.add(prefix)
-        home = self.mail.under(prefix)
+        home = self.mail.under(purpose_prefix(purpose))
         met = meet(home, self._board, self.rank, self.world, purpose, timeout)
         team = Team(self.rank, met, home, self._board, within=True)
         try:
@@ -209,7 +206,8 @@ class Team:
         destroyed does no harm: the team goes on as long as the store answers.
         """
         present = _default_store() if _is_initialized() else None
-        if present is not None and present is not self.mail.store:
+        met = self.mail.store
+        if present is not None and met is not None and present is not met:
             raise RankFailed(
                 f"the process group was made anew since its ranks met here, as rank {self.rank} of "
                 f"{self.world}: who is which rank may have changed. Nothing was written or read. Close this "
@@ -238,8 +236,7 @@ class Team:
             if self.is_coordinator:
                 with self._cleaning:
                     unread = [key for unread in self._unread for key in unread.keys]
-                met = [f"{prefix}/{name}" for prefix in self._again for name in ("opened", "closed")]
-                self.mail.post("rest", msgspec.msgpack.encode([*rest, *unread, *met]))
+                self.mail.post("rest", msgspec.msgpack.encode([*rest, *unread]))
                 if wait > 0:
                     with contextlib.suppress(Silence):
                         self.mail.read("gone", wait)
