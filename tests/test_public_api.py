@@ -28,6 +28,7 @@ ERRORS = {
     "StateMismatch": ValueError,
     "UnsupportedState": TypeError,
     "RunLocked": BlockingIOError,
+    "RunInUse": FileExistsError,
     "SaveFailed": OSError,
     "MutatedDuringSave": OSError,
     "StorageFull": OSError,

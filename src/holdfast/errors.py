@@ -124,6 +124,21 @@ class RunLocked(HoldfastError, BlockingIOError):
     """Another live process is writing to this run. The message names it; one writer per run."""
 
 
+class RunInUse(HoldfastError, FileExistsError):
+    """The run holds checkpoints, and this training neither resumed from one nor said that it starts over.
+
+    Nothing was saved and nothing was changed. Call `Checkpointer.restore` before the first save to go on from
+    the newest one; use another directory for a new training; or make the Checkpointer with
+    ``start_over=True``, which removes the old checkpoints once the first new one is durable. `steps` are
+    those that the run holds.
+    """
+
+    def __init__(self, message: str, *, steps: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.errno = errno.EEXIST
+        self.steps = tuple(steps)
+
+
 class SaveFailed(HoldfastError, OSError):
     """A save did not become durable. Earlier checkpoints are untouched; the cause is chained.
 

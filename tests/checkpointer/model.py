@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import holdfast
 from holdfast import Keep
 from holdfast.checkpointer import Kept
 
@@ -61,10 +62,28 @@ class Model:
     entries: dict[int, Entry] = field(default_factory=dict)
     superseded: set[int] = field(default_factory=set)
     """Later than the step that training went back to: the next save gives them up."""
+    resumed: bool = True
+    ours: set[int] = field(default_factory=set)
+    """What this training has resumed from or saved."""
+    passed: set[int] = field(default_factory=set)
+    """What it has found damaged."""
+    outdated: set[int] = field(default_factory=set)
+    """What a training that starts over gives up for its first checkpoint."""
+
+    def refuses(self, step: int) -> type[holdfast.HoldfastError] | None:
+        """The error of a save of that step: the run is another training's, or the checkpoint is."""
+        if not self.resumed and not self.outdated:
+            return holdfast.RunInUse
+        if step in self.entries and step not in self.ours | self.passed | self.superseded | self.outdated:
+            return holdfast.CheckpointExists
+        return None
 
     def save(self, step: int, version: int, metrics: Mapping[str, float]) -> int:
         """Returns how many checkpoints were given up for it."""
         self.entries[step] = Entry(version, metrics)
+        self.superseded |= self.outdated
+        self.outdated = set()
+        self.resumed = True
         known = [
             Kept(number, 0.0, entry.metrics)
             for number, entry in sorted(self.entries.items())
@@ -76,6 +95,8 @@ class Model:
         self.superseded = set()
         for number in gone:
             del self.entries[number]
+        self.ours = {number for number in (*self.ours, step) if number in self.entries}
+        self.passed.discard(step)
         return len(gone)
 
     def restore(self) -> tuple[int | None, list[int]]:
@@ -84,23 +105,32 @@ class Model:
         for step in sorted(self.entries, reverse=True):
             if self.entries[step].damage is None:
                 self.superseded = set()
+                self.resumed = True
+                self.ours.add(step)
                 return step, passed
             passed.append(step)
+            self.passed.add(step)
             self.entries[step].candidate = False
+        self.resumed = self.resumed or not passed
         return (None if passed else 0), passed
 
     def restore_one(self, step: int) -> None:
         self.superseded = {other for other in self.entries if other > step}
+        self.resumed = True
+        self.ours.add(step)
 
-    def reopen(self) -> None:
+    def reopen(self, *, start_over: bool) -> None:
         """A new process sees at once what is damaged, as far as that shows without reading all bytes."""
-        self.superseded = set()
+        self.superseded, self.ours, self.passed = set(), set(), set()
+        self.resumed = not self.entries
+        self.outdated = set(self.entries) if start_over else set()
         for entry in self.entries.values():
             entry.candidate = entry.damage in (None, "shard")
 
     @property
     def last_durable(self) -> int | None:
-        return max((step for step, entry in self.entries.items() if entry.candidate), default=None)
+        known = {step for step, entry in self.entries.items() if entry.candidate}
+        return max(known & self.ours - self.superseded, default=None)
 
 
 def hurt(checkpoint: Path, kind: str) -> None:

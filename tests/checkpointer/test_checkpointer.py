@@ -7,7 +7,9 @@ import gc
 import math
 import os
 import shutil
+import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import torch
 import holdfast
 from checkpointer.model import hurt
 from holdfast import Checkpointer, Keep
+from holdfast.checkpointer import preemption
+from holdfast.engine import faults
 from holdfast.store import step_name
 
 DAMAGE = ["shard", "manifest", "missing", "truncated"]
@@ -49,6 +53,13 @@ def run(tmp_path: Path) -> Path:
             set_state(state, step)
             checkpointer.save(step, {"loss": 1 / step})
     return tmp_path / "run"
+
+
+@pytest.fixture
+def asked() -> Iterator[None]:
+    """What a test asks this process to do is forgotten behind it."""
+    yield
+    preemption._leave_to_the_parent()
 
 
 def test_a_loop_that_is_interrupted_again_and_again_ends_like_one_that_is_not(tmp_path: Path) -> None:
@@ -100,11 +111,13 @@ def test_a_save_is_durable_and_counted_when_it_returns(tmp_path: Path) -> None:
 def test_restoring_brings_back_the_newest(run: Path) -> None:
     state = blank()
     with Checkpointer(run, state, mode="sync") as checkpointer:
-        assert checkpointer.last_durable == 5
+        assert checkpointer.last_durable is None
         assert checkpointer.restore() == 5
+        assert checkpointer.last_durable == 5
         assert is_at(state, 5)
         with pytest.warns(RuntimeWarning, match="going back to step 2"):
             assert checkpointer.restore(2) == 2
+        assert checkpointer.last_durable == 2
         assert is_at(state, 2)
         with pytest.raises(holdfast.CheckpointNotFound, match="no checkpoint of step 7"):
             checkpointer.restore(7)
@@ -258,6 +271,7 @@ def test_the_best_by_a_metric_stay(tmp_path: Path) -> None:
     with Checkpointer(
         tmp_path, at(0), keep=Keep(last=1, best=("loss", "min", 2)), mode="sync"
     ) as checkpointer:
+        assert checkpointer.restore() == 6
         checkpointer.save(7, {"loss": 0.15})
         assert checkpointer.steps == [3, 7]
 
@@ -285,12 +299,127 @@ def test_going_back_and_forth_again_removes_nothing(run: Path) -> None:
         assert checkpointer.steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_saving_a_step_again_replaces_it(run: Path) -> None:
-    state = at(99)
+def test_saving_a_step_of_ones_own_again_replaces_it(run: Path) -> None:
+    state = blank()
     with Checkpointer(run, state, keep=Keep(last=10), mode="sync") as checkpointer:
-        checkpointer.save(5)
+        checkpointer.restore()
+        for value in (98, 99):
+            set_state(state, value)
+            checkpointer.save(5)
+        checkpointer.save(6)
+        checkpointer.save(6)
+        assert checkpointer.steps == [1, 2, 3, 4, 5, 6]
+    assert is_at(holdfast.load(run / step_name(5)), 99)
+
+
+# --- one training per run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "snapshot"])
+def test_a_new_training_in_a_used_run_is_told_so_by_its_first_save(run: Path, mode: Any) -> None:
+    with Checkpointer(run, at(99), every=10, mode=mode) as checkpointer:
+        assert checkpointer.last_durable is None
+        for step in (1, 10):  # also where nothing would be saved yet: now is the time to say it
+            with pytest.raises(holdfast.RunInUse) as caught:
+                checkpointer.save(step)
+            assert caught.value.steps == (1, 2, 3, 4, 5)
+        for words in (os.fspath(run), "steps 1 to 5", "restore()", "another directory", "start_over=True"):
+            assert words in str(caught.value)
         assert checkpointer.steps == [1, 2, 3, 4, 5]
-    assert is_at(holdfast.load(run), 99)
+        assert is_at(holdfast.load(run), 5)
+        state = checkpointer.state = blank()
+        assert checkpointer.restore() == 5  # which mends it
+        assert is_at(state, 5)
+        assert checkpointer.save(10) is not None
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_preempted_training_in_a_used_run_is_told_so_as_well(run: Path) -> None:
+    with Checkpointer(run, at(99), every=100, mode="sync") as checkpointer:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(holdfast.RunInUse):
+            checkpointer.save(7)
+        assert checkpointer.steps == [1, 2, 3, 4, 5]
+
+
+def test_a_restore_that_failed_is_none(run: Path) -> None:
+    with Checkpointer(run, {"w": np.zeros(3)}, mode="sync") as checkpointer:
+        with pytest.raises(holdfast.StateMismatch):
+            checkpointer.restore()
+        with pytest.raises(holdfast.RunInUse):
+            checkpointer.save(6)
+        checkpointer.state = blank()
+        with pytest.warns(RuntimeWarning, match="going back to step 3"):
+            assert checkpointer.restore(3, strict=False) == 3
+        checkpointer.save(4)
+        assert checkpointer.steps == [1, 2, 3, 4][-3:]
+
+
+def test_a_step_that_this_training_did_not_make_is_not_replaced(run: Path) -> None:
+    state = blank()
+    with Checkpointer(run, state, keep=Keep(last=10), mode="sync") as checkpointer:
+        assert checkpointer.restore() == 5
+        set_state(state, 99)
+        with pytest.raises(holdfast.CheckpointExists, match=r"step 3 already.*restore\(step="):
+            checkpointer.save(3)
+        checkpointer.save(6)
+        shutil.copytree(run / step_name(2), run / step_name(7))  # one that came from elsewhere meanwhile
+        for _ in range(2):
+            with pytest.raises(holdfast.CheckpointExists, match="step 7 already"):
+                checkpointer.save(7)
+        assert checkpointer.steps == [1, 2, 3, 4, 5, 6, 7]
+    assert is_at(holdfast.load(run / step_name(3)), 3)
+
+
+def test_starting_over_gives_the_old_up_when_the_first_new_one_is_durable(run: Path) -> None:
+    state = at(77)
+    with Checkpointer(run, state, mode="sync", start_over=True) as checkpointer:
+        with pytest.raises(ValueError, match="contradict each other"):
+            checkpointer.restore()
+        with faults.injected("sync_dir:1:EIO"), pytest.raises(holdfast.SaveFailed):
+            checkpointer.save(1)
+        assert checkpointer.steps == [1, 2, 3, 4, 5]  # it was not
+        assert is_at(holdfast.load(run), 5)
+        assert checkpointer.last_durable is None
+        checkpointer.save(2)
+        assert checkpointer.steps == [2]
+        assert checkpointer.last_durable == 2
+        set_state(state, 0)
+        assert checkpointer.restore() == 2
+        assert is_at(state, 77)
+
+
+def test_a_kill_while_starting_over_leaves_the_newest_old_one_or_the_new_one(tmp_path: Path) -> None:
+    """At every call of the first save. What is reported durable is alone in the run."""
+    ends = set()
+    for nth in range(1, 60):
+        run = tmp_path / str(nth)
+        with Checkpointer(run, at(0), mode="sync") as checkpointer:
+            for step in (8, 9):
+                set_state(checkpointer.state, step)
+                checkpointer.save(step)
+        pid = os.fork()
+        if pid == 0:
+            with Checkpointer(run, at(1), mode="sync", start_over=True) as checkpointer:
+                faults.install(*faults.parse(f"any:{nth}:kill"))
+                checkpointer.save(1)
+                os._exit(7)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        newest = holdfast.open(run).step
+        assert is_at(holdfast.load(run), newest)
+        ends.add((code, newest))
+        if code == 7:
+            assert os.path.basename(holdfast.open(run).path) == step_name(1)
+            break
+    assert ends == {(-signal.SIGKILL, 9), (-signal.SIGKILL, 1), (7, 1)}
+
+
+def test_a_run_that_is_empty_needs_no_restore_and_no_start_over(tmp_path: Path) -> None:
+    for name, arguments in {"plain": {}, "over": {"start_over": True}}.items():
+        with Checkpointer(tmp_path / name, at(1), mode="sync", **arguments) as checkpointer:
+            checkpointer.save(1)
+            checkpointer.save(2)
+            assert checkpointer.steps == [1, 2]
 
 
 def test_nothing_but_checkpoints_the_lock_and_the_events_is_left_after_closing(tmp_path: Path) -> None:

@@ -326,6 +326,7 @@ def test_a_process_that_goes_on_after_its_end_has_done_what_it_was_asked_to(tmp_
         with pytest.raises(SystemExit):
             first.save(1)
     with numbers(tmp_path, every=100) as second:
+        second.restore()
         assert not second.preempted
         assert second.save(2) is None
 

@@ -54,9 +54,15 @@ class Runs(RuleBasedStateMachine):
         self.readers: list[tuple[holdfast.Checkpoint, int]] = []
         self.open()
 
-    def open(self) -> None:
+    def open(self, *, start_over: bool = False) -> None:
+        self.started = not start_over
         self.checkpointer = Checkpointer(
-            self.run, self.state, keep=self.model.keep, options=self.way, mode="sync"
+            self.run,
+            self.state,
+            keep=self.model.keep,
+            options=self.way,
+            mode="sync",
+            start_over=start_over,
         )
 
     def teardown(self) -> None:
@@ -74,11 +80,21 @@ class Runs(RuleBasedStateMachine):
         self.version += 1
         self.state["w"][:] = self.version
         self.state["version"], self.state["padding"] = self.version, "x" * padding
+        refused = self.model.refuses(step)
+        if refused is not None:
+            with pytest.raises(refused):
+                self.checkpointer.save(step, metrics)
+            return
         self.checkpointer.save(step, metrics)
+        self.started = True
         self.retired = self.model.save(step, self.version, metrics)
 
     @rule()
     def restore(self) -> None:
+        if not self.started:
+            with pytest.raises(ValueError, match="contradict"):
+                self.checkpointer.restore()
+            return
         expected, passed = self.model.restore()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -96,7 +112,10 @@ class Runs(RuleBasedStateMachine):
     @rule(step=steps)
     def restore_one(self, step: int) -> None:
         entry = self.model.entries.get(step)
-        if entry is None:
+        if not self.started:
+            with pytest.raises(ValueError, match="contradict"):
+                self.checkpointer.restore(step)
+        elif entry is None:
             with pytest.raises(holdfast.CheckpointNotFound):
                 self.checkpointer.restore(step)
         elif entry.damage is not None:
@@ -122,12 +141,12 @@ class Runs(RuleBasedStateMachine):
         hurt(self.run / step_name(step), kind)
         self.model.entries[step].damage = kind
 
-    @rule()
-    def reopen(self) -> None:
+    @rule(start_over=st.booleans())
+    def reopen(self, start_over: bool) -> None:
         self.checkpointer.close()
-        self.model.reopen()
+        self.model.reopen(start_over=start_over)
         self.retired = 0
-        self.open()
+        self.open(start_over=start_over)
 
     @precondition(lambda self: len(self.readers) < 3)
     @rule(step=steps)

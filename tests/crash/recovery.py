@@ -216,11 +216,13 @@ def check_restore(run: str, ledger: Ledger, wide: int = WIDE) -> int:
 def check_goes_on(run: str, restored: int, wide: int = WIDE) -> None:
     """After a recovery the run takes saves again, and the next process finds them."""
     step = restored + 1
-    with holdfast.Checkpointer(run, make_state(step, 9, wide), options=BUFFERED, mode="sync") as checkpointer:
-        checkpointer.save(step)
     target = blank_state(wide)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
+        with holdfast.Checkpointer(run, target, options=BUFFERED, mode="sync") as checkpointer:
+            checkpointer.restore()
+            checkpointer.state = make_state(step, 9, wide)
+            checkpointer.save(step)
         with holdfast.Checkpointer(run, target, options=BUFFERED, mode="sync") as checkpointer:
             again = checkpointer.restore()
     if again < step or (again == step and identify(target) != (step, 9)):

@@ -29,7 +29,12 @@ def _state(step: int) -> dict[str, np.ndarray]:
 
 def _train(place: Path, *steps: int) -> None:
     with holdfast.Checkpointer(
-        place / "run", None, keep=holdfast.Keep(last=KEPT), options=_options(place), mode="sync"
+        place / "run",
+        None,
+        keep=holdfast.Keep(last=KEPT),
+        options=_options(place),
+        mode="sync",
+        start_over=True,
     ) as checkpointer:
         for step in steps:
             checkpointer.state = _state(step)

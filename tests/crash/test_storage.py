@@ -117,9 +117,9 @@ def test_a_full_disk_can_be_restored_from(ram: Path) -> None:
         with holdfast.Checkpointer(run, target, keep=KEEP_ALL, mode="sync") as checkpointer:
             check_still_good(run, checkpointer, failed)
         (ram / "filler").unlink()
-        with holdfast.Checkpointer(
-            run, make_state(failed, 1, WIDE), keep=holdfast.Keep(last=2), mode="sync"
-        ) as checkpointer:
+        with holdfast.Checkpointer(run, target, keep=holdfast.Keep(last=2), mode="sync") as checkpointer:
+            assert checkpointer.restore() == failed - 1
+            checkpointer.state = make_state(failed, 1, WIDE)
             checkpointer.save(failed)
         assert list_steps(str(run)) == [failed - 1, failed]
         assert load_identity(str(run)) == (failed, 1)

@@ -121,7 +121,8 @@ def test_two_writers_in_one_process_are_refused_too(ram: Path) -> None:
         checkpointer.save(1)
         with forked(hold_run(ram / "run")) as other:
             assert other.wait() == 1  # the refusal did not cost us the lock
-    with holdfast.Checkpointer(ram / "run", make_state(2), mode="sync") as checkpointer:
+    with holdfast.Checkpointer(ram / "run", blank_state(), mode="sync") as checkpointer:
+        checkpointer.restore()
         checkpointer.save(2)
 
 
@@ -371,7 +372,9 @@ def test_an_interrupted_checkpointer_gives_up_its_run(ram: Path) -> None:
     struck = 0
 
     def train(run: Path) -> None:
-        with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync", preemption=False) as found:
+        with holdfast.Checkpointer(
+            run, make_state(1), keep=KEEP_ONE, mode="sync", preemption=False, start_over=True
+        ) as found:
             for step in range(1, 4):
                 found.state = make_state(step)
                 found.save(step)

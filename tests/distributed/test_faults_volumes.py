@@ -196,6 +196,7 @@ def test_what_pruning_could_not_remove_keeps_its_shards_when_it_is_moved_away(
         assert CliRunner().invoke(app, ["prune", str(run), "--last", "1"]).exit_code == 1
     (run / "step-000000000001").rename(tmp_path / "archive")
     with holdfast.Checkpointer(run, {"w": np.ones(100)}, mode="sync", options=options) as checkpointer:
+        checkpointer.restore()
         checkpointer.save(3)
     assert holdfast.verify(tmp_path / "archive").intact
 
@@ -285,6 +286,7 @@ def test_a_checkpoint_that_was_moved_out_of_its_run_keeps_its_shards(
             options=holdfast.Options(volumes=[volumes[0]]),
             keep=holdfast.Keep(last=1),
         ) as checkpointer:
+            assert checkpointer.restore() == step - 1
             state["w"] += 1
             checkpointer.save(step)
             if step == 2:

@@ -167,3 +167,32 @@ def test_a_rank_short_of_descriptors_is_named_and_no_rank_falls_back(tmp_path: P
         [True, True, True, 2, 2.0],
         [True, True, False, 2, 2.0],
     ]
+
+
+def _begin_in_a_used_run(folder: Path) -> list[Any]:
+    state: Any = {"w": np.ones(10)}
+    found: list[Any] = []
+    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+        for step in (8, 9):
+            c.save(step)
+    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+        with pytest.raises(holdfast.RunInUse, match="steps 8 to 9"):
+            c.save(1)
+        found += [c.last_durable, c.steps, c.restore()]
+        with pytest.raises(holdfast.CheckpointExists, match="step 8 already"):
+            c.save(8)
+        c.save(10)
+        found.append(c.steps)
+    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS, start_over=True) as c:
+        c.save(9)  # one of the old ones has that name
+        found += [c.last_durable, c.steps]
+        c.save(10)
+        found.append(c.steps)
+    return found
+
+
+def test_a_new_training_in_a_used_run_is_told_so_on_all_ranks_at_once(tmp_path: Path) -> None:
+    assert (
+        values(launch(2, _begin_in_a_used_run, tmp_path))
+        == [[None, [8, 9], 9, [8, 9, 10], 9, [9], [9, 10]]] * 2
+    )

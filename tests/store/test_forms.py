@@ -75,6 +75,7 @@ def test_a_directory_of_which_we_are_not_sure_is_synced(tmp_path: Path, why: str
                 checkpointer.save(5)
     if why == "another process":
         with Checkpointer(tmp_path, state, keep=Keep(last=3), mode="sync") as checkpointer:
+            checkpointer.restore()
             for step in (3, 4):
                 checkpointer.save(step)
             with faults.traced() as events:
@@ -88,9 +89,10 @@ def test_checkpoints_of_both_forms_are_listed_kept_and_restored(tmp_path: Path) 
     state = {"w": np.zeros(SMALL)}
     with Checkpointer(tmp_path, state, mode="sync", options=holdfast.Options(small_nbytes=0)) as checkpointer:
         checkpointer.save(1)
-    state["w"] += 1
     with Checkpointer(tmp_path, state, mode="sync") as checkpointer:
         assert checkpointer.steps == [1]
+        assert checkpointer.restore() == 1
+        state["w"] += 1
         checkpointer.save(2)
         assert (names(tmp_path, 1), names(tmp_path, 2)) == (TWO, ONE)
         state["w"] -= 7

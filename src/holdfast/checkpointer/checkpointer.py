@@ -89,6 +89,10 @@ class Checkpointer:
     `preemption`, SIGTERM and SIGUSR1 make the next call of `save` save and end the process, with
     `preemption_exit_code`: many schedulers take 0 for finished, and start again what ends with another code.
 
+    A run belongs to one training. Where it holds checkpoints already, call `restore` before the first save,
+    or that save is an error (`RunInUse`). With `start_over` a new training takes the run over, without
+    `restore`: the old checkpoints go once its first one is durable, at every launch of such a script.
+
     Under ``torch.distributed`` every rank makes one, with the same run and its own state, and all call the
     same methods: each writes its share of one checkpoint, and when to save is the coordinator's, rank 0's,
     decision. With ``together=False`` this rank has the run to itself.
@@ -120,6 +124,7 @@ class Checkpointer:
         timeout: float = 600.0,
         preemption: bool = True,
         preemption_exit_code: int = 0,
+        start_over: bool = False,
         together: bool | None = None,
     ) -> None:
         if mode not in get_args(Mode):
@@ -155,20 +160,26 @@ class Checkpointer:
         self._closed = False
         try:
             known: list[Kept] = []
+            held: list[int] = []
             with self._crew.all_or_none("open"):
                 if self._crew.leads:
                     place = self._drill.path if self._drill else path
                     _refuse_checkpoint(place)
                     self._run = _open_run(place)
-                    known = history(self._run.path)
+                    held, known = list_steps(self._run.path), history(self._run.path)
                 self._staging = Staging(options.snapshot_nbytes)
                 self._hooks = Hooks(self._before_step)
                 self._hooks.attach(self._optimizers() if mode == "overlap" else ())
-            where, known = self._crew.told((os.fsencode(self._run.path), known), tuple[bytes, list[Kept]])
+            where, known, held, start_over = self._crew.told(
+                (os.fsencode(self._run.path), known, held, start_over),
+                tuple[bytes, list[Kept], list[int], bool],
+            )
             if not self._crew.leads:
                 self._run = FollowedRun(os.fsdecode(where))
             ledger = Ledger(self._run.path) if self._crew.leads and self._crew.has_volumes else None
-            self._retention = Retention(self._run, keep or Keep(), known, ledger)
+            self._retention = Retention(
+                self._run, keep or Keep(), known, ledger, found=held, start_over=start_over
+            )
             self._events = EventLog(self._run.path if self._crew.leads else None)
             self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, _plain(every)))
             self._preemption = Preemption(exit_code) if preemption else None
@@ -198,7 +209,10 @@ class Checkpointer:
 
     @property
     def last_durable(self) -> int | None:
-        """The newest step that survives a power cut now."""
+        """The newest step of this training that survives a power cut now. None: it has not restored or saved.
+
+        Checkpoints that the run held before are in `steps`.
+        """
         return self._retention.newest
 
     @property
@@ -240,6 +254,8 @@ class Checkpointer:
         """
         self._check_usable()
         step = check_step(step)
+        if self._retention.newest is None:  # nothing restored or saved so far
+            self._retention.require_ours(step)
         now = time.monotonic()
         self._schedule.stepped(step, now, self._stalled, self._overlapped)
         self._stalled = 0.0
@@ -259,6 +275,7 @@ class Checkpointer:
             return None
         try:
             self._finish_earlier(step, earlier)
+            self._retention.require_ours(step)
         except BaseException as error:
             self._crew.failed(talk, error)
             raise
@@ -306,7 +323,8 @@ class Checkpointer:
             self._drill.saving(step, self.mode)
         try:
             numbers = plain_metrics(metrics) if self._crew.leads else {}  # those of rank 0 are stored
-            work = take_apart(self._crew, self.state, self._run.path, step, numbers, talk)
+            replace = self._retention.attempt(step)
+            work = take_apart(self._crew, self.state, self._run.path, step, numbers, talk, replace=replace)
             division = self._divide(work.leaves)
         except BaseException as error:
             if self._drill is not None:
@@ -318,7 +336,7 @@ class Checkpointer:
         def commit(saving: Saving) -> CheckpointInfo:
             return self._commit(saving, work, stage_seconds)
 
-        saving = Saving(step, division, commit, self._retention.make_way)
+        saving = Saving(step, division, commit, self._retention.make_way, self._retention.take_over)
         try:
             self._in_flight = saving
             self._schedule.started(step, time.monotonic())
@@ -371,6 +389,8 @@ class Checkpointer:
             )
             if self._drill is not None:
                 self._drill.failed(step)
+            if isinstance(error, CheckpointExists):
+                raise self._retention.exists(step) from error
             raise
         if self._drill is not None:
             self._drill.durable(step, info.path)
@@ -458,6 +478,8 @@ class Checkpointer:
     def restore(self, step: int | None = None, *, strict: bool = True) -> int:
         """Puts the newest intact checkpoint back into the state and returns its step; 0 for a new run.
 
+        In a run that holds checkpoints the first save needs it to have been called: see `RunInUse`.
+
         A damaged checkpoint is passed over with a warning. When checkpoints exist but none is whole, that is
         an error, never a silent start from nothing. With `step`, exactly that checkpoint; should newer ones
         exist, training goes back on them: the first save removes them.
@@ -471,6 +493,11 @@ class Checkpointer:
         self._check_usable()
         if step is not None:
             step = check_step(step)
+        if self._retention.starts_over:
+            raise ValueError(
+                "restore() and start_over=True contradict each other: to resume, leave start_over out; to "
+                "begin anew, do not call restore() before the first save"
+            )
         self._release(None)
         self.wait()
         if self._drill is not None:
@@ -480,11 +507,13 @@ class Checkpointer:
         if found is None:
             if self._drill is not None:
                 self._drill.restored(0, None)
+            self._retention.resumed(None)
             return 0
         self._events.add(Restored(found.step, time.time(), found.nbytes, found.seconds))
         if self._drill is not None:
             self._drill.restored(found.step, self._run.path_of(found.step))
         self._schedule.resumed(found.step)
+        self._retention.resumed(found.step)
         self._go_back_to(found.step, found.candidates if step is not None else ())
         return found.step
 

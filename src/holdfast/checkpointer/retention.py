@@ -1,17 +1,26 @@
-"""Which checkpoints a run has, as its `Keep` sees them, and which of them go when one is added."""
+"""Which checkpoints a run has, whose they are, and which of them go when one is added.
+
+A run belongs to one training. Those that are *ours* are what this training has resumed from or saved; a save
+may replace one of these, or one that was found damaged, and no other. Until a training has resumed it may
+save only into a run that held nothing when it was opened. To start over is the exception: then all that the
+run held goes, for good, once the first new checkpoint is durable, and before that one is reported durable.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.errors import (
+    CheckpointExists,
     CheckpointNotFound,
     CorruptCheckpoint,
     OutOfResources,
     ReadFailed,
+    RunInUse,
     SaveFailed,
     UnsupportedCheckpoint,
 )
@@ -28,25 +37,109 @@ class Retention:
         keep: Keep,
         known: Sequence[Kept],
         ledger: Ledger | None = None,
+        *,
+        found: Sequence[int] = (),
+        start_over: bool = False,
     ) -> None:
-        """`ledger`: of a run whose shards go to volumes, where it is this process that retires them."""
+        """`found`: the steps that the run held when it was opened, damaged ones included. `ledger`: of a run
+        whose shards go to volumes, where it is this process that retires them."""
         self._run = run
         self._ledger = ledger
         self._keep = keep
         self._known = list(known)
         self._superseded: list[int] = []
+        self._found = tuple(found)
+        self._resumed = not found
+        self._outdated: list[int] = list(found) if start_over else []
+        self.starts_over = start_over
+        """Until the first checkpoint of a training that starts over is durable."""
+        self._ours: set[int] = set()
+        self._damaged: set[int] = set()
+        self._attempted: int | None = None
 
     @property
     def newest(self) -> int | None:
-        return self._known[-1].step if self._known else None
+        """Of those that are ours, and that training did not go back on."""
+        ours = self._ours.difference(self._superseded)
+        return max((item.step for item in self._known if item.step in ours), default=None)
+
+    def resumed(self, step: int | None) -> None:
+        """This training goes on from that step, or begins, since there is nothing: the run is its own."""
+        self._resumed = True
+        if step is not None:
+            self._ours.add(step)
+
+    def require_ours(self, step: int) -> None:
+        """Raises, unless this training may save that step into the run."""
+        if not self._resumed and not self._outdated:
+            raise RunInUse(
+                f"run {self._run.path} holds checkpoints already ({_steps(self._found)}), and this training "
+                f"has not resumed from one. Step {step} was not saved, nothing was changed. To go on from "
+                "the newest one, call restore() before the first save. For a new training, use another "
+                "directory, or Checkpointer(..., start_over=True): that removes the old checkpoints once the "
+                "first new one is durable",
+                steps=self._found,
+            )
+        if not self.may_replace(step) and any(item.step == step for item in self._known):
+            raise self.exists(step)
+
+    def may_replace(self, step: int) -> bool:
+        """Whether a save of that step may take the place of a checkpoint of the same step."""
+        ours = (self._ours, self._damaged, self._superseded, self._outdated)
+        return step == self._attempted or any(step in own for own in ours)
+
+    def attempt(self, step: int) -> bool:
+        """A save of that step begins; whether it may replace one. Should it fail, and leave what may be a
+        checkpoint all the same, the next attempt may replace that."""
+        replace = self.may_replace(step)
+        self._attempted = step
+        return replace
+
+    def exists(self, step: int) -> CheckpointExists:
+        """The error for a step that is there and is not to be replaced."""
+        self._attempted = None
+        return CheckpointExists(
+            f"step {step} was not saved: run {self._run.path} has a checkpoint of step {step} already, which "
+            "this training did not make. To train on from an earlier step and give up the later ones, call "
+            "restore(step=...) with it before; for another training, use another directory"
+        )
 
     def forget(self, step: int) -> None:
-        """One that turned out damaged takes no place among those to keep; it stays to be looked at."""
+        """One that turned out damaged takes no place among those to keep; it stays to be looked at, until
+        training comes to that step again."""
         self._known = [item for item in self._known if item.step != step]
+        self._damaged.add(step)
 
     def supersede(self, steps: Sequence[int]) -> None:
         """Training goes back on these: the next one that is committed removes them."""
         self._superseded = list(steps)
+
+    @property
+    def count(self) -> int:
+        """How many the run has."""
+        return len(self._known)
+
+    def dispensable(self) -> list[int]:
+        """Those that safety does not need, and no rule keeps for good; the first to go first.
+
+        The newest of this training stays; before it has one, the newest of all.
+        """
+        newest = self.newest
+        if newest is None and self._known:
+            newest = self._known[-1].step
+        going = {*self._superseded, *self._outdated}
+        for_good = replace(self._keep, last=1).chosen(
+            [item for item in self._known if item.step not in going]
+        )
+        steps = [item.step for item in self._known if item.step != newest]
+        kept = [step for step in steps if step not in going and step not in for_good]
+        return [step for step in steps if step in going] + kept
+
+    def give_up(self, step: int) -> None:
+        """One that is dispensable goes, for good."""
+        self._retire([step], durable=True)
+        self._known = [item for item in self._known if item.step != step]
+        self._superseded = [other for other in self._superseded if other != step]
 
     def make_way(self, step: int) -> None:
         """One is about to be committed: what training went back on goes first, the last step first, for good.
@@ -70,6 +163,9 @@ class Retention:
     def add(self, info: CheckpointInfo) -> None:
         """One that has just become durable; retires what is not to be kept any more."""
         newest = info.step
+        self._ours.add(newest)
+        self._damaged.discard(newest)
+        self.take_over(newest)
         # Those that the coordinator has made way with; what resisted has to go before the next one.
         others = [item for item in self._known if item.step not in (newest, *self._superseded)]
         self._superseded = [step for step in self._superseded if step != newest and self._is_there(step)]
@@ -84,6 +180,28 @@ class Retention:
             self._warn(f"step {newest} is saved, but an old checkpoint could not be retired: {error}")
             gone = [step for step in gone if not self._is_there(step)]
         self._known = [item for item in known if item.step not in gone]
+        self._ours &= {item.step for item in self._known}
+
+    def take_over(self, newest: int) -> None:
+        """The first checkpoint of a training that starts over is durable: what the run held before goes.
+
+        It is gone for good before anybody is told of the new one. The newest of the old ones goes last: a
+        crash in between leaves it, or only the new one.
+        """
+        outdated = sorted(set(self._outdated) - {newest})
+        self._resumed = True  # before the next line: the training's thread asks for both
+        self._outdated, self.starts_over = [], False
+        self._known = [item for item in self._known if item.step not in outdated]
+        old = list(filter(self._is_there, outdated))
+        if old:
+            try:
+                self._retire(old, durable=True)
+            except (SaveFailed, OSError) as error:
+                self._superseded += filter(self._is_there, old)
+                self._warn(
+                    f"step {newest} is saved, but an older training's checkpoint could not be retired, and "
+                    f"restore() may find it; the next save tries again: {error}"
+                )
 
     def _retire(self, steps: list[int], *, durable: bool = False) -> None:
         if self._ledger is None:
@@ -100,6 +218,10 @@ class Retention:
     def _warn(message: str) -> None:
         """The save itself is none the worse for it."""
         warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def history(run: str) -> list[Kept]:

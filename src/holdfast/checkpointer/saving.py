@@ -35,9 +35,11 @@ class Saving(Watch):
         division: Division,
         commit: Callable[[Saving], CheckpointInfo],
         make_way: Callable[[int], None],
+        take_over: Callable[[int], None],
     ) -> None:
         self.step = step
         self._make_way = make_way
+        self._take_over = take_over
         self._division = division
         self._urgent = bool(division.urgent)
         self._guard = Guard(division.in_place)
@@ -269,6 +271,9 @@ class Saving(Watch):
 
     def committing(self) -> None:
         self._make_way(self.step)
+
+    def committed(self) -> None:
+        self._take_over(self.step)
 
     def _mutated(self, leaves: list[str]) -> MutatedDuringSave:
         more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""

@@ -25,14 +25,24 @@ class Work:
 
 
 def take_apart(
-    crew: Crew, state: object, run: str, step: int, metrics: Mapping[str, float], talk: Conversation | None
+    crew: Crew,
+    state: object,
+    run: str,
+    step: int,
+    metrics: Mapping[str, float],
+    talk: Conversation | None,
+    *,
+    replace: bool,
 ) -> Work:
-    """The state as it is now, as far as this rank writes it."""
+    """The state as it is now, as far as this rank writes it.
+
+    `replace`: a checkpoint of that step that is there already makes way for it.
+    """
     if not crew.needed:
         flat = flatten(state)
 
         def alone(target: str, spare: Spare | None, groups: Groups | None, watch: Watch) -> CheckpointInfo:
-            commit = Commit(target, step, metrics, crew.way.tuning, spare, overwrite=True)
+            commit = Commit(target, step, metrics, crew.way.tuning, spare, overwrite=replace)
             return commit.run(flat, groups, watch)
 
         return Work(flat.leaves + flat.local_leaves, alone)
@@ -49,7 +59,7 @@ def take_apart(
             groups=groups,
             watch=watch,
             spare=spare,
-            overwrite=True,
+            overwrite=replace,
             ledger=ledger,
             live=live,
         )

@@ -149,6 +149,7 @@ class Commit(Struct, frozen=True):
         syncing = time.perf_counter()
         watch.committing()
         publish(partial, self.target, overwrite=self.overwrite)
+        watch.committed()
         ended = time.perf_counter()
         return CheckpointInfo(
             path=self.target,

@@ -157,6 +157,7 @@ class Together:
             raise
         finally:
             partial.release()
+        watch.committed()
         if self.ledger is not None:
             self.ledger.write(self.ledger.read() - dead)
         end = End(

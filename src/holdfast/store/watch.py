@@ -19,3 +19,6 @@ class Watch:
 
     def committing(self) -> None:
         """All is synced, and the rename that commits it comes next. What is raised here fails the save."""
+
+    def committed(self) -> None:
+        """It is durable, and nobody has been told so yet."""
