@@ -7,12 +7,14 @@ import os
 import resource
 import shutil
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import holdfast
+from holdfast.checkpointer.events import GaveUp, ShortOfRoom, read_events
 from holdfast.engine import faults
 from holdfast.store import list_steps, step_name
 
@@ -23,7 +25,8 @@ from .states import blank_state, identify, load_identity, make_state
 WIDE = 50_000
 STATE_NBYTES = 4 * WIDE
 DISK_NBYTES = 1 << 20
-KEEP_ALL = holdfast.Keep(last=1000)
+KEEP_ALL = holdfast.Keep(last=1000, every=1)
+"""For good: what only `last` keeps makes room for the next one."""
 WAYS = {"small": holdfast.Options(), "windows": holdfast.Options(small_nbytes=0)}
 
 
@@ -126,6 +129,72 @@ def test_a_full_disk_can_be_restored_from(ram: Path) -> None:
         pipe.send("good")
 
     assert on_small_disk(ram, work) == ["good"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_disk_with_room_for_what_is_kept_and_not_one_more_takes_every_save(ram: Path, way: str) -> None:
+    """The oldest goes before the next one is begun. The newest durable one is always there."""
+
+    def work(pipe: Pipe) -> None:
+        run = ram / "run"
+        wide = DISK_NBYTES // 4 * 10 // 35  # three of them fit, and a half
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            holdfast.Checkpointer(run, None, options=WAYS[way], mode="sync") as checkpointer,
+        ):
+            warnings.simplefilter("always")
+            for step in range(1, 8):
+                checkpointer.state = make_state(step, 0, wide)
+                checkpointer.save(step)
+                assert load_identity(str(run)) == (step, 0)
+                assert len(list_steps(str(run))) == min(step, 3)
+            checkpointer.state = target = blank_state(wide)
+            assert checkpointer.restore() == 7
+            assert identify(target) == (7, 0)
+        said = [str(item.message) for item in caught]
+        assert len(said) == 2, said
+        assert "needs room for 4 checkpoints of about" in said[0]
+        assert "There is room for 3" in said[0]
+        assert "no room for step 4" in said[1]
+        assert "step 1 was given up" in said[1]
+        told, _ = read_events(run)
+        gone = [event.steps for event in told if isinstance(event, GaveUp)]
+        assert gone == [(1,), (2,), (3,), (4,)]
+        assert [event.wanted for event in told if isinstance(event, ShortOfRoom)] == [4]
+        pipe.send("good")
+
+    assert on_small_disk(ram, work) == ["good"]
+
+
+def test_the_newest_durable_checkpoint_is_never_given_up_for_room(ram: Path) -> None:
+    def work(pipe: Pipe) -> None:
+        run = ram / "run"
+        wide = DISK_NBYTES // 4 * 10 // 15  # one of them fits, and a half
+        with holdfast.Checkpointer(run, make_state(1, 0, wide), mode="sync") as checkpointer:
+            with pytest.warns(RuntimeWarning, match="There is room for 1"):
+                checkpointer.save(1)
+            for step in (2, 3):
+                checkpointer.state = make_state(step, 0, wide)
+                with pytest.raises(holdfast.StorageFull):
+                    checkpointer.save(step)
+                assert load_identity(str(run)) == (1, 0)
+        pipe.send("good")
+
+    assert on_small_disk(ram, work) == ["good"]
+
+
+def test_after_a_quota_was_met_the_next_save_makes_room(ram: Path) -> None:
+    """Quotas are not in what the file system says is free."""
+    with holdfast.Checkpointer(ram / "run", None, mode="sync") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.state = make_state(step, 0, WIDE)
+            checkpointer.save(step)
+        with faults.injected("write:1:EDQUOT"), pytest.raises(holdfast.StorageFull):
+            checkpointer.save(4)
+        assert checkpointer.steps == [1, 2, 3]
+        with pytest.warns(RuntimeWarning, match="step 1 was given up"):
+            checkpointer.save(4)
+        assert checkpointer.steps == [2, 3, 4]
 
 
 @pytest.mark.parametrize("way", WAYS)

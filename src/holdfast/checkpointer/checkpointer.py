@@ -36,6 +36,7 @@ from holdfast.checkpointer.ownership import Hooks, find_optimizers, owners
 from holdfast.checkpointer.preemption import Preemption
 from holdfast.checkpointer.restoring import Target, resume
 from holdfast.checkpointer.retention import Retention, history
+from holdfast.checkpointer.room import Room
 from holdfast.checkpointer.saving import Saving
 from holdfast.checkpointer.schedule import Cost, Schedule, make_schedule
 from holdfast.checkpointer.staging import Division, Staging
@@ -181,6 +182,9 @@ class Checkpointer:
                 self._run, keep or Keep(), known, ledger, found=held, start_over=start_over
             )
             self._events = EventLog(self._run.path if self._crew.leads else None)
+            self._room: Room | None = None
+            if isinstance(self._run, WritableRun) and not self._crew.has_volumes:
+                self._room = Room(self._run, keep or Keep(), self._retention, self._events)
             self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, _plain(every)))
             self._preemption = Preemption(exit_code) if preemption else None
             _opened.add(self)
@@ -380,6 +384,8 @@ class Checkpointer:
         in_place, copied = saving.in_place_nbytes, saving.copied_nbytes
         try:
             groups = None if self._mode == "sync" else saving.groups
+            if self._room is not None:
+                self._room.make(step, work.nbytes)
             info = self._run.save(step, lambda target, spare: work.commit(target, spare, groups, saving))
         except BaseException as error:
             if isinstance(error, MutatedDuringSave):
@@ -387,6 +393,8 @@ class Checkpointer:
             self._events.add(
                 Failed(step, time.time(), self.mode, type(error).__name__, str(error), saving.stall_seconds)
             )
+            if self._room is not None:
+                self._room.failed(error)
             if self._drill is not None:
                 self._drill.failed(step)
             if isinstance(error, CheckpointExists):
@@ -396,6 +404,8 @@ class Checkpointer:
             self._drill.durable(step, info.path)
         began = time.perf_counter()
         self._retention.add(info)
+        if self._room is not None:
+            self._room.took(info.stored_nbytes)
         retention = time.perf_counter() - began
         phases = Phases(stage_seconds, info.phases.write, info.phases.sync, info.phases.commit + retention)
         stall = saving.stall_seconds

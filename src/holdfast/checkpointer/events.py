@@ -129,7 +129,29 @@ class Preempted(_Record, frozen=True, tag="preempted"):
     signal: str
 
 
-Event: TypeAlias = Opened | Saved | Failed | Restored | PassedOver | Preempted
+class ShortOfRoom(_Record, frozen=True, tag="short_of_room"):
+    """The device has not room for all that `Keep` wants and the one being written.
+
+    These are `wanted` checkpoints of about `needed_nbytes` each, of which `fit` fit. `free_nbytes` are free.
+    """
+
+    step: Count
+    time: Seconds
+    needed_nbytes: Count
+    free_nbytes: Count
+    wanted: Count
+    fit: Count
+
+
+class GaveUp(_Record, frozen=True, tag="gave_up"):
+    """Checkpoints that `Keep` wanted were removed, so that there is room for the one of `step`."""
+
+    step: Count
+    time: Seconds
+    steps: tuple[Count, ...]
+
+
+Event: TypeAlias = Opened | Saved | Failed | Restored | PassedOver | Preempted | ShortOfRoom | GaveUp
 Callback: TypeAlias = Callable[[Event], object]
 
 _encoder = msgspec.json.Encoder()
@@ -186,13 +208,13 @@ class EventLog:
                     self.broken = error
         # Outside of the lock: a subscriber may use the log.
         if first_failure is not None:
-            _warn(f"events are not written to {self.path}: {first_failure}. Saves go on; this is said once")
+            warn(f"events are not written to {self.path}: {first_failure}. Saves go on; this is said once")
         for subscription in subscriptions:
             try:
                 subscription.callback(event)
             except Exception as error:
                 who, what = subscription.name, f"{type(error).__name__}: {error}"
-                _warn(f"the subscriber {who} failed on {type(event).__name__}, {what}. Saves go on")
+                warn(f"the subscriber {who} failed on {type(event).__name__}, {what}. Saves go on")
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Calls `callback` with every event from now on, in the thread that adds it. Returns how to stop."""
@@ -343,7 +365,8 @@ def _line(event: Event) -> bytes:
     return line + b"\n"
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
+    """Of something that must not fail a save."""
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
     except RuntimeWarning:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.checkpointer.retention import ids
+from holdfast.format.dtypes import itemsize
 from holdfast.state import LeafSource, flatten
 from holdfast.store import CheckpointInfo, Commit, Conversation, Crew, Spare, Watch
 from holdfast.store.volumes import Ledger
@@ -21,6 +23,8 @@ class Work:
     """
 
     leaves: tuple[LeafSource, ...]
+    nbytes: Callable[[], int]
+    """The size of the whole checkpoint's arrays, those of other ranks included."""
     commit: Callable[[str, Spare | None, Groups | None, Watch], CheckpointInfo]
 
 
@@ -45,7 +49,8 @@ def take_apart(
             commit = Commit(target, step, metrics, crew.way.tuning, spare, overwrite=replace)
             return commit.run(flat, groups, watch)
 
-        return Work(flat.leaves + flat.local_leaves, alone)
+        leaves = flat.leaves + flat.local_leaves
+        return Work(leaves, lambda: sum(leaf.nbytes for leaf in leaves), alone)
     ready = crew.prepare(state, talk)
     ledger = Ledger(run) if crew.leads and crew.has_volumes else None
     live = None if ledger is None else ids(run)
@@ -64,4 +69,9 @@ def take_apart(
             live=live,
         )
 
-    return Work(ready.share.fragments, together)
+    plan = ready.share.plan
+    return Work(
+        ready.share.fragments,
+        lambda: sum(itemsize(leaf.dtype) * math.prod(leaf.shape) for leaf in plan.leaves),
+        together,
+    )

@@ -173,7 +173,16 @@ def _measurements(found: Summary) -> Table:
 
 def _line(event: Event) -> tuple[str, str]:
     """What happened, in a line, and its style."""
-    from holdfast.checkpointer.events import Failed, Opened, PassedOver, Preempted, Restored, Saved
+    from holdfast.checkpointer.events import (
+        Failed,
+        GaveUp,
+        Opened,
+        PassedOver,
+        Preempted,
+        Restored,
+        Saved,
+        ShortOfRoom,
+    )
     from holdfast.cli import words
 
     if isinstance(event, Saved):
@@ -187,6 +196,12 @@ def _line(event: Event) -> tuple[str, str]:
         return f"step {event.step}  passed over: {words.shortened(event.reason, 300)}", "yellow"
     if isinstance(event, Preempted):
         return f"step {event.step}  preempted by {event.signal}", "yellow"
+    if isinstance(event, ShortOfRoom):
+        size = f"{words.size(event.needed_nbytes)} each, {words.size(event.free_nbytes)} free"
+        return f"step {event.step}  room for {event.fit} of {event.wanted} checkpoints ({size})", "yellow"
+    if isinstance(event, GaveUp):
+        steps = ", ".join(map(str, event.steps[:20]))
+        return f"step {event.step}  no room: gave up {steps}", "yellow"
     assert isinstance(event, Opened)
     return f"opened by process {event.pid} on {event.host}, mode {event.mode}, every {event.every}", "dim"
 

@@ -160,6 +160,23 @@ class WritableRun:
             failed.errno, failed.filename = cause.errno, path
             raise failed from cause
 
+    def free(self) -> tuple[int, int]:
+        """Bytes and files that the device has left for this user."""
+        found = os.statvfs(self.path)
+        # Where files are not counted, there are as many as one likes.
+        return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else 1 << 62
+
+    def room(self) -> int:
+        """Bytes for the next checkpoint: what is free, and the files of a retired one that it writes over."""
+        with saving(self.path):
+            if self._unsynced:
+                fs.sync_dir(self.path)
+                unsynced, self._unsynced = self._unsynced, []
+                self._settle(unsynced)
+            self._remove_stuck()
+            spare = 0 if self._spare is None else _nbytes(self._spare.path)
+            return self.free()[0] + spare
+
     def _retire(self, step: int) -> int:
         """Gives a checkpoint its last name; returns its size."""
         path = self.path_of(step)
