@@ -75,6 +75,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
     if "faults" in sums:
         terminalreporter.write_line(f"failing calls: {sums['faults']}; kills: {sums.get('kills', 0)}")
+    if "images" in sums:
+        terminalreporter.write_line(
+            f"images of ext4: {sums['images']}, {sums['image-checkpoints']} checkpoints read from them"
+        )
     _write_layouts(terminalreporter)
 
 
