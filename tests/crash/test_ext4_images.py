@@ -181,7 +181,7 @@ def cut_power(place: Path, kind: Journal, way: str, least: int, work: Callable[.
     width, mode, options = WAYS[way]
     seed = zlib.crc32(f"{kind} {way}".encode())
     draw, heard, tried = random.Random(seed), Heard(), Tried()
-    image, copy = place / "image", place / "copy"
+    image = place / "image"
     kind.format(image)
     with (
         warnings.catch_warnings(),
@@ -193,6 +193,8 @@ def cut_power(place: Path, kind: Journal, way: str, least: int, work: Callable[.
         heard.digests.update([child.pipe.receive()])  # it has begun
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline or tried.images < least:
+            # A new file each time: a loop device that another process looks at remembers the one before.
+            copy = place / f"copy-{tried.images}"
             with stopped(child, heard, draw.uniform(0.0, 0.15)):
                 # What is in the middle of a system call goes on in the kernel until that ends.
                 if not any(copy_if_still(image, copy, device) for _ in range(5)):
@@ -200,6 +202,7 @@ def cut_power(place: Path, kind: Journal, way: str, least: int, work: Callable[.
                 repair(copy)
                 with mounted(copy, place / "after", kind.options) as after:
                     tried.checkpoints += check(after / "run", width, mode, options, heard)
+                copy.unlink()
                 tried.images += 1
     print(f"\next4, {kind}, {way}: {tried}, {heard.durable} steps saved")
     return tried
