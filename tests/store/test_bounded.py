@@ -72,6 +72,25 @@ def test_the_sign_of_a_view_is_resolved_a_window_at_a_time(
         assert grown < BUDGET + SLACK, kind
 
 
+MANY = """
+    count = 30_000
+    state = {f"layers.{n // 10}.block.{n % 10}.weight": np.zeros(16, np.float32) for n in range(count)}
+    small = {"w": np.zeros(16, np.float32)}
+    holdfast.save(sys.argv[1] + "/small", small)
+    holdfast.load(sys.argv[1] + "/small", into=small)
+    print("save", growth(lambda: holdfast.save(sys.argv[1] + "/c", state)) * 2**20 / count)
+    print("load", growth(lambda: holdfast.load(sys.argv[1] + "/c", into=state)) * 2**20 / count)
+"""
+
+
+@needs_peak
+def test_a_leaf_costs_no_more_than_its_description(tmp_path: Path) -> None:
+    """Bytes per leaf of 64, with names of 25 characters. That of the engine's windows is in it, too."""
+    found = dict(line.split() for line in in_own_process(MEASURE + MANY, tmp_path).splitlines())
+    assert float(found["save"]) < 1850
+    assert float(found["load"]) < 1950
+
+
 @needs_peak
 def test_large_bytes_pass_through_the_windows_too(tmp_path: Path) -> None:
     for kind, grown in peaks(tmp_path, "sync", "bytes", "bytearray").items():

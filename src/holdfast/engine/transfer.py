@@ -68,10 +68,9 @@ class Unkept:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPiece:
+class ReadPiece(msgspec.Struct, frozen=True, gc=False):
     offset: int
-    destination: Destination | Padding | Unkept
+    destination: Any  # Destination | Padding | Unkept; msgspec does not look inside
     checksums: str = ""
 
 

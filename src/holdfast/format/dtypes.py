@@ -92,10 +92,15 @@ def _numpy_itemsize(code: str) -> int | None:
     return size if size <= _MAX_NUMPY_ITEMSIZE else None
 
 
+_PLAIN: dict[str, tuple[int, Carrier]] = {
+    name: (size, Carrier(name, ())) for name, size in SAFETENSORS_ITEMSIZE.items()
+}
+
+
 def _lookup(name: str) -> tuple[int, Carrier] | None:
-    size = SAFETENSORS_ITEMSIZE.get(name)
-    if size is not None:
-        return size, Carrier(name, ())
+    plain = _PLAIN.get(name)
+    if plain is not None:
+        return plain
     extended = _EXTENDED.get(name)
     if extended is not None:
         return extended

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 _PAIRWISE_LIMIT = 8
 _VISITS_PER_BOX = 32
@@ -82,6 +83,7 @@ class Runs:
                 return
 
 
+@lru_cache(maxsize=4096)
 def whole(shape: tuple[int, ...]) -> Box:
     """The box that is all of an array of that shape."""
     return Box((0,) * len(shape), shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -236,20 +236,29 @@ def _encode(record: _RootFile | _PartFile) -> bytearray:
 
 def _encode_with(record: _RootFile, leaves: Iterable[Leaf]) -> bytearray:
     """The record with a list of leaves in the place of `_HERE`."""
+    pieces = _pieces(record, leaves)
+    buffer = bytearray(next(pieces))
+    for piece in pieces:
+        buffer += piece
+    return buffer
+
+
+def _pieces(record: _RootFile | _PartFile, leaves: Iterable[Leaf]) -> Iterator[bytes | bytearray]:
+    """The bytes of a record that has `_HERE` in the place of its leaves, one piece after the other."""
     buffer = _encode(record)
     at = buffer.index(0)
     rest = buffer[at + 1 :]
     del buffer[at:]
-    buffer += b"[]"
+    yield buffer
+    del buffer
     source = iter(leaves)
     separator = b"["
     while batch := list(islice(source, _BATCH)):
-        last = len(buffer) - (2 if separator == b"[" else 1)
-        _encoder.encode_into(batch, buffer, last)
-        buffer[last : last + 1] = separator
+        yield separator
+        yield _encoder.encode(batch)[1:-1]
         separator = b","
-    buffer += rest
-    return buffer
+    yield b"]" if separator == b"," else b"[]"
+    yield rest
 
 
 def _seal(buffer: bytearray) -> bytearray:
@@ -303,13 +312,17 @@ def _digest(data: bytes | bytearray) -> bytes:
 def _decode(decoder: msgspec.json.Decoder[_File], data: bytes | bytearray, where: str) -> _File:
     try:
         found = decoder.decode(data)
-        canonical = _encoder.encode(found)
+        part = msgspec.structs.replace(found.part, leaves=_HERE)
+        reject_duplicate_keys(
+            data, _pieces(msgspec.structs.replace(found, part=part), found.part.leaves), where
+        )
+    except CorruptCheckpoint:
+        raise
     except RecursionError:
         reject_deep_nesting(data, MAX_JSON_DEPTH, where)
         raise
     except ValueError as error:  # malformed, mistyped, or not UTF-8
         raise CorruptCheckpoint(shorten(error), path=where) from None
-    reject_duplicate_keys(data, canonical, where)
     return found
 
 

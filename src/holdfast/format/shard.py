@@ -184,7 +184,7 @@ def _parse(data: bytes, file_nbytes: int, where: str) -> tuple[_Table, dict[str,
         canonical = _encoder.encode(table)
     except ValueError as error:  # malformed, mistyped, or not UTF-8
         raise CorruptCheckpoint(shorten(error), path=where) from None
-    reject_duplicate_keys(text, canonical, where)
+    reject_duplicate_keys(text, [canonical], where)
     return table, _metadata(table.pop(_METADATA, {}), where), data_start
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 
 from holdfast.errors import CorruptCheckpoint
 
@@ -18,15 +19,23 @@ _PLAIN_STRING = re.compile(rb'"[^"]*"?')
 _OPENING = frozenset(b"[{")
 
 
-def reject_duplicate_keys(data: bytes | bytearray, canonical: bytes | bytearray, where: str) -> None:
+def reject_duplicate_keys(
+    data: bytes | bytearray, canonical: Iterable[bytes | bytearray], where: str
+) -> None:
     """`CorruptCheckpoint` when an object in `data` (valid JSON) repeats a key.
 
-    `canonical` is what our encoder makes of the decoded value. It cannot repeat a key, so when it equals the
-    data nothing needs to be searched; a file that another writer, or another version of the encoder, has
-    formatted differently is searched properly.
+    `canonical` is what our encoder makes of the decoded value, piece by piece. It cannot repeat a key, so
+    when it equals the data nothing needs to be searched; a file that another writer, or another version of
+    the encoder, has formatted differently is searched properly.
     """
-    if data.startswith(canonical) and not data[len(canonical) :].strip(b" \n"):
-        return
+    at = 0
+    for piece in canonical:
+        if not data.startswith(piece, at):
+            break
+        at += len(piece)
+    else:
+        if not data[at:].strip(b" \n"):
+            return
     try:
         json.loads(data, object_pairs_hook=_unique)
     except ValueError as error:

@@ -7,7 +7,7 @@ chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -55,7 +55,7 @@ def _descend(
         yield prefix, ByteRange(base + wanted.start * row, base + wanted.stop * row)
 
 
-def gaps(taken: Sequence[ByteRange], start: int, stop: int) -> Iterator[ByteRange]:
+def gaps(taken: Iterable[ByteRange], start: int, stop: int) -> Iterator[ByteRange]:
     """What lies between sorted, disjoint ranges, from `start` to `stop`."""
     at = start
     for span in taken:

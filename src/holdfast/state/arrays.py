@@ -236,7 +236,7 @@ def empty(
         array: Array = np.empty(shape, kind)
     else:
         array = aligned_bytes(nbytes, address_residue, kind.alignment).view(kind).reshape(shape)
-    return array, Memory(array.ctypes.data, nbytes, array)
+    return array, Memory(array_memory(array)[0], nbytes, array)
 
 
 def aligned_bytes(nbytes: int, address_residue: int, alignment: int) -> Array:

@@ -16,7 +16,7 @@ from holdfast.state.node import shorten
 from holdfast.state.targets import describe
 
 
-class LeafMeta(msgspec.Struct, frozen=True):
+class LeafMeta(msgspec.Struct, frozen=True, gc=False):
     """What a checkpoint says about one leaf."""
 
     name: str

@@ -14,9 +14,11 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+
+from msgspec import structs
 
 from holdfast.engine import ALIGNMENT
 from holdfast.errors import CorruptCheckpoint, LeafNotFound, ReadFailed, StateMismatch, UnsupportedState
@@ -289,7 +291,7 @@ class Checkpoint:
     def reads(self, wanted: Sequence[Wanted], *, verify: bool = True) -> list[FileReads]:
         """What has to be read, file by file, to get boxes of leaves to where they shall go."""
         metas = {name: self._meta(name) for name in dict.fromkeys(want.leaf for want in wanted)}
-        wanted = [replace(want, leaf=metas[want.leaf].name) for want in wanted if want.box.volume]
+        wanted = [structs.replace(want, leaf=metas[want.leaf].name) for want in wanted if want.box.volume]
         metas = {meta.name: meta for meta in metas.values()}
         boxes = [(want.leaf, want.box) for want in wanted]
         return plan_fetch(self.parts.holding(boxes), wanted, metas, self.path, verify=verify)

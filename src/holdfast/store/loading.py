@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -250,7 +250,7 @@ class _Load:
         metas = {key: self._meta(key) for key in restore.destinations}
         for item in wanted_of(restore, metas, self._team.rank):
             if item.leaf not in shared:
-                yield replace(item, leaf=metas[item.leaf].name)
+                yield msgspec.structs.replace(item, leaf=metas[item.leaf].name)
 
     def restore(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> object:
         """Hand shares around and put everything in order; returns when all ranks have done so."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from msgspec import Struct
+
 from holdfast import engine
 from holdfast.engine import Destination, Padding, ReadPiece, Tuning, Unkept
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
@@ -19,8 +21,7 @@ from holdfast.store.failures import patiently, reading, require_regular
 from holdfast.store.hold import Hold
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True, gc=False):
     """Some bytes of a fragment of a leaf, in file number `file`, and where they go.
 
     They begin where checksum number `chunk` of the fragment does, or they are not to be verified.
@@ -130,17 +131,13 @@ class ShardReader:
         owners: list[Request | None] = list(in_file)
         if verify and whole:
             found += patiently(lambda: self._header_problem(file))
-            taken = [ByteRange(piece.offset, piece.offset + piece.destination.nbytes) for piece in pieces]
+            taken = (ByteRange(piece.offset, piece.offset + piece.destination.nbytes) for piece in pieces)
             padding = list(gaps(taken, file.header_nbytes, file.nbytes))
-            merged = sorted(
-                [
-                    *zip(pieces, owners, strict=True),
-                    *((ReadPiece(p.start, Padding(p.nbytes)), None) for p in padding),
-                ],
-                key=lambda item: item[0].offset,
-            )
-            pieces = [piece for piece, _ in merged]
-            owners = [owner for _, owner in merged]
+            pieces += [ReadPiece(gap.start, Padding(gap.nbytes)) for gap in padding]
+            owners += [None] * len(padding)
+            order = sorted(range(len(pieces)), key=lambda number: pieces[number].offset)
+            pieces = [pieces[number] for number in order]
+            owners = [owners[number] for number in order]
         shown = self.shown_path(file)
         # Again, if need be, from the start: what was put in place by then is put there once more.
         damages = patiently(lambda: self._engine_read(file, pieces, verify=verify, progress=progress))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import Any
 
-from holdfast.engine import Destination, Unkept
+from msgspec import Struct
+
 from holdfast.errors import UnsupportedState
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import Box, whole
@@ -14,13 +15,12 @@ from holdfast.plan.placement import LeafLayout, Piece, holding
 from holdfast.state import LeafMeta, Restore, Sharding
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Struct, frozen=True, gc=False):
     """The elements of a box of a leaf, in C order, and where they go: a place for exactly as many."""
 
     leaf: str
     box: Box
-    destination: Destination | Unkept
+    destination: Any  # Destination | Unkept; msgspec does not look inside
 
 
 def wanted_of(restore: Restore, metas: Mapping[str, LeafMeta], rank: int) -> list[Wanted]:
