@@ -106,7 +106,7 @@ def _written(device: Path) -> tuple[int, ...] | None:
     """Writes, sectors written and flushes so far; None while some are under way."""
     _, writing = map(int, (device / "inflight").read_text().split())
     counts = [int(word) for word in (device / "stat").read_text().split()]
-    return None if writing else (counts[4], counts[6], *counts[11:12])
+    return None if writing else (counts[4], counts[6], *counts[15:16])
 
 
 def repair(image: Path) -> None:
