@@ -13,7 +13,7 @@ from tests.store.measuring import MEASURE, in_own_process, needs_peak
 
 BUDGET = 16
 """MiB, of `Options.memory_nbytes`; each state has 128."""
-SLACK = 24
+SLACK = 32
 """MiB: what the allocators of Python, numpy and torch keep for themselves."""
 
 SAVES = """
