@@ -159,6 +159,11 @@ def test_calls_of_pythons_own_are_no_exception(
         monkeypatch.setattr(home, name, once, raising=False)
         assert refused(checkpointer, code) is (code != "EIO")
         assert failed
+        checkpointer.state = make_state(2, 1, wide)
+        if code != "EIO":
+            with pytest.raises(holdfast.RunInUse):  # nothing was restored, so nothing is written over
+                checkpointer.save(2)
+            assert identify(holdfast.load(run)) == (2, 0)
 
 
 @pytest.mark.parametrize("wide", [LARGE], indirect=True, ids=["windows"])
