@@ -63,7 +63,8 @@ def main() -> None:
     if not options.forget_random:
         state["rng"] = noise
     run = f"{options.run}-{os.getpid()}" if options.new_path else options.run
-    with holdfast.Checkpointer(run, state, mode=options.mode, every=options.every) as ckpt:
+    over = options.never_restore
+    with holdfast.Checkpointer(run, state, mode=options.mode, every=options.every, start_over=over) as ckpt:
         if options.forget_checkpoints and len(ckpt.steps) > 2:
             # What a careless clean-up does: the newest checkpoint is gone, an old one is still there.
             ckpt.restore(ckpt.steps[0])
