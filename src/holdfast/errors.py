@@ -54,7 +54,11 @@ class IncompleteCheckpoint(CorruptCheckpoint, FileNotFoundError):
     """A file that the checkpoint needs is missing, or this was never a committed checkpoint.
 
     A ``.partial`` directory is a save that did not finish: it holds nothing that was reported durable.
+    `out_of_reach`: the file is on a volume of a host that does not take part, so it may well be whole.
+    `Checkpointer.restore` does not pass over such a checkpoint: bring the host or its volume back.
     """
+
+    out_of_reach = False
 
 
 class CheckpointNotFound(HoldfastError, FileNotFoundError):

@@ -298,7 +298,10 @@ def _out_of_reach(gone: Sequence[Shard], hosts: Sequence[str]) -> IncompleteChec
     else:
         advice = (
             f"the ranks run on {shown}, where it is not seen{more}: restore with a rank on {shard.host}, or "
-            f"make what was in {volume} there available in the same directory of one of these hosts"
+            f"make what was in {volume} there available in the same directory of one of these hosts. To give "
+            "it up, restore an older step by its number, if that does not need this host"
         )
     where = f"volume {volume} of host {shard.host}"
-    return IncompleteCheckpoint(f"{MISSING}: it was written to {where}; {advice}", path=sendable(shard.path))
+    error = IncompleteCheckpoint(f"{MISSING}: it was written to {where}; {advice}", path=sendable(shard.path))
+    error.out_of_reach = shard.host not in hosts
+    return error

@@ -13,6 +13,7 @@ from typing import BinaryIO, TypeVar
 from holdfast.errors import (
     CorruptCheckpoint,
     HoldfastError,
+    IncompleteCheckpoint,
     OutOfResources,
     ReadDenied,
     ReadFailed,
@@ -128,8 +129,11 @@ def shows_damage(error: Exception) -> bool:
     """Whether a checkpoint that cannot be read for this reason is damaged. Else it may be whole.
 
     Damage is what contradicts a checksum or the format, a file that is missing, and a device or file system
-    that fails to read, however often it is asked (`patiently`).
+    that fails to read, however often it is asked (`patiently`). A file on a volume of a host that does not
+    take part is not known to be missing.
     """
+    if isinstance(error, IncompleteCheckpoint) and error.out_of_reach:
+        return False
     if isinstance(error, ReadFailed):
         return error.errno in _DEVICE or error.errno in _ABSENT
     return isinstance(error, CorruptCheckpoint)

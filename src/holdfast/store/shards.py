@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -51,22 +52,30 @@ def request_range(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong in one file, and the leaf it concerns, if any."""
+    """Something wrong in one file, and the leaf it concerns, if any.
+
+    `out_of_reach`: it lies on a volume of another host, and is not seen from here.
+    """
 
     file: str
     reason: str
     leaf: str | None = None
+    out_of_reach: bool = False
 
     @property
     def missing(self) -> bool:
         return self.reason.startswith(MISSING)
 
     def error(self) -> CorruptCheckpoint:
-        kind = IncompleteCheckpoint if self.missing else CorruptCheckpoint
-        return kind(self.reason, path=self.file, leaf=self.leaf)
+        if not self.missing:
+            return CorruptCheckpoint(self.reason, path=self.file, leaf=self.leaf)
+        error = IncompleteCheckpoint(self.reason, path=self.file, leaf=self.leaf)
+        error.out_of_reach = self.out_of_reach
+        return error
 
 
 MISSING = "the file is missing"
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class ShardReader:
@@ -157,7 +166,7 @@ class ShardReader:
         """
         for file in self._part.files:
             problem = patiently(partial(self._file_problem, file, None))
-            if problem is not None and (far or not (_is_far(file) and problem.missing)):
+            if problem is not None and (far or not problem.out_of_reach):
                 return problem
         return None
 
@@ -189,7 +198,8 @@ class ShardReader:
                 nbytes = require_regular(self.path(file), self.shown_path(file)).st_size
             except FileNotFoundError:
                 self._hold.require_current()
-                return Problem(self.shown_path(file), _missing(file), leaf or self._first_leaf(file, 0))
+                where, leaf = self.shown_path(file), leaf or self._first_leaf(file, 0)
+                return Problem(where, _missing(file), leaf, _is_far(file))
         if nbytes != file.nbytes:
             reason = f"the file has {nbytes} bytes instead of {file.nbytes}"
             return Problem(self.shown_path(file), reason, self._first_leaf(file, nbytes) or leaf)
@@ -246,8 +256,9 @@ def _is_far(file: ShardFile) -> bool:
 
 
 def volume_of(directory: str) -> str:
-    """The volume, as it was given, of a directory of shards: those of a checkpoint lie two levels below."""
-    return os.path.dirname(os.path.dirname(directory))
+    """The volume, as it was given, of a directory of shards, ``VOLUME/RUN-xxxxxxxx/ID``; else that itself."""
+    home, id = os.path.split(directory)
+    return os.path.dirname(home) if _ID.fullmatch(id) else directory
 
 
 def whole_leaf(leaf: Leaf, destination: Destination | Unkept) -> Request:
