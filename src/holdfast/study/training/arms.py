@@ -97,6 +97,7 @@ class HoldfastArm(Arm):
             mode=self.mode,  # type: ignore[arg-type]
             keep=holdfast.Keep(last=2),
             preemption=False,  # a benchmark that is told to stop stops
+            start_over=True,  # each round goes on with the trainer as it is, not as the last round saved it
         )
         if self._checkpointer.mode != self.mode:
             raise RuntimeError(f"asked for {self.mode!r}, the Checkpointer does {self._checkpointer.mode!r}")
