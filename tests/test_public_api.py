@@ -29,6 +29,7 @@ ERRORS = {
     "UnsupportedState": TypeError,
     "RunLocked": BlockingIOError,
     "RunInUse": FileExistsError,
+    "RunMoved": OSError,
     "SaveFailed": OSError,
     "MutatedDuringSave": OSError,
     "StorageFull": OSError,

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind_plan.hpp"
+#include "held.hpp"
 #include "job.hpp"
 #include "memory.hpp"
 #include "sync.hpp"
@@ -153,6 +154,7 @@ class WriteJob : public PyJob<Written> {
     return checksum_texts(plan_, header > 0 ? 1 : 0, written.hashes.data() + chunk_count(header, chunk), chunk);
   }
   sys::File take() { return std::move(result().file); }
+  [[nodiscard]] bool fresh() { return result().file.fresh(); }
   // Without a sync: the file is not wanted any more. A job that failed has closed it already.
   void close() {
     if (!job_->failed()) take();
@@ -184,6 +186,7 @@ class PendingFile {
     write_whole(file_, std::move(parts));
   }
   sys::File take() { return std::move(file_); }
+  [[nodiscard]] bool fresh() const { return file_.fresh(); }
 
  private:
   sys::File file_;
@@ -207,6 +210,7 @@ void bind_jobs(nb::module_& m) {
       .def("cancel", [](WriteJob& self) { self.job().cancel(); })
       .def("close", &WriteJob::close)
       .def("check", [](WriteJob& self) { self.result(); })
+      .def("fresh", &WriteJob::fresh)
       .def("stats", [](WriteJob& self) { return stats_tuple(self.result().stats); })
       .def("checksums", &WriteJob::checksums);
 
@@ -247,7 +251,7 @@ void bind_jobs(nb::module_& m) {
         if (nbytes > small && nbytes % tuning.effective_alignment() != 0) {
           throw std::invalid_argument("direct I/O wants a file size that is a multiple of the alignment");
         }
-        auto work = [path = fs_path(path), nbytes, recycle, tuning](const Plan& p, Control& control) {
+        auto work = [path = to_path(path), nbytes, recycle, tuning](const Plan& p, Control& control) {
           return write_file(path, nbytes, recycle, p, tuning, control);
         };
         return new WriteJob(std::move(plan), std::move(header), std::move(work), background);  // Python owns it
@@ -328,32 +332,29 @@ void bind_jobs(nb::module_& m) {
       .def(
           "__init__",
           [](PendingFile* self, nb::handle path, nb::handle data, bool recycle, nb::handle more) {
-            const std::string where = fs_path(path);
+            const sys::Path where = to_path(path);
             sys::File file;
             {
               Released release;
-              file = sys::open(where, O_WRONLY | O_CREAT | (recycle ? O_NOFOLLOW : O_EXCL));
+              file = recycle ? sys::open_over(where) : sys::open(where, O_WRONLY | O_CREAT | O_EXCL);
             }
             new (self) PendingFile(std::move(file), data, more);
           },
-          "path"_a, "data"_a, "recycle"_a, "more"_a = nb::bytes("", 0));
+          "path"_a, "data"_a, "recycle"_a, "more"_a = nb::bytes("", 0))
+      .def("fresh", &PendingFile::fresh);
   // Files are closed whatever the outcome: after a failed sync there is nothing left to ask them.
   m.def(
       "sync",
       [](nb::list written, std::optional<nb::object> directory) {
-        std::vector<Syncing> items;
-        const std::string where = directory ? fs_path(*directory) : std::string();
-        // First, while the device is still at work on the files' bytes, which it was told to start on.
-        if (directory) items.push_back({sys::File(), true});
+        const auto where = directory ? to_directory(*directory) : nullptr;
+        std::vector<sys::File> files;
         for (nb::handle item : written) {
-          items.push_back({nb::isinstance<WriteJob>(item) ? nb::cast<WriteJob&>(item).take()
-                                                          : nb::cast<PendingFile&>(item).take(),
-                           false});
-          if (!items.back().file.is_open()) throw std::logic_error("this file has been synced already");
+          files.push_back(nb::isinstance<WriteJob>(item) ? nb::cast<WriteJob&>(item).take()
+                                                         : nb::cast<PendingFile&>(item).take());
+          if (!files.back().is_open()) throw std::logic_error("this file has been synced already");
         }
         Released release;
-        if (directory) items.front().file = sys::open(where, O_RDONLY | O_DIRECTORY);
-        sync_together(std::move(items));
+        sync_together(std::move(files), where.get());
       },
       "written"_a, "directory"_a = nb::none());
 

@@ -3,19 +3,24 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <unistd.h>
-
-#include <algorithm>
 
 #include "bind.hpp"
 #include "forks.hpp"
+#include "held.hpp"
 #include "memory.hpp"
 #include "probe.hpp"
 #include "queue.hpp"
 #include "sys.hpp"
 
 namespace holdfast {
+
+using namespace nb::literals;
+
 namespace {
+
+nb::object fs_text(const std::string& path) {
+  return nb::steal(PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size())));
+}
 
 sys::Fault make_fault(const std::string& call, uint64_t nth, const std::string& action, int code, bool lasting) {
   sys::Fault fault;
@@ -40,108 +45,89 @@ sys::Fault make_fault(const std::string& call, uint64_t nth, const std::string& 
   return fault;
 }
 
-// A directory that is held until `release`, or until nothing refers to it any more: where an interrupt strikes
-// right after the call that took it, nobody has its descriptor yet. Made and destroyed with the GIL held, as is
-// what a fork does about it.
-class HeldDirectory {
- public:
-  HeldDirectory(int fd, bool exclusive) : fd_(fd) {
-    if (exclusive) alone().push_back(this);
-  }
-  ~HeldDirectory() { release(); }
-  HeldDirectory(const HeldDirectory&) = delete;
-  HeldDirectory& operator=(const HeldDirectory&) = delete;
-
-  [[nodiscard]] int fd() const { return fd_; }
-
-  void release() {
-    if (fd_ < 0) return;
-    alone().erase(std::remove(alone().begin(), alone().end(), this), alone().end());
-    if (forks() == owner_) {
-      sys::release_directory(fd_);
-    } else {
-      ::close(fd_);  // a forked child shares the lock with its parent, who goes on
-    }
-    fd_ = -1;
-  }
-
-  // In a forked child: were the parent killed while it writes, the child would hold its directories.
-  static void leave_to_the_parent() {
-    for (HeldDirectory* held : alone()) {
-      ::close(held->fd_);
-      held->fd_ = -1;
-    }
-    alone().clear();
-  }
-
- private:
-  static std::vector<HeldDirectory*>& alone() {
-    static std::vector<HeldDirectory*> found;
-    return found;
-  }
-
-  int fd_;
-  const uint64_t owner_ = forks();
-};
-
 }  // namespace
 
 void bind_system(nb::module_& m) {
   // Files and directories, through the seam.
   const auto on_path = [](auto function) {
     return [function](nb::handle path) {
-      const std::string where = fs_path(path);
+      const sys::Path where = to_path(path);
       Released release;
-      function(where);
+      return function(where);
     };
   };
   const auto on_paths = [](auto function) {
     return [function](nb::handle a, nb::handle b) {
-      const std::string from = fs_path(a), to = fs_path(b);
+      const sys::Path from = to_path(a), to = to_path(b);
       Released release;
       function(from, to);
     };
   };
-  m.def("mkdir", on_path([](const std::string& path) { sys::mkdir(path); }));
+  m.def("mkdir", on_path([](const sys::Path& path) { sys::mkdir(path); }));
   m.def("rmdir", on_path(sys::rmdir));
   m.def("unlink", on_path(sys::unlink));
-  m.def("sync_dir", on_path([](const std::string& path) { sys::sync_dir(path); }));
+  m.def("exists", on_path(sys::exists));
+  m.def("is_link", on_path(sys::is_link));
   m.def("rename", on_paths(sys::rename));
   m.def("rename_new", on_paths(sys::rename_new));
   m.def("exchange", on_paths(sys::exchange));
-
-  m.def("identity", [](nb::handle path) {
-    const std::string where = fs_path(path);
+  m.def("sync_dir", [](nb::handle where) {
+    const auto directory = to_directory(where);
     Released release;
-    const sys::Identity found = sys::identity(where);
+    sys::sync_dir(*directory);
+  });
+  m.def("identity", [](nb::handle where) {
+    sys::Identity found{};
+    if (nb::isinstance<HeldDirectory>(where)) {
+      found = sys::identity(*nb::cast<HeldDirectory&>(where).directory());
+    } else {
+      const sys::Path path = to_path(where);
+      Released release;
+      found = sys::identity(path);
+    }
     return std::make_tuple(found.device, found.inode, found.made_ns);
   });
 
-  m.def("exists", [](nb::handle path) {
-    const std::string where = fs_path(path);
-    Released release;
-    return sys::exists(where);
-  });
-
+  nb::class_<sys::Path>(m, "Entry")
+      .def_prop_ro("name", [](const sys::Path& self) { return fs_text(self.name); })
+      .def_prop_ro("path", [](const sys::Path& self) { return fs_text(self.shown); });
   nb::class_<HeldDirectory>(m, "HeldDirectory")
-      .def("fileno", &HeldDirectory::fd)
+      .def_prop_ro("path", [](const HeldDirectory& self) { return fs_text(self.path()); })
+      .def("renamed", [](HeldDirectory& self, nb::handle path) { self.set_path(fs_path(path)); })
+      .def("fileno", [](const HeldDirectory& self) { return self.directory()->fd(); })
+      .def("at",
+           [](const HeldDirectory& self, nb::handle name) { return sys::Path(self.directory(), fs_path(name)); })
+      .def("is_current",
+           [](const HeldDirectory& self) {
+             const auto directory = self.directory();
+             Released release;
+             return sys::is_current(*directory);
+           })
       .def("release", &HeldDirectory::release);
   const auto held = [](nb::handle path, bool exclusive, auto take) {
-    const std::string where = fs_path(path);
-    std::optional<int> fd;
+    const sys::Path where = to_path(path);
+    std::shared_ptr<sys::Directory> directory;
     {
       Released release;
-      fd = take(where);
+      directory = take(where);
     }
-    return fd ? new HeldDirectory(*fd, exclusive) : nullptr;
+    return directory ? new HeldDirectory(std::move(directory), exclusive) : nullptr;
   };
   m.def(
-      "hold_directory",
-      [held](nb::handle path, bool exclusive) {
-        return held(path, exclusive,
-                    [&](const std::string& where) { return sys::hold_directory(where, exclusive); });
+      "open_directory",
+      [held](nb::handle path, bool follow) {
+        return held(path, false, [&](const sys::Path& where) { return sys::open_directory(where, follow); });
       },
-      nb::rv_policy::take_ownership);
+      "path"_a, "follow"_a = true, nb::rv_policy::take_ownership);
+  // By default a link is followed by who shares it: who writes or removes must not be led elsewhere.
+  m.def(
+      "hold_directory",
+      [held](nb::handle path, bool exclusive, std::optional<bool> follow) {
+        return held(path, exclusive, [&](const sys::Path& where) {
+          return sys::hold_directory(where, exclusive, follow.value_or(!exclusive));
+        });
+      },
+      "path"_a, "exclusive"_a, "follow"_a = nb::none(), nb::rv_policy::take_ownership);
   m.def(
       "make_directory", [held](nb::handle path) { return held(path, true, sys::make_directory); },
       nb::rv_policy::take_ownership);

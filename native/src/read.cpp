@@ -314,13 +314,13 @@ class Deliveries {
 sys::File open_for(const std::string& path, Tuning& tuning) {
   if (tuning.backend != Backend::buffered) {
     try {
-      return sys::open(path, O_RDONLY | O_DIRECT);
+      return sys::open_regular(path, O_DIRECT);
     } catch (const sys::Error& error) {
       if (error.code != EINVAL) throw;
       tuning.backend = Backend::buffered;
     }
   }
-  return sys::open(path, O_RDONLY);
+  return sys::open_regular(path);
 }
 
 // Per piece, whether the device shall write into the caller's memory: not where that lies in small pages.

@@ -6,8 +6,10 @@
 
 namespace holdfast {
 
-void sync_together(std::vector<Syncing> items) {
-  for (const Syncing& item : items) item.is_directory ? sys::sync_dir(item.file) : sys::sync(item.file);
+void sync_together(std::vector<sys::File> files, const sys::Directory* directory) {
+  // First, while the device is still at work on the files' bytes, which it was told to start on.
+  if (directory != nullptr) sys::sync_dir(*directory);
+  for (const sys::File& file : files) sys::sync(file);
 }
 
 void start_writeback(const sys::File& file, uint64_t offset, uint64_t nbytes) {

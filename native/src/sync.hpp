@@ -7,16 +7,11 @@
 
 namespace holdfast {
 
-struct Syncing {
-  sys::File file;
-  bool is_directory = false;
-};
-
-// Returns when all are durable, one after the other; throws the first failure. Closes them all. Where the
-// write-back of all files was started before, the first sync's journal commit serves the others too: theirs cost a
-// flush. (Syncing them at once, on a ring or on threads, was measured to be slower: waking the workers costs more
-// than it saves.)
-void sync_together(std::vector<Syncing> items);
+// Returns when all are durable, one after the other, the directory first, if one is given; throws the first
+// failure. Closes the files. Where the write-back of all of them was started before, the first sync's journal
+// commit serves the others too: theirs cost a flush. (Syncing them at once, on a ring or on threads, was measured
+// to be slower: waking the workers costs more than it saves.)
+void sync_together(std::vector<sys::File> files, const sys::Directory* directory);
 
 // Lets the device start on bytes of a file in the page cache; `nbytes` 0: all from `offset` on. Throws when the
 // file system says that it has lost them: it may say so only once (ext4 does, where it finds no blocks), and the

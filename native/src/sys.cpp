@@ -18,9 +18,9 @@
 namespace holdfast::sys {
 namespace {
 
-constexpr std::array<std::string_view, kCallCount> kNames = {"open",     "fallocate", "truncate", "write",
-                                                             "read",     "sync",      "sync_dir", "rename",
-                                                             "exchange", "mkdir",     "rmdir",    "unlink"};
+constexpr std::array<std::string_view, kCallCount> kNames = {"open",  "lease", "fallocate", "truncate", "write",
+                                                             "read",  "sync",  "sync_dir",  "rename",   "exchange",
+                                                             "mkdir", "rmdir", "unlink"};
 
 struct Seam {
   std::atomic<bool> active{false};
@@ -119,10 +119,19 @@ std::optional<Call> parse_call(std::string_view text) {
   return std::nullopt;
 }
 
+int Path::at() const { return in ? in->fd() : AT_FDCWD; }
+
+void Directory::close() {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
 File& File::operator=(File&& other) noexcept {
   if (this != &other) {
     close();
     fd_ = other.fd_;
+    leased_ = other.leased_;
+    fresh_ = other.fresh_;
     path_ = std::move(other.path_);
     other.fd_ = -1;
   }
@@ -130,18 +139,96 @@ File& File::operator=(File&& other) noexcept {
 }
 
 void File::close() {
+  if (fd_ < 0) return;
+  // Closing alone would leave the lease to a child forked meanwhile, and readers would wait for that.
+  if (leased_) ::fcntl(fd_, F_SETLEASE, F_UNLCK);
   // Data is on the device or reported lost at `sync`; a close has nothing more to say.
-  if (fd_ >= 0) ::close(fd_);
+  ::close(fd_);
   fd_ = -1;
 }
 
-File open(const std::string& path, int flags, mode_t mode) {
-  fail_if_told(Call::open, path);
-  const bool creates = (flags & O_CREAT) != 0 && seam().active && ::access(path.c_str(), F_OK) != 0;
-  const int fd = retry_interrupted([&] { return ::open(path.c_str(), flags | O_CLOEXEC, mode); });
-  check(fd, Call::open, path);
-  if (flags & O_CREAT) record({Call::open, path, {}, 0, 0, {}, 0, creates});
-  return File(fd, path);
+File open(const Path& path, int flags, mode_t mode) {
+  fail_if_told(Call::open, path.shown);
+  const bool creates = (flags & O_CREAT) != 0 && seam().active && !exists(path);
+  const int fd =
+      retry_interrupted([&] { return ::openat(path.at(), path.name.c_str(), flags | O_CLOEXEC, mode); });
+  check(fd, Call::open, path.shown);
+  if (flags & O_CREAT) record({Call::open, path.shown, {}, 0, 0, {}, 0, creates});
+  File file(fd, path.shown);
+  file.fresh_ = (flags & O_CREAT) != 0;
+  return file;
+}
+
+namespace {
+
+// With O_NONBLOCK, which a regular file has no use for later: a pipe would wait for its other end.
+int open_at_once(const Path& path, int flags) {
+  int fd =
+      retry_interrupted([&] { return ::openat(path.at(), path.name.c_str(), flags | O_NONBLOCK | O_CLOEXEC); });
+  if (fd < 0 && errno == EWOULDBLOCK && (flags & O_ACCMODE) == O_RDONLY) {
+    // Somebody has a lease on it, a file server say, and gives it up when it is asked to. Pipes have none.
+    fd = retry_interrupted([&] { return ::openat(path.at(), path.name.c_str(), flags | O_CLOEXEC); });
+  }
+  return fd;
+}
+
+bool give_flags(int fd, int flags) { return ::fcntl(fd, F_SETFL, flags & O_DIRECT) == 0; }
+
+// Whether nobody else has the file open or mapped, from now until it is closed: the kernel gives a lease for
+// writing under no other terms. It lets others wait who open the file meanwhile, and tells its holder by a signal.
+// That would be SIGIO, which ends a process by default; SIGURG is ignored by default. And then it is sent to none.
+bool take_alone(int fd) {
+  const Verdict verdict = decide(Call::lease);
+  if (verdict.intervene) return false;
+  struct stat info{};
+  if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode) || info.st_nlink != 1) return false;
+  if (::fcntl(fd, F_SETSIG, SIGURG) != 0 || ::fcntl(fd, F_SETLEASE, F_WRLCK) != 0) return false;
+  ::fcntl(fd, F_SETOWN, 0);
+  return true;
+}
+
+}  // namespace
+
+File open_regular(const Path& path, int flags) {
+  fail_if_told(Call::open, path.shown);
+  const int fd = open_at_once(path, O_RDONLY | flags);
+  check(fd, Call::open, path.shown);
+  File file(fd, path.shown);
+  struct stat info{};
+  check(::fstat(fd, &info), Call::open, path.shown);
+  if (!S_ISREG(info.st_mode)) throw Error{S_ISDIR(info.st_mode) ? EISDIR : ESPIPE, Call::open, path.shown};
+  check(give_flags(fd, flags) ? 0 : -1, Call::open, path.shown);
+  return file;
+}
+
+File open_over(const Path& path, int flags) {
+  fail_if_told(Call::open, path.shown);
+  const int fd = open_at_once(path, O_WRONLY | O_NOFOLLOW | flags);
+  if (fd < 0) {
+    switch (errno) {
+      case ENOENT:
+        return open(path, O_WRONLY | O_CREAT | O_EXCL | flags);
+      case ELOOP:  // a link, a pipe, a program that runs, a lease of somebody else, another owner
+      case ENXIO:
+      case ETXTBSY:
+      case EWOULDBLOCK:
+      case EACCES:
+      case EPERM:
+        break;
+      default:
+        throw Error{errno, Call::open, path.shown};
+    }
+  } else {
+    File file(fd, path.shown);
+    if (take_alone(fd)) {
+      file.leased_ = true;
+      check(give_flags(fd, flags) ? 0 : -1, Call::open, path.shown);
+      record({Call::open, path.shown, {}, 0, 0, {}, 0, false});
+      return file;
+    }
+  }
+  unlink(path);
+  return open(path, O_WRONLY | O_CREAT | O_EXCL | flags);
 }
 
 void fallocate(const File& file, uint64_t nbytes) {
@@ -167,58 +254,58 @@ void sync(const File& file) {
   record({Call::sync, file.path(), {}, 0, 0, {}, 0, false});
 }
 
-void sync_dir(const File& directory) {
+void sync_dir(const Directory& directory) {
   fail_if_told(Call::sync_dir, directory.path());
   check(::fsync(directory.fd()), Call::sync_dir, directory.path());
   record({Call::sync_dir, directory.path(), {}, 0, 0, {}, 0, false});
 }
 
-void sync_dir(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  check(fd, Call::sync_dir, path);
-  sync_dir(File(fd, path));
+void sync_dir(const Path& path) {
+  const int fd = ::openat(path.at(), path.name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  check(fd, Call::sync_dir, path.shown);
+  sync_dir(Directory(fd, path.shown));
 }
 
-void rename(const std::string& from, const std::string& to) {
-  fail_if_told(Call::rename, to);
-  check(::rename(from.c_str(), to.c_str()), Call::rename, to);
-  record({Call::rename, from, to, 0, 0, {}, 0, false});
+void rename(const Path& from, const Path& to) {
+  fail_if_told(Call::rename, to.shown);
+  check(::renameat(from.at(), from.name.c_str(), to.at(), to.name.c_str()), Call::rename, to.shown);
+  record({Call::rename, from.shown, to.shown, 0, 0, {}, 0, false});
 }
 
-void rename_new(const std::string& from, const std::string& to) {
-  fail_if_told(Call::rename, to);
-  int result = ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE);
+void rename_new(const Path& from, const Path& to) {
+  fail_if_told(Call::rename, to.shown);
+  int result = ::renameat2(from.at(), from.name.c_str(), to.at(), to.name.c_str(), RENAME_NOREPLACE);
   if (result < 0 && (errno == EINVAL || errno == ENOSYS)) {
     // A file system that cannot tell: then there is a moment between looking and doing.
-    if (exists(to)) throw Error{EEXIST, Call::rename, to};
-    result = ::rename(from.c_str(), to.c_str());
+    if (exists(to)) throw Error{EEXIST, Call::rename, to.shown};
+    result = ::renameat(from.at(), from.name.c_str(), to.at(), to.name.c_str());
   }
-  check(result, Call::rename, to);
-  record({Call::rename, from, to, 0, 0, {}, 0, false});
+  check(result, Call::rename, to.shown);
+  record({Call::rename, from.shown, to.shown, 0, 0, {}, 0, false});
 }
 
-void exchange(const std::string& a, const std::string& b) {
-  fail_if_told(Call::exchange, b);
-  check(::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE), Call::exchange, b);
-  record({Call::exchange, a, b, 0, 0, {}, 0, false});
+void exchange(const Path& a, const Path& b) {
+  fail_if_told(Call::exchange, b.shown);
+  check(::renameat2(a.at(), a.name.c_str(), b.at(), b.name.c_str(), RENAME_EXCHANGE), Call::exchange, b.shown);
+  record({Call::exchange, a.shown, b.shown, 0, 0, {}, 0, false});
 }
 
-void mkdir(const std::string& path, mode_t mode) {
-  fail_if_told(Call::mkdir, path);
-  check(::mkdir(path.c_str(), mode), Call::mkdir, path);
-  record({Call::mkdir, path, {}, 0, 0, {}, 0, false});
+void mkdir(const Path& path, mode_t mode) {
+  fail_if_told(Call::mkdir, path.shown);
+  check(::mkdirat(path.at(), path.name.c_str(), mode), Call::mkdir, path.shown);
+  record({Call::mkdir, path.shown, {}, 0, 0, {}, 0, false});
 }
 
-void rmdir(const std::string& path) {
-  fail_if_told(Call::rmdir, path);
-  check(::rmdir(path.c_str()), Call::rmdir, path);
-  record({Call::rmdir, path, {}, 0, 0, {}, 0, false});
+void rmdir(const Path& path) {
+  fail_if_told(Call::rmdir, path.shown);
+  check(::unlinkat(path.at(), path.name.c_str(), AT_REMOVEDIR), Call::rmdir, path.shown);
+  record({Call::rmdir, path.shown, {}, 0, 0, {}, 0, false});
 }
 
-void unlink(const std::string& path) {
-  fail_if_told(Call::unlink, path);
-  check(::unlink(path.c_str()), Call::unlink, path);
-  record({Call::unlink, path, {}, 0, 0, {}, 0, false});
+void unlink(const Path& path) {
+  fail_if_told(Call::unlink, path.shown);
+  check(::unlinkat(path.at(), path.name.c_str(), 0), Call::unlink, path.shown);
+  record({Call::unlink, path.shown, {}, 0, 0, {}, 0, false});
 }
 
 uint64_t size(const File& file) {
@@ -227,50 +314,77 @@ uint64_t size(const File& file) {
   return static_cast<uint64_t>(info.st_size);
 }
 
-Identity identity(const std::string& path) {
+namespace {
+
+Identity identity_at(int at, const char* name, int flags, const std::string& shown) {
   struct statx info{};
-  check(::statx(AT_FDCWD, path.c_str(), 0, STATX_INO | STATX_BTIME, &info), Call::open, path);
+  check(::statx(at, name, flags, STATX_INO | STATX_BTIME, &info), Call::open, shown);
   const uint64_t device = (static_cast<uint64_t>(info.stx_dev_major) << 32) | info.stx_dev_minor;
   const bool known = (info.stx_mask & STATX_BTIME) != 0;
   return {device, info.stx_ino, known ? info.stx_btime.tv_sec * 1'000'000'000 + info.stx_btime.tv_nsec : 0};
 }
 
-bool exists(const std::string& path) {
-  struct stat info{};
-  return ::lstat(path.c_str(), &info) == 0;
+bool same(const struct stat& a, const struct stat& b) { return a.st_ino == b.st_ino && a.st_dev == b.st_dev; }
+
+}  // namespace
+
+Identity identity(const Path& path) { return identity_at(path.at(), path.name.c_str(), 0, path.shown); }
+
+Identity identity(const Directory& directory) {
+  return identity_at(directory.fd(), "", AT_EMPTY_PATH, directory.path());
 }
 
-std::optional<int> hold_directory(const std::string& path, bool exclusive) {
-  // Who writes or removes must not be led elsewhere by a link; a reader may have named one.
-  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | (exclusive ? O_NOFOLLOW : 0));
-  if (fd < 0) throw Error{errno == ELOOP && exclusive ? ENOTDIR : errno, Call::open, path};
+bool exists(const Path& path) {
+  struct stat info{};
+  return ::fstatat(path.at(), path.name.c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
+bool is_link(const Path& path) {
+  struct stat info{};
+  return ::fstatat(path.at(), path.name.c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0 && S_ISLNK(info.st_mode);
+}
+
+std::shared_ptr<Directory> open_directory(const Path& path, bool follow) {
+  const int fd =
+      ::openat(path.at(), path.name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | (follow ? 0 : O_NOFOLLOW));
+  if (fd < 0) throw Error{errno == ELOOP && !follow ? ENOTDIR : errno, Call::open, path.shown};
+  return std::make_shared<Directory>(fd, path.shown);
+}
+
+std::shared_ptr<Directory> hold_directory(const Path& path, bool exclusive, bool follow) {
+  auto directory = open_directory(path, follow);
   struct stat ours{}, named{};
   const int failed = [&] {
-    if (::flock(fd, (exclusive ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) return errno;
-    if (::fstat(fd, &ours) != 0 || ::stat(path.c_str(), &named) != 0) return errno;
+    if (::flock(directory->fd(), (exclusive ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) return errno;
+    if (::fstat(directory->fd(), &ours) != 0) return errno;
+    if (::fstatat(path.at(), path.name.c_str(), &named, follow ? 0 : AT_SYMLINK_NOFOLLOW) != 0) return errno;
     return 0;
   }();
-  if (failed == 0 && ours.st_ino == named.st_ino && ours.st_dev == named.st_dev) return fd;
-  ::close(fd);
-  if (failed != 0 && failed != EWOULDBLOCK && failed != ENOENT) throw Error{failed, Call::open, path};
-  return std::nullopt;
+  if (failed == 0 && same(ours, named)) return directory;
+  if (failed != 0 && failed != EWOULDBLOCK && failed != ENOENT) throw Error{failed, Call::open, path.shown};
+  return nullptr;
 }
 
-std::optional<int> make_directory(const std::string& path) {
+std::shared_ptr<Directory> make_directory(const Path& path) {
   mkdir(path);
   try {
-    return hold_directory(path, true);
+    return hold_directory(path, true, false);
   } catch (const Error& error) {
-    if (error.code == ENOENT) return std::nullopt;  // somebody took it for a leftover and has swept it
-    ::rmdir(path.c_str());
+    if (error.code == ENOENT) return nullptr;  // somebody took it for a leftover and has swept it
+    ::unlinkat(path.at(), path.name.c_str(), AT_REMOVEDIR);
     throw;
   }
 }
 
-void release_directory(int fd) {
-  ::flock(fd, LOCK_UN);
-  ::close(fd);
+bool is_current(const Directory& directory) {
+  struct stat ours{}, named{};
+  check(::fstat(directory.fd(), &ours), Call::open, directory.path());
+  if (::stat(directory.path().c_str(), &named) == 0) return same(ours, named);
+  if (errno == ENOENT || errno == ENOTDIR || errno == ELOOP) return false;
+  throw Error{errno, Call::open, directory.path()};
 }
+
+void unlock(const Directory& directory) { ::flock(directory.fd(), LOCK_UN); }
 
 std::optional<ssize_t> intercept(Call call, uint64_t nbytes) {
   const Verdict verdict = decide(call);

@@ -9,6 +9,7 @@
 #include <sys/uio.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -16,8 +17,22 @@
 
 namespace holdfast::sys {
 
-enum class Call { open, fallocate, truncate, write, read, sync, sync_dir, rename, exchange, mkdir, rmdir, unlink };
-inline constexpr int kCallCount = 12;
+enum class Call {
+  open,
+  lease,
+  fallocate,
+  truncate,
+  write,
+  read,
+  sync,
+  sync_dir,
+  rename,
+  exchange,
+  mkdir,
+  rmdir,
+  unlink
+};
+inline constexpr int kCallCount = 13;
 std::string_view name(Call call);
 
 // An operating-system error that carries what was being done and to what; becomes OSError in Python.
@@ -27,12 +42,47 @@ struct Error {
   std::string path;
 };
 
+// An open directory. Names in it are reached through its descriptor, whatever becomes of its path meanwhile.
+class Directory {
+ public:
+  Directory(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
+  Directory(const Directory&) = delete;
+  Directory& operator=(const Directory&) = delete;
+  ~Directory() { close(); }
+  void close();
+  [[nodiscard]] int fd() const { return fd_; }
+  [[nodiscard]] const std::string& path() const { return path_; }
+  // It was renamed.
+  void set_path(std::string path) { path_ = std::move(path); }
+
+ private:
+  int fd_;
+  std::string path_;  // for errors and traces
+};
+
+// What a call acts on: a name in an open directory, or a path as the process sees it. `shown` is how errors and
+// traces name it.
+struct Path {
+  Path(std::string path) : name(std::move(path)), shown(name) {}
+  Path(std::shared_ptr<const Directory> directory, std::string entry)
+      : in(std::move(directory)), name(std::move(entry)), shown(in->path() + "/" + name) {}
+
+  std::shared_ptr<const Directory> in;
+  std::string name;
+  std::string shown;
+
+  [[nodiscard]] int at() const;
+};
+
 // An open file that knows its path (for errors and traces) and closes itself.
 class File {
  public:
   File() = default;
   File(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
-  File(File&& other) noexcept : fd_(other.fd_), path_(std::move(other.path_)) { other.fd_ = -1; }
+  File(File&& other) noexcept
+      : fd_(other.fd_), leased_(other.leased_), fresh_(other.fresh_), path_(std::move(other.path_)) {
+    other.fd_ = -1;
+  }
   File& operator=(File&& other) noexcept;
   File(const File&) = delete;
   File& operator=(const File&) = delete;
@@ -41,42 +91,60 @@ class File {
   [[nodiscard]] bool is_open() const { return fd_ >= 0; }
   [[nodiscard]] int fd() const { return fd_; }
   [[nodiscard]] const std::string& path() const { return path_; }
+  // Whether opening it has given its directory a new name.
+  [[nodiscard]] bool fresh() const { return fresh_; }
 
  private:
+  friend File open(const Path& path, int flags, mode_t mode);
+  friend File open_over(const Path& path, int flags);
+
   int fd_ = -1;
+  bool leased_ = false;
+  bool fresh_ = false;
   std::string path_;
 };
 
 // All of these throw Error; none retries a failed sync.
-File open(const std::string& path, int flags, mode_t mode = 0644);
+File open(const Path& path, int flags, mode_t mode = 0644);
+// For reading. Only a regular file, and never waits for the other end of a pipe.
+File open_regular(const Path& path, int flags = 0);
+// For writing over a file, if that is a regular one of no other name that nobody else has open or mapped. Else, or
+// where that cannot be told, a new file takes its name. While it is open, others wait to open it.
+File open_over(const Path& path, int flags = 0);
 void fallocate(const File& file, uint64_t nbytes);
 void truncate(const File& file, uint64_t nbytes);
 void sync(const File& file);
-void sync_dir(const File& directory);
-void sync_dir(const std::string& path);
-void rename(const std::string& from, const std::string& to);
-void rename_new(const std::string& from, const std::string& to);  // EEXIST where there is anything of that name
-void exchange(const std::string& a, const std::string& b);
-void mkdir(const std::string& path, mode_t mode = 0755);
-void rmdir(const std::string& path);
-void unlink(const std::string& path);
+void sync_dir(const Directory& directory);
+void sync_dir(const Path& path);
+void rename(const Path& from, const Path& to);
+void rename_new(const Path& from, const Path& to);  // EEXIST where there is anything of that name
+void exchange(const Path& a, const Path& b);
+void mkdir(const Path& path, mode_t mode = 0755);
+void rmdir(const Path& path);
+void unlink(const Path& path);
 uint64_t size(const File& file);
 // What tells a file or directory from all others, also from one that had its inode before it was made.
 struct Identity {
   uint64_t device, inode;
   int64_t made_ns;  // 0 where the file system does not keep it
 };
-Identity identity(const std::string& path);
+Identity identity(const Path& path);
+Identity identity(const Directory& directory);
 // Whether anything of that name can be seen, be it a link that leads nowhere.
-bool exists(const std::string& path);
+bool exists(const Path& path);
+bool is_link(const Path& path);
+// Opens a directory, without a lock.
+std::shared_ptr<Directory> open_directory(const Path& path, bool follow);
 // Opens and locks a directory, for one alone or shared. Nothing when others hold it, or when it has lost its name
-// meanwhile. For one alone, a link is not followed. Not a call that can be told to fail: locks are no part of what
-// has to survive.
-std::optional<int> hold_directory(const std::string& path, bool exclusive);
+// meanwhile. Without `follow`, a link is none. Not a call that can be told to fail: locks are no part of what has
+// to survive.
+std::shared_ptr<Directory> hold_directory(const Path& path, bool exclusive, bool follow);
 // Makes a directory, and holds it for one alone.
-std::optional<int> make_directory(const std::string& path);
-// Unlocks before it closes: closing alone would leave the lock to a child forked meanwhile, while that lives.
-void release_directory(int fd);
+std::shared_ptr<Directory> make_directory(const Path& path);
+// Whether the path by which a directory was opened still leads to it.
+bool is_current(const Directory& directory);
+// Unlocking before it is closed: closing alone would leave the lock to a child forked meanwhile, while that lives.
+void unlock(const Directory& directory);
 
 // Transfers: the result of one call, -errno on failure. Short counts are the caller's to continue; segments beyond
 // those that the kernel takes in one call are left to such a continuation.

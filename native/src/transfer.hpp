@@ -124,8 +124,9 @@ struct Written {
   std::vector<uint64_t> hashes;  // per piece, per chunk, in order
   Stats stats;
 };
-// Writes `plan` as the whole content of the file. `recycle`: the file may exist and is overwritten in place.
-Written write_file(const std::string& path, uint64_t nbytes, bool recycle, const Plan& plan, const Tuning& tuning,
+// Writes `plan` as the whole content of the file. `recycle`: the file may exist, and is overwritten in place
+// unless others use it (`sys::open_over`).
+Written write_file(const sys::Path& path, uint64_t nbytes, bool recycle, const Plan& plan, const Tuning& tuning,
                    Control& control);
 
 struct Damage {

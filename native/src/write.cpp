@@ -198,7 +198,7 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
 
 }  // namespace
 
-Written write_file(const std::string& path, uint64_t nbytes, bool recycle, const Plan& plan, const Tuning& tuning,
+Written write_file(const sys::Path& path, uint64_t nbytes, bool recycle, const Plan& plan, const Tuning& tuning,
                    Control& control) {
   Written out;
   const bool small = nbytes <= tuning.small;
@@ -206,7 +206,8 @@ Written write_file(const std::string& path, uint64_t nbytes, bool recycle, const
   Tuning used = tuning;
   if (small) used.backend = Backend::buffered;
   if (!direct) used.window = std::min(used.window, kBufferedWindow);
-  out.file = sys::open(path, O_WRONLY | O_CREAT | (recycle ? O_NOFOLLOW : O_EXCL) | (direct ? O_DIRECT : 0));
+  const int flags = direct ? O_DIRECT : 0;
+  out.file = recycle ? sys::open_over(path, flags) : sys::open(path, O_WRONLY | O_CREAT | O_EXCL | flags);
   set_size(out.file, nbytes, !small);
   Writer writer(plan, used, out);
   if (small) {

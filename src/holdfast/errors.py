@@ -182,6 +182,15 @@ class StorageDenied(SaveFailed, PermissionError):
     """This user cannot write there (read-only, wrong owner). The message says what to change."""
 
 
+class RunMoved(SaveFailed):
+    """The path of a run, or of the directory to save into, leads elsewhere than when it was opened.
+
+    The run was renamed, another directory was mounted or put in its place, or a link was re-pointed. Nothing
+    was changed in what is at the path now. What was saved before is untouched, and the message says where it
+    is. Let the path lead back there, and saves go on; or close the Checkpointer, and open another one.
+    """
+
+
 class StorageMissing(SaveFailed, FileNotFoundError):
     """The directory to save into does not exist. Create it, or check that its volume is mounted."""
 

@@ -219,9 +219,9 @@ def test_a_checkpoint_that_resists_does_not_keep_the_others(
 ) -> None:
     real = fs.rename
 
-    def rename(source: str, target: str) -> None:
-        if step_name(1) in source and target.endswith(".retired"):
-            raise PermissionError(errno.EPERM, "Operation not permitted", source)
+    def rename(source: fs.Entry, target: fs.Entry) -> None:
+        if step_name(1) in source.name and target.name.endswith(".retired"):
+            raise PermissionError(errno.EPERM, "Operation not permitted", source.path)
         real(source, target)
 
     monkeypatch.setattr(fs, "rename", rename)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import holdfast
+from holdfast.store import WritableRun
 
 from .support import command, damage_manifest, make_run, make_state, run_names, step_path, truncate
 
@@ -149,3 +152,33 @@ def test_a_directory_without_checkpoints_stays_untouched(tmp_path: Path) -> None
     outcome = command("prune", tmp_path)
     assert outcome.code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("when", ["before the lock", "after the lock"])
+def test_a_link_that_is_re_pointed_meanwhile_costs_the_other_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    first, other = make_run(tmp_path / "first"), make_run(tmp_path / "other", [1, 2, 3])
+    current = tmp_path / "current"
+    current.symlink_to(first)
+
+    def re_pointed() -> None:
+        current.unlink()
+        current.symlink_to(other)
+
+    def changed(real: Callable[..., None]) -> Callable[..., None]:
+        def call(self: WritableRun, *args: Any) -> None:
+            re_pointed()
+            real(self, *args)
+
+        return call
+
+    name = "__init__" if when == "before the lock" else "retire"
+    monkeypatch.setattr(WritableRun, name, changed(getattr(WritableRun, name)))
+    outcome = command("prune", current, "--json")
+    assert steps(other) == [1, 2, 3]
+    assert steps(first) == [1, 2, 3, 4, 5]
+    if when == "after the lock":
+        assert outcome.document["error"]["type"] == "RunMoved"
+    else:
+        assert outcome.document["kept"] == [1, 2, 3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import errno
 import importlib
 import os
@@ -18,6 +17,7 @@ import pytest
 import holdfast
 from holdfast.engine import faults
 from holdfast.store import step_name
+from holdfast.store.failures import open_stored
 
 from .children import Pipe, run_forked
 from .conftest import USABLE
@@ -129,11 +129,10 @@ def test_what_says_nothing_about_the_bytes_is_raised_and_never_taken_for_damage(
 
 
 BY_PYTHON = [
-    "opening.open",
-    "opening.require_regular",
+    "opening.open_stored",
     "hold.share_directory",
     "shards.require_regular",
-    "shards.open",
+    "shards.open_stored",
 ]
 """Calls of a restore that do not go through the seam."""
 
@@ -146,7 +145,7 @@ def test_calls_of_pythons_own_are_no_exception(
 ) -> None:
     module, name = call.split(".")
     home = importlib.import_module(f"holdfast.store.{module}")
-    real = getattr(home, name, builtins.open)
+    real = getattr(home, name)
     failed: list[str] = []
 
     def once(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +155,7 @@ def test_calls_of_pythons_own_are_no_exception(
         return real(*args, **kwargs)
 
     with holdfast.Checkpointer(run, blank_state(wide), mode="sync") as checkpointer:
-        monkeypatch.setattr(home, name, once, raising=False)
+        monkeypatch.setattr(home, name, once)
         assert refused(checkpointer, code) is (code != "EIO")
         assert failed
         checkpointer.state = make_state(2, 1, wide)
@@ -233,9 +232,9 @@ def test_an_unreadable_manifest_is_passed_over(run: Path, wide: int, monkeypatch
     def failing(path: Any, *args: Any, **kwargs: Any) -> Any:
         if Path(path).parent.stat().st_ino == newest:
             raise OSError(errno.EIO, "injected", path)
-        return builtins.open(path, *args, **kwargs)
+        return open_stored(path, *args, **kwargs)
 
-    monkeypatch.setattr("holdfast.store.opening.open", failing, raising=False)
+    monkeypatch.setattr("holdfast.store.opening.open_stored", failing)
     with pytest.raises(holdfast.ReadFailed) as caught:
         holdfast.load(run / step_name(2))
     assert str(run / step_name(2)) in str(caught.value)

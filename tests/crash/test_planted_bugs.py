@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 
 import holdfast
 from holdfast.engine import fs
+from holdfast.engine.fs import Entry, HeldDirectory
 from holdfast.store import commit
 from holdfast.store.partial import PARTIAL, Partial
 
@@ -98,13 +98,13 @@ def test_recycling_before_the_retirement_is_durable_is_caught(
 def commit_before_sync(patch: pytest.MonkeyPatch) -> None:
     """The rename first; everything is synced before the save is reported all the same."""
     real_sync, real_sync_dir = fs.sync, fs.sync_dir
-    deferred: list[tuple[Sequence[Any], str | None]] = []
+    deferred: list[tuple[Sequence[Any], HeldDirectory | None]] = []
 
-    def sync_dir(path: str) -> None:
+    def sync_dir(parent: HeldDirectory) -> None:
         while deferred:
             written, directory = deferred.pop()
-            real_sync(written, directory and directory.removesuffix(PARTIAL))
-        real_sync_dir(path)
+            real_sync(written, directory and directory.path.removesuffix(PARTIAL))
+        real_sync_dir(parent)
 
     patch.setattr(fs, "sync", lambda written, directory: deferred.append((written, directory)))
     patch.setattr(fs, "sync_dir", sync_dir)
@@ -113,7 +113,7 @@ def commit_before_sync(patch: pytest.MonkeyPatch) -> None:
 def remove_before_rename(patch: pytest.MonkeyPatch) -> None:
     """Replacing without an exchange: for a moment there is neither."""
 
-    def exchange(new: str, old: str) -> None:
+    def exchange(new: Entry, old: Entry) -> None:
         fs.remove_tree(old)
         fs.rename(new, old)
 
@@ -142,9 +142,9 @@ def test_a_failed_sync_that_is_ignored_is_caught(
 ) -> None:
     real = fs.sync_dir
 
-    def sync_dir(path: str) -> None:
+    def sync_dir(directory: HeldDirectory) -> None:
         try:
-            real(path)
+            real(directory)
         except OSError:
             return
 
@@ -159,17 +159,17 @@ def test_cleaning_up_while_the_names_are_uncertain_is_caught(
 ) -> None:
     """After a failed sync the exchange may be on the disk and its reversal not."""
 
-    def publish(partial: Partial, target: str, *, overwrite: bool) -> None:
-        replaces = overwrite and os.path.lexists(target)
+    def publish(partial: Partial, *, overwrite: bool) -> None:
+        replaces = overwrite and fs.exists(partial.target_entry)
         move = fs.exchange if replaces else fs.rename
-        move(partial.path, target)
+        move(partial.entry, partial.target_entry)
         try:
-            fs.sync_dir(os.path.dirname(target))
+            fs.sync_dir(partial.parent)
         except OSError:
-            move(target, partial.path)
+            move(partial.target_entry, partial.entry)
             raise
         if replaces:
-            fs.remove_tree(partial.path)
+            fs.remove_tree(partial.entry)
 
     monkeypatch.setattr(commit, "publish", publish)
     recording = sequences.with_failing_call(tmp_path, WINDOWED, "sync_dir:2:EIO")

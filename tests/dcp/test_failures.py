@@ -307,3 +307,29 @@ def test_a_power_cut_leaves_all_or_nothing(tmp_path: Path, replace: bool) -> Non
 
 def _inside(event: faults.Event, root: Path) -> bool:
     return event.path.startswith(str(root))
+
+
+@pytest.mark.parametrize("call", ["prepare_local_plan", "write_data", "finish"])
+def test_a_link_that_is_re_pointed_leads_no_writer_into_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    for name in ("first", "other"):
+        save(OTHER, tmp_path / name / "step-000000000001")
+    other = tmp_path / "other" / "step-000000000001"
+    before = {file: (file.stat().st_ino, file.read_bytes()) for file in other.iterdir()}
+    current = tmp_path / "current"
+    current.symlink_to(tmp_path / "first")
+    real = getattr(Writer, call)
+
+    def re_point(self: Writer, *args: Any, **kwargs: Any) -> Any:
+        current.unlink()
+        current.symlink_to(tmp_path / "other")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Writer, call, re_point)
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        save(STATE, current / "step-000000000001", overwrite=True)
+    assert isinstance(failures(caught.value)[0], holdfast.RunMoved)
+    assert {file: (file.stat().st_ino, file.read_bytes()) for file in other.iterdir()} == before
+    assert _names(tmp_path / "other") == _names(tmp_path / "first") == ["step-000000000001"]
+    assert_same(load(OTHER, tmp_path / "first" / "step-000000000001"), OTHER)

@@ -153,7 +153,7 @@ def _another_world_meanwhile(folder: Path) -> list[str]:
     from holdfast.store import together
 
     path = folder / "model"
-    real = together.held_directory
+    real = together.open_partial
 
     def late(directory: str) -> Any:
         os.mkdir(f"{directory}.other")
@@ -161,7 +161,7 @@ def _another_world_meanwhile(folder: Path) -> list[str]:
         return real(directory)
 
     if dist.get_rank() == 1:
-        together.held_directory = late
+        together.open_partial = late
     with pytest.raises(holdfast.HoldfastError, match="given up" if dist.get_rank() == 1 else ""):
         holdfast.save(path, {"w": np.arange(5000.0)}, timeout=30.0)
     return [found.name for found in folder.glob("model.partial/r00001*")]

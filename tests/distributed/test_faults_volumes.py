@@ -22,6 +22,7 @@ import holdfast
 from holdfast.checkpointer import retention
 from holdfast.cli.app import app
 from holdfast.engine import faults
+from holdfast.engine.fs import HeldDirectory
 from holdfast.format.manifest import encode_root
 from holdfast.store import together
 from holdfast.store import volumes as store_volumes
@@ -387,14 +388,14 @@ def _save_without_a_shared_directory(path: Path, other: Path) -> tuple[str, str]
 
     if dist.get_rank() == 1:
         socket.gethostname = lambda: "elsewhere"
-        held = together.held_directory
+        opened = together.open_partial
 
         @contextlib.contextmanager
-        def held_here(path: str) -> Iterator[str]:
-            with held(os.fspath(other)) as name:
-                yield name
+        def opened_here(path: str) -> Iterator[HeldDirectory]:
+            with opened(os.fspath(other)) as directory:
+                yield directory
 
-        together.held_directory = held_here
+        together.open_partial = opened_here
     return error_of(lambda: holdfast.save(path, {"w": np.ones(1 << 17)}, timeout=60.0))[:2]
 
 

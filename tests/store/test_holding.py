@@ -137,7 +137,7 @@ def save(run: WritableRun, step: int, state: object) -> None:
     tuning = holdfast.Options().tuning()
     run.save(
         step,
-        lambda target, spare: Commit(target, step, {}, tuning, spare, overwrite=True).run(flatten(state)),
+        lambda target: Commit(target, step, {}, tuning, overwrite=True).run(flatten(state)),
     )
 
 

@@ -65,6 +65,7 @@ from holdfast.store import (
     list_steps,
     plain_metrics,
 )
+from holdfast.store.directories import path_to_read
 from holdfast.store.volumes import Ledger
 
 Mode = Literal["overlap", "snapshot", "sync"]
@@ -167,7 +168,8 @@ class Checkpointer:
                     place = self._drill.path if self._drill else path
                     _refuse_checkpoint(place)
                     self._run = _open_run(place)
-                    held, known = list_steps(self._run.path), history(self._run.path)
+                    inside = path_to_read(self._run.directory)
+                    held, known = list_steps(inside), history(inside)
                 self._staging = Staging(options.snapshot_nbytes)
                 self._hooks = Hooks(self._before_step)
                 self._hooks.attach(self._optimizers() if mode == "overlap" else ())
@@ -177,11 +179,12 @@ class Checkpointer:
             )
             if not self._crew.leads:
                 self._run = FollowedRun(os.fsdecode(where))
-            ledger = Ledger(self._run.path) if self._crew.leads and self._crew.has_volumes else None
+            directory = self._run.directory
+            ledger = Ledger(directory) if directory is not None and self._crew.has_volumes else None
             self._retention = Retention(
                 self._run, keep or Keep(), known, ledger, found=held, start_over=start_over
             )
-            self._events = EventLog(self._run.path if self._crew.leads else None)
+            self._events = EventLog(self._run.path if self._crew.leads else None, directory)
             self._room: Room | None = None
             if isinstance(self._run, WritableRun) and not self._crew.has_volumes:
                 self._room = Room(self._run, keep or Keep(), self._retention, self._events)
@@ -328,7 +331,8 @@ class Checkpointer:
         try:
             numbers = plain_metrics(metrics) if self._crew.leads else {}  # those of rank 0 are stored
             replace = self._retention.attempt(step)
-            work = take_apart(self._crew, self.state, self._run.path, step, numbers, talk, replace=replace)
+            run = self._run.directory
+            work = take_apart(self._crew, self.state, run, step, numbers, talk, replace=replace)
             division = self._divide(work.leaves)
         except BaseException as error:
             if self._drill is not None:
@@ -386,7 +390,7 @@ class Checkpointer:
             groups = None if self._mode == "sync" else saving.groups
             if self._room is not None:
                 self._room.make(step, work.nbytes)
-            info = self._run.save(step, lambda target, spare: work.commit(target, spare, groups, saving))
+            info = self._run.save(step, lambda target: work.commit(target, groups, saving))
         except BaseException as error:
             if isinstance(error, MutatedDuringSave):
                 self._trust.lose(error.leaves)
@@ -513,7 +517,8 @@ class Checkpointer:
         if self._drill is not None:
             self._drill.restoring()
         into = Target(self.state, strict)
-        found = resume(self._crew, into, self._steps_here(), self._run.path_of, step, self._passed_over)
+        run, here = self._run, self._steps_here()
+        found = resume(self._crew, into, here, run.path_of, step, self._passed_over, run.require_current)
         if found is None:
             if self._drill is not None:
                 self._drill.restored(0, None)

@@ -7,7 +7,6 @@ checkpoint: nothing syncs it, and no failure to write it fails a save.
 from __future__ import annotations
 
 import os
-import stat
 import sys
 import threading
 import warnings
@@ -19,8 +18,9 @@ from typing import Annotated, BinaryIO, TypeAlias, overload
 import msgspec
 from msgspec import Meta, Struct
 
-from holdfast.engine import forks
-from holdfast.errors import CheckpointNotFound, ReadFailed
+from holdfast.engine import forks, fs
+from holdfast.engine.fs import HeldDirectory
+from holdfast.errors import CheckpointNotFound
 from holdfast.store.failures import reading
 
 EVENTS_NAME = "events.jsonl"
@@ -180,8 +180,10 @@ class EventLog:
     (1, 0.5)
     """
 
-    def __init__(self, run: str | os.PathLike[str] | None) -> None:
+    def __init__(self, run: str | os.PathLike[str] | None, directory: HeldDirectory | None = None) -> None:
+        """`directory`: the run's, where its writer holds it open."""
         self.path = None if run is None else os.path.join(os.fspath(run), EVENTS_NAME)
+        self._directory = directory
         self.broken: Exception | None = None
         self._forks = forks()
         self._lock = threading.Lock()
@@ -274,14 +276,11 @@ class EventLog:
     def _open(self) -> int:
         if self._file is None:
             assert self.path is not None
-            # Also for reading: the last byte tells whether a crash left half a line. Not to wait for the
-            # other end of something that is no file.
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-            file = os.open(self.path, flags, 0o644)
+            # Also for reading: the last byte tells whether a crash left half a line.
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+            file = fs.open_regular(self._place(EVENTS_NAME), self._number(), flags)
             try:
                 found = os.fstat(file)
-                if not stat.S_ISREG(found.st_mode):
-                    raise OSError("it is not a file")
                 self._torn = found.st_size > 0 and os.pread(file, 1, found.st_size - 1) != b"\n"
             except BaseException:
                 os.close(file)
@@ -291,11 +290,19 @@ class EventLog:
         return self._file
 
     def _rotate(self, file: int) -> int:
-        assert self.path is not None
-        os.replace(self.path, os.path.join(os.path.dirname(self.path), OLDER_NAME))
+        number = self._number()
+        os.replace(self._place(EVENTS_NAME), self._place(OLDER_NAME), src_dir_fd=number, dst_dir_fd=number)
         self._file = None
         os.close(file)
         return self._open()
+
+    def _place(self, name: str) -> str:
+        """The path of a file, or its name in the directory that is held."""
+        assert self.path is not None
+        return os.path.join(os.path.dirname(self.path), name) if self._directory is None else name
+
+    def _number(self) -> int | None:
+        return None if self._directory is None else self._directory.fileno()
 
 
 def read_events(run: str | os.PathLike[str]) -> tuple[list[Event], int]:
@@ -325,17 +332,9 @@ def _opened(run: str | os.PathLike[str], name: str) -> BinaryIO:
     path = os.path.join(run, name)
     with reading(path):
         try:
-            return open(path, "rb", opener=_open_regular)
+            return open(path, "rb", opener=lambda name, flags: fs.open_regular(name, None, flags))
         except FileNotFoundError:
             return open(os.devnull, "rb")
-
-
-def _open_regular(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its other end
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ReadFailed(f"cannot read {path}: it is not a regular file")
-    return descriptor
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:

@@ -56,13 +56,15 @@ def resume(
     path_of: Callable[[int], str],
     only: int | None,
     passed_over: Callable[[int, HoldfastError], None],
+    require_current: Callable[[], None],
 ) -> Resumed | None:
     """Fills the state from the newest of these steps that is intact; None when there is none at all.
 
-    With `only`, from that one. The coordinator's list of steps counts.
+    With `only`, from that one. The coordinator's list of steps counts. `require_current` raises when the
+    run's path does not lead to the run any more.
     """
     with crew.again(f"restore from {os.path.dirname(path_of(0))}") as team:
-        return _resume(crew, team, into, steps, path_of, only, passed_over)
+        return _resume(crew, team, into, steps, path_of, only, passed_over, require_current)
 
 
 def _resume(
@@ -73,8 +75,10 @@ def _resume(
     path_of: Callable[[int], str],
     only: int | None,
     passed_over: Callable[[int, HoldfastError], None],
+    require_current: Callable[[], None],
 ) -> Resumed | None:
     with _all_or_none(crew, team, "target"):
+        require_current()
         refuse_fixed(into.state)
     candidates = _agreed(crew, team, steps)
     failures: list[HoldfastError] = []

@@ -25,6 +25,7 @@ from holdfast.errors import (
     UnsupportedCheckpoint,
 )
 from holdfast.store import Checkpoint, CheckpointInfo, FollowedRun, WritableRun, list_steps, step_name
+from holdfast.store.directories import path_to_read
 from holdfast.store.volumes import Ledger, id_at
 
 
@@ -207,12 +208,13 @@ class Retention:
         if self._ledger is None:
             self._run.retire(steps, durable=durable)
             return
-        paths = map(self._run.path_of, steps)
-        with self._ledger.retiring({path: id_at(path) for path in paths}):
+        assert self._run.directory is not None
+        paths = {step_name(step): path_to_read(self._run.directory, step_name(step)) for step in steps}
+        with self._ledger.retiring({name: id_at(path) for name, path in paths.items()}):
             self._run.retire(steps, durable=durable)
 
     def _is_there(self, step: int) -> bool:
-        return os.path.isdir(self._run.path_of(step))
+        return self._run.has(step)
 
     @staticmethod
     def _warn(message: str) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.checkpointer.retention import ids
+from holdfast.engine.fs import HeldDirectory
 from holdfast.format.dtypes import itemsize
 from holdfast.state import LeafSource, flatten
-from holdfast.store import CheckpointInfo, Commit, Conversation, Crew, Spare, Watch
+from holdfast.store import CheckpointInfo, Commit, Conversation, Crew, Target, Watch
+from holdfast.store.directories import path_to_read
 from holdfast.store.volumes import Ledger
 
 Groups = Sequence[Sequence[LeafSource]]
@@ -19,43 +21,43 @@ Groups = Sequence[Sequence[LeafSource]]
 class Work:
     """What is to be saved: these leaves, and how they become a checkpoint.
 
-    `commit` is given the target, files to write over, the leaves in their order, and who watches.
+    `commit` is given the target, the leaves in their order, and who watches.
     """
 
     leaves: tuple[LeafSource, ...]
     nbytes: Callable[[], int]
     """The size of the whole checkpoint's arrays, those of other ranks included."""
-    commit: Callable[[str, Spare | None, Groups | None, Watch], CheckpointInfo]
+    commit: Callable[[Target, Groups | None, Watch], CheckpointInfo]
 
 
 def take_apart(
     crew: Crew,
     state: object,
-    run: str,
+    run: HeldDirectory | None,
     step: int,
     metrics: Mapping[str, float],
     talk: Conversation | None,
     *,
     replace: bool,
 ) -> Work:
-    """The state as it is now, as far as this rank writes it.
+    """The state as it is now, as far as this rank writes it. `run`: its directory, on the coordinator.
 
     `replace`: a checkpoint of that step that is there already makes way for it.
     """
     if not crew.needed:
         flat = flatten(state)
 
-        def alone(target: str, spare: Spare | None, groups: Groups | None, watch: Watch) -> CheckpointInfo:
-            commit = Commit(target, step, metrics, crew.way.tuning, spare, overwrite=replace)
+        def alone(target: Target, groups: Groups | None, watch: Watch) -> CheckpointInfo:
+            commit = Commit(target, step, metrics, crew.way.tuning, overwrite=replace)
             return commit.run(flat, groups, watch)
 
         leaves = flat.leaves + flat.local_leaves
         return Work(leaves, lambda: sum(leaf.nbytes for leaf in leaves), alone)
     ready = crew.prepare(state, talk)
-    ledger = Ledger(run) if crew.leads and crew.has_volumes else None
-    live = None if ledger is None else ids(run)
+    ledger = Ledger(run) if run is not None and crew.has_volumes else None
+    live = None if run is None or ledger is None else ids(path_to_read(run))
 
-    def together(target: str, spare: Spare | None, groups: Groups | None, watch: Watch) -> CheckpointInfo:
+    def together(target: Target, groups: Groups | None, watch: Watch) -> CheckpointInfo:
         return crew.commit(
             ready,
             target,
@@ -63,7 +65,6 @@ def take_apart(
             metrics,
             groups=groups,
             watch=watch,
-            spare=spare,
             overwrite=replace,
             ledger=ledger,
             live=live,

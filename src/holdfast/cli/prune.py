@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,6 +13,7 @@ from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
     from holdfast.checkpointer import Keep
+    from holdfast.cli.listing import Listing
 
 _DEFAULT_LAST = 3
 
@@ -91,32 +93,29 @@ def _best(text: str) -> tuple[str, Literal["min", "max"], int]:
 def _prune(run: Path, keep: Keep, *, dry_run: bool) -> Pruned:
     import os
 
-    from holdfast.checkpointer import Kept
     from holdfast.cli.listing import leftovers, list_run
     from holdfast.errors import CheckpointNotFound
-    from holdfast.store import WritableRun, is_checkpoint, volumes
+    from holdfast.store import WritableRun, is_checkpoint, step_name, volumes
+    from holdfast.store.directories import path_to_read
 
     where = os.path.abspath(run)
     if is_checkpoint(where):
         raise CheckpointNotFound(f"{where} is one checkpoint, not a run: name the directory around it")
     before = list_run(where)
-    # One that is damaged counts for no rule: were it the newest, the last whole one would go in its favour.
-    whole = [
-        Kept(entry.step, entry.created, entry.metrics)
-        for entry in before.checkpoints
-        if entry.damage is None and entry.step is not None and entry.created is not None
-    ]
-    stay = keep.chosen(whole)
-    gone = [item.step for item in whole if item.step not in stay]
+    gone = _superfluous(before, keep)
     if (gone or before.leftovers) and not dry_run:
-        writable = WritableRun(where)  # sweeps what unfinished saves left
-        try:
-            elsewhere = {path: volumes.homes_of(path) for path in map(writable.path_of, gone)}
+        unfinished = before.leftovers
+        with closing(WritableRun(where)) as writable:  # sweeps what unfinished saves left
+            # Again: until the lock was taken, a training may have saved, or the path have led elsewhere.
+            before = replace(list_run(where), leftovers=unfinished)
+            writable.require_current()
+            gone = _superfluous(before, keep)
+            paths = {step_name(step): path_to_read(writable.directory, step_name(step)) for step in gone}
+            elsewhere = {name: volumes.homes_of(path) for name, path in paths.items()}
             # Those of other hosts are removed by the ranks there, with the next save.
-            with volumes.Ledger(where).retiring({path: id for path, (id, _) in elsewhere.items()}):
+            ledger = volumes.Ledger(writable.directory)
+            with ledger.retiring({name: id for name, (id, _) in elsewhere.items()}):
                 writable.retire(gone)
-        finally:
-            writable.close()
         for home in (home for _, homes in elsewhere.values() for home in homes):
             volumes.remove(home)
     removed = tuple(
@@ -139,6 +138,20 @@ def _prune(run: Path, keep: Keep, *, dry_run: bool) -> Pruned:
         held=tuple(found.path for found in held),
         freed_nbytes=sum(item.nbytes for item in (*removed, *swept)) - sum(found.nbytes for found in held),
     )
+
+
+def _superfluous(run: Listing, keep: Keep) -> list[int]:
+    """The steps that no rule wants."""
+    from holdfast.checkpointer import Kept
+
+    # One that is damaged counts for no rule: were it the newest, the last whole one would go in its favour.
+    whole = [
+        Kept(entry.step, entry.created, entry.metrics)
+        for entry in run.checkpoints
+        if entry.damage is None and entry.step is not None and entry.created is not None
+    ]
+    stay = keep.chosen(whole)
+    return [item.step for item in whole if item.step not in stay]
 
 
 def _print(out: Session, done: Pruned) -> None:

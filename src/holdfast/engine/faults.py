@@ -18,6 +18,7 @@ from holdfast import _native
 
 CALLS = (
     "open",
+    "lease",
     "fallocate",
     "truncate",
     "write",

@@ -1,21 +1,30 @@
-"""Durable file-system operations, all through the native seam. Each raises `OSError` naming call and path."""
+"""Durable file-system operations, all through the native seam. Each raises `OSError` naming call and path.
+
+A place is a path, or an `Entry`: a name in an open directory (`HeldDirectory.at`). What acts on an entry acts
+in that very directory, whatever its path leads to by then.
+"""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from holdfast import _native
 from holdfast._native import (
+    Entry,
     HeldDirectory,
     PendingFile,
     exchange,
     exists,
     hold_directory,
     identity,
+    is_link,
     leave_directories_to_the_parent,
     make_directory,
     mkdir,
+    open_directory,
     rename,
     rename_new,
     rmdir,
@@ -25,17 +34,23 @@ from holdfast._native import (
 from holdfast.engine.transfer import WriteJob
 
 __all__ = [
+    "Entry",
     "HeldDirectory",
     "PendingFile",
+    "Place",
     "anchor",
     "exchange",
     "exists",
     "hold_directory",
     "identity",
+    "is_link",
     "leave_directories_to_the_parent",
     "make_directories",
     "make_directory",
     "mkdir",
+    "open_directory",
+    "open_regular",
+    "remove_entries",
     "remove_tree",
     "rename",
     "rename_new",
@@ -46,18 +61,36 @@ __all__ = [
     "write_file",
 ]
 
+Place: TypeAlias = str | os.PathLike[str] | Entry
+
 
 def write_file(
-    path: str | os.PathLike[str], data: bytes | bytearray, more: bytes = b"", *, recycle: bool = False
+    path: Place, data: bytes | bytearray, more: bytes = b"", *, recycle: bool = False
 ) -> PendingFile:
     """Writes a small file whole: `data`, and `more` behind it.
 
-    It is durable after `sync` of the returned object and its directory.
+    It is durable after `sync` of the returned object and its directory. With `recycle` an existing file is
+    overwritten in place, unless others have it open or mapped: then a new one takes its name (`fresh`).
     """
     return _native.PendingFile(path, data, recycle, more)
 
 
-def sync(written: Sequence[WriteJob | PendingFile], directory: str | None = None) -> None:
+def open_regular(name: str, directory: int | None = None, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file: of no pipe, which would be waited for, and never through a link.
+
+    Anything else in its place is an `OSError`. `directory`: the descriptor of the one that it is in.
+    """
+    opened = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644, dir_fd=directory)
+    try:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise OSError(f"{name} is not a regular file")
+    except BaseException:
+        os.close(opened)
+        raise
+    return opened
+
+
+def sync(written: Sequence[WriteJob | PendingFile], directory: Place | HeldDirectory | None = None) -> None:
     """Makes written files, and the directory that names them, durable in one go, and closes them.
 
     A failed sync is final: the kernel may have dropped the data, and a second sync would lie about it.
@@ -109,19 +142,25 @@ def anchor(directory: str, *, once: bool = False) -> None:
 _anchored: set[tuple[str, tuple[int, int, int]]] = set()
 
 
-def remove_tree(path: str) -> None:
+def remove_tree(path: Place) -> None:
     """Removes a checkpoint directory: files and one level of directories is all there is in one.
 
     Of a link to one, only the link: what it leads to is somebody else's.
     """
-    if os.path.islink(path):
+    if is_link(path):
         unlink(path)
         return
-    with os.scandir(path) as entries:
-        found = list(entries)
-    for entry in found:
-        if entry.is_dir(follow_symlinks=False):
-            remove_tree(entry.path)
-        else:
-            unlink(entry.path)
+    directory = open_directory(path, False)
+    try:
+        remove_entries(directory)
+    finally:
+        directory.release()
     rmdir(path)
+
+
+def remove_entries(directory: HeldDirectory) -> None:
+    """Removes all there is in a directory."""
+    with os.scandir(directory.fileno()) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in found:
+        (remove_tree if is_directory else unlink)(directory.at(name))

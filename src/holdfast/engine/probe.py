@@ -39,12 +39,20 @@ class Capabilities:
 _known: dict[int, Capabilities] = {}
 
 
-def capabilities(directory: str | os.PathLike[str]) -> Capabilities:
+def capabilities(directory: str | os.PathLike[str] | _native.HeldDirectory) -> Capabilities:
     """Probes the filesystem of an existing, writable directory."""
-    device = os.stat(directory).st_dev
+    if isinstance(directory, _native.HeldDirectory):
+        where = f"/proc/self/fd/{directory.fileno()}"
+    else:
+        where = os.fspath(directory)
+    device = os.stat(where).st_dev
     found = _known.get(device)
     if found is None:
-        direct, memory_alignment, offset_alignment, direct_reason = _native.probe(directory)
+        try:
+            direct, memory_alignment, offset_alignment, direct_reason = _native.probe(where)
+        except OSError as error:
+            error.filename = _shown(directory)
+            raise
         uring, uring_reason = _native.uring_available()
         found = Capabilities(uring, uring_reason, direct, direct_reason, memory_alignment, offset_alignment)
         _known[device] = found
@@ -81,7 +89,9 @@ def _read_trial(path: str | os.PathLike[str]) -> Backend:
     return "uring" if _native.uring_available()[0] else "threads"
 
 
-def choose_backend(directory: str | os.PathLike[str], forced: str | None = None) -> Backend:
+def choose_backend(
+    directory: str | os.PathLike[str] | _native.HeldDirectory, forced: str | None = None
+) -> Backend:
     """The backend for files in `directory`: the forced one (or ``HOLDFAST_BACKEND``), else the best there."""
     forced = _forced(forced)
     if forced is None:
@@ -91,7 +101,7 @@ def choose_backend(directory: str | os.PathLike[str], forced: str | None = None)
     able = capabilities(directory)
     if not able.direct:
         raise EngineUnavailable(
-            f"backend {forced!r} needs direct I/O, which {os.fspath(directory)} does not have "
+            f"backend {forced!r} needs direct I/O, which {_shown(directory)} does not have "
             f"({able.direct_reason}); use 'buffered', or leave the choice to Holdfast"
         )
     if forced == "uring" and not able.uring:
@@ -100,6 +110,10 @@ def choose_backend(directory: str | os.PathLike[str], forced: str | None = None)
             "use 'threads', or leave the choice to Holdfast"
         )
     return forced
+
+
+def _shown(directory: str | os.PathLike[str] | _native.HeldDirectory) -> str:
+    return directory.path if isinstance(directory, _native.HeldDirectory) else os.fspath(directory)
 
 
 def _forced(argument: str | None) -> Backend | None:

@@ -148,6 +148,10 @@ class WriteJob:
         """
         return self.native.wait_for_nbytes(nbytes, timeout)
 
+    def fresh(self) -> bool:
+        """Whether its name in its directory is a new one, that a sync of the directory makes durable."""
+        return self.native.fresh()
+
     def checksums(self) -> list[str]:
         """Per piece, the checksums of its chunks: 16 hexadecimal digits each."""
         return self.native.checksums(CHUNK_NBYTES)
@@ -169,7 +173,7 @@ class WriteJob:
 
 
 def write(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | _native.Entry,
     nbytes: int,
     pieces: Sequence[WritePiece],
     *,
@@ -181,7 +185,8 @@ def write(
     """Starts writing a whole file: `header`, then `pieces` (sorted by offset; gaps become zeros).
 
     Without a backend in `tuning` the page cache is used, as it is for small files in any case. With `recycle`
-    an existing file is overwritten in place. ``background=False`` does the work before returning.
+    an existing file is overwritten in place, unless others have it open or mapped: then a new one takes its
+    name (`WriteJob.fresh`). ``background=False`` does the work before returning.
     """
     sources: list[Source] = [piece.source for piece in pieces]
     columns = _columns([piece.offset for piece in pieces], sources)

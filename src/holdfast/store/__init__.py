@@ -23,7 +23,7 @@ from holdfast.store.commit import CheckpointInfo, Commit, check_step
 from holdfast.store.crew import Crew, muster
 from holdfast.store.lazy import LazyLeaf
 from holdfast.store.metrics import plain_metrics
-from holdfast.store.partial import Spare
+from holdfast.store.partial import Spare, Target
 from holdfast.store.run import FollowedRun, WritableRun, list_steps, step_name
 from holdfast.store.shards import Problem
 from holdfast.store.verification import Report, verify
@@ -42,6 +42,7 @@ __all__ = [
     "Problem",
     "Report",
     "Spare",
+    "Target",
     "Watch",
     "WritableRun",
     "check_step",

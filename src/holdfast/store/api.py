@@ -21,7 +21,7 @@ from holdfast.store.link import Link
 from holdfast.store.loading import load_together
 from holdfast.store.metrics import plain_metrics
 from holdfast.store.opening import newest
-from holdfast.store.partial import PARTIAL
+from holdfast.store.partial import PARTIAL, Target
 from holdfast.store.run import RETIRED
 from holdfast.store.shares import Replicas
 from holdfast.store.unison import open_newest_together
@@ -138,7 +138,7 @@ def save(
     if team is None and (way is None or not way.volumes):
         check_target(target)
         tuning = _DEFAULT if way is None else way.tuning
-        commit = Commit(target, step, plain_metrics(metrics), tuning, overwrite=overwrite)
+        commit = Commit(Target(target), step, plain_metrics(metrics), tuning, overwrite=overwrite)
         flat = flatten(state)
         make_parent(target)
         return commit.run(flat)
@@ -158,7 +158,7 @@ def save(
         except BaseException as error:
             crew.failed(talk, error)
             raise
-        info = crew.commit(ready, target, step, numbers, overwrite=overwrite)
+        info = crew.commit(ready, Target(target), step, numbers, overwrite=overwrite)
         crew.close(wait=True)
         return info
 

@@ -1,6 +1,7 @@
 """The commit protocol: how a checkpoint becomes durable, all or nothing.
 
-For a checkpoint that shall appear at ``D`` in directory ``P``, one process:
+For a checkpoint that shall appear at ``D`` in directory ``P`` (held open, and reached by its descriptor), one
+process:
 
 1. Make ``D.partial`` in ``P``, or rename a retired checkpoint to it to write over its files. Nobody reads a
    name that ends in ``.partial``, so nothing before step 5 can be taken for a checkpoint.
@@ -10,7 +11,8 @@ For a checkpoint that shall appear at ``D`` in directory ``P``, one process:
 4. Sync the shard, the manifest, and the directory ``D.partial``: all there is to the checkpoint is durable.
    (The directory's entries may be durable already: those of a checkpoint that this process committed and
    retired, and in which nothing was made or removed since.)
-5. Rename ``D.partial`` to ``D``. **This is the commit.** It fails if anything has that name by now.
+5. Rename ``D.partial`` to ``D``. **This is the commit.** It fails if anything has that name by now. And it
+   fails if the path of ``P`` leads elsewhere by now: readers would not find the checkpoint.
    (Replacing an old one: exchange the two names. It is held against other writers until it is removed.)
 6. Sync ``P``. Now, and only now, the save is reported durable.
 
@@ -36,6 +38,7 @@ from msgspec import Struct
 
 from holdfast import engine
 from holdfast.engine import Tuning, fs
+from holdfast.engine.fs import Entry
 from holdfast.errors import CheckpointExists, HoldfastError, RunLocked, UnsupportedState
 from holdfast.format.checksums import digest
 from holdfast.format.embedded import EMBEDDING_SHARD
@@ -44,9 +47,9 @@ from holdfast.format.records import ShardFile
 from holdfast.plan import ShardPlan, arrange
 from holdfast.state import Flat, LeafSource
 from holdfast.store.describe import Identity, OneFile, describe, leaf_records, one_file
-from holdfast.store.directories import LOCK_SECONDS, share_directory
+from holdfast.store.directories import LOCK_SECONDS, require_current, share_directory
 from holdfast.store.failures import save_failed
-from holdfast.store.partial import PARTIAL, Partial, Spare
+from holdfast.store.partial import Partial, Target
 from holdfast.store.watch import Watch
 
 MANIFEST = MANIFEST_NAME
@@ -79,16 +82,15 @@ class CheckpointInfo(Struct, frozen=True):
 class Commit(Struct, frozen=True):
     """One checkpoint to be committed."""
 
-    target: str
+    to: Target
     step: int
     metrics: Mapping[str, float]
     tuning: Tuning
-    spare: Spare | None = None
     overwrite: bool = False
 
     @property
-    def parent(self) -> str:
-        return os.path.dirname(self.target)
+    def target(self) -> str:
+        return self.to.path
 
     def run(
         self,
@@ -102,17 +104,21 @@ class Commit(Struct, frozen=True):
         """
         began = time.perf_counter()
         identity = Identity(os.urandom(16).hex(), check_step(self.step), time.time(), dict(self.metrics))
-        partial = Partial(self.target, self.spare, self.target + PARTIAL)
         try:
-            fs.anchor(self.parent, once=True)
-            return self._save(partial, identity, flat, groups, watch or Watch(), began)
-        except BaseException as error:
-            partial.remove()
-            if isinstance(error, OSError) and not isinstance(error, HoldfastError):
-                raise save_failed(error, self.target) from error
-            raise
-        finally:
-            partial.release()
+            with self.to.opened() as parent:
+                partial = Partial(parent, self.target, self.to.spare)
+                try:
+                    fs.anchor(parent.path, once=True)
+                    return self._save(partial, identity, flat, groups, watch or Watch(), began)
+                except BaseException:
+                    partial.remove()
+                    raise
+                finally:
+                    partial.release()
+        except OSError as error:
+            if isinstance(error, HoldfastError):
+                raise
+            raise save_failed(error, self.target) from error
 
     def _save(
         self,
@@ -139,7 +145,7 @@ class Commit(Struct, frozen=True):
         # Choosing may write a trial file, so it comes before there is anything to clean up.
         tuning = self.tuning
         if plan.nbytes > limit or tuning.backend is not None:
-            tuning = replace(tuning, backend=engine.choose_backend(self.parent, tuning.backend))
+            tuning = replace(tuning, backend=engine.choose_backend(partial.parent, tuning.backend))
         partial.make()
         writing = time.perf_counter()
         if single is None:
@@ -148,7 +154,7 @@ class Commit(Struct, frozen=True):
             manifest_nbytes, synced = 0, self._write_one_file(single, partial)
         syncing = time.perf_counter()
         watch.committing()
-        publish(partial, self.target, overwrite=self.overwrite)
+        publish(partial, overwrite=self.overwrite)
         watch.committed()
         ended = time.perf_counter()
         return CheckpointInfo(
@@ -174,9 +180,10 @@ class Commit(Struct, frozen=True):
         partial: Partial,
     ) -> tuple[int, float]:
         """Steps 2 to 4. Returns the size of the manifest, and the seconds that the syncs took."""
-        directory = partial.directory_to_sync({SHARD, MANIFEST})
+        ours = {SHARD, MANIFEST}
+        partial.clear(ours)
         job = engine.write(
-            os.path.join(partial.path, SHARD),
+            partial.directory.at(SHARD),
             plan.nbytes,
             plan.pieces(),
             tuning=tuning,
@@ -191,9 +198,9 @@ class Commit(Struct, frozen=True):
             shard = ShardFile(SHARD, plan.nbytes, len(plan.header), digest(plan.header))
             leaves = leaf_records(plan.leaves, plan.offsets, job.checksums())
             encoded = encode_root(describe(identity, flat, shard), leaves)
-            manifest = fs.write_file(os.path.join(partial.path, MANIFEST), encoded, recycle=partial.recycle)
+            manifest = fs.write_file(partial.directory.at(MANIFEST), encoded, recycle=partial.recycle)
             began = time.perf_counter()
-            fs.sync([job, manifest], directory)
+            fs.sync([job, manifest], partial.directory_to_sync(ours, [job, manifest]))
         except BaseException:
             job.abandon()  # the engine must not go on reading memory that the caller goes on to change
             raise
@@ -201,12 +208,12 @@ class Commit(Struct, frozen=True):
 
     def _write_one_file(self, single: OneFile, partial: Partial) -> float:
         """Steps 2 to 4 of a small state. Returns the seconds that the syncs took."""
-        directory = partial.directory_to_sync({SHARD})
+        partial.clear({SHARD})
         file = fs.write_file(
-            f"{partial.path}/{SHARD}", single.plan.header, single.packed.data, recycle=partial.recycle
+            partial.directory.at(SHARD), single.plan.header, single.packed.data, recycle=partial.recycle
         )
         began = time.perf_counter()
-        fs.sync([file], directory)
+        fs.sync([file], partial.directory_to_sync({SHARD}, [file]))
         return time.perf_counter() - began
 
 
@@ -234,46 +241,45 @@ def _existing(target: str) -> CheckpointExists:
     )
 
 
-def publish(
-    partial: Partial, target: str, *, overwrite: bool, replaced: Callable[[], None] | None = None
-) -> None:
+def publish(partial: Partial, *, overwrite: bool, replaced: Callable[[], None] | None = None) -> None:
     """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found.
 
     `replaced` is called when that is durable and an old checkpoint is about to be removed.
     """
-    if not (overwrite and fs.exists(target)):
-        _change_names(partial, target, fs.rename_new)
+    require_current(partial.parent)
+    if not (overwrite and fs.exists(partial.target_entry)):
+        _change_names(partial, fs.rename_new)
         return
     # Shared with its readers, but not with the next writer: to that one, what is replaced would look like the
     # leftover of a crash, to be swept away. Then this one would remove what the next one makes there.
-    old = share_directory(target, LOCK_SECONDS)
+    old = share_directory(partial.target_entry, LOCK_SECONDS)
     if old is None:
-        raise RunLocked(f"another process is saving to {target}; one writer per checkpoint")
+        raise RunLocked(f"another process is saving to {partial.target}; one writer per checkpoint")
     try:
-        _change_names(partial, target, fs.exchange)
+        _change_names(partial, fs.exchange)
         if replaced is not None:
             replaced()
         with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
-            fs.remove_tree(partial.path)
+            fs.remove_tree(partial.entry)
     finally:
         old.release()
 
 
-def _change_names(partial: Partial, target: str, move: Callable[[str, str], None]) -> None:
-    parent = os.path.dirname(target)
+def _change_names(partial: Partial, move: Callable[[Entry, Entry], None]) -> None:
+    parent, ours, target = partial.parent, partial.entry, partial.target_entry
     partial.settled = False
     try:
-        move(partial.path, target)
+        move(ours, target)
     except FileExistsError:
         partial.settled = True
-        raise _existing(target) from None
+        raise _existing(target.path) from None
     except OSError:
         partial.settled = True
         raise
     try:
         fs.sync_dir(parent)
     except OSError:
-        move(target, partial.path)
+        move(target, ours)
         fs.sync_dir(parent)  # no second try of the first: the names have changed again
         partial.settled = True
         raise

@@ -26,7 +26,7 @@ from holdfast.store import volumes
 from holdfast.store.calls import STRAGGLER_SECONDS, Call, Calls, Conversation, Plan
 from holdfast.store.commit import CheckpointInfo
 from holdfast.store.link import Link
-from holdfast.store.partial import Spare
+from holdfast.store.partial import Target
 from holdfast.store.shares import Replicas, Share, Shares
 from holdfast.store.together import Together
 from holdfast.store.unison import all_or_none
@@ -214,13 +214,12 @@ class Crew:
     def commit(
         self,
         ready: Ready,
-        target: str,
+        target: Target,
         step: int,
         metrics: Mapping[str, float],
         *,
         groups: Sequence[Sequence[LeafSource]] | None = None,
         watch: Watch | None = None,
-        spare: Spare | None = None,
         overwrite: bool = False,
         ledger: volumes.Ledger | None = None,
         live: Collection[str] | None = None,
@@ -242,7 +241,6 @@ class Crew:
             self.rank,
             1 if team is None else team.world,
             self.way.volumes,
-            spare,
             overwrite,
             ledger,
             None if live is None else frozenset(live),

@@ -159,8 +159,33 @@ def read_up_to(file: BinaryIO, nbytes: int) -> bytearray:
 
 
 def require_regular(path: str, shown: str) -> os.stat_result:
-    """What `stat` says of a plain file. Anything else in its place (a pipe would block) is damage."""
-    info = os.stat(path)
+    """What `stat` says of a plain file. Anything else in its place is damage."""
+    return _regular(os.stat(path), shown)
+
+
+def open_stored(path: str, shown: str) -> BinaryIO:
+    """A plain file of a checkpoint, for reading, and never a pipe, which would be waited for.
+
+    A link to one is followed: some caches and archives keep all files so, and checksums tell what is wrong.
+    """
+
+    def opener(path: str, flags: int) -> int:
+        try:
+            opened = os.open(path, flags | os.O_NONBLOCK)
+        except BlockingIOError:  # somebody holds a lease on it, a file server say, and is waited for
+            require_regular(path, shown)
+            return os.open(path, flags)
+        try:
+            _regular(os.fstat(opened), shown)
+        except BaseException:
+            os.close(opened)
+            raise
+        return opened
+
+    return open(path, "rb", opener=opener)
+
+
+def _regular(info: os.stat_result, shown: str) -> os.stat_result:
     if not stat.S_ISREG(info.st_mode):
         raise CorruptCheckpoint("this is not a regular file", path=shown)
     return info

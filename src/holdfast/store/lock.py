@@ -1,10 +1,13 @@
-"""One writer per run: the lock that a dead process cannot keep.
+"""One writer per run: locks that a dead process cannot keep, and that cannot be taken from a live one.
 
-A lock on ``.lock`` in the run's directory, of the kind that belongs to an open file (``F_OFD_SETLK``): it
-also excludes a second writer in the same process, and somebody else in that process who opens and closes the
-file, to copy it say, does not drop it. The kernel drops it when the last descriptor goes, so a forked child
-closes its own at once: data-loader workers that outlive their parent do not hold the run. The file says who
-does.
+The run's directory itself is locked (``flock``) and held by its descriptor: whatever becomes of its path and
+of the files in it, no second writer gets it. On network file systems such a lock holds on one host only. So
+there is a second lock, on the file ``.lock`` in that directory, of the kind that belongs to an open file
+(``F_OFD_SETLK``): other code of this process that opens and closes the file, to copy it say, does not drop
+it. That file also says who holds the run.
+
+Both exclude a second writer in the same process, too. The kernel drops them when the last descriptor goes, so
+a forked child closes its own at once: data-loader workers that outlive their parent do not hold the run.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import time
 import weakref
 from types import TracebackType
 
+from holdfast.engine import fs
+from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import RunLocked
 
 LOCK_FILE = ".lock"
@@ -27,29 +32,53 @@ _WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class RunLock:
-    """Held from construction to `release`, or until nothing refers to it any more."""
+    """Held from construction to `release`, or until nothing refers to it any more.
+
+    `directory` is the run's, open for as long. The path may be a link to it.
+    """
 
     def __init__(self, run: str) -> None:
         self._file = -1
-        path = os.path.join(run, LOCK_FILE)
-        # A link would have us write over whatever it leads to.
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        _held.add(self)
+        self._directory: HeldDirectory | None = None
+        held = fs.hold_directory(run, True, True)
+        if held is None:
+            raise RunLocked(f"run {run} is {_holder_of(run)}; one writer per run")
+        self._directory = held
         try:
+            self._file = self._open()
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
         except OSError as error:
-            holder = _holder(self._file)
             self.release()
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
+            if error.errno not in (errno.EAGAIN, errno.EACCES) or error.filename is not None:
                 raise
-            raise RunLocked(f"run {run} is {holder}; one writer per run") from error
+            raise RunLocked(f"run {run} is {_holder_of(run)}; one writer per run") from error
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         # On a full disk the lock holds all the same, only nameless; and a restore must still be possible.
         with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps(me).encode(), 0)
 
+    def _open(self) -> int:
+        # A link would have us write over what it leads to.
+        try:
+            file = fs.open_regular(LOCK_FILE, self.directory.fileno(), os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            error.filename = os.path.join(self.directory.path, LOCK_FILE)
+            raise
+        _held.add(self)
+        return file
+
+    @property
+    def directory(self) -> HeldDirectory:
+        assert self._directory is not None
+        return self._directory
+
     def release(self) -> None:
+        self._leave_file()
+        if self._directory is not None:
+            self._directory.release()
+
+    def _leave_file(self) -> None:
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
@@ -72,18 +101,23 @@ _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 def _leave_to_the_parent() -> None:
     for lock in list(_held):
-        lock.release()  # of this process' own descriptor; the parent has another, and the lock with it
+        lock._leave_file()  # of this process' own descriptor; the parent has another, and the lock with it
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
-def _holder(file: int) -> str:
+def _holder_of(run: str) -> str:
+    """Who holds a run, as far as its lock file tells."""
     try:
-        found = json.loads(os.pread(file, 4096, 0))
+        file = fs.open_regular(os.path.join(run, LOCK_FILE))
+        try:
+            found = json.loads(os.pread(file, 4096, 0))
+        finally:
+            os.close(file)
         pid, host = int(found["pid"]), found["host"]
         if (pid, host) == (os.getpid(), socket.gethostname()):
             return "open for writing in this process already: close that Checkpointer first"
         return f"being written by process {pid} on {host} since {found['since']}"
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "being written by another process"

@@ -19,7 +19,7 @@ from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root, shard_name
 from holdfast.format.records import Root
 from holdfast.format.shard import header_nbytes
 from holdfast.store.commit import MANIFEST, SHARD
-from holdfast.store.failures import patiently, read_up_to, reading, require_regular
+from holdfast.store.failures import open_stored, patiently, read_up_to, reading
 from holdfast.store.hold import Hold
 from holdfast.store.partial import PARTIAL
 from holdfast.store.run import RETIRED, list_steps, step_name
@@ -113,10 +113,8 @@ def _read_root(directory: str, path: str) -> Root:
     """The manifest of the checkpoint at `path`: a file by itself, or else in the header of its only shard."""
     where = os.path.join(path, MANIFEST)
     try:
-        with reading(where):
-            nbytes = require_regular(os.path.join(directory, MANIFEST), where).st_size
-            with open(os.path.join(directory, MANIFEST), "rb") as file:
-                data = read_up_to(file, min(nbytes, MAX_ROOT_NBYTES) + 1)
+        with reading(where), open_stored(os.path.join(directory, MANIFEST), where) as file:
+            data = read_up_to(file, min(os.fstat(file.fileno()).st_size, MAX_ROOT_NBYTES) + 1)
     except OSError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return _read_embedded(directory, path)
@@ -129,11 +127,10 @@ def _read_root(directory: str, path: str) -> Root:
 def _read_embedded(directory: str, path: str) -> Root:
     where = os.path.join(path, SHARD)
     try:
-        with reading(where):
-            nbytes = require_regular(os.path.join(directory, SHARD), where).st_size
-            with open(os.path.join(directory, SHARD), "rb") as file:
-                header = file.read(PEEK_NBYTES)
-                header += file.read(max(0, header_nbytes(header, nbytes, where) - PEEK_NBYTES))
+        with reading(where), open_stored(os.path.join(directory, SHARD), where) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            header = file.read(PEEK_NBYTES)
+            header += file.read(max(0, header_nbytes(header, nbytes, where) - PEEK_NBYTES))
     except OSError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             missing = os.path.join(path, MANIFEST)
@@ -146,10 +143,8 @@ def _refuse_second_manifest(directory: str, path: str) -> None:
     """Two that disagree could each be the right one: nobody writes such a checkpoint."""
     where = os.path.join(path, SHARD)
     try:
-        with reading(where):
-            require_regular(os.path.join(directory, SHARD), where)
-            with open(os.path.join(directory, SHARD), "rb") as file:
-                beginning = file.read(PEEK_NBYTES)
+        with reading(where), open_stored(os.path.join(directory, SHARD), where) as file:
+            beginning = file.read(PEEK_NBYTES)
     except HoldfastError as error:
         if isinstance(error, OutOfResources):
             raise

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.engine import fs
-from holdfast.engine.fs import HeldDirectory
+from holdfast.engine import WriteJob, fs
+from holdfast.engine.fs import Entry, HeldDirectory, PendingFile
 from holdfast.errors import RunLocked
-from holdfast.store.directories import make_directory, try_lock_directory
+from holdfast.store.directories import require_current, try_lock_directory
 
 PARTIAL = ".partial"
 _ATTEMPTS = 4
@@ -25,8 +26,33 @@ _ATTEMPTS = 4
 class Spare:
     """A retired checkpoint whose files may be written over. `synced`: their names are known to be durable."""
 
-    path: str
+    name: str
     synced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint shall appear, and a retired one beside it whose files it may write over.
+
+    `directory`: the open one that it goes to. None: whoever writes the checkpoint opens it for that.
+    """
+
+    path: str
+    directory: HeldDirectory | None = None
+    spare: Spare | None = None
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[HeldDirectory]:
+        """The directory, open. `RunMoved` when its path has come to lead elsewhere since it was opened."""
+        if self.directory is not None:
+            require_current(self.directory)
+            yield self.directory
+            return
+        directory = fs.open_directory(os.path.dirname(self.path))
+        try:
+            yield directory
+        finally:
+            directory.release()
 
 
 @dataclass(slots=True)
@@ -37,15 +63,34 @@ class Partial:
     Then neither may be removed: it could be the checkpoint that is to be replaced.
     """
 
+    parent: HeldDirectory
+    """The one that both are in."""
     target: str
     spare: Spare | None
-    path: str
     settled: bool = True
     recycle: bool = False
     """Whether there are files to write over."""
     _names: frozenset[str] = frozenset()
     """Those of the files to write over."""
     _lock: HeldDirectory | None = None
+
+    @property
+    def path(self) -> str:
+        return self.target + PARTIAL
+
+    @property
+    def entry(self) -> Entry:
+        return self.parent.at(os.path.basename(self.path))
+
+    @property
+    def target_entry(self) -> Entry:
+        return self.parent.at(os.path.basename(self.target))
+
+    @property
+    def directory(self) -> HeldDirectory:
+        """The directory itself, which files are made in."""
+        assert self._lock is not None
+        return self._lock
 
     def make(self) -> None:
         """Step 1. From here on it is held against others."""
@@ -55,7 +100,7 @@ class Partial:
             return
         for _ in range(_ATTEMPTS):
             try:
-                self._lock = make_directory(self.path)
+                self._lock = fs.make_directory(self.entry)
             except FileExistsError:
                 self._remove_leftover()
             else:
@@ -63,20 +108,28 @@ class Partial:
         if self._lock is None:
             raise self._locked()
 
-    def directory_to_sync(self, ours: set[str]) -> str | None:
-        """Removes what is not `ours` from files to write over. None when the names of these are durable."""
+    def clear(self, ours: set[str]) -> None:
+        """Removes what is not `ours` from files to write over."""
+        if self.recycle:
+            for name in self._names - ours:
+                fs.unlink(self.directory.at(name))
+
+    def directory_to_sync(
+        self, ours: set[str], written: Sequence[WriteJob | PendingFile]
+    ) -> HeldDirectory | None:
+        """The directory, unless its names are durable: all of a spare's, with no file made or removed."""
         if not self.recycle:
-            return self.path
-        for name in self._names - ours:
-            fs.unlink(os.path.join(self.path, name))
+            return self.directory
         assert self.spare is not None
-        return None if self._names == ours and self.spare.synced else self.path
+        same = self._names == ours and not any(file.fresh() for file in written)
+        return None if same and self.spare.synced else self.directory
 
     def remove(self) -> None:
         """After a failure. What cannot be removed now is swept by the next writer."""
         if self._lock is not None and self.settled:
             with contextlib.suppress(OSError):  # the failure to report is the one before
-                fs.remove_tree(self.path)
+                fs.remove_entries(self._lock)
+                fs.rmdir(self.entry)
 
     def release(self) -> None:
         if self._lock is not None:
@@ -87,42 +140,46 @@ class Partial:
         """Renames the spare to ``D.partial``. None: there is none, or others read it or share its files."""
         if self.spare is None:
             return None
-        names = _files_of_our_own(self.spare.path)
-        if names is None:
-            return None
+        spare = self.parent.at(self.spare.name)
         try:
-            lock = try_lock_directory(self.spare.path)
+            lock = try_lock_directory(spare)
         except (FileNotFoundError, NotADirectoryError):
             return None  # somebody has taken it away
         if lock is None:
             return None
         try:
-            if fs.exists(self.path):
+            names = _files_of_our_own(lock)
+            if names is None:
+                lock.release()
+                return None
+            if fs.exists(self.entry):
                 self._remove_leftover()
-            fs.rename(self.spare.path, self.path)
+            fs.rename(spare, self.entry)
         except BaseException:
             lock.release()
             raise
+        lock.renamed(self.path)
         self._names = names
         return lock
 
     def _remove_leftover(self) -> None:
         """Removes what a failed or crashed save left. A live one may be at work there: the lock tells."""
         try:
-            leftover = try_lock_directory(self.path)
+            leftover = try_lock_directory(self.entry)
         except FileNotFoundError:
             return  # its owner has removed it meanwhile
         except NotADirectoryError:
-            if not os.path.islink(self.path):
+            if not fs.is_link(self.entry):
                 raise
-            fs.unlink(self.path)  # the link only, wherever it leads
+            fs.unlink(self.entry)  # the link only, wherever it leads
             return
         if leftover is None:
             raise self._locked()
         try:
             # It may be what such a save has replaced: its names must be durable before its files go.
-            fs.sync_dir(os.path.dirname(self.path))
-            fs.remove_tree(self.path)
+            fs.sync_dir(self.parent)
+            fs.remove_entries(leftover)
+            fs.rmdir(self.entry)
         finally:
             leftover.release()
 
@@ -130,16 +187,15 @@ class Partial:
         return RunLocked(f"another process is saving to {self.target}; one writer per checkpoint")
 
 
-def _files_of_our_own(directory: str) -> frozenset[str] | None:
+def _files_of_our_own(directory: HeldDirectory) -> frozenset[str] | None:
     """The files of a directory, if writing over them changes nothing that has another name. Else None.
 
     A backup made with ``cp -al`` or ``rsync --link-dest`` shares its files with the checkpoint it is of.
     """
     try:
-        if not stat.S_ISDIR(os.lstat(directory).st_mode):
-            return None
-        names = frozenset(os.listdir(directory))
-        found = [os.lstat(f"{directory}/{name}") for name in names]
+        number = directory.fileno()
+        names = frozenset(os.listdir(number))
+        found = [os.stat(name, dir_fd=number, follow_symlinks=False) for name in names]
     except OSError:
         return None  # what cannot be looked at is not written over
     alone = all(stat.S_ISREG(info.st_mode) and info.st_nlink == 1 for info in found)

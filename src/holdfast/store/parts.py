@@ -24,7 +24,7 @@ from holdfast.plan.ranks import WritePlan
 from holdfast.state import LeafMeta, Node
 from holdfast.state.merging import merge_trees
 from holdfast.state.node import leaf_names
-from holdfast.store.failures import patiently, read_up_to, reading, require_regular
+from holdfast.store.failures import open_stored, patiently, read_up_to, reading
 from holdfast.store.hold import Hold
 
 _MAX_PINNED = 128
@@ -273,16 +273,14 @@ class Parts:
     def _read(self, ref: PartRef) -> Part:
         shown = os.path.join(self._hold.path, ref.file)
         try:
-            with reading(shown):
-                path = self._hold.file(ref.file)
-                nbytes = require_regular(path, shown).st_size
+            with reading(shown), open_stored(self._hold.file(ref.file), shown) as file:
+                nbytes = os.fstat(file.fileno()).st_size
                 if nbytes != ref.nbytes:
                     raise CorruptCheckpoint(
                         f"the part of rank {ref.rank} has {nbytes} bytes, where the root says {ref.nbytes}",
                         path=shown,
                     )
-                with open(path, "rb") as file:
-                    data = read_up_to(file, nbytes + 1)
+                data = read_up_to(file, nbytes + 1)
         except OSError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 self._hold.require_current()

@@ -2,7 +2,8 @@
 
 Names in a run: ``step-000000000120`` is a checkpoint, ``….partial`` a save that did not finish, ``….retired``
 a checkpoint that retention has given up and whose files the next save may write over. Only the process that
-holds the run's lock changes anything here.
+holds the run's lock changes anything here. It reaches the run by the descriptor of its directory, and makes
+sure that the run's path still leads there.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import re
 from collections.abc import Callable, Iterator
 
 from holdfast.engine import fs
+from holdfast.engine.fs import Entry, HeldDirectory
 from holdfast.errors import CheckpointNotFound, ReadFailed
 from holdfast.store.commit import CheckpointInfo
-from holdfast.store.directories import try_lock_directory
+from holdfast.store.directories import require_current, try_lock_directory
 from holdfast.store.failures import patiently, reading, save_failed, saving
 from holdfast.store.lock import RunLock
-from holdfast.store.partial import PARTIAL, Spare
+from holdfast.store.partial import PARTIAL, Spare, Target
 
 RETIRED = ".retired"
 SPARE_NOW_NBYTES = 4 << 20
@@ -66,14 +68,22 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 class FollowedRun:
     """A run as the other ranks see it while the coordinator writes to it: they change nothing in it."""
 
+    directory = None
+
     def __init__(self, path: str) -> None:
         self.path = path
 
     def path_of(self, step: int) -> str:
         return os.path.join(self.path, step_name(step))
 
-    def save(self, step: int, commit: Callable[[str, Spare | None], CheckpointInfo]) -> CheckpointInfo:
-        return commit(self.path_of(step), None)
+    def save(self, step: int, commit: Callable[[Target], CheckpointInfo]) -> CheckpointInfo:
+        return commit(Target(self.path_of(step)))
+
+    def has(self, step: int) -> bool:
+        return os.path.isdir(self.path_of(step))
+
+    def require_current(self) -> None:
+        """The coordinator does."""
 
     def retire(self, steps: list[int], *, durable: bool = False) -> None:
         """The coordinator does."""
@@ -89,9 +99,11 @@ class WritableRun:
         self.path = path
         self._spare: Spare | None = None
         self._unsynced: list[Spare] = []
+        # Names in the run that are of no use any more.
         self._stuck: list[str] = []
         # Step -> bytes of the checkpoints that were committed here: their directories are known to be synced.
         self._committed: dict[int, int] = {}
+        self._open = True
         with saving(path):
             fs.make_directories(path)
             self._lock = RunLock(path)
@@ -101,11 +113,29 @@ class WritableRun:
                 self._lock.release()
                 raise
 
+    @property
+    def directory(self) -> HeldDirectory:
+        """The run's, for as long as it is open."""
+        return self._lock.directory
+
+    def require_current(self) -> None:
+        """Raises `RunMoved` when the run's path leads elsewhere by now."""
+        require_current(self.directory)
+
+    def has(self, step: int) -> bool:
+        return fs.exists(self._at(step_name(step)))
+
+    def _at(self, name: str) -> Entry:
+        return self.directory.at(name)
+
     def close(self) -> None:
         """Gives up the lock and the disk space held for recycling."""
+        if not self._open:
+            return
+        self._open = False
         for spare in [*self._unsynced, self._spare]:
             if spare is not None:
-                self._remove(spare.path)
+                self._remove(spare.name)
         self._spare, self._unsynced = None, []
         self._remove_stuck()
         self._lock.release()
@@ -113,21 +143,22 @@ class WritableRun:
     def path_of(self, step: int) -> str:
         return os.path.join(self.path, step_name(step))
 
-    def save(self, step: int, commit: Callable[[str, Spare | None], CheckpointInfo]) -> CheckpointInfo:
+    def save(self, step: int, commit: Callable[[Target], CheckpointInfo]) -> CheckpointInfo:
         """Commits one checkpoint, given where it goes and whose files it may write over.
 
         One of the same step is replaced: it was damaged, or training went back.
         """
         spare, self._spare = self._spare, None
+        partial = step_name(step) + PARTIAL
         try:
-            info = commit(self.path_of(step), spare)
+            info = commit(Target(self.path_of(step), self.directory, spare))
         finally:
             # Not taken: somebody reads it, or the save failed before. (Or a namesake was retired meanwhile.)
-            if spare is not None and not self._is_retired(spare.path) and fs.exists(spare.path):
-                self._stuck.append(spare.path)
+            if spare is not None and not self._is_retired(spare.name) and fs.exists(self._at(spare.name)):
+                self._stuck.append(spare.name)
             # A rank that was slow to learn of a failure has written into what was being removed.
-            if fs.exists(self.path_of(step) + PARTIAL):
-                self._stuck.append(self.path_of(step) + PARTIAL)
+            if fs.exists(self._at(partial)):
+                self._stuck.append(partial)
         self._committed[step] = info.stored_nbytes
         # The commit has synced the run's directory, and with it the new names of what was retired before.
         unsynced, self._unsynced = self._unsynced, []
@@ -142,6 +173,10 @@ class WritableRun:
         over, the run would show a checkpoint with another one's bytes. One that resists does not keep the
         others; it is named when all have been tried. `durable`: they are gone for good when this returns.
         """
+        if not steps and not durable:
+            return
+        with saving(self.path):
+            self.require_current()
         nbytes = 0
         resisted: tuple[str, OSError] | None = None
         for step in steps:
@@ -151,7 +186,7 @@ class WritableRun:
                 resisted = resisted or (self.path_of(step), error)
         with saving(self.path):
             if durable or (self._spare is None and nbytes >= SPARE_NOW_NBYTES):
-                fs.sync_dir(self.path)
+                fs.sync_dir(self.directory)
                 unsynced, self._unsynced = self._unsynced, []
                 self._settle(unsynced)
         if resisted is not None:
@@ -162,7 +197,7 @@ class WritableRun:
 
     def free(self) -> tuple[int, int]:
         """Bytes and files that the device has left for this user."""
-        found = os.statvfs(self.path)
+        found = os.statvfs(self.directory.fileno())
         # Where files are not counted, there are as many as one likes.
         return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else 1 << 62
 
@@ -170,32 +205,33 @@ class WritableRun:
         """Bytes for the next checkpoint: what is free, and the files of a retired one that it writes over."""
         with saving(self.path):
             if self._unsynced:
-                fs.sync_dir(self.path)
+                fs.sync_dir(self.directory)
                 unsynced, self._unsynced = self._unsynced, []
                 self._settle(unsynced)
             self._remove_stuck()
-            spare = 0 if self._spare is None else _nbytes(self._spare.path)
+            spare = 0 if self._spare is None else _nbytes(self._at(self._spare.name))
             return self.free()[0] + spare
 
     def _retire(self, step: int) -> int:
         """Gives a checkpoint its last name; returns its size."""
-        path = self.path_of(step)
-        self._make_way(path + RETIRED)
-        fs.rename(path, path + RETIRED)
+        name = step_name(step)
+        retired = name + RETIRED
+        self._make_way(retired)
+        fs.rename(self._at(name), self._at(retired))
         known = self._committed.pop(step, None)
-        self._unsynced.append(Spare(path + RETIRED, synced=known is not None))
-        return _nbytes(path + RETIRED) if known is None else known
+        self._unsynced.append(Spare(retired, synced=known is not None))
+        return _nbytes(self._at(retired)) if known is None else known
 
-    def _is_retired(self, path: str) -> bool:
-        return any(spare is not None and spare.path == path for spare in (self._spare, *self._unsynced))
+    def _is_retired(self, name: str) -> bool:
+        return any(spare is not None and spare.name == name for spare in (self._spare, *self._unsynced))
 
     def _make_way(self, retired: str) -> None:
         """Removes a namesake that somebody has been reading since: what readers opened, they keep."""
-        if fs.exists(retired):
-            if self._spare is not None and retired == self._spare.path:
+        if fs.exists(self._at(retired)):
+            if self._spare is not None and retired == self._spare.name:
                 self._spare = None
-            self._unsynced = [spare for spare in self._unsynced if spare.path != retired]
-            fs.remove_tree(retired)
+            self._unsynced = [spare for spare in self._unsynced if spare.name != retired]
+            fs.remove_tree(self._at(retired))
 
     def _settle(self, retired: list[Spare]) -> None:
         """Of retired checkpoints whose names are durable, keeps one as the spare and removes the others."""
@@ -203,14 +239,16 @@ class WritableRun:
             if self._spare is None:
                 self._spare = spare
             else:
-                self._stuck.append(spare.path)
+                self._stuck.append(spare.name)
         self._remove_stuck()
 
     def _remove_stuck(self) -> None:
         """Removes what nobody needs; tries again what a reader prevented, or a failure: a long training must
         not collect it."""
         if self._stuck:
-            self._stuck = [path for path in self._stuck if not self._remove(path) and fs.exists(path)]
+            self._stuck = [
+                name for name in self._stuck if not self._remove(name) and fs.exists(self._at(name))
+            ]
 
     def _sweep(self) -> None:
         from holdfast.store.volumes import Ledger  # which is about checkpoints, and these are in runs
@@ -219,35 +257,41 @@ class WritableRun:
         if leftovers:
             # Whoever left them may have been killed between a rename and its sync. Were the names lost in a
             # power cut now, and the removals not, a checkpoint that is to stay would be without its files.
-            fs.sync_dir(self.path)
-            Ledger(self.path).add_leftovers(leftovers)
-        for path in leftovers:
-            if not self._remove(path) and path.endswith(RETIRED):
-                self._stuck.append(path)
+            fs.sync_dir(self.directory)
+            Ledger(self.directory).add_leftovers(leftovers)
+        Ledger(self.directory).sweep()
+        for name in leftovers:
+            if not self._remove(name) and name.endswith(RETIRED):
+                self._stuck.append(name)
 
     def _leftovers(self) -> Iterator[str]:
-        for name in sorted(os.listdir(self.path)):
+        for name in sorted(os.listdir(self.directory.fileno())):
             stem, dot, suffix = name.partition(".")
             if dot and f".{suffix}" in (PARTIAL, RETIRED) and _STEP.fullmatch(stem):
-                yield os.path.join(self.path, name)
+                yield name
 
-    @staticmethod
-    def _remove(path: str) -> bool:
+    def _remove(self, name: str) -> bool:
         """Removes a directory nobody needs. One that is read, or that resists, is left for the next time."""
+        entry = self._at(name)
         with contextlib.suppress(OSError):
-            if os.path.islink(path):
-                fs.unlink(path)  # the link only, wherever it leads
+            if fs.is_link(entry):
+                fs.unlink(entry)  # the link only, wherever it leads
                 return True
-            lock = try_lock_directory(path)
+            lock = try_lock_directory(entry)
             if lock is not None:
                 try:
-                    fs.remove_tree(path)
+                    fs.remove_entries(lock)
+                    fs.rmdir(entry)
                     return True
                 finally:
                     lock.release()
         return False
 
 
-def _nbytes(path: str) -> int:
-    with os.scandir(path) as entries:
-        return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+def _nbytes(entry: Entry) -> int:
+    directory = fs.open_directory(entry)
+    try:
+        with os.scandir(directory.fileno()) as entries:
+            return sum(found.stat(follow_symlinks=False).st_size for found in entries)
+    finally:
+        directory.release()

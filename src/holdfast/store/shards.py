@@ -18,7 +18,7 @@ from holdfast.format.checksums import HEX_DIGITS, digest
 from holdfast.format.embedded import check_header
 from holdfast.format.records import EMBEDDED, Fragment, Leaf, Part, ShardFile
 from holdfast.plan import ByteRange, gaps
-from holdfast.store.failures import patiently, reading, require_regular
+from holdfast.store.failures import open_stored, patiently, reading, require_regular
 from holdfast.store.hold import Hold
 
 
@@ -217,7 +217,8 @@ class ShardReader:
         return min(reach)[1] if reach else None
 
     def _header_problem(self, file: ShardFile) -> list[Problem]:
-        with reading(self.shown_path(file)), open(self.path(file), "rb") as opened:
+        shown = self.shown_path(file)
+        with reading(shown), open_stored(self.path(file), shown) as opened:
             header = opened.read(file.header_nbytes)
         if file.header_xxh3 == EMBEDDED:
             try:

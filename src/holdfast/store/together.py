@@ -4,8 +4,8 @@ For a checkpoint that shall appear at ``D`` in directory ``P`` (`holdfast.store.
 process and one file; the messages are those of `holdfast.store.calls`):
 
 1. The coordinator makes ``D.partial``, or renames a retired checkpoint to it, and tells where it is
-   (``open``). Ranks on other hosts look for a mark that it has put there: one that does not share the
-   directory must not write to its own.
+   (``open``), and which directory that is: a rank may find another one there. Ranks on other hosts look for a
+   mark that it has put there: one that does not share the directory must not write to its own.
 2. Every rank writes the fragments that are its share into shards of its own, on its volumes.
 3. Every rank but the coordinator writes its part: what it wrote, with checksums.
 4. Every rank syncs its shards, its part, and the directories they are in, and says so with the size and
@@ -26,11 +26,13 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast import engine
 from holdfast.engine import Tuning, fs
+from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import HoldfastError, RankFailed, RanksDisagree, StorageMissing
 from holdfast.format.manifest import MANIFEST_NAME, encode_root, part_name, part_ref
 from holdfast.format.records import Part, PartRef, Root
@@ -38,9 +40,9 @@ from holdfast.state import Flat, LeafSource
 from holdfast.store import volumes
 from holdfast.store.calls import Conversation, Done, End, Open
 from holdfast.store.commit import CheckpointInfo, Seconds, check_step, publish, refuse_existing
-from holdfast.store.directories import held_directory
+from holdfast.store.directories import path_to_read
 from holdfast.store.failures import save_failed
-from holdfast.store.partial import PARTIAL, Partial, Spare
+from holdfast.store.partial import Partial, Target
 from holdfast.store.shares import Share
 from holdfast.store.volumes import Ledger
 from holdfast.store.watch import Watch
@@ -53,7 +55,7 @@ from holdfast.team.values import check_values
 class Together:
     """One checkpoint to be committed by all ranks of a team; or, without a `talk`, by this process alone."""
 
-    target: str
+    to: Target
     step: int
     id: str
     created: float
@@ -63,7 +65,6 @@ class Together:
     rank: int = 0
     world: int = 1
     volumes: Sequence[str] = ()
-    spare: Spare | None = None
     overwrite: bool = False
     ledger: Ledger | None = None
     """Of a run whose shards go to volumes, on the coordinator."""
@@ -71,6 +72,10 @@ class Together:
     """Of such a run: its checkpoints, whose shards stay. None: one cannot be told, so all shards do."""
     marked: bool = False
     """Whether ``D.partial`` names its saves: to ranks on other hosts, and to the next save to volumes."""
+
+    @property
+    def target(self) -> str:
+        return self.to.path
 
     def run(
         self,
@@ -104,42 +109,54 @@ class Together:
         watch: Watch,
         began: float,
     ) -> CheckpointInfo:
-        partial = Partial(self.target, self.spare, self.target + PARTIAL)
-        parent = os.path.dirname(self.target)
+        with self.to.opened() as parent:
+            return self._lead_in(parent, flat, share, groups, watch, began)
+
+    def _lead_in(
+        self,
+        parent: HeldDirectory,
+        flat: Flat,
+        share: Share,
+        groups: Sequence[Sequence[LeafSource]],
+        watch: Watch,
+        began: float,
+    ) -> CheckpointInfo:
+        partial = Partial(parent, self.target, self.to.spare)
         opened = publishing = False
         dead: frozenset[str] = frozenset()
         replaced: tuple[str, ...] = ()
         try:
             refuse_existing(self.target, overwrite=self.overwrite)
-            fs.anchor(parent, once=True)
+            fs.anchor(parent.path, once=True)
             # Choosing may write a trial file, so it comes before there is anything to clean up.
             engine.choose_backend(parent, self.tuning.backend)
-            dead, replaced = self._dead(partial.path), self._replaced()
+            dead, replaced = self._dead(partial), self._replaced(partial)
             partial.make()
-            marks = self._note(partial.path, dead)
+            marks = self._note(partial.directory, dead)
             if self.talk is not None:
-                host, found = socket.gethostname(), fs.identity(partial.path)
+                host, found = socket.gethostname(), fs.identity(partial.directory)
                 where = os.fsencode(partial.path)
                 self.talk.say("open", Open(where, partial.recycle, tuple(dead), host, found))
                 opened = True
             volumes.sweep(self.volumes, self.target, dead)
-            with ShareWriter(0, self._places(partial.path), self.tuning, recycle=partial.recycle) as writer:
+            with ShareWriter(
+                0, self._places(partial.directory), self.tuning, recycle=partial.recycle
+            ) as writer:
                 writer.write(groups, watch)
                 part = writer.part(share.description)
-                writer.sync(partial.path)
+                writer.sync(partial.directory)
             dones = [] if self.talk is None else self.talk.collect()
             _check(dones, share)
             root = self._root(flat, share, part, [done.ref for done in dones], dones)
             ours = {MANIFEST_NAME, *writer.names, *(name for done in dones for name in done.files)}
-            partial.directory_to_sync(ours)
-            manifest = fs.write_file(os.path.join(partial.path, MANIFEST_NAME), root, recycle=partial.recycle)
-            volumes.remove_marks(partial.path, marks)
-            fs.sync([manifest], partial.path)
+            partial.clear(ours)
+            manifest = fs.write_file(partial.directory.at(MANIFEST_NAME), root, recycle=partial.recycle)
+            volumes.remove_marks(partial.directory, marks)
+            fs.sync([manifest], partial.directory)
             watch.committing()
             publishing = True
             publish(
                 partial,
-                self.target,
                 overwrite=self.overwrite,
                 # As long as it is there, a save that comes after a crash knows of it.
                 replaced=lambda: self._give_up(replaced),
@@ -149,7 +166,7 @@ class Together:
                 self.talk.failed(self._typed(error), open=not partial.settled)
                 if opened and not publishing and not isinstance(error, RankFailed):
                     self.talk.await_others()
-            if self.ledger is not None and partial.settled and volumes.id_at(self.target) != self.id:
+            if self.ledger is not None and partial.settled and _id_in(parent, self.target) != self.id:
                 self.ledger.add([self.id])
             partial.remove()
             if not publishing:
@@ -170,15 +187,16 @@ class Together:
             self.talk.committed(end)
         return self._info(end, writer, began)
 
-    def _dead(self, partial: str) -> frozenset[str]:
+    def _dead(self, partial: Partial) -> frozenset[str]:
         """Whose shards are to go before anything is written: they may take the room that is needed."""
         if self.ledger is None:
-            return frozenset(volumes.left_behind(partial))
+            return frozenset(volumes.left_behind(path_to_read(partial.parent, partial.entry.name)))
         return frozenset() if self.live is None else frozenset(self.ledger.read() - self.live)
 
-    def _replaced(self) -> tuple[str, ...]:
+    def _replaced(self, partial: Partial) -> tuple[str, ...]:
         """Whose shards are to go once this one is committed."""
-        found = volumes.id_at(self.target) if self.overwrite and fs.exists(self.target) else None
+        there = self.overwrite and fs.exists(partial.target_entry)
+        found = _id_in(partial.parent, self.target) if there else None
         return () if found is None else (found,)
 
     def _give_up(self, replaced: tuple[str, ...]) -> None:
@@ -187,7 +205,7 @@ class Together:
             self.ledger.add(replaced)
         volumes.sweep(self.volumes, self.target, replaced)
 
-    def _note(self, partial: str, dead: frozenset[str]) -> frozenset[str]:
+    def _note(self, partial: HeldDirectory, dead: frozenset[str]) -> frozenset[str]:
         """What is left of this save should it not come to its end, for the next one; the marks it made.
 
         A ledger gets to know of this save when that has failed, or by its mark: were it noted now, a kill
@@ -235,7 +253,7 @@ class Together:
         opened = self.talk.read("open", Open)
         try:
             # Held, so that a rank that was given up never writes into what others put in its place.
-            with held_directory(os.fsdecode(opened.directory)) as directory:
+            with open_partial(os.fsdecode(opened.directory)) as directory:
                 self._require_same(opened, directory)
                 volumes.sweep(self.volumes, self.target, opened.dead)
                 places = self._places(directory)
@@ -273,7 +291,7 @@ class Together:
         volumes.sweep(self.volumes, self.target, end.dead)
         return self._info(end, writer, began)
 
-    def _require_same(self, opened: Open, directory: str) -> None:
+    def _require_same(self, opened: Open, directory: HeldDirectory) -> None:
         """By now the coordinator may be dead, and another world at work under the same name. And a host that
         does not share the directory may have one of that name left over."""
         host = socket.gethostname()
@@ -302,7 +320,7 @@ class Together:
             return save_failed(error, self.target)
         return error
 
-    def _places(self, directory: str) -> list[Place]:
+    def _places(self, directory: HeldDirectory) -> list[Place]:
         return volumes.places(self.volumes, self.target, self.id) if self.volumes else [Place(directory)]
 
     def _remove_from_volumes(self, *, last: bool) -> None:
@@ -325,6 +343,20 @@ class Together:
             seconds=seconds,
             phases=Seconds(writer.write_seconds, writer.sync_seconds, commit),
         )
+
+
+@contextmanager
+def open_partial(path: str) -> Iterator[HeldDirectory]:
+    """What is at the path that the coordinator has told of, be it what it has told of or not."""
+    directory = fs.open_directory(path, False)
+    try:
+        yield directory
+    finally:
+        directory.release()
+
+
+def _id_in(directory: HeldDirectory, target: str) -> str | None:
+    return volumes.id_at(path_to_read(directory, os.path.basename(target)))
 
 
 def _check(dones: Sequence[Done], share: Share) -> None:

@@ -16,7 +16,7 @@ from holdfast.format.shard import HeaderEntry, entry_name, is_pad, parse_header
 from holdfast.store.checkpoint import Checkpoint, resolve
 from holdfast.store.commit import MANIFEST
 from holdfast.store.decodable import problems_of_part, problems_of_whole
-from holdfast.store.failures import reading
+from holdfast.store.failures import open_stored, reading
 from holdfast.store.shards import Problem, request
 
 
@@ -134,7 +134,7 @@ def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
 def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: str) -> list[Problem]:
     """What safetensors readers see must be what the manifest says."""
     try:
-        with reading(shown), open(path, "rb") as opened:
+        with reading(shown), open_stored(path, shown) as opened:
             header = parse_header(opened.read(file.header_nbytes), file.nbytes, shown)
     except OutOfResources:
         raise

@@ -18,14 +18,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.engine import fs, raw_write
+from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import HoldfastError, StorageMissing
 from holdfast.format.checksums import digest
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.store.checkpoint import Checkpoint
+from holdfast.store.directories import path_to_read
 from holdfast.store.failures import saving
 from holdfast.store.run import is_step_name
 from holdfast.store.writing import Place
@@ -35,6 +38,8 @@ _PROBE_NBYTES = 32 << 20
 _LEDGER = ".volumes"
 _MARK = ".saving"
 _ID = re.compile(r"[0-9a-f]{32}")
+_UNFINISHED_LEDGER = re.compile(r"\.volumes\.[0-9a-f]{16}")
+_MAX_LEDGER_NBYTES = 64 << 20
 _SHARD = re.compile(r"r[0-9]{5}\.v[0-9]+\.safetensors")
 
 
@@ -46,7 +51,7 @@ def measure(volumes: Sequence[str]) -> list[float]:
         return [1.0] * len(volumes)
     speeds: list[float] = []
     for volume in volumes:
-        path = os.path.join(volume, f".holdfast-probe-{os.getpid()}")
+        path = os.path.join(volume, f".holdfast-probe-{secrets.token_hex(6)}")
         try:
             with saving(volume):
                 speeds.append(_PROBE_NBYTES / max(raw_write(path, _PROBE_NBYTES), 1e-6))
@@ -87,7 +92,7 @@ def places(volumes: Sequence[str], target: str, id: str) -> list[Place]:
     for volume in volumes:
         _require(volume)
         directory = os.path.join(volume, home(target), id)
-        found.append(Place(directory, directory, host))
+        found.append(Place(None, directory, host))
     return found
 
 
@@ -106,27 +111,36 @@ class Ledger:
     may be older than the run: whoever reads it leaves out what is live.
     """
 
-    def __init__(self, run: str) -> None:
-        self._path = os.path.join(run, _LEDGER)
+    def __init__(self, run: HeldDirectory) -> None:
+        self._run = run
 
     def read(self) -> set[str]:
         try:
-            with open(self._path, encoding="ascii", errors="replace") as file:
-                return set(filter(_ID.fullmatch, file.read().split()))
+            with open(_LEDGER, encoding="ascii", errors="replace", opener=self._open) as file:
+                return set(filter(_ID.fullmatch, file.read(_MAX_LEDGER_NBYTES).split()))
         except OSError:
             return set()
 
+    def _open(self, name: str, flags: int) -> int:
+        return fs.open_regular(name, self._run.fileno(), flags)
+
     def write(self, ids: Iterable[str]) -> None:
-        new = self._path + ".new"
+        new = f"{_LEDGER}.{secrets.token_hex(8)}"
         try:
-            with open(new, "w", encoding="ascii") as file:
+            with open(new, "x", encoding="ascii", opener=self._open) as file:
                 file.writelines(f"{id}\n" for id in sorted(ids))
-            os.replace(new, self._path)
+            os.replace(new, _LEDGER, src_dir_fd=self._run.fileno(), dst_dir_fd=self._run.fileno())
         except OSError:
             # An old one may speak of what has been committed since.
-            for path in (new, self._path):
+            for name in (new, _LEDGER):
                 with contextlib.suppress(OSError):
-                    os.unlink(path)
+                    os.unlink(name, dir_fd=self._run.fileno())
+
+    def sweep(self) -> None:
+        """Removes what a writer has left that was killed in `write`."""
+        for name in filter(_UNFINISHED_LEDGER.fullmatch, os.listdir(self._run.fileno())):
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self._run.fileno())
 
     def add(self, ids: Iterable[str]) -> None:
         known = self.read()
@@ -136,7 +150,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def retiring(self, ids: Mapping[str, str | None]) -> Iterator[None]:
-        """A block that takes checkpoints out of the run, given their ids by path.
+        """A block that takes checkpoints out of the run, given their ids by name.
 
         They are noted before they go: as long as they are there, nobody believes it of them. What resists is
         not: it may yet be moved out of the run.
@@ -146,15 +160,15 @@ class Ledger:
             yield
         except HoldfastError:
             known = self.read()
-            there = {id for path, id in ids.items() if os.path.isdir(path)}
+            there = {id for name, id in ids.items() if fs.exists(self._run.at(name))}
             if not known.isdisjoint(there):
                 self.write(known - there)
             raise
 
-    def add_leftovers(self, paths: Iterable[str]) -> None:
+    def add_leftovers(self, names: Iterable[str]) -> None:
         """What a crashed writer has left, before it is removed. A run without volumes has no ledger."""
-        if os.path.exists(self._path):
-            self.add(id for path in paths for id in left_behind(path))
+        if fs.exists(self._run.at(_LEDGER)):
+            self.add(id for name in names for id in left_behind(path_to_read(self._run, name)))
 
 
 def id_at(path: str) -> str | None:
@@ -166,22 +180,21 @@ def id_at(path: str) -> str | None:
         return None
 
 
-def mark(partial: str, ids: Iterable[str]) -> None:
+def mark(partial: HeldDirectory, ids: Iterable[str]) -> None:
     """Names saves in a ``D.partial``: the one that is under way there, and those whose shards are to go."""
     for id in ids:
-        with open(os.path.join(partial, id + _MARK), "x"):
-            pass
+        os.close(fs.open_regular(id + _MARK, partial.fileno(), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 
 
-def is_marked(partial: str, id: str) -> bool:
+def is_marked(partial: HeldDirectory, id: str) -> bool:
     """Whether this is the directory of that save."""
-    return os.path.exists(os.path.join(partial, id + _MARK))
+    return fs.exists(partial.at(id + _MARK))
 
 
-def remove_marks(partial: str, ids: Iterable[str]) -> None:
+def remove_marks(partial: HeldDirectory, ids: Iterable[str]) -> None:
     """Before it becomes a checkpoint."""
     for id in ids:
-        fs.unlink(os.path.join(partial, id + _MARK))
+        fs.unlink(partial.at(id + _MARK))
 
 
 def left_behind(partial: str) -> set[str]:
@@ -221,9 +234,13 @@ def remove_files_of(directory: str, rank: int, *, last: bool) -> None:
     """Removes what one rank wrote, after a failure. `last`: and the directory, if nothing else is there; as
     long as others may be about to write to it, it is left to a later save."""
     with contextlib.suppress(OSError):
-        for name in os.listdir(directory):
-            if name.startswith(f"r{rank:05d}."):
-                fs.unlink(os.path.join(directory, name))
+        held = fs.open_directory(directory, False)
+        try:
+            for name in os.listdir(held.fileno()):
+                if name.startswith(f"r{rank:05d}."):
+                    fs.unlink(held.at(name))
+        finally:
+            held.release()
         if last:
             fs.rmdir(directory)
 
@@ -234,7 +251,11 @@ def remove(directory: str) -> None:
         if os.path.islink(directory):
             fs.unlink(directory)  # the link only, wherever it leads
             return
-        for name in filter(_SHARD.fullmatch, os.listdir(directory)):
-            with contextlib.suppress(FileNotFoundError):
-                fs.unlink(os.path.join(directory, name))
+        held = fs.open_directory(directory, False)
+        try:
+            for name in filter(_SHARD.fullmatch, os.listdir(held.fileno())):
+                with contextlib.suppress(FileNotFoundError):
+                    fs.unlink(held.at(name))
+        finally:
+            held.release()
         fs.rmdir(directory)

@@ -7,7 +7,6 @@ memory, checksums into records, all of it synced. Who writes what was decided be
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,19 +16,22 @@ from typing import Any
 
 from holdfast import engine
 from holdfast.engine import CHUNK_NBYTES, Tuning, WriteJob, fs
+from holdfast.engine.fs import HeldDirectory
 from holdfast.format.checksums import digest
 from holdfast.format.manifest import encode_part, part_name, shard_name
 from holdfast.format.records import Alias, Fragment, Leaf, Part, ShardFile
 from holdfast.plan import ShardPlan, arrange
 from holdfast.state import LeafSource
+from holdfast.store.directories import require_current
 from holdfast.store.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the shard of a volume goes; `volume` and `host`, if that is outside of the checkpoint."""
+    """Where the shard of a volume goes: an open `directory`, the checkpoint's; or the one outside of it that
+    `volume` is the path of, on `host`, which is made when there is something to write."""
 
-    directory: str
+    directory: HeldDirectory | None
     volume: str | None = None
     host: str | None = None
 
@@ -52,6 +54,8 @@ class ShareWriter(AbstractContextManager["ShareWriter"]):
         self._tuning = tuning
         self._recycle = recycle
         self._files: list[tuple[int, ShardPlan, WriteJob]] = []
+        self._outside: list[HeldDirectory] = []
+        """Those on volumes that it writes to."""
         self.write_seconds = 0.0
         self.sync_seconds = 0.0
 
@@ -65,11 +69,10 @@ class ShareWriter(AbstractContextManager["ShareWriter"]):
             if not any(mine):
                 continue
             plan = arrange(mine).plan()
-            if place.volume is not None:
-                fs.make_directories(place.directory)
-            backend = engine.choose_backend(place.directory, self._tuning.backend)
+            directory = self._directory(place)
+            backend = engine.choose_backend(directory, self._tuning.backend)
             job = engine.write(
-                os.path.join(place.directory, shard_name(self._rank, volume)),
+                directory.at(shard_name(self._rank, volume)),
                 plan.nbytes,
                 plan.pieces(),
                 tuning=replace(self._tuning, backend=backend, depth=depth),
@@ -83,6 +86,14 @@ class ShareWriter(AbstractContextManager["ShareWriter"]):
             job.wait()
         watch.written()
         self.write_seconds += time.perf_counter() - began
+
+    def _directory(self, place: Place) -> HeldDirectory:
+        if place.directory is not None:
+            return place.directory
+        assert place.volume is not None
+        fs.make_directories(place.volume)
+        self._outside.append(fs.open_directory(place.volume))
+        return self._outside[-1]
 
     def part(self, description: Description) -> Part:
         """The record of what was written."""
@@ -123,20 +134,20 @@ class ShareWriter(AbstractContextManager["ShareWriter"]):
             shard_name(self._rank, volume) for volume, _, _ in self._files if not self._places[volume].volume
         ]
 
-    def sync(self, directory: str, part: Part | None = None) -> bytearray:
+    def sync(self, directory: HeldDirectory, part: Part | None = None) -> bytearray:
         """Makes all that was written durable, and the file of the part if one is given; its bytes."""
         began = time.perf_counter()
         encoded = bytearray() if part is None else encode_part(part)
         written: list[WriteJob | fs.PendingFile] = [job for _, _, job in self._files]
         if part is not None:
-            path = os.path.join(directory, part_name(self._rank))
-            written.append(fs.write_file(path, encoded, recycle=self._recycle))
+            place = directory.at(part_name(self._rank))
+            written.append(fs.write_file(place, encoded, recycle=self._recycle))
         fs.sync(written, directory)
-        for volume, _, _ in self._files:
-            place = self._places[volume]
-            if place.volume is not None:
-                # The file's name; those of the directories are durable already.
-                fs.sync_dir(place.directory)
+        for outside in self._outside:
+            # The file's name; those of the directories are durable already.
+            fs.sync_dir(outside)
+            # The manifest will say that it is there.
+            require_current(outside)
         self.sync_seconds += time.perf_counter() - began
         return encoded
 
@@ -146,6 +157,8 @@ class ShareWriter(AbstractContextManager["ShareWriter"]):
         if error is not None:
             for _, _, job in self._files:
                 job.abandon()  # the engine must not go on reading memory that the caller goes on to change
+        for outside in self._outside:
+            outside.release()
 
 
 def _volume(leaf: LeafSource) -> int:

@@ -7,6 +7,7 @@ with its process, and the next save to that path sweeps it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -15,9 +16,11 @@ from contextlib import contextmanager
 
 from holdfast import engine
 from holdfast.engine import Tuning, fs
+from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import RunLocked, SaveFailed
 from holdfast.format.records import Part
 from holdfast.store.commit import refuse_existing
+from holdfast.store.directories import require_current
 from holdfast.store.partial import PARTIAL, Partial
 
 
@@ -28,7 +31,8 @@ class Underway:
         self.target = target
         self.overwrite = overwrite
         self.is_coordinator = is_coordinator
-        self.directory = target + PARTIAL
+        self.parent: HeldDirectory | None = None
+        """The one that the checkpoint goes to, from when this process has first seen it."""
         self.part: Part | None = None
         """What the coordinator itself has written."""
         self.partial: Partial | None = None
@@ -43,6 +47,8 @@ class Underway:
             _saves[target] = self
         if other is not None:
             other.give_up()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the coordinator will make it
+            self.parent = fs.open_directory(os.path.dirname(target))
 
     @property
     def is_at_work(self) -> bool:
@@ -52,13 +58,38 @@ class Underway:
         """Makes the directory, as the coordinator."""
         parent = os.path.dirname(self.target)
         refuse_existing(self.target, overwrite=self.overwrite)
-        if not os.path.isdir(parent):
-            fs.make_directories(parent)
+        if self.parent is None:
+            if not os.path.isdir(parent):
+                fs.make_directories(parent)
+            self.parent = fs.open_directory(parent)
+        require_current(self.parent)
         fs.anchor(parent, once=True)
         # Choosing may write a trial file, so it comes before there is anything to clean up.
-        engine.choose_backend(parent, tuning.backend)
-        self.partial = Partial(self.target, None, self.directory)
+        engine.choose_backend(self.parent, tuning.backend)
+        self.partial = Partial(self.parent, self.target, None)
         self.partial.make()
+
+    @contextmanager
+    def opened(self) -> Iterator[HeldDirectory]:
+        """The directory to write into. The coordinator has it; other ranks find what it has made."""
+        if self.partial is not None:
+            yield self.partial.directory
+            return
+        partial = self.target + PARTIAL
+        try:
+            if self.parent is None:
+                self.parent = fs.open_directory(os.path.dirname(self.target))
+            require_current(self.parent)
+            directory = fs.open_directory(self.parent.at(os.path.basename(partial)), False)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise SaveFailed(
+                f"there is no {partial} here, which the coordinator has made: all ranks must save to the "
+                "same path, in a file system that they share"
+            ) from error
+        try:
+            yield directory
+        finally:
+            directory.release()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -87,10 +118,13 @@ class Underway:
             if _saves.get(self.target) is self:
                 del _saves[self.target]
             partial, self.partial = self.partial, None
+            parent, self.parent = self.parent, None
         if partial is not None and self._forks == engine.forks():  # a forked child leaves it to its parent
             if remove:
                 partial.remove()
             partial.release()
+        if parent is not None:
+            parent.release()
 
     def belongs_to(self, owner: object) -> weakref.finalize:  # type: ignore[type-arg]
         """Gives up with its owner, unless that has come to an end before."""

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from holdfast.engine import Memory, fs
+from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import RanksDisagree, RunLocked, SaveFailed, UnsupportedState
 from holdfast.format.geometry import Box, disjoint
 from holdfast.format.manifest import MANIFEST_NAME, encode_root, part_ref
@@ -213,22 +214,18 @@ class Writer(StorageWriter):
                 "the planner hands over a plan that it has kept of another kind of storage writer: planners "
                 "with enable_plan_caching=True keep theirs by class. Derive one for each kind of writer"
             )
-        if not os.path.isdir(underway.directory):
-            raise SaveFailed(
-                f"there is no {underway.directory} here, which the coordinator has made: all ranks must save "
-                "to the same path, in a file system that they share"
-            )
-        leaves, told = _sources(plan.items, planner)
         ref: PartRef | None = None
-        with ShareWriter(number, [Place(underway.directory)], self._tuning, recycle=False) as writer:
-            if leaves:
-                writer.write([leaves], Watch())
-            part = writer.part(Description())
-            if number == 0:
-                writer.sync(underway.directory)
-                underway.part = part
-            elif leaves:
-                ref = part_ref(part, writer.sync(underway.directory, part))
+        with underway.opened() as directory:
+            leaves, told = _sources(plan.items, planner)
+            with ShareWriter(number, [Place(directory)], self._tuning, recycle=False) as writer:
+                if leaves:
+                    writer.write([leaves], Watch())
+                part = writer.part(Description())
+                if number == 0:
+                    writer.sync(directory)
+                    underway.part = part
+                elif leaves:
+                    ref = part_ref(part, writer.sync(directory, part))
         sizes = iter(leaves)
         return [
             WriteResult(
@@ -264,7 +261,7 @@ class Writer(StorageWriter):
             if result.storage_data.part is not None
         }
         for ref in refs.values():
-            _require(os.path.join(partial.path, ref.file), ref)
+            _require(partial.directory, ref)
         root = Root(
             id=self._save_id,
             step=_step_in(underway.target) if self._step is None else self._step,
@@ -275,9 +272,9 @@ class Writer(StorageWriter):
             part=part,
             parts=tuple(refs[number] for number in sorted(refs)),
         )
-        manifest = fs.write_file(os.path.join(partial.path, MANIFEST_NAME), encode_root(root))
-        fs.sync([manifest], partial.path)
-        publish(partial, underway.target, overwrite=self._overwrite)
+        manifest = fs.write_file(partial.directory.at(MANIFEST_NAME), encode_root(root))
+        fs.sync([manifest], partial.directory)
+        publish(partial, overwrite=self._overwrite)
 
     def _renew(self) -> None:
         self._save_id = os.urandom(16).hex()
@@ -372,10 +369,11 @@ def _tensor_source(item: WriteItem, planner: SavePlanner, index: int) -> tuple[L
     return LeafSource(name, dtype, shape, "torch", source, None, slot), piece
 
 
-def _require(path: str, ref: PartRef) -> None:
+def _require(directory: HeldDirectory, ref: PartRef) -> None:
     """Ranks that were given different paths would each have written, and none of it to the same place."""
+    path = os.path.join(directory.path, ref.file)
     try:
-        nbytes = os.stat(path).st_size
+        nbytes = os.stat(ref.file, dir_fd=directory.fileno(), follow_symlinks=False).st_size
     except FileNotFoundError:
         nbytes = -1
     if nbytes != ref.nbytes:
