@@ -71,6 +71,7 @@ void bind_system(nb::module_& m) {
   m.def("rename", on_paths(sys::rename));
   m.def("rename_new", on_paths(sys::rename_new));
   m.def("exchange", on_paths(sys::exchange));
+  m.def("link", on_paths(sys::link));
   m.def("sync_dir", [](nb::handle where) {
     const auto directory = to_directory(where);
     Released release;

@@ -18,9 +18,9 @@
 namespace holdfast::sys {
 namespace {
 
-constexpr std::array<std::string_view, kCallCount> kNames = {"open",  "lease", "fallocate", "truncate", "write",
-                                                             "read",  "sync",  "sync_dir",  "rename",   "exchange",
-                                                             "mkdir", "rmdir", "unlink"};
+constexpr std::array<std::string_view, kCallCount> kNames = {"open", "lease", "fallocate", "truncate", "write",
+                                                             "read", "sync",  "sync_dir",  "rename",   "exchange",
+                                                             "link", "mkdir", "rmdir",     "unlink"};
 
 struct Seam {
   std::atomic<bool> active{false};
@@ -288,6 +288,12 @@ void exchange(const Path& a, const Path& b) {
   fail_if_told(Call::exchange, b.shown);
   check(::renameat2(a.at(), a.name.c_str(), b.at(), b.name.c_str(), RENAME_EXCHANGE), Call::exchange, b.shown);
   record({Call::exchange, a.shown, b.shown, 0, 0, {}, 0, false});
+}
+
+void link(const Path& from, const Path& to) {
+  fail_if_told(Call::link, to.shown);
+  check(::linkat(from.at(), from.name.c_str(), to.at(), to.name.c_str(), 0), Call::link, to.shown);
+  record({Call::link, from.shown, to.shown, 0, 0, {}, 0, false});
 }
 
 void mkdir(const Path& path, mode_t mode) {

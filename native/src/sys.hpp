@@ -28,11 +28,12 @@ enum class Call {
   sync_dir,
   rename,
   exchange,
+  link,
   mkdir,
   rmdir,
   unlink
 };
-inline constexpr int kCallCount = 13;
+inline constexpr int kCallCount = 14;
 std::string_view name(Call call);
 
 // An operating-system error that carries what was being done and to what; becomes OSError in Python.
@@ -119,6 +120,7 @@ void sync_dir(const Path& path);
 void rename(const Path& from, const Path& to);
 void rename_new(const Path& from, const Path& to);  // EEXIST where there is anything of that name
 void exchange(const Path& a, const Path& b);
+void link(const Path& from, const Path& to);  // a second name; EEXIST where there is anything of that name
 void mkdir(const Path& path, mode_t mode = 0755);
 void rmdir(const Path& path);
 void unlink(const Path& path);

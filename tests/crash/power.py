@@ -145,6 +145,10 @@ class Disk:
             case "unlink" | "rmdir":
                 parent, name = self._parent(event.path)
                 parent.change({name: parent.live[name]}, {name: None})
+            case "link":
+                parent, name = self._parent(event.path2)
+                source, known = self._parent(event.path)
+                parent.change({name: None}, {name: source.live[known]})
             case "rename" | "exchange":
                 parent, name = self._parent(event.path)
                 other_parent, other = self._parent(event.path2)

@@ -157,6 +157,7 @@ def test_a_malformed_reference_is_damage(body: Any) -> None:
         unflatten({"a": {"$tensor": body}}, {"a": torch.arange(2)})
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_torchs_own_checkpointing_reads_them(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 

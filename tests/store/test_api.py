@@ -141,12 +141,13 @@ def test_checkpoints_are_immutable(tmp_path: Path) -> None:
 def test_what_appears_at_the_path_during_a_save_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool, overwrite: bool
 ) -> None:
-    """A plain rename would put the checkpoint in the place of an empty directory."""
+    """A plain rename would put the checkpoint in the place of an empty directory, and of a file."""
     target = tmp_path / "c"
     move = fs.rename_new
 
     def somebody_was_faster(partial: str, name: str) -> None:
         target.mkdir(exist_ok=True)
+        (target / "theirs").touch()
         move(partial, name)
 
     monkeypatch.setattr(fs, "rename_new", somebody_was_faster)
@@ -154,7 +155,7 @@ def test_what_appears_at_the_path_during_a_save_is_not_replaced(
     with pytest.raises(holdfast.CheckpointExists, match=re.escape(os.fspath(target))):
         holdfast.save(target, {"w": np.arange(5)}, overwrite=overwrite, options=options)
     assert list(tmp_path.iterdir()) == [target]
-    assert list(target.iterdir()) == []
+    assert list(target.iterdir()) == [target / "theirs"]
 
 
 def test_a_large_state_is_refused_before_it_is_written(

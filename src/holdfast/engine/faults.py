@@ -27,6 +27,7 @@ CALLS = (
     "sync_dir",
     "rename",
     "exchange",
+    "link",
     "mkdir",
     "rmdir",
     "unlink",

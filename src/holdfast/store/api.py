@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from holdfast.engine import Backend, Tuning, fs
 from holdfast.errors import CheckpointExists
 from holdfast.plan.topology import Writers, check_writers
 from holdfast.state import Framework, flatten
+from holdfast.store.beside import found_at
 from holdfast.store.checkpoint import Checkpoint
-from holdfast.store.commit import MANIFEST, CheckpointInfo, Commit, check_step
+from holdfast.store.commit import CheckpointInfo, Commit, check_step
 from holdfast.store.crew import Crew, Way, dismissing, muster
 from holdfast.store.failures import saving
 from holdfast.store.link import Link
@@ -31,7 +31,6 @@ _STAGING_NBYTES = 32 << 20
 _WINDOW_NBYTES = 4 << 20
 """Eight of them kept the device busier than four of twice the size, in as much memory."""
 _MAX_NBYTES = (1 << 63) - 1
-_SHARD = re.compile(r"r[0-9]{5}\.v[0-9]+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +115,8 @@ def save(
 
     `state` is any nesting of dicts, lists and tuples with torch tensors, numpy arrays, plain values, and
     objects that have ``state_dict``/``load_state_dict`` (modules, optimizers, schedulers). ``overwrite=True``
-    replaces the checkpoint that is there, at once and whole, but never anything else. Directories above
-    `path` are made.
+    replaces the checkpoint that is there, at once and whole, but never anything else: files of others beside
+    it stay. An empty directory may be there; directories above `path` are made.
 
     Under ``torch.distributed`` all ranks call this, each with its own state, and each writes a share of one
     checkpoint; ``together=False`` saves this rank's state by itself. `timeout`: seconds after which a rank
@@ -227,24 +226,23 @@ def make_parent(target: str) -> None:
             fs.make_directories(parent)
 
 
-def check_target(target: str) -> None:
+def check_target(target: str, *, beside: bool = False) -> None:
     """Raises when no checkpoint may ever be saved there: for its name, or what is there.
 
-    One that is there already is left to the commit, which knows whether it is to be replaced.
+    One that is there already is left to the commit, which knows whether it is to be replaced. An empty
+    directory will do, and with `beside` also one with files of others.
     """
     if target.endswith((PARTIAL, RETIRED)):
         raise ValueError(f"{target}: names that end so mark what is no checkpoint; choose another")
     if fs.exists(target):
-        _refuse_stranger(target)
+        _refuse_stranger(target, beside=beside)
 
 
-def _refuse_stranger(target: str) -> None:
+def _refuse_stranger(target: str, *, beside: bool) -> None:
     """A run, somebody's home, a file: what is not a checkpoint is not ours to replace."""
     with saving(target):
-        plain = os.path.isdir(target) and not os.path.islink(target)
-        names = os.listdir(target) if plain else []
-    # One that has lost its manifest is known by its shards.
-    if not plain or (MANIFEST not in names and not all(map(_SHARD.fullmatch, names))):
+        found = found_at(target, target + PARTIAL)
+    if found == "something else" or (found == "others" and not beside):
         raise CheckpointExists(
             f"{target} exists and is not a checkpoint, so not even overwrite=True replaces it: "
             "choose another path"

@@ -13,7 +13,8 @@ process:
    retired, and in which nothing was made or removed since.)
 5. Rename ``D.partial`` to ``D``. **This is the commit.** It fails if anything has that name by now. And it
    fails if the path of ``P`` leads elsewhere by now: readers would not find the checkpoint.
-   (Replacing an old one: exchange the two names. It is held against other writers until it is removed.)
+   (Replacing an old one: exchange the two names. It is held against other writers until it is removed. For
+   directories that are there already, and files of others, see `holdfast.store.beside`.)
 6. Sync ``P``. Now, and only now, the save is reported durable.
 
 A crash before the rename reached the disk leaves ``D.partial``, which the next writer sweeps away; after it,
@@ -46,10 +47,16 @@ from holdfast.format.manifest import MANIFEST_NAME, encode_root
 from holdfast.format.records import ShardFile
 from holdfast.plan import ShardPlan, arrange
 from holdfast.state import Flat, LeafSource
+from holdfast.store.beside import carry_over, found_at, is_ours, settle_in
 from holdfast.store.describe import Identity, OneFile, describe, leaf_records, one_file
-from holdfast.store.directories import LOCK_SECONDS, require_current, share_directory
+from holdfast.store.directories import (
+    LOCK_SECONDS,
+    require_current,
+    share_directory,
+    try_lock_directory,
+)
 from holdfast.store.failures import save_failed
-from holdfast.store.partial import Partial, Target
+from holdfast.store.partial import PARTIAL, Partial, Target
 from holdfast.store.watch import Watch
 
 MANIFEST = MANIFEST_NAME
@@ -230,8 +237,11 @@ def _refuse_parts(leaves: Sequence[LeafSource]) -> None:
 
 def refuse_existing(target: str, *, overwrite: bool) -> None:
     """Raises what `publish` would, in time."""
-    if not overwrite and fs.exists(target):
+    if not overwrite and fs.exists(target) and found_at(target, target + PARTIAL) in _IN_THE_WAY:
         raise _existing(target)
+
+
+_IN_THE_WAY = ("checkpoint", "something else")
 
 
 def _existing(target: str) -> CheckpointExists:
@@ -241,28 +251,64 @@ def _existing(target: str) -> CheckpointExists:
     )
 
 
-def publish(partial: Partial, *, overwrite: bool, replaced: Callable[[], None] | None = None) -> None:
+def publish(
+    partial: Partial,
+    *,
+    overwrite: bool,
+    beside: bool = False,
+    replaced: Callable[[], None] | None = None,
+) -> None:
     """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found.
 
+    `beside`: a directory with files of others will do, not only an empty one (`holdfast.store.beside`).
     `replaced` is called when that is durable and an old checkpoint is about to be removed.
     """
     require_current(partial.parent)
     if not (overwrite and fs.exists(partial.target_entry)):
-        _change_names(partial, fs.rename_new)
+        with contextlib.suppress(FileExistsError):
+            _change_names(partial, fs.rename_new)
+            return
+    found = found_at(partial.target, partial.path)
+    if found == "empty" or (found == "others" and beside):
+        _settle_in(partial)
         return
+    if found != "checkpoint" or not overwrite:
+        raise _existing(partial.target)
     # Shared with its readers, but not with the next writer: to that one, what is replaced would look like the
     # leftover of a crash, to be swept away. Then this one would remove what the next one makes there.
     old = share_directory(partial.target_entry, LOCK_SECONDS)
     if old is None:
         raise RunLocked(f"another process is saving to {partial.target}; one writer per checkpoint")
     try:
+        carry_over(old, partial.directory)
         _change_names(partial, fs.exchange)
         if replaced is not None:
             replaced()
         with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
+            carry_over(old, partial.directory)
             fs.remove_tree(partial.entry)
     finally:
         old.release()
+
+
+def _settle_in(partial: Partial) -> None:
+    """Steps 5 and 6 where a directory without a checkpoint is. That it is held keeps readers waiting."""
+    into = try_lock_directory(partial.target_entry)
+    if into is None:
+        raise RunLocked(f"another process is saving to {partial.target}; one writer per checkpoint")
+    partial.settled = False  # the next writer needs it to take back what could not be
+    try:
+        settle_in(partial.directory, into, partial.parent)
+        partial.settled = True
+    except FileExistsError:
+        partial.settled = True
+        raise _existing(partial.target) from None
+    except OSError:
+        partial.settled = not any(map(is_ours, os.listdir(into.fileno())))
+        raise
+    finally:
+        into.release()
+    partial.remove()
 
 
 def _change_names(partial: Partial, move: Callable[[Entry, Entry], None]) -> None:
@@ -270,9 +316,6 @@ def _change_names(partial: Partial, move: Callable[[Entry, Entry], None]) -> Non
     partial.settled = False
     try:
         move(ours, target)
-    except FileExistsError:
-        partial.settled = True
-        raise _existing(target.path) from None
     except OSError:
         partial.settled = True
         raise

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from holdfast.engine import WriteJob, fs
 from holdfast.engine.fs import Entry, HeldDirectory, PendingFile
 from holdfast.errors import RunLocked
+from holdfast.store.beside import take_back
 from holdfast.store.directories import require_current, try_lock_directory
 
 PARTIAL = ".partial"
@@ -178,10 +179,22 @@ class Partial:
         try:
             # It may be what such a save has replaced: its names must be durable before its files go.
             fs.sync_dir(self.parent)
+            self._take_back(leftover)
             fs.remove_entries(leftover)
             fs.rmdir(self.entry)
         finally:
             leftover.release()
+
+    def _take_back(self, leftover: HeldDirectory) -> None:
+        """Should it have been killed while it settled in a directory that is there."""
+        try:
+            into = fs.open_directory(self.target_entry, False)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        try:
+            take_back(leftover, into)
+        finally:
+            into.release()
 
     def _locked(self) -> RunLocked:
         return RunLocked(f"another process is saving to {self.target}; one writer per checkpoint")

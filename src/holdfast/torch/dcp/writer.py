@@ -2,7 +2,7 @@
 
 For a checkpoint that shall appear at ``D`` (`holdfast.store.together` is the same with Holdfast's messages):
 
-1. ``set_up_storage_writer``: the coordinator refuses a ``D`` that exists.
+1. ``set_up_storage_writer``: the coordinator refuses a ``D`` that holds a checkpoint.
 2. ``prepare_local_plan``: it makes ``D.partial``. ``prepare_global_plan``: it gives ranks their numbers. (Not
    both in the second: planners that keep plans have done so before it, and could not go on if it failed.)
 3. ``write_data``: every rank writes what DCP's plan gives it into a shard of its own, all but the coordinator
@@ -161,7 +161,7 @@ class Writer(StorageWriter):
             raise ValueError("no path: give one to Writer(path), or to DCP as checkpoint_id=")
         if is_coordinator:
             self._coordinator = int(kwargs.get("rank", 0))
-            check_target(target)
+            check_target(target, beside=True)
             refuse_existing(target, overwrite=self._overwrite)
         if self._has_begun:  # DCP calls `reset` only if it is given a path
             self._renew()
@@ -274,7 +274,7 @@ class Writer(StorageWriter):
         )
         manifest = fs.write_file(partial.directory.at(MANIFEST_NAME), encode_root(root))
         fs.sync([manifest], partial.directory)
-        publish(partial, overwrite=self._overwrite)
+        publish(partial, overwrite=self._overwrite, beside=True)
 
     def _renew(self) -> None:
         self._save_id = os.urandom(16).hex()
