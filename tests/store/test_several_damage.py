@@ -122,9 +122,8 @@ def test_shards_of_two_ranks_swapped_are_refused(path: Path) -> None:
 
 def test_a_shard_of_an_unreachable_volume_names_volume_and_host(tmp_path: Path) -> None:
     far = tmp_path / "far"
-    shards = far / "run" / "checkpoint"  # as a save lays them out, two levels below the volume
-    shards.mkdir(parents=True)
-    write_several(tmp_path / "c", PLAN, STATE, volumes=[shards])
+    far.mkdir()
+    write_several(tmp_path / "c", PLAN, STATE, volumes=[far])
     assert intact(holdfast.load(tmp_path / "c"))
     assert holdfast.verify(tmp_path / "c").intact
     far.rename(tmp_path / "gone")
