@@ -61,7 +61,7 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
         team = checkpointer._crew.team
         assert team is not None
         if dist.get_rank() == victim:
-            name = "publish" if victim == 0 else "held_directory"
+            name = "publish" if victim == 0 else "open_partial"
             real = getattr(together, name)
 
             def stop(*arguments: Any, **more: Any) -> Any:
