@@ -20,6 +20,7 @@ from holdfast.engine import (
     Tuning,
     Unkept,
     WritePiece,
+    fs,
 )
 
 NBYTES = 9 * CHUNK_NBYTES + 777
@@ -59,6 +60,7 @@ def test_a_file_agrees_with_its_checksums_while_memory_changes(
             job = engine.write(path, total, [WritePiece(offset, source)], tuning=tuning, recycle=True)
             job.wait()
             (said,) = job.checksums()
+            fs.sync([job])  # until then the file is leased, and who opens it waits
             piece = ReadPiece(offset, Unkept(source.nbytes), said)
             assert engine.read(path, [piece], tuning=tuning) == []
 
