@@ -97,6 +97,7 @@ def _end_beside_a_dead_rank(run: Path, dead: int) -> None:
         checkpointer.wait()
         if dist.get_rank() == dead:
             os.kill(os.getpid(), signal.SIGKILL)
+        set_patience(checkpointer, SILENCE_SECONDS)  # for all to come to the save, in the training's thread
         checkpointer.save(2)
         raise KeyError("what a collective without all ranks raises")
 
