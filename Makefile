@@ -32,7 +32,7 @@ BUILD_STAMP := $(VENV)/.holdfast-build
 
 NATIVE := $(wildcard native/src/*.cpp native/src/*.hpp)
 # A top-level file that comes or goes changes what the editable install has to know.
-TOP := $(wildcard src/holdfast/__init__.py src/holdfast/*/__init__.py src/holdfast/*/*/__init__.py)
+TOP := $(wildcard src/holdfast/__init__.py src/holdfast/*/__init__.py src/holdfast/*/*/__init__.py src/holdfast/*/*/*/__init__.py)
 
 # The engine without its Python face, and a program that tries it: built by itself for other processors and with
 # sanitizers. Without liburing, which would have to be there for that processor.

@@ -13,7 +13,7 @@ import holdfast
 from holdfast import errors
 
 CALLS = {"load", "open", "per_rank", "rng", "save", "stable", "verify"}
-TYPES = {"Checkpoint", "CheckpointInfo", "Checkpointer", "Keep", "LeafInfo", "Options", "Saving"}
+TYPES = {"Checkpoint", "CheckpointInfo", "Checkpointer", "Keep", "LeafInfo", "Options", "PendingSave"}
 
 # Every error, and the builtin that a caller who knows nothing of Holdfast would catch.
 ERRORS = {

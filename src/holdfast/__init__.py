@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from holdfast import data as data
-    from holdfast.checkpointer import Checkpointer, Keep, Saving, stable
+    from holdfast.checkpointer import Checkpointer, Keep, PendingSave, stable
     from holdfast.errors import (
         CheckpointClosed,
         CheckpointExists,
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "holdfast.checkpointer": ("Checkpointer", "Keep", "Saving", "stable"),
+    "holdfast.checkpointer": ("Checkpointer", "Keep", "PendingSave", "stable"),
     "holdfast.state.per_rank": ("per_rank",),
     "holdfast.state.rng": ("rng",),
     "holdfast.store": (
@@ -121,6 +121,7 @@ __all__ = [
     "MutatedDuringSave",
     "Options",
     "OutOfResources",
+    "PendingSave",
     "RankFailed",
     "RanksDisagree",
     "ReadDenied",
@@ -129,7 +130,6 @@ __all__ = [
     "RunLocked",
     "RunMoved",
     "SaveFailed",
-    "Saving",
     "StateMismatch",
     "StorageDenied",
     "StorageFull",

@@ -17,7 +17,7 @@ from torch import nn
 
 import holdfast
 from holdfast import Checkpointer, Keep, Options
-from holdfast.checkpointer.saving import Saving
+from holdfast.checkpointer.pending_save import PendingSave
 from holdfast.engine import faults
 
 LARGE = 700  # a square matrix of so many floats is 2 MB: more than one window below
@@ -30,28 +30,28 @@ PATIENCE = 120.0
 @pytest.fixture
 def _saves_wait_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """No save ends before training waits for it, however long a busy machine lets training stand still."""
-    awaited: weakref.WeakKeyDictionary[Saving, threading.Event] = weakref.WeakKeyDictionary()
-    start, written = Saving.start, Saving.written
+    awaited: weakref.WeakKeyDictionary[PendingSave, threading.Event] = weakref.WeakKeyDictionary()
+    start, written = PendingSave.start, PendingSave.written
 
-    def starting(saving: Saving) -> None:
+    def starting(saving: PendingSave) -> None:
         awaited[saving] = threading.Event()
         start(saving)
 
-    def ending(saving: Saving) -> None:
+    def ending(saving: PendingSave) -> None:
         assert awaited[saving].wait(PATIENCE), "nobody waits for this save"
         written(saving)
 
     def waiting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(saving: Saving, *arguments: Any) -> Any:
+        def wait(saving: PendingSave, *arguments: Any) -> Any:
             awaited[saving].set()
             return real(saving, *arguments)
 
         return wait
 
-    monkeypatch.setattr(Saving, "start", starting)
-    monkeypatch.setattr(Saving, "written", ending)
+    monkeypatch.setattr(PendingSave, "start", starting)
+    monkeypatch.setattr(PendingSave, "written", ending)
     for name in ("release", "join", "wait"):
-        monkeypatch.setattr(Saving, name, waiting(getattr(Saving, name)))
+        monkeypatch.setattr(PendingSave, name, waiting(getattr(PendingSave, name)))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import holdfast
 from holdfast.engine import faults
 from holdfast.store import step_name
-from holdfast.store.failures import open_stored
+from holdfast.store.os_errors import open_stored
 
 from .children import Pipe, run_forked
 from .conftest import USABLE
@@ -234,7 +234,7 @@ def test_an_unreadable_manifest_is_passed_over(run: Path, wide: int, monkeypatch
             raise OSError(errno.EIO, "injected", path)
         return open_stored(path, *args, **kwargs)
 
-    monkeypatch.setattr("holdfast.store.opening.open_stored", failing)
+    monkeypatch.setattr("holdfast.store.read.open.open_stored", failing)
     with pytest.raises(holdfast.ReadFailed) as caught:
         holdfast.load(run / step_name(2))
     assert str(run / step_name(2)) in str(caught.value)

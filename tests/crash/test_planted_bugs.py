@@ -13,7 +13,8 @@ import holdfast
 from holdfast.engine import fs
 from holdfast.engine.fs import Entry, HeldDirectory
 from holdfast.store import commit
-from holdfast.store.partial import PARTIAL, Partial
+from holdfast.store.commit.transaction import Partial
+from holdfast.store.names import PARTIAL
 
 from . import sequences
 from .conftest import USABLE, WAYS
@@ -53,7 +54,9 @@ def no_sync_of_the_checkpoint_directory(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_sync_of_the_parent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("holdfast.store.commit.fs", SimpleNamespace(**{**vars(fs), "sync_dir": lambda path: None}))
+    patch.setattr(
+        "holdfast.store.commit.single.fs", SimpleNamespace(**{**vars(fs), "sync_dir": lambda path: None})
+    )
 
 
 @pytest.mark.parametrize(

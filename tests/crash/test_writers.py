@@ -488,7 +488,7 @@ def test_readers_always_find_a_whole_checkpoint_while_it_is_replaced(
 ) -> None:
     """``overwrite=True`` has no moment in which there is none, or half of one."""
     # Between the exchange and the end of the save a reader waits; the writer may wait for a processor then.
-    monkeypatch.setattr("holdfast.store.hold.LOCK_SECONDS", SECONDS)
+    monkeypatch.setattr("holdfast.store.read.reader_lock.LOCK_SECONDS", SECONDS)
     path = ram / "model"
     holdfast.save(path, make_state(1, 0), step=1)
     reads = 200

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 import holdfast
 from holdfast.state import leaf_names, unflatten
-from holdfast.state.rebuild import decode_value
+from holdfast.state.unflatten import decode_value
 from holdfast.torch.dcp.record import Record, compose, entries_of, leaf_node
 from holdfast.torch.dcp.values import NotPlain, Pickler, plain_node
 

@@ -166,7 +166,7 @@ def disagreeing(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
         here.trouble("unsupported on 0", unsupported(0))
 
         def unsupported_at_first() -> None:
-            here.checkpointer._crew.shares.forget()
+            here.checkpointer._group.shares.forget()
             unsupported(1)()
 
         here.trouble("unsupported on 1, planned anew", unsupported_at_first)
@@ -181,7 +181,7 @@ def disagreeing(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
         here.trouble("values of 1", another_value)
 
         def another_copy() -> None:
-            here.checkpointer._crew.shares.forget()
+            here.checkpointer._group.shares.forget()
             kept = here.state["model"][0].detach().clone()
             with torch.no_grad():
                 here.state["model"][0][3, 3] += here.rank == 2
@@ -233,17 +233,17 @@ def missing(run: Path, mode: Mode, troubles: list[str]) -> tuple[dict[str, Got],
             here.save(-1 if here.rank == 1 else None)
 
         def planned_without() -> None:
-            here.checkpointer._crew.shares.forget()
+            here.checkpointer._group.shares.forget()
             skips(2)()
 
         def called(act: Callable[[], None]) -> Callable[[], None]:
             """For who waits for the next call in vain: its time begins when it has heard of this one."""
 
             def when_called() -> None:
-                crew = here.checkpointer._crew
-                assert crew.team is not None
-                assert crew._calls is not None
-                crew.team.mail.read(f"{crew._calls.next}/call", PATIENCE_SECONDS)
+                group = here.checkpointer._group
+                assert group.team is not None
+                assert group._calls is not None
+                group.team.mail.read(f"{group._calls.next}/call", PATIENCE_SECONDS)
                 act()
 
             return when_called
@@ -273,15 +273,15 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
     """A rank is so slow to write that it is given up; it gets there when the same step is saved again."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from holdfast.store.calls import Conversation
-    from holdfast.store.writing import ShareWriter
+    from holdfast.store.commit.messages import Conversation
+    from holdfast.store.commit.shard_writer import ShardWriter
 
     store = _get_default_store()
-    write, gather = ShareWriter.write, Conversation.gather
+    write, gather = ShardWriter.write, Conversation.gather
     with bench(run, mode) as here:
 
-        def late(self: ShareWriter, groups: Any, watch: Any) -> None:
-            ShareWriter.write = write  # type: ignore[method-assign]
+        def late(self: ShardWriter, groups: Any, watch: Any) -> None:
+            ShardWriter.write = write  # type: ignore[method-assign]
             store.wait(["called again"])
             write(self, groups, watch)
 
@@ -290,8 +290,8 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
             return gather(self)
 
         if here.rank == 1:
-            ShareWriter.write = late  # type: ignore[method-assign]
-        calls = here.checkpointer._crew._calls
+            ShardWriter.write = late  # type: ignore[method-assign]
+        calls = here.checkpointer._group._calls
         assert calls is not None
         here.meet()
         if here.rank == 0:
@@ -315,7 +315,7 @@ def mutated(run: Path) -> tuple[dict[str, Got], list[str]]:
     """Weights of one rank change while they are written, and nothing says so."""
     import torch
 
-    from holdfast.store.writing import ShareWriter
+    from holdfast.store.commit.shard_writer import ShardWriter
 
     with bench(run, "overlap") as here:
 
@@ -326,17 +326,17 @@ def mutated(run: Path) -> tuple[dict[str, Got], list[str]]:
                     here.state["optimizer"].state[parameter]["momentum_buffer"].add_(amount)
 
         def act() -> None:
-            write = ShareWriter.write
+            write = ShardWriter.write
 
-            def late(self: ShareWriter, groups: Any, watch: Any) -> None:
+            def late(self: ShardWriter, groups: Any, watch: Any) -> None:
                 change(1.0)
                 write(self, groups, watch)
 
-            ShareWriter.write = late  # type: ignore[method-assign]
+            ShardWriter.write = late  # type: ignore[method-assign]
             try:
                 here.save()
             finally:
-                ShareWriter.write = write  # type: ignore[method-assign]
+                ShardWriter.write = write  # type: ignore[method-assign]
                 change(-1.0)
 
         here.trouble("mutated on 1", act)

@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from holdfast.team.mail import Mail, Silence
-from holdfast.team.meeting import Board
+from holdfast.team.rendezvous import Board
 
 PATIENCE_SECONDS = 60.0
 """For what is sure to come: only a hang takes longer."""

@@ -150,10 +150,10 @@ def _another_world_meanwhile(folder: Path) -> list[str]:
     import torch.distributed as dist
 
     from holdfast.engine import fs
-    from holdfast.store import together
+    from holdfast.store.commit import coordinated
 
     path = folder / "model"
-    real = together.open_partial
+    real = coordinated.open_partial
 
     def late(directory: str) -> Any:
         os.mkdir(f"{directory}.other")
@@ -161,7 +161,7 @@ def _another_world_meanwhile(folder: Path) -> list[str]:
         return real(directory)
 
     if dist.get_rank() == 1:
-        together.open_partial = late
+        coordinated.open_partial = late
     with pytest.raises(holdfast.HoldfastError, match="given up" if dist.get_rank() == 1 else ""):
         holdfast.save(path, {"w": np.arange(5000.0)}, timeout=30.0)
     return [found.name for found in folder.glob("model.partial/r00001*")]

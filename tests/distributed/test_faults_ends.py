@@ -114,7 +114,7 @@ def _leave_out_the_last(run: Path, silent: int) -> tuple[str, tuple[int, ...]] |
     checkpointer = _checkpointer(run, make_state(), "snapshot")
     checkpointer.save(1)
     checkpointer.wait()
-    calls = checkpointer._crew._calls
+    calls = checkpointer._group._calls
     assert calls is not None
     calls.timeout = SILENCE_SECONDS if dist.get_rank() == 0 else PATIENCE_SECONDS  # it tells the others
     with expecting(*(rank for rank in range(WORLD) if rank != silent)):
@@ -139,11 +139,11 @@ def test_the_others_learn_which_rank_has_left_out_the_last_save(tmp_path: Path) 
 
 def _end_at_once(run: Path) -> None:
     """The interpreter ends while a save is under way; nobody waits for it, nobody closes anything."""
-    from holdfast.store.writing import ShareWriter
+    from holdfast.store.commit.shard_writer import ShardWriter
 
-    write = ShareWriter.write
+    write = ShardWriter.write
 
-    def slowly(self: ShareWriter, groups: Any, watch: Any) -> None:
+    def slowly(self: ShardWriter, groups: Any, watch: Any) -> None:
         import threading
 
         threading.main_thread().join()  # the training's thread has nothing more to do
@@ -155,7 +155,7 @@ def _end_at_once(run: Path) -> None:
     checkpointer.save(1)
     checkpointer.wait()
     advance(state)
-    ShareWriter.write = slowly  # type: ignore[method-assign]
+    ShardWriter.write = slowly  # type: ignore[method-assign]
     checkpointer.save(2)
 
 

@@ -24,8 +24,8 @@ from holdfast.cli.app import app
 from holdfast.engine import faults
 from holdfast.engine.fs import HeldDirectory
 from holdfast.format.manifest import encode_root
-from holdfast.store import together
-from holdfast.store import volumes as store_volumes
+from holdfast.store.commit import coordinated
+from holdfast.store.commit import volumes as store_volumes
 
 KEPT = 2
 SPEEDS = [2.0, 1.0]
@@ -388,14 +388,14 @@ def _save_without_a_shared_directory(path: Path, other: Path) -> tuple[str, str]
 
     if dist.get_rank() == 1:
         socket.gethostname = lambda: "elsewhere"
-        opened = together.open_partial
+        opened = coordinated.open_partial
 
         @contextlib.contextmanager
         def opened_here(path: str) -> Iterator[HeldDirectory]:
             with opened(os.fspath(other)) as directory:
                 yield directory
 
-        together.open_partial = opened_here
+        coordinated.open_partial = opened_here
     return error_of(lambda: holdfast.save(path, {"w": np.ones(1 << 17)}, timeout=60.0))[:2]
 
 

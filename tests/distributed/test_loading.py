@@ -30,11 +30,13 @@ from holdfast.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMism
 from holdfast.plan.placement import LeafLayout, Mesh, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from holdfast.store import loading, step_name, unison
+from holdfast.store import step_name
 from holdfast.store.checkpoint import Checkpoint
-from holdfast.store.handing import hand_out
-from holdfast.store.link import Link
-from holdfast.store.loading import load_together
+from holdfast.store.ranks import open_together as opening_module
+from holdfast.store.ranks import shared_load
+from holdfast.store.ranks.channel import Channel
+from holdfast.store.ranks.exchange import hand_out
+from holdfast.store.ranks.shared_load import load_together
 from holdfast.team import Team, join
 from store.several import Own, write_several
 
@@ -110,7 +112,7 @@ class _Rank:
         team = join("loading", TIMEOUT)
         assert team is not None
         self.team: Team = team
-        self.link = Link.open()
+        self.link = Channel.open()
         self.path = path
         self.state = _state(seed)
 
@@ -433,7 +435,7 @@ def _killed(path: str, when: str) -> tuple[str, tuple[int, ...]]:
         rank.load(_zeros(rank.state))
     outlive(1, rank.team.members[1].pid)
     # Where bytes are handed around the dead are seen at once: only the living could need the time.
-    loading.hand_out = lambda *rest: hand_out(*rest[:-1], TIMEOUT)
+    shared_load.hand_out = lambda *rest: hand_out(*rest[:-1], TIMEOUT)
     with pytest.raises(RankFailed) as caught:
         rank.load(_zeros(rank.state), timeout=2.0)
     return str(caught.value), caught.value.ranks
@@ -465,7 +467,7 @@ def _own(path: str) -> dict[str, Any]:
     }
     with warnings.catch_warnings(record=True) as told, Checkpoint(path) as checkpoint:
         warnings.simplefilter("always")
-        loaded: Any = load_together(team, checkpoint, into, timeout=TIMEOUT, link=Link.open())
+        loaded: Any = load_together(team, checkpoint, into, timeout=TIMEOUT, link=Channel.open())
     assert np.array_equal(loaded["model"]["w"], _weights())
     noise = loaded["noise"].value
     return {
@@ -534,7 +536,7 @@ def _overtaken(folder: str) -> list[list[int]]:
             meanwhile(folder)
             return Checkpoint(path)
 
-        unison.Checkpoint = open_late  # type: ignore[misc, assignment]
+        opening_module.Checkpoint = open_late  # type: ignore[misc, assignment]
         target = {"w": torch.zeros(3, dtype=torch.int64)}
         holdfast.load(path, target, timeout=TIMEOUT)
         assert len(opened) == 2

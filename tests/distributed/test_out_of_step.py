@@ -85,12 +85,12 @@ def _leave_out_calls(folder: Path) -> list[Any]:
         dist.barrier()
         for call in (c.restore, c.check_replicas):
             if dist.get_rank() == 0:
-                c._crew.timeout = c._crew.shares._timeout = 2.0
+                c._group.timeout = c._group.shares._timeout = 2.0
                 with pytest.raises(holdfast.RankFailed, match="rank 1 did not come") as caught:
                     call()
                 assert caught.value.ranks == (1,)
                 # As patient as a slow machine needs: the silence has been heard.
-                c._crew.timeout = c._crew.shares._timeout = PATIENCE_SECONDS
+                c._group.timeout = c._group.shares._timeout = PATIENCE_SECONDS
             dist.barrier()
             found += [call(), call()]
             dist.barrier()

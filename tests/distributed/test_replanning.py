@@ -81,16 +81,16 @@ CHANGES: tuple[Change, ...] = (
 
 def _counted_plans() -> list[int]:
     """How often this rank has planned, counted in the last number."""
-    from holdfast.store.shares import Shares
+    from holdfast.store.ranks.write_shares import WriteShares
 
     plans: list[int] = []
-    plan = Shares.plan
+    plan = WriteShares.plan
 
-    def counted(self: Shares, *arguments: Any) -> None:
+    def counted(self: WriteShares, *arguments: Any) -> None:
         plans[-1] += 1
         plan(self, *arguments)
 
-    Shares.plan = counted  # type: ignore[method-assign]
+    WriteShares.plan = counted  # type: ignore[method-assign]
     return plans
 
 

@@ -19,9 +19,11 @@ from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
 from holdfast.plan.world import merge_views
 from holdfast.state import LeafSource, flatten
 from holdfast.state.per_rank import per_rank
-from holdfast.team import Team, exchange_views, join, replicas
-from holdfast.team.replicas import array_digest, check_replicas
-from holdfast.team.values import differing, structure_digest, values_digest
+from holdfast.store.ranks.checks import replicas
+from holdfast.store.ranks.checks.replicas import array_digest, check_replicas
+from holdfast.store.ranks.checks.values import differing, structure_digest, values_digest
+from holdfast.store.ranks.checks.views import exchange_views
+from holdfast.team import Team, join
 
 
 def _source(array: np.ndarray[Any, Any], kind: str) -> Any:

@@ -51,25 +51,25 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
     """In the save of step 4 one rank is stopped: rank 0 before it commits, another before it writes."""
     import torch.distributed as dist
 
-    from holdfast.store import together
+    from holdfast.store.commit import coordinated
 
     state = make_state()
     with _checkpointer(run, state) as checkpointer:
         _steps(checkpointer, state, 3)
         advance(state)
         dist.barrier()
-        team = checkpointer._crew.team
+        team = checkpointer._group.team
         assert team is not None
         if dist.get_rank() == victim:
             name = "publish" if victim == 0 else "open_partial"
-            real = getattr(together, name)
+            real = getattr(coordinated, name)
 
             def stop(*arguments: Any, **more: Any) -> Any:
                 held = real(*arguments, **more) if victim else None
                 os.kill(os.getpid(), signal.SIGSTOP)
                 return held if victim else real(*arguments, **more)
 
-            setattr(together, name, stop)
+            setattr(coordinated, name, stop)
         else:
             set_patience(checkpointer, SILENCE_SECONDS)
             outlive(victim, team.members[victim].pid)
@@ -80,7 +80,7 @@ def _go_on(run: Path, marks: Path) -> tuple[int, bool]:
     """Another training, in the midst of whose save of step 4 the stopped rank of the first one goes on."""
     import torch.distributed as dist
 
-    from holdfast.store.calls import Conversation
+    from holdfast.store.commit.messages import Conversation
 
     state = make_state()
     with _checkpointer(run, state) as checkpointer:
@@ -297,7 +297,7 @@ def _cut_off(run: Path, marks: Path, before: str) -> tuple[Any, int | None]:
     """In the save of step 3 the link between the nodes is cut, before rank 0 says a certain thing."""
     import torch.distributed as dist
 
-    from holdfast.store.calls import Conversation
+    from holdfast.store.commit.messages import Conversation
     from holdfast.team import mail
 
     state = make_state()

@@ -116,7 +116,7 @@ def train(course: Course) -> dict[str, Any]:
                 _arm(course.kill)
             elif step == course.armed and course.kill is not None and course.timeout < PATIENCE_SECONDS:
                 set_patience(checkpointer, course.timeout)
-                team = checkpointer._crew.team
+                team = checkpointer._group.team
                 assert team is not None
                 outlive(course.kill.rank, team.members[course.kill.rank].pid)
             checkpointer.save(step)
@@ -133,10 +133,10 @@ def train(course: Course) -> dict[str, Any]:
 
 def set_patience(checkpointer: holdfast.Checkpointer, seconds: float) -> None:
     """From now on this rank waits so long for others."""
-    crew = checkpointer._crew
-    calls = crew._calls
+    group = checkpointer._group
+    calls = group._calls
     assert calls is not None
-    crew.timeout = checkpointer._timeout = calls.timeout = calls.grace = crew.shares._timeout = seconds
+    group.timeout = checkpointer._timeout = calls.timeout = calls.grace = group.shares._timeout = seconds
 
 
 def _arm(kill: Kill) -> None:

@@ -19,7 +19,7 @@ from tests.plan.worlds import inside, layouts, leaf_kinds, memory_of, random_sta
 
 from holdfast.engine import ALIGNMENT
 from holdfast.format.geometry import Box, contiguous_runs, whole
-from holdfast.plan import cohorts
+from holdfast.plan import replica_groups
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import BLOCK_NBYTES, WritePlan, level
 from holdfast.plan.topology import Topology, Writers
@@ -257,13 +257,13 @@ def test_levelling_is_what_giving_byte_after_byte_to_the_least_loaded_would_do(
 def test_planning_for_one_rank_never_goes_through_ranks_times_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Counter[str] = Counter()
     for name in ("holding", "local_sizes"):
-        real = getattr(cohorts, name)
+        real = getattr(replica_groups, name)
 
         def counted(*arguments: Any, real: Any = real, name: str = name) -> Any:
             calls[name] += 1
             return real(*arguments)
 
-        monkeypatch.setattr(cohorts, name, counted)
+        monkeypatch.setattr(replica_groups, name, counted)
     spread = Spread(Mesh.grid(4, 1024), (Split(0, 1),))
     leaves = [LeafLayout(f"leaf.{n}", "F32", (4096 + n % 3, 8), (spread,)) for n in range(300)]
     plan = WritePlan(leaves, Topology.regular(4096))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.plan.worlds import inside
 
 from holdfast.format.geometry import Box
-from holdfast.plan.cohorts import Owned
 from holdfast.plan.placement import LeafLayout, Mesh, Piece, Split, Spread
 from holdfast.plan.ranks import WritePlan
+from holdfast.plan.replica_groups import Owned
 from holdfast.plan.topology import Topology
 from holdfast.plan.volumes import stripe
 

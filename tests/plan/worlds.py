@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from holdfast.format.geometry import Box
 from holdfast.format.records import Fragment, Leaf, Part, ShardFile
-from holdfast.plan.cohorts import Owned
 from holdfast.plan.placement import LeafLayout, Mesh, Piece, Split, Spread, pieces_of
 from holdfast.plan.ranks import WritePlan
+from holdfast.plan.replica_groups import Owned
 from holdfast.plan.resharding import ReadPlan, StoredIndex, Wanted, plan_reads, wants_of
 from holdfast.plan.topology import Topology
 from holdfast.plan.volumes import stripe

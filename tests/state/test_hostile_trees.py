@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptCheckpoint, HoldfastError, UnsupportedState
 from holdfast.state import LeafMeta, Restore, flatten, leaf_names, unflatten, values
-from holdfast.state.rebuild import _CONTAINERS
+from holdfast.state.unflatten import _CONTAINERS
 from holdfast.state.value_decoder import DECODERS
 
 

@@ -19,10 +19,10 @@ from holdfast.format.checksums import digest
 from holdfast.format.manifest import encode_part, encode_root, part_name, part_ref, shard_name
 from holdfast.format.records import Alias, Fragment, Leaf, Part, Root, ShardFile
 from holdfast.plan import plan_shard
-from holdfast.plan.cohorts import Owned
 from holdfast.plan.description import encode_plan
 from holdfast.plan.fragments import sources
 from holdfast.plan.ranks import WritePlan
+from holdfast.plan.replica_groups import Owned
 from holdfast.plan.volumes import stripe
 from holdfast.state import LeafSource
 from plan.worlds import Array, memory_of

@@ -14,7 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast import StateMismatch
-from holdfast.store.parts import Parts
+from holdfast.store.read.parts import Parts
 
 
 class Net(nn.Module):

@@ -14,7 +14,7 @@ import holdfast
 from format import making
 from holdfast.cli.listing import leaf_order
 from holdfast.errors import CorruptCheckpoint
-from holdfast.state.tree import BLOB_NBYTES
+from holdfast.state.flatten import BLOB_NBYTES
 from holdfast.store import Checkpoint
 
 BIG = os.urandom(3 * BLOB_NBYTES + 5)
@@ -95,7 +95,7 @@ def test_keys_and_members_of_sets_stay_values(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_has_them_in_its_tree_still_loads(tmp_path: Path) -> None:
     """As earlier versions wrote them."""
-    from holdfast.state.tree import value_node
+    from holdfast.state.flatten import value_node
 
     making.write_checkpoint(
         tmp_path / "c", {"w": np.zeros(2)}, tree={"b": value_node([BIG, bytearray(OTHER)])}

@@ -19,7 +19,7 @@ from holdfast.format.geometry import Box, whole
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, pieces_of
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from holdfast.store.wanted import Wanted
+from holdfast.store.read.requests import Wanted
 from plan.worlds import (
     DTYPES,
     Array,

@@ -21,7 +21,7 @@ from holdfast.plan.description import encode_plan
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from holdfast.store.wanted import Wanted
+from holdfast.store.read.requests import Wanted
 from plan.worlds import random_state
 from store.several import Own, write_several
 

@@ -15,7 +15,7 @@ from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.state import LeafMeta, Restore, Sharding
-from holdfast.store.wanted import wanted_of
+from holdfast.store.read.requests import wanted_of
 from plan.worlds import Array, local_array, random_state
 from store.several import Own, write_several
 

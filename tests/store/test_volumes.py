@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.store import volumes
-from holdfast.store.fetching import FileReads, fetch
+from holdfast.store.commit import volumes
+from holdfast.store.read.gather import FileReads, fetch
 
 
 def test_bytes_go_to_volumes_in_proportion_to_their_measured_speed(

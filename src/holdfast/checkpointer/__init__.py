@@ -9,6 +9,6 @@ from __future__ import annotations
 from holdfast.checkpointer.checkpointer import Checkpointer
 from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.checkpointer.ownership import stable
-from holdfast.checkpointer.saving import Saving
+from holdfast.checkpointer.pending_save import PendingSave
 
-__all__ = ["Checkpointer", "Keep", "Kept", "Saving", "stable"]
+__all__ = ["Checkpointer", "Keep", "Kept", "PendingSave", "stable"]

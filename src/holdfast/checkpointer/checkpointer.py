@@ -31,17 +31,17 @@ from holdfast.checkpointer.events import (
     Restored,
     Saved,
 )
+from holdfast.checkpointer.free_space import FreeSpace
 from holdfast.checkpointer.keep import Keep, Kept
+from holdfast.checkpointer.observed_changes import ObservedChanges
 from holdfast.checkpointer.ownership import Hooks, find_optimizers, owners
+from holdfast.checkpointer.pending_save import PendingSave
 from holdfast.checkpointer.preemption import Preemption
-from holdfast.checkpointer.restoring import Target, resume
+from holdfast.checkpointer.restore import Target, resume
 from holdfast.checkpointer.retention import Retention, history
-from holdfast.checkpointer.room import Room
-from holdfast.checkpointer.saving import Saving
+from holdfast.checkpointer.save_task import Work, take_apart
 from holdfast.checkpointer.schedule import Cost, Schedule, make_schedule
 from holdfast.checkpointer.staging import Division, Staging
-from holdfast.checkpointer.trust import Trust
-from holdfast.checkpointer.work import Work, take_apart
 from holdfast.engine import forks
 from holdfast.errors import (
     CheckpointExists,
@@ -55,9 +55,9 @@ from holdfast.state import LeafSource, flatten
 from holdfast.store import (
     CheckpointInfo,
     Conversation,
-    Crew,
     FollowedRun,
     Options,
+    RankGroup,
     WritableRun,
     check_step,
     checked_options,
@@ -65,8 +65,8 @@ from holdfast.store import (
     list_steps,
     plain_metrics,
 )
-from holdfast.store.directories import path_to_read
-from holdfast.store.volumes import Ledger
+from holdfast.store.commit.volumes import Ledger
+from holdfast.store.locks import path_to_read
 
 Mode = Literal["overlap", "snapshot", "sync"]
 OnError = Literal["raise", "warn"]
@@ -146,25 +146,25 @@ class Checkpointer:
         self._timeout = timeout
         self._schedule = make_schedule(every, budget=budget, mtbf=mtbf)
         self._bracketed = False
-        self._trust = Trust()
+        self._trust = ObservedChanges()
         self._noticed = False
         self._exit_code = exit_code
         self._pid, self._forks = os.getpid(), forks()
-        self._in_flight: Saving | None = None
+        self._in_flight: PendingSave | None = None
         self._stalled = 0.0
         self._overlapped = False
         path = os.path.abspath(os.fspath(run))
-        way = drilling.way_of(options.way())
-        self._crew = Crew.gather(f"Checkpointer of {path}", together, way, timeout)
-        self._drill = drilling.join(path) if self._crew.leads else None
+        way = drilling.way_of(options.write_settings())
+        self._group = RankGroup.gather(f"Checkpointer of {path}", together, way, timeout)
+        self._drill = drilling.join(path) if self._group.leads else None
         self._run: WritableRun | FollowedRun = FollowedRun(path)
         self._open = True
         self._closed = False
         try:
             known: list[Kept] = []
             held: list[int] = []
-            with self._crew.all_or_none("open"):
-                if self._crew.leads:
+            with self._group.all_or_none("open"):
+                if self._group.leads:
                     place = self._drill.path if self._drill else path
                     _refuse_checkpoint(place)
                     self._run = _open_run(place)
@@ -173,27 +173,27 @@ class Checkpointer:
                 self._staging = Staging(options.snapshot_nbytes)
                 self._hooks = Hooks(self._before_step)
                 self._hooks.attach(self._optimizers() if mode == "overlap" else ())
-            where, known, held, start_over = self._crew.told(
+            where, known, held, start_over = self._group.broadcast(
                 (os.fsencode(self._run.path), known, held, start_over),
                 tuple[bytes, list[Kept], list[int], bool],
             )
-            if not self._crew.leads:
+            if not self._group.leads:
                 self._run = FollowedRun(os.fsdecode(where))
             directory = self._run.directory
-            ledger = Ledger(directory) if directory is not None and self._crew.has_volumes else None
+            ledger = Ledger(directory) if directory is not None and self._group.has_volumes else None
             self._retention = Retention(
                 self._run, keep or Keep(), known, ledger, found=held, start_over=start_over
             )
-            self._events = EventLog(self._run.path if self._crew.leads else None, directory)
-            self._room: Room | None = None
-            if isinstance(self._run, WritableRun) and not self._crew.has_volumes:
-                self._room = Room(self._run, keep or Keep(), self._retention, self._events)
+            self._events = EventLog(self._run.path if self._group.leads else None, directory)
+            self._room: FreeSpace | None = None
+            if isinstance(self._run, WritableRun) and not self._group.has_volumes:
+                self._room = FreeSpace(self._run, keep or Keep(), self._retention, self._events)
             self._events.add(Opened(time.time(), self._pid, socket.gethostname(), mode, _plain(every)))
             self._preemption = Preemption(exit_code) if preemption else None
             _opened.add(self)
         except BaseException:
             self._run.close()
-            self._crew.close()
+            self._group.close()
             raise
 
     # --- what there is
@@ -252,7 +252,7 @@ class Checkpointer:
 
     # --- saving
 
-    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Saving | None:
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> PendingSave | None:
         """Saves the state after `step` completed steps; None when `every` skips it.
 
         A save that failed in the background is raised by the next call, once (`SaveFailed`, `StorageFull`,
@@ -272,7 +272,7 @@ class Checkpointer:
             self._stalled += time.monotonic() - now
             self._overlapped = self._in_flight is not None and not self._in_flight.done
 
-    def _save(self, step: int, metrics: Mapping[str, float] | None, now: float) -> Saving | None:
+    def _save(self, step: int, metrics: Mapping[str, float] | None, now: float) -> PendingSave | None:
         if self._drill is not None:
             self._drill.completed(step)
         earlier = self._in_flight
@@ -284,7 +284,7 @@ class Checkpointer:
             self._finish_earlier(step, earlier)
             self._retention.require_ours(step)
         except BaseException as error:
-            self._crew.failed(talk, error)
+            self._group.failed(talk, error)
             raise
         saving = self._start(step, metrics, talk)
         if signal is not None:
@@ -297,14 +297,14 @@ class Checkpointer:
     def _accord(self, step: int, now: float) -> tuple[bool, str | None, Conversation | None]:
         """Whether to save now, and whether to end then. With several ranks the coordinator decides."""
         signal = self._preemption.received if self._preemption is not None else None
-        if self._crew.team is None:
+        if self._group.team is None:
             return signal is not None or self._schedule.due(step, now), signal, None
-        if self._crew.leads:
-            signal = signal or self._crew.signalled()
+        if self._group.leads:
+            signal = signal or self._group.signalled()
         elif signal is not None:
-            self._crew.signal(signal)
-        due = self._crew.leads and (signal is not None or self._schedule.due(step, now))
-        talk = self._crew.begin("the Checkpointer's save", step, due=due, signal=signal)
+            self._group.signal(signal)
+        due = self._group.leads and (signal is not None or self._schedule.due(step, now))
+        talk = self._group.begin("the Checkpointer's save", step, due=due, signal=signal)
         assert talk is not None
         return talk.call.due, talk.call.signal, talk
 
@@ -324,27 +324,29 @@ class Checkpointer:
         self._release(None)
         yield
 
-    def _start(self, step: int, metrics: Mapping[str, float] | None, talk: Conversation | None) -> Saving:
+    def _start(
+        self, step: int, metrics: Mapping[str, float] | None, talk: Conversation | None
+    ) -> PendingSave:
         began = time.perf_counter()
         if self._drill is not None:
             self._drill.saving(step, self.mode)
         try:
-            numbers = plain_metrics(metrics) if self._crew.leads else {}  # those of rank 0 are stored
+            numbers = plain_metrics(metrics) if self._group.leads else {}  # those of rank 0 are stored
             replace = self._retention.attempt(step)
             run = self._run.directory
-            work = take_apart(self._crew, self.state, run, step, numbers, talk, replace=replace)
+            work = take_apart(self._group, self.state, run, step, numbers, talk, replace=replace)
             division = self._divide(work.leaves)
         except BaseException as error:
             if self._drill is not None:
                 self._drill.failed(step)
-            self._crew.failed(talk, error)
+            self._group.failed(talk, error)
             raise
         stage_seconds = time.perf_counter() - began
 
-        def commit(saving: Saving) -> CheckpointInfo:
+        def commit(saving: PendingSave) -> CheckpointInfo:
             return self._commit(saving, work, stage_seconds)
 
-        saving = Saving(step, division, commit, self._retention.make_way, self._retention.take_over)
+        saving = PendingSave(step, division, commit, self._retention.make_way, self._retention.take_over)
         try:
             self._in_flight = saving
             self._schedule.started(step, time.monotonic())
@@ -382,7 +384,7 @@ class Checkpointer:
                 stacklevel=6,
             )
 
-    def _commit(self, saving: Saving, work: Work, stage_seconds: float) -> CheckpointInfo:
+    def _commit(self, saving: PendingSave, work: Work, stage_seconds: float) -> CheckpointInfo:
         """All that happens to a save after it has been started; on its own thread, as a rule."""
         step = saving.step
         in_place, copied = saving.in_place_nbytes, saving.copied_nbytes
@@ -444,11 +446,11 @@ class Checkpointer:
             saving.release(owner, self._timeout)
             self._stalled += saving.stall_seconds - before
 
-    def _finish_earlier(self, step: int, earlier: Saving | None) -> None:
+    def _finish_earlier(self, step: int, earlier: PendingSave | None) -> None:
         """One save at a time: the earlier one ends first, or this one is not made."""
         if earlier is None or earlier.done:
             return
-        patience = self._crew.patience
+        patience = self._group.patience
         if not earlier.join(patience):
             raise SaveFailed(
                 f"step {step} was not saved: the save of step {earlier.step} is still under way after "
@@ -456,7 +458,7 @@ class Checkpointer:
                 "doctor`), or save less often"
             )
 
-    def _tell(self, saving: Saving | None) -> None:
+    def _tell(self, saving: PendingSave | None) -> None:
         """Raises, or warns of, what went wrong in a save that has ended."""
         error = saving.take_error() if saving is not None else None
         if error is not None:
@@ -467,7 +469,7 @@ class Checkpointer:
             raise error
         warnings.warn(f"{type(error).__name__}: {error}", RuntimeWarning, stacklevel=4)
 
-    def _obey(self, saving: Saving, signal: str) -> None:
+    def _obey(self, saving: PendingSave, signal: str) -> None:
         try:
             saving.wait()
         except Exception as error:
@@ -477,8 +479,8 @@ class Checkpointer:
         # Several ranks end at the same step, whatever other Checkpointers one of them has.
         code: int | None = self._exit_code
         if self._preemption is not None:
-            code = self._preemption.obeyed(at_once=self._crew.team is not None)
-        if self._crew.leads:
+            code = self._preemption.obeyed(at_once=self._group.team is not None)
+        if self._group.leads:
             _say_preempted(self._run.path, saving.step, signal, code)
         if code is not None:
             self.close()
@@ -518,7 +520,7 @@ class Checkpointer:
             self._drill.restoring()
         into = Target(self.state, strict)
         run, here = self._run, self._steps_here()
-        found = resume(self._crew, into, here, run.path_of, step, self._passed_over, run.require_current)
+        found = resume(self._group, into, here, run.path_of, step, self._passed_over, run.require_current)
         if found is None:
             if self._drill is not None:
                 self._drill.restored(0, None)
@@ -533,7 +535,7 @@ class Checkpointer:
         return found.step
 
     def _steps_here(self) -> list[int]:
-        return self.steps if self._crew.leads else []
+        return self.steps if self._group.leads else []
 
     def _passed_over(self, step: int, error: HoldfastError) -> None:
         self._retention.forget(step)
@@ -546,7 +548,7 @@ class Checkpointer:
         All ranks call it, between two steps. It is done by itself when it is first planned who writes what.
         """
         self._check_usable()
-        self._crew.shares.check_replicas(flatten(self.state, self._crew.rank))
+        self._group.shares.check_replicas(flatten(self.state, self._group.rank))
 
     def _go_back_to(self, step: int, present: Sequence[int]) -> None:
         later = [other for other in present if other > step]
@@ -574,7 +576,7 @@ class Checkpointer:
         """Finishes what is under way and gives up the run's lock. Raises what failed in the background."""
         if self._closed or forks() != self._forks:
             return
-        saving, patience = self._in_flight, self._crew.patience
+        saving, patience = self._in_flight, self._group.patience
         # All of it, whatever is interrupted; what is left then is for another call.
         with ExitStack() as rest:
             rest.callback(self._give_up, saving)
@@ -593,11 +595,11 @@ class Checkpointer:
             if opened:
                 self._tell(saving)
 
-    def _give_up(self, saving: Saving | None) -> None:
+    def _give_up(self, saving: PendingSave | None) -> None:
         """The run, unless a save that was given up may still write to it: then another call does."""
         if saving is None or saving.done:
             self._run.close()
-            self._crew.close()
+            self._group.close()
             self._closed = True
 
     def __enter__(self) -> Checkpointer:
@@ -609,7 +611,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if self._preemption is not None and self._crew.team is not None and forks() == self._forks:
+        if self._preemption is not None and self._group.team is not None and forks() == self._forks:
             # The save under way may wait for a dead rank: a launcher that clears up is obeyed at once.
             self._preemption.close()
         try:

@@ -21,7 +21,7 @@ import msgspec
 if TYPE_CHECKING:
     from holdfast.state import Node
     from holdfast.store import Checkpoint
-    from holdfast.store.crew import Way
+    from holdfast.store.options import WriteSettings
 
 What = Literal["opened", "restoring", "restored", "completed", "saving", "durable", "failed"]
 KillIn = Literal["restoring", "saving"]
@@ -98,7 +98,7 @@ def relocate(directory: str, run: str) -> str:
     return os.path.join(os.path.abspath(directory), RUNS, f"{name}-{digest(os.fsencode(run))[:8]}")
 
 
-def way_of(way: Way) -> Way:
+def way_of(way: WriteSettings) -> WriteSettings:
     """How a Checkpointer writes: under a drill to no volumes, which are not the drill's to fill.
 
     Shares of volumes follow from measured speeds, too, so that equal states are not cut alike every time.
@@ -201,7 +201,7 @@ def contents_of(checkpoint: Checkpoint) -> Contents:
     Two checkpoints have equal contents when they hold the same state, wherever its bytes lie in the files.
     """
     from holdfast.format.checksums import digest
-    from holdfast.state.tree import value_node
+    from holdfast.state.flatten import value_node
 
     forms: dict[str, str] = {}
     pieces: dict[str, list[tuple[tuple[int, ...], str]]] = {}

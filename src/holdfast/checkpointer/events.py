@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from holdfast.engine import forks, fs
 from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import CheckpointNotFound
-from holdfast.store.failures import reading
+from holdfast.store.os_errors import reading
 
 EVENTS_NAME = "events.jsonl"
 OLDER_NAME = "events.1.jsonl"

@@ -25,8 +25,8 @@ from holdfast.errors import (
     UnsupportedCheckpoint,
 )
 from holdfast.store import Checkpoint, CheckpointInfo, FollowedRun, WritableRun, list_steps, step_name
-from holdfast.store.directories import path_to_read
-from holdfast.store.volumes import Ledger, id_at
+from holdfast.store.commit.volumes import Ledger, id_at
+from holdfast.store.locks import path_to_read
 
 
 class Retention:

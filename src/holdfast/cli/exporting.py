@@ -24,9 +24,8 @@ from holdfast.errors import CheckpointExists, EngineTimeout
 from holdfast.format.dtypes import carrier, itemsize
 from holdfast.format.shard import HeaderEntry, build_header, entry_name
 from holdfast.store import Checkpoint, is_checkpoint
-from holdfast.store.failures import saving
-from holdfast.store.partial import PARTIAL
-from holdfast.store.run import RETIRED
+from holdfast.store.names import PARTIAL, RETIRED
+from holdfast.store.os_errors import saving
 
 _POLL_SECONDS = 0.1
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, ReadFailed
 from holdfast.state import leaf_names
 from holdfast.store import Checkpoint, is_checkpoint, resolve
-from holdfast.store.failures import reading
-from holdfast.store.opening import require_reachable
-from holdfast.store.run import is_step_name
+from holdfast.store.names import is_step_name
+from holdfast.store.os_errors import reading
+from holdfast.store.read.open import require_reachable
 
 _LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")
 

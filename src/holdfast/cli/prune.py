@@ -95,8 +95,9 @@ def _prune(run: Path, keep: Keep, *, dry_run: bool) -> Pruned:
 
     from holdfast.cli.listing import leftovers, list_run
     from holdfast.errors import CheckpointNotFound
-    from holdfast.store import WritableRun, is_checkpoint, step_name, volumes
-    from holdfast.store.directories import path_to_read
+    from holdfast.store import WritableRun, is_checkpoint, step_name
+    from holdfast.store.commit import volumes
+    from holdfast.store.locks import path_to_read
 
     where = os.path.abspath(run)
     if is_checkpoint(where):

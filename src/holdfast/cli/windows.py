@@ -15,7 +15,7 @@ from holdfast.engine import Memory
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import boxes_of_range, whole
 from holdfast.store import Checkpoint
-from holdfast.store.wanted import Wanted
+from holdfast.store.read.requests import Wanted
 
 WINDOW_NBYTES = 16 << 20
 """A multiple of the checksums' chunk, so that no chunk is read twice."""

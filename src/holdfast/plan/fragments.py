@@ -13,9 +13,9 @@ from holdfast.engine import Consumed, Destination, Memory, Produced, Source, Str
 from holdfast.errors import UnsupportedState
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import Box, contiguous_runs, whole
-from holdfast.plan.cohorts import Owned
 from holdfast.plan.dtensor import splits_of
 from holdfast.plan.placement import LeafLayout, Mesh, Spread
+from holdfast.plan.replica_groups import Owned
 from holdfast.plan.world import Seen
 from holdfast.state import Framework, LeafSource, Sharding, Slot
 

@@ -1,12 +1,12 @@
 """Which rank writes which bytes: every byte once, by one that holds it, and everybody the same share.
 
-1. Leaves are grouped into streams that the same ranks hold (`holdfast.plan.cohorts`).
+1. Leaves are grouped into streams that the same ranks hold (`holdfast.plan.replica_groups`).
 2. Streams with the fewest holders come first, since there is nothing to choose for a shard only one rank has.
    Each stream's bytes go to its holders like water into a vessel of uneven floor: the least loaded get most,
    until all stand level. Where sets of holders lie one inside the other, as along a mesh's dimensions, no
    other order gives a lower level.
 3. Shares become cuts of the stream's tape, moved to where an array, a row or a block ends
-   (`holdfast.plan.tape`).
+   (`holdfast.plan.byte_stream`).
 
 All of it is integer arithmetic on the same description, so ranks agree without a word. The levels of all
 ranks together take O(kinds of leaves x world) steps of numpy; the fragments of one rank, time in the number
@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.format.geometry import Box, boxes_of_range, contiguous_runs, intersect, whole
-from holdfast.plan.cohorts import Cohort, Owned, cohorts_of
 from holdfast.plan.placement import LeafLayout, Piece, shards_meeting
+from holdfast.plan.replica_groups import Cohort, Owned, cohorts_of
 from holdfast.plan.topology import Topology, Writers
 
 BLOCK_NBYTES = 64 << 10

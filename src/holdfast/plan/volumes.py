@@ -1,8 +1,8 @@
 """A rank's fragments striped over several volumes, so that all of them finish at the same time.
 
 Bytes go in proportion to measured speed. Each volume gets one stretch of the rank's fragments, cut where
-`holdfast.plan.tape` finds it best, and so at most one fragment in two pieces per volume. Which volume holds
-what is recorded in the part, so ranks need not agree and the speeds may change from save to save.
+`holdfast.plan.byte_stream` finds it best, and so at most one fragment in two pieces per volume. Which volume
+holds what is recorded in the part, so ranks need not agree and the speeds may change from save to save.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from holdfast.format.geometry import Box, boxes_of_range
-from holdfast.plan.cohorts import Owned
-from holdfast.plan.tape import Tape
+from holdfast.plan.byte_stream import Tape
+from holdfast.plan.replica_groups import Owned
 
 BLOCK_NBYTES = 1 << 20
 """A volume that would get less than this gets nothing: opening and syncing a file takes longer."""

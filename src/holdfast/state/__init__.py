@@ -18,13 +18,13 @@ built.
 from __future__ import annotations
 
 from holdfast.state.arrays import Framework, check_framework, convert, empty
+from holdfast.state.flatten import flatten
 from holdfast.state.leaves import Flat, LeafSource, Sharding, Slot
 from holdfast.state.mismatch import LeafMeta, Mismatch
 from holdfast.state.node import Node, leaf_names
-from holdfast.state.prune import prune
-from holdfast.state.rebuild import unflatten, values
 from holdfast.state.restore import Restore
-from holdfast.state.tree import flatten
+from holdfast.state.select import prune
+from holdfast.state.unflatten import unflatten, values
 
 __all__ = [
     "Flat",

@@ -3,7 +3,7 @@
 Ranks of a pipeline hold other layers, ranks of a sharded optimizer other parameters, and each says in its
 tree what it holds. Together they are the tree of the whole state. Where two say something about one place
 that cannot be joined (values, arrays, lists of other lengths), the first one counts. No save makes such
-trees: `holdfast.team.values` compares what ranks say by the rules that are here.
+trees: `holdfast.store.ranks.checks.values` compares what ranks say by the rules that are here.
 
 Nodes come from files: the walk is bounded, and what makes no sense is `CorruptCheckpoint`.
 """

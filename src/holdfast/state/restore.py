@@ -18,7 +18,8 @@ from typing import Any
 from holdfast.engine.buffers import Destination
 from holdfast.errors import UnsupportedState
 from holdfast.state import sharded, torch_objects
-from holdfast.state.landings import Landings, Lookup, Plan, TiedElsewhere, never_alike
+from holdfast.state.destinations import Landings, Lookup, Plan, TiedElsewhere, never_alike
+from holdfast.state.flatten import component, key_node, names_in
 from holdfast.state.leaves import Sharding
 from holdfast.state.mismatch import LeafMeta, Mismatch
 from holdfast.state.node import (
@@ -40,8 +41,7 @@ from holdfast.state.node import (
     shorten,
 )
 from holdfast.state.per_rank import PerRank
-from holdfast.state.prune import prune
-from holdfast.state.rebuild import decode, decode_key, is_blob
+from holdfast.state.select import prune
 from holdfast.state.targets import (
     MAPPINGS,
     SEQUENCES,
@@ -55,7 +55,7 @@ from holdfast.state.targets import (
     kind_of,
     load_state,
 )
-from holdfast.state.tree import component, key_node, names_in
+from holdfast.state.unflatten import decode, decode_key, is_blob
 from holdfast.state.value_encoder import type_name, unfillable
 
 

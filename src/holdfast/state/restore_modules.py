@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.state import fsdp1, sharded
-from holdfast.state.landings import Lookup, Plan
+from holdfast.state.destinations import Lookup, Plan
 from holdfast.state.node import STATE_DICT, Node, leaf_of, pairs_of, state_dict_body
-from holdfast.state.rebuild import decode_key, decode_value
 from holdfast.state.targets import array_type, is_array, kind_of, load_state, memory_key
 from holdfast.state.torch_arrays import destination
 from holdfast.state.torch_objects import module_state
+from holdfast.state.unflatten import decode_key, decode_value
 
 if TYPE_CHECKING:
     from holdfast.state.restore import Restore

@@ -1,56 +1,60 @@
-"""store: checkpoints on disk. The commit protocol, runs, recovery, retention, recycling, verification.
+"""store: checkpoints on disk.
 
-`commit` is how a checkpoint becomes durable, `run` what a run's directory holds and who may change it,
-`checkpoint` an open checkpoint, `verification` the full check, with `decodable` for what is no array,
-`metrics` the numbers that go with one, `api` the calls that users know.
+| folder or module | what it owns |
+|---|---|
+| `commit` | how a checkpoint becomes durable |
+| `read` | from a path to verified bytes in memory |
+| `ranks` | saving and loading by all ranks of a process group |
+| `api` | the calls that users know: `save`, `load`, `open` |
+| `checkpoint` | a committed checkpoint, opened for reading |
+| `run` | a run as its one writer sees it: recovery, retirement, recycling |
+| `options` | how to write |
+| `names`, `locks`, `os_errors` | names of files; locks on directories; typed errors for failed system calls |
 
-Reading: `opening` finds a checkpoint and its manifest, `parts` has what each rank wrote, `wanted` says which
-boxes of leaves go where, `fetching` which files they come from, `shards` reads one part's files and
-`scattering` takes apart what goes to several places.
-
-Several ranks: `crew` is what stays from save to save, `shares` who writes what, `calls` the messages of a
-save, `together` its protocol, `writing` a rank's own files, `volumes` directories elsewhere. `loading`
-restores on all ranks, `commons` and `handing` read once per node what several want; `unison` and `outcomes`
-make what one rank meets the result of all.
+`read` never imports `commit` or `ranks`, and `commit` never imports `ranks`.
 """
 
 from __future__ import annotations
 
-from holdfast.store.api import Options, checked_options, load, open, save
-from holdfast.store.calls import Conversation
+from holdfast.store.api import load, open, save
 from holdfast.store.checkpoint import Checkpoint, LeafInfo, is_checkpoint, resolve
-from holdfast.store.commit import CheckpointInfo, Commit, check_step
-from holdfast.store.crew import Crew, muster
-from holdfast.store.lazy import LazyLeaf
+from holdfast.store.commit.info import CheckpointInfo, check_step
+from holdfast.store.commit.messages import Conversation
+from holdfast.store.commit.observer import SaveObserver
+from holdfast.store.commit.single import SingleCommit
+from holdfast.store.commit.transaction import Spare, Target
 from holdfast.store.metrics import plain_metrics
-from holdfast.store.partial import Spare, Target
-from holdfast.store.run import FollowedRun, WritableRun, list_steps, step_name
-from holdfast.store.shards import Problem
-from holdfast.store.verification import Report, verify
-from holdfast.store.watch import Watch
+from holdfast.store.names import step_name
+from holdfast.store.options import Options, checked_options
+from holdfast.store.ranks.group import RankGroup, join_group
+from holdfast.store.read.lazy_leaf import LazyLeaf
+from holdfast.store.read.listing import list_steps
+from holdfast.store.read.shard_reader import Problem
+from holdfast.store.read.verify import Report, verify
+from holdfast.store.run import FollowedRun, WritableRun
 
 __all__ = [
     "Checkpoint",
     "CheckpointInfo",
-    "Commit",
     "Conversation",
-    "Crew",
     "FollowedRun",
     "LazyLeaf",
     "LeafInfo",
     "Options",
     "Problem",
+    "RankGroup",
     "Report",
+    "SaveObserver",
+    "SingleCommit",
     "Spare",
     "Target",
-    "Watch",
     "WritableRun",
     "check_step",
     "checked_options",
     "is_checkpoint",
+    "join_group",
     "list_steps",
     "load",
-    "muster",
     "open",
     "plain_metrics",
     "resolve",

@@ -3,99 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from holdfast.engine import Backend, Tuning, fs
+from holdfast.engine import fs
 from holdfast.errors import CheckpointExists
-from holdfast.plan.topology import Writers, check_writers
 from holdfast.state import Framework, flatten
-from holdfast.store.beside import found_at
 from holdfast.store.checkpoint import Checkpoint
-from holdfast.store.commit import CheckpointInfo, Commit, check_step
-from holdfast.store.crew import Crew, Way, dismissing, muster
-from holdfast.store.failures import saving
-from holdfast.store.link import Link
-from holdfast.store.loading import load_together
+from holdfast.store.commit.existing_directory import found_at
+from holdfast.store.commit.info import CheckpointInfo, check_step
+from holdfast.store.commit.single import SingleCommit
+from holdfast.store.commit.transaction import Target
 from holdfast.store.metrics import plain_metrics
-from holdfast.store.opening import newest
-from holdfast.store.partial import PARTIAL, Target
-from holdfast.store.run import RETIRED
-from holdfast.store.shares import Replicas
-from holdfast.store.unison import open_newest_together
-
-_STAGING_NBYTES = 32 << 20
-"""More did not keep the device busier, and the first save of a process pays for every page."""
-_WINDOW_NBYTES = 4 << 20
-"""Eight of them kept the device busier than four of twice the size, in as much memory."""
-_MAX_NBYTES = (1 << 63) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to write. The defaults are right unless `holdfast doctor` says otherwise.
-
-    `backend` forces one of ``uring``, ``threads``, ``buffered``; `memory_nbytes` bounds the memory of a save:
-    what the engine stages through, and beyond that the copies a `Checkpointer` makes of what training may
-    change meanwhile. Files up to `small_nbytes` go through the page cache, where latency counts more than
-    throughput.
-
-    `writers`: which ranks write what several hold: ``"all"``, one per ``"node"`` or ``"socket"``, or so many.
-    `volumes`: directories that shards go to instead of the checkpoint's own, shared out by how fast each is;
-    they may be each node's own. `replicas`: ``"check"`` compares what several ranks hold the same of when it
-    is first planned who writes what, and a sample of it in every save; ``"trust"`` does not.
-    """
-
-    backend: Backend | None = None
-    memory_nbytes: int = 256 << 20
-    small_nbytes: int = 1 << 20
-    writers: Writers = "all"
-    volumes: Sequence[str | os.PathLike[str]] = ()
-    replicas: Replicas = "check"
-
-    def __post_init__(self) -> None:
-        check_writers(self.writers)
-        if isinstance(self.volumes, (str, os.PathLike)) or not isinstance(self.volumes, Sequence):
-            raise ValueError(f"volumes must be a list of directories, not {self.volumes!r}")
-        if self.replicas not in get_args(Replicas):
-            raise ValueError(f'replicas must be "check" or "trust", not {self.replicas!r}')
-        for name, nbytes in (("memory_nbytes", self.memory_nbytes), ("small_nbytes", self.small_nbytes)):
-            if type(nbytes) is not int or not 0 <= nbytes <= _MAX_NBYTES:
-                raise ValueError(f"{name} must be a number of bytes, an int from 0 on, not {nbytes!r}")
-
-    @property
-    def snapshot_nbytes(self) -> int:
-        """What is left for copies."""
-        return max(0, self.memory_nbytes - _STAGING_NBYTES)
-
-    def tuning(self) -> Tuning:
-        window = _WINDOW_NBYTES
-        depth = max(2, min(_STAGING_NBYTES, self.memory_nbytes) // window)
-        if self.memory_nbytes < 2 * window:
-            window = max(64 << 10, self.memory_nbytes // 2 // 4096 * 4096)
-        return Tuning(self.backend, window, depth, self.small_nbytes)
-
-    def way(self) -> Way:
-        """How several ranks, or one to several volumes, write."""
-        volumes = tuple(os.path.abspath(os.fsdecode(volume)) for volume in self.volumes)
-        for volume in volumes:
-            try:
-                volume.encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"a volume's path must be UTF-8, as manifests are: {volume!r}") from None
-        if len(set(map(os.path.realpath, volumes))) < len(volumes):
-            raise ValueError(f"volumes must be different directories, not {list(volumes)}")
-        return Way(self.tuning(), self.writers, volumes, self.replicas)
-
-
-def checked_options(options: Options | None) -> Options | None:
-    """What was given for options, if that is what it is."""
-    if options is not None and not isinstance(options, Options):
-        raise TypeError(f"options must be a holdfast.Options(...), not {options!r}")
-    return options
-
+from holdfast.store.names import PARTIAL, RETIRED
+from holdfast.store.options import Options, checked_options
+from holdfast.store.os_errors import saving
+from holdfast.store.ranks.channel import Channel
+from holdfast.store.ranks.group import RankGroup, join_group, leaving
+from holdfast.store.ranks.open_together import open_newest_together
+from holdfast.store.ranks.shared_load import load_together
+from holdfast.store.read.open import newest
 
 _DEFAULT = Options().tuning()
 
@@ -132,33 +60,33 @@ def save(
     what = f"save to {target}"
     step = check_step(step)
     options = checked_options(options)
-    way = None if options is None else options.way()
-    team = muster(what, together, timeout)
-    if team is None and (way is None or not way.volumes):
+    settings = None if options is None else options.write_settings()
+    team = join_group(what, together, timeout)
+    if team is None and (settings is None or not settings.volumes):
         check_target(target)
-        tuning = _DEFAULT if way is None else way.tuning
-        commit = Commit(Target(target), step, plain_metrics(metrics), tuning, overwrite=overwrite)
+        tuning = _DEFAULT if settings is None else settings.tuning
+        commit = SingleCommit(Target(target), step, plain_metrics(metrics), tuning, overwrite=overwrite)
         flat = flatten(state)
         make_parent(target)
         return commit.run(flat)
-    with dismissing(team):
-        crew = Crew(team, way or Options().way(), timeout)
-        talk = crew.begin(what, step)
+    with leaving(team):
+        group = RankGroup(team, settings or Options().write_settings(), timeout)
+        talk = group.begin(what, step)
         try:
             check_target(target)
-            numbers = plain_metrics(metrics) if crew.leads else {}  # those of rank 0 are stored
+            numbers = plain_metrics(metrics) if group.leads else {}  # those of rank 0 are stored
         except BaseException as error:
-            crew.failed(talk, error)
+            group.failed(talk, error)
             raise
-        ready = crew.prepare(state, talk)
+        ready = group.prepare(state, talk)
         try:
-            if crew.leads:
+            if group.leads:
                 make_parent(target)
         except BaseException as error:
-            crew.failed(talk, error)
+            group.failed(talk, error)
             raise
-        info = crew.commit(ready, Target(target), step, numbers, overwrite=overwrite)
-        crew.close(wait=True)
+        info = group.commit(ready, Target(target), step, numbers, overwrite=overwrite)
+        group.close(wait=True)
         return info
 
 
@@ -190,16 +118,16 @@ def load(
     reading. ``together=False``, and loading without `into`, read by themselves: of what is `per_rank` that is
     what rank 0 saved.
     """
-    team = muster(f"load of {os.fspath(path)}", together if into is not None else False, timeout)
+    team = join_group(f"load of {os.fspath(path)}", together if into is not None else False, timeout)
     if team is None:
         with newest(path, Checkpoint) as checkpoint:
             return checkpoint.load(into, select=select, framework=framework, verify=verify, strict=strict)
-    with dismissing(team):
+    with leaving(team):
         if framework is not None:
             raise TypeError("framework= goes with fresh arrays; with into= the target decides")
         with (
             open_newest_together(team, path, timeout) as checkpoint,
-            closing(Link.open(timeout)) as link,
+            closing(Channel.open(timeout)) as link,
         ):
             return load_together(
                 team,

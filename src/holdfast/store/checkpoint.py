@@ -37,15 +37,14 @@ from holdfast.state import (
     values,
 )
 from holdfast.state.node import localized
-from holdfast.store.commit import MANIFEST, SHARD
-from holdfast.store.failures import shows_damage
-from holdfast.store.fetching import FileReads, fetch, plan_fetch
-from holdfast.store.lazy import LazyLeaf
-from holdfast.store.opening import is_checkpoint, open_checkpoint, resolve
-from holdfast.store.parts import Parts, local_rank
-from holdfast.store.run import is_step_name, step_name
-from holdfast.store.shards import Problem, Request, ShardReader, whole_leaf
-from holdfast.store.wanted import Wanted, wanted_of
+from holdfast.store.names import MANIFEST, SHARD, is_step_name, step_name
+from holdfast.store.os_errors import shows_damage
+from holdfast.store.read.gather import FileReads, fetch, plan_fetch
+from holdfast.store.read.lazy_leaf import LazyLeaf
+from holdfast.store.read.open import is_checkpoint, open_checkpoint, resolve
+from holdfast.store.read.parts import Parts, local_rank
+from holdfast.store.read.requests import Wanted, wanted_of
+from holdfast.store.read.shard_reader import Problem, Request, ShardReader, whole_leaf
 
 __all__ = ["Checkpoint", "LeafInfo", "is_checkpoint", "resolve"]
 

@@ -9,60 +9,21 @@ sure that the run's path still leads there.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import re
 from collections.abc import Callable, Iterator
 
 from holdfast.engine import fs
 from holdfast.engine.fs import Entry, HeldDirectory
-from holdfast.errors import CheckpointNotFound, ReadFailed
-from holdfast.store.commit import CheckpointInfo
-from holdfast.store.directories import require_current, try_lock_directory
-from holdfast.store.failures import patiently, reading, save_failed, saving
-from holdfast.store.lock import RunLock
-from holdfast.store.partial import PARTIAL, Spare, Target
+from holdfast.store.commit.info import CheckpointInfo
+from holdfast.store.commit.transaction import Spare, Target
+from holdfast.store.commit.volumes import Ledger
+from holdfast.store.locks import RunLock, require_current, try_lock_directory
+from holdfast.store.names import PARTIAL, RETIRED, is_leftover, step_name
+from holdfast.store.os_errors import save_failed, saving
 
-RETIRED = ".retired"
 SPARE_NOW_NBYTES = 4 << 20
 """A retired checkpoint of this size is worth a sync of its own to become a spare at once; a smaller one waits
 for the next save's, since that sync would cost it more than the files it saves."""
-_STEP = re.compile(r"step-([0-9]{12})")
-
-
-def step_name(step: int) -> str:
-    return f"step-{step:012d}"
-
-
-def is_step_name(name: str) -> bool:
-    """Whether a checkpoint of that name belongs to the run it is in."""
-    return _STEP.fullmatch(name) is not None
-
-
-def list_steps(run: str) -> list[int]:
-    """Steps of the committed checkpoints, oldest first. Needs no lock."""
-    try:
-        names = patiently(lambda: _step_names(run))
-    except ReadFailed as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise CheckpointNotFound(f"there is no run at {run}") from error
-        raise
-    return sorted(int(name.removeprefix("step-")) for name in names)
-
-
-def _step_names(run: str) -> list[str]:
-    with reading(run), os.scandir(run) as entries:
-        return [entry.name for entry in entries if is_step_name(entry.name) and _is_directory(entry)]
-
-
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether it is one, or a link to one; a link that leads nowhere, or to itself, is none."""
-    try:
-        return entry.is_dir()
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return False
-        raise
 
 
 class FollowedRun:
@@ -251,8 +212,6 @@ class WritableRun:
             ]
 
     def _sweep(self) -> None:
-        from holdfast.store.volumes import Ledger  # which is about checkpoints, and these are in runs
-
         leftovers = list(self._leftovers())
         if leftovers:
             # Whoever left them may have been killed between a rename and its sync. Were the names lost in a
@@ -266,8 +225,7 @@ class WritableRun:
 
     def _leftovers(self) -> Iterator[str]:
         for name in sorted(os.listdir(self.directory.fileno())):
-            stem, dot, suffix = name.partition(".")
-            if dot and f".{suffix}" in (PARTIAL, RETIRED) and _STEP.fullmatch(stem):
+            if is_leftover(name):
                 yield name
 
     def _remove(self, name: str) -> bool:

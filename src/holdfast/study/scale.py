@@ -49,11 +49,13 @@ from holdfast.format.shard import HeaderEntry, build_header, entry_name
 from holdfast.plan.description import decode_plan, encode_plan, fingerprint
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
+from holdfast.plan.read_sharing import SharePlan
 from holdfast.plan.resharding import StoredIndex, Wanted, plan_reads
-from holdfast.plan.sharing import SharePlan
 from holdfast.plan.topology import Topology
 from holdfast.plan.world import Seen, View, merge_views
-from holdfast.store.calls import Call, Calls, Conversation, Done
+from holdfast.store.commit.messages import Call, Calls, Conversation, Done
+from holdfast.store.ranks.checks.values import check_values, values_digest
+from holdfast.store.ranks.checks.views import decode_view, encode_view
 from holdfast.study.scale_report import (
     COMMIT_LIMIT_SECONDS,
     COMMIT_LIMIT_WORLD,
@@ -62,8 +64,6 @@ from holdfast.study.scale_report import (
     Layout,
     show,
 )
-from holdfast.team.values import check_values, values_digest
-from holdfast.team.views import decode_view, encode_view
 
 WORLDS = (256, 1024, 4096, 16384)
 LEAVES = 2000

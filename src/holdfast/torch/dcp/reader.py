@@ -19,7 +19,7 @@ from holdfast.format.geometry import Box, whole
 from holdfast.state import LeafMeta, empty, leaf_names
 from holdfast.state.torch_arrays import destination, torch_dtype
 from holdfast.store import Checkpoint
-from holdfast.store.wanted import Wanted
+from holdfast.store.read.requests import Wanted
 from holdfast.torch.dcp.paths import path_of, valid_path
 from holdfast.torch.dcp.record import Entries, Properties, entries_of
 from holdfast.torch.dcp.values import Pickler

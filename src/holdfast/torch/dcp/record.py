@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.state import Node
+from holdfast.state.flatten import component
 from holdfast.state.node import (
     DICT,
     LEAF,
@@ -31,8 +32,7 @@ from holdfast.state.node import (
     state_dict_body,
     tag_of,
 )
-from holdfast.state.rebuild import decode_key, decode_value
-from holdfast.state.tree import component
+from holdfast.state.unflatten import decode_key, decode_value
 from holdfast.state.value_encoder import is_text
 from holdfast.torch.dcp.values import NotPlain, plain_node
 

@@ -19,9 +19,10 @@ from holdfast.engine import Tuning, fs
 from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import RunLocked, SaveFailed
 from holdfast.format.records import Part
-from holdfast.store.commit import refuse_existing
-from holdfast.store.directories import require_current
-from holdfast.store.partial import PARTIAL, Partial
+from holdfast.store.commit.single import refuse_existing
+from holdfast.store.commit.transaction import Partial
+from holdfast.store.locks import require_current
+from holdfast.store.names import PARTIAL
 
 
 class Underway:

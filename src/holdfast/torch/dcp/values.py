@@ -15,8 +15,8 @@ import msgspec
 
 from holdfast.errors import UnsupportedState
 from holdfast.state import Node
-from holdfast.state.rebuild import Resolve, decode
-from holdfast.state.tree import value_node
+from holdfast.state.flatten import value_node
+from holdfast.state.unflatten import Resolve, decode
 from holdfast.state.value_encoder import encode
 
 if TYPE_CHECKING:

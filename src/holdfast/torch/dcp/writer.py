@@ -1,6 +1,7 @@
 """DCP's ``StorageWriter``: the commit protocol of several ranks, with DCP's own messages.
 
-For a checkpoint that shall appear at ``D`` (`holdfast.store.together` is the same with Holdfast's messages):
+For a checkpoint that shall appear at ``D`` (`holdfast.store.commit.coordinated` is the same with Holdfast's
+messages):
 
 1. ``set_up_storage_writer``: the coordinator refuses a ``D`` that holds a checkpoint.
 2. ``prepare_local_plan``: it makes ``D.partial``. ``prepare_global_plan``: it gives ranks their numbers. (Not
@@ -36,14 +37,16 @@ from holdfast.format.geometry import Box, disjoint
 from holdfast.format.manifest import MANIFEST_NAME, encode_root, part_ref
 from holdfast.format.records import PartRef, Root
 from holdfast.state import LeafSource, Node, Slot
+from holdfast.state.flatten import require_readable
 from holdfast.state.torch_arrays import describer, wrapper_refusal
-from holdfast.state.tree import require_readable
-from holdfast.store.api import Options, check_target
-from holdfast.store.commit import check_step, publish, refuse_existing
-from holdfast.store.failures import saving
+from holdfast.store.api import check_target
+from holdfast.store.commit.info import check_step
+from holdfast.store.commit.observer import SaveObserver
+from holdfast.store.commit.shard_writer import Description, Place, ShardWriter
+from holdfast.store.commit.single import publish, refuse_existing
 from holdfast.store.metrics import plain_metrics
-from holdfast.store.watch import Watch
-from holdfast.store.writing import Description, Place, ShareWriter
+from holdfast.store.options import Options
+from holdfast.store.os_errors import saving
 from holdfast.torch.dcp.paths import path_of, valid_path
 from holdfast.torch.dcp.record import Properties, Record, compose, leaf_node
 from holdfast.torch.dcp.their_tuning import ignore_tuning
@@ -217,9 +220,9 @@ class Writer(StorageWriter):
         ref: PartRef | None = None
         with underway.opened() as directory:
             leaves, told = _sources(plan.items, planner)
-            with ShareWriter(number, [Place(directory)], self._tuning, recycle=False) as writer:
+            with ShardWriter(number, [Place(directory)], self._tuning, recycle=False) as writer:
                 if leaves:
-                    writer.write([leaves], Watch())
+                    writer.write([leaves], SaveObserver())
                 part = writer.part(Description())
                 if number == 0:
                     writer.sync(directory)

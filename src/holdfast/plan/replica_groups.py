@@ -1,0 +1,164 @@
+"""Leaves grouped by who holds them: the rows of bytes that the same ranks can share out among themselves.
+
+A *cohort* is all that lies on one mesh and is split along the same of its dimensions. It consists of
+*streams*: one for each coordinate along these split dimensions, held in equal copies by the ranks along the
+others. A stream is a tape of local arrays, and sharing it is cutting the tape.
+
+A model has few cohorts (replicated, fully sharded, tensor parallel, ... per pipeline stage), and its leaves
+few *kinds* (same shape, type and splits), so a cohort's sizes take kinds x ranks numbers of numpy arithmetic,
+and one stream's tape time in the number of its leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.format.geometry import boxes_of_range
+from holdfast.plan.byte_stream import Tape
+from holdfast.plan.placement import Holding, LeafLayout, Mesh, Piece, holding, local_sizes
+
+_CACHED_NUMBERS = 1 << 22
+"""Tapes are kept while they hold no more numbers than this in all: a rank needs few, a simulation many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Something for one rank to transfer: a piece of a leaf, all of it in one array of that rank.
+
+    `leaf` and `spread` are numbers in the plan's list of leaves, and in that leaf's spreads.
+    """
+
+    leaf: int
+    spread: int
+    piece: Piece
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The leaves of a cohort at one coordinate: what each is there, by kind, and all of them on a tape."""
+
+    holdings: tuple[Holding, ...]
+    tape: Tape
+
+
+class Cohort:
+    """Leaves on one mesh, split along the same of its dimensions."""
+
+    def __init__(self, leaves: Sequence[LeafLayout], mesh: Mesh, split_dims: tuple[int, ...]) -> None:
+        self.mesh = mesh
+        self.split_dims = split_dims
+        self.copy_dims = tuple(dim for dim in range(len(mesh.shape)) if dim not in split_dims)
+        self.members: list[tuple[int, int]] = []
+        self._leaves = leaves
+        self._places: dict[tuple[int, int], int] = {}
+        self._kinds: list[int] = []
+        self._samples: list[tuple[int, int]] = []
+        self._kind_of: dict[object, int] = {}
+        self._streams: dict[int, Stream] = {}
+
+    def add(self, leaf: int, spread: int) -> None:
+        """Put a leaf at the end of the cohort's tapes."""
+        layout = self._leaves[leaf]
+        way = layout.spreads[spread]
+        kind = self._kind_of.setdefault(
+            (layout.shape, layout.itemsize, way.splits, way.box), len(self._samples)
+        )
+        if kind == len(self._samples):
+            self._samples.append((leaf, spread))
+        self._places[leaf, spread] = len(self.members)
+        self.members.append((leaf, spread))
+        self._kinds.append(kind)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each stream."""
+        return math.prod(self.mesh.shape[dim] for dim in self.copy_dims)
+
+    def ranks(self) -> npt.NDArray[np.int64]:
+        """The holders of every stream: one row each."""
+        order = (*self.split_dims, *self.copy_dims)
+        rows: npt.NDArray[np.int64] = self.mesh.ranks().transpose(order).reshape(-1, self.copies)
+        return rows
+
+    def stream_number(self, coordinates: Mapping[int, int]) -> int:
+        """The number of a stream, from its coordinates along the split dimensions."""
+        number = 0
+        for dim in self.split_dims:
+            number = number * self.mesh.shape[dim] + coordinates[dim]
+        return number
+
+    def copy_number(self, coordinate: Sequence[int]) -> int:
+        """Which of a stream's holders the rank at this coordinate is."""
+        number = 0
+        for dim in self.copy_dims:
+            number = number * self.mesh.shape[dim] + coordinate[dim]
+        return number
+
+    def totals(self) -> npt.NDArray[np.int64]:
+        """The bytes of every stream."""
+        shape = [n if dim in self.split_dims else 1 for dim, n in enumerate(self.mesh.shape)]
+        total = np.zeros(shape, dtype=np.int64)
+        counts = np.bincount(np.asarray(self._kinds, dtype=np.int64), minlength=len(self._samples))
+        for (leaf, spread), count in zip(self._samples, counts.tolist(), strict=True):
+            layout = self._leaves[leaf]
+            total += local_sizes(layout, layout.spreads[spread]) * (layout.itemsize * count)
+        return total.reshape(-1)
+
+    def stream(self, number: int) -> Stream:
+        """A stream by its number."""
+        found = self._streams.get(number)
+        if found is None:
+            if (len(self._streams) + 1) * len(self.members) > _CACHED_NUMBERS:
+                self._streams.clear()
+            found = self._streams[number] = self._make_stream(number)
+        return found
+
+    def _make_stream(self, number: int) -> Stream:
+        coordinate = [0] * len(self.mesh.shape)
+        for dim in reversed(self.split_dims):
+            number, coordinate[dim] = divmod(number, self.mesh.shape[dim])
+        holdings: list[Holding] = []
+        for leaf, spread in self._samples:
+            layout = self._leaves[leaf]
+            holdings.append(holding(layout, layout.spreads[spread], coordinate))
+        shapes = [held.shape for held in holdings]
+        itemsizes = [self._leaves[leaf].itemsize for leaf, _ in self._samples]
+        sizes = np.asarray(
+            [math.prod(shape) * size for shape, size in zip(shapes, itemsizes, strict=True)], dtype=np.int64
+        )
+        kinds = self._kinds
+        tape = Tape([shapes[k] for k in kinds], [itemsizes[k] for k in kinds], sizes[kinds])
+        return Stream(tuple(holdings), tape)
+
+    def place(self, leaf: int, spread: int) -> int:
+        """Which array of the tapes a leaf is."""
+        return self._places[leaf, spread]
+
+    def cut(self, number: int, start: int, stop: int) -> Iterator[Owned]:
+        """What a stream has between two cuts."""
+        stream = self.stream(number)
+        for place, first, last in stream.tape.between(start, stop):
+            leaf, spread = self.members[place]
+            held, itemsize = stream.holdings[self._kinds[place]], self._leaves[leaf].itemsize
+            for local in boxes_of_range(held.shape, first, last):
+                for piece in held.narrowed(local):
+                    yield Owned(leaf, spread, piece, piece.box.volume * itemsize)
+
+
+def cohorts_of(leaves: Sequence[LeafLayout]) -> list[Cohort]:
+    """The cohorts of a world, those with the fewest copies first: they have the least choice. O(leaves)."""
+    found: dict[tuple[Mesh, tuple[int, ...]], Cohort] = {}
+    for leaf, layout in enumerate(leaves):
+        for spread, way in enumerate(layout.spreads):
+            key = way.mesh, way.split_dims
+            cohort = found.get(key)
+            if cohort is None:
+                cohort = found[key] = Cohort(leaves, *key)
+            cohort.add(leaf, spread)
+    return sorted(found.values(), key=lambda cohort: cohort.copies)

@@ -1,0 +1,24 @@
+"""What a caller wants to know, and to do, while a checkpoint is being written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.engine import WriteJob
+from holdfast.plan import ShardPlan
+
+
+class SaveObserver:
+    """This one wants nothing."""
+
+    def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
+        """The engine reads the sources from now on."""
+
+    def written(self) -> None:
+        """The engine has let go of the sources. What is raised here fails the save."""
+
+    def committing(self) -> None:
+        """All is synced, and the rename that commits it comes next. What is raised here fails the save."""
+
+    def committed(self) -> None:
+        """It is durable, and nobody has been told so yet."""

@@ -1,0 +1,180 @@
+"""Locks on directories: one writer per run, and a checkpoint that is written by one or read by many.
+
+Directories are held by their descriptors, so that a path that comes to lead elsewhere leads no writer astray.
+
+A dead process cannot keep the lock of a run, and a live one cannot lose it.
+
+The run's directory itself is locked (``flock``) and held by its descriptor: whatever becomes of its path and
+of the files in it, no second writer gets it. On network file systems such a lock holds on one host only. So
+there is a second lock, on the file ``.lock`` in that directory, of the kind that belongs to an open file
+(``F_OFD_SETLK``): other code of this process that opens and closes the file, to copy it say, does not drop
+it. That file also says who holds the run.
+
+Both exclude a second writer in the same process, too. The kernel drops them when the last descriptor goes, so
+a forked child closes its own at once: data-loader workers that outlive their parent do not hold the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import struct
+import time
+import weakref
+from types import TracebackType
+
+from holdfast.engine import fs
+from holdfast.engine.fs import HeldDirectory
+from holdfast.errors import RunLocked, RunMoved, StorageMissing
+from holdfast.store.names import LOCK_FILE
+
+LOCK_SECONDS = 60.0
+"""A writer holds a checkpoint that is already visible only while it syncs the directory above: as long as the
+device takes for that, be it a slow one, or a busy machine's."""
+_WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+
+class RunLock:
+    """Held from construction to `release`, or until nothing refers to it any more.
+
+    `directory` is the run's, open for as long. The path may be a link to it.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._file = -1
+        self._directory: HeldDirectory | None = None
+        held = fs.hold_directory(run, True, True)
+        if held is None:
+            raise RunLocked(f"run {run} is {_holder_of(run)}; one writer per run")
+        self._directory = held
+        try:
+            self._file = self._open()
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+        except OSError as error:
+            self.release()
+            if error.errno not in (errno.EAGAIN, errno.EACCES) or error.filename is not None:
+                raise
+            raise RunLocked(f"run {run} is {_holder_of(run)}; one writer per run") from error
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        # On a full disk the lock holds all the same, only nameless; and a restore must still be possible.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(me).encode(), 0)
+
+    def _open(self) -> int:
+        # A link would have us write over what it leads to.
+        try:
+            file = fs.open_regular(LOCK_FILE, self.directory.fileno(), os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            error.filename = os.path.join(self.directory.path, LOCK_FILE)
+            raise
+        _held.add(self)
+        return file
+
+    @property
+    def directory(self) -> HeldDirectory:
+        assert self._directory is not None
+        return self._directory
+
+    def release(self) -> None:
+        self._leave_file()
+        if self._directory is not None:
+            self._directory.release()
+
+    def _leave_file(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+        _held.discard(self)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    for lock in list(_held):
+        lock._leave_file()  # of this process' own descriptor; the parent has another, and the lock with it
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+def _holder_of(run: str) -> str:
+    """Who holds a run, as far as its lock file tells."""
+    try:
+        file = fs.open_regular(os.path.join(run, LOCK_FILE))
+        try:
+            found = json.loads(os.pread(file, 4096, 0))
+        finally:
+            os.close(file)
+        pid, host = int(found["pid"]), found["host"]
+        if (pid, host) == (os.getpid(), socket.gethostname()):
+            return "open for writing in this process already: close that Checkpointer first"
+        return f"being written by process {pid} on {host} since {found['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "being written by another process"
+
+
+def try_lock_directory(path: fs.Place, *, shared: bool = False) -> HeldDirectory | None:
+    """Holds a directory until it is released; None when somebody else does.
+
+    None also when its holder has renamed or removed it just now. Writers hold a checkpoint's directory
+    exclusively while they write into it, and a link is none to them; readers share it.
+    """
+    return fs.hold_directory(path, not shared)
+
+
+def share_directory(path: fs.Place, timeout: float) -> HeldDirectory | None:
+    """Shares a checkpoint's directory with its readers; None when a writer holds it for so long."""
+    deadline = time.monotonic() + timeout
+    while True:
+        held = try_lock_directory(path, shared=True)
+        if held is not None or time.monotonic() > deadline:
+            return held
+        time.sleep(0.002)
+
+
+def require_current(directory: HeldDirectory) -> None:
+    """Raises `RunMoved` unless the path by which a directory was opened still leads to it.
+
+    For writers, before they change names in it: all they do happens in the directory that they hold, and a
+    checkpoint that is not where its path says would be reported durable and not be found.
+    """
+    if directory.is_current():
+        return
+    path = directory.path
+    if os.fstat(directory.fileno()).st_nlink == 0:
+        raise StorageMissing(
+            f"the directory {path} was removed since it was opened for writing: create it, or check that its "
+            "volume is mounted, and open it again"
+        )
+    now = os.readlink(f"/proc/self/fd/{directory.fileno()}")
+    there = "leads to another directory" if os.path.lexists(path) else "does not exist any more"
+    raise RunMoved(
+        f"{path} {there} since it was opened for writing. Nothing was changed at that path. What was opened "
+        f"is now at {now}, and what was saved there is untouched. Let the path lead back, or close this "
+        "run and open it by a path that stays"
+    )
+
+
+def path_to_read(directory: HeldDirectory, name: str = "") -> str:
+    """A path to what has that name in a directory, whatever the directory's own path leads to by now."""
+    return os.path.join(f"/proc/self/fd/{directory.fileno()}", name)
+
+
+os.register_at_fork(after_in_child=fs.leave_directories_to_the_parent)

@@ -1,0 +1,93 @@
+"""How to write: the options that users give, and what the writers of a checkpoint take from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from holdfast.engine import Backend, Tuning
+from holdfast.plan.topology import Writers, check_writers
+
+Replicas = Literal["check", "trust"]
+
+_STAGING_NBYTES = 32 << 20
+"""More did not keep the device busier, and the first save of a process pays for every page."""
+_WINDOW_NBYTES = 4 << 20
+"""Eight of them kept the device busier than four of twice the size, in as much memory."""
+_MAX_NBYTES = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSettings:
+    """How ranks write. The same on all of them, but for the volumes."""
+
+    tuning: Tuning
+    writers: Writers = "all"
+    volumes: tuple[str, ...] = ()
+    replicas: Replicas = "check"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to write. The defaults are right unless `holdfast doctor` says otherwise.
+
+    `backend` forces one of ``uring``, ``threads``, ``buffered``; `memory_nbytes` bounds the memory of a save:
+    what the engine stages through, and beyond that the copies a `Checkpointer` makes of what training may
+    change meanwhile. Files up to `small_nbytes` go through the page cache, where latency counts more than
+    throughput.
+
+    `writers`: which ranks write what several hold: ``"all"``, one per ``"node"`` or ``"socket"``, or so many.
+    `volumes`: directories that shards go to instead of the checkpoint's own, shared out by how fast each is;
+    they may be each node's own. `replicas`: ``"check"`` compares what several ranks hold the same of when it
+    is first planned who writes what, and a sample of it in every save; ``"trust"`` does not.
+    """
+
+    backend: Backend | None = None
+    memory_nbytes: int = 256 << 20
+    small_nbytes: int = 1 << 20
+    writers: Writers = "all"
+    volumes: Sequence[str | os.PathLike[str]] = ()
+    replicas: Replicas = "check"
+
+    def __post_init__(self) -> None:
+        check_writers(self.writers)
+        if isinstance(self.volumes, (str, os.PathLike)) or not isinstance(self.volumes, Sequence):
+            raise ValueError(f"volumes must be a list of directories, not {self.volumes!r}")
+        if self.replicas not in get_args(Replicas):
+            raise ValueError(f'replicas must be "check" or "trust", not {self.replicas!r}')
+        for name, nbytes in (("memory_nbytes", self.memory_nbytes), ("small_nbytes", self.small_nbytes)):
+            if type(nbytes) is not int or not 0 <= nbytes <= _MAX_NBYTES:
+                raise ValueError(f"{name} must be a number of bytes, an int from 0 on, not {nbytes!r}")
+
+    @property
+    def snapshot_nbytes(self) -> int:
+        """What is left for copies."""
+        return max(0, self.memory_nbytes - _STAGING_NBYTES)
+
+    def tuning(self) -> Tuning:
+        window = _WINDOW_NBYTES
+        depth = max(2, min(_STAGING_NBYTES, self.memory_nbytes) // window)
+        if self.memory_nbytes < 2 * window:
+            window = max(64 << 10, self.memory_nbytes // 2 // 4096 * 4096)
+        return Tuning(self.backend, window, depth, self.small_nbytes)
+
+    def write_settings(self) -> WriteSettings:
+        """How several ranks, or one to several volumes, write."""
+        volumes = tuple(os.path.abspath(os.fsdecode(volume)) for volume in self.volumes)
+        for volume in volumes:
+            try:
+                volume.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"a volume's path must be UTF-8, as manifests are: {volume!r}") from None
+        if len(set(map(os.path.realpath, volumes))) < len(volumes):
+            raise ValueError(f"volumes must be different directories, not {list(volumes)}")
+        return WriteSettings(self.tuning(), self.writers, volumes, self.replicas)
+
+
+def checked_options(options: Options | None) -> Options | None:
+    """What was given for options, if that is what it is."""
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"options must be a holdfast.Options(...), not {options!r}")
+    return options

@@ -1,0 +1,118 @@
+"""What a rank sees of the state (`holdfast.plan.world.View`) as bytes, and the exchange of all views.
+
+Equal views have equal bytes, so that those of a data-parallel world travel once. Meshes and spreads are
+listed once and referred to by number: the size is that of the names.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from holdfast.errors import RankFailed
+from holdfast.format.dtypes import is_known
+from holdfast.format.geometry import Box
+from holdfast.plan.placement import Mesh, Split, Spread
+from holdfast.plan.world import Seen, View
+from holdfast.state import Framework
+from holdfast.team.group import Team
+
+_Index = tuple[Annotated[int, Meta(ge=0)], ...]
+_Box = tuple[_Index, _Index]
+
+
+class _Mesh(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    shape: _Index
+    strides: tuple[int, ...]
+    first: int
+    table: tuple[int, ...] | None
+
+
+class _Spread(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    mesh: Annotated[int, Meta(ge=0)]
+    splits: tuple[tuple[int, int, int], ...]
+    box: _Box | None
+
+
+class _Seen(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: _Index
+    framework: Framework
+    spread: Annotated[int, Meta(ge=0)] | None
+    boxes: tuple[_Box, ...]
+
+
+class _View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    meshes: tuple[_Mesh, ...]
+    spreads: tuple[_Spread, ...]
+    leaves: tuple[_Seen, ...]
+
+
+_decoder = msgspec.msgpack.Decoder(_View)
+
+
+def encode_view(view: View) -> bytes:
+    """A view as bytes; the same for equal views."""
+    meshes: dict[Mesh, int] = {}
+    spreads: dict[Spread, int] = {}
+    records: list[_Spread] = []
+    leaves: list[_Seen] = []
+    for seen in view:
+        number = None
+        if seen.spread is not None:
+            number = spreads.setdefault(seen.spread, len(spreads))
+            if number == len(records):
+                mesh = meshes.setdefault(seen.spread.mesh, len(meshes))
+                splits = tuple((split.axis, split.mesh_dim, split.factor) for split in seen.spread.splits)
+                box = seen.spread.box
+                records.append(_Spread(mesh, splits, None if box is None else (box.start, box.shape)))
+        boxes = tuple((box.start, box.shape) for box in seen.boxes)
+        leaves.append(_Seen(seen.name, seen.dtype, seen.shape, seen.framework, number, boxes))
+    listed = tuple(_Mesh(mesh.shape, mesh.strides, mesh.first, mesh.table) for mesh in meshes)
+    return msgspec.msgpack.encode(_View(listed, tuple(records), tuple(leaves)))
+
+
+def decode_view(data: bytes) -> View:
+    """The inverse of `encode_view`; ValueError when the bytes are no view."""
+    try:
+        found = _decoder.decode(data)
+        meshes = [Mesh(mesh.shape, mesh.strides, mesh.first, mesh.table) for mesh in found.meshes]
+        spreads = [
+            Spread(
+                meshes[spread.mesh],
+                tuple(Split(*split) for split in spread.splits),
+                None if spread.box is None else Box(*spread.box),
+            )
+            for spread in found.spreads
+        ]
+        return tuple(_seen(leaf, spreads) for leaf in found.leaves)
+    except (msgspec.MsgspecError, IndexError, RecursionError) as error:
+        raise ValueError(f"not a view: {error}") from None
+
+
+def exchange_views(team: Team, view: View, timeout: float, key: str = "views") -> dict[View, tuple[int, ...]]:
+    """Every different view and the ranks that have it, as `holdfast.plan.world.merge_views` takes them."""
+    mine = encode_view(view)
+    found: dict[View, tuple[int, ...]] = {}
+    for data, ranks in team.exchange(key, mine, timeout).items():
+        try:
+            its = view if data == mine else decode_view(data)
+        except ValueError as error:
+            raise RankFailed(
+                f"rank {ranks[0]} sent something else than what it sees of the state ({error}); "
+                "do all ranks run the same version of Holdfast?",
+                ranks=ranks[:8],
+            ) from None
+        found[its] = ranks
+    return found
+
+
+def _seen(leaf: _Seen, spreads: list[Spread]) -> Seen:
+    if not is_known(leaf.dtype):
+        raise ValueError(f"element type {leaf.dtype[:40]!r}")
+    spread = None if leaf.spread is None else spreads[leaf.spread]
+    boxes = tuple(Box(*box) for box in leaf.boxes)
+    return Seen(leaf.name, leaf.dtype, leaf.shape, spread, boxes, leaf.framework)

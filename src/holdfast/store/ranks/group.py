@@ -1,0 +1,300 @@
+"""The ranks that save and load one thing together, from one rank's point of view.
+
+Owns the order in which a rank joins the others, takes its state apart, learns its share, and writes it; and
+that whatever goes wrong on the way is told to the others. The messages are `calls`', the plan is `shares`',
+the commit `together`'s, loading `loading`'s. A process by itself that writes to several volumes is a group of
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast.errors import RankFailed, RanksDisagree
+from holdfast.state import Flat, LeafSource, flatten
+from holdfast.store.commit import volumes
+from holdfast.store.commit.coordinated import CoordinatedCommit
+from holdfast.store.commit.info import CheckpointInfo
+from holdfast.store.commit.messages import STRAGGLER_SECONDS, Call, Calls, Conversation, Plan
+from holdfast.store.commit.observer import SaveObserver
+from holdfast.store.commit.transaction import Target
+from holdfast.store.options import WriteSettings
+from holdfast.store.ranks.channel import Channel
+from holdfast.store.ranks.open_together import all_or_none
+from holdfast.store.ranks.write_shares import Share, WriteShares
+from holdfast.team import Team, join, sendable
+from holdfast.team.replies import all_heard
+
+_T = TypeVar("_T")
+
+
+def join_group(what: str, together: bool | None, timeout: float) -> Team | None:
+    """The team of all ranks of the process group; None for a process by itself.
+
+    `together`: None means if there is a group of several ranks, False by itself in any case.
+    """
+    if together is False:
+        return None
+    team = join(what, timeout)
+    if team is None and together:
+        raise ValueError(
+            "together=True, but there is no process group of several ranks: call "
+            "torch.distributed.init_process_group first (torchrun sets its environment)"
+        )
+    return team
+
+
+@contextmanager
+def leaving(team: Team | None) -> Iterator[None]:
+    """For a team that was mustered for one thing only."""
+    try:
+        yield
+    finally:
+        if team is not None:
+            with contextlib.suppress(RankFailed):
+                team.close()
+
+
+_LEAVING_SECONDS = 5.0
+_Said = tuple[str, bool]
+"""Of a rank: how it writes, and whether it has volumes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A state that this rank is ready to write its share of."""
+
+    talk: Conversation | None
+    id: str
+    created: float
+    flat: Flat
+    share: Share
+
+
+class RankGroup:
+    """What stays from save to save."""
+
+    def __init__(self, team: Team | None, settings: WriteSettings, timeout: float) -> None:
+        self.team = team
+        self.settings = settings
+        self.timeout = timeout
+        self._calls = None if team is None else Calls(team, timeout)
+        self._link: Channel | None = None
+        with self.all_or_none("group"):
+            self.has_volumes = self._check_settings()
+            speeds = volumes.measure(settings.volumes) if settings.volumes else [1.0]
+            self.shares = WriteShares(
+                team, writers=settings.writers, speeds=speeds, replicas=settings.replicas, timeout=timeout
+            )
+
+    @classmethod
+    def gather(cls, what: str, together: bool | None, settings: WriteSettings, timeout: float) -> RankGroup:
+        """The group of all ranks; of this process alone if there is no team (see `join_group`)."""
+        team = join_group(what, together, timeout)
+        try:
+            return cls(team, settings, timeout)
+        except BaseException:
+            if team is not None:
+                team.close()
+            raise
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.team is None else self.team.rank
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def patience(self) -> float:
+        """Seconds in which a save ends, unless the device hangs: of silent ranks it has told by then."""
+        return self.timeout + (0.0 if self._calls is None else self._calls.grace + STRAGGLER_SECONDS)
+
+    @property
+    def link(self) -> Channel:
+        """The way from rank to rank for what is read once per node. Made by all at the same time."""
+        assert self.team is not None
+        if self._link is None:
+            self._link = Channel.open(self.timeout)
+        return self._link
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to divide: one process that writes one file needs no group."""
+        return self.team is not None or bool(self.settings.volumes)
+
+    @contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """A block that succeeds on all ranks or on none: where another failed, this one raises, too."""
+        if self.team is None:
+            yield
+            return
+        with all_or_none(self.team, what, self.timeout):
+            yield
+
+    def broadcast(self, what: _T, kind: Any) -> _T:
+        """What the coordinator says, on every rank; `kind` is its type."""
+        if self.team is None:
+            return what
+        data = self.team.tell("told", msgspec.msgpack.encode(what) if self.leads else None, self.timeout)
+        heard: _T = msgspec.msgpack.decode(data, type=kind)
+        return heard
+
+    @contextmanager
+    def again(self, what: str) -> Iterator[Team | None]:
+        """The group's team for one thing, whatever a rank has missed before; None for a process by itself."""
+        if self.team is None:
+            yield None
+            return
+        self.team.check_group()
+        with self.team.again(what, self.timeout) as team:
+            yield team
+
+    def restart(self, team: Team) -> None:
+        """All begin anew, perhaps at an older step: calls that a rank has missed are over."""
+        assert self._calls is not None
+        number = b"%d" % self._calls.next if self.leads else None
+        self._calls.go_on_from(int(team.tell("next", number, self.timeout)))
+
+    def signal(self, name: str) -> None:
+        """Tells the coordinator that the training is asked to end."""
+        assert self.team is not None
+        self.team.mail.post("signal", name.encode())
+
+    def signalled(self) -> str | None:
+        """Whether another rank was asked to end, and by which signal."""
+        assert self.team is not None
+        return self.team.mail.read("signal", 1.0).decode() if self.team.mail.has("signal") else None
+
+    def begin(
+        self, what: str, step: int, *, due: bool = True, signal: str | None = None
+    ) -> Conversation | None:
+        """Meets the others for a call. What the coordinator says counts, for all: see the result's `call`."""
+        if self._calls is None or self.team is None:
+            return None
+        self.team.check_group()
+        what = sendable(what)
+        call = Call(what, step, os.urandom(16).hex(), time.time(), due, signal) if self.leads else None
+        return self._calls.begin(what, step, call)
+
+    def prepare(self, state: object, talk: Conversation | None) -> Ready:
+        """Takes a state apart, and plans who writes what where that has to be done anew."""
+        try:
+            flat = flatten(state, self.rank)
+            if self._anew(flat, talk):
+                self.shares.plan(flat, 0 if talk is None else talk.number)
+            share = self.shares.of(flat)
+        except BaseException as error:
+            self.failed(talk, error)
+            raise
+        if talk is None:
+            return Ready(None, os.urandom(16).hex(), time.time(), flat, share)
+        return Ready(talk, talk.call.id, talk.call.created, flat, share)
+
+    def commit(
+        self,
+        ready: Ready,
+        target: Target,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        groups: Sequence[Sequence[LeafSource]] | None = None,
+        watch: SaveObserver | None = None,
+        overwrite: bool = False,
+        ledger: volumes.Ledger | None = None,
+        live: Collection[str] | None = None,
+    ) -> CheckpointInfo:
+        """Writes this rank's share; returns when the whole checkpoint is durable.
+
+        Of a run whose shards go to volumes: its `ledger`, and the ids of its checkpoints that are `live`.
+        """
+        team = self.team
+        far = team is not None and any(member.host != team.members[0].host for member in team.members)
+        together = CoordinatedCommit(
+            target,
+            step,
+            ready.id,
+            ready.created,
+            metrics,
+            self.settings.tuning,
+            ready.talk,
+            self.rank,
+            1 if team is None else team.world,
+            self.settings.volumes,
+            overwrite,
+            ledger,
+            None if live is None else frozenset(live),
+            far or self.has_volumes,
+        )
+        try:
+            return together.run(ready.flat, ready.share, groups, watch)
+        except BaseException:
+            self._plan_anew()
+            raise
+
+    def failed(self, talk: Conversation | None, error: BaseException) -> None:
+        """Tells the others that nothing comes of a call, and plans anew next time."""
+        self._plan_anew()
+        if talk is not None:
+            talk.failed(error)
+
+    def _plan_anew(self) -> None:
+        """Next time. Others do so when the coordinator does: what it did not see fail still holds."""
+        if self.leads:
+            self.shares.forget()
+
+    def close(self, *, wait: bool = False) -> None:
+        """Ends it. With `wait` the coordinator sees to it, for a few seconds, that others know how it ended:
+        the store may go with its process."""
+        if self.team is None:
+            return
+        if self._link is not None:
+            self._link.close()
+        rest = ["signal", *self._calls.rest()] if self._calls is not None and self.leads else []
+        with contextlib.suppress(RankFailed):  # the store has gone before: nothing of this is left in it
+            self.team.close(rest, min(_LEAVING_SECONDS, self.timeout) if wait else 0.0)
+
+    def _check_settings(self) -> bool:
+        """All ranks must write in the same way. Their volumes may be different ones: whether any has some."""
+        if self.team is None:
+            return bool(self.settings.volumes)
+
+        def decide(messages: Sequence[bytes | None]) -> bytes:
+            heard = all_heard(messages, "settings", self.timeout)
+            heard_settings = [msgspec.msgpack.decode(said, type=_Said) for said in heard]
+            return msgspec.msgpack.encode(
+                (heard_settings[0][0], any(volumes for _, volumes in heard_settings))
+            )
+
+        mine = f"writers={self.settings.writers!r}, replicas={self.settings.replicas!r}"
+        said = msgspec.msgpack.encode((mine, bool(self.settings.volumes)))
+        verdict = self.team.agree("settings", said, decide, self.timeout)
+        agreed: _Said = msgspec.msgpack.decode(verdict, type=_Said)
+        leading, has_volumes = agreed
+        if mine != leading:
+            raise RanksDisagree(
+                f"rank {self.rank} has Options({mine}), rank 0 Options({leading}): they must be the same",
+                ranks=(0, self.rank),
+            )
+        return has_volumes
+
+    def _anew(self, flat: Flat, talk: Conversation | None) -> bool:
+        """Whether to plan anew: the plan at hand does not serve some rank's state as it is now."""
+        here = self.shares.look(flat)
+        if talk is None:
+            return not self.shares.serves([here])
+        if not self.leads:
+            talk.here(here)
+            return talk.read("plan", Plan).anew
+        anew = not self.shares.serves([here, *talk.gather()])
+        talk.say("plan", Plan(anew))
+        return anew

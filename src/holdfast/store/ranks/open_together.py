@@ -1,0 +1,75 @@
+"""What succeeds on all ranks or on none; opening a checkpoint is such a thing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from holdfast.errors import CheckpointNotFound
+from holdfast.store.checkpoint import Checkpoint, resolve
+from holdfast.store.ranks.consensus import AnotherCheckpoint, settle
+from holdfast.team import Team
+
+_MAX_REPLACED = 100
+"""Times that a checkpoint is opened in vain because another took its place meanwhile."""
+
+
+@contextmanager
+def all_or_none(team: Team, key: str, timeout: float) -> Iterator[None]:
+    """A block that succeeds on all ranks or on none."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    settle(team, key, error, timeout)
+
+
+def open_together(
+    team: Team, path: str, timeout: float, check: Callable[[Checkpoint], None] | None = None
+) -> Checkpoint:
+    """The checkpoint that rank 0 finds at `path`, on every rank. Damage that one rank sees all raise.
+
+    `check` may refuse it. Where a rank's directory of that name holds another checkpoint, nobody goes on.
+    """
+    opened: Checkpoint | None = None
+    error: Exception | None = None
+    try:
+        opened = Checkpoint(path)
+        if check is not None:
+            check(opened)
+    except Exception as raised:
+        error = raised
+    id = b"" if opened is None else opened.id.encode()
+    leading = team.tell("opened", id if team.is_coordinator else None, timeout)
+    if error is None and leading and leading != id:
+        error = AnotherCheckpoint("another checkpoint than the one that rank 0 has at this path", path=path)
+    try:
+        settle(team, "open", error, timeout)
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        raise
+    assert opened is not None
+    return opened
+
+
+def open_newest_together(team: Team, path: str | os.PathLike[str], timeout: float) -> Checkpoint:
+    """The checkpoint that `path` means to rank 0, on every rank; once more if it was retired or replaced
+    before all have opened it."""
+    attempts = 0
+    while True:
+        attempts += 1
+        found = _resolve(team, path, timeout)
+        try:
+            return open_together(team, found, timeout)
+        except (AnotherCheckpoint, CheckpointNotFound):  # raised by all, or by none
+            if attempts == _MAX_REPLACED:
+                raise
+
+
+def _resolve(team: Team, path: str | os.PathLike[str], timeout: float) -> str:
+    with all_or_none(team, "resolve", timeout):
+        found = resolve(path) if team.is_coordinator else ""
+    return os.fsdecode(team.tell("path", os.fsencode(found) if team.is_coordinator else None, timeout))

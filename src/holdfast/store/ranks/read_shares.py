@@ -1,0 +1,109 @@
+"""What ranks want of a checkpoint in common, so that each byte of it is read once per node.
+
+Every rank tells how it wants each leaf: as a whole array, as a box, or spread over a mesh. Leaves that
+several ranks want in the very same way are shared (`holdfast.plan.read_sharing`); whatever a rank wants in a
+way of its own it reads itself. Pure arithmetic on what was told: every rank finds the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.format.geometry import Box
+from holdfast.plan.fragments import part_of_destination
+from holdfast.plan.placement import LeafLayout, Mesh, Spread, local_sizes
+from holdfast.plan.read_sharing import Group, SharePlan
+from holdfast.plan.topology import Topology
+from holdfast.plan.world import Seen, View
+from holdfast.store.ranks.exchange import Place
+from holdfast.store.read.requests import Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """A leaf as some ranks want it. Of a box, `layout` is that of the box alone, which starts at `origin`."""
+
+    seen: Seen
+    layout: LeafLayout
+    origin: tuple[int, ...]
+
+
+class Sharing:
+    """What a rank reads, for itself and for others of its node, of what is wanted in common.
+
+    `places` are the arrays of this rank, by how it wants the leaf that goes there.
+    """
+
+    def __init__(
+        self, commons: Sequence[Common], topology: Topology, rank: int, places: Mapping[Seen, Place]
+    ) -> None:
+        self._commons = commons
+        self._places = places
+        self._rank = rank
+        self.shared: frozenset[Seen] = frozenset(common.seen for common in commons)
+        plan = SharePlan([common.layout for common in commons], topology)
+        self.groups: tuple[Group, ...] = plan.groups(rank)
+
+    def place(self, number: int) -> Place:
+        """The array of a leaf's number in the groups."""
+        return self._places[self._commons[number].seen]
+
+    def reads(self) -> Iterator[Wanted]:
+        """What this rank reads."""
+        for group in self.groups:
+            for stretch in group.stretches:
+                for item in stretch.pieces if stretch.reader == self._rank else ():
+                    common, place = self._commons[item.leaf], self.place(item.leaf)
+                    start = tuple(a + b for a, b in zip(item.piece.box.start, common.origin, strict=True))
+                    yield Wanted(
+                        common.seen.name,
+                        Box(start, item.piece.box.shape),
+                        part_of_destination(place.where, place.shape, place.itemsize, item.piece.local),
+                    )
+
+
+def common_wishes(views: Mapping[View, Sequence[int]]) -> list[Common]:
+    """The leaves that can be shared, from each different view of what is wanted and the ranks that have it.
+
+    In the order of the lowest ranks' views, the same on all ranks. A leaf that is wanted in several ways is
+    there several times, once for those who want it in each of them. Takes time in the number of leaves, and
+    in that of ranks for each different kind of them only.
+    """
+    ordered = sorted(views.items(), key=lambda entry: min(entry[1]))
+    listed_in: dict[Seen, list[int]] = {}
+    for number, (view, _) in enumerate(ordered):
+        for seen in view:
+            listed_in.setdefault(seen, []).append(number)
+    meshes: dict[tuple[int, ...], Mesh] = {}
+    complete: dict[tuple[Spread, tuple[int, ...], tuple[int, ...]], bool] = {}
+    found: list[Common] = []
+    for seen, numbers in listed_in.items():
+        holders = tuple(numbers)
+        if holders not in meshes:
+            meshes[holders] = Mesh.of(sorted(rank for number in holders for rank in ordered[number][1]))
+        if seen.spread is not None:
+            layout = LeafLayout(seen.name, seen.dtype, seen.shape, (seen.spread,), seen.framework)
+            # Without a rank of the mesh that has some of it, the others cannot count on the plan.
+            kind = seen.spread, seen.shape, holders
+            if kind not in complete:
+                complete[kind] = set(_having(layout, seen.spread)) <= set(meshes[holders].ranks().tolist())
+            if complete[kind]:
+                found.append(Common(seen, layout, (0,) * len(seen.shape)))
+        elif len(seen.boxes) <= 1:
+            spread = Spread(meshes[holders])
+            shape, origin = seen.shape, (0,) * len(seen.shape)
+            if seen.boxes:
+                shape, origin = seen.boxes[0].shape, seen.boxes[0].start
+            layout = LeafLayout(seen.name, seen.dtype, shape, (spread,), seen.framework)
+            found.append(Common(seen, layout, origin))
+    return found
+
+
+def _having(layout: LeafLayout, spread: Spread) -> list[int]:
+    """The ranks that have elements of a leaf: shards may be empty."""
+    sizes = np.broadcast_to(local_sizes(layout, spread), spread.mesh.shape)
+    ranks: list[int] = spread.mesh.ranks()[sizes > 0].tolist()
+    return ranks

@@ -1,0 +1,311 @@
+"""Restoring a checkpoint on all ranks together: each byte is read from storage once per node.
+
+1. Every rank compares its target with the checkpoint, and all learn whether it fits everywhere. A leaf that
+   is not in the target of one rank is nothing wrong, but one that no rank has a place for is.
+2. Ranks tell how they want each leaf. What several of a node want alike is shared out among them
+   (`holdfast.store.ranks.read_shares`).
+3. Every rank reads its share, and what only it wants, straight into its arrays. Of shards that it does not
+   see, because they lie on a volume of another node, a rank that sees them sends it the bytes
+   (`holdfast.store.ranks.remote_shards`). None goes on before all have read well.
+4. Shares are handed around (`holdfast.store.ranks.exchange`), and everything that is not an array is put
+   back.
+5. All ranks know that all are done.
+
+Whenever one rank fails, all raise (`holdfast.store.ranks.consensus`). State that belongs to one rank alone
+goes back to the rank of the same number; ranks that the saving world did not have keep what they have, and
+what ranks beyond the present world had saved is left out. Both is said in a warning.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from holdfast.engine import Unkept
+from holdfast.errors import RanksDisagree
+from holdfast.format.dtypes import itemsize
+from holdfast.format.geometry import whole
+from holdfast.plan.fragments import seen
+from holdfast.plan.world import Seen
+from holdfast.state import LeafMeta, Mismatch, Restore
+from holdfast.store.checkpoint import Checkpoint
+from holdfast.store.ranks.channel import Channel
+from holdfast.store.ranks.checks.views import exchange_views
+from holdfast.store.ranks.consensus import Failure, give_up, settle
+from holdfast.store.ranks.exchange import Place, hand_out
+from holdfast.store.ranks.open_together import all_or_none
+from holdfast.store.ranks.read_shares import Sharing, common_wishes
+from holdfast.store.ranks.remote_shards import RemoteShards
+from holdfast.store.read.gather import FileReads
+from holdfast.store.read.requests import Wanted, wanted_of
+from holdfast.team import Team
+from holdfast.team.replies import ranks_in_words
+
+_SHOWN = 8
+
+
+def load_together(
+    team: Team,
+    checkpoint: Checkpoint,
+    into: object,
+    *,
+    select: str | Iterable[str] | None = None,
+    verify: bool = True,
+    strict: bool = True,
+    timeout: float = 600.0,
+    link: Channel | None = None,
+) -> object:
+    """Put a checkpoint back into the states of all ranks; the restored state of this one.
+
+    To be called by all ranks, in the training's thread, with the same arguments but for `into`. `timeout` is
+    how long ranks wait for each other in each step. Without a `link` every rank reads all it wants itself.
+    """
+    load = _Load(team, checkpoint, timeout, link)
+    restore, wishes, mismatch = load.plan(into, select, strict)
+    sharing = load.share(wishes)
+    load.read(restore, wishes, sharing, verify=verify)
+    restored = load.restore(restore, wishes, sharing)
+    load.warn(restore, mismatch)
+    return restored
+
+
+class _Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank tells about its target: what failed, what does not fit, leaves it has no place for."""
+
+    strict: bool
+    failure: Failure | None = None
+    unfit: Failure | None = None
+    elsewhere: tuple[str, ...] = ()
+    fills: bool = False
+    lacks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """An array of this rank that a leaf goes to: all of it or a part. `key` is its name in the restore."""
+
+    key: str
+    seen: Seen
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """All arrays of this rank that leaves go to; those that are new, by leaf."""
+
+    into_place: tuple[_Wish, ...]
+    into_fresh: tuple[_Wish, ...]
+    fresh: dict[str, Any]
+
+
+class _Load:
+    """One load of one rank; its methods are the steps, in their order."""
+
+    def __init__(self, team: Team, checkpoint: Checkpoint, timeout: float, link: Channel | None) -> None:
+        self._team = team
+        self._checkpoint = checkpoint
+        self._timeout = timeout
+        self._link = link
+        self._metas: Mapping[str, LeafMeta] = {}
+        self._aliases: Mapping[str, str] = {}
+
+    def plan(
+        self, into: object, select: str | Iterable[str] | None, strict: bool
+    ) -> tuple[Restore, _Wishes, Mismatch]:
+        """How this rank's target is filled, once it is known that everybody's can be."""
+        self._team.say(f"loading {self._checkpoint.path}")
+        restore: Restore | None = None
+        wishes = _Wishes((), (), {})
+        failed: Exception | None = None
+        try:
+            restore = self._compare(into, select)
+            wishes = self._wishes(restore)
+        except Exception as error:  # told to all ranks, and raised below
+            failed = error
+        told = self._tell(None if failed else restore, failed, strict)
+        give_up([plan.failure for plan in told if plan.failure is not None], failed)
+        assert restore is not None, "without one there is a failure"
+        absent = set(told[0].elsewhere).intersection(*(plan.elsewhere for plan in told[1:]))
+        own = restore.mismatch
+        extra = tuple(name for name in restore.elsewhere if name in absent)
+        mismatch = Mismatch(own.missing, (*own.extra, *extra), own.wrong)
+        if strict:
+            if mismatch:
+                raise mismatch.error(self._checkpoint.path)
+            give_up([plan.unfit for plan in told if plan.unfit is not None], None)
+        # A rank may have nothing of what fits, such as a stage that is new. But not all of them.
+        if any(plan.lacks for plan in told) and not any(plan.fills for plan in told):
+            raise mismatch.nothing(self._checkpoint.path)
+        return restore, wishes, mismatch
+
+    def _compare(self, into: object, select: str | Iterable[str] | None) -> Restore:
+        checkpoint, rank = self._checkpoint, self._team.rank
+        only = None if select is None else set(checkpoint.select(select))
+        self._metas = checkpoint.metas_for(rank)
+        self._aliases = {**checkpoint.aliases, **checkpoint.parts.local_aliases(rank)}
+        return Restore(
+            into,
+            checkpoint.tree,
+            self._metas,
+            self._aliases,
+            only,
+            local=checkpoint.local(rank),
+            shared=True,
+            alike=checkpoint.alike,
+        )
+
+    def _tell(self, restore: Restore | None, failed: Exception | None, strict: bool) -> list[_Plan]:
+        """Tell all ranks how the target fits; what everybody told. Equal things are told once.
+
+        `RanksDisagree` on all ranks unless all of them are as strict: one would go on where another ends.
+        """
+        rank = self._team.rank
+        if restore is None:
+            assert failed is not None
+            mine = _Plan(strict=strict, failure=Failure.of(rank, failed))
+        else:
+            unfit = restore.mismatch.error(self._checkpoint.path) if restore.mismatch else None
+            mine = _Plan(
+                strict=strict,
+                unfit=None if unfit is None else Failure.of(rank, unfit),
+                elsewhere=tuple(sorted(restore.elsewhere)),
+                fills=restore.fills,
+                lacks=restore.lacks,
+            )
+        heard = self._team.exchange("load/plan", msgspec.msgpack.encode(mine), self._timeout)
+        told = [(msgspec.msgpack.decode(data, type=_Plan), ranks) for data, ranks in heard.items()]
+        first = told[0][0].strict
+        others = sorted(other for plan, ranks in told if plan.strict != first for other in ranks)
+        if others:
+            raise RanksDisagree(
+                f"rank 0 loads with strict={first}, {ranks_in_words(others)} with strict={not first}: it has "
+                "to be the same on all ranks. Nothing has been restored",
+                ranks=(0, *others),
+            )
+        return [plan for plan, _ in told]
+
+    def _wishes(self, restore: Restore) -> _Wishes:
+        """The arrays to fill: those of the target, and new ones."""
+        into_place: list[_Wish] = []
+        for key, where in restore.destinations.items():
+            meta = self._meta(key)
+            sharding, shape = restore.parts.get(key, (None, meta.shape))
+            wanted = seen(meta.name, meta.dtype, shape, meta.framework, sharding)
+            into_place.append(_Wish(key, wanted, Place(where, shape, itemsize(meta.dtype))))
+        fresh, fills = self._checkpoint.fresh(restore.fresh)
+        into_fresh: list[_Wish] = []
+        for fill in fills:
+            meta = self._meta(fill.leaf)
+            wanted = seen(meta.name, meta.dtype, meta.shape, meta.framework, None)
+            assert not isinstance(fill.destination, Unkept)
+            place = Place(fill.destination, meta.shape, itemsize(meta.dtype))
+            into_fresh.append(_Wish(fill.leaf, wanted, place))
+        return _Wishes(tuple(into_place), tuple(into_fresh), fresh)
+
+    def share(self, wishes: _Wishes) -> Sharing:
+        """Who reads what, of all that several ranks want."""
+        places = {wish.seen: wish.place for wish in (*wishes.into_fresh, *wishes.into_place)}
+        if self._link is None:
+            return Sharing((), self._team.topology, self._team.rank, places)
+        # What is this rank's own nobody shares; leaving it out leaves the views of all ranks equal.
+        common = self._checkpoint.metas
+        view = tuple(wanted for wanted in places if wanted.name in common)
+        views = exchange_views(self._team, view, self._timeout, "load/views")
+        return Sharing(common_wishes(views), self._team.topology, self._team.rank, places)
+
+    def read(self, restore: Restore, wishes: _Wishes, sharing: Sharing, *, verify: bool) -> None:
+        """Fill this rank's share, and what is not shared; returns when all ranks have done so."""
+        checkpoint = self._checkpoint
+        wanted: list[Wanted] = []
+        reads: list[FileReads] = []
+        failed: Exception | None = None
+        try:
+            wanted = [*sharing.reads(), *self._own_reads(restore, wishes, sharing)]
+            reads = [] if checkpoint.parts.stored_whole else checkpoint.reads(wanted, verify=verify)
+        except Exception as error:  # told to all ranks, and raised by `settle`
+            failed = error
+        elsewhere: RemoteShards | None = None
+        if self._link is not None and not checkpoint.parts.stored_whole:
+            elsewhere = RemoteShards(self._team, checkpoint, self._link, self._timeout, verify=verify)
+            reads = elsewhere.keep(reads)
+        with all_or_none(self._team, "load/read", self._timeout):
+            if failed is not None:
+                raise failed
+            if checkpoint.parts.stored_whole:
+                checkpoint.fetch(wanted, verify=verify)
+            else:
+                checkpoint.carry_out(reads, verify=verify)
+        if elsewhere is not None and elsewhere.needed:
+            with all_or_none(self._team, "load/elsewhere", self._timeout):
+                elsewhere.transfer()
+
+    def _own_reads(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> Iterator[Wanted]:
+        for wish in wishes.into_fresh:
+            if wish.seen not in sharing.shared:
+                yield Wanted(wish.seen.name, whole(wish.place.shape), wish.place.where)
+        shared = {wish.key for wish in wishes.into_place if wish.seen in sharing.shared}
+        metas = {key: self._meta(key) for key in restore.destinations}
+        for item in wanted_of(restore, metas, self._team.rank):
+            if item.leaf not in shared:
+                yield msgspec.structs.replace(item, leaf=metas[item.leaf].name)
+
+    def restore(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> object:
+        """Hand shares around and put everything in order; returns when all ranks have done so."""
+        restored: object = None
+        failed: Exception | None = None
+        try:
+            if self._link is not None:
+                hand_out(self._link, self._team.rank, sharing.groups, sharing.place, self._timeout)
+            restored = restore.finish(wishes.fresh)
+        except Exception as error:  # told to all ranks, and raised by `settle`
+            failed = error
+        settle(self._team, "load/restored", failed, self._timeout)
+        return restored
+
+    def warn(self, restore: Restore, mismatch: Mismatch) -> None:
+        """Say what has not been restored. What concerns all ranks says rank 0."""
+        rank, world = self._team.rank, self._team.world
+        own = restore.mismatch
+        told = mismatch if rank == 0 else own
+        if told:
+            self._warn(f"{told}\n  All else has been restored.")
+        if restore.kept:
+            self._warn(
+                f"{_some(restore.kept)} of rank {rank} stays as it is: it is per_rank, and of the "
+                f"{self._checkpoint.world} ranks that saved this checkpoint none of that number had it"
+            )
+        if restore.left_out:
+            self._warn(f"what rank {rank} had alone has no place in the target: {_some(restore.left_out)}")
+        local = self._checkpoint.local(0) if rank == 0 and self._checkpoint.world > world else {}
+        local = {place: node for place, node in local.items() if place not in restore.left_out}
+        if local:
+            last = self._checkpoint.world - 1
+            beyond = f"rank {last}" if last == world else f"ranks {world} to {last}"
+            self._warn(
+                f"what {beyond} had alone is not restored, there are only {world} ranks now: "
+                f"{_some(tuple(local))}"
+            )
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"{self._checkpoint.path}: {text}", RuntimeWarning, stacklevel=_asking())
+
+    def _meta(self, name: str) -> LeafMeta:
+        return self._metas[self._aliases.get(name, name)]
+
+
+def _asking() -> int:
+    """The stack level, for who calls this, of the line outside of this library that asked for the load."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("holdfast."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

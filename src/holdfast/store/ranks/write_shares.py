@@ -1,0 +1,218 @@
+"""Which fragments of a state this rank writes: planned once per layout, together, and kept.
+
+Ranks exchange what each sees of the state (`holdfast.store.ranks.checks.views`), and from the same views each
+computes the same plan. As long as all leaves stay what they were, nothing is said about them again. When
+those of any rank change, or a rank's state is no longer of the same structure as that of the one who speaks
+for it, all plan anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.format.checksums import digest
+from holdfast.plan.description import encode_plan
+from holdfast.plan.fragments import seen, sources
+from holdfast.plan.placement import LeafLayout
+from holdfast.plan.ranks import WritePlan
+from holdfast.plan.replica_groups import Owned
+from holdfast.plan.topology import Topology, Writers
+from holdfast.plan.volumes import stripe
+from holdfast.plan.world import Beside, Seen, besides, merge_views
+from holdfast.state import Flat, LeafSource
+from holdfast.store.commit.messages import Here
+from holdfast.store.commit.shard_writer import Description
+from holdfast.store.options import Replicas
+from holdfast.store.ranks.checks.layouts import Crossings, check_layouts, crossing_samples, crossings_of
+from holdfast.store.ranks.checks.replicas import Copies, check_replicas, check_ties, copies_of, samples
+from holdfast.store.ranks.checks.values import (
+    Outline,
+    blob_digests,
+    check_structures,
+    facts_of,
+    outline_of,
+    structure_digest,
+)
+from holdfast.store.ranks.checks.views import exchange_views
+from holdfast.team import Team
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank writes of one state."""
+
+    fragments: tuple[LeafSource, ...]
+    description: Description
+    values: Mapping[str, str]
+    """Digests of its plain values, by place."""
+    facts: Mapping[str, str]
+    """Digests of all of them, where trees of different structures are stored and this is one of them."""
+    samples: Mapping[str, str]
+    """Digests of samples of what others hold, too."""
+    plan: Planned
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Who writes what, for leaves as they were when it was planned."""
+
+    leaves: tuple[LeafLayout, ...]
+    mine: tuple[tuple[Owned, ...], ...]
+    """What this rank writes, volume by volume."""
+    layout: bytes
+    fingerprint: str
+    speakers: tuple[int, ...]
+    """For each rank, the first one with the same structure of state: that one's tree is stored."""
+    copies: Copies
+    """What is compared in every save: arrays that others have, too."""
+    crossings: Crossings
+    """And elements that others have in another layout."""
+
+
+class WriteShares:
+    """Plans for one state of a team, or of one process that writes to several volumes."""
+
+    def __init__(
+        self,
+        team: Team | None,
+        *,
+        writers: Writers = "all",
+        speeds: Sequence[float] = (1.0,),
+        replicas: Replicas = "check",
+        timeout: float,
+    ) -> None:
+        self._team = team
+        self._topology = Topology.regular(1) if team is None else team.topology
+        self._topology.writers(writers)  # raises for what makes no sense, before anybody waits
+        self._writers: Writers = writers
+        self.speeds = tuple(speeds)
+        self._replicas = replicas
+        self._timeout = timeout
+        self._known: tuple[Any, Planned] | None = None
+        self._outline = Outline()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._team is None else self._team.rank
+
+    def look(self, flat: Flat) -> Here:
+        """What this rank can write of a state; to be called before anything else is done with it.
+
+        The plan at hand counts if it is for leaves like these.
+        """
+        self._outline = outline_of(flat.tree, self._outline)
+        fits = self._known is not None and self._known[0] == _signature(flat)
+        fingerprint = self._known[1].fingerprint if fits and self._known is not None else ""
+        return Here(fingerprint, digest("".join(self._outline.structure.values()).encode()))
+
+    def serves(self, ranks: Sequence[Here]) -> bool:
+        """Whether the plan at hand is good for what all ranks can write, by rank."""
+        if self._known is None:
+            return False
+        plan = self._known[1]
+        return all(
+            here.plan == plan.fingerprint and here.structure == ranks[plan.speakers[rank]].structure
+            for rank, here in enumerate(ranks)
+        )
+
+    def forget(self) -> None:
+        """Plans anew next time."""
+        self._known = None
+
+    def plan(self, flat: Flat, call: int) -> None:
+        """Plans anew, with all others.
+
+        `call`: the number of the call that this is for. A rank that missed one must not hear what was said
+        there.
+        """
+        key = f"plan/{call}"
+        self._known = None
+        view = tuple(_seen(leaf) for leaf in flat.leaves)
+        if self._team is None:
+            layouts, others = merge_views({view: [0]}), tuple[Beside, ...]()
+            speakers: tuple[int, ...] = (0,)
+        else:
+            speakers = self._speakers(structure_digest(flat.tree), f"{key}/structure")
+            if len(set(speakers)) > 1:
+                said = facts_of(flat.tree).structure if speakers[self.rank] == self.rank else {}
+                check_structures(self._team, said, self._timeout, f"{key}/facts")
+            views = exchange_views(self._team, view, self._timeout, f"{key}/views")
+            layouts = merge_views(views)
+            others = besides(views, layouts) if self._replicas == "check" else ()
+            check_ties(self._team, flat.aliases, layouts, self._timeout, f"{key}/ties")
+            if self._replicas == "check":
+                check_replicas(self._team, flat.leaves, layouts, self._timeout, f"{key}/replicas")
+                check_layouts(self._team, flat.leaves, layouts, others, self._timeout, f"{key}/ways")
+        self._known = _signature(flat), self._planned(layouts, others, speakers)
+
+    def check_replicas(self, flat: Flat) -> None:
+        """Raises `RanksDisagree` when ranks hold different bytes of what they should hold the same of."""
+        if self._team is None:
+            return
+        self._team.check_group()
+        with self._team.again("comparing replicas", self._timeout) as team:
+            views = exchange_views(team, tuple(map(_seen, flat.leaves)), self._timeout)
+            layouts = merge_views(views)
+            check_replicas(team, flat.leaves, layouts, self._timeout)
+            check_layouts(team, flat.leaves, layouts, besides(views, layouts), self._timeout)
+
+    def of(self, flat: Flat) -> Share:
+        """This rank's share of a state that was looked at, and that the plan at hand is for."""
+        assert self._known is not None
+        planned = self._known[1]
+        rank = self.rank
+        here = {leaf.name: leaf for leaf in flat.leaves}
+        fragments: list[LeafSource] = []
+        for volume, owned in enumerate(planned.mine):
+            fragments += sources(owned, planned.leaves, here, volume)
+        speaks = planned.speakers[rank] == rank
+        description = Description(
+            (*(flat.aliases if speaks else ()), *flat.local_aliases),
+            flat.local,
+            flat.tree if speaks and rank > 0 else None,
+        )
+        blobs = blob_digests(flat.leaves)
+        return Share(
+            (*fragments, *flat.local_leaves),
+            description,
+            {**self._outline.values, **blobs},
+            {**facts_of(flat.tree).values, **blobs} if speaks and len(set(planned.speakers)) > 1 else {},
+            {**samples(planned.copies, here), **crossing_samples(planned.crossings, here)},
+            planned,
+        )
+
+    def _planned(
+        self, layouts: Sequence[LeafLayout], others: Sequence[Beside], speakers: tuple[int, ...]
+    ) -> Planned:
+        writes = WritePlan(layouts, self._topology, writers=self._writers)
+        owned = writes.fragments(self.rank)
+        layout = encode_plan(writes)
+        compared = self._team is not None and self._replicas == "check"
+        return Planned(
+            writes.leaves,
+            stripe(owned, self.speeds) if owned else (),
+            layout,
+            digest(layout),
+            speakers,
+            copies_of(self.rank, writes.leaves) if compared else (),
+            crossings_of(self.rank, writes.leaves, others),
+        )
+
+    def _speakers(self, structure: str, key: str) -> tuple[int, ...]:
+        """Who speaks for whom."""
+        assert self._team is not None
+        found = [0] * self._team.world
+        for ranks in self._team.exchange(key, structure.encode(), self._timeout).values():
+            for rank in ranks:
+                found[rank] = ranks[0]
+        return tuple(found)
+
+
+def _seen(leaf: LeafSource) -> Seen:
+    return seen(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding)
+
+
+def _signature(flat: Flat) -> Any:
+    return tuple([(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding) for leaf in flat.leaves])

@@ -1,0 +1,153 @@
+"""From a path to a checkpoint that is held and whose manifest has been read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from holdfast.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    HoldfastError,
+    IncompleteCheckpoint,
+    OutOfResources,
+)
+from holdfast.format.embedded import PEEK_NBYTES, embeds_root, extract_root
+from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root, shard_name
+from holdfast.format.records import Root
+from holdfast.format.shard import header_nbytes
+from holdfast.store.names import MANIFEST, PARTIAL, RETIRED, SHARD, step_name
+from holdfast.store.os_errors import open_stored, patiently, read_up_to, reading
+from holdfast.store.read.listing import list_steps
+from holdfast.store.read.reader_lock import ReaderLock
+
+_T = TypeVar("_T")
+
+_MAX_REPLACED = 100
+"""Times that a checkpoint is opened in vain because another took its place meanwhile."""
+_MAX_PINNED = 32
+"""Ranks whose files are kept within reach from the beginning. Each costs two descriptors; and with thousands
+of ranks on both sides, a shared file system would get requests for every pair of them."""
+
+
+def resolve(path: str | os.PathLike[str]) -> str:
+    """The checkpoint a path means: itself, or the newest committed one of a run."""
+    where = os.path.abspath(os.fspath(path))
+    if where.endswith((PARTIAL, RETIRED)):
+        raise IncompleteCheckpoint("this is not a committed checkpoint: the save did not finish", path=where)
+    if is_checkpoint(where):
+        return where
+    require_reachable(where)
+    if not os.path.isdir(where):
+        hint = "; a save to it did not finish" if os.path.isdir(where + PARTIAL) else ""
+        raise CheckpointNotFound(f"there is no checkpoint at {where}{hint}")
+    with reading(where):
+        steps = list_steps(where)
+    if steps:
+        return os.path.join(where, step_name(steps[-1]))
+    raise IncompleteCheckpoint(
+        "no manifest and no checkpoints inside: not a checkpoint, nor a run with one", path=where
+    )
+
+
+def require_reachable(where: str) -> None:
+    """`ReadFailed` where nobody can tell what is there: that is not the same as nothing."""
+    # ValueError: what cannot be a path leads nowhere.
+    with reading(where), contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        os.stat(os.path.join(where, MANIFEST))
+
+
+def is_checkpoint(directory: str) -> bool:
+    """Whether a directory looks like one checkpoint, whole or not: it has a manifest, or what may hold it."""
+    return any(os.path.exists(os.path.join(directory, name)) for name in (MANIFEST, SHARD))
+
+
+def newest(path: str | os.PathLike[str], use: Callable[[str], _T]) -> _T:
+    """What `use` makes of the checkpoint a path means; of a run, once more if it was retired meanwhile."""
+    for _ in range(_MAX_REPLACED):
+        found = resolve(path)
+        try:
+            return use(found)
+        except CheckpointNotFound:
+            if found == os.path.abspath(os.fspath(path)) or resolve(path) == found:
+                raise
+    return use(resolve(path))
+
+
+def open_checkpoint(path: str) -> tuple[ReaderLock, Root]:
+    """Holds a checkpoint and reads its manifest. One that is replaced at this very moment is opened anew."""
+    return patiently(lambda: _open(path))
+
+
+def _open(path: str) -> tuple[ReaderLock, Root]:
+    for _ in range(_MAX_REPLACED):
+        hold = ReaderLock(path)
+        try:
+            root = _read_root(hold.directory, path)
+            complete = hold.pin(_to_pin(root))
+            if hold.current or (complete and not root.parts):
+                return hold, root
+        except IncompleteCheckpoint:
+            if hold.current:
+                hold.close()
+                raise
+        except BaseException:
+            hold.close()
+            raise
+        hold.close()
+    raise CheckpointNotFound(f"{path} is being replaced all the time")
+
+
+def _to_pin(root: Root) -> Iterator[str]:
+    """The files that a reader may need: of another rank its part, and the shard that it has as a rule."""
+    yield from (file.name for file in root.part.files if file.volume is None)
+    for ref in root.parts[:_MAX_PINNED]:
+        yield ref.file
+        yield shard_name(ref.rank, 0)
+
+
+def _read_root(directory: str, path: str) -> Root:
+    """The manifest of the checkpoint at `path`: a file by itself, or else in the header of its only shard."""
+    where = os.path.join(path, MANIFEST)
+    try:
+        with reading(where), open_stored(os.path.join(directory, MANIFEST), where) as file:
+            data = read_up_to(file, min(os.fstat(file.fileno()).st_size, MAX_ROOT_NBYTES) + 1)
+    except OSError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return _read_embedded(directory, path)
+        raise
+    root = decode_root(data, where)
+    _refuse_second_manifest(directory, path)
+    return root
+
+
+def _read_embedded(directory: str, path: str) -> Root:
+    where = os.path.join(path, SHARD)
+    try:
+        with reading(where), open_stored(os.path.join(directory, SHARD), where) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            header = file.read(PEEK_NBYTES)
+            header += file.read(max(0, header_nbytes(header, nbytes, where) - PEEK_NBYTES))
+    except OSError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            missing = os.path.join(path, MANIFEST)
+            raise IncompleteCheckpoint("the manifest is missing", path=missing) from error
+        raise
+    return extract_root(header, nbytes, where)
+
+
+def _refuse_second_manifest(directory: str, path: str) -> None:
+    """Two that disagree could each be the right one: nobody writes such a checkpoint."""
+    where = os.path.join(path, SHARD)
+    try:
+        with reading(where), open_stored(os.path.join(directory, SHARD), where) as file:
+            beginning = file.read(PEEK_NBYTES)
+    except HoldfastError as error:
+        if isinstance(error, OutOfResources):
+            raise
+        return  # whoever needs the shard is told what is wrong with it
+    if embeds_root(beginning):
+        reason = f"this file holds a manifest, and there is a {MANIFEST} beside it"
+        raise CorruptCheckpoint(reason, path=os.path.join(path, SHARD))
