@@ -52,6 +52,7 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
     import torch.distributed as dist
 
     from holdfast.store.commit import coordinated
+    from holdfast.store.commit.transaction import Transaction
 
     state = make_state()
     with _checkpointer(run, state) as checkpointer:
@@ -61,15 +62,15 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
         team = checkpointer._group.team
         assert team is not None
         if dist.get_rank() == victim:
-            name = "publish" if victim == 0 else "open_partial"
-            real = getattr(coordinated, name)
+            where, name = (Transaction, "publish") if victim == 0 else (coordinated, "open_partial")
+            real = getattr(where, name)
 
             def stop(*arguments: Any, **more: Any) -> Any:
                 held = real(*arguments, **more) if victim else None
                 os.kill(os.getpid(), signal.SIGSTOP)
                 return held if victim else real(*arguments, **more)
 
-            setattr(coordinated, name, stop)
+            setattr(where, name, stop)
         else:
             set_patience(checkpointer, SILENCE_SECONDS)
             outlive(victim, team.members[victim].pid)

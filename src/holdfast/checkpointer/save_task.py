@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.checkpointer.retention import ids
 from holdfast.engine.fs import HeldDirectory
-from holdfast.format.dtypes import itemsize
 from holdfast.state import LeafSource, flatten
 from holdfast.store import CheckpointInfo, Conversation, RankGroup, SaveObserver, SingleCommit, Target
 from holdfast.store.commit.volumes import Ledger
@@ -64,15 +62,14 @@ def take_apart(
             step,
             metrics,
             groups=groups,
-            watch=watch,
+            observer=watch,
             overwrite=replace,
             ledger=ledger,
             live=live,
         )
 
-    plan = ready.share.plan
     return Work(
         ready.share.fragments,
-        lambda: sum(itemsize(leaf.dtype) * math.prod(leaf.shape) for leaf in plan.leaves),
+        lambda: ready.share.whole_nbytes,
         together,
     )

@@ -21,15 +21,16 @@ import msgspec
 from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.state import Flat, LeafSource, flatten
 from holdfast.store.commit import volumes
-from holdfast.store.commit.coordinated import CoordinatedCommit
+from holdfast.store.commit.coordinated import CoordinatedCommit, WriteShare
 from holdfast.store.commit.info import CheckpointInfo
+from holdfast.store.commit.manifest import Identity
 from holdfast.store.commit.messages import STRAGGLER_SECONDS, Call, Calls, Conversation, Plan
 from holdfast.store.commit.observer import SaveObserver
 from holdfast.store.commit.transaction import Target
 from holdfast.store.options import WriteSettings
 from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.open_together import all_or_none
-from holdfast.store.ranks.write_shares import Share, WriteShares
+from holdfast.store.ranks.write_shares import WriteShares
 from holdfast.team import Team, join, sendable
 from holdfast.team.replies import all_heard
 
@@ -76,7 +77,7 @@ class Ready:
     id: str
     created: float
     flat: Flat
-    share: Share
+    share: WriteShare
 
 
 class RankGroup:
@@ -208,7 +209,7 @@ class RankGroup:
         metrics: Mapping[str, float],
         *,
         groups: Sequence[Sequence[LeafSource]] | None = None,
-        watch: SaveObserver | None = None,
+        observer: SaveObserver | None = None,
         overwrite: bool = False,
         ledger: volumes.Ledger | None = None,
         live: Collection[str] | None = None,
@@ -219,13 +220,11 @@ class RankGroup:
         """
         team = self.team
         far = team is not None and any(member.host != team.members[0].host for member in team.members)
-        together = CoordinatedCommit(
+        commit = CoordinatedCommit(
             target,
-            step,
-            ready.id,
-            ready.created,
-            metrics,
+            Identity(ready.id, step, ready.created, metrics),
             self.settings.tuning,
+            self.shares.agreement(),
             ready.talk,
             self.rank,
             1 if team is None else team.world,
@@ -236,7 +235,7 @@ class RankGroup:
             far or self.has_volumes,
         )
         try:
-            return together.run(ready.flat, ready.share, groups, watch)
+            return commit.run(ready.flat, ready.share, groups, observer)
         except BaseException:
             self._plan_anew()
             raise
