@@ -565,7 +565,7 @@ def test_a_run_that_could_not_be_closed_in_time_is_given_up_by_another_call(tmp_
         assert saving is not None
         with pytest.raises(holdfast.SaveFailed, match="still under way"):
             checkpointer.close()
-        with pytest.raises(holdfast.RunLocked):
+        with pytest.raises(holdfast.Locked):
             Checkpointer(tmp_path, {"w": np.ones(10)}, mode="sync")
         assert saving.join(60.0)
     checkpointer.close()

@@ -47,8 +47,8 @@ from holdfast.errors import (
     CheckpointExists,
     EngineTimeout,
     HoldfastError,
+    Locked,
     MutatedDuringSave,
-    RunLocked,
     SaveFailed,
 )
 from holdfast.state import LeafSource, flatten
@@ -67,6 +67,7 @@ from holdfast.store import (
 )
 from holdfast.store.commit.volumes import Ledger
 from holdfast.store.locks import path_to_read
+from holdfast.store.ranks.group import ProcessGroup
 
 Mode = Literal["overlap", "snapshot", "sync"]
 OnError = Literal["raise", "warn"]
@@ -97,7 +98,7 @@ class Checkpointer:
 
     Under ``torch.distributed`` every rank makes one, with the same run and its own state, and all call the
     same methods: each writes its share of one checkpoint, and when to save is the coordinator's, rank 0's,
-    decision. With ``together=False`` this rank has the run to itself.
+    decision. `process_group`: some ranks instead of all; with ``"none"`` this rank has the run to itself.
 
     >>> import holdfast, numpy, tempfile
     >>> state = {"w": numpy.zeros(3)}
@@ -127,7 +128,7 @@ class Checkpointer:
         preemption: bool = True,
         preemption_exit_code: int = 0,
         start_over: bool = False,
-        together: bool | None = None,
+        process_group: ProcessGroup = None,
     ) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(map(repr, get_args(Mode)))}, not {mode!r}")
@@ -155,7 +156,7 @@ class Checkpointer:
         self._overlapped = False
         path = os.path.abspath(os.fspath(run))
         way = drilling.way_of(options.write_settings())
-        self._group = RankGroup.gather(f"Checkpointer of {path}", together, way, timeout)
+        self._group = RankGroup.gather(f"Checkpointer of {path}", process_group, way, timeout)
         self._drill = drilling.join(path) if self._group.leads else None
         self._run: WritableRun | FollowedRun = FollowedRun(path)
         self._open = True
@@ -628,13 +629,13 @@ first."""
 def _open_run(path: str) -> WritableRun:
     try:
         return WritableRun(path)
-    except RunLocked as error:
+    except Locked as error:
         if not _holders(path):
             raise
         gc.collect()  # one that nothing refers to any more, but for a cycle, gives its lock back
         holders = _holders(path)
         if holders:
-            raise RunLocked(
+            raise Locked(
                 f"run {path} is open for writing in this process already, by {holders[0]!r}. Close that one "
                 "first. In a notebook whose cell ran before: call close() on the old Checkpointer, as in "
                 "`ckpt.close()`, before you make a new one; or use `with holdfast.Checkpointer(...) as ckpt:`"

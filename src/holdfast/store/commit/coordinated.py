@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from holdfast import engine
 from holdfast.engine import Tuning, fs
 from holdfast.engine.fs import HeldDirectory
-from holdfast.errors import HoldfastError, RankFailed, StorageMissing
+from holdfast.errors import HoldfastError, RankFailed, StorageMissing, as_save_failure
 from holdfast.format.manifest import encode_root, part_name, part_ref
 from holdfast.format.records import Part, PartRef
 from holdfast.state import Flat, LeafSource
@@ -203,7 +203,7 @@ class CoordinatedCommit:
 
     def _lead_failed(self, transaction: Transaction, error: BaseException) -> None:
         if self.talk is not None:
-            self.talk.failed(self._typed(error), open=not transaction.settled)
+            self.talk.failed(self._typed(error), maybe_committed=not transaction.settled)
         settled = transaction.settled
         if (
             self.ledger is not None
@@ -328,7 +328,7 @@ class CoordinatedCommit:
     def _typed(self, error: BaseException) -> BaseException:
         if isinstance(error, OSError) and not isinstance(error, HoldfastError):
             return save_failed(error, self.target)
-        return error
+        return as_save_failure(error)
 
     def _writer(self, directory: HeldDirectory, *, recycle: bool) -> ShardWriter:
         locations = [ShardLocation(directory)]

@@ -154,5 +154,5 @@ def _refuse_parts(leaves: Sequence[LeafSource]) -> None:
             raise UnsupportedState(
                 f"{leaf.name}: this process has {list(leaf.shape)} of an array of shape "
                 f"{list(leaf.sharding.shape)} that is spread over ranks. Save it on all of them together "
-                "(not with together=False)"
+                '(not with process_group="none")'
             )

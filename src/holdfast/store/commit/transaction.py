@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 from holdfast.engine import WriteJob, fs
 from holdfast.engine.fs import Entry, HeldDirectory, PendingFile
-from holdfast.errors import CheckpointExists, RunLocked
+from holdfast.errors import CheckpointExists, Locked
 from holdfast.store.commit.existing_directory import carry_over, found_at, settle_in, take_back
 from holdfast.store.locks import LOCK_SECONDS, require_current, share_directory, try_lock_directory
 from holdfast.store.names import MANIFEST, PARTIAL, is_checkpoint_file
@@ -327,8 +327,8 @@ class Transaction:
         finally:
             into.release()
 
-    def _locked(self) -> RunLocked:
-        return RunLocked(f"another process is saving to {self.target}; one writer per checkpoint")
+    def _locked(self) -> Locked:
+        return Locked(f"another process is saving to {self.target}; one writer per checkpoint")
 
 
 def _files_of_our_own(directory: HeldDirectory) -> frozenset[str] | None:

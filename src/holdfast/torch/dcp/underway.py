@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from holdfast import engine
 from holdfast.engine import Tuning, fs
 from holdfast.engine.fs import HeldDirectory
-from holdfast.errors import RunLocked, SaveFailed
+from holdfast.errors import Locked, SaveFailed
 from holdfast.format.records import Part
 from holdfast.store.commit.transaction import Transaction
 from holdfast.store.locks import require_current
@@ -43,7 +43,7 @@ class Underway:
         with _lock:
             other = _saves.get(target)
             if other is not None and other._forks == self._forks and other._at_work:
-                raise RunLocked(f"this process is saving to {target} already; wait for that save")
+                raise Locked(f"this process is saving to {target} already; wait for that save")
             _saves[target] = self
         if other is not None:
             other.abort()

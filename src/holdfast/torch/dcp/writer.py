@@ -32,7 +32,7 @@ import numpy as np
 
 from holdfast.engine import Memory
 from holdfast.engine.fs import HeldDirectory
-from holdfast.errors import RanksDisagree, RunLocked, SaveFailed, UnsupportedState
+from holdfast.errors import Locked, RanksDisagree, SaveFailed, UnsupportedState
 from holdfast.format.geometry import Box, disjoint
 from holdfast.format.manifest import encode_root, part_ref
 from holdfast.format.records import PartRef
@@ -293,7 +293,7 @@ class Writer(StorageWriter):
     def _abort(self) -> None:
         """What a save that did not come to its end has left."""
         if self._underway is not None and self._underway.is_at_work:
-            raise RunLocked(
+            raise Locked(
                 f"this Writer is saving to {self._underway.target}: wait for that save, or use another Writer"
             )
         if self._end is not None:
