@@ -115,13 +115,17 @@ class Commit(Struct, frozen=True):
             with self.to.opened() as parent:
                 partial = Partial(parent, self.target, self.to.spare)
                 try:
-                    fs.anchor(parent.path, once=True)
-                    return self._save(partial, identity, flat, groups, watch or Watch(), began)
+                    try:
+                        fs.anchor(parent.path, once=True)
+                        return self._save(partial, identity, flat, groups, watch or Watch(), began)
+                    except BaseException:
+                        partial.remove()
+                        raise
+                    finally:
+                        partial.release()
                 except BaseException:
-                    partial.remove()
+                    partial.release()  # an interrupt may have struck before the other call had done anything
                     raise
-                finally:
-                    partial.release()
         except OSError as error:
             if isinstance(error, HoldfastError):
                 raise
@@ -189,7 +193,8 @@ class Commit(Struct, frozen=True):
         """Steps 2 to 4. Returns the size of the manifest, and the seconds that the syncs took."""
         ours = {SHARD, MANIFEST}
         partial.clear(ours)
-        job = engine.write(
+        # Left by an error, it ends the job: the engine must not go on reading memory that the caller changes.
+        with engine.write(
             partial.directory.at(SHARD),
             plan.nbytes,
             plan.pieces(),
@@ -197,30 +202,26 @@ class Commit(Struct, frozen=True):
             header=plan.header,
             recycle=partial.recycle,
             background=plan.nbytes > tuning.small_nbytes,
-        )
-        try:
+        ) as job:
             watch.writing([(plan, job)])
             job.wait()
             watch.written()
             shard = ShardFile(SHARD, plan.nbytes, len(plan.header), digest(plan.header))
             leaves = leaf_records(plan.leaves, plan.offsets, job.checksums())
             encoded = encode_root(describe(identity, flat, shard), leaves)
-            manifest = fs.write_file(partial.directory.at(MANIFEST), encoded, recycle=partial.recycle)
-            began = time.perf_counter()
-            fs.sync([job, manifest], partial.directory_to_sync(ours, [job, manifest]))
-        except BaseException:
-            job.abandon()  # the engine must not go on reading memory that the caller goes on to change
-            raise
+            with fs.write_file(partial.directory.at(MANIFEST), encoded, recycle=partial.recycle) as manifest:
+                began = time.perf_counter()
+                fs.sync([job, manifest], partial.directory_to_sync(ours, [job, manifest]))
         return len(encoded), time.perf_counter() - began
 
     def _write_one_file(self, single: OneFile, partial: Partial) -> float:
         """Steps 2 to 4 of a small state. Returns the seconds that the syncs took."""
         partial.clear({SHARD})
-        file = fs.write_file(
+        with fs.write_file(
             partial.directory.at(SHARD), single.plan.header, single.packed.data, recycle=partial.recycle
-        )
-        began = time.perf_counter()
-        fs.sync([file], partial.directory_to_sync({SHARD}, [file]))
+        ) as file:
+            began = time.perf_counter()
+            fs.sync([file], partial.directory_to_sync({SHARD}, [file]))
         return time.perf_counter() - began
 
 
@@ -326,6 +327,7 @@ def _change_names(partial: Partial, move: Callable[[Entry, Entry], None]) -> Non
         fs.sync_dir(parent)  # no second try of the first: the names have changed again
         partial.settled = True
         raise
+    partial.published = True
     partial.settled = True
 
 

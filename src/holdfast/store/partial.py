@@ -69,6 +69,8 @@ class Partial:
     target: str
     spare: Spare | None
     settled: bool = True
+    published: bool = False
+    """Whether the directory has the name ``D`` for good: from then on no failure removes anything in it."""
     recycle: bool = False
     """Whether there are files to write over."""
     _names: frozenset[str] = frozenset()
@@ -95,9 +97,8 @@ class Partial:
 
     def make(self) -> None:
         """Step 1. From here on it is held against others."""
-        self._lock = self._take_spare()
-        self.recycle = self._lock is not None
-        if self._lock is not None:
+        self.recycle = self._take_spare()
+        if self.recycle:
             return
         for _ in range(_ATTEMPTS):
             try:
@@ -127,41 +128,49 @@ class Partial:
 
     def remove(self) -> None:
         """After a failure. What cannot be removed now is swept by the next writer."""
-        if self._lock is not None and self.settled:
+        if self._lock is not None and self.settled and not self.published:
             with contextlib.suppress(OSError):  # the failure to report is the one before
                 fs.remove_entries(self._lock)
                 fs.rmdir(self.entry)
 
     def release(self) -> None:
+        """A second time does nothing."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
-    def _take_spare(self) -> HeldDirectory | None:
-        """Renames the spare to ``D.partial``. None: there is none, or others read it or share its files."""
+    def _take_spare(self) -> bool:
+        """Renames the spare to ``D.partial``. False: there is none, or others read it or share its files.
+
+        What holds it is kept here from the first moment on: an interrupt may strike at any later one.
+        """
         if self.spare is None:
-            return None
+            return False
         spare = self.parent.at(self.spare.name)
         try:
-            lock = try_lock_directory(spare)
+            self._lock = try_lock_directory(spare)
         except (FileNotFoundError, NotADirectoryError):
-            return None  # somebody has taken it away
-        if lock is None:
-            return None
+            return False  # somebody has taken it away
+        if self._lock is None:
+            return False
+        taken = False
         try:
-            names = _files_of_our_own(lock)
+            names = _files_of_our_own(self._lock)
             if names is None:
-                lock.release()
-                return None
+                return False
             if fs.exists(self.entry):
                 self._remove_leftover()
+            taken = True
             fs.rename(spare, self.entry)
-        except BaseException:
-            lock.release()
+            self._lock.renamed(self.path)
+            self._names = names
+        except OSError:
+            taken = False
             raise
-        lock.renamed(self.path)
-        self._names = names
-        return lock
+        finally:
+            if not taken:
+                self.release()  # it is still the spare, and not to be removed
+        return True
 
     def _remove_leftover(self) -> None:
         """Removes what a failed or crashed save left. A live one may be at work there: the lock tells."""

@@ -150,9 +150,11 @@ class Together:
             root = self._root(flat, share, part, [done.ref for done in dones], dones)
             ours = {MANIFEST_NAME, *writer.names, *(name for done in dones for name in done.files)}
             partial.clear(ours)
-            manifest = fs.write_file(partial.directory.at(MANIFEST_NAME), root, recycle=partial.recycle)
-            volumes.remove_marks(partial.directory, marks)
-            fs.sync([manifest], partial.directory)
+            with fs.write_file(
+                partial.directory.at(MANIFEST_NAME), root, recycle=partial.recycle
+            ) as manifest:
+                volumes.remove_marks(partial.directory, marks)
+                fs.sync([manifest], partial.directory)
             watch.committing()
             publishing = True
             publish(

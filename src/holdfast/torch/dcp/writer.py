@@ -272,8 +272,8 @@ class Writer(StorageWriter):
             part=part,
             parts=tuple(refs[number] for number in sorted(refs)),
         )
-        manifest = fs.write_file(partial.directory.at(MANIFEST_NAME), encode_root(root))
-        fs.sync([manifest], partial.directory)
+        with fs.write_file(partial.directory.at(MANIFEST_NAME), encode_root(root)) as manifest:
+            fs.sync([manifest], partial.directory)
         publish(partial, overwrite=self._overwrite, beside=True)
 
     def _renew(self) -> None:
