@@ -24,8 +24,7 @@ from holdfast.checkpointer.events import (
     Saved,
 )
 from holdfast.cli.summing import spread
-
-from .support import command, make_run, make_state, step_path
+from support.command import command, make_run, make_state, step_path
 
 
 def opened(time: float) -> Opened:

@@ -18,9 +18,8 @@ from types import CodeType, FrameType
 import pytest
 
 import holdfast
-
-from .conftest import WAYS
-from .states import load_identity, make_state
+from crash.conftest import WAYS
+from support.identified_states import load_identity, make_state
 
 # Where CPython looks for signals: behind calls, at the beginning of a function, and in loops.
 _HEARD_BEHIND = {

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.distributed.launcher import launch, values
 
 import holdfast
+from support.launcher import launch, values
 
 SAVES = 4
 

@@ -23,8 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS, outlive
 from holdfast import engine
 from holdfast.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMismatch, UnsupportedState
 from holdfast.plan.placement import LeafLayout, Mesh, Spread
@@ -36,7 +34,9 @@ from holdfast.store.handing import hand_out
 from holdfast.store.link import Link
 from holdfast.store.loading import load_together
 from holdfast.team import Team, join
-from store.several import Own, write_several
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS, outlive
+from support.several_ranks import Own, write_several
 
 TIMEOUT = PATIENCE_SECONDS
 

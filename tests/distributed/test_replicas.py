@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS, expecting
 from holdfast.engine import Memory, Produced, Strided
 from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.plan.fragments import seen
@@ -22,6 +20,8 @@ from holdfast.state.per_rank import per_rank
 from holdfast.team import Team, exchange_views, join, replicas
 from holdfast.team.replicas import array_digest, check_replicas
 from holdfast.team.values import differing, structure_digest, values_digest
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS, expecting
 
 
 def _source(array: np.ndarray[Any, Any], kind: str) -> Any:

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.pieces import (
+from holdfast import engine
+from holdfast.engine import CHUNK_NBYTES, Backend, Memory, Produced, Tuning, WritePiece, fs
+from support.random_pieces import (
     PAGE,
     Bytes,
     Spec,
@@ -29,8 +31,6 @@ from engine.pieces import (
     small_windows,
     specs,
 )
-from holdfast import engine
-from holdfast.engine import CHUNK_NBYTES, Backend, Memory, Produced, Tuning, WritePiece, fs
 
 numbers = itertools.count()
 shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -28,8 +28,7 @@ from holdfast.format.manifest import (
     part_ref,
 )
 from holdfast.format.shard import parse_header
-
-from . import making
+from support import handmade_checkpoints as making
 
 WHERE = "runs/a/step-000000000120/manifest.json"
 MIB = 1 << 20

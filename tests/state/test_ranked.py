@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.distributed.launcher import launch, values
 
-from .ranked import LAYOUTS, from_layout_to_layouts, ties_under_fsdp1
+from support.launcher import launch, values
+from support.ranked_trainings import LAYOUTS, from_layout_to_layouts, ties_under_fsdp1
 
 
 @pytest.mark.parametrize(("source", "ranks"), [*((layout, 2) for layout in LAYOUTS), ("fsdp2", 3)])

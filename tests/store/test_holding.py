@@ -23,7 +23,7 @@ from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.state import flatten
 from holdfast.store import Commit, WritableRun, opening, step_name
-from store.several import write_several
+from support.several_ranks import write_several
 
 STATE = {"w": np.arange(300_000)}
 

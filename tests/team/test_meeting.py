@@ -12,14 +12,14 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from distributed.launcher import HOST, launch, values
-from distributed.patience import PATIENCE_SECONDS, expecting, said_together
 from holdfast.errors import RankFailed
 from holdfast.team import Team, join, meeting
 from holdfast.team.mail import Mail
 from holdfast.team.meeting import name_ranks, purpose_prefix
 from holdfast.team.places import _cpus, machine, numa_node
 from holdfast.team.team import _default_store
+from support.launcher import HOST, launch, values
+from support.patience import PATIENCE_SECONDS, expecting, said_together
 
 
 def _join(purpose: str, timeout: float = PATIENCE_SECONDS) -> Team:

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS, expecting
 from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.team import Team, join, meeting
 from holdfast.team import team as team_module
 from holdfast.team.mail import Mail
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS, expecting
 
 PURPOSE = "Checkpointer /data/run"
 
