@@ -550,7 +550,8 @@ def test_waiting_has_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert saving.wait().step == 1
 
 
-@pytest.mark.parametrize("mode", ["overlap", "snapshot", "sync"])
+# In "snapshot" the commit is started as in "overlap".
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("snapshot", marks=pytest.mark.slow), "sync"])
 def test_a_save_in_the_interpreters_last_moments_is_made(tmp_path: Path, mode: str) -> None:
     """Threads that start now are waited for by nobody."""
     script = f"""

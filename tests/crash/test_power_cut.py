@@ -1,7 +1,7 @@
 """A power cut at any moment: what was reported durable comes back, and never wrong bytes.
 
-`power_cuts` says what a file system may lose, `save_sequences` what a training does, `recovery` what must hold. How
-many states were tried is printed at the end of the test run.
+`power_cuts` says what a file system may lose, `save_sequences` what a training does, `recovery` what must
+hold. How many states were tried is printed at the end of the test run.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from support.child_processes import SECONDS, Pipe, forked
 from support.identified_states import blank_state, identify, load_identity, make_state
 from support.recovery import leftovers
 
+pytestmark = pytest.mark.race
+
 KEEP_ONE = holdfast.Keep(last=1)
 
 
@@ -378,17 +380,12 @@ def test_an_interrupted_checkpointer_gives_up_its_run(ram: Path) -> None:
                 found.state = make_state(step)
                 found.save(step)
 
-    gc.collect()
-    gc.freeze()  # else each collection goes over all that other tests have imported, torch for one
-    try:
-        for number in range(150):
-            run = ram / f"run{number % 5}"
-            struck += _interrupted(lambda run=run: train(run), float(rng.uniform(1e-5, 2e-3)))  # type: ignore[misc]
-            gc.collect()
-            train(run)
-            assert load_identity(str(run)) == (3, 0)
-    finally:
-        gc.unfreeze()
+    for number in range(150):
+        run = ram / f"run{number % 5}"
+        struck += _interrupted(lambda run=run: train(run), float(rng.uniform(1e-5, 2e-3)))  # type: ignore[misc]
+        gc.collect()
+        train(run)
+        assert load_identity(str(run)) == (3, 0)
     assert struck > 5
 
 

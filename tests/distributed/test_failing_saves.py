@@ -13,6 +13,8 @@ from support.disturbed_trainings import Mode
 from support.launcher import launch, values
 from support.rank_troubles import Got
 
+pytestmark = pytest.mark.race
+
 WORLD = 3
 
 DEVICE_TROUBLES = [

@@ -20,6 +20,8 @@ import holdfast
 from support.disturbed_trainings import Course, Kill, Mode, check_alone, durable, leftovers, train
 from support.launcher import Outcome, StoreHost, launch, started, values
 
+pytestmark = pytest.mark.race
+
 Record = Callable[[str, object], None]
 
 WORLD = 3

@@ -15,6 +15,8 @@ from support.disturbed_trainings import Mode, advance, bits, check_alone, leftov
 from support.launcher import StoreHost, launch, values
 from support.patience import PATIENCE_SECONDS, expecting
 
+pytestmark = pytest.mark.race
+
 WORLD = 3
 MANY_STEPS = 1000
 SILENCE_SECONDS = 2.0

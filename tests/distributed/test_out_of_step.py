@@ -12,6 +12,8 @@ import holdfast
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.race
+
 
 def _wait_for(other: int, word: str) -> None:
     """Until rank `other` has said that word; nobody else waits."""

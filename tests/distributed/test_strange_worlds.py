@@ -29,6 +29,8 @@ from support.launcher import HOST, launch, started, values
 from support.nodes import DEVICE, missing, two_nodes
 from support.patience import PATIENCE_SECONDS, outlive, wait_for, wait_until_stopped
 
+pytestmark = pytest.mark.race
+
 SILENCE_SECONDS = 2.0
 
 

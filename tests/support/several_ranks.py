@@ -1,6 +1,7 @@
 """Checkpoints of several ranks, written by one process: each rank's files as it would write them itself.
 
-What a rank has in memory is cut out of the whole arrays with numpy (`support.simulated_worlds`), as torch would cut it.
+What a rank has in memory is cut out of the whole arrays with numpy (`support.simulated_worlds`), as torch
+would cut it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ from holdfast.team.team import _default_store
 from support.launcher import HOST, launch, values
 from support.patience import PATIENCE_SECONDS, expecting, said_together
 
+pytestmark = pytest.mark.race
+
 
 def _join(purpose: str, timeout: float = PATIENCE_SECONDS) -> Team:
     team = join(purpose, timeout)

@@ -18,6 +18,8 @@ from holdfast.team.mail import Mail
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS, expecting
 
+pytestmark = pytest.mark.race
+
 PURPOSE = "Checkpointer /data/run"
 
 
