@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import holdfast
-from engine.changing import changing
-from engine.pieces import Bytes
 from holdfast import Checkpointer, Keep, MutatedDuringSave, Options
 from holdfast.checkpointer.checkpointer import Mode
+from support.changing_memory import changing
+from support.random_pieces import Bytes
 
 NBYTES = 12 << 20
 SAVES = 3

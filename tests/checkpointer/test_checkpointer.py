@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import holdfast
-from checkpointer.model import hurt
 from holdfast import Checkpointer, Keep
 from holdfast.checkpointer import preemption
 from holdfast.engine import faults
 from holdfast.store import step_name
+from support.run_model import hurt
 
 DAMAGE = ["shard", "manifest", "missing", "truncated"]
 

@@ -18,7 +18,7 @@ from holdfast.checkpointer import drilling
 from holdfast.checkpointer.drilling import Drill, Kill, Mark, Observed, contents_of, relocate
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from store.several import Own, write_several
+from support.several_ranks import Own, write_several
 
 TRAIN = """
 import sys

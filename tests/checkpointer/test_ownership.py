@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.state.worlds import world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +17,7 @@ import holdfast
 from holdfast.checkpointer.guard import Guard
 from holdfast.checkpointer.ownership import NOBODY, UPDATE, Hooks, owners
 from holdfast.state import flatten
+from support.peerless_meshes import world
 
 
 class Steps:

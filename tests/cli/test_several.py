@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cli.support import command, step_path
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from plan.worlds import Array, random_state
-from store.several import Own, write_several
+from support.command import command, step_path
+from support.several_ranks import Own, write_several
+from support.simulated_worlds import Array, random_state
 
 LEAVES = [
     LeafLayout("model.w", "F32", (60, 40), (Spread(Mesh.grid(4), (Split(1, 0),)),), "numpy"),

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 
 import holdfast
+from crash.conftest import USABLE, WAYS
 from holdfast.engine import fs
 from holdfast.engine.fs import Entry, HeldDirectory
 from holdfast.store.commit.transaction import Transaction
 from holdfast.store.names import PARTIAL
-
-from . import sequences
-from .conftest import USABLE, WAYS
-from .power import Budget
-from .recovery import Lost, PathRecovery, Recovery, RunRecovery
-from .states import WrongBytes
-from .surveys import survey_killed
-from .tracing import Recording, Survey
+from support import save_sequences as sequences
+from support.crash_surveys import survey_killed
+from support.crash_tracing import Recording, Survey
+from support.identified_states import WrongBytes
+from support.power_cuts import Budget
+from support.recovery import Lost, PathRecovery, Recovery, RunRecovery
 
 WINDOWED = WAYS[USABLE[0]]
 CAUGHT = (Lost, WrongBytes)

@@ -17,10 +17,17 @@ import holdfast
 from holdfast.checkpointer.events import GaveUp, ShortOfRoom, read_events
 from holdfast.engine import faults
 from holdfast.store import list_steps, step_name
-
-from .children import NotPermitted, Pipe, become_nobody, forked, make_read_only, mount_small, run_forked
-from .recovery import leftovers
-from .states import blank_state, identify, load_identity, make_state
+from support.child_processes import (
+    NotPermitted,
+    Pipe,
+    become_nobody,
+    forked,
+    make_read_only,
+    mount_small,
+    run_forked,
+)
+from support.identified_states import blank_state, identify, load_identity, make_state
+from support.recovery import leftovers
 
 WIDE = 50_000
 STATE_NBYTES = 4 * WIDE

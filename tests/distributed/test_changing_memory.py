@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS
-from engine.changing import changing
 from holdfast.checkpointer.checkpointer import Mode
+from support.changing_memory import changing
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 NBYTES = 12 << 20
 STEPS = 3

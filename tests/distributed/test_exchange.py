@@ -12,8 +12,6 @@ import numpy.typing as npt
 import pytest
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS
 from holdfast.engine import Consumed, Memory, Strided
 from holdfast.errors import RankFailed
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
@@ -23,6 +21,8 @@ from holdfast.store.ranks import channel as channel_module
 from holdfast.store.ranks import exchange
 from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.exchange import Place, hand_out
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 Kind = Literal["row", "strided", "device"]
 Words = npt.NDArray[np.uint32]

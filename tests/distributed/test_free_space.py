@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.distributed.launcher import launch, values
-from tests.distributed.patience import PATIENCE_SECONDS
 
 import holdfast
 from holdfast.checkpointer.events import GaveUp, read_events
 from holdfast.store import WritableRun, list_steps
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 
 def _on_a_full_device(folder: Path) -> list[Any]:

@@ -23,8 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS, outlive
 from holdfast import engine
 from holdfast.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMismatch, UnsupportedState
 from holdfast.plan.placement import LeafLayout, Mesh, Spread
@@ -38,7 +36,9 @@ from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.exchange import hand_out
 from holdfast.store.ranks.shared_load import load_together
 from holdfast.team import Team, join
-from store.several import Own, write_several
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS, outlive
+from support.several_ranks import Own, write_several
 
 TIMEOUT = PATIENCE_SECONDS
 
@@ -446,6 +446,7 @@ def _die(*args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("when", ["planning", "reading", "handing"])
+@pytest.mark.race
 def test_survivors_of_a_killed_rank_are_told_in_time(saved: str, when: str) -> None:
     outcomes = launch(3, _killed, saved, when)
     assert outcomes[1].exitcode == -signal.SIGKILL

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.distributed.launcher import launch, values
-from tests.distributed.patience import PATIENCE_SECONDS
-from tests.distributed.test_replicas import _KINDS, _index, _source
 
 import holdfast
+from distributed.test_replicas import _KINDS, _index, _source
 from holdfast.format.geometry import Box, boxes_of_range
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
 from holdfast.state import LeafSource
 from holdfast.store.ranks.checks import layouts
 from holdfast.store.ranks.checks.layouts import box_sums
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 # --- sums ---------------------------------------------------------------------------------------------------
 

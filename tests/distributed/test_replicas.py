@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS, expecting
 from holdfast.engine import Memory, Produced, Strided
 from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.plan.fragments import seen
@@ -24,6 +22,8 @@ from holdfast.store.ranks.checks.replicas import array_digest, check_replicas
 from holdfast.store.ranks.checks.values import differing, structure_digest, values_digest
 from holdfast.store.ranks.checks.views import exchange_views
 from holdfast.team import Team, join
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS, expecting
 
 
 def _source(array: np.ndarray[Any, Any], kind: str) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.training import Kind, Trained, array_digest, train
 from holdfast.store import list_steps, step_name
+from support.launcher import launch, values
+from support.ranks_training import Kind, Trained, array_digest, train
 
 STEPS, STOP = 11, 6
 

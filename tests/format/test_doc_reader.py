@@ -31,10 +31,9 @@ from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.state.node import localized
-from plan.worlds import random_state
-from store.several import Own, write_several
-
-from . import making
+from support import handmade_checkpoints as making
+from support.several_ranks import Own, write_several
+from support.simulated_worlds import random_state
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from tests.plan.named import NAMED
-from tests.plan.test_ranks import plans
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.plan.description import decode_plan, encode_plan, fingerprint
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
+from plan.test_ranks import plans
+from support.named_layouts import NAMED
 
 
 @settings(deadline=None)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.plan.worlds import chunk
 
 from holdfast.plan.dtensor import splits_of
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
+from support.simulated_worlds import chunk
 
 
 def test_plain_shards_keep_their_order() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.plan.worlds import inside, leaf_layouts, local_array, meshes, shapes
 
 from holdfast.format.geometry import Box
 from holdfast.plan.placement import (
@@ -22,6 +21,7 @@ from holdfast.plan.placement import (
     pieces_of,
     shards_meeting,
 )
+from support.simulated_worlds import inside, leaf_layouts, local_array, meshes, shapes
 
 
 def coordinates(mesh: Mesh) -> list[tuple[int, ...]]:

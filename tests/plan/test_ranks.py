@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plan.named import NAMED
-from tests.plan.worlds import inside, layouts, leaf_kinds, memory_of, random_state, taken, topologies
 
 from holdfast.engine import ALIGNMENT
 from holdfast.format.geometry import Box, contiguous_runs, whole
@@ -23,6 +21,8 @@ from holdfast.plan import replica_groups
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import BLOCK_NBYTES, WritePlan, level
 from holdfast.plan.topology import Topology, Writers
+from support.named_layouts import NAMED
+from support.simulated_worlds import inside, layouts, leaf_kinds, memory_of, random_state, taken, topologies
 
 
 @st.composite
@@ -204,14 +204,14 @@ def test_the_same_description_gives_the_same_plan(plan: WritePlan) -> None:
 def test_plans_agree_between_processes_whose_hashes_differ() -> None:
     script = (
         "from holdfast.plan.ranks import WritePlan;from holdfast.plan.topology import Topology;"
-        "from tests.plan.named import NAMED;"
+        "from support.named_layouts import NAMED;"
         "print([[(i.leaf, i.piece) for i in WritePlan(NAMED[n](6), Topology.regular(6, 2), writers=4,"
         "block_nbytes=64).fragments(r)] for n in NAMED for r in range(6)])"
     )
     found = {
         subprocess.run(
             [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(filter(None, sys.path))},
             check=True,
             capture_output=True,
             timeout=240,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plan.named import NAMED
-from tests.plan.worlds import inside, layouts, leaf_kinds, topologies
 
 from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, pieces_of
 from holdfast.plan.read_sharing import SharePlan
 from holdfast.plan.topology import Topology
+from support.named_layouts import NAMED
+from support.simulated_worlds import inside, layouts, leaf_kinds, topologies
 
 
 @settings(deadline=None)

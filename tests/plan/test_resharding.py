@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plan.named import NAMED, staged
-from tests.plan.worlds import holds_all_of, layouts, leaf_kinds, load, random_state, save, topologies
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.geometry import Box
@@ -16,6 +14,8 @@ from holdfast.plan.placement import LeafLayout, Mesh, Piece, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.resharding import Missing, StoredIndex, Wanted, plan_reads, wants_of
 from holdfast.plan.topology import Topology
+from support.named_layouts import NAMED, staged
+from support.simulated_worlds import holds_all_of, layouts, leaf_kinds, load, random_state, save, topologies
 
 
 @settings(deadline=None)

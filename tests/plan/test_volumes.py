@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.plan.worlds import inside
 
 from holdfast.format.geometry import Box
 from holdfast.plan.placement import LeafLayout, Mesh, Piece, Split, Spread
@@ -16,6 +15,7 @@ from holdfast.plan.ranks import WritePlan
 from holdfast.plan.replica_groups import Owned
 from holdfast.plan.topology import Topology
 from holdfast.plan.volumes import stripe
+from support.simulated_worlds import inside
 
 
 def fragment(number: int, shape: tuple[int, ...], itemsize: int = 4) -> Owned:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plan.named import MODEL, NAMED
-from tests.plan.worlds import holds_all_of, load, random_state, save
 
 from holdfast.errors import RanksDisagree
 from holdfast.format.geometry import Box
@@ -14,6 +12,8 @@ from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.plan.world import Beside, Seen, View, besides, merge_views
+from support.named_layouts import MODEL, NAMED
+from support.simulated_worlds import holds_all_of, load, random_state, save
 
 
 def views_of(seen: dict[int, View]) -> dict[View, list[int]]:

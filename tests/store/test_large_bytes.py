@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import holdfast
-from format import making
 from holdfast.cli.listing import leaf_order
 from holdfast.errors import CorruptCheckpoint
 from holdfast.state.flatten import BLOB_NBYTES
 from holdfast.store import Checkpoint
+from support import handmade_checkpoints as making
 
 BIG = os.urandom(3 * BLOB_NBYTES + 5)
 OTHER = BIG[::-1]

@@ -24,7 +24,7 @@ from holdfast.plan.topology import Topology
 from holdfast.state import flatten
 from holdfast.store import SingleCommit, WritableRun, step_name
 from holdfast.store.read import open as opening
-from store.several import write_several
+from support.several_ranks import write_several
 
 STATE = {"w": np.arange(300_000)}
 

@@ -20,7 +20,8 @@ from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, pieces_of
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.store.read.requests import Wanted
-from plan.worlds import (
+from support.several_ranks import Own, write_several
+from support.simulated_worlds import (
     DTYPES,
     Array,
     inside,
@@ -31,7 +32,6 @@ from plan.worlds import (
     random_state,
     topologies,
 )
-from store.several import Own, write_several
 
 
 def leaf(

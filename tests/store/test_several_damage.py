@@ -22,8 +22,8 @@ from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.store.read.requests import Wanted
-from plan.worlds import random_state
-from store.several import Own, write_several
+from support.several_ranks import Own, write_several
+from support.simulated_worlds import random_state
 
 LEAVES = [
     LeafLayout("a", "F32", (12, 50), (Spread(Mesh.grid(3), (Split(0, 0),)),), "numpy"),

@@ -16,8 +16,8 @@ from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.state import LeafMeta, Restore, Sharding
 from holdfast.store.read.requests import wanted_of
-from plan.worlds import Array, local_array, random_state
-from store.several import Own, write_several
+from support.several_ranks import Own, write_several
+from support.simulated_worlds import Array, local_array, random_state
 
 LEAVES = [
     LeafLayout("m.first", "F32", (6, 5), (Spread(Mesh.grid(2), (Split(0, 0),)),), "numpy"),

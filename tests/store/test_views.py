@@ -9,14 +9,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS
 from holdfast.errors import RankFailed
 from holdfast.format.geometry import Box
 from holdfast.plan.placement import Mesh, Split, Spread
 from holdfast.plan.world import Seen, merge_views
 from holdfast.store.ranks.checks.views import decode_view, encode_view, exchange_views
 from holdfast.team import join
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 GRID = Spread(Mesh.grid(2, 2), (Split(0, 0), Split(1, 1, 2)))
 ODD = Spread(Mesh.of(np.array([[3, 1], [0, 7]])), (Split(0, 1),), Box((2, 0), (4, 4)))

@@ -23,7 +23,7 @@ from holdfast.study.drill.diary import Account, Diary, Sight
 from holdfast.study.drill.drill import DrillOptions, _Drill, _Pending
 from holdfast.study.drill.judge import Difference, agree, compare_last, index
 from holdfast.study.drill.report import Killed
-from store.several import write_several
+from support.several_ranks import write_several
 
 SHORT = Lengths(
     first_step=0,

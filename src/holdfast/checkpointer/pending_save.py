@@ -10,6 +10,7 @@ The thread is not a daemon: an interpreter that ends waits for the checkpoint th
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from itertools import zip_longest
 from holdfast.checkpointer.guard import Guard
 from holdfast.checkpointer.ownership import NOBODY
 from holdfast.checkpointer.staging import Division
-from holdfast.engine import WriteJob
+from holdfast.engine import WriteJob, forks
 from holdfast.errors import EngineTimeout, MutatedDuringSave, SaveFailed
 from holdfast.plan import ShardPlan
 from holdfast.state import LeafSource
@@ -38,6 +39,7 @@ class PendingSave(SaveObserver):
         take_over: Callable[[int], None],
     ) -> None:
         self.step = step
+        self._pid, self._forks = os.getpid(), forks()
         self._make_way = make_way
         self._take_over = take_over
         self._division = division
@@ -71,6 +73,11 @@ class PendingSave(SaveObserver):
 
     def wait(self, timeout: float | None = None) -> CheckpointInfo:
         """Returns when the checkpoint is durable, and raises what went wrong."""
+        if not self.done and forks() != self._forks:
+            raise RuntimeError(
+                f"the save of step {self.step} runs in process {self._pid}, of which this is a forked child: "
+                "only that process can wait for it"
+            )
         with self.stalling():
             ended = self._ended.wait(timeout)
         if not ended:

@@ -49,20 +49,22 @@ def stats(
             out.fail("NoEvents", _why_none(where, skipped), path=where)
         found = summarise(events)
         latest = events[len(events) - min(last, len(events)) :]
+        drawn = False
         if plot is not None:
             try:
-                stats_plot.draw(events, plot, name=words.plain(os.path.basename(where)))
-            except (RuntimeError, ValueError) as error:  # no matplotlib, or no save to draw
+                drawn = stats_plot.draw(events, plot, name=words.plain(os.path.basename(where)))
+            except (RuntimeError, ValueError) as error:  # no matplotlib
                 out.fail(type(error).__name__, str(error))
         if as_json:
-            picture = None if plot is None else os.path.abspath(plot)
+            picture = os.path.abspath(plot) if plot is not None and drawn else None
             out.emit(
                 {"path": where, "summary": found, "skipped_lines": skipped, "latest": latest, "plot": picture}
             )
         else:
             _print(out, where, found, latest, skipped)
             if plot is not None:
-                out.say(f"drawn: {plot}", style="dim")
+                nothing = "nothing to plot: no save of this run was durable"
+                out.say(f"drawn: {plot}" if drawn else nothing, style="dim" if drawn else "yellow")
         out.finish(problem=False)
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -171,6 +172,15 @@ class WriteJob:
         # An error that somebody keeps keeps this job, too; an open file would keep its space on the disk.
         self.native.close()
 
+    def __enter__(self) -> WriteJob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abandon()
+
 
 def write(
     path: str | os.PathLike[str] | _native.Entry,
@@ -208,7 +218,14 @@ def write(
         tuning.small_nbytes,
         background,
     )
-    return WriteJob(native, sources)
+    try:
+        return WriteJob(native, sources)
+    except BaseException:
+        # An interrupt in the constructor: the traceback keeps the job, which would go on reading memory.
+        native.cancel()
+        native.wait(None)
+        native.close()
+        raise
 
 
 def read(

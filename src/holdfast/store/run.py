@@ -91,15 +91,16 @@ class WritableRun:
 
     def close(self) -> None:
         """Gives up the lock and the disk space held for recycling."""
-        if not self._open:
-            return
-        self._open = False
-        for spare in [*self._unsynced, self._spare]:
-            if spare is not None:
-                self._remove(spare.name)
-        self._spare, self._unsynced = None, []
-        self._remove_stuck()
-        self._lock.release()
+        try:
+            if self._open:
+                self._open = False
+                for spare in [*self._unsynced, self._spare]:
+                    if spare is not None:
+                        self._remove(spare.name)
+                self._spare, self._unsynced = None, []
+                self._remove_stuck()
+        finally:
+            self._lock.release()
 
     def path_of(self, step: int) -> str:
         return os.path.join(self.path, step_name(step))

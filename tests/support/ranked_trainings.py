@@ -15,9 +15,8 @@ from holdfast.plan.fragments import spread_of
 from holdfast.plan.placement import LeafLayout, holding
 from holdfast.state import LeafMeta, flatten
 from holdfast.state.merging import merge_trees
-
-from .support import Saved, read, through_json
-from .worlds import restore_parts, slices
+from support.memory_store import Saved, read, through_json
+from support.peerless_meshes import restore_parts, slices
 
 _BITS = {"F32": np.uint32, "I64": np.int64}
 

@@ -14,8 +14,7 @@ from holdfast.format.geometry import Box
 from holdfast.plan.fragments import spread_of
 from holdfast.plan.placement import LeafLayout, holding
 from holdfast.state import Flat, LeafMeta, LeafSource, Restore, Sharding
-
-from .support import Saved, fresh, read, through_json, write
+from support.memory_store import Saved, fresh, read, through_json, write
 
 Numbers = np.ndarray[Any, Any]
 
