@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +108,9 @@ def commit_before_sync(patch: pytest.MonkeyPatch) -> None:
             real_sync(written, directory and directory.path.removesuffix(PARTIAL))
         real_sync_dir(parent)
 
+    real_write = fs.write_file
+    # The end of its `with` block must not close a file that is yet to be synced.
+    patch.setattr(fs, "write_file", lambda *args, **more: contextlib.nullcontext(real_write(*args, **more)))
     patch.setattr(fs, "sync", lambda written, directory: deferred.append((written, directory)))
     patch.setattr(fs, "sync_dir", sync_dir)
 
