@@ -354,7 +354,7 @@ def test_the_exit_code_of_preemption_can_be_chosen(
         a.save(7)
         said = capsys.readouterr().err
         assert f"step 7 is saved in {tmp_path / 'a'}" in said
-        assert "until the process' other Checkpointers have saved" in said
+        assert "when its other Checkpointers have saved" in said
         with pytest.raises(SystemExit) as ended:
             b.save(7)
     assert ended.value.code == 75

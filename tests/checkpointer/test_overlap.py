@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import warnings
@@ -17,6 +18,7 @@ from torch import nn
 
 import holdfast
 from holdfast import Checkpointer, Keep, Options
+from holdfast.checkpointer.events import Saved
 from holdfast.checkpointer.pending_save import PendingSave
 from holdfast.checkpointer.save_task import SaveTask
 from holdfast.engine import faults
@@ -305,7 +307,7 @@ def test_what_changed_while_it_was_read_is_copied_from_then_on(tmp_path: Path, c
         for step in range(1, 5):
             wanted[step] = model[0].weight.detach().clone()  # type: ignore[index]
             if step == 2:
-                with pytest.raises(holdfast.MutatedDuringSave, match=r"model\.0\.weight .*copied from now"):
+                with pytest.raises(holdfast.MutatedDuringSave, match=r"model\.0\.weight .*next saves copy"):
                     ckpt.save(step)
             else:
                 ckpt.save(step)
@@ -410,6 +412,39 @@ def test_update_brackets_a_hand_written_step(tmp_path: Path, slow_device: None) 
             assert ckpt.mode == "overlap"
     for step, weights in wanted.items():
         assert same(dict(holdfast.load(tmp_path / f"step-{step:012d}")["model"]), dict(weights))
+
+
+def test_a_save_inside_of_update_copies_and_after_it_leaves_are_read_in_place_again(tmp_path: Path) -> None:
+    """Inside of the block weights change at any moment; from its end on they do not until the next one."""
+    model = layer_stack()
+    wanted = {}
+    with Checkpointer(tmp_path, {"model": model}, keep=Keep(last=9)) as ckpt:
+        for step in (1, 2):
+            with torch.no_grad(), ckpt.update():
+                scale(model)
+                assert ckpt.mode == "snapshot"
+                wanted[2 * step] = copy.deepcopy(model.state_dict())
+                ckpt.save(2 * step)
+                scale(model)  # the save has copied what it reads
+            assert ckpt.mode == "overlap"
+            wanted[2 * step + 1] = copy.deepcopy(model.state_dict())
+            ckpt.save(2 * step + 1)
+        ckpt.wait()
+        in_place = {event.step: event.in_place_nbytes for event in ckpt.events if isinstance(event, Saved)}
+    assert (in_place[2], in_place[4]) == (0, 0)
+    assert min(in_place[3], in_place[5]) >= sum(parameter.nbytes for parameter in model.parameters())
+    for step, weights in wanted.items():
+        assert same(dict(holdfast.load(tmp_path / f"step-{step:012d}")["model"]), dict(weights))
+
+
+def test_an_update_ends_with_its_outermost_block_also_after_an_error(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"model": layer_stack()}) as ckpt:
+        with contextlib.suppress(ZeroDivisionError), ckpt.update():
+            with ckpt.update():
+                pass
+            assert ckpt.mode == "snapshot"
+            raise ZeroDivisionError
+        assert ckpt.mode == "overlap"
 
 
 # --- snapshot -----------------------------------------------------------------------------------------------
