@@ -171,7 +171,7 @@ class MutatedDuringSave(SaveFailed):
 
 
 class StorageFull(SaveFailed):
-    """The device has no room for the checkpoint. Free space, or keep fewer checkpoints (`Keep`).
+    """The device has no space for the checkpoint. Free space, or keep fewer checkpoints (`Keep`).
 
     A `Checkpointer` has given up what it could by then: all but the newest durable one, and those that `Keep`
     holds for good.

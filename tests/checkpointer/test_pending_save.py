@@ -1,4 +1,4 @@
-"""What `save` returns behaves like a future: done, result, exception, time-outs, and clear errors after a fork."""
+"""What `save` returns behaves like a future: done, result, exception, time-outs, errors after a fork."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_save_under_way_is_not_done_and_a_timeout_is_a_timeout_error(
     assert not pending.done()
     for wait in (pending.result, pending.exception):
         with pytest.raises(
-            TimeoutError, match="step 1 was not durable within 0.01 s; its save goes on"
+            TimeoutError, match=r"step 1 was not durable within 0\.01 s; its save goes on"
         ) as caught:
             wait(0.01)
         assert isinstance(caught.value, holdfast.HoldfastError)

@@ -78,9 +78,9 @@ def test_a_durable_checkpoint_is_told_of_before_retention_removes_anything(tmp_p
 
 
 def test_a_save_that_cannot_begin_is_in_the_events(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, {"x": object()}, mode="sync") as ckpt:
-        with pytest.raises(holdfast.UnsupportedState):
-            ckpt.save(1)
+    ckpt = Checkpointer(tmp_path, {"x": object()}, mode="sync")
+    with ckpt, pytest.raises(holdfast.UnsupportedState):
+        ckpt.save(1)
     events, skipped = read_events(tmp_path)
     assert skipped == 0
     assert [(event.step, event.error) for event in events if isinstance(event, Failed)] == [

@@ -518,7 +518,7 @@ def _readable(descriptor: int) -> bool:
 # --- forks while a save is under way --------------------------------------------------------------
 
 
-def test_forks_during_saves_harm_neither_side(tmp_path: Path, way: holdfast.Options) -> None:
+def test_forks_during_saves_harm_neither_side(tmp_path: Path, write_settings: holdfast.Options) -> None:
     """Another thread forks all the time, as a data loader does; each child changes its copy of the arrays."""
     wide = 400_000
     run = tmp_path / "run"
@@ -542,7 +542,7 @@ def test_forks_during_saves_harm_neither_side(tmp_path: Path, way: holdfast.Opti
     forker.start()
     try:
         with holdfast.Checkpointer(
-            run, state, keep=holdfast.Keep(last=2), options=way, mode="sync"
+            run, state, keep=holdfast.Keep(last=2), options=write_settings, mode="sync"
         ) as checkpointer:
             step = 0
             while step < 12 or forks <= 3:  # a fast disk and a busy machine: the two have to meet

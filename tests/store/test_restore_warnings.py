@@ -22,14 +22,15 @@ def test_each_kind_has_one_text_that_names_rank_and_leaves() -> None:
     found = Unrestored(NOTHING, ["noise"], ["rng"], ["cache"])
     kept, left_out, beyond = found.texts(rank=1, world=2, saved_world=4)
     assert kept == (
-        "noise of rank 1 stays as it is: it is marked per_rank, and the checkpoint (saved by 4 ranks) has none "
-        "of rank 1"
+        "noise of rank 1 stays as it is: it is marked per_rank, and the checkpoint (saved by 4 ranks) has "
+        "none of rank 1"
     )
     assert left_out == (
         "the per_rank state of rank 1 was not restored, because the target has no place for it: rng"
     )
     assert beyond == (
-        "the per_rank state of ranks 2 to 3 was not restored, because only 2 ranks loaded the checkpoint: cache"
+        "the per_rank state of ranks 2 to 3 was not restored, because only 2 ranks loaded the checkpoint: "
+        "cache"
     )
 
 
