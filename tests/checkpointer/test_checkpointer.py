@@ -526,7 +526,7 @@ def test_a_second_checkpointer_of_a_run_says_which_one_to_close(tmp_path: Path) 
     ckpt.save(1)
     (tmp_path / "link").symlink_to("run")
     for path in (tmp_path / "run", tmp_path / "link"):
-        with pytest.raises(holdfast.RunLocked) as caught:
+        with pytest.raises(holdfast.Locked) as caught:
             Checkpointer(path, blank(), mode="sync")
         message = str(caught.value)
         assert f"<Checkpointer of {tmp_path / 'run'}: idle, step 1 durable>" in message

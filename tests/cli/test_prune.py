@@ -104,7 +104,7 @@ def test_a_run_that_is_being_written_is_refused(tmp_path: Path) -> None:
     with holdfast.Checkpointer(run, make_state(), keep=holdfast.Keep(last=10), mode="sync"):
         outcome = command("prune", run, "--last", "1", "--json")
         assert outcome.code == 1
-        assert outcome.document["error"]["type"] == "RunLocked"
+        assert outcome.document["error"]["type"] == "Locked"
     assert steps(run) == [1, 2, 3, 4, 5]
 
 

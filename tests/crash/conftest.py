@@ -51,7 +51,7 @@ WAYS: dict[str, holdfast.Options] = {
 
 
 @pytest.fixture(params=WAYS)
-def write_settings(request: pytest.FixtureRequest) -> holdfast.Options:
+def way(request: pytest.FixtureRequest) -> holdfast.Options:
     """Each way to write: every backend that this machine has, and the short cut for small states."""
     return WAYS[request.param]
 

@@ -12,8 +12,7 @@ import pytest
 import holdfast
 from holdfast.engine import fs
 from holdfast.engine.fs import Entry, HeldDirectory
-from holdfast.store import commit
-from holdfast.store.commit.transaction import Partial
+from holdfast.store.commit.transaction import Transaction
 from holdfast.store.names import PARTIAL
 
 from . import sequences
@@ -55,7 +54,7 @@ def no_sync_of_the_checkpoint_directory(patch: pytest.MonkeyPatch) -> None:
 
 def no_sync_of_the_parent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "holdfast.store.commit.single.fs", SimpleNamespace(**{**vars(fs), "sync_dir": lambda path: None})
+        "holdfast.store.commit.transaction.fs", SimpleNamespace(**{**vars(fs), "sync_dir": lambda path: None})
     )
 
 
@@ -162,8 +161,8 @@ def test_cleaning_up_while_the_names_are_uncertain_is_caught(
 ) -> None:
     """After a failed sync the exchange may be on the disk and its reversal not."""
 
-    def publish(partial: Partial, *, overwrite: bool) -> None:
-        replaces = overwrite and fs.exists(partial.target_entry)
+    def publish(partial: Transaction) -> None:
+        replaces = partial.overwrite and fs.exists(partial.target_entry)
         move = fs.exchange if replaces else fs.rename
         move(partial.entry, partial.target_entry)
         try:
@@ -174,7 +173,7 @@ def test_cleaning_up_while_the_names_are_uncertain_is_caught(
         if replaces:
             fs.remove_tree(partial.entry)
 
-    monkeypatch.setattr(commit, "publish", publish)
+    monkeypatch.setattr(Transaction, "publish", publish)
     recording = sequences.with_failing_call(tmp_path, WINDOWED, "sync_dir:2:EIO")
     monkeypatch.undo()
     catches(RunRecovery(), recording, ram)

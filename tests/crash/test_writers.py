@@ -49,7 +49,7 @@ def test_a_second_writer_is_told_who_holds_the_run(ram: Path) -> None:
     run = ram / "run"
     with forked(hold_run(run)) as holder:
         assert holder.pipe.receive() == holder.pid
-        with pytest.raises(holdfast.RunLocked) as caught:
+        with pytest.raises(holdfast.Locked) as caught:
             holdfast.Checkpointer(run, make_state(2), mode="sync")
         assert isinstance(caught.value, BlockingIOError)
         assert f"process {holder.pid} on {socket.gethostname()}" in str(caught.value)
@@ -101,7 +101,7 @@ def test_a_forked_child_cannot_write_to_its_parents_run(ram: Path) -> None:
         checkpointer.save(1)
 
         def child(pipe: Pipe) -> None:
-            with pytest.raises(holdfast.RunLocked, match=f"process {os.getppid()} on"):
+            with pytest.raises(holdfast.Locked, match=f"process {os.getppid()} on"):
                 holdfast.Checkpointer(ram / "run", make_state(2), mode="sync")
             checkpointer.close()  # what it inherited: must not give up the parent's lock
             pipe.send("refused")
@@ -116,7 +116,7 @@ def test_a_forked_child_cannot_write_to_its_parents_run(ram: Path) -> None:
 
 def test_two_writers_in_one_process_are_refused_too(ram: Path) -> None:
     with holdfast.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
-        with pytest.raises(holdfast.RunLocked, match="in this process already"):
+        with pytest.raises(holdfast.Locked, match="in this process already"):
             holdfast.Checkpointer(ram / "run", make_state(2), mode="sync")
         checkpointer.save(1)
         with forked(hold_run(ram / "run")) as other:
@@ -135,7 +135,7 @@ def save_on_a_word(pipe: Pipe, path: Path, version: int, start: tuple[int, int])
     try:
         holdfast.save(path, make_state(1, version), step=1)
         pipe.send(version)
-    except (holdfast.RunLocked, holdfast.CheckpointExists, holdfast.SaveFailed) as error:
+    except (holdfast.Locked, holdfast.CheckpointExists, holdfast.SaveFailed) as error:
         pipe.send(type(error).__name__)
 
 
@@ -166,7 +166,7 @@ def test_a_save_in_progress_is_not_swept_by_another(ram: Path, monkeypatch: pyte
         """In the middle of the first save, a second one is tried."""
         monkeypatch.undo()
         with forked(_refused, ram / "model") as other:
-            assert other.pipe.receive() == "RunLocked"
+            assert other.pipe.receive() == "Locked"
         return real(path, data, more, recycle=recycle)
 
     monkeypatch.setattr(fs, "write_file", write_file)
@@ -175,9 +175,9 @@ def test_a_save_in_progress_is_not_swept_by_another(ram: Path, monkeypatch: pyte
 
 
 def _refused(pipe: Pipe, path: Path) -> None:
-    with pytest.raises(holdfast.RunLocked, match=f"another process is saving to {path}"):
+    with pytest.raises(holdfast.Locked, match=f"another process is saving to {path}"):
         holdfast.save(path, make_state(2), step=2)
-    pipe.send("RunLocked")
+    pipe.send("Locked")
 
 
 def _overwrite_slowly(pipe: Pipe, path: Path, version: int, fault: str) -> None:
@@ -186,7 +186,7 @@ def _overwrite_slowly(pipe: Pipe, path: Path, version: int, fault: str) -> None:
         try:
             with faults.injected(fault):
                 holdfast.save(path, make_state(1, version), step=1, overwrite=True)
-        except holdfast.RunLocked:
+        except holdfast.Locked:
             continue
         pipe.send("durable")
         return
@@ -206,7 +206,7 @@ def test_what_is_being_replaced_is_not_swept_by_the_next_writer(ram: Path, fault
             try:
                 holdfast.save(path, make_state(1, 2), step=1, overwrite=True)
                 outcomes.add("durable")
-            except holdfast.RunLocked:
+            except holdfast.Locked:
                 outcomes.add("locked")
         assert first.pipe.receive() == "durable"
     assert "locked" in outcomes
@@ -220,7 +220,7 @@ def _overwrite_often(pipe: Pipe, path: Path, version: int) -> None:
         try:
             holdfast.save(path, make_state(1, version), step=1, overwrite=True)
             durable += 1
-        except holdfast.RunLocked:
+        except holdfast.Locked:
             time.sleep(0.0005 * version)
     pipe.send(durable)
 
@@ -518,7 +518,7 @@ def _readable(descriptor: int) -> bool:
 # --- forks while a save is under way --------------------------------------------------------------
 
 
-def test_forks_during_saves_harm_neither_side(tmp_path: Path, write_settings: holdfast.Options) -> None:
+def test_forks_during_saves_harm_neither_side(tmp_path: Path, way: holdfast.Options) -> None:
     """Another thread forks all the time, as a data loader does; each child changes its copy of the arrays."""
     wide = 400_000
     run = tmp_path / "run"
@@ -542,7 +542,7 @@ def test_forks_during_saves_harm_neither_side(tmp_path: Path, write_settings: ho
     forker.start()
     try:
         with holdfast.Checkpointer(
-            run, state, keep=holdfast.Keep(last=2), options=write_settings, mode="sync"
+            run, state, keep=holdfast.Keep(last=2), options=way, mode="sync"
         ) as checkpointer:
             step = 0
             while step < 12 or forks <= 3:  # a fast disk and a busy machine: the two have to meet

@@ -78,7 +78,7 @@ class Bench:
         if any(left.endswith(".partial") for left in leftovers(run)):
             self.notes.append(f"{name}: it left {leftovers(run)}")
         other = make_state()
-        holdfast.load(run / f"step-{self.step:012d}", other, together=False, strict=False)
+        holdfast.load(run / f"step-{self.step:012d}", other, process_group="none", strict=False)
         if bits(other)[1:] != bits(self.state)[1:]:
             self.notes.append(f"{name}: step {self.step} is not what was saved")
         self.meet()
@@ -377,7 +377,7 @@ def one_by_one(folder: Path) -> dict[str, Got]:
 
     (folder / "file").touch()
     got["no directory"] = error_of(lambda: open_run(folder / "file" / "run"))
-    alone = holdfast.Checkpointer(folder / "held", state, together=False) if rank == 1 else None
+    alone = holdfast.Checkpointer(folder / "held", state, process_group="none") if rank == 1 else None
     dist.barrier()
     got["locked"] = error_of(lambda: open_run(folder / "held"))
     dist.barrier()

@@ -141,7 +141,7 @@ def test_troubles_of_single_saves_and_of_opening(tmp_path: Path) -> None:
     assert all(f"no volume {tmp_path / 'none'} on " in message for _, message, _ in got["volume"])
     assert kinds["no directory"][1:] == ["RankFailed"] * (WORLD - 1)
     assert "rank 0" in got["no directory"][1][1]
-    assert kinds["locked"] == ["RunLocked"] * WORLD
+    assert kinds["locked"] == ["Locked"] * WORLD
     assert all("is being written by process" in message for _, message, _ in got["locked"])
 
 

@@ -185,7 +185,7 @@ def _save_what_counts(folder: str) -> None:
     state = {"model": DistributedDataParallel(model)}
     model.running_mean.fill_(rank + 1.0)  # as a batch of its own makes it
     holdfast.save(f"{folder}/all", state, timeout=TIMEOUT)
-    holdfast.save(f"{folder}/{rank}", state, together=False)
+    holdfast.save(f"{folder}/{rank}", state, process_group="none")
     assert holdfast.load(f"{folder}/{rank}")["model"]["running_mean"].tolist() == [rank + 1.0] * 2
     holdfast.load(f"{folder}/all", state, timeout=TIMEOUT)
     assert model.running_mean.tolist() == [1.0, 1.0]

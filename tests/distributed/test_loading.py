@@ -112,13 +112,13 @@ class _Rank:
         team = join("loading", TIMEOUT)
         assert team is not None
         self.team: Team = team
-        self.link = Channel.open()
+        self.channel = Channel.open()
         self.path = path
         self.state = _state(seed)
 
     def load(self, into: Any, **options: Any) -> Any:
         with Checkpoint(self.path) as checkpoint:
-            settings = {"timeout": TIMEOUT, "link": self.link, **options}
+            settings = {"timeout": TIMEOUT, "channel": self.channel, **options}
             return load_together(self.team, checkpoint, into, **settings)
 
     def counted(self, into: Any, **options: Any) -> int:
@@ -163,7 +163,7 @@ def _layouts(path: str) -> dict[str, int]:
 
     found["ddp"] = rank.counted(_zeros(state))
     _check(rank.load(_zeros(state)), state)  # verified
-    _check(rank.load(_zeros(state), link=None), state)
+    _check(rank.load(_zeros(state), channel=None), state)
 
     flat = DeviceMesh("cpu", list(range(4)))
     found["fsdp"] = rank.counted(_spread(state, flat, _rows(1, 0)))
@@ -429,7 +429,7 @@ def _killed(path: str, when: str) -> tuple[str, tuple[int, ...]]:
         if when == "reading":
             Checkpoint.fetch = _die  # type: ignore[method-assign]
         elif when == "handing":
-            rank.link.send = _die  # type: ignore[method-assign]
+            rank.channel.send = _die  # type: ignore[method-assign]
         else:
             rank.team.exchange = _die  # type: ignore[method-assign]
         rank.load(_zeros(rank.state))
@@ -467,7 +467,7 @@ def _own(path: str) -> dict[str, Any]:
     }
     with warnings.catch_warnings(record=True) as told, Checkpoint(path) as checkpoint:
         warnings.simplefilter("always")
-        loaded: Any = load_together(team, checkpoint, into, timeout=TIMEOUT, link=Channel.open())
+        loaded: Any = load_together(team, checkpoint, into, timeout=TIMEOUT, channel=Channel.open())
     assert np.array_equal(loaded["model"]["w"], _weights())
     noise = loaded["noise"].value
     return {
@@ -545,11 +545,11 @@ def _overtaken(folder: str) -> list[list[int]]:
 
 
 def _replace_model(folder: str) -> None:
-    holdfast.save(f"{folder}/model", {"w": torch.full((3,), 2)}, overwrite=True, together=False)
+    holdfast.save(f"{folder}/model", {"w": torch.full((3,), 2)}, overwrite=True, process_group="none")
 
 
 def _go_on_with_run(folder: str) -> None:
-    holdfast.save(f"{folder}/run/{step_name(2)}", {"w": torch.full((3,), 2)}, step=2, together=False)
+    holdfast.save(f"{folder}/run/{step_name(2)}", {"w": torch.full((3,), 2)}, step=2, process_group="none")
     shutil.rmtree(f"{folder}/run/{step_name(1)}")
 
 

@@ -141,7 +141,7 @@ def _attempts(folder: Path, whole: Any, held: Any) -> list[str]:
         local.view(-1)[0] -= 1
     with holdfast.Checkpointer(folder / "run", state, mode="sync", timeout=PATIENCE_SECONDS) as checkpointer:
         attempt(lambda: checkpointer.save(1))
-        assert torch.equal(holdfast.load(folder / "run", together=False)["w"], whole)
+        assert torch.equal(holdfast.load(folder / "run", process_group="none")["w"], whole)
         dist.barrier()
         local += 1
         attempt(lambda: checkpointer.save(2))

@@ -159,7 +159,7 @@ def _refused(run: Path, volume: Path) -> list[tuple[str, str]]:
     for load in (
         lambda: _restore_replicated(run, volume),
         lambda: holdfast.load(run, _replicated(0), timeout=TIMEOUT),
-        lambda: holdfast.load(run, together=False),
+        lambda: holdfast.load(run, process_group="none"),
     ):
         with pytest.raises(holdfast.HoldfastError) as caught:
             load()

@@ -113,7 +113,7 @@ def _train(run: Path, mode: Mode, every: int) -> dict[str, Any]:
             checkpointer.wait()
             mine: list[Any] = [None] * WORLD
             dist.all_gather_object(mine, state)
-            if rank == 0 and not _equal(holdfast.load(run, together=False), mine):
+            if rank == 0 and not _equal(holdfast.load(run, process_group="none"), mine):
                 different.append(step)
         steps = checkpointer.steps
     return {"different": different, "steps": steps, "plans": plans}
@@ -169,7 +169,7 @@ def _values_change(run: Path) -> tuple[list[int], Any]:
             if step == 3 and dist.get_rank() == 2:
                 state["deep"]["inside"]["late"] = 7
             checkpointer.save(step)
-    return plans, holdfast.load(run, together=False)["deep"]
+    return plans, holdfast.load(run, process_group="none")["deep"]
 
 
 def test_a_plain_value_may_first_appear_on_any_rank(tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ from holdfast.checkpointer.run_observer import Closed, Completed
 from holdfast.checkpointer.save_task import SaveTask
 from holdfast.checkpointer.schedule import Schedule
 from holdfast.engine import forks
-from holdfast.errors import EngineTimeout, SaveFailed
+from holdfast.errors import DeviceTimeout, EngineTimeout
 from holdfast.state import flatten
 from holdfast.store import Options, WritableRun, check_step, list_steps
+from holdfast.store.ranks.group import ProcessGroup
 
 
 class Checkpointer:
@@ -59,7 +60,7 @@ class Checkpointer:
 
     Under ``torch.distributed`` every rank makes one, with the same run and its own state, and all call the
     same methods: each writes its share of one checkpoint, and when to save is the coordinator's, rank 0's,
-    decision. With ``together=False`` this rank has the run to itself.
+    decision. `process_group`: some ranks instead of all; with ``"none"`` this rank has the run to itself.
 
     >>> import holdfast, numpy, tempfile
     >>> state = {"w": numpy.zeros(3)}
@@ -89,10 +90,10 @@ class Checkpointer:
         preemption: bool = True,
         preemption_exit_code: int = 0,
         start_over: bool = False,
-        together: bool | None = None,
+        process_group: ProcessGroup = None,
     ) -> None:
         given = Arguments(
-            run, every, keep, mode, options, budget, mtbf, on_error, timeout, start_over, together
+            run, every, keep, mode, options, budget, mtbf, on_error, timeout, start_over, process_group
         )
         exit_code = checked_exit_code(preemption_exit_code)
         self.state = state
@@ -262,7 +263,7 @@ class Checkpointer:
             return
         patience = self._group.patience
         if not earlier.join(patience):
-            raise SaveFailed(
+            raise DeviceTimeout(
                 f"step {step} was not saved: the save of step {earlier.step} is still under way after "
                 f"{patience:g} s. Earlier checkpoints are untouched; look at the device (`holdfast "
                 "doctor`), or save less often"
@@ -347,7 +348,7 @@ class Checkpointer:
             opened, self._open = self._open, False
             self._mode = mode
             if opened and task is not None and not task.join(patience):
-                raise SaveFailed(
+                raise DeviceTimeout(
                     f"the save of step {task.step} is still under way after {patience:g} s and may "
                     "never become durable; earlier checkpoints are untouched"
                 )

@@ -20,7 +20,7 @@ from holdfast.checkpointer.guard import Guard
 from holdfast.checkpointer.ownership import NOBODY
 from holdfast.checkpointer.staging import Division
 from holdfast.engine import WriteJob
-from holdfast.errors import MutatedDuringSave, SaveFailed
+from holdfast.errors import DeviceTimeout, MutatedDuringSave, SaveFailed
 from holdfast.plan import ShardPlan
 from holdfast.state import LeafSource
 
@@ -42,6 +42,7 @@ class LiveMemory:
         self._urgent_ends: list[int] = []
         self._changed: list[str] = []
         self._abandoned: str | None = None
+        self._late = False
         self.in_place_nbytes = sum(leaf.nbytes for group in division.in_place.values() for leaf in group)
         self.copied_nbytes = sum(leaf.nbytes for leaf in division.copied)
 
@@ -61,10 +62,11 @@ class LiveMemory:
 
     def abandoned_error(self) -> SaveFailed:
         """The error of a save that was abandoned."""
-        return SaveFailed(
-            f"the save of step {self._step} was abandoned: {self._abandoned}. Earlier checkpoints are "
-            "untouched; look at the device (`holdfast doctor`), or save less often"
-        )
+        why = self._abandoned
+        what = f"the save of step {self._step} was abandoned: {why}. Earlier checkpoints are untouched"
+        if not self._late:
+            return SaveFailed(what)
+        return DeviceTimeout(f"{what}; look at the device (`holdfast doctor`), or save less often")
 
     # --- on the training's thread
 
@@ -76,7 +78,7 @@ class LiveMemory:
         """
         end = time.monotonic() + timeout
         if not self._wait_for(self._end_of(owner) if self._reading.wait(timeout) else None, end):
-            self.abandon(f"its bytes had not left memory after {timeout:g} s")
+            self._abandon(f"its bytes had not left memory after {timeout:g} s", late=True)
             return False
         with self._lock:
             self._changed += self._guard.take(owner)
@@ -92,15 +94,15 @@ class LiveMemory:
         try:
             left = self._wait_for(self._urgent_ends if self._reading.wait(timeout) else None, end)
         except BaseException:  # Ctrl-C: the caller goes on to change what has not been read
-            self.abandon("it was interrupted before the state had left memory")
+            self._abandon("it was interrupted before the state had left memory", late=False)
             raise
         if not left:
-            self.abandon(f"its bytes had not left memory after {timeout:g} s")
+            self._abandon(f"its bytes had not left memory after {timeout:g} s", late=True)
 
-    def abandon(self, why: str) -> None:
+    def _abandon(self, why: str, *, late: bool) -> None:
         """The save must not become a checkpoint. It ends soon. If it was committed meanwhile, it stays."""
         with self._lock:
-            self._abandoned = why
+            self._abandoned, self._late = why, late
             jobs = self._jobs
         for job in jobs:
             job.cancel()

@@ -11,7 +11,7 @@ import os
 import weakref
 
 from holdfast.engine import forks
-from holdfast.errors import CheckpointExists, RunLocked
+from holdfast.errors import CheckpointExists, Locked
 from holdfast.store import WritableRun, is_checkpoint
 
 _open: weakref.WeakKeyDictionary[object, tuple[WritableRun, int]] = weakref.WeakKeyDictionary()
@@ -19,7 +19,7 @@ _open: weakref.WeakKeyDictionary[object, tuple[WritableRun, int]] = weakref.Weak
 
 
 def open_run(path: str) -> WritableRun:
-    """Opens a run for writing. `RunLocked` names the Checkpointer of this process that has it open."""
+    """Opens a run for writing. `Locked` names the Checkpointer of this process that has it open."""
     if is_checkpoint(path):
         # Steps inside of a checkpoint would never be found: readers of that path mean the checkpoint.
         raise CheckpointExists(
@@ -28,13 +28,13 @@ def open_run(path: str) -> WritableRun:
         )
     try:
         return WritableRun(path)
-    except RunLocked as error:
+    except Locked as error:
         if not _holders(path):
             raise
         gc.collect()  # a Checkpointer that nothing but a cycle refers to gives its lock back
         holders = _holders(path)
         if holders:
-            raise RunLocked(
+            raise Locked(
                 f"run {path} is open for writing in this process already, by {holders[0]!r}. Close that one "
                 "first. In a notebook whose cell ran before: call close() on the old Checkpointer, as in "
                 "`ckpt.close()`, before you make a new one; or use `with holdfast.Checkpointer(...) as ckpt:`"

@@ -28,6 +28,7 @@ from holdfast.checkpointer.staging import Staging
 from holdfast.store import FollowedRun, Options, RankGroup, WritableRun, checked_options, list_steps
 from holdfast.store.commit.volumes import Ledger
 from holdfast.store.locks import path_to_read
+from holdfast.store.ranks.group import ProcessGroup
 
 OnError = Literal["raise", "warn"]
 
@@ -46,7 +47,7 @@ class Arguments:
     on_error: OnError
     timeout: float
     start_over: bool
-    together: bool | None
+    process_group: ProcessGroup
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -67,7 +68,7 @@ def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -
     observers = RunObservers()
     path = os.path.abspath(os.fspath(given.run))
     settings = drilling.without_volumes(options.write_settings())
-    group = RankGroup.gather(f"Checkpointer of {path}", given.together, settings, given.timeout)
+    group = RankGroup.gather(f"Checkpointer of {path}", given.process_group, settings, given.timeout)
     run: WritableRun | FollowedRun = FollowedRun(path)
     try:
         known: list[Kept] = []

@@ -30,7 +30,8 @@ from holdfast.errors import (
 )
 from holdfast.store import Checkpoint, RankGroup, list_steps
 from holdfast.store.os_errors import shows_damage
-from holdfast.store.ranks.open_together import all_or_none, open_together
+from holdfast.store.ranks.consensus import all_or_none
+from holdfast.store.ranks.open_together import open_together
 from holdfast.store.ranks.shared_load import load_together
 from holdfast.team import Team
 
@@ -140,7 +141,7 @@ def _load(group: RankGroup, team: Team | None, into: _Target, path: str) -> int:
             verify=True,
             strict=into.strict,
             timeout=group.timeout,
-            link=group.link,
+            channel=group.channel,
         )
         with _all_or_none(group, team, "in place"):
             refuse_replaced(into.state, restored, path)

@@ -19,7 +19,6 @@ checkpoint that is under way.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +34,6 @@ from holdfast.checkpointer.schedule import Cost
 from holdfast.checkpointer.staging import Division
 from holdfast.engine import WriteJob
 from holdfast.errors import CheckpointExists, MutatedDuringSave, SaveFailed
-from holdfast.format.dtypes import itemsize
 from holdfast.plan import ShardPlan
 from holdfast.state import Flat, LeafSource, flatten
 from holdfast.store import (
@@ -245,7 +243,7 @@ class SaveTask(SaveObserver):
             self.step,
             self._metrics,
             groups=groups,
-            watch=self,
+            observer=self,
             overwrite=self._replace,
             ledger=self._context.ledger,
             live=self._live,
@@ -305,7 +303,7 @@ class SaveTask(SaveObserver):
         """The size of the whole checkpoint's arrays, those of other ranks included."""
         if self._ready is None:
             return sum(leaf.nbytes for leaf in self._leaves())
-        return sum(itemsize(leaf.dtype) * math.prod(leaf.shape) for leaf in self._ready.share.plan.leaves)
+        return self._ready.share.whole_nbytes
 
     # --- SaveObserver: called by the commit, on the save's thread
 

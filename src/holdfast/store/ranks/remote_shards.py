@@ -68,11 +68,11 @@ class RemoteShards:
     """
 
     def __init__(
-        self, team: Team, checkpoint: Checkpoint, link: Channel, timeout: float, *, verify: bool
+        self, team: Team, checkpoint: Checkpoint, channel: Channel, timeout: float, *, verify: bool
     ) -> None:
         self._team = team
         self._checkpoint = checkpoint
-        self._link = link
+        self._channel = channel
         self._timeout = timeout
         self._verify = verify
         self._unseen: list[FileReads] = []
@@ -110,7 +110,7 @@ class RemoteShards:
             heard.setdefault(asker, []).extend(msgspec.msgpack.decode(data, type=list[Asked]))
         desk = _Desk(self._checkpoint, verify=self._verify)
         messages: list[Message] = [*self._inward(asking), *self._outward(heard, desk)]
-        carry(self._link, messages, self._timeout)
+        carry(self._channel, messages, self._timeout)
         if desk.error is not None:
             raise desk.error
 

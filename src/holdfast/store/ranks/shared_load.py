@@ -32,13 +32,14 @@ from holdfast.plan.fragments import seen
 from holdfast.plan.world import Seen
 from holdfast.state import LeafMeta, Mismatch, Restore
 from holdfast.store.checkpoint import Checkpoint
+from holdfast.store.rank_errors import RankError, raise_worst
 from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.checks.views import exchange_views
-from holdfast.store.ranks.consensus import Failure, give_up, settle
+from holdfast.store.ranks.consensus import all_or_none, settle
 from holdfast.store.ranks.exchange import Place, hand_out
-from holdfast.store.ranks.open_together import all_or_none
 from holdfast.store.ranks.read_shares import Sharing, common_wishes
 from holdfast.store.ranks.remote_shards import RemoteShards
+from holdfast.store.ranks.subgroup import renumber_targets
 from holdfast.store.read.gather import FileReads
 from holdfast.store.read.requests import Wanted, wanted_of
 from holdfast.store.read.restore_warnings import Unrestored
@@ -55,14 +56,14 @@ def load_together(
     verify: bool = True,
     strict: bool = True,
     timeout: float = 600.0,
-    link: Channel | None = None,
+    channel: Channel | None = None,
 ) -> object:
     """Put a checkpoint back into the states of all ranks; the restored state of this one.
 
     To be called by all ranks, in the training's thread, with the same arguments but for `into`. `timeout` is
-    how long ranks wait for each other in each step. Without a `link` every rank reads all it wants itself.
+    how long ranks wait for each other in each step. Without a `channel` every rank reads all it wants itself.
     """
-    load = _Load(team, checkpoint, timeout, link)
+    load = _Load(team, checkpoint, timeout, channel)
     restore, wishes, mismatch = load.plan(into, select, strict)
     sharing = load.share(wishes)
     load.read(restore, wishes, sharing, verify=verify)
@@ -75,8 +76,8 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank tells about its target: what failed, what does not fit, leaves it has no place for."""
 
     strict: bool
-    failure: Failure | None = None
-    unfit: Failure | None = None
+    failure: RankError | None = None
+    unfit: RankError | None = None
     elsewhere: tuple[str, ...] = ()
     fills: bool = False
     lacks: bool = False
@@ -103,11 +104,12 @@ class _Wishes:
 class _Load:
     """One load of one rank; its methods are the steps, in their order."""
 
-    def __init__(self, team: Team, checkpoint: Checkpoint, timeout: float, link: Channel | None) -> None:
+    def __init__(self, team: Team, checkpoint: Checkpoint, timeout: float, channel: Channel | None) -> None:
         self._team = team
         self._checkpoint = checkpoint
         self._timeout = timeout
-        self._link = link
+        self._channel = channel
+        self._what = f"loading {checkpoint.path}"
         self._metas: Mapping[str, LeafMeta] = {}
         self._aliases: Mapping[str, str] = {}
 
@@ -115,7 +117,7 @@ class _Load:
         self, into: object, select: str | Iterable[str] | None, strict: bool
     ) -> tuple[Restore, _Wishes, Mismatch]:
         """How this rank's target is filled, once it is known that everybody's can be."""
-        self._team.say(f"loading {self._checkpoint.path}")
+        self._team.say(self._what)
         restore: Restore | None = None
         wishes = _Wishes((), (), {})
         failed: Exception | None = None
@@ -125,7 +127,7 @@ class _Load:
         except Exception as error:  # told to all ranks, and raised below
             failed = error
         told = self._tell(None if failed else restore, failed, strict)
-        give_up([plan.failure for plan in told if plan.failure is not None], failed)
+        raise_worst([plan.failure for plan in told if plan.failure is not None], failed, self._what)
         assert restore is not None, "without one there is a failure"
         absent = set(told[0].elsewhere).intersection(*(plan.elsewhere for plan in told[1:]))
         own = restore.mismatch
@@ -134,7 +136,7 @@ class _Load:
         if strict:
             if mismatch:
                 raise mismatch.error(self._checkpoint.path)
-            give_up([plan.unfit for plan in told if plan.unfit is not None], None)
+            raise_worst([plan.unfit for plan in told if plan.unfit is not None], None, self._what)
         # A rank may have nothing of what fits, such as a stage that is new. But not all of them.
         if any(plan.lacks for plan in told) and not any(plan.fills for plan in told):
             raise mismatch.nothing(self._checkpoint.path)
@@ -145,7 +147,7 @@ class _Load:
         only = None if select is None else set(checkpoint.select(select))
         self._metas = checkpoint.metas_for(rank)
         self._aliases = {**checkpoint.aliases, **checkpoint.parts.local_aliases(rank)}
-        return Restore(
+        restore = Restore(
             into,
             checkpoint.tree,
             self._metas,
@@ -155,6 +157,8 @@ class _Load:
             shared=True,
             alike=checkpoint.alike,
         )
+        renumber_targets(restore, self._team.subgroup)
+        return restore
 
     def _tell(self, restore: Restore | None, failed: Exception | None, strict: bool) -> list[_Plan]:
         """Tell all ranks how the target fits; what everybody told. Equal things are told once.
@@ -164,12 +168,12 @@ class _Load:
         rank = self._team.rank
         if restore is None:
             assert failed is not None
-            mine = _Plan(strict=strict, failure=Failure.of(rank, failed))
+            mine = _Plan(strict=strict, failure=RankError.of(rank, failed))
         else:
             unfit = restore.mismatch.error(self._checkpoint.path) if restore.mismatch else None
             mine = _Plan(
                 strict=strict,
-                unfit=None if unfit is None else Failure.of(rank, unfit),
+                unfit=None if unfit is None else RankError.of(rank, unfit),
                 elsewhere=tuple(sorted(restore.elsewhere)),
                 fills=restore.fills,
                 lacks=restore.lacks,
@@ -207,7 +211,7 @@ class _Load:
     def share(self, wishes: _Wishes) -> Sharing:
         """Who reads what, of all that several ranks want."""
         places = {wish.seen: wish.place for wish in (*wishes.into_fresh, *wishes.into_place)}
-        if self._link is None:
+        if self._channel is None:
             return Sharing((), self._team.topology, self._team.rank, places)
         # What is this rank's own nobody shares; leaving it out leaves the views of all ranks equal.
         common = self._checkpoint.metas
@@ -227,8 +231,8 @@ class _Load:
         except Exception as error:  # told to all ranks, and raised by `settle`
             failed = error
         elsewhere: RemoteShards | None = None
-        if self._link is not None and not checkpoint.parts.stored_whole:
-            elsewhere = RemoteShards(self._team, checkpoint, self._link, self._timeout, verify=verify)
+        if self._channel is not None and not checkpoint.parts.stored_whole:
+            elsewhere = RemoteShards(self._team, checkpoint, self._channel, self._timeout, verify=verify)
             reads = elsewhere.keep(reads)
         with all_or_none(self._team, "load/read", self._timeout):
             if failed is not None:
@@ -256,8 +260,8 @@ class _Load:
         restored: object = None
         failed: Exception | None = None
         try:
-            if self._link is not None:
-                hand_out(self._link, self._team.rank, sharing.groups, sharing.place, self._timeout)
+            if self._channel is not None:
+                hand_out(self._channel, self._team.rank, sharing.groups, sharing.place, self._timeout)
             restored = restore.finish(wishes.fresh)
         except Exception as error:  # told to all ranks, and raised by `settle`
             failed = error

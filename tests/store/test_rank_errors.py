@@ -18,7 +18,7 @@ from holdfast.errors import (
     StateMismatch,
 )
 from holdfast.store.os_errors import read_error, shows_damage
-from holdfast.store.ranks.consensus import Failure, give_up
+from holdfast.store.rank_errors import RankError, raise_worst
 
 
 def _raised(*errors: Exception | None) -> list[Exception | None]:
@@ -26,12 +26,12 @@ def _raised(*errors: Exception | None) -> list[Exception | None]:
     failures = []
     for rank, error in enumerate(errors):
         if error is not None:
-            told = msgspec.msgpack.encode(Failure.of(rank, error))
-            failures.append(msgspec.msgpack.decode(told, type=Failure))
+            told = msgspec.msgpack.encode(RankError.of(rank, error))
+            failures.append(msgspec.msgpack.decode(told, type=RankError))
     found: list[Exception | None] = []
     for error in errors:
         try:
-            give_up(failures, error)
+            raise_worst(failures, error, "the load")
             found.append(None)
         except HoldfastError as raised:
             found.append(raised)
@@ -95,22 +95,22 @@ def test_a_rank_without_descriptors_is_named_and_nobody_takes_it_for_damage() ->
 
 @pytest.mark.parametrize("own", [StateMismatch("does not fit"), OSError(28, "full"), RuntimeError()])
 def test_what_only_one_rank_has_met_names_that_rank(own: Exception) -> None:
-    failure = Failure.of(2, own)
+    failure = RankError.of(2, own)
     with pytest.raises(RankFailed) as caught:
-        give_up([failure], None)
+        raise_worst([failure], None, "the load")
     assert caught.value.ranks == (2,)
     with pytest.raises(type(own)) as mine:
-        give_up([failure], own)
+        raise_worst([failure], own, "the load")
     assert mine.value is own
 
 
 def test_a_rank_that_lost_another_names_the_lost_one() -> None:
     with pytest.raises(RankFailed) as caught:
-        give_up([Failure.of(0, RankFailed("no word from it", ranks=[3]))], None)
+        raise_worst([RankError.of(0, RankFailed("no word from it", ranks=[3]))], None, "the load")
     assert caught.value.ranks == (3,)
 
 
 def test_names_that_are_not_unicode_can_be_told() -> None:
     error = CorruptCheckpoint("bad \udcff", path="/run/\udcff", leaf="x\ud800")
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(Failure.of(0, error)), type=Failure)
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(RankError.of(0, error)), type=RankError)
     assert told.path == "/run/\\udcff"
