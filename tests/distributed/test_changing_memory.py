@@ -28,7 +28,7 @@ def _save(run: str, mode: Mode) -> list[int]:
         changing(memory),
     ):
         savings = [checkpointer.save(step) for step in range(1, STEPS + 1)]
-        return [saving.wait().step for saving in savings if saving is not None]
+        return [saving.result().step for saving in savings if saving is not None]
 
 
 def _save_in_every_mode(folder: str) -> list[list[int]]:

@@ -509,7 +509,7 @@ def test_what_belongs_to_a_rank_goes_back_to_it(tmp_path: Path, saving: int, loa
             assert f"noise of rank {rank} stays as it is" in text
         elif rank == 0 and saving > loading:
             (text,) = item["told"]
-            assert "rank 2 had alone is not restored" in text
+            assert "the per_rank state of rank 2 was not restored" in text
         else:
             assert item["told"] == []
 

@@ -136,10 +136,9 @@ def test_nothing_stays_open(path: Path) -> None:
 
 def save(run: WritableRun, step: int, state: object) -> None:
     tuning = holdfast.Options().tuning()
-    run.save(
-        step,
-        lambda target: SingleCommit(target, step, {}, tuning, overwrite=True).run(flatten(state)),
-    )
+    target = run.begin(step)
+    info = SingleCommit(target, step, {}, tuning, overwrite=True).run(flatten(state))
+    run.committed(step, target, info)
 
 
 def test_a_forked_child_that_closes_its_copy_does_not_give_up_its_parents_hold(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def save_layouts(folder: str, numbers: Sequence[int]) -> list[tuple[int, set[str
             ) as checkpointer:
                 saving = checkpointer.save(STEPS)
                 assert saving is not None
-                info = saving.wait()
+                info = saving.result()
         else:
             info = holdfast.save(path, training.state, step=STEPS, timeout=TIMEOUT)
         found.append((info.nbytes, traits(training)))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -44,6 +43,7 @@ from holdfast.store.read.lazy_leaf import LazyLeaf
 from holdfast.store.read.open import is_checkpoint, open_checkpoint, resolve
 from holdfast.store.read.parts import Parts, local_rank
 from holdfast.store.read.requests import Wanted, wanted_of
+from holdfast.store.read.restore_warnings import Unrestored
 from holdfast.store.read.shard_reader import Problem, Request, ShardReader, whole_leaf
 
 __all__ = ["Checkpoint", "LeafInfo", "is_checkpoint", "resolve"]
@@ -253,23 +253,9 @@ class Checkpoint:
         wanted += wanted_of(restore, self.metas_for(0), 0)
         self.fetch(wanted, verify=verify)
         restored = restore.finish(arrays)
-        # From holdfast.load, past Checkpoint.load, to the line that asked for it.
-        if restore.mismatch:
-            text = f"{self.path}: {restore.mismatch}\n  All else has been restored."
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-        if restore.kept:
-            text = f"{self.path} has no {', '.join(restore.kept[:20])} of rank 0: this stays as it is"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-        if restore.left_out:
-            text = f"{self.path}: the target has no place for rank 0's own {', '.join(restore.left_out[:20])}"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-        own = self.local(0) if self.world > 1 and select is None else {}
-        beyond = [place for place in own if place not in restore.left_out]
-        if beyond:
-            who = "rank 1" if self.world == 2 else f"ranks 1 to {self.world - 1}"
-            text = f"{self.path}: what {who} had alone is not restored, there is no such rank: "
-            text += ", ".join(beyond[:20])
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        beyond = self.local(0) if self.world > 1 and select is None else {}
+        unrestored = Unrestored.of(restore, restore.mismatch, beyond)
+        unrestored.warn(self.path, rank=0, world=1, saved_world=self.world)
         return restored
 
     def fetch(
