@@ -23,7 +23,7 @@ from holdfast.errors import UnsupportedState
 from holdfast.format.dtypes import is_beyond_arrays
 from holdfast.format.records import MAX_DIMENSIONS
 from holdfast.format.validate import is_own_name
-from holdfast.state import arrays, sharded, torch_arrays, torch_objects, value_encoder
+from holdfast.state import numpy_arrays, sharded, torch_arrays, torch_objects, value_encoder
 from holdfast.state.leaves import Flat, LeafSource, Sharding
 from holdfast.state.node import (
     COUNTER,
@@ -310,10 +310,10 @@ class _Walk:
         return {LEAF: name}
 
     def _array(self, array: Any, place: str, depth: int) -> Node:
-        dtype = arrays.logical_name(array.dtype)
+        dtype = numpy_arrays.logical_name(array.dtype)
         if dtype is None:
             raise unsupported(place, f"a numpy array of dtype {array.dtype}. Store its plain fields instead")
-        source = arrays.source(array)
+        source = numpy_arrays.source(array)
         shape = self._shapes.setdefault(array.shape, array.shape)
         return self._leaf(array, source.address, place, LeafSource(place, dtype, shape, "numpy", source))
 
@@ -323,7 +323,7 @@ class _Walk:
             return value_encoder.encode(value, place)
         name = self._name(place)
         self._used.add(name)
-        self.leaves.append(LeafSource(name, "U8", (len(value),), "numpy", arrays.bytes_source(value, place)))
+        self.leaves.append(LeafSource(name, "U8", (len(value),), "numpy", numpy_arrays.bytes_source(value, place)))
         return {f"${type(value).__name__}": {LEAF: name}}
 
     def _leaf(self, array: Any, address: int, place: str, leaf: LeafSource) -> dict[str, Node]:

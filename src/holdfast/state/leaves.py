@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from holdfast.engine.buffers import Source
 from holdfast.format.geometry import Box
-from holdfast.state.arrays import Framework
 from holdfast.state.node import Node
+
+Framework = Literal["torch", "numpy"]
+"""The library whose arrays a leaf was saved from."""
 
 
 @dataclass(frozen=True, slots=True)
