@@ -24,7 +24,7 @@ def imported(tree: ast.AST, modules: Collection[str]) -> set[str]:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module is not None, "relative imports are not followed here"
+            assert node.module is not None, "relative imports are not followed here"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 names.add(inner if inner in modules else node.module)

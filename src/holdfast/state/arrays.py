@@ -6,10 +6,12 @@ Chooses between `numpy_arrays` and `torch_arrays`, which own everything that dep
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
+from holdfast.engine import array_memory
 from holdfast.engine.buffers import Memory
 from holdfast.errors import UnsupportedState
 from holdfast.state import numpy_arrays, torch_arrays
@@ -26,8 +28,30 @@ def empty(
     From 64 KiB on its address is congruent to `address_residue` modulo 4096, so that a direct read of a file
     offset with that residue needs no staging. A residue that would misalign the elements is taken as 0.
     """
-    side = torch_arrays if framework == "torch" else numpy_arrays
-    return side.empty(dtype, shape, address_residue)
+    if framework == "torch":
+        return torch_arrays.empty(dtype, shape, address_residue)
+    return numpy_arrays.empty(dtype, shape, address_residue)
+
+
+class FreshArrays:
+    """Makes arrays for many leaves: as `empty`, but what depends on the type alone is looked up once."""
+
+    def __init__(self) -> None:
+        self._makers: dict[tuple[Framework, str], Callable[[tuple[int, ...]], Any]] = {}
+
+    def make(
+        self, dtype: str, shape: tuple[int, ...], framework: Framework, nbytes: int, address_residue: int
+    ) -> tuple[Any, int]:
+        """A fresh array of so many bytes, as `empty` makes it, and its address."""
+        if nbytes >= numpy_arrays.ALIGNED_FROM_NBYTES:
+            array, memory = empty(dtype, shape, framework, address_residue)
+            return array, memory.address
+        make = self._makers.get((framework, dtype))
+        if make is None:
+            side = torch_arrays if framework == "torch" else numpy_arrays
+            make = self._makers[framework, dtype] = side.small_maker(dtype)
+        array = make(shape)
+        return array, array.data_ptr() if framework == "torch" else array_memory(array)[0]
 
 
 def check_framework(framework: object) -> None:

@@ -323,7 +323,9 @@ class _Walk:
             return value_encoder.encode(value, place)
         name = self._name(place)
         self._used.add(name)
-        self.leaves.append(LeafSource(name, "U8", (len(value),), "numpy", numpy_arrays.bytes_source(value, place)))
+        self.leaves.append(
+            LeafSource(name, "U8", (len(value),), "numpy", numpy_arrays.bytes_source(value, place))
+        )
         return {f"${type(value).__name__}": {LEAF: name}}
 
     def _leaf(self, array: Any, address: int, place: str, leaf: LeafSource) -> dict[str, Node]:

@@ -8,6 +8,8 @@ Owns the mapping between logical type names (`holdfast.format.dtypes`) and numpy
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -224,6 +226,11 @@ def empty(dtype: str, shape: tuple[int, ...], address_residue: int) -> tuple[Arr
     else:
         array = aligned_bytes(nbytes, address_residue, kind.alignment).view(kind).reshape(shape)
     return array, Memory(array_memory(array)[0], nbytes, array)
+
+
+def small_maker(dtype: str) -> Callable[[tuple[int, ...]], Array]:
+    """Makes uninitialised arrays of one type, from their shape. Their address may be any."""
+    return partial(np.empty, dtype=numpy_dtype(dtype))
 
 
 def aligned_bytes(nbytes: int, address_residue: int, alignment: int) -> Array:

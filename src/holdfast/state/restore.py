@@ -21,24 +21,18 @@ from holdfast.state import torch_objects
 from holdfast.state.destinations import Lookup, Plan, never_alike
 from holdfast.state.flatten import component, key_node
 from holdfast.state.leaves import Sharding
-from holdfast.state.mismatch import LeafMeta, Mismatch
+from holdfast.state.mismatch import LeafMeta
 from holdfast.state.node import (
     MAX_DEPTH,
-    NAMELESS,
     Node,
-    blob_names,
-    corrupt,
     holds_arrays,
     holds_leaves,
     holds_per_rank,
     items_of,
-    leaf_names,
     leaf_of,
     localized,
     pairs_of,
     per_rank_of,
-    per_rank_places,
-    shorten,
 )
 from holdfast.state.per_rank import PerRank
 from holdfast.state.restore_context import RestoreContext
@@ -47,17 +41,13 @@ from holdfast.state.restore_optimizers import plan_optimizer
 from holdfast.state.targets import (
     MAPPINGS,
     SEQUENCES,
-    array_type,
-    assign,
-    describe,
     has_arrays,
     holds_strangers,
     is_array,
     is_value_target,
     kind_of,
-    load_state,
 )
-from holdfast.state.unflatten import decode, decode_key, is_blob
+from holdfast.state.unflatten import decode_key
 from holdfast.state.value_encoder import type_name, unfillable
 
 
@@ -127,9 +117,7 @@ class Restore:
 def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: int) -> Plan:
     """The plan for one place. Reports what does not fit."""
     if depth > MAX_DEPTH:
-        raise unfillable(
-            place[:200], f"nested deeper than {MAX_DEPTH} levels, or a container holds itself"
-        )
+        raise unfillable(place[:200], f"nested deeper than {MAX_DEPTH} levels, or a container holds itself")
     if context.leaves_out(node):
         return lambda lookup: target
     mark = per_rank_of(node)
@@ -164,9 +152,7 @@ def _plan_other(context: RestoreContext, target: Any, node: Node, place: str) ->
     if may_change or not holds_arrays(node):
         return context.plan_new(node, target)
     held = kind_of(node) if leaf_of(node) is not None else f"{kind_of(node)} with arrays"
-    return context.wrong(
-        place, f"holds {held}", target, f"of type {type_name(target)}, which cannot take it"
-    )
+    return context.wrong(place, f"holds {held}", target, f"of type {type_name(target)}, which cannot take it")
 
 
 def _plan_per_rank(context: RestoreContext, target: PerRank[Any], node: Node, place: str, depth: int) -> Plan:
@@ -209,7 +195,9 @@ def _plan_container(context: RestoreContext, target: Any, node: Node, place: str
     return context.wrong(place, f"holds {kind_of(node)}", target, f"a {type(target).__name__} with arrays")
 
 
-def _plan_mapping(context: RestoreContext, target: Any, pairs: Iterator[tuple[Node, Node]], place: str, depth: int) -> Plan:
+def _plan_mapping(
+    context: RestoreContext, target: Any, pairs: Iterator[tuple[Node, Node]], place: str, depth: int
+) -> Plan:
     prefix = f"{place}." if place else ""
     plans: dict[Any, Plan] = {}
     strange: dict[str, list[Any]] = {}

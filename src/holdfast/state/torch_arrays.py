@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -275,16 +275,19 @@ def _as_bytes(tensor: Any) -> Any:
 
 def destination(tensor: Any) -> Destination | None:
     """Where to read a tensor's bytes to, in place; None when it must be copied to by torch itself."""
-    if tensor.is_neg() or tensor.is_conj() or numpy_arrays.overlaps_itself(tuple(tensor.shape), tensor.stride()):
+    if tensor.is_neg() or tensor.is_conj():
         return None
-    if not tensor.is_cpu:
-        if tensor.is_meta or not tensor.is_contiguous():
+    if tensor.is_contiguous():
+        if tensor.is_cpu:
+            return Memory(tensor.data_ptr(), tensor.nbytes, tensor)
+        if tensor.is_meta:
             return None
         # untested without a device, as `_device_source`
         return Consumed(tensor.nbytes, window_writer(tensor), window_reader(tensor))
-    if tensor.is_contiguous():
-        return Memory(tensor.data_ptr(), tensor.nbytes, tensor)
-    return _strided(tensor, tensor.data_ptr(), tuple(tensor.shape))
+    shape = tuple(tensor.shape)
+    if not tensor.is_cpu or numpy_arrays.overlaps_itself(shape, tensor.stride()):
+        return None
+    return _strided(tensor, tensor.data_ptr(), shape)
 
 
 # --- fresh tensors ------------------------------------------------------------------------------------------
@@ -302,6 +305,11 @@ def empty(dtype: str, shape: tuple[int, ...], address_residue: int) -> tuple[Any
         base = numpy_arrays.aligned_bytes(nbytes, address_residue, itemsize)
         tensor = torch.from_numpy(base).view(kind).reshape(shape)
     return tensor, Memory(tensor.data_ptr(), nbytes, tensor)
+
+
+def small_maker(dtype: str) -> Callable[[tuple[int, ...]], Any]:
+    """`numpy_arrays.small_maker` for torch."""
+    return partial(load_torch().empty, dtype=torch_dtype(dtype))
 
 
 def from_numpy(array: numpy_arrays.Array) -> Any:

@@ -20,13 +20,14 @@ from typing import Any
 
 from msgspec import structs
 
-from holdfast.engine import ALIGNMENT
+from holdfast.engine import ALIGNMENT, Memory
 from holdfast.errors import CorruptCheckpoint, LeafNotFound, ReadFailed, StateMismatch, UnsupportedState
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import whole
-from holdfast.format.records import EMBEDDED, Part
+from holdfast.format.records import EMBEDDED, Leaf, Part
 from holdfast.state import (
     Framework,
+    FreshArrays,
     LeafMeta,
     Node,
     Restore,
@@ -44,7 +45,7 @@ from holdfast.store.read.lazy_leaf import LazyLeaf
 from holdfast.store.read.open import is_checkpoint, open_checkpoint, resolve
 from holdfast.store.read.parts import Parts, local_rank
 from holdfast.store.read.requests import Wanted, wanted_of
-from holdfast.store.read.shard_reader import Problem, Request, ShardReader, whole_leaf
+from holdfast.store.read.shard_reader import Problem, ShardReader, whole_leaf
 
 __all__ = ["Checkpoint", "LeafInfo", "is_checkpoint", "resolve"]
 
@@ -205,8 +206,7 @@ class Checkpoint:
         if into is None:
             tree = localized(self.tree, self.local(0))
             if select is None:
-                own = {**self.parts.local_metas(0), **self.parts.local_aliases(0)}
-                chosen = [*self.parts.metas, *self.aliases, *own]
+                chosen = self.parts.names_for(0)
             else:
                 chosen = self.select(select)
                 tree = prune(tree, set(chosen))
@@ -310,15 +310,25 @@ class Checkpoint:
     ) -> bool:
         """Whole leaves of one process go straight from its files; False when this is something else."""
         stored = self.parts.leaves_of(0)
-        requests: dict[str, Request] = {}
+        leaves: dict[str, Leaf] = {}
         for want in wanted:
             leaf = stored.get(want.leaf)
-            if leaf is None or want.box.shape != leaf.shape or want.leaf in requests:
+            if leaf is None or want.box.shape != leaf.shape or want.leaf in leaves:
                 return False
-            requests[want.leaf] = whole_leaf(leaf, want.destination)
-        self.reader(0).read(
-            list(requests.values()), verify=verify, whole=len(requests) == len(stored), progress=progress
-        )
+            leaves[want.leaf] = leaf
+        reader, whole = self.reader(0), len(leaves) == len(stored)
+        if all(
+            type(want.destination) is Memory
+            and want.destination.nbytes == leaves[want.leaf].fragments[0].nbytes
+            for want in wanted
+        ):
+            addresses = [want.destination.address for want in wanted]
+            reader.read_whole_leaves(
+                [*leaves.values()], addresses, verify=verify, whole=whole, progress=progress
+            )
+        else:
+            requests = [whole_leaf(leaves[want.leaf], want.destination) for want in wanted]
+            reader.read(requests, verify=verify, whole=whole, progress=progress)
         return True
 
     def misplaced(self) -> str | None:
@@ -380,10 +390,57 @@ class Checkpoint:
         verify: bool,
         progress: Callable[[int], None] | None = None,
     ) -> dict[str, Any]:
+        if self.parts.stored_whole:
+            return self._read_whole(names, framework, verify=verify, progress=progress)
         stored = {name: self._meta(name).name for name in names}
         arrays, wanted = self.fresh(dict.fromkeys(stored.values()), framework)
         self.fetch(wanted, verify=verify, progress=progress)
         return {name: arrays[stored[name]] for name in names}
+
+    def _read_whole(
+        self,
+        names: Sequence[str],
+        framework: Framework | None,
+        *,
+        verify: bool,
+        progress: Callable[[int], None] | None,
+    ) -> dict[str, Any]:
+        """`_read_fresh` where one process stored every leaf in one piece: with little work for each."""
+        if framework is not None:
+            check_framework(framework)
+        stored = self.parts.leaves_of(0)
+        aliases = {**self.parts.aliases, **self.parts.local_aliases(0)}
+        arrays: dict[str, Any] = {}
+        leaves: list[Leaf] = []
+        addresses: list[int] = []
+        fresh = FreshArrays()
+        for name in names:
+            leaf = stored.get(aliases.get(name, name) if aliases else name)
+            if leaf is None:
+                raise self._no_leaf(name)
+            if leaf.name not in arrays:
+                (fragment,) = leaf.fragments
+                try:
+                    arrays[leaf.name], address = fresh.make(
+                        leaf.dtype,
+                        leaf.shape,
+                        framework or leaf.framework,
+                        fragment.nbytes,
+                        fragment.offset % ALIGNMENT,
+                    )
+                except UnsupportedState as error:
+                    raise UnsupportedState(f"{leaf.name}: {error}") from error
+                leaves.append(leaf)
+                addresses.append(address)
+        self.reader(0).read_whole_leaves(
+            leaves, addresses, verify=verify, whole=len(leaves) == len(stored), progress=progress
+        )
+        if not aliases:
+            return arrays
+        return {name: arrays[aliases.get(name, name)] for name in names}
+
+    def _no_leaf(self, name: str) -> LeafNotFound:
+        return LeafNotFound(f"{self.path} has no leaf {name!r}; `holdfast show` lists them")
 
     def reader(self, rank: int) -> ShardReader:
         """The shards of a rank."""
@@ -398,7 +455,7 @@ class Checkpoint:
         if found is None and rank is not None:
             found = self.parts.local_metas(rank).get(self.parts.local_aliases(rank).get(name, name))
         if found is None:
-            raise LeafNotFound(f"{self.path} has no leaf {name!r}; `holdfast show` lists them")
+            raise self._no_leaf(name)
         return found
 
     def close(self) -> None:
