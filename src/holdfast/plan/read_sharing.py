@@ -69,7 +69,7 @@ class SharePlan:
             if stretch.reader == rank
             for item in stretch.pieces
         ]
-        items.sort(key=lambda item: (item.leaf, item.spread))
+        items.sort(key=lambda item: (item.leaf, item.placement))
         return tuple(items)
 
     def _group(self, cohort: Cohort, rank: int, peers: Iterable[int]) -> Group | None:
@@ -83,14 +83,14 @@ class SharePlan:
             if place is not None and tuple(place[dim] for dim in cohort.split_dims) == mine:
                 ranks.append(peer)
         number = cohort.stream_number(dict(enumerate(coordinate)))
-        tape = cohort.stream(number).tape
-        if not tape.nbytes:
+        byte_stream = cohort.stream(number).byte_stream
+        if not byte_stream.nbytes:
             return None
-        readers = max(1, min(len(ranks), tape.nbytes // self._block_nbytes))
-        tolerance = max(self._block_nbytes, tape.nbytes // readers // 100) // 4
+        readers = max(1, min(len(ranks), byte_stream.nbytes // self._block_nbytes))
+        tolerance = max(self._block_nbytes, byte_stream.nbytes // readers // 100) // 4
         # Different groups of a node begin with different ranks, or the first would read all that is small.
         turn = number % len(ranks)
-        cuts = [tape.snap(tape.nbytes * n // readers, tolerance) for n in range(readers + 1)]
+        cuts = [byte_stream.snap(byte_stream.nbytes * n // readers, tolerance) for n in range(readers + 1)]
         return Group(
             tuple(ranks),
             tuple(

@@ -44,7 +44,7 @@ from holdfast.store.read.gather import FileReads, fetch, plan_fetch
 from holdfast.store.read.lazy_leaf import LazyLeaf
 from holdfast.store.read.open import is_checkpoint, open_checkpoint, resolve
 from holdfast.store.read.parts import Parts, local_rank
-from holdfast.store.read.requests import Wanted, wanted_of
+from holdfast.store.read.requests import BoxRequest, box_requests
 from holdfast.store.read.shard_reader import Problem, ShardReader, whole_leaf
 
 __all__ = ["Checkpoint", "LeafInfo", "is_checkpoint", "resolve"]
@@ -221,7 +221,7 @@ class Checkpoint:
     ) -> Restore:
         """How the state `into` of a rank is filled. With `strict`, `StateMismatch` unless all of it fits.
 
-        Read `wanted_of` it and `fresh` arrays for what it wants fresh, and hand these to its `finish`.
+        Read `box_requests` it and `fresh` arrays for what it wants fresh, and hand these to its `finish`.
         """
         only = None if select is None else set(self.select(select))
         aliases = {**self.aliases, **self.parts.local_aliases(rank)}
@@ -250,7 +250,7 @@ class Checkpoint:
     ) -> object:
         restore = self.plan_restore(into, select, strict=strict)
         arrays, wanted = self.fresh(restore.fresh)
-        wanted += wanted_of(restore, self.metas_for(0), 0)
+        wanted += box_requests(restore, self.metas_for(0), 0)
         self.fetch(wanted, verify=verify)
         restored = restore.finish(arrays)
         # From holdfast.load, past Checkpoint.load, to the line that asked for it.
@@ -274,7 +274,7 @@ class Checkpoint:
 
     def fetch(
         self,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[BoxRequest],
         *,
         verify: bool = True,
         progress: Callable[[int], None] | None = None,
@@ -287,7 +287,7 @@ class Checkpoint:
             return
         self.carry_out(self.reads(wanted, verify=verify), verify=verify, progress=progress)
 
-    def reads(self, wanted: Sequence[Wanted], *, verify: bool = True) -> list[FileReads]:
+    def reads(self, wanted: Sequence[BoxRequest], *, verify: bool = True) -> list[FileReads]:
         """What has to be read, file by file, to get boxes of leaves to where they shall go."""
         metas = {name: self._meta(name) for name in dict.fromkeys(want.leaf for want in wanted)}
         wanted = [structs.replace(want, leaf=metas[want.leaf].name) for want in wanted if want.box.volume]
@@ -306,7 +306,7 @@ class Checkpoint:
         fetch(reads, self.reader, verify=verify, progress=progress)
 
     def _fetch_whole(
-        self, wanted: Sequence[Wanted], *, verify: bool, progress: Callable[[int], None] | None
+        self, wanted: Sequence[BoxRequest], *, verify: bool, progress: Callable[[int], None] | None
     ) -> bool:
         """Whole leaves of one process go straight from its files; False when this is something else."""
         stored = self.parts.leaves_of(0)
@@ -362,7 +362,7 @@ class Checkpoint:
 
     def fresh(
         self, names: Iterable[str], framework: Framework | None = None
-    ) -> tuple[dict[str, Any], list[Wanted]]:
+    ) -> tuple[dict[str, Any], list[BoxRequest]]:
         """New arrays for leaves, of the framework each was saved from or of this one; what to fetch for them.
 
         The other framework need not be installed.
@@ -372,14 +372,14 @@ class Checkpoint:
         metas = {name: self._meta(name) for name in names}
         residues = self.parts.residues(metas.values(), ALIGNMENT)
         arrays: dict[str, Any] = {}
-        wanted: list[Wanted] = []
+        wanted: list[BoxRequest] = []
         for name, meta in metas.items():
             kind = framework or meta.framework
             try:
                 arrays[name], memory = empty(meta.dtype, meta.shape, kind, residues.get(name, 0))
             except UnsupportedState as error:
                 raise UnsupportedState(f"{meta.name}: {error}") from error
-            wanted.append(Wanted(meta.name, whole(meta.shape), memory))
+            wanted.append(BoxRequest(meta.name, whole(meta.shape), memory))
         return arrays, wanted
 
     def _read_fresh(

@@ -22,7 +22,7 @@ from holdfast.store.os_errors import open_stored, patiently, reading, require_re
 from holdfast.store.read.reader_lock import ReaderLock
 
 
-class Request(Struct, frozen=True, gc=False):
+class FragmentRequest(Struct, frozen=True, gc=False):
     """Some bytes of a fragment of a leaf, in file number `file`, and where they go.
 
     They begin where checksum number `chunk` of the fragment does, or they are not to be verified.
@@ -34,18 +34,18 @@ class Request(Struct, frozen=True, gc=False):
     chunk: int = 0
 
 
-def request(leaf: str, fragment: Fragment, destination: Destination | Unkept) -> Request:
+def request_fragment(leaf: str, fragment: Fragment, destination: Destination | Unkept) -> FragmentRequest:
     """All of a fragment."""
-    return Request(leaf, fragment.file, ReadPiece(fragment.offset, destination, fragment.chunks))
+    return FragmentRequest(leaf, fragment.file, ReadPiece(fragment.offset, destination, fragment.chunks))
 
 
 def request_range(
     leaf: str, fragment: Fragment, span: ByteRange, chunk_nbytes: int, destination: Destination | Unkept
-) -> Request:
+) -> FragmentRequest:
     """Some bytes of a fragment: whole chunks of it, unless they are not to be verified."""
     first, last = span.start // chunk_nbytes, -(-span.stop // chunk_nbytes)
     checksums = fragment.chunks[first * HEX_DIGITS : last * HEX_DIGITS]
-    return Request(
+    return FragmentRequest(
         leaf, fragment.file, ReadPiece(fragment.offset + span.start, destination, checksums), first
     )
 
@@ -88,7 +88,7 @@ class ShardReader:
 
     def read(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[FragmentRequest],
         *,
         verify: bool,
         whole: bool,
@@ -100,14 +100,14 @@ class ShardReader:
 
     def problems(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[FragmentRequest],
         *,
         verify: bool,
         whole: bool,
         progress: Callable[[int], None] | None = None,
     ) -> list[Problem]:
         """Reads, and returns all that is wrong. `progress` is told the bytes of the files before as well."""
-        in_files: list[list[Request]] = [[] for _ in self._part.files]
+        in_files: list[list[FragmentRequest]] = [[] for _ in self._part.files]
         for item in requests:
             in_files[item.file].append(item)
         found: list[Problem] = []
@@ -122,7 +122,7 @@ class ShardReader:
     def file_problems(
         self,
         index: int,
-        requests: Sequence[Request],
+        requests: Sequence[FragmentRequest],
         *,
         verify: bool,
         whole: bool,
@@ -310,10 +310,10 @@ def volume_of(directory: str) -> str:
     return os.path.dirname(home) if _ID.fullmatch(id) else directory
 
 
-def whole_leaf(leaf: Leaf, destination: Destination | Unkept) -> Request:
+def whole_leaf(leaf: Leaf, destination: Destination | Unkept) -> FragmentRequest:
     """All of a leaf that is stored in one piece."""
     (fragment,) = leaf.fragments
-    return request(leaf.name, fragment, destination)
+    return request_fragment(leaf.name, fragment, destination)
 
 
 def _owner(leaves: Sequence[Leaf]) -> Callable[[int], tuple[str, int]]:
