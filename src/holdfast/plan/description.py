@@ -4,7 +4,7 @@ Ranks whose plans have the same `fingerprint` will write each byte once, togethe
 need to exchange. And a reader that has the description finds out with `WritePlan.sources` which few of
 thousands of parts it needs.
 
-Meshes and spreads are listed once and referred to by number, so the size is that of the names. What is
+Meshes and placements are listed once and referred to by number, so the size is that of the names. What is
 decoded may be damaged or made up: bounds are checked before anything grows with a number found in it.
 """
 

@@ -33,9 +33,9 @@ def seen(
 
 
 def mesh_placement(sharding: Sharding) -> MeshPlacement:
-    """The spread of an array that lies on a mesh."""
+    """The placement of an array that lies on a mesh."""
     shape = sharding.mesh_shape
-    assert shape is not None, "only an array on a mesh has a spread"
+    assert shape is not None, "only an array on a mesh has a placement"
     return MeshPlacement(_mesh(shape, sharding.mesh_ranks), splits_of(shape, sharding.placements))
 
 

@@ -1,9 +1,9 @@
 """Which rank holds which elements of a leaf, described by meshes and splits instead of by lists.
 
 A world of thousands of ranks with thousands of leaves is never written down rank by rank. Ranks stand in a
-`Mesh`; a `Spread` says along which mesh dimensions an array is split, in which order, and by its silence
-along which it is replicated. From that the elements any rank holds, the ranks that hold an element, and the
-sizes of all shards follow by arithmetic in the number of mesh dimensions.
+`Mesh`. A `MeshPlacement` lists the mesh dimensions along which an array is split, in order; along all others
+it is replicated. From that the elements any rank holds, the ranks that hold an element, and the sizes of all
+shards follow by arithmetic in the number of mesh dimensions.
 
 Splits cut as torch's DTensor does. `Shard` is ``torch.chunk``: pieces of ``ceil(n / parts)``, the last ones
 short or empty. `_StridedShard` cuts into `factor` pieces first and gives each rank its chunk of every piece,
@@ -11,8 +11,8 @@ one after the other: such a rank may hold several intervals. Splits apply in the
 sharded on top of tensor parallel is the tensor-parallel split, then the other; torch calls that a strided
 shard and a plain one, which is the same where sizes divide evenly (`holdfast.plan.dtensor`).
 
-Anything irregular (a name on one pipeline stage, boxes that follow no rule) is a leaf with several spreads,
-each of one box over one mesh.
+Anything irregular (a name on one pipeline stage, boxes that follow no rule) is a leaf with several
+placements, each of one box over one mesh.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class MeshPlacement:
 
 @dataclass(frozen=True, slots=True)
 class LeafLayout:
-    """A leaf and who holds it. Several spreads hold different boxes of it, and together all of it."""
+    """A leaf and who holds it. Several placements hold different boxes of it, and together all of it."""
 
     name: str
     dtype: str
@@ -167,7 +167,7 @@ class LeafLayout:
                     f"leaf {self.name!r} of shape {self.shape} cannot be split by {placement.splits}"
                 )
         if sum(box.volume for box in boxes) != math.prod(self.shape) or not disjoint(boxes):
-            raise ValueError(f"the spreads of leaf {self.name!r} do not hold each of its elements once")
+            raise ValueError(f"the placements of leaf {self.name!r} do not hold each of its elements once")
 
     @property
     def itemsize(self) -> int:
@@ -193,7 +193,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The elements of a spread at one coordinate: intervals along each dimension, and all combinations."""
+    """The elements of a placement at one coordinate: intervals along each dimension, and all combinations."""
 
     axes: tuple[Intervals, ...]
 
@@ -226,7 +226,7 @@ class Holding:
 
 
 def holding(leaf: LeafLayout, placement: MeshPlacement, coordinate: Sequence[int]) -> Holding:
-    """What the rank at that coordinate of the spread's mesh holds. O(splits), times their factors."""
+    """What the rank at that coordinate of the placement's mesh holds. O(splits), times their factors."""
     box = leaf.box_of(placement)
     axes: list[Intervals] = [
         ((start, stop),) if start < stop else () for start, stop in zip(box.start, box.stop, strict=True)
@@ -238,7 +238,7 @@ def holding(leaf: LeafLayout, placement: MeshPlacement, coordinate: Sequence[int
 
 
 def pieces_of(leaf: LeafLayout, rank: int) -> Iterator[tuple[int, Piece]]:
-    """Everything a rank holds of a leaf: the number of the spread, and a piece that is not empty."""
+    """Everything a rank holds of a leaf: the number of the placement, and a piece that is not empty."""
     for number, placement in enumerate(leaf.placements):
         coordinate = placement.mesh.coordinate(rank)
         if coordinate is not None:
@@ -249,7 +249,7 @@ def pieces_of(leaf: LeafLayout, rank: int) -> Iterator[tuple[int, Piece]]:
 def shards_meeting(
     leaf: LeafLayout, placement: MeshPlacement, box: Box
 ) -> Iterator[tuple[dict[int, int], Holding]]:
-    """The shards of a spread that hold elements of a box.
+    """The shards of a placement that hold elements of a box.
 
     Each as its coordinates along the split mesh dimensions, and what is held there. Takes time in
     proportion to the number of shards found, not to the size of the mesh.

@@ -5,7 +5,7 @@
    Each stream's bytes go to its holders like water into a vessel of uneven floor: the least loaded get most,
    until all stand level. Where sets of holders lie one inside the other, as along a mesh's dimensions, no
    other order gives a lower level.
-3. Shares become cuts of the stream's tape, moved to where an array, a row or a block ends
+3. Shares become cuts of the stream, moved to where an array, a row or a block ends
    (`holdfast.plan.byte_stream`).
 
 All of it is integer arithmetic on the same description, so ranks agree without a word. The levels of all
@@ -91,7 +91,7 @@ class WritePlan:
     def sources(self, name: str, box: Box) -> Iterator[tuple[int, Box]]:
         """Which rank writes which elements of a box: (rank, box) for each piece of it.
 
-        Takes time in proportion to the pieces found (plus that of making the tapes they lie on).
+        Takes time in proportion to the pieces found (plus that of making the streams they lie on).
         """
         number = self._numbers[name]
         leaf = self.leaves[number]

@@ -1,6 +1,6 @@
 """Reading once per node: which of the ranks that want the same bytes reads which of them.
 
-Ranks of one node that hold copies of a stream (`holdfast.plan.replica_groups`) share its tape evenly: each
+Ranks of one node that hold copies of a stream (`holdfast.plan.replica_groups`) share it evenly: each
 reads its stretch from storage and hands it to the others over the process group. Like writing, this is
 arithmetic on the description of the wanted layout, so peers know without asking what they will get from whom.
 """

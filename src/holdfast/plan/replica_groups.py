@@ -2,11 +2,11 @@
 
 A *cohort* is all that lies on one mesh and is split along the same of its dimensions. It consists of
 *streams*: one for each coordinate along these split dimensions, held in equal copies by the ranks along the
-others. A stream is a tape of local arrays, and sharing it is cutting the tape.
+others. A stream is local arrays laid end to end, and ranks share it by cutting it.
 
 A model has few cohorts (replicated, fully sharded, tensor parallel, ... per pipeline stage), and its leaves
 few *kinds* (same shape, type and splits), so a cohort's sizes take kinds x ranks numbers of numpy arithmetic,
-and one stream's tape time in the number of its leaves.
+and one stream takes time in the number of its leaves.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from holdfast.plan.byte_stream import ByteStream
 from holdfast.plan.placement import Holding, LeafLayout, Mesh, Piece, holding, local_sizes
 
 _CACHED_NUMBERS = 1 << 22
-"""Tapes are kept while they hold no more numbers than this in all: a rank needs few, a simulation many."""
+"""Streams are kept while they hold no more numbers than this in all: a rank needs few, a simulation many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
     """Something for one rank to transfer: a piece of a leaf, all of it in one array of that rank.
 
-    `leaf` and `spread` are numbers in the plan's list of leaves, and in that leaf's spreads.
+    `leaf` and `placement` are numbers in the plan's list of leaves, and in that leaf's placements.
     """
 
     leaf: int
@@ -41,7 +41,7 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The leaves of a cohort at one coordinate: what each is there, by kind, and all of them on a tape."""
+    """The leaves of a cohort at one coordinate: what each is there, by kind, and all of them end to end."""
 
     holdings: tuple[Holding, ...]
     byte_stream: ByteStream
@@ -63,7 +63,7 @@ class Cohort:
         self._streams: dict[int, Stream] = {}
 
     def add(self, leaf: int, placement: int) -> None:
-        """Put a leaf at the end of the cohort's tapes."""
+        """Put a leaf at the end of the cohort's streams."""
         layout = self._leaves[leaf]
         way = layout.placements[placement]
         kind = self._kind_of.setdefault(
@@ -137,7 +137,7 @@ class Cohort:
         return Stream(tuple(holdings), byte_stream)
 
     def place(self, leaf: int, placement: int) -> int:
-        """Which array of the tapes a leaf is."""
+        """Which array of the streams a leaf is."""
         return self._places[leaf, placement]
 
     def cut(self, number: int, start: int, stop: int) -> Iterator[Owned]:

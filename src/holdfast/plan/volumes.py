@@ -1,7 +1,7 @@
 """A rank's fragments striped over several volumes, so that all of them finish at the same time.
 
 Bytes go in proportion to measured speed. Each volume gets one stretch of the rank's fragments, cut where
-`holdfast.plan.stream` finds it best, and so at most one fragment in two pieces per volume. Which volume
+`holdfast.plan.byte_stream` finds it best, and so at most one fragment in two pieces per volume. Which volume
 holds what is recorded in the part, so ranks need not agree and the speeds may change from save to save.
 """
 
@@ -29,7 +29,7 @@ def stripe(
         raise ValueError(f"speeds of volumes must be finite, not negative, and not all 0: {tuple(speeds)}")
     if block_nbytes < 1:
         raise ValueError(f"block_nbytes must be positive, not {block_nbytes}")
-    # The box in memory is not all of an array; what follows each other on the tape is the box's own elements.
+    # A box may be part of a larger array in memory; the stream has the elements of the box only.
     shapes = [item.piece.box.shape for item in fragments]
     itemsizes = [max(1, item.nbytes // max(1, item.piece.box.volume)) for item in fragments]
     stream = ByteStream(shapes, itemsizes)

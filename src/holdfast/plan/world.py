@@ -27,9 +27,9 @@ from holdfast.state import Framework
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A leaf as one rank sees it: with its spread if it is a DTensor, else as the boxes it has.
+    """A leaf as one rank sees it: with its placement if it is a DTensor, else as the boxes it has.
 
-    No boxes and no spread: the whole array. `shape` is that of the whole leaf in any case.
+    No boxes and no placement: the whole array. `shape` is that of the whole leaf in any case.
     """
 
     name: str
@@ -47,7 +47,7 @@ View = tuple[Seen, ...]
 class Beside:
     """A leaf that ranks hold in another way than the one that counts, and write none of.
 
-    `leaf` is its number in the list of leaves. `ranks` list it as `spread` says, perhaps not all of its mesh.
+    `leaf` is its number in the list of leaves. `ranks` list it as `placement` says; the mesh may have more.
     """
 
     leaf: int
@@ -148,7 +148,7 @@ def _stacked(
     found: _Found,
     meshes: dict[tuple[Hashable, ...], Mesh],
 ) -> MeshPlacement:
-    """The spread of a DTensor; where other ranks have it in the same way on meshes of their own, all of them.
+    """The placement of a DTensor. Includes other ranks that have it in the same way on meshes of their own.
 
     That is how data parallel copies of a tensor-parallel model look: each copy has a mesh to itself. Together
     these are one mesh with one dimension more, along which it is replicated.
@@ -177,7 +177,7 @@ def _stacked(
     if absent:
         some = ", ".join(map(str, absent[:8]))
         raise RanksDisagree(
-            f"spread over {len(taken)} ranks, but rank {some}{', ...' if len(absent) > 8 else ''} "
+            f"distributed over {len(taken)} ranks, but rank {some}{', ...' if len(absent) > 8 else ''} "
             "does not save it in that way",
             leaf=first.name,
             ranks=absent[:8],
@@ -195,7 +195,7 @@ def _stacked(
 def _from_boxes(
     first: Seen, found: _Found, meshes: dict[tuple[Hashable, ...], Mesh]
 ) -> tuple[MeshPlacement, ...]:
-    """One spread for each different box, over the ranks that have it."""
+    """One placement for each different box, over the ranks that have it."""
     everything = whole(first.shape)
     holders: dict[Box, list[_Holders]] = {}
     for seen, its in found:

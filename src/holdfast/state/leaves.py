@@ -23,7 +23,7 @@ Framework = Literal["torch", "numpy"]
 class Sharding:
     """How an array of this rank is part of a larger one of the given shape.
 
-    Spread over a mesh (a DTensor): `mesh_shape`, the mesh's ranks in C order, and one placement per mesh
+    Distributed over a mesh (a DTensor): `mesh_shape`, the mesh's ranks in C order, and one placement per mesh
     dimension: None where it is replicated, else the axis it is split along and the factor of a strided split
     (1 for a plain one). Without a mesh (`mesh_shape` is None): the one `box` of it that is here.
     """

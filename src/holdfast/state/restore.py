@@ -19,7 +19,8 @@ from holdfast.engine.buffers import Destination
 from holdfast.errors import UnsupportedState
 from holdfast.state import torch_objects
 from holdfast.state.destinations import Lookup, Plan, never_alike
-from holdfast.state.flatten import component, key_node
+from holdfast.state.flatten import key_node
+from holdfast.state.leaf_table import component
 from holdfast.state.leaves import Sharding
 from holdfast.state.mismatch import LeafMeta
 from holdfast.state.node import (

@@ -4,8 +4,8 @@ Parameters are matched by name, state tensors that exist already are read in pla
 the optimizer's own `load_state_dict`. That casts state to the dtype of the parameter (float32 moments of a
 bfloat16 parameter would lose bits), so what it cast is put right afterwards.
 
-State of a parameter that is spread over ranks is spread as the parameter is: where the optimizer has none
-yet, it gets tensors of that kind, and this rank reads its part of them.
+State of a parameter that is distributed over ranks is distributed as the parameter is: where the optimizer
+has none yet, it gets tensors of that kind, and this rank reads its part of them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def plan_optimizer(context: RestoreContext, optimizer: Any, node: Node, place: s
         if name not in here:
             context.others(saved.state.get(key))
 
-    # FSDP1's parameters are pieces without a shape; its state dict has tensors that are spread as they are.
+    # FSDP1's parameters are pieces without a shape; its state dict has distributed tensors.
     fsdp = view.fsdp1
     parameters = _parameter_of_index(view.optimizer, current) if fsdp is None else fsdp1.module_state(fsdp)
     states: dict[Any, dict[Any, Plan] | Plan] = {}
@@ -235,7 +235,9 @@ def _plan_entry(context: RestoreContext, own: Any, key: Any, node: Node, paramet
         if tuple(meta.shape) != shape == sharded.whole_shape(parameter, place, context.shardings):
             return context.wrong(name, str(meta), tensor, describe(dtype, shape))
     if key == "step" and not meta.shape:
-        return context.plan_new(node)  # a count, also where the parameter is a single number that is spread
+        return context.plan_new(
+            node
+        )  # a count, also where the parameter is a single number that is distributed
     model = tensor if sharded.is_sharded(tensor) else parameter
     if sharded.is_sharded(model) and tuple(meta.shape) == sharded.whole_shape(
         model, place, context.shardings

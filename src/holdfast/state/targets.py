@@ -31,7 +31,7 @@ def is_array(value: object) -> bool:
 def array_type(target: Any, place: str, known: sharded.Shardings) -> tuple[str, tuple[int, ...]]:
     """Logical name and shape of an array; `UnsupportedState` for one that could not be saved either.
 
-    Of an array that is spread over ranks: the whole shape.
+    Of an array that is distributed over ranks: the whole shape.
     """
     if not isinstance(target, np.ndarray):
         part = sharded.held(target, place, known)

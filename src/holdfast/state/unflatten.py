@@ -16,7 +16,7 @@ import numpy as np
 from holdfast.errors import CorruptCheckpoint
 from holdfast.state import torch_arrays
 from holdfast.state.arrays import convert
-from holdfast.state.flatten import component
+from holdfast.state.leaf_table import component
 from holdfast.state.node import (
     BLOBS,
     COUNTER,

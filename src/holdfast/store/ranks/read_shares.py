@@ -1,6 +1,6 @@
 """What ranks want of a checkpoint in common, so that each byte of it is read once per node.
 
-Every rank tells how it wants each leaf: as a whole array, as a box, or spread over a mesh. Leaves that
+Every rank tells how it wants each leaf: as a whole array, as a box, or distributed over a mesh. Leaves that
 several ranks want in the very same way are shared (`holdfast.plan.read_sharing`); whatever a rank wants in a
 way of its own it reads itself. Pure arithmetic on what was told: every rank finds the same.
 """

@@ -296,7 +296,7 @@ ranks have for the same elements."""
 
 
 def crossings_of(rank: int, layouts: Sequence[LeafLayout], besides: Sequence[Beside]) -> Crossings:
-    """Elements, spread evenly over each leaf, that this rank holds in one way and others may in another.
+    """Elements, taken evenly from each leaf, that this rank holds in one way and others may in another.
 
     Those that lie in the same shards of all ways go under one name.
     """

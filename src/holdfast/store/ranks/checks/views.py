@@ -1,6 +1,6 @@
 """What a rank sees of the state (`holdfast.plan.world.View`) as bytes, and the exchange of all views.
 
-Equal views have equal bytes, so that those of a data-parallel world travel once. Meshes and spreads are
+Equal views have equal bytes, so that those of a data-parallel world travel once. Meshes and placements are
 listed once and referred to by number: the size is that of the names.
 """
 
