@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import holdfast
 from holdfast import engine
 from holdfast.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMismatch, UnsupportedState
-from holdfast.plan.placement import LeafLayout, Mesh, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.store import step_name
@@ -483,7 +483,7 @@ def _weights() -> Any:
 
 
 def _write_with_own(path: Path, world: int) -> None:
-    layout = LeafLayout("model.w", "F32", (300, 7), (Spread(Mesh.grid(world)),), "numpy")
+    layout = LeafLayout("model.w", "F32", (300, 7), (MeshPlacement(Mesh.grid(world)),), "numpy")
     own = {
         rank: Own(
             local={"noise": {"array": {"$leaf": f"@{rank}.noise.array"}, "count": rank}},

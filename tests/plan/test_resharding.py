@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.geometry import Box
 from holdfast.format.records import Fragment, Leaf, Part, ShardFile
-from holdfast.plan.placement import LeafLayout, Mesh, Piece, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.resharding import Missing, StoredIndex, Wanted, plan_reads, wants_of
 from holdfast.plan.topology import Topology
@@ -174,8 +174,8 @@ def test_the_index_finds_what_comparing_with_all_finds(data: st.DataObject) -> N
 
 def test_a_rank_looks_at_few_parts_of_many() -> None:
     shape = (4096, 8)
-    before = [LeafLayout("leaf", "F32", shape, (Spread(Mesh.grid(1024), (Split(0, 0),)),))]
-    after = [LeafLayout("leaf", "F32", shape, (Spread(Mesh.grid(768), (Split(0, 0),)),))]
+    before = [LeafLayout("leaf", "F32", shape, (MeshPlacement(Mesh.grid(1024), (Split(0, 0),)),))]
+    after = [LeafLayout("leaf", "F32", shape, (MeshPlacement(Mesh.grid(768), (Split(0, 0),)),))]
     plan = WritePlan(before, Topology.regular(1024))
     for rank in (0, 100, 682):
         (mine,) = wants_of(after, rank)

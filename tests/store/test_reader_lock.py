@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.state import flatten
@@ -55,7 +55,7 @@ def test_an_open_checkpoint_is_readable_after_it_was_removed(path: Path) -> None
 @pytest.fixture
 def several(tmp_path: Path) -> Path:
     """A checkpoint that three ranks wrote."""
-    leaf = LeafLayout("w", "I64", STATE["w"].shape, (Spread(Mesh.grid(3), (Split(0, 0),)),), "numpy")
+    leaf = LeafLayout("w", "I64", STATE["w"].shape, (MeshPlacement(Mesh.grid(3), (Split(0, 0),)),), "numpy")
     write_several(tmp_path / "several", WritePlan([leaf], Topology.regular(3)), STATE)
     return tmp_path / "several"
 

@@ -119,7 +119,7 @@ def _cut(
     counts: dict[str, int] = {}
     for item in owned:
         leaf = plan.leaves[item.leaf]
-        array = memory[leaf.name, item.spread]
+        array = memory[leaf.name, item.placement]
         here = LeafSource(leaf.name, leaf.dtype, array.shape, leaf.framework, _memory(array))
         (cut,) = sources([item], plan.leaves, {leaf.name: here}, volume)
         index = counts[leaf.name] = counts.get(leaf.name, -1) + 1

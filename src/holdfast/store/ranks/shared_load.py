@@ -41,7 +41,7 @@ from holdfast.store.ranks.read_shares import Sharing, common_wishes
 from holdfast.store.ranks.remote_shards import RemoteShards
 from holdfast.store.ranks.subgroup import renumber_targets
 from holdfast.store.read.gather import FileReads
-from holdfast.store.read.requests import Wanted, wanted_of
+from holdfast.store.read.requests import BoxRequest, box_requests
 from holdfast.store.read.restore_warnings import Unrestored
 from holdfast.team import Team
 from holdfast.team.replies import ranks_in_words
@@ -222,7 +222,7 @@ class _Load:
     def read(self, restore: Restore, wishes: _Wishes, sharing: Sharing, *, verify: bool) -> None:
         """Fill this rank's share, and what is not shared; returns when all ranks have done so."""
         checkpoint = self._checkpoint
-        wanted: list[Wanted] = []
+        wanted: list[BoxRequest] = []
         reads: list[FileReads] = []
         failed: Exception | None = None
         try:
@@ -245,13 +245,13 @@ class _Load:
             with all_or_none(self._team, "load/elsewhere", self._timeout):
                 elsewhere.transfer()
 
-    def _own_reads(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> Iterator[Wanted]:
+    def _own_reads(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> Iterator[BoxRequest]:
         for wish in wishes.into_fresh:
             if wish.seen not in sharing.shared:
-                yield Wanted(wish.seen.name, whole(wish.place.shape), wish.place.where)
+                yield BoxRequest(wish.seen.name, whole(wish.place.shape), wish.place.where)
         shared = {wish.key for wish in wishes.into_place if wish.seen in sharing.shared}
         metas = {key: self._meta(key) for key in restore.destinations}
-        for item in wanted_of(restore, metas, self._team.rank):
+        for item in box_requests(restore, metas, self._team.rank):
             if item.leaf not in shared:
                 yield msgspec.structs.replace(item, leaf=metas[item.leaf].name)
 
