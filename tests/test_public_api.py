@@ -50,7 +50,9 @@ def test_the_public_names_are_these_and_no_others() -> None:
     assert len(holdfast.__all__) == len(set(holdfast.__all__))
     importlib.import_module("holdfast.store.api")  # submodules, too, become attributes
     shown = {name for name in dir(holdfast) if not name.startswith("__")}
-    assert shown == {*holdfast.__all__, "data"}, "what the package itself has imported is not shown"
+    assert shown == {*holdfast.__all__, "data", "inspect"}, (
+        "what the package itself has imported is not shown"
+    )
     assert {"__version__", "__doc__", "__all__"} <= set(dir(holdfast))
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from holdfast import data as data
+    from holdfast import inspect as inspect
     from holdfast.checkpointer import Checkpointer, Keep, PendingSave, stable
     from holdfast.errors import (
         CheckpointClosed,
@@ -101,6 +102,7 @@ _HOMES = {
         "UnsupportedState",
     ),
 }
+_PACKAGES = ("data", "inspect")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -149,8 +151,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name == "data":
-        return importlib.import_module("holdfast.data")
+    if name in _PACKAGES:
+        return importlib.import_module(f"holdfast.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
@@ -160,4 +162,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, "data", *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_PACKAGES, *(name for name in globals() if name.startswith("__"))})

@@ -14,7 +14,7 @@ from holdfast import __version__
 
 from .support import SHARD, command, damage_manifest, make_run, step_path
 
-COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "drill", "doctor", "bench", "demo")
+COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "drill", "doctor", "bench")
 
 
 def python(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:

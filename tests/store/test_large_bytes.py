@@ -12,8 +12,8 @@ import pytest
 
 import holdfast
 from format import making
-from holdfast.cli.listing import leaf_order
 from holdfast.errors import CorruptCheckpoint
+from holdfast.inspect.description import leaf_order
 from holdfast.state.flatten import BLOB_NBYTES
 from holdfast.store import Checkpoint
 

@@ -10,9 +10,7 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.cli.machine import Diagnosis
-
-_SPEED_NBYTES = 256 << 20
+    from holdfast.inspect import Diagnosis
 
 
 def doctor(
@@ -36,11 +34,12 @@ def doctor(
     Exit code 1 when checkpoints could not be saved there.
     """
     with session(as_json) as out:
-        from holdfast.cli.machine import examine, total_nbytes
+        from holdfast import inspect
+        from holdfast.inspect.machine import SPEED_NBYTES
 
-        nbytes = _SPEED_NBYTES if speed else 0
-        with out.progress("measuring", total_nbytes(nbytes)) as advance:
-            found = examine(directory, speed_nbytes=nbytes, import_torch=torch, progress=advance)
+        nbytes = SPEED_NBYTES if speed else 0
+        with out.progress("measuring") as progress:
+            found = inspect.diagnose(directory, speed_nbytes=nbytes, import_torch=torch, progress=progress)
         if as_json:
             out.emit(found)
         else:

@@ -1,4 +1,4 @@
-"""``holdfast drill -- COMMAND``: kill a training again and again. The work is `holdfast.study.drill`'s."""
+"""``holdfast drill -- COMMAND``: kill a training again and again. `holdfast.drill` does the work."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.study.drill.drill import News
-    from holdfast.study.drill.judge import Final
-    from holdfast.study.drill.report import DrillReport, Killed, Times
+    from holdfast.drill import DrillProgress, DrillReport, Killed, Times
+    from holdfast.drill.comparison import Final
 
 _MANY = 25
 _SAME = 3
@@ -43,7 +42,7 @@ def drill(
         typer.Option(
             "--workdir",
             readable=False,
-            help="Keep runs, output and diaries in this directory; default: a temporary one here.",
+            help="Keep runs, output and logs in this directory; default: a temporary one here.",
         ),
     ] = None,
     as_json: Json = False,
@@ -64,15 +63,11 @@ def drill(
             why = f"not a command that can be executed; if it is a script: python {command[0]}"
         raise typer.BadParameter(f"{command[0]}: {why}", param_hint="COMMAND")
     with session(as_json) as out:
-        from holdfast.study.drill.child import DrillFailed
-        from holdfast.study.drill.drill import DrillOptions, hold
+        from holdfast.drill.procedure import DrillOptions, run_drill
 
         options = DrillOptions(tuple(command), times, seed, timeout, workdir)
-        try:
-            with _ended_by_signals(), _progress(out) as tell:
-                report = hold(options, tell)
-        except DrillFailed as error:
-            out.fail("DrillFailed", str(error))
+        with _ended_by_signals(), _progress(out) as on_progress:
+            report = run_drill(options, on_progress)
         if as_json:
             out.emit(report.document())
         else:
@@ -109,14 +104,15 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(out: Session) -> Iterator[Callable[[News], None]]:
+def _progress(out: Session) -> Iterator[Callable[[DrillProgress], None]]:
     """One line that says which kill is next and how far training has come, when somebody looks."""
     if not sys.stderr.isatty():
-        yield lambda news: None
+        yield lambda progress: None
         return
     with out.errors.status("starting") as status:
-        yield lambda news: status.update(
-            f"{news.doing}: step {news.step:,}" + (f" of {news.steps:,}" if news.steps else "")
+        yield lambda progress: status.update(
+            f"{progress.doing}: step {progress.step:,}"
+            + (f" of {progress.steps:,}" if progress.steps else "")
         )
 
 

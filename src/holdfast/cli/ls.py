@@ -10,7 +10,7 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.cli.listing import Entry, Leftover, Listing
+    from holdfast.inspect import Entry, Leftover, Listing
 
 
 def ls(
@@ -22,9 +22,9 @@ def ls(
     Only manifests and sizes are looked at; `holdfast verify` reads everything.
     """
     with session(as_json) as out:
-        from holdfast.cli.listing import list_run
+        from holdfast import inspect
 
-        found = list_run(run)
+        found = inspect.list_run(run)
         if as_json:
             out.emit(_document(found))
         else:

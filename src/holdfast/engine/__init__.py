@@ -18,13 +18,11 @@ from holdfast.engine.probe import (
     choose_read_backend,
 )
 from holdfast.engine.transfer import (
-    ALIGNMENT,
     CHUNK_NBYTES,
     Damage,
     Packed,
     Padding,
     ReadPiece,
-    Tuning,
     Unkept,
     WriteJob,
     WritePiece,
@@ -37,11 +35,14 @@ from holdfast.engine.transfer import (
     read,
     write,
 )
+from holdfast.engine.tuning import ALIGNMENT, READING, SAVING, Tuning
 
 __all__ = [
     "ALIGNMENT",
     "BACKENDS",
     "CHUNK_NBYTES",
+    "READING",
+    "SAVING",
     "Backend",
     "Capabilities",
     "Consumed",

@@ -2,8 +2,8 @@
 
 A moment is a place in the training (steps, and a share of the next one), not a time of day, so that kills
 spread over the run however slow its starts are, and training always gets on between them. A save or restore
-of a small state is over before anyone outside could notice it; there the process is told beforehand to die
-at the nth call of the engine (`Kill`). Long ones are hit by the clock as well.
+of a small state ends before another process could notice it; there the script's process kills itself at the
+nth call of the engine (`Kill`). Long saves and restores are also killed by the clock.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.checkpointer.drilling import Kill
-from holdfast.study.drill.child import Trigger
-from holdfast.study.drill.diary import Diary
+from holdfast.drill.activity import ActivityLog
+from holdfast.drill.processes import Trigger
 
 Kind = Literal["saving", "restoring", "training"]
 
@@ -36,7 +36,7 @@ class Aim:
 
 
 @dataclass(slots=True)
-class Lengths:
+class TrainingProfile:
     """How long things take, from the undisturbed run; corrected as restores are seen."""
 
     first_step: int
@@ -50,7 +50,7 @@ class Lengths:
     own_process: bool
 
 
-def draw(times: int, lengths: Lengths, seed: int) -> list[Aim]:
+def draw_aims(times: int, profile: TrainingProfile, seed: int) -> list[Aim]:
     """So many moments, in the order in which training comes past them."""
     rng = random.Random(seed)
     kinds = [_ROTATION[number % len(_ROTATION)] for number in range(times)]
@@ -58,60 +58,56 @@ def draw(times: int, lengths: Lengths, seed: int) -> list[Aim]:
     if kinds[0] == "restoring":  # nothing to restore yet
         other = next(number for number, kind in enumerate(kinds) if kind != "restoring")
         kinds[0], kinds[other] = kinds[other], kinds[0]
-    places = sorted(rng.uniform(lengths.first_step, lengths.last_step) for _ in kinds)
+    places = sorted(rng.uniform(profile.first_step, profile.last_step) for _ in kinds)
     return [
         Aim(kind, place, rng.random(), rng.random() < 0.5) for kind, place in zip(kinds, places, strict=True)
     ]
 
 
-def arrange(aim: Aim, lengths: Lengths) -> tuple[Trigger | None, Kill | None]:
-    """The two ways to carry out a kill: a trigger pulled from outside, or the process's own hand."""
+def how_to_kill(aim: Aim, profile: TrainingProfile) -> tuple[Trigger | None, Kill | None]:
+    """The two ways to kill: a trigger for the drill's process, or a `Kill` for the script's own."""
     match aim.kind:
         case "training":
             part = aim.place - math.floor(aim.place)
-            return _Moment(
-                lambda diary: _at(diary) >= math.floor(aim.place), part * lengths.step_seconds
-            ), None
+            return _Moment(lambda log: _at(log) >= math.floor(aim.place), part * profile.step_seconds), None
         case "saving":
-            step = min(math.ceil(aim.place), lengths.last_save)
-            if _by_call(aim, lengths, lengths.save_seconds):
-                return None, Kill("saving", 1 + int(aim.share * lengths.save_calls), step)
-            return _Moment(lambda diary: _saves(diary, step), aim.share * lengths.save_seconds), None
+            step = min(math.ceil(aim.place), profile.last_save)
+            if _by_call(aim, profile, profile.save_seconds):
+                return None, Kill("saving", 1 + int(aim.share * profile.save_calls), step)
+            return _Moment(lambda log: _saves(log, step), aim.share * profile.save_seconds), None
         case "restoring":
-            if _by_call(aim, lengths, lengths.restore_seconds):
+            if _by_call(aim, profile, profile.restore_seconds):
                 # Should it have fewer calls than thought, it dies right behind it.
-                return _Moment(lambda diary: _at(diary) >= 0, 0.0), Kill(
-                    "restoring", 1 + int(aim.share * lengths.restore_calls)
+                return _Moment(lambda log: _at(log) >= 0, 0.0), Kill(
+                    "restoring", 1 + int(aim.share * profile.restore_calls)
                 )
-            return _Moment(lambda diary: bool(diary.accounts), aim.share * lengths.restore_seconds), None
+            return _Moment(lambda log: bool(log.runs), aim.share * profile.restore_seconds), None
 
 
 class _Moment:
     """So long after something has been seen."""
 
-    def __init__(self, seen: Callable[[Diary], bool], delay: float) -> None:
+    def __init__(self, seen: Callable[[ActivityLog], bool], delay: float) -> None:
         self._seen = seen
         self._delay = delay
         self._due: float | None = None
 
-    def __call__(self, diary: Diary, now: float) -> bool:
-        if self._due is None and self._seen(diary):
+    def __call__(self, log: ActivityLog, now: float) -> bool:
+        if self._due is None and self._seen(log):
             self._due = now + self._delay
         return self._due is not None and now >= self._due
 
 
-def _by_call(aim: Aim, lengths: Lengths, seconds: float) -> bool:
+def _by_call(aim: Aim, profile: TrainingProfile, seconds: float) -> bool:
     # Behind a launcher the script is not ours alone: its own death would be the launcher's to handle.
-    return lengths.own_process and (seconds < _SHORT_SECONDS or aim.coin)
+    return profile.own_process and (seconds < _SHORT_SECONDS or aim.coin)
 
 
-def _at(diary: Diary) -> int:
+def _at(log: ActivityLog) -> int:
     return max(
-        (account.position for account in diary.accounts.values() if account.position is not None), default=-1
+        (activity.position for activity in log.runs.values() if activity.position is not None), default=-1
     )
 
 
-def _saves(diary: Diary, step: int) -> bool:
-    return any(
-        account.begun_at is not None and account.begun[-1] >= step for account in diary.accounts.values()
-    )
+def _saves(log: ActivityLog, step: int) -> bool:
+    return any(activity.begun_at is not None and activity.begun[-1] >= step for activity in log.runs.values())
