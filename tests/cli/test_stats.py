@@ -291,11 +291,13 @@ def test_a_run_whose_name_is_no_text_can_be_drawn(tmp_path: Path) -> None:
     assert r"Saves of run\udcff\n" in words(tmp_path / "out.svg")
 
 
-def test_a_picture_of_nothing_is_refused_in_one_line(tmp_path: Path) -> None:
-    outcome = command("stats", log(tmp_path / "run", [failed(1, 1.0)]), "--plot", tmp_path / "out.png")
-    assert outcome.code == 1
-    assert outcome.err.count("\n") == 1
-    assert "without a durable save" in outcome.err
+def test_without_a_durable_save_the_summary_is_shown_and_nothing_is_drawn(tmp_path: Path) -> None:
+    run = log(tmp_path / "run", [failed(1, 1.0)])
+    outcome = command("stats", run, "--plot", tmp_path / "out.png")
+    assert outcome.code == 0
+    assert "saves none durable, 1 failed" in outcome.lines
+    assert f"not drawn: {tmp_path / 'out.png'} (no durable save yet)" in outcome.out
+    assert command("stats", run, "--plot", tmp_path / "out.png", "--json").document["plot"] is None
     assert not (tmp_path / "out.png").exists()
 
 

@@ -57,9 +57,8 @@ def stats(
         else:
             _print(out, found, latest)
             if plot is not None:
-                out.say(
-                    f"drawn: {plot}" if drawn else f"{plot} not drawn: no save is durable yet", style="dim"
-                )
+                said = f"drawn: {plot}" if drawn else f"not drawn: {plot} (no durable save yet)"
+                out.say(said, style="dim")
         out.finish(problem=False)
 
 

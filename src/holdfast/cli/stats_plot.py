@@ -40,7 +40,8 @@ def draw(events: Sequence[Event], path: Path, *, name: str) -> None:
 
         axes = figure.subplots(3, 1, sharex=True, height_ratios=(1.5, 1.0, 1.0))
         figure.subplots_adjust(left=0.075, right=0.975, top=0.865, bottom=0.105, hspace=0.26)
-        steps = [event.step for event in (*saves, *failed, *restored)]
+        marked: list[Saved | Failed | Restored] = [*saves, *failed, *restored]
+        steps = [event.step for event in marked]
         margin = max((max(steps) - min(steps)) * 0.02, 0.6)
         low, high = min(steps) - margin, max(steps) + margin
         axes[0].set_xlim(low, high)
@@ -90,8 +91,8 @@ def _phases(axis: Axes, columns: Sequence[_Column], width: float) -> None:
         axis.bar([at for at, _ in columns], scaled, width=width, bottom=base, color=colour, linewidth=0)
         base = [below + height for below, height in zip(base, scaled, strict=True)]
         right += _label_width(name)
-        style = {"fontsize": 9.5, "fontweight": "bold", "color": colour}
-        axis.text(right, 1.035, name, transform=axis.transAxes, ha="right", va="bottom", **style)
+        label = axis.text(right, 1.035, name, transform=axis.transAxes, ha="right", va="bottom")
+        label.set(fontsize=9.5, fontweight="bold", color=colour)
     _ceiling(axis, [at for at, _ in columns], totals, scale)
     _title(axis, f"Until durable, {unit}")
 
@@ -156,8 +157,8 @@ def _marks(axis: Axes, failed: Sequence[Failed], restored: Sequence[Restored]) -
     axis.vlines(resumed, 0, 1, color=QUIET, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1, transform=upright)
     axis.vlines(lost, 0, 1, color=ALERT, linewidth=1.0, alpha=0.55, zorder=1, transform=upright)
     # On the axis itself, where no bar hides them.
-    cross = {"color": ALERT, "markersize": 8, "markeredgecolor": "white", "clip_on": False, "zorder": 6}
-    axis.plot(lost, [0.0] * len(lost), "X", **cross)
+    (crosses,) = axis.plot(lost, [0.0] * len(lost), "X", color=ALERT, markersize=8, zorder=6)
+    crosses.set(markeredgecolor="white", clip_on=False)
 
 
 def _plain(axis: Axes) -> None:

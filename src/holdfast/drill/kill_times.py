@@ -11,16 +11,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.checkpointer.drilling import Kill
 from holdfast.drill.activity import ActivityLog
 from holdfast.drill.processes import Trigger
+from holdfast.engine import READING, SAVING, Backend
 
 Kind = Literal["saving", "restoring", "training"]
 
 _ROTATION: tuple[Kind, ...] = ("saving", "training", "restoring", "training")
+_SMALL_SAVE_CALLS, _LARGE_SAVE_CALLS = 6, 11
+"""Calls of a save beside the writes of its data: directories, files, syncs, the rename, the manifest."""
+_RESTORE_CALLS = 2
 _SHORT_SECONDS = 0.05
 """A phase shorter than this cannot be hit by the clock."""
 
@@ -48,6 +52,18 @@ class TrainingProfile:
     restore_seconds: float
     restore_calls: int
     own_process: bool
+
+
+def count_save_calls(stored_nbytes: int, backend: Backend) -> int:
+    """How many calls of the engine a save of so many bytes makes, with default options."""
+    tuning = replace(SAVING, backend=backend)
+    beside = _SMALL_SAVE_CALLS if stored_nbytes <= tuning.small_nbytes else _LARGE_SAVE_CALLS
+    return beside + tuning.count_writes(stored_nbytes)
+
+
+def count_restore_calls(stored_nbytes: int) -> int:
+    """A first guess: a restore that was to be killed and ended before tells the right number."""
+    return _RESTORE_CALLS + math.ceil(stored_nbytes / READING.window_nbytes)
 
 
 def draw_aims(times: int, profile: TrainingProfile, seed: int) -> list[Aim]:

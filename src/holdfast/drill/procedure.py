@@ -23,16 +23,20 @@ from pathlib import Path
 from holdfast.checkpointer.drilling import RUNS
 from holdfast.drill.activity import ActivityLog, RunActivity, SeenCheckpoint
 from holdfast.drill.comparison import Agreement, Final, agree, compare_last, index
-from holdfast.drill.kill_times import Aim, TrainingProfile, draw_aims, how_to_kill
+from holdfast.drill.kill_times import (
+    Aim,
+    TrainingProfile,
+    count_restore_calls,
+    count_save_calls,
+    draw_aims,
+    how_to_kill,
+)
 from holdfast.drill.likely_causes import UNDISTURBED, likely_causes
 from holdfast.drill.processes import DrillFailed, Stage, Start
 from holdfast.drill.report import DrillReport, Killed, Problem
-from holdfast.engine import SAVING, choose_backend
+from holdfast.engine import choose_backend
 from holdfast.store import Checkpoint, list_steps, step_name
 
-_SAVE_CALLS = 6
-"""Calls of the engine in a save that are not writes of the shard: directory, files, syncs, rename."""
-_RESTORE_CALLS = 2
 _FRUITLESS_ROUNDS = 5
 """Trainings in a row that end before a kill could reach them. A busy machine may look away for a while."""
 _ONCE = ("restore", "path")
@@ -109,7 +113,7 @@ class _Procedure:
             for gone in saved
             if not self._steps_in("reference", gone.run)
         ]
-        profile = self._lengths(reference, activity)
+        profile = self._profile(reference, activity)
         rounds = fruitless = 0
         while len(self.kills) < self.options.times:
             rounds += 1
@@ -166,13 +170,13 @@ class _Procedure:
             )
         return start
 
-    def _lengths(self, reference: Start, activity: RunActivity) -> TrainingProfile:
-        writes = 0
+    def _profile(self, reference: Start, activity: RunActivity) -> TrainingProfile:
+        stored_nbytes = 0
         for step in self._steps_in("reference", activity.run)[-1:]:
             path = self.directory / "reference" / RUNS / activity.run / step_name(step)
             with Checkpoint(str(path)) as last:
-                tuning = replace(SAVING, backend=choose_backend(str(path)))
-                writes = tuning.count_writes(last.stored_nbytes)
+                stored_nbytes = last.stored_nbytes
+        backend = choose_backend(str(self.directory))
         at = activity.completed_at
         steps = [later - earlier for earlier, later in itertools.pairwise(at)]
         save = statistics.median(activity.save_seconds)
@@ -182,9 +186,9 @@ class _Procedure:
             last_save=activity.begun[-1],
             step_seconds=statistics.median(steps) if steps else save,
             save_seconds=save,
-            save_calls=_SAVE_CALLS + writes,
+            save_calls=count_save_calls(stored_nbytes, backend),
             restore_seconds=save,
-            restore_calls=_RESTORE_CALLS + writes,
+            restore_calls=count_restore_calls(stored_nbytes),
             own_process=not reference.wrapped,
         )
 

@@ -130,7 +130,7 @@ def summarize(run: str | os.PathLike[str]) -> RunEvents:
 
 def _why_none(where: str, skipped: int) -> str:
     if is_checkpoint(where):
-        return f"{where} is a checkpoint; events belong to a run: {os.path.dirname(where)}"
+        return f"{where} is a checkpoint; events belong to a run: holdfast stats {os.path.dirname(where)}"
     if skipped:
         lines = "1 line" if skipped == 1 else f"{skipped:,} lines"
         return f"{where}: {EVENTS_NAME} has {lines}, and none that this version knows"
