@@ -62,14 +62,14 @@ def holdfast(
 ) -> None:
     """Training state: durable after every step, at the speed of the disk.
 
-    Where a checkpoint is wanted, a run means its newest one. Every command takes --json.
+    The path of a run stands for its newest checkpoint. Every command takes --json.
 
     Exit code 0: fine; 1: a problem was found; 2: wrong usage.
     """
 
 
 def run() -> None:
-    """A command from start to end. What it could not write is one line and an exit code, as all else."""
+    """Runs a command. If its output cannot be written, that is one line and an exit code."""
     _require_streams()
     try:
         try:
@@ -86,7 +86,7 @@ def run() -> None:
 
 
 def _require_streams() -> None:
-    """Python has None for a stream that was closed by whoever started it."""
+    """Python has None for a stream that the parent process closed."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
     if sys.stdout is None:

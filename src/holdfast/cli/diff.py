@@ -25,7 +25,7 @@ def diff(
     everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Which leaves and values differ, and by how much. Exit code 1 when any does.
+    """Show which leaves and values differ, and by how much. Exit code 1 if any does.
 
     Leaves are compared bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not.
     The order of keys counts. Step, time and metrics may differ. Neither checkpoint has to fit in memory.

@@ -20,7 +20,7 @@ def doctor(
             readable=False,
             metavar="DIR",
             show_default=False,
-            help="Where checkpoints shall go; default: here.",
+            help="Where checkpoints will go; default: here.",
         ),
     ] = Path("."),
     speed: Annotated[
@@ -29,9 +29,9 @@ def doctor(
     torch: Annotated[bool, typer.Option("--torch", help="Import torch to ask it for GPUs.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What this machine and filesystem can do: which backend is used and why, and how fast it is.
+    """Show what this machine and filesystem can do: which backend is used and why, and how fast it is.
 
-    Exit code 1 when checkpoints could not be saved there.
+    Exit code 1 if checkpoints cannot be saved there.
     """
     with session(as_json) as out:
         from holdfast import inspect

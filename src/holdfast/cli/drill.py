@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MANY = 25
 _SAME = 3
-"""Problems of one kind that are told one by one."""
+"""How many problems of one kind are printed."""
 _WHEN = {
     "starting": "while starting",
     "restoring": "while restoring",
@@ -33,7 +33,7 @@ def drill(
         typer.Argument(metavar="COMMAND", help="The training, as you would start it: python train.py ..."),
     ],
     times: Annotated[int, typer.Option("--times", "-n", min=1, help="How often to kill it.")] = 10,
-    seed: Annotated[int, typer.Option("--seed", help="Other moments to kill at.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Draws other moments to kill at.")] = 0,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1, help="Seconds that one start of it may take.")
     ] = 3600.0,
@@ -47,11 +47,11 @@ def drill(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Kill a training again and again, resume it, and prove that nothing shows.
+    """Kill a training again and again, resume it, and prove that the result is the same.
 
     It runs once undisturbed, then with SIGKILL at random moments, in saves and restores too, until it ends.
     The script needs no change: its Checkpointer works in a directory of the drill, real runs are not touched.
-    Exit code 1 when steps were lost that had to survive, or any bit of any checkpoint differs.
+    Exit code 1 if durable steps were lost, or if any bit of any checkpoint differs.
 
     holdfast drill -- python train.py --steps 200
     """
@@ -79,9 +79,9 @@ def drill(
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """A scheduler's SIGTERM, or a terminal that is closed, ends the drill as Ctrl-C does, and all it started.
+    """A scheduler's SIGTERM, or a closed terminal, ends the drill and all it started, as Ctrl-C does.
 
-    The training is in a session of its own: by itself it would hear nothing of that, and go on.
+    The training is in a session of its own: it would not receive these signals, and would go on.
     """
     import signal
 
@@ -105,7 +105,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _progress(out: Session) -> Iterator[Callable[[DrillProgress], None]]:
-    """One line that says which kill is next and how far training has come, when somebody looks."""
+    """On a terminal, one line that says which kill is next and how far training has come."""
     if not sys.stderr.isatty():
         yield lambda progress: None
         return

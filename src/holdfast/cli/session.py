@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _UNBOUNDED_COLUMNS = 10_000
-"""Width of what is no terminal: programs that read lines want them whole."""
+"""Width of output that is not a terminal: programs that read lines want them whole."""
 
 _USUAL_COLUMNS = 80
 _MIN_COLUMNS = 40
-"""In less, nothing but single letters would fit."""
+"""A narrower terminal would only fit single letters."""
 _MIN_FOLDED = 10
-"""A column that gives way keeps this much."""
+"""A column that folds keeps this much."""
 _BETWEEN = 2
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -59,7 +59,7 @@ class Session:
         self.console.print(text, style=style or None, soft_wrap=True)
 
     def tabulate(self, rows: Table) -> None:
-        """Prints a table, in a narrow terminal wider than that: a number that is cut is another number."""
+        """Prints a table, wider than a narrow terminal if need be: a number that is cut is another number."""
         from rich.cells import cell_len
 
         least = 0
@@ -129,7 +129,7 @@ def session(as_json: bool) -> Iterator[Session]:
 
 
 def table(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> Table:
-    """A table without lines between columns. Those in `fold` give way when the terminal is narrow."""
+    """A table without lines between columns. Those in `fold` wrap when the terminal is narrow."""
     from rich import box
     from rich.table import Table
 
@@ -144,7 +144,7 @@ def table(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:
-    """Names and what they are, one per line, without a heading."""
+    """Names and their values, one per line, without a heading."""
     from rich.table import Table
 
     made = Table.grid(padding=(0, 2, 0, 0))
@@ -184,5 +184,5 @@ def _finite(value: Any) -> Any:
 
 
 def close_output() -> None:
-    # Nobody reads any more; what is still buffered must not fail a second time when the interpreter ends.
+    # The reader is gone; what is still buffered must not fail a second time when the interpreter ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

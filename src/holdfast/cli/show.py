@@ -29,7 +29,7 @@ def show(
     everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What a checkpoint holds: facts, values, and the table of its leaves."""
+    """Show what a checkpoint holds: facts, values, and the table of its leaves."""
     with session(as_json) as out:
         from holdfast import inspect
 

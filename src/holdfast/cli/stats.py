@@ -27,9 +27,9 @@ def stats(
     last: Annotated[int, typer.Option("--last", min=0, help="How many of the latest events to list.")] = 10,
     as_json: Json = False,
 ) -> None:
-    """How the saves of a run went: speed, phases, and what training waited.
+    """Show how the saves of a run went: speed, phases, and how long training waited.
 
-    Reads the run's events.jsonl, which also a training under way is writing.
+    Reads the run's events.jsonl, also while a training writes to it.
     """
     with session(as_json) as out:
         from holdfast import inspect

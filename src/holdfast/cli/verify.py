@@ -22,7 +22,7 @@ def verify(
     ],
     as_json: Json = False,
 ) -> None:
-    """Read every byte and check it. Names each damaged file and leaf; exit code 1 when there is one."""
+    """Read every byte and check it. Names each damaged file and leaf; exit code 1 if there is one."""
     with session(as_json) as out:
         import os
         import time
