@@ -74,7 +74,7 @@ build: $(ENV_STAMP)
 	$(call install,--no-deps -e .)
 
 demo: setup
-	$(BIN)/holdfast demo $(ARGS)
+	$(BIN)/python examples/demo $(ARGS)
 
 test: setup
 	$(BIN)/python tools/run_tests.py $(PYTEST_ARGS)

@@ -12,9 +12,6 @@
 | `bench` | the whole run, from options to result |
 | `training` | the same for a training that saves every step (`holdfast bench --training`) |
 | `ranks` | the same for several ranks that save one state together (`holdfast bench --ranks`) |
-| `drill` | a user's own training, killed again and again (`holdfast drill`) |
-| `demo`, `demo_train`, `demo_speed` | the demonstration |
-| `stats_plot` | the picture of a run's saves |
 | `scale`, `scale_report` | planning for thousands of ranks, simulated |
 
 Nothing below this floor knows that it exists. Nothing here is imported by ``import holdfast``.

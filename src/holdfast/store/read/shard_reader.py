@@ -12,7 +12,7 @@ from functools import partial
 from msgspec import Struct
 
 from holdfast import engine
-from holdfast.engine import Destination, ReadColumns, ReadPiece, Tuning, Unkept
+from holdfast.engine import READING, Destination, ReadColumns, ReadPiece, Tuning, Unkept
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
 from holdfast.format.checksums import HEX_DIGITS, digest
 from holdfast.format.embedded import check_header
@@ -81,10 +81,10 @@ _ID = re.compile(r"[0-9a-f]{32}")
 class ShardReader:
     """The shards of one part, in the directory that `hold` holds for as long as anything can be read."""
 
-    def __init__(self, part: Part, hold: ReaderLock, tuning: Tuning | None = None) -> None:
+    def __init__(self, part: Part, hold: ReaderLock, tuning: Tuning = READING) -> None:
         self._part = part
         self._hold = hold
-        self._tuning = tuning or Tuning()
+        self._tuning = tuning
 
     def read(
         self,

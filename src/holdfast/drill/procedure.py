@@ -1,19 +1,17 @@
-"""`holdfast drill`: a user's own training, killed again and again, and held against an undisturbed one.
+"""The drill: a user's own training is killed again and again, and compared with an undisturbed one.
 
-1. The command runs once undisturbed: what each step's checkpoint must be.
-2. It runs again in a fresh directory, is killed with SIGKILL at drawn moments (`aim`) and started
-   again, until it ends by itself. Where it ends before enough kills were made, once more from nothing.
-3. Every checkpoint both have seen is compared, the last one byte by byte (`judge`).
-4. Where they differ, the command runs undisturbed a second time: perhaps it never does the same thing twice.
+1. The command runs once undisturbed. Its checkpoints are the reference.
+2. It runs again in a fresh directory, is killed with SIGKILL at drawn moments (`kill_times`) and started
+   again, until it ends by itself. If it ends before enough kills were made, it starts over from nothing.
+3. Every checkpoint that both made is compared, the last one byte by byte (`comparison`).
+4. If they differ, the command runs undisturbed a second time: perhaps it is not deterministic at all.
 
-Owns the order of events and what counts as a problem. The script writes a diary (`diary`) because its
-Checkpointer does so under a drill; `child` starts and kills it; `report` is what comes out.
+Owns the order of events and what counts as a problem.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import tempfile
 import time
@@ -23,18 +21,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.checkpointer.drilling import RUNS
-from holdfast.engine import Tuning
+from holdfast.drill.activity import ActivityLog, RunActivity, SeenCheckpoint
+from holdfast.drill.comparison import Agreement, Final, agree, compare_last, index
+from holdfast.drill.kill_times import (
+    Aim,
+    TrainingProfile,
+    count_restore_calls,
+    count_save_calls,
+    draw_aims,
+    how_to_kill,
+)
+from holdfast.drill.likely_causes import UNDISTURBED, likely_causes
+from holdfast.drill.processes import DrillFailed, Stage, Start
+from holdfast.drill.report import DrillReport, Killed, Problem
+from holdfast.engine import choose_backend
 from holdfast.store import Checkpoint, list_steps, step_name
-from holdfast.study.drill.aim import Aim, Lengths, arrange, draw
-from holdfast.study.drill.causes import UNDISTURBED, causes
-from holdfast.study.drill.child import DrillFailed, Stage, Start
-from holdfast.study.drill.diary import Account, Diary, Sight
-from holdfast.study.drill.judge import Agreement, Final, agree, compare_last, index
-from holdfast.study.drill.report import DrillReport, Killed, Problem
 
-_SAVE_CALLS = 6
-"""Calls of the engine in a small save: a directory, a file, syncs, the rename."""
-_RESTORE_CALLS = 2
 _FRUITLESS_ROUNDS = 5
 """Trainings in a row that end before a kill could reach them. A busy machine may look away for a while."""
 _ONCE = ("restore", "path")
@@ -52,7 +54,7 @@ class DrillOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class DrillProgress:
     """How far the drill is."""
 
     doing: str
@@ -61,10 +63,10 @@ class News:
     steps: int | None
 
 
-Tell = Callable[[News], None]
+OnProgress = Callable[[DrillProgress], None]
 
 
-def hold(options: DrillOptions, tell: Tell = lambda news: None) -> DrillReport:
+def run_drill(options: DrillOptions, on_progress: OnProgress = lambda progress: None) -> DrillReport:
     """The whole drill. `DrillFailed` when there is nothing to judge: the script fails, or saves nothing."""
     began = time.monotonic()
     with ExitStack() as stack:
@@ -73,8 +75,8 @@ def hold(options: DrillOptions, tell: Tell = lambda news: None) -> DrillReport:
             temporary = tempfile.TemporaryDirectory(prefix="holdfast-drill-", dir=Path.cwd())
             directory = Path(stack.enter_context(temporary))
         elif directory.exists() and any(directory.iterdir()):
-            raise DrillFailed(f"{directory} is not empty: a drill must begin with nothing")
-        return _Drill(options, directory, tell).report(began)
+            raise DrillFailed(f"{directory} is not empty: a drill must start in an empty directory")
+        return _Procedure(options, directory, on_progress).report(began)
 
 
 @dataclass(slots=True)
@@ -82,54 +84,54 @@ class _Pending:
     """A kill, and those runs of the killed start that no later start has come to yet, as they were."""
 
     killed: Killed
-    accounts: dict[str, Account]
+    runs: dict[str, RunActivity]
 
 
 @dataclass(slots=True)
-class _Drill:
+class _Procedure:
     options: DrillOptions
     directory: Path
-    tell: Tell
+    on_progress: OnProgress
     steps: int | None = None
     runs: frozenset[str] = frozenset()
     kills: list[Killed] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
-    seen: list[tuple[int, Sight]] = field(default_factory=list)
+    seen: list[tuple[int, SeenCheckpoint]] = field(default_factory=list)
     finals: list[Final] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def report(self, began: float) -> DrillReport:
         reference = self._reference("reference", "undisturbed")
-        saved = [account for account in reference.diary.accounts.values() if account.durable is not None]
-        account = max(saved, key=lambda account: len(account.begun))
-        self.steps = account.completed
-        self.runs = frozenset(reference.diary.accounts)
+        saved = [activity for activity in reference.log.runs.values() if activity.durable is not None]
+        activity = max(saved, key=lambda activity: len(activity.begun))
+        self.steps = activity.completed
+        self.runs = frozenset(reference.log.runs)
         self.notes += [
             f"when the script has ended, run {gone.run} holds no checkpoint: its last one is compared by "
             "checksums alone"
             for gone in saved
             if not self._steps_in("reference", gone.run)
         ]
-        lengths = self._lengths(reference, account)
+        profile = self._profile(reference, activity)
         rounds = fruitless = 0
         while len(self.kills) < self.options.times:
             rounds += 1
             before = len(self.kills)
-            if not self._round(rounds, reference, lengths):
+            if not self._round(rounds, reference, profile):
                 break
             fruitless = fruitless + 1 if len(self.kills) == before else 0
             if fruitless == _FRUITLESS_ROUNDS:
                 self._too_fast()
                 break
-        agreement = agree(index(reference.diary.sights), self.seen)
+        agreement = agree(index(reference.log.checkpoints), self.seen)
         self._judge(agreement)
         undisturbed, likely = self._explain(reference, agreement)
         return DrillReport(
             command=self.options.command,
             seed=self.options.seed,
             times=self.options.times,
-            steps=account.completed or 0,
+            steps=activity.completed or 0,
             rounds=rounds,
             kills=tuple(self.kills),
             agreement=agreement,
@@ -139,7 +141,7 @@ class _Drill:
             problems=tuple(self.problems),
             notes=tuple(self.notes),
             reference_seconds=reference.seconds,
-            reference_start_seconds=(account.restored_at or account.opened_at) - reference.began_at,
+            reference_start_seconds=(activity.restored_at or activity.opened_at) - reference.began_at,
             seconds=time.monotonic() - began,
         )
 
@@ -157,83 +159,82 @@ class _Drill:
                 f"the command failed by itself, before anything was killed: exit code {start.exit_code}\n"
                 f"{start.errors}"
             )
-        if not start.diary.accounts:
+        if not start.log.runs:
             raise DrillFailed(
                 "the command created no holdfast.Checkpointer, so there is nothing to resume from "
                 "(was another installation of Holdfast, or an older one, used?)"
             )
-        if all(account.durable is None for account in start.diary.accounts.values()):
+        if all(activity.durable is None for activity in start.log.runs.values()):
             raise DrillFailed(
                 "the command saved no checkpoint: it never came to a save, or `every` skips all"
             )
         return start
 
-    def _lengths(self, reference: Start, account: Account) -> Lengths:
-        windows = 0
-        for step in self._steps_in("reference", account.run)[-1:]:
-            path = self.directory / "reference" / RUNS / account.run / step_name(step)
+    def _profile(self, reference: Start, activity: RunActivity) -> TrainingProfile:
+        stored_nbytes = 0
+        for step in self._steps_in("reference", activity.run)[-1:]:
+            path = self.directory / "reference" / RUNS / activity.run / step_name(step)
             with Checkpoint(str(path)) as last:
-                windows = math.ceil(last.stored_nbytes / Tuning().window_nbytes)
-        at = account.completed_at
+                stored_nbytes = last.stored_nbytes
+        backend = choose_backend(str(self.directory))
+        at = activity.completed_at
         steps = [later - earlier for earlier, later in itertools.pairwise(at)]
-        save = statistics.median(account.save_seconds)
-        return Lengths(
-            first_step=account.restored or 0,
-            last_step=account.completed or account.begun[-1],
-            last_save=account.begun[-1],
+        save = statistics.median(activity.save_seconds)
+        return TrainingProfile(
+            first_step=activity.restored or 0,
+            last_step=activity.completed or activity.begun[-1],
+            last_save=activity.begun[-1],
             step_seconds=statistics.median(steps) if steps else save,
             save_seconds=save,
-            save_calls=_SAVE_CALLS + windows,
+            save_calls=count_save_calls(stored_nbytes, backend),
             restore_seconds=save,
-            restore_calls=_RESTORE_CALLS + windows,
+            restore_calls=count_restore_calls(stored_nbytes),
             own_process=not reference.wrapped,
         )
 
     # --- the killed one -----------------------------------------------------------------------------
 
-    def _round(self, number: int, reference: Start, lengths: Lengths) -> bool:
+    def _round(self, number: int, reference: Start, profile: TrainingProfile) -> bool:
         """One training from nothing to its end, with kills. Whether it came to its end."""
         stage = self._stage(f"killed-{number}")
         left = self.options.times - len(self.kills)
-        aims: list[Aim | None] = [*draw(left, lengths, self.options.seed + number - 1), None]
+        aims: list[Aim | None] = [*draw_aims(left, profile, self.options.seed + number - 1), None]
         self.pending = []
         for attempt, aim in enumerate(aims, 1):
-            trigger, kill = arrange(aim, lengths) if aim is not None else (None, None)
+            trigger, kill = how_to_kill(aim, profile) if aim is not None else (None, None)
             doing = f"kill {len(self.kills) + 1} of {self.options.times}" if aim else "to its end"
             start = stage.start(attempt, trigger=trigger, kill=kill, watch=self._watch(doing))
-            self.seen += [(len(self.kills), sight) for sight in start.diary.sights]
+            self.seen += [(len(self.kills), checkpoint) for checkpoint in start.log.checkpoints]
             self._resume(start)
-            self._learn(start, lengths)
+            self._learn(start, profile)
             if not start.killed:
                 return self._ended(start, stage, reference)
             assert aim is not None
-            positions = [account.position for account in start.diary.accounts.values()]
+            positions = [activity.position for activity in start.log.runs.values()]
             killed = Killed(
                 number=len(self.kills) + 1,
                 aim=aim.kind,
                 phase=start.phase,
                 step=max((place for place in positions if place is not None), default=None),
-                due=max((account.due for account in start.diary.accounts.values()), default=0),
+                due=max((activity.due for activity in start.log.runs.values()), default=0),
             )
             self.kills.append(killed)
-            self.pending.append(_Pending(killed, start.diary.accounts))
+            self.pending.append(_Pending(killed, start.log.runs))
         raise AssertionError("the last start of a round is not killed")
 
     def _resume(self, start: Start) -> None:
         """What this start shows about the kills before it, if it came far enough."""
-        ready = {
-            run: account for run, account in start.diary.accounts.items() if account.position is not None
-        }
+        ready = {run: activity for run, activity in start.log.runs.items() if activity.position is not None}
         if not ready or not self.pending:
             return
-        for account in ready.values():
-            self._check_use(account)
+        for activity in ready.values():
+            self._check_use(activity)
         for pending in self.pending:
             self._settle(pending, ready)
         last = len(self.kills) - 1
-        times = [account for account in ready.values() if account.restored_at is not None]
+        times = [activity for activity in ready.values() if activity.restored_at is not None]
         durable = [
-            account.first_durable_at for account in ready.values() if account.first_durable_at is not None
+            activity.first_durable_at for activity in ready.values() if activity.first_durable_at is not None
         ]
         self.kills[last] = replace(
             self.kills[last],
@@ -242,36 +243,38 @@ class _Drill:
             else None,
             durable_seconds=min(durable) - start.began_at if durable else None,
         )
-        self.pending = [pending for pending in self.pending if pending.accounts]
+        self.pending = [pending for pending in self.pending if pending.runs]
 
-    def _check_use(self, account: Account) -> None:
+    def _check_use(self, activity: RunActivity) -> None:
         """Whether the script does with its Checkpointer what makes it resume."""
-        due = max((p.accounts[account.run].due for p in self.pending if account.run in p.accounts), default=0)
-        if account.first is None or not due:
+        due = max((p.runs[activity.run].due for p in self.pending if activity.run in p.runs), default=0)
+        if activity.first is None or not due:
             return
-        if account.restored is None:
+        if activity.restored is None:
             self._problem(
                 "restore",
                 f"the script did not call restore(), though step {due} was there to go on from: "
                 "for step in range(ckpt.restore(), steps)",
             )
-        elif account.first < account.restored or account.first == account.restored < (account.completed or 0):
+        elif activity.first < activity.restored or activity.first == activity.restored < (
+            activity.completed or 0
+        ):
             # The step that was restored may be saved again, as a last one, but not be followed by others.
             self._problem(
                 "restore",
-                f"the script restored step {account.restored}, but the next step it completed was "
-                f"{account.first}: go on where restore() says, for step in range(ckpt.restore(), steps)",
+                f"the script restored step {activity.restored}, but the next step it completed was "
+                f"{activity.first}: go on where restore() says, for step in range(ckpt.restore(), steps)",
             )
 
-    def _settle(self, pending: _Pending, ready: dict[str, Account]) -> None:
+    def _settle(self, pending: _Pending, ready: dict[str, RunActivity]) -> None:
         """Counts what one kill has cost, in the run that it has cost most.
 
         A script may have several runs, one after the other: those that this start has not come to can wait.
         """
         place = pending.killed.number - 1
         strangers = [run for run in ready if run not in self.runs]
-        for run in [run for run in pending.accounts if run in ready or strangers]:
-            before = pending.accounts.pop(run)
+        for run in [run for run in pending.runs if run in ready or strangers]:
+            before = pending.runs.pop(run)
             if run in ready:
                 self._count(place, before, ready[run].restored or 0)
             else:
@@ -281,11 +284,11 @@ class _Drill:
                     f"before: {run}): a run needs the same path at every start to be found again",
                 )
         killed = self.kills[place]
-        if killed.resumed is None and not pending.accounts:
-            resumed = max(account.restored or 0 for account in ready.values())
+        if killed.resumed is None and not pending.runs:
+            resumed = max(activity.restored or 0 for activity in ready.values())
             self.kills[place] = replace(killed, resumed=resumed, lost=max(0, (killed.step or 0) - resumed))
 
-    def _count(self, place: int, before: Account, resumed: int) -> None:
+    def _count(self, place: int, before: RunActivity, resumed: int) -> None:
         killed = self.kills[place]
         missing, lost = before.due - resumed, max(0, (before.position or 0) - resumed)
         if killed.resumed is None or (missing > 0, lost, before.position or 0) > (
@@ -303,11 +306,11 @@ class _Drill:
                 f"had to survive, training went on from step {resumed}",
             )
 
-    def _learn(self, start: Start, lengths: Lengths) -> None:
-        for account in start.diary.accounts.values():
-            if account.restored and account.restored_at is not None:
-                lengths.restore_seconds = account.restored_at - account.opened_at
-                lengths.restore_calls = account.restore_calls or lengths.restore_calls
+    def _learn(self, start: Start, profile: TrainingProfile) -> None:
+        for activity in start.log.runs.values():
+            if activity.restored and activity.restored_at is not None:
+                profile.restore_seconds = activity.restored_at - activity.opened_at
+                profile.restore_calls = activity.restore_calls or profile.restore_calls
 
     def _ended(self, start: Start, stage: Stage, reference: Start) -> bool:
         after = f"after kill {len(self.kills)}" if self.kills else "before the first kill"
@@ -325,7 +328,7 @@ class _Drill:
                 start.errors,
             )
             return False
-        for run in reference.diary.accounts:
+        for run in reference.log.runs:
             expected = self._steps_in("reference", run)
             if expected:
                 self._compare_last(run, stage, expected[-1])
@@ -375,13 +378,13 @@ class _Drill:
         """Whether two undisturbed runs differ as well, and what that makes the likely cause."""
         if agreement.first is None:
             return None, ()
-        expected = index(reference.diary.sights)
+        expected = index(reference.log.checkpoints)
         try:
             again = self._reference("reference-2", "undisturbed again")
         except DrillFailed as error:  # what the kills have shown is worth telling nevertheless
             self._problem("undisturbed", f"run undisturbed once more, it did not end as before: {error}")
             return None, UNDISTURBED
-        undisturbed = agree(expected, [(0, sight) for sight in again.diary.sights])
+        undisturbed = agree(expected, [(0, checkpoint) for checkpoint in again.log.checkpoints])
         if undisturbed.first is not None:
             first = undisturbed.first
             self._problem(
@@ -390,7 +393,7 @@ class _Drill:
                 f"{first.step}, {first.kind} {first.name}",
             )
         contents = expected[agreement.first.run, agreement.first.step].contents()
-        return undisturbed, causes(
+        return undisturbed, likely_causes(
             agreement.first,
             [*contents.leaves, *contents.values],
             undisturbed_too=undisturbed.first is not None,
@@ -408,9 +411,9 @@ class _Drill:
     def _stage(self, name: str) -> Stage:
         return Stage(self.directory / name, self.options.command, self.options.timeout)
 
-    def _watch(self, doing: str) -> Callable[[Diary], None]:
-        def watch(diary: Diary) -> None:
-            places = [account.position or 0 for account in diary.accounts.values()]
-            self.tell(News(doing, len(self.kills), max(places, default=0), self.steps))
+    def _watch(self, doing: str) -> Callable[[ActivityLog], None]:
+        def watch(log: ActivityLog) -> None:
+            places = [activity.position or 0 for activity in log.runs.values()]
+            self.on_progress(DrillProgress(doing, len(self.kills), max(places, default=0), self.steps))
 
         return watch

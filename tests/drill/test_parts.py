@@ -1,31 +1,34 @@
-"""The parts of a drill by themselves: moments, diaries, comparisons, causes, processes."""
+"""The parts of a drill by themselves: moments, logs, comparisons, causes, processes."""
 
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 import holdfast
 from holdfast.checkpointer.drilling import DIARY, DIRECTORY, RUNS, Contents, Kill, Mark, Observed, What
+from holdfast.drill import processes
+from holdfast.drill.activity import ActivityLog, RunActivity, SeenCheckpoint
+from holdfast.drill.comparison import Difference, agree, compare_last, index
+from holdfast.drill.kill_times import Aim, TrainingProfile, draw_aims, how_to_kill
+from holdfast.drill.likely_causes import likely_causes
+from holdfast.drill.procedure import DrillOptions, _Pending, _Procedure
+from holdfast.drill.processes import Stage, Start
+from holdfast.drill.report import Killed
+from holdfast.engine import BACKENDS, Backend, capabilities, faults
 from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from holdfast.study.drill import child
-from holdfast.study.drill.aim import Lengths, arrange, draw
-from holdfast.study.drill.causes import causes
-from holdfast.study.drill.child import Stage, Start
-from holdfast.study.drill.diary import Account, Diary, Sight
-from holdfast.study.drill.drill import DrillOptions, _Drill, _Pending
-from holdfast.study.drill.judge import Difference, agree, compare_last, index
-from holdfast.study.drill.report import Killed
 from support.several_ranks import write_several
 
-SHORT = Lengths(
+SHORT = TrainingProfile(
     first_step=0,
     last_step=100,
     last_save=100,
@@ -38,9 +41,9 @@ SHORT = Lengths(
 )
 
 
-def lengths(**changed: float | bool) -> Lengths:
+def profile(**changed: float | bool) -> TrainingProfile:
     fields = {name: getattr(SHORT, name) for name in SHORT.__dataclass_fields__}
-    return Lengths(**{**fields, **changed})
+    return TrainingProfile(**{**fields, **changed})
 
 
 # --- moments ------------------------------------------------------------------------------------------
@@ -48,10 +51,10 @@ def lengths(**changed: float | bool) -> Lengths:
 
 @pytest.mark.parametrize("times", [1, 2, 3, 10, 200])
 def test_moments_are_drawn_by_the_seed_and_spread_over_the_training(times: int) -> None:
-    aims = draw(times, SHORT, seed=3)
+    aims = draw_aims(times, SHORT, seed=3)
     assert len(aims) == times
-    assert draw(times, SHORT, seed=3) == aims
-    assert times == 1 or draw(times, SHORT, seed=4) != aims
+    assert draw_aims(times, SHORT, seed=3) == aims
+    assert times == 1 or draw_aims(times, SHORT, seed=4) != aims
     places = [aim.place for aim in aims]
     assert places == sorted(places)
     assert 0 <= places[0] <= places[-1] <= 100
@@ -64,39 +67,66 @@ def test_moments_are_drawn_by_the_seed_and_spread_over_the_training(times: int) 
 
 
 def test_a_short_save_is_hit_by_its_own_calls_and_a_long_one_also_by_the_clock() -> None:
-    saves = [aim for aim in draw(100, SHORT, seed=0) if aim.kind == "saving"]
-    assert all(arrange(aim, SHORT)[1] is not None for aim in saves)
-    found = {arrange(aim, lengths(save_seconds=2.0))[1] is None for aim in saves}
+    saves = [aim for aim in draw_aims(100, SHORT, seed=0) if aim.kind == "saving"]
+    assert all(how_to_kill(aim, SHORT)[1] is not None for aim in saves)
+    found = {how_to_kill(aim, profile(save_seconds=2.0))[1] is None for aim in saves}
     assert found == {True, False}
     # Behind a launcher nobody kills itself.
-    assert all(arrange(aim, lengths(own_process=False))[1] is None for aim in saves)
+    assert all(how_to_kill(aim, profile(own_process=False))[1] is None for aim in saves)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kills_by_call_fall_on_every_call_of_a_large_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Backend
+) -> None:
+    able = capabilities(str(tmp_path))
+    if (backend != "buffered" and not able.direct) or (backend == "uring" and not able.uring):
+        pytest.skip(f"no {backend} here")
+    monkeypatch.setenv("HOLDFAST_BACKEND", backend)
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "reference"))
+    log = ActivityLog(tmp_path / "reference" / DIARY)
+    calls: list[int] = []
+    with holdfast.Checkpointer("large", {"w": np.zeros(64 << 20, np.uint8)}, mode="sync") as ckpt:
+        for step in range(1, 7):
+            with faults.injected(f"any:{1 << 30}:EIO"):  # never: only to count
+                ckpt.save(step)
+                calls.append(faults.count_calls())
+    log.follow()
+    (run,) = log.runs.values()
+    start = Start(log, 0.0, 1.0, 0, False, False, False, "")
+    found = _Procedure(DrillOptions(("true",)), tmp_path, lambda progress: None)._profile(start, run)
+
+    kills = [how_to_kill(Aim("saving", 3.0, share / 1000, True), found)[1] for share in range(1000)]
+    assert {kill.nth for kill in kills if kill is not None} == set(range(1, found.save_calls + 1))
+    # The number of calls varies a little: the first save gets its memory, later ones recycle files.
+    assert statistics.median(calls) - 2 <= found.save_calls <= statistics.median(calls)
 
 
 def test_a_kill_in_a_save_falls_on_any_of_its_calls_and_never_behind_the_last_save() -> None:
-    late = lengths(last_save=50)
-    kills = [arrange(aim, late)[1] for aim in draw(400, late, seed=1) if aim.kind == "saving"]
+    late = profile(last_save=50)
+    kills = [how_to_kill(aim, late)[1] for aim in draw_aims(400, late, seed=1) if aim.kind == "saving"]
     assert {kill.nth for kill in kills if kill is not None} == set(range(1, 11))
     assert max(kill.step for kill in kills if kill is not None) == 50
 
 
 def test_a_moment_between_saves_comes_so_long_after_its_step(tmp_path: Path) -> None:
-    aim = next(aim for aim in draw(10, SHORT, seed=0) if aim.kind == "training")
+    aim = next(aim for aim in draw_aims(10, SHORT, seed=0) if aim.kind == "training")
     step, part = divmod(aim.place, 1)
-    trigger, kill = arrange(aim, SHORT)
+    trigger, kill = how_to_kill(aim, SHORT)
     assert kill is None
     assert trigger is not None
-    diary = Diary(tmp_path / DIARY)
-    diary.accounts["run"] = account = Account("run", 1, 0.0)
-    assert not trigger(diary, 0.0)
-    account.completed = int(step) - 1
-    assert not trigger(diary, 10.0)
-    account.completed = int(step)
-    assert not trigger(diary, 20.0)
-    assert not trigger(diary, 20.0 + part * 0.2 - 0.001)
-    assert trigger(diary, 20.0 + part * 0.2 + 0.001)
+    log = ActivityLog(tmp_path / DIARY)
+    log.runs["run"] = activity = RunActivity("run", 1, 0.0)
+    assert not trigger(log, 0.0)
+    activity.completed = int(step) - 1
+    assert not trigger(log, 10.0)
+    activity.completed = int(step)
+    assert not trigger(log, 20.0)
+    assert not trigger(log, 20.0 + part * 0.2 - 0.001)
+    assert trigger(log, 20.0 + part * 0.2 + 0.001)
 
 
-# --- diaries ------------------------------------------------------------------------------------------
+# --- logs ------------------------------------------------------------------------------------------
 
 
 def line(what: What, step: int | None = None, *, mode: str | None = None, digest: str | None = None) -> bytes:
@@ -106,37 +136,37 @@ def line(what: What, step: int | None = None, *, mode: str | None = None, digest
 
 def test_a_line_that_a_kill_cut_short_is_neither_read_nor_in_the_way(tmp_path: Path) -> None:
     path = tmp_path / DIARY
-    diary = Diary(path)
-    diary.follow()
-    assert diary.phase == "starting"
+    log = ActivityLog(path)
+    log.follow()
+    assert log.phase == "starting"
     whole = line("opened") + line("restored", 0) + line("completed", 1)
     path.write_bytes(whole + line("saving", 1)[:-9])
-    diary.follow()
-    assert diary.phase == "training"
-    diary.close()
+    log.follow()
+    assert log.phase == "training"
+    log.close()
     assert path.read_bytes() == whole
 
-    following = Diary(path)
+    following = ActivityLog(path)
     with path.open("ab") as file:
         file.write(line("opened") + line("restoring"))
     following.follow()
     assert following.phase == "restoring"
-    assert following.accounts["run"].completed is None  # the start before is another start's diary
+    assert following.runs["run"].completed is None  # the start before is another start's log
 
 
 def test_a_line_that_comes_in_two_parts_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / DIARY
-    diary = Diary(path)
+    log = ActivityLog(path)
     data = line("opened") + line("saving", 3)
     for cut in range(len(data)):
         path.write_bytes(data[: cut + 1])
-        diary.follow()
-    assert diary.accounts["run"].begun == [3]
-    assert diary.phase == "saving"
+        log.follow()
+    assert log.runs["run"].begun == [3]
+    assert log.phase == "saving"
 
 
-def account(*marks: tuple[What, int], mode: str | None = None, run: str = "run") -> Account:
-    made = Account(run, 1, 0.0)
+def activity(*marks: tuple[What, int], mode: str | None = None, run: str = "run") -> RunActivity:
+    made = RunActivity(run, 1, 0.0)
     for number, (what, step) in enumerate(marks):
         made.note(Mark(what, run, float(number), 1, step, mode=mode if what == "saving" else None))
     return made
@@ -155,26 +185,26 @@ FIRST: tuple[tuple[What, int], ...] = (
 
 
 def test_what_must_survive_a_kill() -> None:
-    assert account().due == 0
-    assert account(("restored", 4)).due == 4
-    assert account(*FIRST[:3]).due == 4  # in its first save
-    assert account(*FIRST[:4]).due == 5
-    assert account(*FIRST).due == 5
-    assert account(*FIRST).completed == 6
+    assert activity().due == 0
+    assert activity(("restored", 4)).due == 4
+    assert activity(*FIRST[:3]).due == 4  # in its first save
+    assert activity(*FIRST[:4]).due == 5
+    assert activity(*FIRST).due == 5
+    assert activity(*FIRST).completed == 6
     # One save at a time: that of step 7 has begun, so that of step 6 has ended, whoever noticed it.
-    assert account(*FIRST, ("completed", 7), ("saving", 7)).due == 6
+    assert activity(*FIRST, ("completed", 7), ("saving", 7)).due == 6
 
 
 def test_a_step_ends_when_the_save_before_it_is_durable_except_where_saves_only_copy() -> None:
     marks: tuple[tuple[What, int], ...] = (*FIRST, ("completed", 7))
-    assert account(*marks, mode="overlap").due == 6
-    assert account(*marks, mode="sync").due == 6
-    assert account(*marks, mode="snapshot").due == 5
+    assert activity(*marks, mode="overlap").due == 6
+    assert activity(*marks, mode="sync").due == 6
+    assert activity(*marks, mode="snapshot").due == 5
 
 
 def test_a_save_that_failed_need_not_survive() -> None:
-    assert account(*FIRST, ("failed", 6), ("completed", 7), ("saving", 7)).due == 5
-    assert account(*FIRST, ("failed", 6)).phase == "training"
+    assert activity(*FIRST, ("failed", 6), ("completed", 7), ("saving", 7)).due == 5
+    assert activity(*FIRST, ("failed", 6)).phase == "training"
 
 
 def test_a_training_that_goes_back_gives_up_what_came_later() -> None:
@@ -182,42 +212,44 @@ def test_a_training_that_goes_back_gives_up_what_came_later() -> None:
         ("restored", 4),
         *((what, step) for step in (5, 6, 7) for what in STEP),
     )
-    back = account(*went_on, ("restored", 5))
+    back = activity(*went_on, ("restored", 5))
     assert (back.restored, back.due, back.durable) == (4, 5, 5)
-    assert account(*went_on, ("restored", 5), *STEP_OF_6[:2]).due == 5
-    assert account(*went_on, ("restored", 5), *STEP_OF_6).due == 6
+    assert activity(*went_on, ("restored", 5), *STEP_OF_6[:2]).due == 5
+    assert activity(*went_on, ("restored", 5), *STEP_OF_6).due == 6
     # Below where this start began, too.
-    assert account(*went_on, ("restored", 2), ("completed", 3), ("saving", 3), ("durable", 3)).due == 3
+    assert activity(*went_on, ("restored", 2), ("completed", 3), ("saving", 3), ("durable", 3)).due == 3
 
 
 # --- what kills have cost -----------------------------------------------------------------------------
 
 
-def killed_and_resumed(tmp_path: Path, before: list[Account], *starts: list[Account]) -> _Drill:
+def killed_and_resumed(tmp_path: Path, before: list[RunActivity], *starts: list[RunActivity]) -> _Procedure:
     """A drill of two runs, after a kill and these starts, each of which shows what came of it."""
-    drill = _Drill(DrillOptions(("true",)), tmp_path, lambda news: None, runs=frozenset({"pre", "fine"}))
-    for number, accounts in enumerate((before, *starts), 1):
-        diary = Diary(tmp_path / DIARY)
-        diary.accounts = {account.run: account for account in accounts}
-        drill._resume(Start(diary, 0.0, 1.0, -9, True, False, False, ""))
-        step = max((account.position or 0 for account in accounts), default=0)
-        killed = Killed(number, "training", "training", step, max(account.due for account in accounts))
+    drill = _Procedure(
+        DrillOptions(("true",)), tmp_path, lambda progress: None, runs=frozenset({"pre", "fine"})
+    )
+    for number, runs in enumerate((before, *starts), 1):
+        log = ActivityLog(tmp_path / DIARY)
+        log.runs = {activity.run: activity for activity in runs}
+        drill._resume(Start(log, 0.0, 1.0, -9, True, False, False, ""))
+        step = max((activity.position or 0 for activity in runs), default=0)
+        killed = Killed(number, "training", "training", step, max(activity.due for activity in runs))
         drill.kills.append(killed)
-        drill.pending.append(_Pending(killed, dict(diary.accounts)))
+        drill.pending.append(_Pending(killed, dict(log.runs)))
     return drill
 
 
 def test_runs_that_follow_each_other_are_judged_when_a_start_comes_to_them(tmp_path: Path) -> None:
-    first = account(("restored", 0), ("completed", 10), ("saving", 10), ("durable", 10), run="pre")
-    second = account(("restored", 0), ("completed", 3), ("saving", 3), ("durable", 3), run="fine")
-    again = account(("restored", 10), run="pre")
+    first = activity(("restored", 0), ("completed", 10), ("saving", 10), ("durable", 10), run="pre")
+    second = activity(("restored", 0), ("completed", 3), ("saving", 3), ("durable", 3), run="fine")
+    again = activity(("restored", 10), run="pre")
     found = killed_and_resumed(tmp_path, [first, second], [again])
     assert found.problems == []
     assert [(kill.step, kill.resumed, kill.lost, kill.kept) for kill in found.kills][:1] == [
         (10, 10, 0, True)
     ]
     found = killed_and_resumed(
-        tmp_path, [first, second], [again], [again, account(("restored", 1), run="fine")]
+        tmp_path, [first, second], [again], [again, activity(("restored", 1), run="fine")]
     )
     assert [problem.kind for problem in found.problems] == ["lost"]
     assert "2 steps lost: step 3 had to survive, training went on from step 1" in found.problems[0].message
@@ -226,16 +258,16 @@ def test_runs_that_follow_each_other_are_judged_when_a_start_comes_to_them(tmp_p
 
 
 def test_a_step_that_is_saved_again_at_the_end_is_no_mistake(tmp_path: Path) -> None:
-    before = account(("restored", 0), ("completed", 10), ("saving", 10), ("durable", 10), run="pre")
+    before = activity(("restored", 0), ("completed", 10), ("saving", 10), ("durable", 10), run="pre")
     last_again: tuple[tuple[What, int], ...] = (("restored", 10), ("completed", 10), ("saving", 10))
-    assert killed_and_resumed(tmp_path, [before], [account(*last_again, run="pre")]).problems == []
-    found = killed_and_resumed(tmp_path, [before], [account(*last_again, ("completed", 11), run="pre")])
+    assert killed_and_resumed(tmp_path, [before], [activity(*last_again, run="pre")]).problems == []
+    found = killed_and_resumed(tmp_path, [before], [activity(*last_again, ("completed", 11), run="pre")])
     assert [problem.kind for problem in found.problems] == ["restore"]
 
 
 def test_to_restore_once_more_at_the_end_is_no_mistake(tmp_path: Path) -> None:
-    before = account(("restored", 0), ("completed", 10), ("saving", 10), ("durable", 10), run="pre")
-    after = account(
+    before = activity(("restored", 0), ("completed", 10), ("saving", 10), ("durable", 10), run="pre")
+    after = activity(
         ("restored", 10), ("completed", 11), ("saving", 11), ("durable", 11), ("restored", 11), run="pre"
     )
     found = killed_and_resumed(tmp_path, [before], [after])
@@ -246,9 +278,9 @@ def test_to_restore_once_more_at_the_end_is_no_mistake(tmp_path: Path) -> None:
 # --- comparisons --------------------------------------------------------------------------------------
 
 
-def sights(path: Path, steps: dict[int, dict[str, str]]) -> list[Sight]:
-    """A diary of durable steps, each with a digest for each leaf."""
-    diary = Diary(path)
+def checkpoints(path: Path, steps: dict[int, dict[str, str]]) -> list[SeenCheckpoint]:
+    """A log of durable steps, each with a digest for each leaf."""
+    log = ActivityLog(path)
     with path.open("wb") as file:
         for step, leaves in steps.items():
             digest = str(sorted(leaves.items()))
@@ -256,21 +288,23 @@ def sights(path: Path, steps: dict[int, dict[str, str]]) -> list[Sight]:
                 "durable", "run", 1.0, 1, step, digest=digest, contents=Contents(leaves, {"n": "1"})
             )
             file.write(msgspec.json.encode(found) + b"\n")
-    diary.follow()
-    return diary.sights
+    log.follow()
+    return log.checkpoints
 
 
 def test_the_first_step_that_differs_is_named_with_its_leaves_in_order(tmp_path: Path) -> None:
-    mine = sights(tmp_path / "a", {step: {"a": "0", "w": "1", "v": "2"} for step in range(1, 6)})
+    mine = checkpoints(tmp_path / "a", {step: {"a": "0", "w": "1", "v": "2"} for step in range(1, 6)})
     good = {"a": "0", "w": "1", "v": "2"}
-    other = sights(tmp_path / "b", {2: good, 5: {"a": "9"}, 4: {"a": "0", "w": "8", "x": "7"}, 9: {"a": "9"}})
-    agreement = agree(index(mine), [(number, sight) for number, sight in enumerate(other)])
+    other = checkpoints(
+        tmp_path / "b", {2: good, 5: {"a": "9"}, 4: {"a": "0", "w": "8", "x": "7"}, 9: {"a": "9"}}
+    )
+    agreement = agree(index(mine), [(number, checkpoint) for number, checkpoint in enumerate(other)])
     assert (agreement.compared, agreement.differing) == (3, 2)
     first = agreement.first
     assert first is not None
     assert (first.step, first.name, first.names, first.after_kill) == (4, "w", ("w", "v", "x"), 2)
     assert (first.leaves, first.leaves_in_all, first.values) == (3, 3, 0)
-    assert agree(index(mine), [(0, sight) for sight in mine]).first is None
+    assert agree(index(mine), [(0, checkpoint) for checkpoint in mine]).first is None
 
 
 def test_last_checkpoints_are_compared_by_their_bytes_not_by_their_checksums(tmp_path: Path) -> None:
@@ -318,7 +352,7 @@ def test_what_every_rank_wrote_of_the_last_checkpoint_is_compared(tmp_path: Path
 
 def likely(names: list[str], state: list[str], *, undisturbed_too: bool = False) -> str:
     found = Difference("run", 3, "leaf", names[0], tuple(names), len(names), len(state), 0, 1)
-    return causes(found, state, undisturbed_too=undisturbed_too)[0]
+    return likely_causes(found, state, undisturbed_too=undisturbed_too)[0]
 
 
 def test_the_likeliest_cause_follows_from_what_differs_and_what_is_missing() -> None:
@@ -355,7 +389,7 @@ def test_no_process_outlives_a_start(tmp_path: Path) -> None:
 def test_a_kill_takes_the_whole_group_and_counts_as_a_kill(tmp_path: Path) -> None:
     script = f"sleep 600 & echo $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; wait"
     stage = Stage(tmp_path / "stage", ("bash", "-c", script), 60)
-    start = stage.start(1, trigger=lambda diary, now: (tmp_path / "pid").exists())
+    start = stage.start(1, trigger=lambda log, now: (tmp_path / "pid").exists())
     assert (start.killed, start.timed_out, start.finished) == (True, False, False)
     assert not alive(int((tmp_path / "pid").read_text()))
 
@@ -366,7 +400,7 @@ def test_a_worker_in_a_session_of_its_own_does_not_outlive_a_start(tmp_path: Pat
     worker = f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; sleep 600"
     script = f"setsid bash -c '{worker}' & until [ -e {tmp_path}/pid ]; do sleep 0.01; done"
     stage = Stage(tmp_path / "stage", ("bash", "-c", f"{script}; {'wait' if killed else ''}"), 60)
-    start = stage.start(1, trigger=lambda diary, now: killed and (tmp_path / "pid").exists())
+    start = stage.start(1, trigger=lambda log, now: killed and (tmp_path / "pid").exists())
     assert (start.killed, start.finished) == (killed, not killed)
     assert not alive(int((tmp_path / "pid").read_text()))
 
@@ -380,8 +414,8 @@ def test_an_interrupt_while_a_start_begins_leaves_nothing_behind(
         pids.append(real(*arguments).pid)  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
-    real = child._begin
-    monkeypatch.setattr(child, "_begin", begin)
+    real = processes._begin
+    monkeypatch.setattr(processes, "_begin", begin)
     with pytest.raises(KeyboardInterrupt):
         Stage(tmp_path / "stage", ("sleep", "600"), 60).start(1)
     assert not alive(pids[0])
@@ -398,7 +432,7 @@ def test_an_interrupt_while_a_start_is_cleared_away_leaves_nothing_behind(
 
     worker = f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; sleep 600"
     script = f"setsid bash -c '{worker}' & until [ -e {tmp_path}/pid ]; do sleep 0.01; done"
-    monkeypatch.setattr(child, "_running", running)
+    monkeypatch.setattr(processes, "_running", running)
     with pytest.raises(KeyboardInterrupt):
         Stage(tmp_path / "stage", ("bash", "-c", script), 60).start(1)
     assert not alive(int((tmp_path / "pid").read_text()))
@@ -410,7 +444,7 @@ def test_a_process_that_is_just_becoming_another_program_is_known_by_its_environ
     for _ in range(100):
         with subprocess.Popen(("sleep", "600"), env=marked) as worker:
             try:
-                assert f"{DIRECTORY}=here".encode() in child._environment(worker.pid)
+                assert f"{DIRECTORY}=here".encode() in processes._environment(worker.pid)
             finally:
                 worker.kill()
 
@@ -429,7 +463,7 @@ def test_a_drill_kills_neither_itself_nor_older_processes_that_carry_its_name(tm
     """Who looks into a start by hand exports the variable, and then holds the drill again."""
     exported = {**os.environ, DIRECTORY: f"{tmp_path}/stage"}
     code = (
-        "import sys; from pathlib import Path; from holdfast.study.drill.child import Stage\n"
+        "import sys; from pathlib import Path; from holdfast.drill.processes import Stage\n"
         "print(Stage(Path(sys.argv[1]), ('true',), 60).start(1).finished)"
     )
     with subprocess.Popen(("sleep", "600"), env=exported) as older:

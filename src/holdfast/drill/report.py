@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from holdfast.study.drill.aim import Kind
-from holdfast.study.drill.diary import PHASES, Phase
-from holdfast.study.drill.judge import Agreement, Final
+from holdfast.drill.activity import PHASES, Phase
+from holdfast.drill.comparison import Agreement, Final
+from holdfast.drill.kill_times import Kind
 
 
 @dataclass(frozen=True, slots=True)

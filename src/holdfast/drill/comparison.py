@@ -1,4 +1,4 @@
-"""Two trainings held against each other: every checkpoint both have seen, and the last one byte by byte."""
+"""Two trainings compared: every checkpoint that both made, and the last one byte by byte."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Literal
 
 from holdfast.checkpointer.drilling import RUNS, contents_of
+from holdfast.drill.activity import SeenCheckpoint
 from holdfast.store import Checkpoint, step_name
-from holdfast.study.drill.diary import Sight
 
 _WINDOW_NBYTES = 4 << 20
 _NAMED = 20
-"""Differing leaves that are named; their number is always whole."""
+"""How many differing leaves are named; all of them are counted."""
 
-Reference = Mapping[tuple[str, int], Sight]
+Reference = Mapping[tuple[str, int], SeenCheckpoint]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first step whose checkpoint differs, and what in it does, in the order of the manifest.
+    """The first step whose checkpoint differs, and its differing names in the order of the manifest.
 
     `after_kill`: the kill behind which it was seen, 0 when none had happened yet.
     """
@@ -62,29 +62,29 @@ class Final:
         return self.step == self.reference_step and not self.differing
 
 
-def index(sights: Iterable[Sight]) -> dict[tuple[str, int], Sight]:
+def index(checkpoints: Iterable[SeenCheckpoint]) -> dict[tuple[str, int], SeenCheckpoint]:
     """By run and step; where a step was done again, the last time counts."""
-    return {(sight.run, sight.step): sight for sight in sights}
+    return {(checkpoint.run, checkpoint.step): checkpoint for checkpoint in checkpoints}
 
 
-def agree(reference: Reference, seen: Iterable[tuple[int, Sight]]) -> Agreement:
-    """`seen`: what the other training's diaries saw, each with the number of kills before."""
+def agree(reference: Reference, seen: Iterable[tuple[int, SeenCheckpoint]]) -> Agreement:
+    """`seen`: what the other training's logs saw, each with the number of kills before."""
     compared: set[tuple[str, int]] = set()
-    differing: dict[tuple[str, int], tuple[int, Sight]] = {}
-    for kills, sight in seen:
-        key = sight.run, sight.step
+    differing: dict[tuple[str, int], tuple[int, SeenCheckpoint]] = {}
+    for kills, checkpoint in seen:
+        key = checkpoint.run, checkpoint.step
         if key in reference:
             compared.add(key)
-            if reference[key].digest != sight.digest:
-                differing.setdefault(key, (kills, sight))
+            if reference[key].digest != checkpoint.digest:
+                differing.setdefault(key, (kills, checkpoint))
     first = min(differing, key=lambda key: key[1], default=None)
     if first is None:
         return Agreement(len(compared), 0, None)
-    kills, sight = differing[first]
-    return Agreement(len(compared), len(differing), _difference(reference[first], sight, kills))
+    kills, checkpoint = differing[first]
+    return Agreement(len(compared), len(differing), _difference(reference[first], checkpoint, kills))
 
 
-def _difference(mine: Sight, other: Sight, kills: int) -> Difference:
+def _difference(mine: SeenCheckpoint, other: SeenCheckpoint, kills: int) -> Difference:
     a, b = mine.contents(), other.contents()
     leaves, values = list(_unlike(a.leaves, b.leaves)), list(_unlike(a.values, b.values))
     names = (*leaves, *values)
@@ -120,7 +120,7 @@ def compare_last(reference: Path, other: Path, run: str, reference_step: int, st
         for name, pieces in _pieces(mine).items():
             if name in differing:
                 continue
-            # Equal checksums already; but nobody needs to trust a checksum who has both files.
+            # The checksums are equal; with both files at hand, compare the bytes as well.
             if not _same_bytes(pieces, stored[name]):
                 differing[name] = None
             nbytes += sum(piece.nbytes for piece in pieces)

@@ -1,20 +1,20 @@
-"""Two checkpoints held against each other: leaves bit by bit in bounded memory, values exactly."""
+"""Which leaves and values of two checkpoints differ: leaves bit by bit in bounded memory, values exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
-
-from holdfast.cli.listing import leaf_order
-from holdfast.cli.numbers import Tally
-from holdfast.cli.windows import Extent, WindowReader, windows
 from holdfast.format.dtypes import itemsize
-from holdfast.state import Node, flatten
-from holdfast.state.node import without_order_of_sets
+from holdfast.inspect.description import exact_bytes, leaf_order, stored_values
+from holdfast.inspect.element_values import Tally
+from holdfast.inspect.leaf_windows import Extent, WindowReader, windows
+from holdfast.inspect.progress import Progress, no_progress
+from holdfast.state import Node
 from holdfast.store import Checkpoint, LeafInfo
+from holdfast.store import open as open_checkpoint
 
 Change = Literal["only in a", "only in b", "dtype", "shape", "bits", "framework", "tied"]
 
@@ -47,6 +47,8 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True)
 class Side:
+    """One of the two checkpoints."""
+
     path: str
     step: int
     created: float
@@ -73,7 +75,19 @@ class Difference:
         return not (self.leaves or self.values or self.structure)
 
 
-class Comparison:
+def compare(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Progress = no_progress
+) -> Difference:
+    """Compares two checkpoints; of a run, its newest. Neither has to fit in memory.
+
+    Leaves are compared bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not. The order of
+    keys counts; step, time and metrics do not. `holdfast.CorruptCheckpoint` if one of them is damaged.
+    """
+    with open_checkpoint(a) as left, open_checkpoint(b) as right:
+        return _Comparison(left, right).run(progress)
+
+
+class _Comparison:
     """Two open checkpoints about to be compared."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint) -> None:
@@ -86,27 +100,21 @@ class Comparison:
             if other is not None and (mine.dtype, mine.shape) == (other.dtype, other.shape):
                 self._pairs[_stored(a, name), _stored(b, name)] = mine
 
-    @property
-    def nbytes(self) -> int:
-        """What `run` has to read of each."""
-        return sum(info.nbytes for info in self._pairs.values())
-
-    def run(self, progress: Callable[[int], None]) -> Difference:
-        """Everything that differs; step, time and metrics are not part of the state."""
+    def run(self, progress: Progress) -> Difference:
         a, b = self._a, self._b
         leaves = tuple(self._leaf_changes(self._tally(progress)))
-        values = tuple(_value_changes(value_nodes(a), value_nodes(b)))
-        structure = not leaves and not values and exact(a.tree) != exact(b.tree)
+        values = tuple(_value_changes(stored_values(a.values), stored_values(b.values)))
+        structure = not leaves and not values and exact_bytes(a.tree) != exact_bytes(b.tree)
         changed = {change.name for change in leaves}
         identical = sum(name in b and name not in changed for name in a)
         return Difference(_side(a), _side(b), leaves, values, structure, identical)
 
-    def _tally(self, progress: Callable[[int], None]) -> dict[tuple[str, str], Tally]:
+    def _tally(self, progress: Progress) -> dict[tuple[str, str], Tally]:
         tallies = {pair: Tally(info.dtype) for pair, info in self._pairs.items()}
         pairs = list(self._pairs)
         names_a, names_b = [mine for mine, _ in pairs], [other for _, other in pairs]
         reader_a, reader_b = WindowReader(self._a), WindowReader(self._b)
-        done = 0
+        done, total = 0, sum(info.nbytes for info in self._pairs.values())
         for spans in windows(Extent(info.nbytes, itemsize(info.dtype)) for info in self._pairs.values()):
             bytes_a, bytes_b = reader_a.read(spans, names_a), reader_b.read(spans, names_b)
             at = 0
@@ -115,7 +123,7 @@ class Comparison:
                 tallies[pairs[span.index]].add(bytes_a[part], bytes_b[part])
                 at += span.nbytes
             done += at
-            progress(done)
+            progress(done, total)
         return tallies
 
     def _leaf_changes(self, tallies: Mapping[tuple[str, str], Tally]) -> Iterator[LeafChange]:
@@ -143,24 +151,11 @@ class Comparison:
                 yield LeafChange(name, "only in b", b=_describe(b.leaves[name]))
 
 
-def value_nodes(checkpoint: Checkpoint) -> dict[str, Node]:
-    """Every value by its dotted name, in the stored form: JSON that keeps type and bits."""
-    return {name: flatten(value).tree for name, value in checkpoint.values.items()}
-
-
-def exact(node: Node) -> bytes:
-    """Equal for equal nodes only: in Python 1, 1.0 and True are equal, and dicts in another order.
-
-    The members of sets have no order, and every process stores them in its own.
-    """
-    return msgspec.json.encode(without_order_of_sets(node))
-
-
 def _value_changes(a: Mapping[str, Node], b: Mapping[str, Node]) -> Iterator[ValueChange]:
     for name, mine in a.items():
         if name not in b:
             yield ValueChange(name, "only in a", a=mine)
-        elif exact(mine) != exact(b[name]):
+        elif exact_bytes(mine) != exact_bytes(b[name]):
             yield ValueChange(name, "value", mine, b[name])
     for name, other in b.items():
         if name not in a:

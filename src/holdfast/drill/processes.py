@@ -1,6 +1,6 @@
-"""One start of the script under drill: begun, watched, and killed without mercy, with all that it started.
+"""One start of the script under drill: started, watched, and killed with all processes that it started.
 
-Owns processes and time-outs. When to kill is `aim`'s, what came of it is for others to judge.
+Owns processes and time-outs. `kill_times` says when to kill, `procedure` what the outcome means.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.checkpointer.drilling import DIARY, DIRECTORY, KILL, Kill
-from holdfast.study.drill.diary import Diary, Phase
+from holdfast.drill.activity import ActivityLog, Phase
+from holdfast.errors import HoldfastError
 
 _QUICK_SECONDS = 0.002
 """Between two looks while a moment to kill is being waited for."""
@@ -26,13 +27,13 @@ _BEGINNING_SECONDS = 1.0
 _TAIL_LINES, _TAIL_NBYTES = 15, 64 << 10
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is how a shell reports it
 
-Trigger = Callable[[Diary, float], bool]
+Trigger = Callable[[ActivityLog, float], bool]
 """Asked again and again, with the time: kill now?"""
-Watch = Callable[[Diary], None]
+Watch = Callable[[ActivityLog], None]
 
 
-class DrillFailed(Exception):
-    """The drill itself could not be held; the message says why, and what to change."""
+class DrillFailed(HoldfastError):
+    """The drill itself could not be done; the message says why, and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Start:
     `wrapped`: the process that trains is not the one that was started, but a child of it.
     """
 
-    diary: Diary
+    log: ActivityLog
     began_at: float
     seconds: float
     exit_code: int
@@ -53,7 +54,7 @@ class Start:
 
     @property
     def phase(self) -> Phase:
-        return self.diary.phase
+        return self.log.phase
 
     @property
     def finished(self) -> bool:
@@ -74,11 +75,11 @@ class Stage:
         *,
         trigger: Trigger | None = None,
         kill: Kill | None = None,
-        watch: Watch = lambda diary: None,
+        watch: Watch = lambda log: None,
     ) -> Start:
         """Starts the command and waits for its end; `trigger` and `kill` are two ways to bring it about."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        diary = Diary(self.directory / DIARY)
+        log = ActivityLog(self.directory / DIARY)
         errors = self.directory / f"start-{number:03d}.err"
         environment = {**os.environ, DIRECTORY: str(self.directory.absolute())}
         environment.pop(KILL, None)
@@ -92,24 +93,24 @@ class Stage:
         ):
             fired = timed_out = False
             while child.poll() is None:
-                diary.follow()
-                watch(diary)
+                log.follow()
+                watch(log)
                 now = time.monotonic()
-                fired = trigger is not None and trigger(diary, now)
+                fired = trigger is not None and trigger(log, now)
                 timed_out = now - began > self.timeout
                 if fired or timed_out:
                     break
                 _pause(child, _SLOW_SECONDS if trigger is None else _QUICK_SECONDS)
         seconds = time.monotonic() - began
-        diary.close()
-        watch(diary)
+        log.close()
+        watch(log)
         code = child.returncode
         # A wrapper (a shell, a launcher) has an exit code of its own when the script dies by its own hand.
-        wrapped = any(account.pid != child.pid for account in diary.accounts.values())
+        wrapped = any(activity.pid != child.pid for activity in log.runs.values())
         by_itself = kill is not None and (code in _KILLED or (code != 0 and wrapped))
         killed = (fired and code != 0) or by_itself
         return Start(
-            diary,
+            log,
             began,
             seconds,
             code,

@@ -1,4 +1,4 @@
-"""What a run's directory holds, damaged and unfinished things included. Reads manifests, never arrays."""
+"""The checkpoints and leftovers in a run's directory, damaged ones included. Reads no arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, ReadFailed
-from holdfast.state import leaf_names
 from holdfast.store import Checkpoint, is_checkpoint, resolve
 from holdfast.store.names import is_step_name
 from holdfast.store.os_errors import reading
@@ -57,7 +56,10 @@ class Listing:
 
 
 def list_run(path: str | os.PathLike[str]) -> Listing:
-    """`CheckpointNotFound` when there is no such directory. A checkpoint's own path lists that one."""
+    """Lists the checkpoints of a run, damaged ones included. The path of a checkpoint lists that one.
+
+    Reads manifests and sizes only. `holdfast.CheckpointNotFound` if the directory does not exist.
+    """
     where = os.path.abspath(path)
     if is_checkpoint(where):
         return Listing(where, (_entry(resolve(where), None),), ())
@@ -77,7 +79,7 @@ def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def _steps(run: str) -> dict[int, str]:
-    """Whatever has the name of a run's checkpoint, oldest first: what is something else is to be told of."""
+    """Everything that has the name of a checkpoint, oldest first, even if it is something else."""
     require_reachable(run)
     with reading(run):
         try:
@@ -91,12 +93,6 @@ def _steps(run: str) -> dict[int, str]:
     }
 
 
-def leaf_order(checkpoint: Checkpoint) -> list[str]:
-    """Names of all leaves in the order of the state; in files they are in the order of their alignment."""
-    named = dict.fromkeys(name for name in leaf_names(checkpoint.tree) if name in checkpoint)
-    return [*named, *(name for name in checkpoint if name not in named)]
-
-
 def leftovers(run: str) -> tuple[Leftover, ...]:
     found = []
     for name in sorted(os.listdir(run)):
@@ -108,7 +104,7 @@ def leftovers(run: str) -> tuple[Leftover, ...]:
 
 
 def directory_nbytes(path: str) -> int:
-    """Bytes of the files in a checkpoint's directory; of one that cannot be looked at, none are known."""
+    """Bytes of the files in a checkpoint's directory; 0 if it cannot be listed."""
     try:
         with os.scandir(path) as entries:
             return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
@@ -132,11 +128,11 @@ def _entry(path: str, step: int | None) -> Entry:
                 damage,
             )
     except (CorruptCheckpoint, ReadFailed, CheckpointNotFound) as error:
-        return Entry(path, step, nbytes, damage=why(error))
+        return Entry(path, step, nbytes, damage=reason_of(error))
 
 
 def is_gone(path: str) -> bool:
-    """Whether there is certainly nothing. (`lexists` says so, too, of what it may not look at.)"""
+    """Whether the path certainly does not exist. (`lexists` is also False where it may not look.)"""
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -146,8 +142,8 @@ def is_gone(path: str) -> bool:
     return False
 
 
-def why(error: Exception) -> str:
-    """What is wrong with a checkpoint, for those who know which one."""
+def reason_of(error: Exception) -> str:
+    """What is wrong with a checkpoint, without its path."""
     return getattr(error, "reason", None) or str(error)
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.study.drill import aim as aiming
-from holdfast.study.drill import drill
-from holdfast.study.drill.aim import Aim, Lengths
-from holdfast.study.drill.child import DrillFailed
-from holdfast.study.drill.drill import DrillOptions, hold
-from holdfast.study.drill.report import DrillReport
+from holdfast.drill import kill_times, procedure
+from holdfast.drill.kill_times import Aim, TrainingProfile
+from holdfast.drill.procedure import DrillOptions, run_drill
+from holdfast.drill.processes import DrillFailed
+from holdfast.drill.report import DrillReport
 
 SCRIPTS = Path(__file__).parent / "scripts"
 QUICK = ("--steps", "16", "--step-seconds", "0.005")
@@ -28,7 +27,7 @@ TIMEOUT = 240.0
 @pytest.fixture(autouse=True)
 def _saves_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills in a save come by a call of the engine, not by the clock, also where syncs take long today."""
-    monkeypatch.setattr(aiming, "_SHORT_SECONDS", math.inf)
+    monkeypatch.setattr(kill_times, "_SHORT_SECONDS", math.inf)
 
 
 def steady(*arguments: str) -> tuple[str, ...]:
@@ -36,7 +35,9 @@ def steady(*arguments: str) -> tuple[str, ...]:
 
 
 def held(tmp_path: Path, command: tuple[str, ...], times: int = 1, **options: float) -> DrillReport:
-    return hold(DrillOptions(command, times=times, directory=tmp_path / "drill", timeout=TIMEOUT, **options))  # type: ignore[arg-type]
+    return run_drill(
+        DrillOptions(command, times=times, directory=tmp_path / "drill", timeout=TIMEOUT, **options)
+    )  # type: ignore[arg-type]
 
 
 def kinds(report: DrillReport) -> list[str]:
@@ -44,15 +45,15 @@ def kinds(report: DrillReport) -> list[str]:
 
 
 def test_a_training_that_resumes_as_it_should_passes(tmp_path: Path) -> None:
-    told: list[drill.News] = []
+    told: list[procedure.DrillProgress] = []
     options = DrillOptions(steady(), times=4, directory=tmp_path / "drill", timeout=TIMEOUT)
-    report = hold(options, told.append)
+    report = run_drill(options, told.append)
     assert report.problems == ()
     assert report.ok
     assert len(report.kills) == 4
     assert sum(report.phases.values()) == 4
     assert any(kill.aim == "saving" for kill in report.kills)
-    if report.rounds == 1:  # else the draw of another round, whose call may be the last of its save
+    if report.rounds == 1:  # else the draw_aims of another round, whose call may be the last of its save
         assert report.phases["saving"] >= 1
     assert report.steps == 16
     assert max(report.lost) <= 1
@@ -63,7 +64,7 @@ def test_a_training_that_resumes_as_it_should_passes(tmp_path: Path) -> None:
     assert report.causes == ()
     assert report.restored_seconds is not None
     assert 0 < report.restored_seconds.median <= report.restored_seconds.longest
-    assert {news.doing for news in told} >= {"undisturbed", "kill 1 of 4", "kill 4 of 4"}
+    assert {progress.doing for progress in told} >= {"undisturbed", "kill 1 of 4", "kill 4 of 4"}
     # What was kept is what the report is about.
     names = {path.name for path in (tmp_path / "drill").iterdir()}
     assert names == {"reference", *[f"killed-{number}" for number in range(1, report.rounds + 1)]}
@@ -164,7 +165,7 @@ def test_a_script_that_fails_when_resumed_is_shown_with_its_own_words(tmp_path: 
 @pytest.mark.slow
 def test_a_script_that_hangs_when_resumed_runs_into_the_time_out(tmp_path: Path) -> None:
     options = DrillOptions(steady("--hang-on-resume"), times=1, directory=tmp_path / "drill", timeout=10)
-    report = hold(options)
+    report = run_drill(options)
     assert kinds(report) == ["time-out"]
     assert "did not end within 10 s" in report.problems[0].message
 
@@ -179,14 +180,14 @@ def test_a_script_that_removes_its_run_in_the_end_is_compared_step_by_step(tmp_p
 def test_a_second_undisturbed_run_that_fails_takes_nothing_of_the_report_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = drill._Drill._reference
+    real = procedure._Procedure._reference
 
-    def reference(self: drill._Drill, name: str, doing: str) -> object:
+    def reference(self: procedure._Procedure, name: str, doing: str) -> object:
         if name == "reference-2":
             raise DrillFailed("the command failed by itself")
         return real(self, name, doing)
 
-    monkeypatch.setattr(drill._Drill, "_reference", reference)
+    monkeypatch.setattr(procedure._Procedure, "_reference", reference)
     report = held(tmp_path, steady("--forget-random"))
     assert kinds(report) == ["final", "differs", "undisturbed"]
     assert "the command failed by itself" in report.problems[-1].message
@@ -231,7 +232,7 @@ def test_a_script_that_cannot_be_drilled_is_told_why(tmp_path: Path, code: str, 
 
 def test_a_script_that_does_not_end_undisturbed_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(DrillFailed, match=r"did not end within 0\.2 s"):
-        hold(DrillOptions(("sleep", "60"), directory=tmp_path / "drill", timeout=0.2))
+        run_drill(DrillOptions(("sleep", "60"), directory=tmp_path / "drill", timeout=0.2))
 
 
 def test_a_command_that_cannot_be_started_is_an_error_with_its_name(tmp_path: Path) -> None:
@@ -250,8 +251,8 @@ def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
 def test_a_training_that_is_over_before_it_can_be_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drill, "arrange", lambda aim, lengths: (lambda diary, now: False, None))
-    monkeypatch.setattr(drill, "_FRUITLESS_ROUNDS", 2)
+    monkeypatch.setattr(procedure, "how_to_kill", lambda aim, profile: (lambda log, now: False, None))
+    monkeypatch.setattr(procedure, "_FRUITLESS_ROUNDS", 2)
     with pytest.raises(DrillFailed, match="finished before it could be killed"):
         held(tmp_path, steady())
     assert (tmp_path / "drill" / "killed-2").is_dir()  # it was tried more than once
@@ -261,16 +262,16 @@ def test_a_training_that_ends_too_early_is_begun_again_for_the_other_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No kill in the first training; one in the second, none in its second start; one in the third."""
-    real, calls = drill.arrange, 0
+    real, calls = procedure.how_to_kill, 0
 
-    def arrange(aim: Aim, lengths: Lengths) -> object:
+    def how_to_kill(aim: Aim, profile: TrainingProfile) -> object:
         nonlocal calls
         calls += 1
         if calls in (1, 3):
-            return lambda diary, now: False, None
-        return real(replace(aim, kind="saving"), lengths)  # by a call of the engine: certain
+            return lambda log, now: False, None
+        return real(replace(aim, kind="saving"), profile)  # by a call of the engine: certain
 
-    monkeypatch.setattr(drill, "arrange", arrange)
+    monkeypatch.setattr(procedure, "how_to_kill", how_to_kill)
     report = held(tmp_path, steady(), times=2)
     assert report.problems == ()
     assert (len(report.kills), report.rounds) == (2, 3)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.cli.windows import Bytes
 from holdfast.errors import UnsupportedState
 from holdfast.format.dtypes import itemsize
+from holdfast.inspect.leaf_windows import Bytes
 from holdfast.state.numpy_arrays import NATIVE, numpy_dtype
 
 Array = np.ndarray[Any, Any]

@@ -1,6 +1,6 @@
-"""What a script under drill wrote down: its diary, followed while it grows, and what it says of each run.
+"""The log that a script's Checkpointer writes under a drill, followed while it grows.
 
-Owns the reading. `holdfast.checkpointer.drilling` writes it, `drill` decides what it means.
+Owns the reading. `holdfast.checkpointer.drilling` writes the log, `procedure` decides what it means.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _PROMPT = ("sync", "overlap")
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """One checkpoint as the diary saw it; where its line stands, for who needs to know every leaf."""
+class SeenCheckpoint:
+    """One checkpoint in the log. Its line, at `offset`, has the digest of every leaf."""
 
     run: str
     step: int
     digest: str
-    diary: Path
+    log: Path
     offset: int
     nbytes: int
 
     def contents(self) -> Contents:
-        with self.diary.open("rb") as file:
+        with self.log.open("rb") as file:
             file.seek(self.offset)
             return msgspec.json.decode(file.read(self.nbytes), type=Observed).contents
 
 
 @dataclass(slots=True)
-class Account:
-    """One run in one start of the script, as far as the diary goes.
+class RunActivity:
+    """One run in one start of the script, as far as the log goes.
 
     `restored` is where the start went on; should it restore again later, `gone_back` is the last of those.
     """
@@ -117,16 +117,16 @@ class Account:
         return max(self.durable or 0, restored or 0, *before, 0)
 
 
-class Diary:
-    """The part of a diary that one start of the script writes: from its present end on.
+class ActivityLog:
+    """The part of a log that one start of the script writes: from its present end on.
 
     `follow` reads what has been added since the last time.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.accounts: dict[str, Account] = {}
-        self.sights: list[Sight] = []
+        self.runs: dict[str, RunActivity] = {}
+        self.checkpoints: list[SeenCheckpoint] = []
         self._offset = path.stat().st_size if path.exists() else 0
         self._rest = b""
 
@@ -155,15 +155,17 @@ class Diary:
         self._rest = rest
 
     def _note(self, mark: Mark, nbytes: int) -> None:
-        account = self.accounts.get(mark.run)
-        if account is None:
-            account = self.accounts[mark.run] = Account(mark.run, mark.pid, mark.at)
-        account.note(mark)
+        activity = self.runs.get(mark.run)
+        if activity is None:
+            activity = self.runs[mark.run] = RunActivity(mark.run, mark.pid, mark.at)
+        activity.note(mark)
         if mark.digest is not None and mark.step is not None:
-            self.sights.append(Sight(mark.run, mark.step, mark.digest, self.path, self._offset, nbytes))
+            self.checkpoints.append(
+                SeenCheckpoint(mark.run, mark.step, mark.digest, self.path, self._offset, nbytes)
+            )
 
     @property
     def phase(self) -> Phase:
         """Where in its life the script is: in a save if any of its runs is."""
-        phases = {account.phase for account in self.accounts.values()}
+        phases = {activity.phase for activity in self.runs.values()}
         return next((phase for phase in reversed(PHASES) if phase in phases), "starting")

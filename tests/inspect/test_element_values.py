@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cli.numbers import Tally, values
+from holdfast.inspect.element_values import Tally, values
 from holdfast.state.numpy_arrays import ML_DTYPES
 
 ALL_BYTES = np.arange(256, dtype=np.uint8)

@@ -3,7 +3,7 @@
 1. Write a temporary file beside the target, a window of leaves at a time, each checked against its checksums.
 2. Sync it. 3. Rename it to the target. 4. Sync the directory.
 
-Whatever fails before the rename leaves the target as it was.
+A failure before the rename leaves the target as it was.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from holdfast import engine
-from holdfast.cli.windows import Bytes, Extent, Span, WindowReader, windows
-from holdfast.engine import ALIGNMENT, Memory, Produced, Tuning, WritePiece, fs
+from holdfast.engine import ALIGNMENT, SAVING, Memory, Produced, WritePiece, fs
 from holdfast.errors import CheckpointExists, EngineTimeout
 from holdfast.format.dtypes import carrier, itemsize
 from holdfast.format.shard import HeaderEntry, build_header, entry_name
+from holdfast.inspect.leaf_windows import Bytes, Extent, Span, WindowReader, windows
+from holdfast.inspect.progress import Progress, no_progress
 from holdfast.store import Checkpoint, is_checkpoint
+from holdfast.store import open as open_checkpoint
 from holdfast.store.names import PARTIAL, RETIRED
 from holdfast.store.os_errors import saving
 
@@ -32,7 +34,7 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """`tied` are names left out because another name in the file has the same bytes."""
+    """What `export` wrote. `tied`: names left out because another name in the file has the same bytes."""
 
     path: str
     step: int
@@ -41,8 +43,27 @@ class Exported:
     tied: dict[str, str]
 
 
-class Export:
-    """What shall be written: every stored leaf once, under the first of its chosen names."""
+def export(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    select: Sequence[str] | None = None,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> Exported:
+    """Writes leaves of a checkpoint (of a run: its newest) as one safetensors file, durable on return.
+
+    `select`: globs; only the leaves that match any of them are written. Tied leaves are written once, under
+    their first name; the others are listed in the file's metadata, next to the step. Every byte is verified
+    on the way. `holdfast.CheckpointExists` if `output` exists, unless `force`.
+    """
+    with open_checkpoint(path) as checkpoint:
+        chosen = checkpoint.select(list(select)) if select else list(checkpoint.leaves)
+        return _Export(checkpoint, chosen).write(os.path.abspath(output), force=force, progress=progress)
+
+
+class _Export:
+    """The leaves to be written: every stored leaf once, under the first of its chosen names."""
 
     def __init__(self, checkpoint: Checkpoint, chosen: Sequence[str]) -> None:
         self._checkpoint = checkpoint
@@ -66,7 +87,7 @@ class Export:
     def nbytes(self) -> int:
         return len(self._header) + sum(self._checkpoint.leaves[name].nbytes for name in self._order)
 
-    def write(self, path: str, *, force: bool, progress: Callable[[int], None]) -> Exported:
+    def write(self, path: str, *, force: bool, progress: Progress) -> Exported:
         """Writes the file; when this returns it is durable."""
         with saving(path):
             _refuse(path, force)
@@ -84,7 +105,7 @@ class Export:
             fs.sync_dir(directory)
         return Exported(path, self._checkpoint.step, len(self._order), self.nbytes, self._tied)
 
-    def _write(self, path: str, progress: Callable[[int], None]) -> None:
+    def _write(self, path: str, progress: Progress) -> None:
         header = np.frombuffer(self._header, np.uint8)
         pieces = [WritePiece(0, Memory(header.ctypes.data, len(header), header))]
         at = len(header)
@@ -94,12 +115,12 @@ class Export:
             window = _Window(reader, spans, self._order)
             pieces.append(WritePiece(at, Produced(window.nbytes, window.fill)))
             at += window.nbytes
-        tuning = Tuning(backend=engine.choose_backend(os.path.dirname(path)))
+        tuning = replace(SAVING, backend=engine.choose_backend(os.path.dirname(path)))
         # Direct I/O wants whole blocks, and readers the exact size: the zeros at the end are cut off again.
         job = engine.write(path, -(-at // ALIGNMENT) * ALIGNMENT, pieces, tuning=tuning)
         try:
             while not _finished(job):
-                progress(job.progress)
+                progress(job.progress, self.nbytes)
         except BaseException:
             job.cancel()
             raise
@@ -166,21 +187,21 @@ def _finished(job: engine.WriteJob) -> bool:
 
 
 def _refuse(path: str, force: bool) -> None:
-    """Raises unless a file may be put there: nothing but a file is replaced, and nothing in a checkpoint."""
+    """Raises unless a file may be written there: only files are replaced, and none in a checkpoint."""
     directory = os.path.realpath(os.path.dirname(path))
     if is_checkpoint(directory) or directory.endswith((PARTIAL, RETIRED)):
         raise CheckpointExists(
-            f"{path} lies inside of a checkpoint, which nobody changes: choose another place"
+            f"{path} is inside of a checkpoint, and checkpoints are immutable: choose another place"
         )
     if not os.path.lexists(path):
         return
     if os.path.isdir(path):
         raise CheckpointExists(f"{path} is a directory: name a file to write")
-    # A link that leads nowhere, too, may go: it is the name that is replaced, not what it leads to.
+    # A dangling link may be replaced, too: the name is replaced, not the target of the link.
     if os.path.exists(path) and not os.path.isfile(path):
-        raise CheckpointExists(f"{path} is not a regular file, and nothing else is replaced: name another")
+        raise CheckpointExists(f"{path} is not a regular file, so it is not replaced: choose another name")
     if not force:
-        raise CheckpointExists(f"{path} exists: choose another name, or pass --force to replace it")
+        raise CheckpointExists(f"{path} exists: choose another name, or force (--force) to replace it")
 
 
 def _refuse_own(path: str, checkpoint: Checkpoint) -> None:

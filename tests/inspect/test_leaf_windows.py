@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.cli.windows import Extent, WindowReader, windows
+from holdfast.inspect.leaf_windows import Extent, WindowReader, windows
 
 EXTENTS = st.lists(
     st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 2, 3, 8, 20])).map(

@@ -1,11 +1,11 @@
-"""Why two trainings usually differ, judged by which leaf differs first and by what the state holds at all."""
+"""Why two trainings usually differ, by which leaf differs first and by the names in the state."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-from holdfast.study.drill.judge import Difference
+from holdfast.drill.comparison import Difference
 
 _RANDOM = re.compile(r"(^|[._])(rng|random\w*|generators?|seeds?)($|[._])", re.IGNORECASE)
 # Whole components only: BatchNorm's num_batches_tracked is no place in the data.
@@ -34,7 +34,7 @@ _CLOCK_HINT = (
 )
 _DATA_HINT = (
     "{name}: the place in the data does not come back; wrap the loader with holdfast.data, "
-    "or draw the batch from the step number"
+    "or draw_aims the batch from the step number"
 )
 _RANDOM_HINT = (
     "{name}: a random number generator is in the state, but something draws from it between restore() and "
@@ -42,11 +42,11 @@ _RANDOM_HINT = (
 )
 _NO_RANDOM = (
     'random number generators are not in the state: add "rng": holdfast.rng() '
-    "(Python, NumPy, torch; dropout, shuffling and augmentation draw from them)"
+    "(Python, NumPy, torch; dropout, shuffling and augmentation draw_aims from them)"
 )
 _NO_DATA = (
     'the order of the data is not in the state: add the loader ("data": holdfast.data...), '
-    "or draw each batch from the step number"
+    "or draw_aims each batch from the step number"
 )
 _BUFFER_HINT = "{name} is a buffer or an average: is the object in the state the one that training updates?"
 _OPTIMIZER_HINT = (
@@ -59,7 +59,7 @@ _REST = (
 )
 
 
-def causes(difference: Difference, state: Iterable[str], *, undisturbed_too: bool) -> tuple[str, ...]:
+def likely_causes(difference: Difference, state: Iterable[str], *, undisturbed_too: bool) -> tuple[str, ...]:
     """What commonly causes such a difference, the likeliest first. `state`: all names in it."""
     if undisturbed_too:
         unseeded = _first(_RANDOM, difference.names)

@@ -1,4 +1,4 @@
-"""What this machine and one directory's filesystem can do: facts, measured speed, and advice from both."""
+"""What this machine and a directory's filesystem can do: facts, measured speed, and advice from both."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import platform
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast import __version__, engine
-from holdfast.engine import Tuning
+from holdfast.engine import READING, SAVING
 from holdfast.errors import EngineUnavailable
+from holdfast.inspect.progress import Progress, no_progress
 
+SPEED_NBYTES = 256 << 20
+"""Enough to see a device's speed, written and read `_REPEATS` times."""
 _SYNCS = 20
 _HASH_NBYTES = 64 << 20
 _REPEATS = 3
@@ -65,7 +68,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Medians. `cached`: the page cache took part, so these are no speeds of a device."""
+    """Medians. `cached`: the page cache took part, so these are not the device's speeds."""
 
     nbytes: int
     write_seconds: float
@@ -80,7 +83,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All that was found out. `problems`: why saves here would fail; `advice`: what would help."""
+    """What `diagnose` found. `problems`: why saves here would fail; `advice`: what would help."""
 
     directory: str
     holdfast: str
@@ -102,10 +105,18 @@ class Diagnosis:
     advice: tuple[str, ...]
 
 
-def examine(
-    directory: Path, *, speed_nbytes: int, import_torch: bool, progress: Callable[[int], None]
+def diagnose(
+    directory: str | os.PathLike[str],
+    *,
+    speed_nbytes: int = SPEED_NBYTES,
+    import_torch: bool = False,
+    progress: Progress = no_progress,
 ) -> Diagnosis:
-    """Looks at everything; ``speed_nbytes=0`` writes nothing but the trial of direct I/O."""
+    """Examines the machine and the filesystem of a directory where checkpoints shall go.
+
+    Writes and reads `speed_nbytes` three times to measure speed; 0 writes only a trial of direct I/O.
+    `import_torch`: import torch to ask it for GPUs.
+    """
     where = os.path.abspath(directory)
     if not os.path.isdir(where):
         kind = NotADirectoryError if os.path.exists(where) else FileNotFoundError
@@ -269,18 +280,20 @@ def _hash_speed() -> float:
     return _HASH_NBYTES / min(seconds)
 
 
-def _measure(where: str, nbytes: int, backend: str, progress: Callable[[int], None]) -> Speed:
+def _measure(where: str, nbytes: int, backend: str, progress: Progress) -> Speed:
     """Interleaved, so that a device that is busy for a while slows down both."""
-    tuning = Tuning(backend=next(name for name in engine.BACKENDS if name == backend))
+    chosen = next(name for name in engine.BACKENDS if name == backend)
+    saving, reading = replace(SAVING, backend=chosen), replace(READING, backend=chosen)
     path = os.path.join(where, f".holdfast-doctor-{uuid.uuid4().hex[:12]}")
     huge_pages = engine.huge_pages_given()  # as saves and restores do
     writes, reads = [], []
+    total = 2 * _REPEATS * nbytes
     try:
         for number in range(_REPEATS):
-            writes.append(engine.raw_write(path, nbytes, tuning, huge_pages=huge_pages))
-            progress((2 * number + 1) * nbytes)
-            reads.append(engine.raw_read(path, nbytes, tuning, huge_pages=huge_pages))
-            progress((2 * number + 2) * nbytes)
+            writes.append(engine.raw_write(path, nbytes, saving, huge_pages=huge_pages))
+            progress((2 * number + 1) * nbytes, total)
+            reads.append(engine.raw_read(path, nbytes, reading, huge_pages=huge_pages))
+            progress((2 * number + 2) * nbytes, total)
             os.unlink(path)
         syncs = list(_syncs(path))
     finally:
@@ -293,11 +306,6 @@ def _measure(where: str, nbytes: int, backend: str, progress: Callable[[int], No
         statistics.median(syncs),
         backend == "buffered",
     )
-
-
-def total_nbytes(speed_nbytes: int) -> int:
-    """What `examine` moves while it measures."""
-    return 2 * _REPEATS * speed_nbytes
 
 
 def _syncs(path: str) -> Iterator[float]:
