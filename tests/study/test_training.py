@@ -388,14 +388,18 @@ class TestRestart:
     def test_torch_goes_on_from_the_newer_file_and_from_the_other_when_that_is_torn(
         self, trainer: Trainer, tmp_path: Path
     ) -> None:
-        completed, save = training_child.open_torch(tmp_path, trainer)
-        assert completed == 0
-        save(1)
-        save(2)
-        assert training_child.open_torch(tmp_path, trainer)[0] == 2
+        def resume() -> int:
+            return peers.TRAINING["torch"]().resume(tmp_path, trainer)
+
+        assert resume() == 0
+        peer = peers.TRAINING["torch"]()
+        peer.open(tmp_path, trainer)
+        peer.save(1)
+        peer.save(2)
+        assert resume() == 2
         torn = tmp_path / "0.pt"
         torn.write_bytes(torn.read_bytes()[:1000])
-        assert training_child.open_torch(tmp_path, trainer)[0] == 1
+        assert resume() == 1
 
 
 def test_every_way_to_train_is_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from holdfast.cli.session import Json, Session, session
 if TYPE_CHECKING:
     from holdfast.study.runner import Suite
 
-_TRAINING = "Training"
+_train = partial(typer.Option, rich_help_panel="Training")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _QUICK_NBYTES = 128 << 20
 
@@ -89,58 +90,25 @@ def bench(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds.")] = False,
     training: Annotated[
-        bool,
-        typer.Option(
-            "--training",
-            help="What a checkpoint after every step costs a training.",
-            rich_help_panel=_TRAINING,
-        ),
+        bool, _train("--training", help="What a checkpoint after every step costs a training.")
     ] = False,
-    layers: Annotated[
-        int | None, typer.Option("--layers", min=1, help="Of the model.", rich_help_panel=_TRAINING)
-    ] = None,
-    width: Annotated[
-        int | None,
-        typer.Option("--width", min=64, help="Of the model, a multiple of 64.", rich_help_panel=_TRAINING),
-    ] = None,
+    layers: Annotated[int | None, _train("--layers", min=1, help="Of the model.")] = None,
+    width: Annotated[int | None, _train("--width", min=64, help="Of the model, a multiple of 64.")] = None,
     batch: Annotated[
         int | None,
-        typer.Option(
-            "--batch",
-            min=1,
-            help="Sequences per step. Default: so many that a step takes about 1.5 s.",
-            rich_help_panel=_TRAINING,
-        ),
+        _train("--batch", min=1, help="Sequences per step. Default: so many that a step takes about 1.5 s."),
     ] = None,
-    sequence: Annotated[
-        int | None,
-        typer.Option("--sequence", min=1, help="Tokens each. Default: 128.", rich_help_panel=_TRAINING),
-    ] = None,
+    sequence: Annotated[int | None, _train("--sequence", min=1, help="Tokens each. Default: 128.")] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(
-            "--steps",
-            min=1,
-            help="Counted steps of each system in each round. Default: 3.",
-            rich_help_panel=_TRAINING,
-        ),
+        int | None, _train("--steps", min=1, help="Counted steps of each system in each round. Default: 3.")
     ] = None,
     sweep: Annotated[
         bool | None,
-        typer.Option(
-            "--sweep/--no-sweep",
-            help="How far a checkpoint can outgrow a step. Default: yes.",
-            rich_help_panel=_TRAINING,
-        ),
+        _train("--sweep/--no-sweep", help="How far a checkpoint can outgrow a step. Default: yes."),
     ] = None,
     restarts: Annotated[
         int | None,
-        typer.Option(
-            "--restarts",
-            min=0,
-            help="How often trainings are killed and timed until they go on. Default: 2.",
-            rich_help_panel=_TRAINING,
-        ),
+        _train("--restarts", min=0, help="How often trainings are killed and restarted. Default: 2."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -8,6 +8,7 @@ all of them alike. Peers write over two names in turns, in place: the newest dur
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -40,6 +41,10 @@ class TrainingPeer(ABC):
 
     def open(self, directory: Path, trainer: Trainer) -> None:
         self._directory, self._trainer = directory, trainer
+
+    def resume(self, directory: Path, trainer: Trainer) -> int:
+        """`open`, in a new process, with the newest checkpoint restored; the steps completed, 0 for none."""
+        raise NotImplementedError(f"{self.title} is not measured in restarts")
 
     @abstractmethod
     def save(self, step: int) -> None:
@@ -85,6 +90,15 @@ class Overlap(TrainingPeer):
         return super().missing() or missing_holdfast()
 
     def open(self, directory: Path, trainer: Trainer) -> None:
+        # Each round goes on with the trainer as it is, not as the last round saved it.
+        self._make(directory, trainer, start_over=True)
+
+    def resume(self, directory: Path, trainer: Trainer) -> int:
+        self._make(directory, trainer, start_over=False)
+        completed: int = self._checkpointer.restore()
+        return completed
+
+    def _make(self, directory: Path, trainer: Trainer, *, start_over: bool) -> None:
         import holdfast
 
         self._checkpointer = holdfast.Checkpointer(
@@ -93,7 +107,7 @@ class Overlap(TrainingPeer):
             mode=self.mode,  # type: ignore[arg-type]
             keep=holdfast.Keep(last=2),
             preemption=False,  # a benchmark that is told to stop stops
-            start_over=True,  # each round goes on with the trainer as it is, not as the last round saved it
+            start_over=start_over,
         )
         if self._checkpointer.mode != self.mode:
             raise RuntimeError(f"asked for {self.mode!r}, the Checkpointer does {self._checkpointer.mode!r}")
@@ -144,9 +158,24 @@ class TorchSaveEachStep(TrainingPeer):
         import torch
 
         path = self._path(step)
-        torch.save(state, path)
+        torch.save({**state, "step": step}, path)
         sync_tree(path)
         self.durable = step
+
+    def resume(self, directory: Path, trainer: Trainer) -> int:
+        import torch
+
+        self.open(directory, trainer)
+        files = sorted(directory.glob("?.pt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in files:
+            try:
+                loaded: dict[str, Any] = torch.load(path, weights_only=True)
+            except (RuntimeError, EOFError, pickle.UnpicklingError):
+                continue  # the kill came in the middle of its save
+            trainer.model.load_state_dict(loaded["model"])
+            trainer.optimizer.load_state_dict(loaded["optimizer"])
+            return int(loaded["step"])
+        return 0
 
     def differs(self, trainer: Trainer) -> str | None:
         import torch

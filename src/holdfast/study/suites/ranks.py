@@ -238,11 +238,11 @@ class RanksSuite(Suite):
             "GB/s: bytes of one copy of the state (GB is 10^9), over the time from the first rank's start to "
             "the last one's end; of a load, too, however many ranks receive it. 'of raw': of one process "
             f"that writes (reads) as much; '{TIMES}Holdfast': how many times as fast as that row Holdfast "
-            "is; 'shares': how far apart the bytes of the ranks are, of a share, or how many of them wrote "
-            "any; 'copies': what is on the disk, over the state. Recycling is the steady state of a training; "
-            "Holdfast alone makes a new directory, and meets, plans and compares replicas each time. The raw "
-            "limit is that of one process, normal pages and a new file: several writers, huge pages, and "
-            "writing over an old file can be faster.",
+            "is; 'shares': how far apart the bytes of the ranks are, of a share, or how many ranks wrote "
+            "any; 'copies': what is on the disk, over the state. Recycling is the steady state of a "
+            "training; Holdfast alone makes a new directory, and meets, plans and compares replicas each "
+            "time. The raw limit is that of one process, normal pages and a new file: several writers, huge "
+            "pages, and writing over an old file can be faster."
         ]
         if result.facts["most_ranks"] > result.machine.cpu_count:
             notes.append(

@@ -209,28 +209,31 @@ class SaveLoadSuite(Suite):
             f"GB is 10^9 bytes. 'of raw' is the share of the raw device limit; '{TIMES}Holdfast' says how "
             "many times as fast as that row Holdfast is; 'peak MiB' is the growth of resident memory in the "
             "worst round, where a load's includes the loaded state. safetensors maps its file, and is timed "
-            "until every page is in memory. The raw limit is that of a new file; recycling writes over an old one, "
-            "which can be faster. A small save is one array of 64 KiB."
+            "until every page is in memory. The raw limit is that of a new file; recycling writes over an "
+            "old one, which can be faster."
         ]
         if result.temperature == "warm":
             notes.append("The page cache could not be emptied: peers read from memory.")
         return notes
 
     def bars(self, result: Result) -> list[Bar]:
-        if self.shape == "many-small":
-            found = [_faster(result, "save", "safetensors", 1.0, "many small tensors, against safetensors")]
-        else:
-            found = [
-                _faster(result, "save", "raw", 0.90, "save, of the raw direct write"),
-                _faster(result, "save", "torch", 2.5, "save, against torch.save + fsync"),
-                _faster(result, "save", "dcp", 2.5, "save, against torch DCP + fsync"),
-                _faster(result, "save", "safetensors", 1.4, "save, against safetensors + fsync"),
-                _faster(result, "save", "torch-no-crc", 1.4, "save, against torch.save, no CRC + fsync"),
-                _cpu(result),
-                _faster(result, "load", "raw", 0.85, "cold load, of the raw direct read"),
-                _faster(result, "load", "torch", 1.3, "cold load, against torch.load"),
-            ]
+        promised = _PROMISES if self.shape != "many-small" else _PROMISES_FOR_MANY_SMALL
+        found = [_faster(result, *promise) for promise in promised]
+        if self.shape != "many-small":
+            found.append(_cpu(result))
         return [*found, _memory(result), *_import(result), _latency(result)]
+
+
+_PROMISES = (
+    ("save", "raw", 0.90, "save, of the raw direct write"),
+    ("save", "torch", 2.5, "save, against torch.save + fsync"),
+    ("save", "dcp", 2.5, "save, against torch DCP + fsync"),
+    ("save", "safetensors", 1.4, "save, against safetensors + fsync"),
+    ("save", "torch-no-crc", 1.4, "save, against torch.save, no CRC + fsync"),
+    ("load", "raw", 0.85, "cold load, of the raw direct read"),
+    ("load", "torch", 1.3, "cold load, against torch.load"),
+)
+_PROMISES_FOR_MANY_SMALL = (("save", "safetensors", 1.0, "many small tensors, against safetensors"),)
 
 
 def rates(row: Row, gigabytes: float) -> Spread | None:

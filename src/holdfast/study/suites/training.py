@@ -172,13 +172,13 @@ class Restart(Case):
 
     def __init__(self, key: str, title: str, shape: Gpt2, load: Load) -> None:
         self.key, self.title = key, title
-        self._system = key.split("-")[0]
+        self._system = "overlap" if key == "holdfast" else "torch"
         self._cold = key != "torch-cached"
         self._shape, self._load = shape, load
         self._last_step = 0
 
     def missing(self) -> str | None:
-        return missing_modules("torch") or (missing_holdfast() if self._system == "holdfast" else None)
+        return missing_modules("torch") or (missing_holdfast() if self.key == "holdfast" else None)
 
     def setup(self, directory: Path) -> None:
         self._directory = directory / "kept"
