@@ -14,6 +14,7 @@ import pytest
 from holdfast.cli.bench import parse_size
 from holdfast.study import cache, results, runner
 from holdfast.study.report import from_json
+from holdfast.study.suite import Suite
 from holdfast.study.suites.ranks import RanksSuite
 from holdfast.study.suites.save_load import SaveLoadSuite
 from holdfast.study.suites.scale import ScaleSuite
@@ -31,7 +32,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The suites that would have been run."""
     found: list[Any] = []
 
-    def record(suite: runner.Suite, directory: Path, console: object, *, check: bool) -> results.Result:
+    def record(suite: Suite, directory: Path, console: object, *, check: bool) -> results.Result:
         found.append(suite)
         facts = {"state_nbytes": 1e9, "most_ranks": 4}
         return result(row("save", "holdfast", seconds=1.0), facts=facts)

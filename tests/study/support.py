@@ -11,7 +11,7 @@ from rich.console import Console
 
 from holdfast.study.report import render
 from holdfast.study.results import Machine, Result, Row, Sample
-from holdfast.study.runner import Case, Group, Needs, Suite, Turn
+from holdfast.study.suite import Case, Group, Needs, Suite, Turn
 from holdfast.study.views import View
 
 

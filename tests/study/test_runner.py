@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.study import machine, runner
+from holdfast.study import cache, machine, runner
 from holdfast.study.costs import cost_of
 from holdfast.study.results import CPU_SECONDS, PEAK_NBYTES, SECONDS
-from holdfast.study.runner import Group, Needs, turns
+from holdfast.study.runner import turns
+from holdfast.study.suite import Group, Needs, Turn
 
 from .support import Scripted, ScriptedSuite, quiet
 
@@ -112,10 +113,10 @@ def test_a_suite_that_breaks_off_keeps_what_was_measured(tmp_path: Path) -> None
 
 def test_one_warm_load_makes_the_run_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([("cold", "fadvise")] * 2 + [("warm", "no")])
-    monkeypatch.setattr(runner.cache, "empty", lambda files: next(answers))
+    monkeypatch.setattr(cache, "empty", lambda files: next(answers))
 
     class Loading(Scripted):
-        def measure(self, turn: runner.Turn) -> None:
+        def measure(self, turn: Turn) -> None:
             turn.empty_cache([])
             super().measure(turn)
 

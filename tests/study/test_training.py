@@ -17,6 +17,7 @@ from holdfast.study.peers import training as training_peers
 from holdfast.study.peers.training import TrainingPeer
 from holdfast.study.results import Bar, Result, Row
 from holdfast.study.states import Gpt2
+from holdfast.study.suite import Group, Turn
 from holdfast.study.suites import training, training_child
 from holdfast.study.suites.training import Restart, Steps, TrainingSuite, places, predicted_stall
 from holdfast.study.training_model import Load, Trainer
@@ -229,9 +230,9 @@ class Clock:
 
 
 class OneCase(TrainingSuite):
-    def groups(self, room: Path) -> Iterator[runner.Group]:
+    def groups(self, room: Path) -> Iterator[Group]:
         self._nbytes, self._load = 1, LOAD
-        yield runner.Group("steps", [self.case], self.rounds, warm_up=0)
+        yield Group("steps", [self.case], self.rounds, warm_up=0)
 
 
 class TestSteps:
@@ -370,7 +371,7 @@ class TestRestart:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         case = Restart("holdfast", "Holdfast", TINY, LOAD)
         case.setup(tmp_path)
-        turn = runner.Turn(None, tmp_path, 1, 0, True)  # type: ignore[arg-type]
+        turn = Turn(tmp_path, 1)
         case.measure(turn)
         assert turn.samples == [], "there was nothing to restart from"
         case.measure(turn)

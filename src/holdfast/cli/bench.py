@@ -14,7 +14,7 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.study.runner import Suite
+    from holdfast.study.suite import Suite
 
 _train = partial(typer.Option, rich_help_panel="Training")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

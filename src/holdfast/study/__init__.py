@@ -2,7 +2,8 @@
 
 | module | what it owns |
 |---|---|
-| `runner` | the suite and case that a measurement declares; interleaved rounds, warm-up, cleaning up |
+| `suite` | what a measurement declares: suite, group, case, and the turn in which a case times its calls |
+| `runner` | interleaved rounds, warm-up, cleaning up |
 | `results` | what was measured, as typed records; medians, ratios, intervals, and the verdict on a promise |
 | `views`, `report`, `plot`, `picture` | tables, JSON, markdown, pictures |
 | `costs`, `cache`, `machine` | clocks and memory; the page cache; the machine and its free space |

@@ -9,8 +9,7 @@ import shutil
 from pathlib import Path
 
 from holdfast.study.costs import cpu_seconds
-from holdfast.study.report import size
-from holdfast.study.results import Machine
+from holdfast.study.results import Machine, size
 
 
 def look_for_room(directory: Path, disk_nbytes: int, memory_nbytes: int) -> None:

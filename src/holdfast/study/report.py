@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import rich.table
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from holdfast.study.results import MIB, Bar, Interval, Result
+from holdfast.study.results import BUSY_SHARE, Bar, Interval, Result
+from holdfast.study.results import size as size
+from holdfast.study.suite import Suite
 from holdfast.study.views import NOTHING, TIMES, plain_table
 
-if TYPE_CHECKING:
-    from holdfast.study.runner import Suite
-
 BUSY_LOAD = 0.25
-BUSY_SHARE = 0.10
-"""The share of the CPUs that others may use before the report warns: before the run, and during it."""
+"""The share of the CPUs that others may use before the run, before the report warns."""
 _SENSES = {">=": "\N{GREATER-THAN OR EQUAL TO}", "<=": "\N{LESS-THAN OR EQUAL TO}"}
 _VERDICTS = {"PASS": "green", "FAIL": "bold red", "within noise": "cyan", "not measured": "yellow"}
 
@@ -73,10 +70,6 @@ def has_problem(suite: Suite, result: Result) -> bool:
     """Whether Holdfast itself failed, or fell short of a promise."""
     failed = any(row.status == "failed" and row.case in suite.ours for row in result.rows)
     return failed or any(bar.verdict == "FAIL" for bar in result.bars)
-
-
-def size(nbytes: float) -> str:
-    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / MIB:.1f} MiB"
 
 
 def _heading(result: Result) -> str:

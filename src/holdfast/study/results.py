@@ -31,6 +31,8 @@ PEAK_NBYTES = "peak_nbytes"
 
 _RESAMPLES = 1000
 _TAIL = 0.025
+BUSY_SHARE = 0.10
+"""The share of the CPUs that others may use during a run; beyond it the comparison is theirs."""
 LEAST_ROUNDS = 3
 """With fewer rounds nobody can tell what is noise."""
 
@@ -242,6 +244,10 @@ def judge(
         ]
         verdict = "PASS" if all(kept) else "within noise" if any(kept) else "FAIL"
     return Bar(key, promise, sense, limit, unit, verdict, measured, detail)
+
+
+def size(nbytes: float) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / MIB:.1f} MiB"
 
 
 def why_not(*rows: Row | None) -> str:

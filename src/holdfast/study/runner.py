@@ -1,8 +1,8 @@
 """The one runner of everything that is measured: interleaved rounds of cases, and what they found.
 
-A suite (`holdfast.study.suites`) yields groups of cases. All cases of a group take turns in every round, so
-that a machine that becomes slower does so for all of them. A case that fails is reported as failed with its
-reason, and the others go on. The runner owns warm-up, order, cleaning up, and the facts of the machine.
+All cases of a group take turns in every round, so that a machine that becomes slower does so for all of them.
+A case that fails is reported as failed with its reason, and the others go on. The runner owns warm-up, order,
+cleaning up, and the facts of the machine; what is measured is declared in `suite`.
 """
 
 from __future__ import annotations
@@ -13,159 +13,19 @@ import statistics
 import tempfile
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from holdfast.study import cache
-from holdfast.study.costs import ReservedMemory, cost_of
-from holdfast.study.machine import cpu_count, look_for_room, machine_facts, others_cpu_seconds
-from holdfast.study.results import OTHERS_SECONDS, SECONDS, Bar, Readings, Result, Row, Sample, Temperature
-from holdfast.study.views import View
-
-T = TypeVar("T")
-
-
-class Case(ABC):
-    """One thing that is measured. `key` is unique in its group.
-
-    The runner calls `missing` once, `setup` before the first turn, then in each round `measure` and
-    `clean_up`; after the first `measure` also `check`; `close` at the end.
-    """
-
-    key: str
-    title: str
-    sections: tuple[str, ...]
-    """The sections of the result to which `measure` records."""
-
-    def missing(self) -> str | None:
-        """What has to be installed before this can be measured, or None."""
-        return None
-
-    def setup(self, directory: Path) -> None:  # noqa: B027  (most have nothing to prepare)
-        """Import and prepare, so that no round pays for it. The directory is the case's own."""
-
-    @abstractmethod
-    def measure(self, turn: Turn) -> None:
-        """The measured calls of one round: `turn.time` them, and `turn.record` what was read."""
-
-    def check(self) -> None:  # noqa: B027
-        """Raises unless what was just measured did what it should have done."""
-
-    def clean_up(self) -> None:  # noqa: B027
-        """Lets go of what one turn took; `turn.directory` is removed by the runner."""
-
-    def close(self) -> None:  # noqa: B027
-        """Lets go of what `setup` took."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Cases that take turns. `warm_up` rounds come before the counted ones.
-
-    `settle` False leaves out what the runner does around each call to have it alone on the machine (sync,
-    freeing memory, a directory per turn): for hundreds of tiny calls.
-    """
-
-    name: str
-    cases: Sequence[Case]
-    rounds: int
-    warm_up: int = 1
-    settle: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    disk_nbytes: int = 0
-    memory_nbytes: int = 0
-    reserved_nbytes: int = 0
-    """Held in memory between measurements, and free while something is measured."""
-
-
-class Suite(ABC):
-    """What is measured, what of it is shown, and what was promised. Everything else is the runner's."""
-
-    name: ClassVar[str]
-    ours: ClassVar[tuple[str, ...]] = ("holdfast", "holdfast-recycled")
-    """The cases that are Holdfast itself."""
-    rounds: int
-
-    @abstractmethod
-    def needs(self) -> Needs:
-        """Raises ValueError for options that make no sense; nothing has been built yet."""
-
-    @abstractmethod
-    def groups(self, room: Path) -> Iterator[Group]:
-        """The groups in their order; code between two yields runs between them, unmeasured."""
-
-    @abstractmethod
-    def subject(self) -> str:
-        """One line about what was measured. Called at the end, as `facts`."""
-
-    def facts(self) -> dict[str, float]:
-        return {}
-
-    @abstractmethod
-    def views(self, result: Result) -> list[View]:
-        """What tables and pictures show."""
-
-    def notes(self, result: Result) -> list[str]:
-        """What a reader must know to read the tables."""
-        return []
-
-    def problems(self) -> list[str]:
-        """What went wrong beside the cases; all that was measured stands."""
-        return []
-
-    def bars(self, result: Result) -> list[Bar]:
-        """The promises, compared with this run."""
-        return []
-
-
-class Turn:
-    """One case's turn in one round: its directory, and the clocks."""
-
-    def __init__(self, run: _Run, directory: Path, round_index: int, position: int, settle: bool) -> None:
-        self.directory = directory
-        self.round = round_index
-        self._run = run
-        self._position = position
-        self._settle = settle
-        self.samples: list[tuple[str, Sample]] = []
-
-    def time(self, call: Callable[[], T]) -> tuple[T, dict[str, float]]:
-        """Calls; returns the result and the readings of what it cost."""
-        if not self._settle:
-            clock = time.perf_counter()
-            result = call()
-            return result, {SECONDS: time.perf_counter() - clock}
-        with self.settled():
-            others = others_cpu_seconds()
-            result, readings = cost_of(call)
-            after = others_cpu_seconds()
-        if others is not None and after is not None:
-            readings[OTHERS_SECONDS] = max(0.0, after - others)
-        return result, readings
-
-    def settled(self) -> AbstractContextManager[None]:
-        """A context in which what others left dirty is on the disk, and reserved memory is free."""
-        os.sync()
-        return self._run.reserved.freed()
-
-    def record(self, section: str, readings: Readings) -> None:
-        self.samples.append((section, Sample(self.round, self._position, dict(readings))))
-
-    def empty_cache(self, files: Sequence[Path]) -> None:
-        """Removes the files from the page cache before they are read."""
-        temperature, self._run.cache_method = cache.empty(files)
-        self._run.temperatures.add(temperature)
+from holdfast.study.costs import ReservedMemory
+from holdfast.study.machine import cpu_count, look_for_room, machine_facts
+from holdfast.study.results import OTHERS_SECONDS, SECONDS, Result, Row, Sample, Status, Temperature
+from holdfast.study.suite import Case, Group, Suite, Turn
 
 
 @dataclass(slots=True)
@@ -174,7 +34,7 @@ class _Log:
 
     case: Case
     directory: Path
-    status: str = ""
+    status: Status | None = None
     reason: str = ""
     started: bool = False
     checked: bool = False
@@ -182,13 +42,9 @@ class _Log:
 
     def rows(self, group: str) -> Iterator[Row]:
         for section in self.case.sections:
-            found = tuple(sample for name, sample in self.samples if name == section)
-            row = Row(section, group, self.case.key, self.case.title, "measured", samples=found)
-            if self.status == "not installed":
-                row = msgspec.structs.replace(row, status="not installed", reason=self.reason, samples=())
-            elif self.status:
-                row = msgspec.structs.replace(row, status="failed", reason=self.reason, samples=())
-            yield row
+            found = tuple(sample for name, sample in self.samples if name == section and not self.status)
+            status: Status = self.status or "measured"
+            yield Row(section, group, self.case.key, self.case.title, status, self.reason, found)
 
 
 class _Run:
@@ -196,14 +52,17 @@ class _Run:
 
     def __init__(self, reserved: ReservedMemory, say: Callable[[str], None]) -> None:
         self.reserved = reserved
-        self.temperatures: set[Temperature] = set()
-        self.cache_method = "nothing was loaded"
+        self.caches: list[tuple[Temperature, str]] = []
         self._say = say
 
     @property
     def temperature(self) -> Temperature:
         """One warm load among cold ones spoils the comparison."""
-        return "cold" if self.temperatures == {"cold"} else "warm"
+        return "cold" if {found for found, _ in self.caches} == {"cold"} else "warm"
+
+    @property
+    def cache_method(self) -> str:
+        return self.caches[-1][1] if self.caches else "nothing was loaded"
 
     def group(self, group: Group, room: Path) -> list[Row]:
         logs = [_Log(case, room / case.key) for case in group.cases]
@@ -248,7 +107,7 @@ class _Run:
             # A new directory for each turn: filesystems place files by their directory.
             directory = log.directory / f"round{round_index}"
             directory.mkdir()
-        turn = Turn(self, directory, round_index, position, settle)
+        turn = Turn(directory, round_index, position, settle, self.reserved)
         try:
             log.case.measure(turn)
             if not log.checked:
@@ -259,6 +118,7 @@ class _Run:
             if settle:
                 shutil.rmtree(directory)
         log.samples += turn.samples
+        self.caches += turn.caches
 
 
 def run(suite: Suite, directory: Path, console: Console, *, check: bool = False) -> Result:

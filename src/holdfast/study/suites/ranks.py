@@ -20,9 +20,8 @@ from holdfast.format.manifest import MANIFEST_NAME, decode_part, decode_root
 from holdfast.study import peers, results, states
 from holdfast.study.peers.base import files_below, missing_holdfast, missing_modules, remove
 from holdfast.study.rank import WRITERS, Answer, Order
-from holdfast.study.report import size
-from holdfast.study.results import CPU_SECONDS, GB, SECONDS, Bar, Result, Row
-from holdfast.study.runner import Case, Group, Needs, Suite, Turn
+from holdfast.study.results import CPU_SECONDS, GB, SECONDS, Bar, Result, Row, size
+from holdfast.study.suite import Case, Group, Needs, Suite, Turn
 from holdfast.study.suites.save_load import rates
 from holdfast.study.views import ARROW, TIMES, Cell, Columns, View
 from holdfast.study.world import RankEnded, RestartedWorld, seconds_of

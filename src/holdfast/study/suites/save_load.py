@@ -16,9 +16,8 @@ import numpy as np
 
 from holdfast.study import peers, results, states
 from holdfast.study.peers.base import Done, Peer, difference, files_below, missing_holdfast, sync
-from holdfast.study.report import size
-from holdfast.study.results import CPU_SECONDS, GB, MIB, PEAK_NBYTES, SECONDS, Bar, Result, Row, Spread
-from holdfast.study.runner import Case, Group, Needs, Suite, Turn
+from holdfast.study.results import CPU_SECONDS, GB, MIB, PEAK_NBYTES, SECONDS, Bar, Result, Row, Spread, size
+from holdfast.study.suite import Case, Group, Needs, Suite, Turn
 from holdfast.study.views import TIMES, Columns, View, milliseconds
 
 TINY_NBYTES = 64 * 1024

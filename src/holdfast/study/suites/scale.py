@@ -50,7 +50,7 @@ from holdfast.plan.world import Seen, View, merge_views
 from holdfast.store.calls import Call, Calls, Conversation, Done
 from holdfast.study import results, views
 from holdfast.study.results import SECONDS, Bar, Result, Row
-from holdfast.study.runner import Case, Group, Needs, Suite, Turn
+from holdfast.study.suite import Case, Group, Needs, Suite, Turn
 from holdfast.study.views import Cell, Columns, milliseconds
 from holdfast.team.values import check_values, values_digest
 from holdfast.team.views import decode_view, encode_view

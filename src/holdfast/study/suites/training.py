@@ -31,10 +31,9 @@ from holdfast.study.costs import cpu_seconds, peak_since, reset_peak, return_fre
 from holdfast.study.machine import others_cpu_seconds
 from holdfast.study.peers.base import files_below, missing_holdfast, missing_modules
 from holdfast.study.peers.training import TrainingPeer
-from holdfast.study.report import BUSY_SHARE
-from holdfast.study.results import CPU_SECONDS, MIB, OTHERS_SECONDS, SECONDS, Bar, Result, Row
-from holdfast.study.runner import Case, Group, Needs, Suite, Turn
+from holdfast.study.results import BUSY_SHARE, CPU_SECONDS, MIB, OTHERS_SECONDS, SECONDS, Bar, Result, Row
 from holdfast.study.states import Gpt2
+from holdfast.study.suite import Case, Group, Needs, Suite, Turn
 from holdfast.study.suites.training_child import Order, Ready, Stepped
 from holdfast.study.training_model import Batch, Load, Trainer
 from holdfast.study.views import TIMES, Cell, Columns, View, milliseconds
