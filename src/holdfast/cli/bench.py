@@ -180,6 +180,8 @@ def _run(
             picture.require_matplotlib()
         for suite in suites:
             found.append((suite, runner.run(suite, directory, out.errors, check=check)))
+            if markdown is not None:  # after each suite: minutes of measuring are not lost to a later one
+                markdown.write_text(report.markdown(found, f"holdfast bench --markdown {markdown}"), "utf-8")
     except (MemoryError, RuntimeError) as error:  # a state too large, something not installed
         out.fail(type(error).__name__, str(error))
     for suite, result in found:
@@ -189,8 +191,6 @@ def _run(
             print(report.to_json(result).decode(), end="")
         else:
             out.console.print(report.render(suite, result))
-    if markdown is not None:
-        markdown.write_text(report.markdown(found, f"holdfast bench --markdown {markdown}"), "utf-8")
     out.finish(problem=any(report.has_problem(suite, result) for suite, result in found))
 
 
