@@ -10,7 +10,7 @@
         train_one_step()
         ckpt.save(step + 1)
 
-Floors, each using only those below: `cli` and `study`; `checkpointer` (the training loop); `store` (commit
+Layers, each using only those below: `cli` and `study`; `checkpointer` (the training loop); `store` (commit
 protocol, runs); `plan` (which bytes go where); `state` (trees and arrays); `format` (files); `engine` (the
 device, in C++).
 
@@ -19,147 +19,35 @@ Names are imported when first used, so that ``import holdfast`` costs nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from holdfast import data as data
-    from holdfast import inspect as inspect
-    from holdfast.checkpointer import Checkpointer, Keep, PendingSave, stable
-    from holdfast.errors import (
-        CheckpointClosed,
-        CheckpointExists,
-        CheckpointNotFound,
-        CorruptCheckpoint,
-        EngineTimeout,
-        EngineUnavailable,
-        HoldfastError,
-        IncompleteCheckpoint,
-        LeafNotFound,
-        MutatedDuringSave,
-        OutOfResources,
-        RankFailed,
-        RanksDisagree,
-        ReadDenied,
-        ReadFailed,
-        RunInUse,
-        RunLocked,
-        RunMoved,
-        SaveFailed,
-        StateMismatch,
-        StorageDenied,
-        StorageFull,
-        StorageMissing,
-        UnsupportedCheckpoint,
-        UnsupportedState,
-    )
-    from holdfast.state.per_rank import per_rank
-    from holdfast.state.rng import rng
-    from holdfast.store import Checkpoint, CheckpointInfo, LeafInfo, Options, load, open, save, verify
-
 __version__ = "0.1.0"
 
-_HOMES = {
-    "holdfast.checkpointer": ("Checkpointer", "Keep", "PendingSave", "stable"),
-    "holdfast.state.per_rank": ("per_rank",),
-    "holdfast.state.rng": ("rng",),
-    "holdfast.store": (
-        "Checkpoint",
-        "CheckpointInfo",
-        "LeafInfo",
-        "Options",
-        "load",
-        "open",
-        "save",
-        "verify",
-    ),
-    "holdfast.errors": (
-        "CheckpointClosed",
-        "CheckpointExists",
-        "CheckpointNotFound",
-        "CorruptCheckpoint",
-        "EngineTimeout",
-        "EngineUnavailable",
-        "HoldfastError",
-        "IncompleteCheckpoint",
-        "LeafNotFound",
-        "MutatedDuringSave",
-        "OutOfResources",
-        "RankFailed",
-        "RanksDisagree",
-        "ReadDenied",
-        "ReadFailed",
-        "RunInUse",
-        "RunLocked",
-        "RunMoved",
-        "SaveFailed",
-        "StateMismatch",
-        "StorageDenied",
-        "StorageFull",
-        "StorageMissing",
-        "UnsupportedCheckpoint",
-        "UnsupportedState",
-    ),
-}
-_PACKAGES = ("data", "inspect")
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointClosed",
-    "CheckpointExists",
-    "CheckpointInfo",
-    "CheckpointNotFound",
-    "Checkpointer",
-    "CorruptCheckpoint",
-    "EngineTimeout",
-    "EngineUnavailable",
-    "HoldfastError",
-    "IncompleteCheckpoint",
-    "Keep",
-    "LeafInfo",
-    "LeafNotFound",
-    "MutatedDuringSave",
-    "Options",
-    "OutOfResources",
-    "PendingSave",
-    "RankFailed",
-    "RanksDisagree",
-    "ReadDenied",
-    "ReadFailed",
-    "RunInUse",
-    "RunLocked",
-    "RunMoved",
-    "SaveFailed",
-    "StateMismatch",
-    "StorageDenied",
-    "StorageFull",
-    "StorageMissing",
-    "UnsupportedCheckpoint",
-    "UnsupportedState",
-    "load",
-    "open",
-    "per_rank",
-    "rng",
-    "save",
-    "stable",
-    "verify",
-]
-
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    """The public names, each imported when it is first used. ``__init__.pyi`` lists them, once."""
     import importlib
 
-    if name in _PACKAGES:
-        return importlib.import_module(f"holdfast.{name}")
-    home = _HOME_OF.get(name)
-    if home is None:
+    homes = _homes()
+    if name == "__all__":
+        return sorted(homes)
+    if name not in homes:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    found = getattr(importlib.import_module(home), name)
-    globals()[name] = found
+    home = homes[name]
+    if home == "holdfast":
+        return importlib.import_module(f"holdfast.{name}")
+    found = globals()[name] = getattr(importlib.import_module(home), name)
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_PACKAGES, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*_homes(), "__all__", *(name for name in globals() if name.startswith("__"))})
+
+
+def _homes() -> dict[str, str]:
+    """Public name -> its module, out of the lines ``from MODULE import NAME as NAME`` of the stub."""
+    import io  # `open` is a public name of this module
+    import os
+    import re
+
+    with io.open(os.path.join(os.path.dirname(__file__), "__init__.pyi"), encoding="utf-8") as stub:  # noqa: UP020
+        found = re.findall(r"^from (\S+) import (\w+) as \2$", stub.read(), re.M)
+    return {name: home for home, name in found}

@@ -69,17 +69,6 @@ class CheckpointNotFound(HoldfastError, FileNotFoundError):
         self.errno = errno.ENOENT
 
 
-class CheckpointExists(HoldfastError, FileExistsError):
-    """Checkpoints are immutable: something is already at that path.
-
-    Choose another path, or pass ``overwrite=True`` to replace it atomically.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.errno = errno.EEXIST
-
-
 class UnsupportedCheckpoint(HoldfastError, NotImplementedError):
     """An intact checkpoint that this version of Holdfast cannot read. Upgrade Holdfast."""
 
@@ -124,11 +113,42 @@ class UnsupportedState(HoldfastError, TypeError):
     """
 
 
-class RunLocked(HoldfastError, BlockingIOError):
-    """Another live process is writing to this run. The message names it; one writer per run."""
+class SaveFailed(HoldfastError, OSError):
+    """A save did not become durable. Earlier checkpoints are untouched; the cause is chained.
+
+    Every failure of a save is of this type. Wrong arguments are not: `ValueError`, `TypeError` and
+    `UnsupportedState` mean that the same call can never succeed.
+
+    After a failed sync the device's state is unknown, so Holdfast never retries that save by itself.
+    """
+
+    # OSError would print its errno and filename, which callers may want, instead of the message.
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_errno(self)
 
 
-class RunInUse(HoldfastError, FileExistsError):
+class CheckpointExists(SaveFailed, FileExistsError):
+    """Checkpoints are immutable: something is already at that path.
+
+    Choose another path, or pass ``overwrite=True`` to replace it atomically.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.EEXIST
+
+
+class Locked(SaveFailed, BlockingIOError):
+    """Another live process writes to this run, or to a checkpoint at this path. The message names it.
+
+    A run, and a checkpoint, has one writer at a time. Wait for the other one, or end it.
+    """
+
+
+class RunInUse(SaveFailed, FileExistsError):
     """The run holds checkpoints, and this training neither resumed from one nor said that it starts over.
 
     Nothing was saved and nothing was changed. Call `Checkpointer.restore` before the first save to go on from
@@ -141,20 +161,6 @@ class RunInUse(HoldfastError, FileExistsError):
         super().__init__(message)
         self.errno = errno.EEXIST
         self.steps = tuple(steps)
-
-
-class SaveFailed(HoldfastError, OSError):
-    """A save did not become durable. Earlier checkpoints are untouched; the cause is chained.
-
-    After a failed sync the device's state is unknown, so Holdfast never retries that save by itself.
-    """
-
-    # OSError would print its errno and filename, which callers may want, instead of the message.
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _with_errno(self)
 
 
 class MutatedDuringSave(SaveFailed):
@@ -170,8 +176,16 @@ class MutatedDuringSave(SaveFailed):
         self.leaves = tuple(leaves)
 
 
+class DeviceTimeout(SaveFailed, TimeoutError):
+    """The device did not finish a save in time, so training went on without that save.
+
+    Earlier checkpoints are untouched. Look at the device (``holdfast doctor``), save less often, or raise the
+    Checkpointer's ``timeout``.
+    """
+
+
 class StorageFull(SaveFailed):
-    """The device has no room for the checkpoint. Free space, or keep fewer checkpoints (`Keep`).
+    """The device has no space for the checkpoint. Free space, or keep fewer checkpoints (`Keep`).
 
     A `Checkpointer` has given up what it could by then: all but the newest durable one, and those that `Keep`
     holds for good.
@@ -243,6 +257,10 @@ class RankFailed(HoldfastError, ConnectionError):
         self.ranks = tuple(ranks)
 
 
+class RankTimeout(RankFailed, TimeoutError):
+    """Another rank was not heard of in time: it has ended, hangs, or does something else."""
+
+
 class RanksDisagree(HoldfastError, ValueError):
     """Ranks do not do, or do not hold, the same where they have to. `ranks` are some of those concerned.
 
@@ -254,3 +272,27 @@ class RanksDisagree(HoldfastError, ValueError):
         self.leaf = leaf
         self.ranks = tuple(ranks)
         super().__init__(message if leaf is None else f"leaf {leaf!r}: {message}")
+
+
+class SaveFailedOnRank(SaveFailed, RankFailed):
+    """A save failed because another rank failed. Earlier checkpoints are untouched; see `RankFailed`."""
+
+
+class SaveTimedOut(SaveFailedOnRank, RankTimeout):
+    """A save failed because another rank was not heard of in time. Earlier checkpoints are untouched."""
+
+
+class SaveRejected(SaveFailed, RanksDisagree):
+    """A save was rejected because ranks do not hold, or do not do, the same. See `RanksDisagree`."""
+
+
+def as_save_failure(error: BaseException) -> BaseException:
+    """The same error as a `SaveFailed`, for one that ranks also raise outside of a save."""
+    if isinstance(error, SaveFailed) or not isinstance(error, (RankFailed, RanksDisagree)):
+        return error
+    if isinstance(error, RanksDisagree):
+        rejected = SaveRejected(str(error), ranks=error.ranks)
+        rejected.leaf = error.leaf
+        return rejected
+    kind = SaveTimedOut if isinstance(error, RankTimeout) else SaveFailedOnRank
+    return kind(str(error), ranks=error.ranks)

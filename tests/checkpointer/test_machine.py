@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import holdfast
-from checkpointer.model import Model, hurt
 from holdfast import Checkpointer, Keep
 from holdfast.store import step_name
+from support.run_model import Model, hurt
 
 steps = st.integers(0, 9)
 metrics = st.dictionaries(
@@ -46,7 +46,7 @@ class Runs(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.run = self.folder / "run"
         self.model = Model(keep)
-        self.settings = way
+        self.way = way
         self.elements = 200_000 if large else 500
         self.state: dict[str, Any] = {"w": np.zeros(self.elements), "version": -1, "padding": ""}
         self.version = 0
@@ -60,7 +60,7 @@ class Runs(RuleBasedStateMachine):
             self.run,
             self.state,
             keep=self.model.keep,
-            options=self.settings,
+            options=self.way,
             mode="sync",
             start_over=start_over,
         )

@@ -158,7 +158,7 @@ def test_a_second_writer_is_refused_after_the_lock_file_was_removed(tmp_path: Pa
     with Checkpointer(tmp_path, {"w": np.arange(5)}, mode="sync") as checkpointer:
         (tmp_path / ".lock").unlink()
         for _ in range(2):
-            with pytest.raises(holdfast.RunLocked):
+            with pytest.raises(holdfast.Locked):
                 Checkpointer(tmp_path, {"w": np.arange(5)}, mode="sync")
             (tmp_path / ".lock").unlink(missing_ok=True)
         checkpointer.save(1)
@@ -170,7 +170,7 @@ def test_a_second_writer_is_refused_by_another_path_to_the_run(tmp_path: Path) -
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with (
         Checkpointer(tmp_path / "run", {"w": 1}, mode="sync"),
-        pytest.raises(holdfast.RunLocked, match="in this process already"),
+        pytest.raises(holdfast.Locked, match="in this process already"),
     ):
         Checkpointer(tmp_path / "link", {"w": 1}, mode="sync")
 

@@ -10,8 +10,7 @@ import pytest
 from holdfast.engine import Capabilities, probe
 from holdfast.inspect import machine
 from holdfast.inspect.machine import Choice, Mount, Speed
-
-from .support import command
+from support.command import command
 
 ABLE = Capabilities(True, "", True, "", 512, 512)
 

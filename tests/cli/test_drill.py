@@ -17,8 +17,7 @@ from holdfast.drill import kill_times, procedure
 from holdfast.drill.comparison import Agreement, Difference, Final
 from holdfast.drill.processes import DrillFailed
 from holdfast.drill.report import DrillReport, Killed, Problem
-
-from .support import command
+from support.command import command
 
 KILLS = (
     Killed(1, "saving", "saving", 7, 6, resumed=6, lost=1),

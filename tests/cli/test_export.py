@@ -19,8 +19,7 @@ import holdfast
 from holdfast.engine import faults
 from holdfast.inspect import safetensors_export
 from holdfast.inspect.leaf_windows import windows
-
-from .support import SHARD, command, damage_leaf, make_run, make_state
+from support.command import SHARD, command, damage_leaf, make_run, make_state
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -11,8 +11,7 @@ import pytest
 
 import holdfast
 from holdfast.store import WritableRun
-
-from .support import command, damage_manifest, make_run, make_state, run_names, step_path, truncate
+from support.command import command, damage_manifest, make_run, make_state, run_names, step_path, truncate
 
 
 def steps(run: Path) -> list[int]:
@@ -104,7 +103,7 @@ def test_a_run_that_is_being_written_is_refused(tmp_path: Path) -> None:
     with holdfast.Checkpointer(run, make_state(), keep=holdfast.Keep(last=10), mode="sync"):
         outcome = command("prune", run, "--last", "1", "--json")
         assert outcome.code == 1
-        assert outcome.document["error"]["type"] == "RunLocked"
+        assert outcome.document["error"]["type"] == "Locked"
     assert steps(run) == [1, 2, 3, 4, 5]
 
 

@@ -12,8 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.engine import BACKENDS, Backend, capabilities, faults
-
-from .tracing import Tally
+from support.crash_tracing import Tally
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ WAYS: dict[str, holdfast.Options] = {
 
 
 @pytest.fixture(params=WAYS)
-def write_settings(request: pytest.FixtureRequest) -> holdfast.Options:
+def way(request: pytest.FixtureRequest) -> holdfast.Options:
     """Each way to write: every backend that this machine has, and the short cut for small states."""
     return WAYS[request.param]
 

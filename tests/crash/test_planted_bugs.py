@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,19 +11,17 @@ from typing import Any
 import pytest
 
 import holdfast
+from crash.conftest import USABLE, WAYS
 from holdfast.engine import fs
 from holdfast.engine.fs import Entry, HeldDirectory
-from holdfast.store import commit
-from holdfast.store.commit.transaction import Partial
+from holdfast.store.commit.transaction import Transaction
 from holdfast.store.names import PARTIAL
-
-from . import sequences
-from .conftest import USABLE, WAYS
-from .power import Budget
-from .recovery import Lost, PathRecovery, Recovery, RunRecovery
-from .states import WrongBytes
-from .surveys import survey_killed
-from .tracing import Recording, Survey
+from support import save_sequences as sequences
+from support.crash_surveys import survey_killed
+from support.crash_tracing import Recording, Survey
+from support.identified_states import WrongBytes
+from support.power_cuts import Budget
+from support.recovery import Lost, PathRecovery, Recovery, RunRecovery
 
 WINDOWED = WAYS[USABLE[0]]
 CAUGHT = (Lost, WrongBytes)
@@ -55,7 +54,7 @@ def no_sync_of_the_checkpoint_directory(patch: pytest.MonkeyPatch) -> None:
 
 def no_sync_of_the_parent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "holdfast.store.commit.single.fs", SimpleNamespace(**{**vars(fs), "sync_dir": lambda path: None})
+        "holdfast.store.commit.transaction.fs", SimpleNamespace(**{**vars(fs), "sync_dir": lambda path: None})
     )
 
 
@@ -109,6 +108,9 @@ def commit_before_sync(patch: pytest.MonkeyPatch) -> None:
             real_sync(written, directory and directory.path.removesuffix(PARTIAL))
         real_sync_dir(parent)
 
+    real_write = fs.write_file
+    # The end of its `with` block must not close a file that is yet to be synced.
+    patch.setattr(fs, "write_file", lambda *args, **more: contextlib.nullcontext(real_write(*args, **more)))
     patch.setattr(fs, "sync", lambda written, directory: deferred.append((written, directory)))
     patch.setattr(fs, "sync_dir", sync_dir)
 
@@ -162,8 +164,8 @@ def test_cleaning_up_while_the_names_are_uncertain_is_caught(
 ) -> None:
     """After a failed sync the exchange may be on the disk and its reversal not."""
 
-    def publish(partial: Partial, *, overwrite: bool) -> None:
-        replaces = overwrite and fs.exists(partial.target_entry)
+    def publish(partial: Transaction) -> None:
+        replaces = partial.overwrite and fs.exists(partial.target_entry)
         move = fs.exchange if replaces else fs.rename
         move(partial.entry, partial.target_entry)
         try:
@@ -174,7 +176,7 @@ def test_cleaning_up_while_the_names_are_uncertain_is_caught(
         if replaces:
             fs.remove_tree(partial.entry)
 
-    monkeypatch.setattr(commit, "publish", publish)
+    monkeypatch.setattr(Transaction, "publish", publish)
     recording = sequences.with_failing_call(tmp_path, WINDOWED, "sync_dir:2:EIO")
     monkeypatch.undo()
     catches(RunRecovery(), recording, ram)

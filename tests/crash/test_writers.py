@@ -22,10 +22,11 @@ import pytest
 import holdfast
 from holdfast.engine import Backend, faults, fs
 from holdfast.store import list_steps, step_name
+from support.child_processes import SECONDS, Pipe, forked
+from support.identified_states import blank_state, identify, load_identity, make_state
+from support.recovery import leftovers
 
-from .children import SECONDS, Pipe, forked
-from .recovery import leftovers
-from .states import blank_state, identify, load_identity, make_state
+pytestmark = pytest.mark.race
 
 KEEP_ONE = holdfast.Keep(last=1)
 
@@ -49,7 +50,7 @@ def test_a_second_writer_is_told_who_holds_the_run(ram: Path) -> None:
     run = ram / "run"
     with forked(hold_run(run)) as holder:
         assert holder.pipe.receive() == holder.pid
-        with pytest.raises(holdfast.RunLocked) as caught:
+        with pytest.raises(holdfast.Locked) as caught:
             holdfast.Checkpointer(run, make_state(2), mode="sync")
         assert isinstance(caught.value, BlockingIOError)
         assert f"process {holder.pid} on {socket.gethostname()}" in str(caught.value)
@@ -101,7 +102,7 @@ def test_a_forked_child_cannot_write_to_its_parents_run(ram: Path) -> None:
         checkpointer.save(1)
 
         def child(pipe: Pipe) -> None:
-            with pytest.raises(holdfast.RunLocked, match=f"process {os.getppid()} on"):
+            with pytest.raises(holdfast.Locked, match=f"process {os.getppid()} on"):
                 holdfast.Checkpointer(ram / "run", make_state(2), mode="sync")
             checkpointer.close()  # what it inherited: must not give up the parent's lock
             pipe.send("refused")
@@ -116,7 +117,7 @@ def test_a_forked_child_cannot_write_to_its_parents_run(ram: Path) -> None:
 
 def test_two_writers_in_one_process_are_refused_too(ram: Path) -> None:
     with holdfast.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
-        with pytest.raises(holdfast.RunLocked, match="in this process already"):
+        with pytest.raises(holdfast.Locked, match="in this process already"):
             holdfast.Checkpointer(ram / "run", make_state(2), mode="sync")
         checkpointer.save(1)
         with forked(hold_run(ram / "run")) as other:
@@ -135,7 +136,7 @@ def save_on_a_word(pipe: Pipe, path: Path, version: int, start: tuple[int, int])
     try:
         holdfast.save(path, make_state(1, version), step=1)
         pipe.send(version)
-    except (holdfast.RunLocked, holdfast.CheckpointExists, holdfast.SaveFailed) as error:
+    except (holdfast.Locked, holdfast.CheckpointExists, holdfast.SaveFailed) as error:
         pipe.send(type(error).__name__)
 
 
@@ -166,7 +167,7 @@ def test_a_save_in_progress_is_not_swept_by_another(ram: Path, monkeypatch: pyte
         """In the middle of the first save, a second one is tried."""
         monkeypatch.undo()
         with forked(_refused, ram / "model") as other:
-            assert other.pipe.receive() == "RunLocked"
+            assert other.pipe.receive() == "Locked"
         return real(path, data, more, recycle=recycle)
 
     monkeypatch.setattr(fs, "write_file", write_file)
@@ -175,9 +176,9 @@ def test_a_save_in_progress_is_not_swept_by_another(ram: Path, monkeypatch: pyte
 
 
 def _refused(pipe: Pipe, path: Path) -> None:
-    with pytest.raises(holdfast.RunLocked, match=f"another process is saving to {path}"):
+    with pytest.raises(holdfast.Locked, match=f"another process is saving to {path}"):
         holdfast.save(path, make_state(2), step=2)
-    pipe.send("RunLocked")
+    pipe.send("Locked")
 
 
 def _overwrite_slowly(pipe: Pipe, path: Path, version: int, fault: str) -> None:
@@ -186,7 +187,7 @@ def _overwrite_slowly(pipe: Pipe, path: Path, version: int, fault: str) -> None:
         try:
             with faults.injected(fault):
                 holdfast.save(path, make_state(1, version), step=1, overwrite=True)
-        except holdfast.RunLocked:
+        except holdfast.Locked:
             continue
         pipe.send("durable")
         return
@@ -206,7 +207,7 @@ def test_what_is_being_replaced_is_not_swept_by_the_next_writer(ram: Path, fault
             try:
                 holdfast.save(path, make_state(1, 2), step=1, overwrite=True)
                 outcomes.add("durable")
-            except holdfast.RunLocked:
+            except holdfast.Locked:
                 outcomes.add("locked")
         assert first.pipe.receive() == "durable"
     assert "locked" in outcomes
@@ -220,7 +221,7 @@ def _overwrite_often(pipe: Pipe, path: Path, version: int) -> None:
         try:
             holdfast.save(path, make_state(1, version), step=1, overwrite=True)
             durable += 1
-        except holdfast.RunLocked:
+        except holdfast.Locked:
             time.sleep(0.0005 * version)
     pipe.send(durable)
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.crash.power import Budget, Disk
-from tests.dcp.states import assert_same, failures, flip_in, load, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import holdfast
 from holdfast.engine import faults
 from holdfast.torch.dcp import Reader, Writer
 from holdfast.torch.dcp.record import Record
+from support.dcp_states import assert_same, failures, flip_in, load, save
+from support.power_cuts import Budget, Disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -139,7 +139,7 @@ def test_one_save_at_a_time_to_a_path(tmp_path: Path) -> None:
 
     refused: list[BaseException] = []
     dcp.save(STATE, storage_writer=Writer(tmp_path / "first"), planner=Another(), no_dist=True)
-    assert {type(error) for error in refused} == {holdfast.RunLocked}
+    assert {type(error) for error in refused} == {holdfast.Locked}
     assert_same(load(STATE, tmp_path / "first"), STATE)
 
 
@@ -153,7 +153,7 @@ def test_a_writer_that_is_saving_cannot_be_given_another_path(tmp_path: Path) ->
     asked, going_on, writer = threading.Event(), threading.Event(), Writer(tmp_path / "first")
     saving: Any = dcp.async_save(STATE, storage_writer=writer, planner=Held(), no_dist=True)
     assert asked.wait(60)
-    with pytest.raises(holdfast.RunLocked, match="another Writer"):
+    with pytest.raises(holdfast.Locked, match="another Writer"):
         dcp.save(OTHER, storage_writer=writer, checkpoint_id=tmp_path / "second", no_dist=True)
     going_on.set()
     saving.result(60)

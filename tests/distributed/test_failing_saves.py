@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed import failing, failing_random
-from tests.distributed.failing import Got
-from tests.distributed.launcher import launch, values
-from tests.distributed.worlds import Mode
+
+from support import random_rank_troubles as failing_random
+from support import rank_troubles as failing
+from support.disturbed_trainings import Mode
+from support.launcher import launch, values
+from support.rank_troubles import Got
+
+pytestmark = pytest.mark.race
 
 WORLD = 3
 
@@ -141,7 +145,7 @@ def test_troubles_of_single_saves_and_of_opening(tmp_path: Path) -> None:
     assert all(f"no volume {tmp_path / 'none'} on " in message for _, message, _ in got["volume"])
     assert kinds["no directory"][1:] == ["RankFailed"] * (WORLD - 1)
     assert "rank 0" in got["no directory"][1][1]
-    assert kinds["locked"] == ["RunLocked"] * WORLD
+    assert kinds["locked"] == ["Locked"] * WORLD
     assert all("is being written by process" in message for _, message, _ in got["locked"])
 
 

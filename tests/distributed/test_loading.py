@@ -23,11 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS, outlive
 from holdfast import engine
 from holdfast.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMismatch, UnsupportedState
-from holdfast.plan.placement import LeafLayout, Mesh, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.store import step_name
@@ -38,7 +36,9 @@ from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.exchange import hand_out
 from holdfast.store.ranks.shared_load import load_together
 from holdfast.team import Team, join
-from store.several import Own, write_several
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS, outlive
+from support.several_ranks import Own, write_several
 
 TIMEOUT = PATIENCE_SECONDS
 
@@ -112,13 +112,13 @@ class _Rank:
         team = join("loading", TIMEOUT)
         assert team is not None
         self.team: Team = team
-        self.link = Channel.open()
+        self.channel = Channel.open()
         self.path = path
         self.state = _state(seed)
 
     def load(self, into: Any, **options: Any) -> Any:
         with Checkpoint(self.path) as checkpoint:
-            settings = {"timeout": TIMEOUT, "link": self.link, **options}
+            settings = {"timeout": TIMEOUT, "channel": self.channel, **options}
             return load_together(self.team, checkpoint, into, **settings)
 
     def counted(self, into: Any, **options: Any) -> int:
@@ -163,7 +163,7 @@ def _layouts(path: str) -> dict[str, int]:
 
     found["ddp"] = rank.counted(_zeros(state))
     _check(rank.load(_zeros(state)), state)  # verified
-    _check(rank.load(_zeros(state), link=None), state)
+    _check(rank.load(_zeros(state), channel=None), state)
 
     flat = DeviceMesh("cpu", list(range(4)))
     found["fsdp"] = rank.counted(_spread(state, flat, _rows(1, 0)))
@@ -429,7 +429,7 @@ def _killed(path: str, when: str) -> tuple[str, tuple[int, ...]]:
         if when == "reading":
             Checkpoint.fetch = _die  # type: ignore[method-assign]
         elif when == "handing":
-            rank.link.send = _die  # type: ignore[method-assign]
+            rank.channel.send = _die  # type: ignore[method-assign]
         else:
             rank.team.exchange = _die  # type: ignore[method-assign]
         rank.load(_zeros(rank.state))
@@ -446,6 +446,7 @@ def _die(*args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("when", ["planning", "reading", "handing"])
+@pytest.mark.race
 def test_survivors_of_a_killed_rank_are_told_in_time(saved: str, when: str) -> None:
     outcomes = launch(3, _killed, saved, when)
     assert outcomes[1].exitcode == -signal.SIGKILL
@@ -467,7 +468,7 @@ def _own(path: str) -> dict[str, Any]:
     }
     with warnings.catch_warnings(record=True) as told, Checkpoint(path) as checkpoint:
         warnings.simplefilter("always")
-        loaded: Any = load_together(team, checkpoint, into, timeout=TIMEOUT, link=Channel.open())
+        loaded: Any = load_together(team, checkpoint, into, timeout=TIMEOUT, channel=Channel.open())
     assert np.array_equal(loaded["model"]["w"], _weights())
     noise = loaded["noise"].value
     return {
@@ -482,7 +483,7 @@ def _weights() -> Any:
 
 
 def _write_with_own(path: Path, world: int) -> None:
-    layout = LeafLayout("model.w", "F32", (300, 7), (Spread(Mesh.grid(world)),), "numpy")
+    layout = LeafLayout("model.w", "F32", (300, 7), (MeshPlacement(Mesh.grid(world)),), "numpy")
     own = {
         rank: Own(
             local={"noise": {"array": {"$leaf": f"@{rank}.noise.array"}, "count": rank}},
@@ -508,7 +509,7 @@ def test_what_belongs_to_a_rank_goes_back_to_it(tmp_path: Path, saving: int, loa
             assert f"noise of rank {rank} stays as it is" in text
         elif rank == 0 and saving > loading:
             (text,) = item["told"]
-            assert "rank 2 had alone is not restored" in text
+            assert "the per_rank state of rank 2 was not restored" in text
         else:
             assert item["told"] == []
 
@@ -545,11 +546,11 @@ def _overtaken(folder: str) -> list[list[int]]:
 
 
 def _replace_model(folder: str) -> None:
-    holdfast.save(f"{folder}/model", {"w": torch.full((3,), 2)}, overwrite=True, together=False)
+    holdfast.save(f"{folder}/model", {"w": torch.full((3,), 2)}, overwrite=True, process_group="none")
 
 
 def _go_on_with_run(folder: str) -> None:
-    holdfast.save(f"{folder}/run/{step_name(2)}", {"w": torch.full((3,), 2)}, step=2, together=False)
+    holdfast.save(f"{folder}/run/{step_name(2)}", {"w": torch.full((3,), 2)}, step=2, process_group="none")
     shutil.rmtree(f"{folder}/run/{step_name(1)}")
 
 

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.nodes import Node, missing, two_nodes
 from holdfast.cli.app import app
+from support.launcher import launch, values
+from support.nodes import Node, missing, two_nodes
 
 TIMEOUT = 60.0
 WORLD = 4
@@ -159,7 +159,7 @@ def _refused(run: Path, volume: Path) -> list[tuple[str, str]]:
     for load in (
         lambda: _restore_replicated(run, volume),
         lambda: holdfast.load(run, _replicated(0), timeout=TIMEOUT),
-        lambda: holdfast.load(run, together=False),
+        lambda: holdfast.load(run, process_group="none"),
     ):
         with pytest.raises(holdfast.HoldfastError) as caught:
             load()

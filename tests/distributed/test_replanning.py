@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.distributed.launcher import launch, values
-from tests.distributed.patience import PATIENCE_SECONDS
-from tests.distributed.worlds import Mode, leftovers
 
 import holdfast
+from support.disturbed_trainings import Mode, leftovers
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 WORLD = 3
 _BASE = np.arange(300.0).reshape(30, 10)
@@ -113,7 +113,7 @@ def _train(run: Path, mode: Mode, every: int) -> dict[str, Any]:
             checkpointer.wait()
             mine: list[Any] = [None] * WORLD
             dist.all_gather_object(mine, state)
-            if rank == 0 and not _equal(holdfast.load(run, together=False), mine):
+            if rank == 0 and not _equal(holdfast.load(run, process_group="none"), mine):
                 different.append(step)
         steps = checkpointer.steps
     return {"different": different, "steps": steps, "plans": plans}
@@ -169,7 +169,7 @@ def _values_change(run: Path) -> tuple[list[int], Any]:
             if step == 3 and dist.get_rank() == 2:
                 state["deep"]["inside"]["late"] = 7
             checkpointer.save(step)
-    return plans, holdfast.load(run, together=False)["deep"]
+    return plans, holdfast.load(run, process_group="none")["deep"]
 
 
 def test_a_plain_value_may_first_appear_on_any_rank(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.launcher import HOST, launch, started, values
-from tests.distributed.nodes import DEVICE, missing, two_nodes
-from tests.distributed.patience import PATIENCE_SECONDS, outlive, wait_for, wait_until_stopped
-from tests.distributed.worlds import (
+
+import holdfast
+from support.disturbed_trainings import (
     advance,
     bits,
     check_alone,
@@ -26,8 +25,11 @@ from tests.distributed.worlds import (
     make_state,
     set_patience,
 )
+from support.launcher import HOST, launch, started, values
+from support.nodes import DEVICE, missing, two_nodes
+from support.patience import PATIENCE_SECONDS, outlive, wait_for, wait_until_stopped
 
-import holdfast
+pytestmark = pytest.mark.race
 
 SILENCE_SECONDS = 2.0
 
@@ -52,6 +54,7 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
     import torch.distributed as dist
 
     from holdfast.store.commit import coordinated
+    from holdfast.store.commit.transaction import Transaction
 
     state = make_state()
     with _checkpointer(run, state) as checkpointer:
@@ -61,15 +64,15 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
         team = checkpointer._group.team
         assert team is not None
         if dist.get_rank() == victim:
-            name = "publish" if victim == 0 else "open_partial"
-            real = getattr(coordinated, name)
+            where, name = (Transaction, "publish") if victim == 0 else (coordinated, "open_partial")
+            real = getattr(where, name)
 
             def stop(*arguments: Any, **more: Any) -> Any:
                 held = real(*arguments, **more) if victim else None
                 os.kill(os.getpid(), signal.SIGSTOP)
                 return held if victim else real(*arguments, **more)
 
-            setattr(coordinated, name, stop)
+            setattr(where, name, stop)
         else:
             set_patience(checkpointer, SILENCE_SECONDS)
             outlive(victim, team.members[victim].pid)
@@ -128,7 +131,7 @@ def test_a_coordinator_that_was_stopped_keeps_its_run_and_commits_when_it_goes_o
     with started(3, _stopped, run, 0) as first:
         wait_until_stopped(first.pids[0])
         first.await_ended([1, 2])
-        assert values(launch(2, _refused, run)) == ["RunLocked"] * 2
+        assert values(launch(2, _refused, run)) == ["Locked"] * 2
         os.kill(first.pids[0], signal.SIGCONT)
         (leading, durable), *others = values(first.join())
     assert (leading[0], durable) == ("", 4)
@@ -163,7 +166,7 @@ def test_a_second_world_on_a_run_is_refused_on_all_its_ranks_at_once(tmp_path: P
     with started(2, _hold, run, tmp_path) as first:
         wait_for(tmp_path / "held")
         for kind, seconds in values(launch(3, _come_second, run)):
-            assert kind == "RunLocked"
+            assert kind == "Locked"
             assert seconds < PATIENCE_SECONDS / 2
         (tmp_path / "refused").touch()
         values(first.join())
@@ -243,7 +246,7 @@ def _made_anew(run: Path) -> list[Any]:
     with _checkpointer(run, live) as checkpointer:
         found.append(checkpointer.restore())
         checkpointer.save(2)
-        stored = [holdfast.load(run / f"step-{step:012d}", together=False)["w"] for step in (1, 2)]
+        stored = [holdfast.load(run / f"step-{step:012d}", process_group="none")["w"] for step in (1, 2)]
     return [*found, all(torch.equal(one, whole) for one in stored)]
 
 

@@ -63,8 +63,8 @@ def test_part_of_an_array_is_not_saved_as_if_it_were_all(tmp_path: Path) -> None
     mesh = init_device_mesh("cpu", (4,))
     spread = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
     with pytest.raises(holdfast.UnsupportedState, match=r"w: this process has \[2\] .* shape \[8\]"):
-        holdfast.save(tmp_path / "one", {"w": spread}, together=False)
+        holdfast.save(tmp_path / "one", {"w": spread}, process_group="none")
     assert not list(tmp_path.iterdir())
     everywhere = distribute_tensor(torch.arange(8.0), mesh, [Replicate()])
-    holdfast.save(tmp_path / "one", {"w": everywhere}, together=False)
+    holdfast.save(tmp_path / "one", {"w": everywhere}, process_group="none")
     assert holdfast.load(tmp_path / "one")["w"].tolist() == list(range(8))

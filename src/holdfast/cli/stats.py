@@ -57,8 +57,8 @@ def stats(
         else:
             _print(out, found, latest)
             if plot is not None:
-                said = f"drawn: {plot}" if drawn else f"not drawn: {plot} (no durable save yet)"
-                out.say(said, style="dim")
+                nothing = "nothing to plot: no save of this run was durable"
+                out.say(f"drawn: {plot}" if drawn else nothing, style="dim" if drawn else "yellow")
         out.finish(problem=False)
 
 
@@ -167,13 +167,13 @@ def _line(event: Event) -> tuple[str, str]:
     """What happened, in a line, and its style."""
     from holdfast.checkpointer.events import (
         Failed,
-        GaveUp,
         Opened,
         PassedOver,
         Preempted,
+        RemovedEarly,
         Restored,
         Saved,
-        ShortOfRoom,
+        ShortOfSpace,
     )
     from holdfast.cli import words
 
@@ -188,12 +188,12 @@ def _line(event: Event) -> tuple[str, str]:
         return f"step {event.step}  passed over: {words.shortened(event.reason, 300)}", "yellow"
     if isinstance(event, Preempted):
         return f"step {event.step}  preempted by {event.signal}", "yellow"
-    if isinstance(event, ShortOfRoom):
+    if isinstance(event, ShortOfSpace):
         size = f"{words.size(event.needed_nbytes)} each, {words.size(event.free_nbytes)} free"
-        return f"step {event.step}  room for {event.fit} of {event.wanted} checkpoints ({size})", "yellow"
-    if isinstance(event, GaveUp):
+        return f"step {event.step}  space for {event.fit} of {event.wanted} checkpoints ({size})", "yellow"
+    if isinstance(event, RemovedEarly):
         steps = ", ".join(map(str, event.steps[:20]))
-        return f"step {event.step}  no room: gave up {steps}", "yellow"
+        return f"step {event.step}  no space: removed {steps}", "yellow"
     assert isinstance(event, Opened)
     return f"opened by process {event.pid} on {event.host}, mode {event.mode}, every {event.every}", "dim"
 

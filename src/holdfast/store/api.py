@@ -19,8 +19,9 @@ from holdfast.store.metrics import plain_metrics
 from holdfast.store.names import PARTIAL, RETIRED
 from holdfast.store.options import Options, checked_options
 from holdfast.store.os_errors import saving
+from holdfast.store.rank_errors import failing_the_save
 from holdfast.store.ranks.channel import Channel
-from holdfast.store.ranks.group import RankGroup, join_group, leaving
+from holdfast.store.ranks.group import ProcessGroup, RankGroup, join_group, leaving
 from holdfast.store.ranks.open_together import open_newest_together
 from holdfast.store.ranks.shared_load import load_together
 from holdfast.store.read.open import newest
@@ -36,7 +37,7 @@ def save(
     metrics: Mapping[str, float] | None = None,
     overwrite: bool = False,
     options: Options | None = None,
-    together: bool | None = None,
+    process_group: ProcessGroup = None,
     timeout: float = 600.0,
 ) -> CheckpointInfo:
     """Write one checkpoint directory at `path`; when this returns it survives a power cut.
@@ -47,8 +48,8 @@ def save(
     it stay. An empty directory may be there; directories above `path` are made.
 
     Under ``torch.distributed`` all ranks call this, each with its own state, and each writes a share of one
-    checkpoint; ``together=False`` saves this rank's state by itself. `timeout`: seconds after which a rank
-    waits no longer for the others.
+    checkpoint. `process_group`: some ranks instead of all; ``"none"``: this rank saves its own state alone.
+    `timeout`: seconds after which a rank waits no longer for the others.
 
     >>> import holdfast, numpy, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -61,7 +62,8 @@ def save(
     step = check_step(step)
     options = checked_options(options)
     settings = None if options is None else options.write_settings()
-    team = join_group(what, together, timeout)
+    with failing_the_save():
+        team = join_group(what, process_group, timeout)
     if team is None and (settings is None or not settings.volumes):
         check_target(target)
         tuning = _DEFAULT if settings is None else settings.tuning
@@ -70,7 +72,8 @@ def save(
         make_parent(target)
         return commit.run(flat)
     with leaving(team):
-        group = RankGroup(team, settings or Options().write_settings(), timeout)
+        with failing_the_save():
+            group = RankGroup(team, settings or Options().write_settings(), timeout)
         talk = group.begin(what, step)
         try:
             check_target(target)
@@ -98,7 +101,7 @@ def load(
     framework: Framework | None = None,
     verify: bool = True,
     strict: bool = True,
-    together: bool | None = None,
+    process_group: ProcessGroup = None,
     timeout: float = 600.0,
 ) -> Any:
     """Read a checkpoint (of a run: the newest) back, bit for bit.
@@ -115,10 +118,10 @@ def load(
 
     Under ``torch.distributed`` all ranks call this with `into`, each with its own target, whatever layout the
     checkpoint was saved in: each gets the parts it holds, and ranks of a node that hold the same share the
-    reading. ``together=False``, and loading without `into`, read by themselves: of what is `per_rank` that is
-    what rank 0 saved.
+    reading. With ``process_group="none"``, and without `into`, a rank reads alone: of what is `per_rank`, it
+    gets what rank 0 saved.
     """
-    team = join_group(f"load of {os.fspath(path)}", together if into is not None else False, timeout)
+    team = join_group(f"load of {os.fspath(path)}", process_group if into is not None else "none", timeout)
     if team is None:
         with newest(path, Checkpoint) as checkpoint:
             return checkpoint.load(into, select=select, framework=framework, verify=verify, strict=strict)
@@ -127,7 +130,7 @@ def load(
             raise TypeError("framework= goes with fresh arrays; with into= the target decides")
         with (
             open_newest_together(team, path, timeout) as checkpoint,
-            closing(Channel.open(timeout)) as link,
+            closing(Channel.open(timeout, team.subgroup)) as channel,
         ):
             return load_together(
                 team,
@@ -137,7 +140,7 @@ def load(
                 verify=verify,
                 strict=strict,
                 timeout=timeout,
-                link=link,
+                channel=channel,
             )
 
 

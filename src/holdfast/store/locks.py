@@ -29,7 +29,7 @@ from types import TracebackType
 
 from holdfast.engine import fs
 from holdfast.engine.fs import HeldDirectory
-from holdfast.errors import RunLocked, RunMoved, StorageMissing
+from holdfast.errors import Locked, RunMoved, StorageMissing
 from holdfast.store.names import LOCK_FILE
 
 LOCK_SECONDS = 60.0
@@ -49,16 +49,20 @@ class RunLock:
         self._directory: HeldDirectory | None = None
         held = fs.hold_directory(run, True, True)
         if held is None:
-            raise RunLocked(f"run {run} is {_holder_of(run)}; one writer per run")
+            raise Locked(f"run {run} is {_holder_of(run)}; one writer per run")
         self._directory = held
         try:
             self._file = self._open()
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
-        except OSError as error:
+        except BaseException as error:
             self.release()
-            if error.errno not in (errno.EAGAIN, errno.EACCES) or error.filename is not None:
+            if (
+                not isinstance(error, OSError)
+                or error.errno not in (errno.EAGAIN, errno.EACCES)
+                or error.filename is not None
+            ):
                 raise
-            raise RunLocked(f"run {run} is {_holder_of(run)}; one writer per run") from error
+            raise Locked(f"run {run} is {_holder_of(run)}; one writer per run") from error
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         # On a full disk the lock holds all the same, only nameless; and a restore must still be possible.
         with contextlib.suppress(OSError):

@@ -21,6 +21,7 @@ from holdfast.errors import (
     StorageDenied,
     StorageFull,
     StorageMissing,
+    as_save_failure,
 )
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -81,11 +82,14 @@ def _in_the_way(path: str) -> str | None:
 
 @contextmanager
 def saving(target: str) -> Iterator[None]:
-    """Turns any `OSError` of the block into the typed error for a failed save."""
+    """Turns any `OSError` of the block, and any error of ranks, into the typed error for a failed save."""
     try:
         yield
-    except HoldfastError:
-        raise
+    except HoldfastError as error:
+        failed = as_save_failure(error)
+        if failed is error:
+            raise
+        raise failed from error
     except OSError as error:
         raise save_failed(error, target) from error
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.errors import HoldfastError, RankFailed
+from holdfast.errors import HoldfastError, RankFailed, RankTimeout
 from holdfast.format.checksums import digest
 from holdfast.plan.topology import Topology
 from holdfast.team.mail import Mail, Silence, sendable
@@ -43,12 +43,22 @@ class Member:
     socket: int
 
 
+@dataclass(frozen=True, slots=True)
+class Subgroup:
+    """A process group of some ranks. A rank of the team is an index into `ranks`, those of the world."""
+
+    handle: Any
+    ranks: tuple[int, ...]
+
+
 class _Verdict(msgspec.Struct, frozen=True):
     """What the coordinator says at the end of a call: data, or why there is none."""
 
     data: bytes = b""
     failure: str = ""
     ranks: tuple[int, ...] = ()
+    silence: bool = False
+    """Whether the failure is that ranks were not heard of."""
 
 
 class _Table(msgspec.Struct, frozen=True):
@@ -74,12 +84,23 @@ class _Unread:
 class Team:
     """A rank's place in the team. Made by `join`; one thread at a time per key."""
 
-    def __init__(self, rank: int, met: Met, home: Mail, board: Board, *, within: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int,
+        met: Met,
+        home: Mail,
+        board: Board,
+        *,
+        subgroup: Subgroup | None = None,
+        within: bool = False,
+    ) -> None:
         """`within`: it is another team's, which goes on to use the same lines."""
         machines: dict[str, int] = {}
         nodes = tuple(machines.setdefault(card.machine, len(machines)) for card in met.cards)
         self.rank = rank
         self.world = len(met.cards)
+        self.subgroup = subgroup
+        """None: the team is all of the default process group."""
         self.members = tuple(
             Member(number, card.host, card.pid, card.socket) for number, card in enumerate(met.cards)
         )
@@ -134,7 +155,7 @@ class Team:
         except BaseException as error:
             text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
             said, ranks = sendable(f"rank 0: {text}"), tuple(getattr(error, "ranks", (0,)))
-            self._post(call, _Verdict(failure=said, ranks=ranks))
+            self._post(call, _Verdict(failure=said, ranks=ranks, silence=isinstance(error, RankTimeout)))
             raise
         finally:
             self._retire(_Unread(call, (), len(heard) == self.world - 1), timeout)
@@ -193,7 +214,7 @@ class Team:
         purpose = sendable(purpose)
         home = self.mail.under(purpose_prefix(purpose))
         met = meet(home, self._board, self.rank, self.world, purpose, timeout)
-        team = Team(self.rank, met, home, self._board, within=True)
+        team = Team(self.rank, met, home, self._board, subgroup=self.subgroup, within=True)
         try:
             yield team
         finally:
@@ -302,14 +323,14 @@ class Team:
         try:
             data = self.mail.read(f"{call}/verdict", timeout + GRACE_SECONDS)
         except Silence:
-            raise RankFailed(
+            raise RankTimeout(
                 f"rank 0 was not heard of within {timeout:g} s{self._board.describe((0,))}", ranks=(0,)
             ) from None
         verdict: _Verdict = _decode(data, _Verdict, call)
         if done or verdict.failure:
             self._acknowledge(call)
         if verdict.failure:
-            raise RankFailed(verdict.failure, ranks=verdict.ranks)
+            raise (RankTimeout if verdict.silence else RankFailed)(verdict.failure, ranks=verdict.ranks)
         return verdict.data
 
     def _tabulate(self, call: str, name: str, timeout: float) -> _Table:
@@ -318,9 +339,9 @@ class Team:
         if missing:
             failure = f"{name_ranks(missing)} {'were' if len(missing) > 1 else 'was'} not heard of within "
             failure += f"{timeout:g} s{self._board.describe(missing)}"
-            self._post(call, _Verdict(failure=failure, ranks=missing))
+            self._post(call, _Verdict(failure=failure, ranks=missing, silence=True))
             self._retire(_Unread(call, (), False), timeout)
-            raise RankFailed(failure, ranks=missing)
+            raise RankTimeout(failure, ranks=missing)
         by_name: dict[str, list[int]] = {name: [0]}
         for rank in range(1, self.world):
             by_name.setdefault(heard[rank].decode(errors="replace"), []).append(rank)
@@ -334,7 +355,7 @@ class Team:
         found = mine | {keys[key]: data for key, data in self.mail.collect(list(keys), timeout).items()}
         silent = tuple(ranks[0] for name, ranks in table.entries if name not in found)
         if silent:
-            raise RankFailed(
+            raise RankTimeout(
                 f"{name_ranks(silent)} did not send what was announced within {timeout:g} s"
                 f"{self._board.describe(silent)}",
                 ranks=silent,
@@ -345,24 +366,38 @@ class Team:
         return {found[name]: ranks for name, ranks in table.entries}
 
 
-def join(purpose: str, timeout: float) -> Team | None:
-    """Come together with all other ranks of the default process group that come for the same purpose.
+def join(purpose: str, timeout: float, process_group: Any = None) -> Team | None:
+    """Come together with all other ranks of a process group that come for the same purpose.
 
-    None when there is nobody to meet: without torch, without a process group, in a world of one. `RankFailed`
-    on all who came when somebody did not come within `timeout` seconds; those may come again.
+    Without one, it is the default group; then None when there is nobody to meet: without torch, without a
+    process group, in a world of one. `RankFailed` on all who came when somebody did not come within `timeout`
+    seconds; those may come again.
     """
     if not _is_initialized():
         return None
     distributed = sys.modules["torch.distributed"]
     rank, world = distributed.get_rank(), distributed.get_world_size()
+    prefix = "holdfast"
+    subgroup: Subgroup | None = None
+    if process_group is not None:
+        ranks = tuple(distributed.get_process_group_ranks(process_group))
+        if rank not in ranks:
+            raise ValueError(
+                f"rank {rank} is not in the process_group given, which has the ranks {list(ranks)}"
+            )
+        if ranks != tuple(range(world)):
+            subgroup = Subgroup(process_group, ranks)
+            prefix = f"holdfast/{digest(repr(ranks).encode())}"
+            rank, world = ranks.index(rank), len(ranks)
     if world == 1:
         return None
     purpose = sendable(purpose)
-    mail = Mail(_default_store(), "holdfast")
+    mail = Mail(_default_store(), prefix)
     board = Board(mail)
     home = mail.under(purpose_prefix(purpose))
     try:
-        return Team(rank, meet(home, board, rank, world, purpose, timeout), home, board)
+        met = meet(home, board, rank, world, purpose, timeout)
+        return Team(rank, met, home, board, subgroup=subgroup)
     except BaseException:
         mail.close()
         raise

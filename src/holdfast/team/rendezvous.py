@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from holdfast.errors import RankFailed
+from holdfast.errors import RankFailed, RankTimeout
 from holdfast.format.checksums import digest
 from holdfast.team.machines import machine, numa_node
 from holdfast.team.mail import Mail, Silence, sendable
@@ -127,7 +127,7 @@ def _hold(mail: Mail, board: Board, world: int, card: Card, purpose: str, timeou
                 f"{board.describe(missing)}{_ADVICE}"
             )
             closing = _Closing(heard, failure=failure, missing=missing)
-            raise RankFailed(failure, ranks=missing)
+            raise RankTimeout(failure, ranks=missing)
         cards = (card, *(msgspec.msgpack.decode(answers[rank], type=Card) for rank in range(1, world)))
         closing = _Closing(heard, cards)
     finally:
@@ -144,7 +144,7 @@ def _attend(mail: Mail, board: Board, rank: int, card: Card, purpose: str, timeo
         try:
             opening = _find_open(mail, end)
         except Silence:
-            raise RankFailed(
+            raise RankTimeout(
                 f"rank 0 did not open the meeting for {purpose} within {timeout:g} s{board.describe((0,))}"
                 f"{_ADVICE}",
                 ranks=(0,),
@@ -154,7 +154,7 @@ def _attend(mail: Mail, board: Board, rank: int, card: Card, purpose: str, timeo
         try:
             data = mail.read(f"closed/{opening.token}", opening.timeout + GRACE_SECONDS)
         except Silence:
-            raise RankFailed(
+            raise RankTimeout(
                 f"rank 0 opened the meeting for {purpose} and did not close it within {opening.timeout:g} s"
                 f"{board.describe((0,))}",
                 ranks=(0,),
@@ -165,7 +165,8 @@ def _attend(mail: Mail, board: Board, rank: int, card: Card, purpose: str, timeo
         if rank not in closing.heard:
             continue
         if closing.failure:
-            raise RankFailed(closing.failure, ranks=closing.missing)
+            kind = RankFailed if 0 in closing.missing else RankTimeout
+            raise kind(closing.failure, ranks=closing.missing)
         if closing.cards[rank] != card:  # of a process that had this rank before
             continue
         return Met(closing.cards, opening.token, (f"closed/{opening.token}",))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.errors import RankFailed
+from holdfast.errors import RankTimeout
 
 _SHOWN = 8
 
 
 def all_heard(messages: Sequence[bytes | None], during: str, timeout: float) -> list[bytes]:
-    """The messages of all ranks, by rank; `RankFailed` names those that were not heard of."""
+    """The messages of all ranks, by rank; `RankTimeout` names those that were not heard of."""
     missing = [rank for rank, message in enumerate(messages) if message is None]
     if missing:
-        raise RankFailed(
+        raise RankTimeout(
             f"{ranks_in_words(missing)} did not come to {during!r} within {timeout:g} s: gone, or busy with "
             "something else",
             ranks=missing,

@@ -26,30 +26,61 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast import engine
 from holdfast.engine import Tuning, fs
 from holdfast.engine.fs import HeldDirectory
-from holdfast.errors import HoldfastError, RankFailed, RanksDisagree, StorageMissing
-from holdfast.format.manifest import MANIFEST_NAME, encode_root, part_name, part_ref
-from holdfast.format.records import Part, PartRef, Root
+from holdfast.errors import HoldfastError, RankFailed, StorageMissing, as_save_failure
+from holdfast.format.manifest import encode_root, part_name, part_ref
+from holdfast.format.records import Part, PartRef
 from holdfast.state import Flat, LeafSource
 from holdfast.store.commit import volumes
 from holdfast.store.commit.info import CheckpointInfo, Seconds, check_step
+from holdfast.store.commit.manifest import Identity, root_of
 from holdfast.store.commit.messages import Conversation, Done, End, Open
 from holdfast.store.commit.observer import SaveObserver
-from holdfast.store.commit.shard_writer import Place, ShardWriter
-from holdfast.store.commit.single import publish, refuse_existing
-from holdfast.store.commit.transaction import Partial, Target
+from holdfast.store.commit.shard_writer import Description, ShardLocation, ShardWriter
+from holdfast.store.commit.transaction import Target, Transaction
 from holdfast.store.commit.volumes import Ledger
 from holdfast.store.locks import path_to_read
+from holdfast.store.names import MANIFEST, SAVE_MARK
 from holdfast.store.os_errors import save_failed
-from holdfast.store.ranks.checks.replicas import check_samples
-from holdfast.store.ranks.checks.values import check_values
-from holdfast.store.ranks.write_shares import Share
+
+
+@dataclass(frozen=True, slots=True)
+class WriteShare:
+    """What this rank writes of one state, and what it tells of it to the coordinator."""
+
+    fragments: tuple[LeafSource, ...]
+    description: Description
+    plan: str
+    """The fingerprint of the plan that says who writes what."""
+    layout: bytes
+    """That plan, as it is stored."""
+    leaves: int
+    """Of the whole state."""
+    whole_nbytes: int
+    """Of the whole state: what all ranks write."""
+    values: Mapping[str, str]
+    """Digests of its plain values, by place."""
+    facts: Mapping[str, str]
+    """Digests of all of them, where trees of different structures are stored and this is one of them."""
+    samples: Mapping[str, str]
+    """Digests of samples of what others hold, too."""
+
+    def done(self, ref: PartRef, files: Sequence[str] = (), stored_nbytes: int = 0, *, tree: bool) -> Done:
+        """That this share is durable."""
+        nbytes = sum(leaf.nbytes for leaf in self.fragments)
+        return Done(
+            ref, tuple(files), nbytes, stored_nbytes, self.plan, tree, self.values, self.facts, self.samples
+        )
+
+
+Agreement = Callable[[Sequence[Done]], None]
+"""Raises `RanksDisagree` unless what all ranks have written, in the order of ranks, is one state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +88,9 @@ class CoordinatedCommit:
     """One checkpoint to be committed by all ranks of a team; or, without a `talk`, by this process alone."""
 
     to: Target
-    step: int
-    id: str
-    created: float
-    metrics: Mapping[str, float]
+    identity: Identity
     tuning: Tuning
+    agreement: Agreement
     talk: Conversation | None = None
     rank: int = 0
     world: int = 1
@@ -81,17 +110,17 @@ class CoordinatedCommit:
     def run(
         self,
         flat: Flat,
-        share: Share,
+        share: WriteShare,
         groups: Sequence[Sequence[LeafSource]] | None = None,
-        watch: SaveObserver | None = None,
+        observer: SaveObserver | None = None,
     ) -> CheckpointInfo:
         """Returns when it is durable. Else raises, has told the others, and leaves nothing behind."""
         began = time.perf_counter()
         lead = self._lead if self.rank == 0 else self._follow
         try:
-            check_step(self.step)
+            check_step(self.identity.step)
             sources = [share.fragments] if groups is None else groups
-            return lead(flat, share, sources, watch or SaveObserver(), began)
+            return lead(flat, share, sources, observer or SaveObserver(), began)
         except BaseException as error:
             failed = self._typed(error)
             if self.talk is not None:
@@ -105,103 +134,98 @@ class CoordinatedCommit:
     def _lead(
         self,
         flat: Flat,
-        share: Share,
+        share: WriteShare,
         groups: Sequence[Sequence[LeafSource]],
-        watch: SaveObserver,
+        observer: SaveObserver,
         began: float,
     ) -> CheckpointInfo:
-        with self.to.opened() as parent:
-            return self._lead_in(parent, flat, share, groups, watch, began)
-
-    def _lead_in(
-        self,
-        parent: HeldDirectory,
-        flat: Flat,
-        share: Share,
-        groups: Sequence[Sequence[LeafSource]],
-        watch: SaveObserver,
-        began: float,
-    ) -> CheckpointInfo:
-        partial = Partial(parent, self.target, self.to.spare)
-        opened = publishing = False
-        dead: frozenset[str] = frozenset()
-        replaced: tuple[str, ...] = ()
-        try:
-            refuse_existing(self.target, overwrite=self.overwrite)
-            fs.anchor(parent.path, once=True)
-            # Choosing may write a trial file, so it comes before there is anything to clean up.
-            engine.choose_backend(parent, self.tuning.backend)
-            dead, replaced = self._dead(partial), self._replaced(partial)
-            partial.make()
-            marks = self._note(partial.directory, dead)
-            if self.talk is not None:
-                host, found = socket.gethostname(), fs.identity(partial.directory)
-                where = os.fsencode(partial.path)
-                self.talk.say("open", Open(where, partial.recycle, tuple(dead), host, found))
-                opened = True
-            volumes.sweep(self.volumes, self.target, dead)
-            with ShardWriter(
-                0, self._places(partial.directory), self.tuning, recycle=partial.recycle
-            ) as writer:
-                writer.write(groups, watch)
-                part = writer.part(share.description)
-                writer.sync(partial.directory)
-            dones = [] if self.talk is None else self.talk.collect()
-            _check(dones, share)
-            root = self._root(flat, share, part, [done.ref for done in dones], dones)
-            ours = {MANIFEST_NAME, *writer.names, *(name for done in dones for name in done.files)}
-            partial.clear(ours)
-            manifest = fs.write_file(partial.directory.at(MANIFEST_NAME), root, recycle=partial.recycle)
-            volumes.remove_marks(partial.directory, marks)
-            fs.sync([manifest], partial.directory)
-            watch.committing()
-            publishing = True
-            publish(
-                partial,
-                overwrite=self.overwrite,
-                # As long as it is there, a save that comes after a crash knows of it.
-                replaced=lambda: self._give_up(replaced),
-            )
-        except BaseException as error:
-            if self.talk is not None:
-                self.talk.failed(self._typed(error), open=not partial.settled)
-                if opened and not publishing and not isinstance(error, RankFailed):
+        with Transaction.begin(self.to, overwrite=self.overwrite) as transaction:
+            try:
+                transaction.refuse_existing()
+                # Choosing may write a trial file, so it comes before there is anything to clean up.
+                engine.choose_backend(transaction.parent, self.tuning.backend)
+                dead, replaced = self._dead(transaction), self._replaced(transaction)
+                transaction.make()
+                marks = self._note(transaction.directory, dead)
+                self._open(transaction, dead)
+            except BaseException as error:
+                self._lead_failed(transaction, error)
+                raise
+            try:
+                volumes.sweep(self.volumes, self.target, dead)
+                with self._writer(transaction.directory, recycle=transaction.recycle) as writer:
+                    writer.write(groups, observer)
+                    part = writer.part(share.description)
+                    writer.sync(transaction.directory)
+                dones = [] if self.talk is None else self.talk.collect()
+                self.agreement([self._own_done(share, part), *dones])
+                root = self._root(flat, share, part, dones)
+                names = {MANIFEST, *writer.names, *(name for done in dones for name in done.files)}
+                transaction.keep_only(names)
+                transaction.seal(names, root, unneeded=[id + SAVE_MARK for id in marks])
+                observer.committing()
+            except BaseException as error:
+                self._lead_failed(transaction, error)
+                if self.talk is not None and not isinstance(error, RankFailed):
                     self.talk.await_others()
-            if self.ledger is not None and partial.settled and _id_in(parent, self.target) != self.id:
-                self.ledger.add([self.id])
-            partial.remove()
-            if not publishing:
                 self._remove_from_volumes(last=True)
-            raise
-        finally:
-            partial.release()
-        watch.committed()
+                raise
+            try:
+                # As long as the replaced one is there, a save that comes after a crash knows of it.
+                transaction.publish(replaced=lambda: self._forget_replaced(replaced))
+            except BaseException as error:
+                self._lead_failed(transaction, error)
+                raise
+        observer.committed()
         if self.ledger is not None:
             self.ledger.write(self.ledger.read() - dead)
         end = End(
             sum(leaf.nbytes for leaf in share.fragments) + sum(done.nbytes for done in dones),
             writer.stored_nbytes + len(root) + sum(done.stored_nbytes for done in dones),
-            len(share.plan.leaves),
+            share.leaves,
             replaced,
         )
         if self.talk is not None:
             self.talk.committed(end)
         return self._info(end, writer, began)
 
-    def _dead(self, partial: Partial) -> frozenset[str]:
+    def _open(self, transaction: Transaction, dead: frozenset[str]) -> None:
+        """Tells the other ranks where to write."""
+        if self.talk is None:
+            return
+        host, found = socket.gethostname(), fs.identity(transaction.directory)
+        where = os.fsencode(transaction.path)
+        self.talk.say("open", Open(where, transaction.recycle, tuple(dead), host, found))
+
+    def _own_done(self, share: WriteShare, part: Part) -> Done:
+        """What the coordinator has written. Its part is in the root, so there is no file to refer to."""
+        return share.done(PartRef(0, "", 0, ""), tree=part.tree is not None)
+
+    def _lead_failed(self, transaction: Transaction, error: BaseException) -> None:
+        if self.talk is not None:
+            self.talk.failed(self._typed(error), maybe_committed=not transaction.settled)
+        settled = transaction.settled
+        if (
+            self.ledger is not None
+            and settled
+            and _id_in(transaction.parent, self.target) != self.identity.id
+        ):
+            self.ledger.add([self.identity.id])
+
+    def _dead(self, transaction: Transaction) -> frozenset[str]:
         """Whose shards are to go before anything is written: they may take the room that is needed."""
         if self.ledger is None:
-            return frozenset(volumes.left_behind(path_to_read(partial.parent, partial.entry.name)))
+            return frozenset(volumes.left_behind(path_to_read(transaction.parent, transaction.entry.name)))
         return frozenset() if self.live is None else frozenset(self.ledger.read() - self.live)
 
-    def _replaced(self, partial: Partial) -> tuple[str, ...]:
+    def _replaced(self, transaction: Transaction) -> tuple[str, ...]:
         """Whose shards are to go once this one is committed."""
-        there = self.overwrite and fs.exists(partial.target_entry)
-        found = _id_in(partial.parent, self.target) if there else None
+        there = self.overwrite and fs.exists(transaction.target_entry)
+        found = _id_in(transaction.parent, self.target) if there else None
         return () if found is None else (found,)
 
-    def _give_up(self, replaced: tuple[str, ...]) -> None:
-        """What has been replaced, for good, and is about to be removed."""
+    def _forget_replaced(self, replaced: tuple[str, ...]) -> None:
+        """What has been replaced for good, and is about to be removed: its shards on volumes are dead."""
         if self.ledger is not None:
             self.ledger.add(replaced)
         volumes.sweep(self.volumes, self.target, replaced)
@@ -212,9 +236,9 @@ class CoordinatedCommit:
         A ledger gets to know of this save when that has failed, or by its mark: were it noted now, a kill
         behind the commit would leave a checkpoint that is taken for dead once it is moved out of its run.
         """
-        marks = dead | {self.id}
+        marks = dead | {self.identity.id}
         if self.ledger is not None:
-            marks = frozenset([self.id])
+            marks = frozenset([self.identity.id])
             kept = self.ledger.read() if self.live is None else ()
             self.ledger.write({*dead, *kept})
         if not self.marked:
@@ -222,21 +246,16 @@ class CoordinatedCommit:
         volumes.mark(partial, marks)
         return marks
 
-    def _root(
-        self, flat: Flat, share: Share, part: Part, refs: Sequence[PartRef], dones: Sequence[Done]
-    ) -> bytearray:
+    def _root(self, flat: Flat, share: WriteShare, part: Part, dones: Sequence[Done]) -> bytearray:
         return encode_root(
-            Root(
-                id=self.id,
-                step=self.step,
-                created=self.created,
+            root_of(
+                self.identity,
+                flat.tree,
+                part,
                 world=self.world,
-                metrics=dict(self.metrics),
-                tree=flat.tree,
-                part=part,
-                parts=tuple(refs),
-                trees=tuple(done.ref.rank for done in dones if done.tree),
-                layout=share.plan.layout,
+                others=[done.ref for done in dones],
+                trees=[done.ref.rank for done in dones if done.tree],
+                layout=share.layout,
             )
         )
 
@@ -245,9 +264,9 @@ class CoordinatedCommit:
     def _follow(
         self,
         flat: Flat,
-        share: Share,
+        share: WriteShare,
         groups: Sequence[Sequence[LeafSource]],
-        watch: SaveObserver,
+        observer: SaveObserver,
         began: float,
     ) -> CheckpointInfo:
         assert self.talk is not None
@@ -257,9 +276,8 @@ class CoordinatedCommit:
             with open_partial(os.fsdecode(opened.directory)) as directory:
                 self._require_same(opened, directory)
                 volumes.sweep(self.volumes, self.target, opened.dead)
-                places = self._places(directory)
-                with ShardWriter(self.rank, places, self.tuning, recycle=opened.recycle) as writer:
-                    writer.write(groups, watch)
+                with self._writer(directory, recycle=opened.recycle) as writer:
+                    writer.write(groups, observer)
                     part = writer.part(share.description)
                     encoded = writer.sync(directory, part)
         except BaseException as error:
@@ -270,19 +288,10 @@ class CoordinatedCommit:
                     raise self._not_shared(opened) from error
             raise
         try:
-            self.talk.done(
-                Done(
-                    ref=part_ref(part, encoded),
-                    files=(part_name(self.rank), *writer.names),
-                    nbytes=sum(leaf.nbytes for leaf in share.fragments),
-                    stored_nbytes=writer.stored_nbytes + len(encoded),
-                    plan=share.plan.fingerprint,
-                    tree=part.tree is not None,
-                    values=share.values,
-                    facts=share.facts,
-                    samples=share.samples,
-                )
-            )
+            files = (part_name(self.rank), *writer.names)
+            stored_nbytes = writer.stored_nbytes + len(encoded)
+            ref = part_ref(part, encoded)
+            self.talk.done(share.done(ref, files, stored_nbytes, tree=part.tree is not None))
             end = self.talk.read("end", End)
         except BaseException:
             # As long as nobody says that it has failed, it may have been committed.
@@ -297,11 +306,11 @@ class CoordinatedCommit:
         does not share the directory may have one of that name left over."""
         host = socket.gethostname()
         if opened.host != host:
-            if not volumes.is_marked(directory, self.id):
+            if not volumes.is_marked(directory, self.identity.id):
                 raise self._not_shared(opened)
         elif fs.identity(directory) != opened.identity:
             raise RankFailed(
-                f"the save of step {self.step} was given up: another one has taken its place at "
+                f"the save of step {self.identity.step} was given up: another one has taken its place at "
                 f"{os.fsdecode(opened.directory)} meanwhile",
                 ranks=(0,),
             )
@@ -319,14 +328,17 @@ class CoordinatedCommit:
     def _typed(self, error: BaseException) -> BaseException:
         if isinstance(error, OSError) and not isinstance(error, HoldfastError):
             return save_failed(error, self.target)
-        return error
+        return as_save_failure(error)
 
-    def _places(self, directory: HeldDirectory) -> list[Place]:
-        return volumes.places(self.volumes, self.target, self.id) if self.volumes else [Place(directory)]
+    def _writer(self, directory: HeldDirectory, *, recycle: bool) -> ShardWriter:
+        locations = [ShardLocation(directory)]
+        if self.volumes:
+            locations = volumes.locations(self.volumes, self.target, self.identity.id)
+        return ShardWriter(self.rank, locations, self.tuning, recycle=recycle)
 
     def _remove_from_volumes(self, *, last: bool) -> None:
         for volume in self.volumes:
-            directory = os.path.join(volume, volumes.home(self.target), self.id)
+            directory = os.path.join(volume, volumes.home(self.target), self.identity.id)
             volumes.remove_files_of(directory, self.rank, last=last)
 
     def _info(self, end: End, writer: ShardWriter, began: float) -> CheckpointInfo:
@@ -334,10 +346,10 @@ class CoordinatedCommit:
         commit = max(0.0, seconds - writer.write_seconds - writer.sync_seconds)
         return CheckpointInfo(
             path=self.target,
-            step=self.step,
-            id=self.id,
-            created=self.created,
-            metrics=dict(self.metrics),
+            step=self.identity.step,
+            id=self.identity.id,
+            created=self.identity.created,
+            metrics=dict(self.identity.metrics),
             leaves=end.leaves,
             nbytes=end.nbytes,
             stored_nbytes=end.stored_nbytes,
@@ -358,16 +370,3 @@ def open_partial(path: str) -> Iterator[HeldDirectory]:
 
 def _id_in(directory: HeldDirectory, target: str) -> str | None:
     return volumes.id_at(path_to_read(directory, os.path.basename(target)))
-
-
-def _check(dones: Sequence[Done], share: Share) -> None:
-    for done in dones:
-        if done.plan != share.plan.fingerprint:
-            raise RanksDisagree(
-                f"rank {done.ref.rank} wrote by another plan than rank 0; the next save plans anew",
-                ranks=(0, done.ref.rank),
-            )
-    values = {0: share.values, **{done.ref.rank: done.values for done in dones}}
-    facts = {0: share.facts, **{done.ref.rank: done.facts for done in dones}}
-    check_values(values, facts, share.plan.speakers)
-    check_samples({0: share.samples, **{done.ref.rank: done.samples for done in dones}})

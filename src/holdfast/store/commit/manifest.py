@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: its manifest, from a state taken apart and placed in a shard."""
+"""The records that describe a checkpoint: the one builder of parts and root manifests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Struct
 from holdfast import engine
 from holdfast.engine import CHUNK_NBYTES
 from holdfast.format.embedded import EMBEDDING_SHARD, embed_root
-from holdfast.format.records import EMBEDDED, Alias, Fragment, Leaf, Part, Root, ShardFile
+from holdfast.format.records import EMBEDDED, Alias, Fragment, Leaf, Part, PartRef, Root, ShardFile
 from holdfast.plan import Layout, ShardPlan
 from holdfast.state import Flat, LeafSource
 
@@ -33,17 +33,52 @@ def leaf_records(
         yield Leaf(leaf.name, leaf.dtype, leaf.shape, leaf.framework, (fragment,))
 
 
-def describe(identity: Identity, flat: Flat, shard: ShardFile, leaves: Iterable[Leaf] = ()) -> Root:
-    """The manifest of a state that is stored in one shard."""
-    aliases = tuple([Alias(name, of) for name, of in (*flat.aliases, *flat.local_aliases)])
+def part_of(
+    rank: int,
+    files: Iterable[ShardFile],
+    leaves: Iterable[Leaf],
+    aliases: Iterable[tuple[str, str]],
+    local: Mapping[str, Any] | None = None,
+    tree: Any = None,
+) -> Part:
+    """What one rank wrote. `tree`: its own, where that differs from the one in the root."""
+    found = tuple([Alias(name, of) for name, of in aliases])
+    return Part(rank, CHUNK_NBYTES, tuple(files), tuple(leaves), found, dict(local or {}), tree)
+
+
+def root_of(
+    identity: Identity,
+    tree: Any,
+    part: Part,
+    *,
+    world: int = 1,
+    others: Iterable[PartRef] = (),
+    trees: Iterable[int] = (),
+    layout: bytes = b"",
+) -> Root:
+    """The root manifest. `part` is the coordinator's own, `others` those of the other ranks.
+
+    `trees`: the ranks whose parts have a tree of their own. `layout`: the plan of who wrote what, if one was
+    made.
+    """
     return Root(
         id=identity.id,
         step=identity.step,
         created=identity.created,
+        world=world,
         metrics=dict(identity.metrics),
-        tree=flat.tree,
-        part=Part(0, CHUNK_NBYTES, (shard,), tuple(leaves), aliases, dict(flat.local)),
+        tree=tree,
+        part=part,
+        parts=tuple(others),
+        trees=tuple(trees),
+        layout=layout,
     )
+
+
+def root_of_one(identity: Identity, flat: Flat, shard: ShardFile, leaves: Iterable[Leaf] = ()) -> Root:
+    """The manifest of a state that one process stored in one shard."""
+    part = part_of(0, [shard], leaves, (*flat.aliases, *flat.local_aliases), flat.local)
+    return root_of(identity, flat.tree, part)
 
 
 class OneFile(Struct, frozen=True):
@@ -58,10 +93,10 @@ def one_file(identity: Identity, flat: Flat, layout: Layout, limit_nbytes: int) 
     packed = engine.pack(layout.pieces(), layout.nbytes)
     checksums = packed.checksums()
 
-    def describe_behind(header_nbytes: int) -> Root:
+    def root_behind(header_nbytes: int) -> Root:
         shard = ShardFile(EMBEDDING_SHARD, header_nbytes + layout.nbytes, header_nbytes, EMBEDDED)
         offsets = [header_nbytes + begin for begin in layout.begins]
-        return describe(identity, flat, shard, leaf_records(layout.leaves, offsets, checksums))
+        return root_of_one(identity, flat, shard, leaf_records(layout.leaves, offsets, checksums))
 
-    header = embed_root(describe_behind, layout.table, layout.metadata, limit_nbytes - layout.nbytes)
+    header = embed_root(root_behind, layout.table, layout.metadata, limit_nbytes - layout.nbytes)
     return None if header is None else OneFile(layout.behind(header), packed)

@@ -29,9 +29,10 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from holdfast.errors import RankFailed, RanksDisagree, RunLocked, SaveFailed
+from holdfast.errors import RankFailed, RanksDisagree, RankTimeout, SaveFailed
 from holdfast.format.records import PartRef
-from holdfast.team import Silence, Team, sendable
+from holdfast.store.rank_errors import RankError, worst
+from holdfast.team import Silence, Team
 
 GRACE_SECONDS: Final = 10.0
 """Others wait so much longer than the coordinator, which itself waits for the slowest; but not more than
@@ -47,17 +48,6 @@ may be so many steps behind the coordinator, where the training itself does not 
 
 _AT_ONCE: Final = 16
 """So many of them at a time: the training waits meanwhile."""
-
-
-class Failure(Struct, frozen=True, tag="failure"):
-    """A rank's error: the name of its type, and what it said. `ranks`: it is about these, the others of which
-    raise the same. `open`: it may have been committed all the same, so what was written must stay."""
-
-    rank: int
-    kind: str
-    message: str
-    ranks: tuple[int, ...] = ()
-    open: bool = False
 
 
 class Call(Struct, frozen=True, tag="call"):
@@ -128,7 +118,7 @@ class End(Struct, frozen=True, tag="end"):
     dead: tuple[str, ...] = ()
 
 
-_Message = Failure | Call | Here | Plan | Open | Done | End
+_Message = RankError | Call | Here | Plan | Open | Done | End
 _decoder: msgspec.json.Decoder[_Message] = msgspec.json.Decoder(_Message)
 _M = TypeVar("_M", Call, Plan, Open, End)
 _Said = TypeVar("_Said", Here, Done)
@@ -300,11 +290,10 @@ class Conversation:
             self.say("end", end)
             self._calls.close(self.number, heard=True)
 
-    def failed(self, error: BaseException, *, open: bool = False) -> None:
+    def failed(self, error: BaseException, *, maybe_committed: bool = False) -> None:
         """Tells the others, as far as they still listen. Who is told nothing finds out by the silence."""
         unsaid, self._unsaid = self._unsaid, []
-        about = tuple(error.ranks) if isinstance(error, (RankFailed, RanksDisagree)) else ()
-        failure = Failure(self._team.rank, type(error).__name__, sendable(str(error)), about, open)
+        failure = RankError.of(self._team.rank, error, maybe_committed=maybe_committed)
         with contextlib.suppress(RankFailed):  # the store has gone: there is nobody to tell
             for key in unsaid:
                 self._post(key if self._team.is_coordinator else f"{key}/{self._team.rank}", failure)
@@ -327,10 +316,10 @@ class Conversation:
     def hear(self, key: str, kind: type[_M], timeout: float) -> _M:
         """As `read`, but silence is for the caller to deal with."""
         message = _decoder.decode(self._team.mail.read(f"{self.number}/{key}", timeout))
-        if isinstance(message, Failure):
+        if isinstance(message, RankError):
             self._unsaid = []
-            self.refused = not message.open
-            raise error_of(message, self.what)
+            self.refused = not message.maybe_committed
+            raise message.error(self.what)
         assert isinstance(message, kind), f"{key} is a {type(message).__name__}"
         return message
 
@@ -360,15 +349,15 @@ class Conversation:
         keys = {f"{self.number}/{key}/{rank}": rank for rank in ranks}
         found = self._team.mail.collect(list(keys), self._calls.timeout)
         messages = {keys[key]: _decoder.decode(data) for key, data in found.items()}
-        failures = [message for message in messages.values() if isinstance(message, Failure)]
+        failures = [message for message in messages.values() if isinstance(message, RankError)]
         if failures:
-            raise error_of(min(failures, key=lambda failure: failure.rank), self.what)
+            raise worst(failures).error(self.what)
         silent = [rank for rank in ranks if rank not in messages]
         if silent:
             raise self.silence(silent)
         return [message for _, message in sorted(messages.items()) if isinstance(message, kind)]
 
-    def silence(self, ranks: Sequence[int], *, committed: bool | None = False) -> RankFailed:
+    def silence(self, ranks: Sequence[int], *, committed: bool | None = False) -> RankTimeout:
         """The error when ranks were not heard of. `committed` None: that is not known."""
         where = self._team.whereabouts(ranks[:8])
         some = ", ".join(
@@ -376,24 +365,11 @@ class Conversation:
         )
         more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
         fate = "" if committed is False else ", and whether it was committed is not known"
-        return RankFailed(
+        return RankTimeout(
             f"{self.what} failed: nothing heard from {some}{more} within {self._calls.timeout:g} s; it has "
             f"ended, hangs, or does not save this step{fate}. Earlier checkpoints are untouched",
             ranks=ranks,
         )
-
-
-def error_of(failure: Failure, what: str) -> RankFailed | RanksDisagree | RunLocked:
-    """What a rank raises when another one has failed."""
-    if failure.kind == RunLocked.__name__:
-        return RunLocked(f"found by rank {failure.rank}: {failure.message}")
-    if failure.kind == RanksDisagree.__name__:
-        return RanksDisagree(failure.message, ranks=failure.ranks)
-    if failure.ranks:
-        return RankFailed(failure.message, ranks=failure.ranks)
-    return RankFailed(
-        f"{what} failed on rank {failure.rank}: {failure.kind}: {failure.message}", ranks=(failure.rank,)
-    )
 
 
 def _numbers(data: bytes) -> tuple[int, int]:

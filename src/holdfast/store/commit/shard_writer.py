@@ -15,19 +15,20 @@ from types import TracebackType
 from typing import Any
 
 from holdfast import engine
-from holdfast.engine import CHUNK_NBYTES, Tuning, WriteJob, fs
+from holdfast.engine import Tuning, WriteJob, fs
 from holdfast.engine.fs import HeldDirectory
 from holdfast.format.checksums import digest
 from holdfast.format.manifest import encode_part, part_name, shard_name
-from holdfast.format.records import Alias, Fragment, Leaf, Part, ShardFile
+from holdfast.format.records import Fragment, Leaf, Part, ShardFile
 from holdfast.plan import ShardPlan, arrange
 from holdfast.state import LeafSource
+from holdfast.store.commit.manifest import part_of
 from holdfast.store.commit.observer import SaveObserver
 from holdfast.store.locks import require_current
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardLocation:
     """Where the shard of a volume goes: an open `directory`, the checkpoint's; or the one outside of it that
     `volume` is the path of, on `host`, which is made when there is something to write."""
 
@@ -48,7 +49,7 @@ class Description:
 class ShardWriter(AbstractContextManager["ShardWriter"]):
     """The files of one rank, from their first byte to the sync. Leaving the block lets go of all memory."""
 
-    def __init__(self, rank: int, places: Sequence[Place], tuning: Tuning, *, recycle: bool) -> None:
+    def __init__(self, rank: int, places: Sequence[ShardLocation], tuning: Tuning, *, recycle: bool) -> None:
         self._rank = rank
         self._places = places
         self._tuning = tuning
@@ -59,7 +60,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self.write_seconds = 0.0
         self.sync_seconds = 0.0
 
-    def write(self, groups: Sequence[Sequence[LeafSource]], watch: SaveObserver) -> None:
+    def write(self, groups: Sequence[Sequence[LeafSource]], observer: SaveObserver) -> None:
         """Writes the fragments, group by group; returns when all have left memory."""
         began = time.perf_counter()
         # All jobs together take no more memory than one would.
@@ -81,13 +82,13 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
                 background=plan.nbytes > self._tuning.small_nbytes,
             )
             self._files.append((volume, plan, job))
-        watch.writing([(plan, job) for _, plan, job in self._files])
+        observer.writing([(plan, job) for _, plan, job in self._files])
         for _, _, job in self._files:
             job.wait()
-        watch.written()
+        observer.written()
         self.write_seconds += time.perf_counter() - began
 
-    def _directory(self, place: Place) -> HeldDirectory:
+    def _directory(self, place: ShardLocation) -> HeldDirectory:
         if place.directory is not None:
             return place.directory
         assert place.volume is not None
@@ -115,13 +116,11 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
                 start = (0,) * len(leaf.shape) if leaf.slot is None else leaf.slot.start
                 fragment = Fragment(start, leaf.shape, number, offset, leaf.nbytes, chunks)
                 leaves.setdefault(leaf.name, (leaf, []))[1].append(fragment)
-        described = tuple(
+        described = [
             Leaf(name, leaf.dtype, leaf.whole_shape, leaf.framework, tuple(fragments))
             for name, (leaf, fragments) in leaves.items()
-        )
-        aliases = tuple(Alias(name, of) for name, of in description.aliases)
-        local = dict(description.local or {})
-        return Part(self._rank, CHUNK_NBYTES, tuple(files), described, aliases, local, description.tree)
+        ]
+        return part_of(self._rank, files, described, description.aliases, description.local, description.tree)
 
     @property
     def stored_nbytes(self) -> int:
@@ -139,10 +138,12 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         began = time.perf_counter()
         encoded = bytearray() if part is None else encode_part(part)
         written: list[WriteJob | fs.PendingFile] = [job for _, _, job in self._files]
-        if part is not None:
+        if part is None:
+            fs.sync(written, directory)
+        else:
             place = directory.at(part_name(self._rank))
-            written.append(fs.write_file(place, encoded, recycle=self._recycle))
-        fs.sync(written, directory)
+            with fs.write_file(place, encoded, recycle=self._recycle) as file:
+                fs.sync([*written, file], directory)
         for outside in self._outside:
             # The file's name; those of the directories are durable already.
             fs.sync_dir(outside)

@@ -26,7 +26,7 @@ from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import HoldfastError, StorageMissing
 from holdfast.format.checksums import digest
 from holdfast.store.checkpoint import Checkpoint
-from holdfast.store.commit.shard_writer import Place
+from holdfast.store.commit.shard_writer import ShardLocation
 from holdfast.store.locks import path_to_read
 from holdfast.store.names import (
     ANY_SHARD,
@@ -86,14 +86,14 @@ def _home(owner: str, known: bytes) -> str:
     return f"{sendable(os.path.basename(owner))}-{digest(known)[:8]}"
 
 
-def places(volumes: Sequence[str], target: str, id: str) -> list[Place]:
+def locations(volumes: Sequence[str], target: str, id: str) -> list[ShardLocation]:
     """Where the shards of a checkpoint go. Nothing is made yet: a volume may get none."""
     host = socket.gethostname()
-    found: list[Place] = []
+    found: list[ShardLocation] = []
     for volume in volumes:
         _require(volume)
         directory = os.path.join(volume, home(target), id)
-        found.append(Place(None, directory, host))
+        found.append(ShardLocation(None, directory, host))
     return found
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.engine.views import Bytes
-from holdfast.errors import RankFailed
+from holdfast.errors import RankTimeout
+from holdfast.team.group import Subgroup
 
 MAX_POSTED = 32
 """Messages under way at a time."""
@@ -69,25 +70,36 @@ class Channel:
     Make it where all ranks do (`open` may create a group, which is a collective act), once per training.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        """`group` is a gloo group of all ranks; None for the default one."""
+    def __init__(self, group: Any = None, ranks: Sequence[int] | None = None) -> None:
+        """`group` is a gloo group of all ranks; None for the default one.
+
+        `ranks`: of a subgroup, the number in the world of each of its ranks.
+        """
         self._group = group
+        self._ranks = ranks
         self._ours = False
         self._times = 0
 
     @classmethod
-    def open(cls, timeout: float = 600.0) -> Channel:
-        """The link of all ranks: the default group if it moves host memory by gloo, else a new one."""
+    def open(cls, timeout: float = 600.0, subgroup: Subgroup | None = None) -> Channel:
+        """The channel of all ranks: their group if it moves host memory by gloo, else a new one."""
         import torch.distributed as dist
 
-        if _by_gloo(dist.get_backend_config()):
-            return cls()
-        link = cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
-        link._ours = True
-        return link
+        handle, ranks = (None, None) if subgroup is None else (subgroup.handle, subgroup.ranks)
+        if _by_gloo(dist.get_backend_config(handle)):
+            return cls(handle, ranks)
+        made = dist.new_group(
+            None if ranks is None else list(ranks),
+            backend="gloo",
+            timeout=timedelta(seconds=timeout),
+            use_local_synchronization=ranks is not None,  # ranks outside of a subgroup do not take part
+        )
+        channel = cls(made, ranks)
+        channel._ours = True
+        return channel
 
     def close(self) -> None:
-        """Give up a group that was made for this link: it has threads and connections of its own."""
+        """Ends a group that was made for this channel: it has threads and connections of its own."""
         import torch.distributed as dist
 
         if self._ours and dist.is_initialized():  # else it has gone with all others
@@ -103,13 +115,16 @@ class Channel:
         import torch
         import torch.distributed as dist
 
-        return dist.isend(torch.from_numpy(memory), dst=peer, group=self._group, tag=tag)
+        return dist.isend(torch.from_numpy(memory), dst=self._in_world(peer), group=self._group, tag=tag)
 
     def receive(self, memory: Bytes, peer: int, tag: int) -> Any:
         import torch
         import torch.distributed as dist
 
-        return dist.irecv(torch.from_numpy(memory), src=peer, group=self._group, tag=tag)
+        return dist.irecv(torch.from_numpy(memory), src=self._in_world(peer), group=self._group, tag=tag)
+
+    def _in_world(self, peer: int) -> int:
+        return peer if self._ranks is None else self._ranks[peer]
 
 
 def _by_gloo(backends: str) -> bool:
@@ -121,13 +136,13 @@ def _by_gloo(backends: str) -> bool:
     return False
 
 
-def carry(link: Channel, messages: Iterable[Message], timeout: float) -> int:
+def carry(channel: Channel, messages: Iterable[Message], timeout: float) -> int:
     """Transfer all messages of this rank, whose peers do the same; the bytes received.
 
-    A rank that is gone, or from which nothing comes in `timeout` seconds, is named by `RankFailed`; arrays
+    A rank that is gone, or from which nothing comes in `timeout` seconds, is named by `RankTimeout`; arrays
     are then partly filled.
     """
-    flow = _Flow(link, timeout)
+    flow = _Flow(channel, timeout)
     for message in sorted(messages, key=lambda message: (message.number, message.sender, message.receiver)):
         flow.post(message)
     flow.finish()
@@ -149,13 +164,13 @@ class _Flow:
     too, find out which rank it was.
     """
 
-    def __init__(self, link: Channel, timeout: float) -> None:
-        self._link = link
-        self._tag = link.next_tag()
+    def __init__(self, channel: Channel, timeout: float) -> None:
+        self._link = channel
+        self._tag = channel.next_tag()
         self._timeout = timeout
         self._posted: deque[_Posted] = deque()
         self._staged_nbytes = 0
-        self._lost: dict[int, RankFailed] = {}
+        self._lost: dict[int, RankTimeout] = {}
         self.received_nbytes = 0
 
     def post(self, message: Message) -> None:
@@ -212,7 +227,7 @@ class _Flow:
             else f"receiving bytes that rank {message.sender} has read"
         )
         said = str(error).strip().splitlines() or [type(error).__name__]
-        failed = RankFailed(
+        failed = RankTimeout(
             f"{what} failed ({said[0]}). It is gone, or did not come so far within {self._timeout:g} s; the "
             "state is only partly restored: launch again"
         )

@@ -44,7 +44,7 @@ class Place:
 
 
 def hand_out(
-    link: Channel,
+    channel: Channel,
     rank: int,
     groups: Sequence[Group],
     place_of: Callable[[int], Place],
@@ -56,7 +56,7 @@ def hand_out(
     number. Returns the bytes received. A rank that is gone, or from which nothing comes in `timeout` seconds,
     is named by `RankFailed`; arrays are then partly filled.
     """
-    return carry(link, _messages(rank, groups, place_of), timeout)
+    return carry(channel, _messages(rank, groups, place_of), timeout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,40 +21,40 @@ import msgspec
 from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.state import Flat, LeafSource, flatten
 from holdfast.store.commit import volumes
-from holdfast.store.commit.coordinated import CoordinatedCommit
+from holdfast.store.commit.coordinated import CoordinatedCommit, WriteShare
 from holdfast.store.commit.info import CheckpointInfo
+from holdfast.store.commit.manifest import Identity
 from holdfast.store.commit.messages import STRAGGLER_SECONDS, Call, Calls, Conversation, Plan
 from holdfast.store.commit.observer import SaveObserver
 from holdfast.store.commit.transaction import Target
 from holdfast.store.options import WriteSettings
+from holdfast.store.rank_errors import failing_the_save
 from holdfast.store.ranks.channel import Channel
-from holdfast.store.ranks.open_together import all_or_none
-from holdfast.store.ranks.write_shares import Share, WriteShares
+from holdfast.store.ranks.consensus import all_or_none
+from holdfast.store.ranks.subgroup import renumber_leaves
+from holdfast.store.ranks.write_shares import WriteShares
 from holdfast.team import Team, join, sendable
 from holdfast.team.replies import all_heard
 
 _T = TypeVar("_T")
+ProcessGroup = Any
+"""A ``torch.distributed.ProcessGroup``; None for the default one, if there is one; ``"none"`` for none."""
 
 
-def join_group(what: str, together: bool | None, timeout: float) -> Team | None:
-    """The team of all ranks of the process group; None for a process by itself.
-
-    `together`: None means if there is a group of several ranks, False by itself in any case.
-    """
-    if together is False:
+def join_group(what: str, process_group: ProcessGroup, timeout: float) -> Team | None:
+    """The team of all ranks of a process group; None for a process by itself."""
+    if process_group == "none":
         return None
-    team = join(what, timeout)
-    if team is None and together:
+    if isinstance(process_group, (str, bool)):
         raise ValueError(
-            "together=True, but there is no process group of several ranks: call "
-            "torch.distributed.init_process_group first (torchrun sets its environment)"
+            f'process_group must be a torch process group, None or "none", not {process_group!r}'
         )
-    return team
+    return join(what, timeout, process_group)
 
 
 @contextmanager
 def leaving(team: Team | None) -> Iterator[None]:
-    """For a team that was mustered for one thing only."""
+    """For a team that came together for one thing only."""
     try:
         yield
     finally:
@@ -76,7 +76,7 @@ class Ready:
     id: str
     created: float
     flat: Flat
-    share: Share
+    share: WriteShare
 
 
 class RankGroup:
@@ -87,7 +87,7 @@ class RankGroup:
         self.settings = settings
         self.timeout = timeout
         self._calls = None if team is None else Calls(team, timeout)
-        self._link: Channel | None = None
+        self._channel: Channel | None = None
         with self.all_or_none("group"):
             self.has_volumes = self._check_settings()
             speeds = volumes.measure(settings.volumes) if settings.volumes else [1.0]
@@ -96,9 +96,11 @@ class RankGroup:
             )
 
     @classmethod
-    def gather(cls, what: str, together: bool | None, settings: WriteSettings, timeout: float) -> RankGroup:
+    def gather(
+        cls, what: str, process_group: ProcessGroup, settings: WriteSettings, timeout: float
+    ) -> RankGroup:
         """The group of all ranks; of this process alone if there is no team (see `join_group`)."""
-        team = join_group(what, together, timeout)
+        team = join_group(what, process_group, timeout)
         try:
             return cls(team, settings, timeout)
         except BaseException:
@@ -120,12 +122,12 @@ class RankGroup:
         return self.timeout + (0.0 if self._calls is None else self._calls.grace + STRAGGLER_SECONDS)
 
     @property
-    def link(self) -> Channel:
+    def channel(self) -> Channel:
         """The way from rank to rank for what is read once per node. Made by all at the same time."""
         assert self.team is not None
-        if self._link is None:
-            self._link = Channel.open(self.timeout)
-        return self._link
+        if self._channel is None:
+            self._channel = Channel.open(self.timeout, self.team.subgroup)
+        return self._channel
 
     @property
     def needed(self) -> bool:
@@ -181,18 +183,22 @@ class RankGroup:
         """Meets the others for a call. What the coordinator says counts, for all: see the result's `call`."""
         if self._calls is None or self.team is None:
             return None
-        self.team.check_group()
-        what = sendable(what)
-        call = Call(what, step, os.urandom(16).hex(), time.time(), due, signal) if self.leads else None
-        return self._calls.begin(what, step, call)
+        with failing_the_save():
+            self.team.check_group()
+            what = sendable(what)
+            call = Call(what, step, os.urandom(16).hex(), time.time(), due, signal) if self.leads else None
+            return self._calls.begin(what, step, call)
 
     def prepare(self, state: object, talk: Conversation | None) -> Ready:
         """Takes a state apart, and plans who writes what where that has to be done anew."""
         try:
-            flat = flatten(state, self.rank)
-            if self._anew(flat, talk):
-                self.shares.plan(flat, 0 if talk is None else talk.number)
-            share = self.shares.of(flat)
+            with failing_the_save():
+                flat = flatten(state, self.rank)
+                if self.team is not None:
+                    flat = renumber_leaves(flat, self.team.subgroup)
+                if self._anew(flat, talk):
+                    self.shares.plan(flat, 0 if talk is None else talk.number)
+                share = self.shares.of(flat)
         except BaseException as error:
             self.failed(talk, error)
             raise
@@ -208,7 +214,7 @@ class RankGroup:
         metrics: Mapping[str, float],
         *,
         groups: Sequence[Sequence[LeafSource]] | None = None,
-        watch: SaveObserver | None = None,
+        observer: SaveObserver | None = None,
         overwrite: bool = False,
         ledger: volumes.Ledger | None = None,
         live: Collection[str] | None = None,
@@ -219,13 +225,11 @@ class RankGroup:
         """
         team = self.team
         far = team is not None and any(member.host != team.members[0].host for member in team.members)
-        together = CoordinatedCommit(
+        commit = CoordinatedCommit(
             target,
-            step,
-            ready.id,
-            ready.created,
-            metrics,
+            Identity(ready.id, step, ready.created, metrics),
             self.settings.tuning,
+            self.shares.agreement(),
             ready.talk,
             self.rank,
             1 if team is None else team.world,
@@ -236,7 +240,7 @@ class RankGroup:
             far or self.has_volumes,
         )
         try:
-            return together.run(ready.flat, ready.share, groups, watch)
+            return commit.run(ready.flat, ready.share, groups, observer)
         except BaseException:
             self._plan_anew()
             raise
@@ -257,8 +261,8 @@ class RankGroup:
         the store may go with its process."""
         if self.team is None:
             return
-        if self._link is not None:
-            self._link.close()
+        if self._channel is not None:
+            self._channel.close()
         rest = ["signal", *self._calls.rest()] if self._calls is not None and self.leads else []
         with contextlib.suppress(RankFailed):  # the store has gone before: nothing of this is left in it
             self.team.close(rest, min(_LEAVING_SECONDS, self.timeout) if wait else 0.0)

@@ -1,29 +1,18 @@
-"""What succeeds on all ranks or on none; opening a checkpoint is such a thing."""
+"""One checkpoint, opened by all ranks or by none."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from holdfast.errors import CheckpointNotFound
 from holdfast.store.checkpoint import Checkpoint, resolve
-from holdfast.store.ranks.consensus import AnotherCheckpoint, settle
+from holdfast.store.rank_errors import AnotherCheckpoint
+from holdfast.store.ranks.consensus import all_or_none, settle
 from holdfast.team import Team
 
 _MAX_REPLACED = 100
 """Times that a checkpoint is opened in vain because another took its place meanwhile."""
-
-
-@contextmanager
-def all_or_none(team: Team, key: str, timeout: float) -> Iterator[None]:
-    """A block that succeeds on all ranks or on none."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    settle(team, key, error, timeout)
 
 
 def open_together(

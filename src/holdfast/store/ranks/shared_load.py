@@ -18,9 +18,7 @@ what ranks beyond the present world had saved is left out. Both is said in a war
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,19 +32,19 @@ from holdfast.plan.fragments import seen
 from holdfast.plan.world import Seen
 from holdfast.state import LeafMeta, Mismatch, Restore
 from holdfast.store.checkpoint import Checkpoint
+from holdfast.store.rank_errors import RankError, raise_worst
 from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.checks.views import exchange_views
-from holdfast.store.ranks.consensus import Failure, give_up, settle
+from holdfast.store.ranks.consensus import all_or_none, settle
 from holdfast.store.ranks.exchange import Place, hand_out
-from holdfast.store.ranks.open_together import all_or_none
 from holdfast.store.ranks.read_shares import Sharing, common_wishes
 from holdfast.store.ranks.remote_shards import RemoteShards
+from holdfast.store.ranks.subgroup import renumber_targets
 from holdfast.store.read.gather import FileReads
-from holdfast.store.read.requests import Wanted, wanted_of
+from holdfast.store.read.requests import BoxRequest, box_requests
+from holdfast.store.read.restore_warnings import Unrestored
 from holdfast.team import Team
 from holdfast.team.replies import ranks_in_words
-
-_SHOWN = 8
 
 
 def load_together(
@@ -58,19 +56,19 @@ def load_together(
     verify: bool = True,
     strict: bool = True,
     timeout: float = 600.0,
-    link: Channel | None = None,
+    channel: Channel | None = None,
 ) -> object:
     """Put a checkpoint back into the states of all ranks; the restored state of this one.
 
     To be called by all ranks, in the training's thread, with the same arguments but for `into`. `timeout` is
-    how long ranks wait for each other in each step. Without a `link` every rank reads all it wants itself.
+    how long ranks wait for each other in each step. Without a `channel` every rank reads all it wants itself.
     """
-    load = _Load(team, checkpoint, timeout, link)
+    load = _Load(team, checkpoint, timeout, channel)
     restore, wishes, mismatch = load.plan(into, select, strict)
     sharing = load.share(wishes)
     load.read(restore, wishes, sharing, verify=verify)
     restored = load.restore(restore, wishes, sharing)
-    load.warn(restore, mismatch)
+    load.warn(restore, mismatch, selected=select is not None)
     return restored
 
 
@@ -78,8 +76,8 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank tells about its target: what failed, what does not fit, leaves it has no place for."""
 
     strict: bool
-    failure: Failure | None = None
-    unfit: Failure | None = None
+    failure: RankError | None = None
+    unfit: RankError | None = None
     elsewhere: tuple[str, ...] = ()
     fills: bool = False
     lacks: bool = False
@@ -106,11 +104,12 @@ class _Wishes:
 class _Load:
     """One load of one rank; its methods are the steps, in their order."""
 
-    def __init__(self, team: Team, checkpoint: Checkpoint, timeout: float, link: Channel | None) -> None:
+    def __init__(self, team: Team, checkpoint: Checkpoint, timeout: float, channel: Channel | None) -> None:
         self._team = team
         self._checkpoint = checkpoint
         self._timeout = timeout
-        self._link = link
+        self._channel = channel
+        self._what = f"loading {checkpoint.path}"
         self._metas: Mapping[str, LeafMeta] = {}
         self._aliases: Mapping[str, str] = {}
 
@@ -118,7 +117,7 @@ class _Load:
         self, into: object, select: str | Iterable[str] | None, strict: bool
     ) -> tuple[Restore, _Wishes, Mismatch]:
         """How this rank's target is filled, once it is known that everybody's can be."""
-        self._team.say(f"loading {self._checkpoint.path}")
+        self._team.say(self._what)
         restore: Restore | None = None
         wishes = _Wishes((), (), {})
         failed: Exception | None = None
@@ -128,7 +127,7 @@ class _Load:
         except Exception as error:  # told to all ranks, and raised below
             failed = error
         told = self._tell(None if failed else restore, failed, strict)
-        give_up([plan.failure for plan in told if plan.failure is not None], failed)
+        raise_worst([plan.failure for plan in told if plan.failure is not None], failed, self._what)
         assert restore is not None, "without one there is a failure"
         absent = set(told[0].elsewhere).intersection(*(plan.elsewhere for plan in told[1:]))
         own = restore.mismatch
@@ -137,7 +136,7 @@ class _Load:
         if strict:
             if mismatch:
                 raise mismatch.error(self._checkpoint.path)
-            give_up([plan.unfit for plan in told if plan.unfit is not None], None)
+            raise_worst([plan.unfit for plan in told if plan.unfit is not None], None, self._what)
         # A rank may have nothing of what fits, such as a stage that is new. But not all of them.
         if any(plan.lacks for plan in told) and not any(plan.fills for plan in told):
             raise mismatch.nothing(self._checkpoint.path)
@@ -148,7 +147,7 @@ class _Load:
         only = None if select is None else set(checkpoint.select(select))
         self._metas = checkpoint.metas_for(rank)
         self._aliases = {**checkpoint.aliases, **checkpoint.parts.local_aliases(rank)}
-        return Restore(
+        restore = Restore(
             into,
             checkpoint.tree,
             self._metas,
@@ -158,6 +157,8 @@ class _Load:
             shared=True,
             alike=checkpoint.alike,
         )
+        renumber_targets(restore, self._team.subgroup)
+        return restore
 
     def _tell(self, restore: Restore | None, failed: Exception | None, strict: bool) -> list[_Plan]:
         """Tell all ranks how the target fits; what everybody told. Equal things are told once.
@@ -167,12 +168,12 @@ class _Load:
         rank = self._team.rank
         if restore is None:
             assert failed is not None
-            mine = _Plan(strict=strict, failure=Failure.of(rank, failed))
+            mine = _Plan(strict=strict, failure=RankError.of(rank, failed))
         else:
             unfit = restore.mismatch.error(self._checkpoint.path) if restore.mismatch else None
             mine = _Plan(
                 strict=strict,
-                unfit=None if unfit is None else Failure.of(rank, unfit),
+                unfit=None if unfit is None else RankError.of(rank, unfit),
                 elsewhere=tuple(sorted(restore.elsewhere)),
                 fills=restore.fills,
                 lacks=restore.lacks,
@@ -210,7 +211,7 @@ class _Load:
     def share(self, wishes: _Wishes) -> Sharing:
         """Who reads what, of all that several ranks want."""
         places = {wish.seen: wish.place for wish in (*wishes.into_fresh, *wishes.into_place)}
-        if self._link is None:
+        if self._channel is None:
             return Sharing((), self._team.topology, self._team.rank, places)
         # What is this rank's own nobody shares; leaving it out leaves the views of all ranks equal.
         common = self._checkpoint.metas
@@ -221,7 +222,7 @@ class _Load:
     def read(self, restore: Restore, wishes: _Wishes, sharing: Sharing, *, verify: bool) -> None:
         """Fill this rank's share, and what is not shared; returns when all ranks have done so."""
         checkpoint = self._checkpoint
-        wanted: list[Wanted] = []
+        wanted: list[BoxRequest] = []
         reads: list[FileReads] = []
         failed: Exception | None = None
         try:
@@ -230,8 +231,8 @@ class _Load:
         except Exception as error:  # told to all ranks, and raised by `settle`
             failed = error
         elsewhere: RemoteShards | None = None
-        if self._link is not None and not checkpoint.parts.stored_whole:
-            elsewhere = RemoteShards(self._team, checkpoint, self._link, self._timeout, verify=verify)
+        if self._channel is not None and not checkpoint.parts.stored_whole:
+            elsewhere = RemoteShards(self._team, checkpoint, self._channel, self._timeout, verify=verify)
             reads = elsewhere.keep(reads)
         with all_or_none(self._team, "load/read", self._timeout):
             if failed is not None:
@@ -244,13 +245,13 @@ class _Load:
             with all_or_none(self._team, "load/elsewhere", self._timeout):
                 elsewhere.transfer()
 
-    def _own_reads(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> Iterator[Wanted]:
+    def _own_reads(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> Iterator[BoxRequest]:
         for wish in wishes.into_fresh:
             if wish.seen not in sharing.shared:
-                yield Wanted(wish.seen.name, whole(wish.place.shape), wish.place.where)
+                yield BoxRequest(wish.seen.name, whole(wish.place.shape), wish.place.where)
         shared = {wish.key for wish in wishes.into_place if wish.seen in sharing.shared}
         metas = {key: self._meta(key) for key in restore.destinations}
-        for item in wanted_of(restore, metas, self._team.rank):
+        for item in box_requests(restore, metas, self._team.rank):
             if item.leaf not in shared:
                 yield msgspec.structs.replace(item, leaf=metas[item.leaf].name)
 
@@ -259,53 +260,21 @@ class _Load:
         restored: object = None
         failed: Exception | None = None
         try:
-            if self._link is not None:
-                hand_out(self._link, self._team.rank, sharing.groups, sharing.place, self._timeout)
+            if self._channel is not None:
+                hand_out(self._channel, self._team.rank, sharing.groups, sharing.place, self._timeout)
             restored = restore.finish(wishes.fresh)
         except Exception as error:  # told to all ranks, and raised by `settle`
             failed = error
         settle(self._team, "load/restored", failed, self._timeout)
         return restored
 
-    def warn(self, restore: Restore, mismatch: Mismatch) -> None:
-        """Say what has not been restored. What concerns all ranks says rank 0."""
-        rank, world = self._team.rank, self._team.world
-        own = restore.mismatch
-        told = mismatch if rank == 0 else own
-        if told:
-            self._warn(f"{told}\n  All else has been restored.")
-        if restore.kept:
-            self._warn(
-                f"{_some(restore.kept)} of rank {rank} stays as it is: it is per_rank, and of the "
-                f"{self._checkpoint.world} ranks that saved this checkpoint none of that number had it"
-            )
-        if restore.left_out:
-            self._warn(f"what rank {rank} had alone has no place in the target: {_some(restore.left_out)}")
-        local = self._checkpoint.local(0) if rank == 0 and self._checkpoint.world > world else {}
-        local = {place: node for place, node in local.items() if place not in restore.left_out}
-        if local:
-            last = self._checkpoint.world - 1
-            beyond = f"rank {last}" if last == world else f"ranks {world} to {last}"
-            self._warn(
-                f"what {beyond} had alone is not restored, there are only {world} ranks now: "
-                f"{_some(tuple(local))}"
-            )
-
-    def _warn(self, text: str) -> None:
-        warnings.warn(f"{self._checkpoint.path}: {text}", RuntimeWarning, stacklevel=_asking())
+    def warn(self, restore: Restore, mismatch: Mismatch, *, selected: bool) -> None:
+        """Warns of what has not been restored. Rank 0 warns of what concerns all ranks."""
+        rank, world, saved = self._team.rank, self._team.world, self._checkpoint.world
+        leads = rank == 0
+        beyond = self._checkpoint.local(0) if leads and saved > world and not selected else {}
+        unrestored = Unrestored.of(restore, mismatch if leads else restore.mismatch, beyond)
+        unrestored.warn(self._checkpoint.path, rank, world, saved)
 
     def _meta(self, name: str) -> LeafMeta:
         return self._metas[self._aliases.get(name, name)]
-
-
-def _asking() -> int:
-    """The stack level, for who calls this, of the line outside of this library that asked for the load."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("holdfast."):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

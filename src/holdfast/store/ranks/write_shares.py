@@ -8,11 +8,15 @@ for it, all plan anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from holdfast.errors import RanksDisagree
 from holdfast.format.checksums import digest
+from holdfast.format.dtypes import itemsize
 from holdfast.plan.description import encode_plan
 from holdfast.plan.fragments import seen, sources
 from holdfast.plan.placement import LeafLayout
@@ -22,15 +26,24 @@ from holdfast.plan.topology import Topology, Writers
 from holdfast.plan.volumes import stripe
 from holdfast.plan.world import Beside, Seen, besides, merge_views
 from holdfast.state import Flat, LeafSource
-from holdfast.store.commit.messages import Here
+from holdfast.store.commit.coordinated import Agreement, WriteShare
+from holdfast.store.commit.messages import Done, Here
 from holdfast.store.commit.shard_writer import Description
 from holdfast.store.options import Replicas
 from holdfast.store.ranks.checks.layouts import Crossings, check_layouts, crossing_samples, crossings_of
-from holdfast.store.ranks.checks.replicas import Copies, check_replicas, check_ties, copies_of, samples
+from holdfast.store.ranks.checks.replicas import (
+    Copies,
+    check_replicas,
+    check_samples,
+    check_ties,
+    copies_of,
+    samples,
+)
 from holdfast.store.ranks.checks.values import (
     Outline,
     blob_digests,
     check_structures,
+    check_values,
     facts_of,
     outline_of,
     structure_digest,
@@ -40,27 +53,14 @@ from holdfast.team import Team
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What this rank writes of one state."""
-
-    fragments: tuple[LeafSource, ...]
-    description: Description
-    values: Mapping[str, str]
-    """Digests of its plain values, by place."""
-    facts: Mapping[str, str]
-    """Digests of all of them, where trees of different structures are stored and this is one of them."""
-    samples: Mapping[str, str]
-    """Digests of samples of what others hold, too."""
-    plan: Planned
-
-
-@dataclass(frozen=True, slots=True)
 class Planned:
     """Who writes what, for leaves as they were when it was planned."""
 
     leaves: tuple[LeafLayout, ...]
     mine: tuple[tuple[Owned, ...], ...]
     """What this rank writes, volume by volume."""
+    nbytes: int
+    """Of all leaves."""
     layout: bytes
     fingerprint: str
     speakers: tuple[int, ...]
@@ -158,7 +158,7 @@ class WriteShares:
             check_replicas(team, flat.leaves, layouts, self._timeout)
             check_layouts(team, flat.leaves, layouts, besides(views, layouts), self._timeout)
 
-    def of(self, flat: Flat) -> Share:
+    def of(self, flat: Flat) -> WriteShare:
         """This rank's share of a state that was looked at, and that the plan at hand is for."""
         assert self._known is not None
         planned = self._known[1]
@@ -174,14 +174,22 @@ class WriteShares:
             flat.tree if speaks and rank > 0 else None,
         )
         blobs = blob_digests(flat.leaves)
-        return Share(
+        return WriteShare(
             (*fragments, *flat.local_leaves),
             description,
+            planned.fingerprint,
+            planned.layout,
+            len(planned.leaves),
+            planned.nbytes,
             {**self._outline.values, **blobs},
             {**facts_of(flat.tree).values, **blobs} if speaks and len(set(planned.speakers)) > 1 else {},
             {**samples(planned.copies, here), **crossing_samples(planned.crossings, here)},
-            planned,
         )
+
+    def agreement(self) -> Agreement:
+        """The check, by the coordinator, that what ranks have written by the present plan is one state."""
+        assert self._known is not None
+        return partial(_check, self._known[1].fingerprint, self._known[1].speakers)
 
     def _planned(
         self, layouts: Sequence[LeafLayout], others: Sequence[Beside], speakers: tuple[int, ...]
@@ -193,6 +201,7 @@ class WriteShares:
         return Planned(
             writes.leaves,
             stripe(owned, self.speeds) if owned else (),
+            sum(itemsize(leaf.dtype) * math.prod(leaf.shape) for leaf in writes.leaves),
             layout,
             digest(layout),
             speakers,
@@ -216,3 +225,18 @@ def _seen(leaf: LeafSource) -> Seen:
 
 def _signature(flat: Flat) -> Any:
     return tuple([(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding) for leaf in flat.leaves])
+
+
+def _check(plan: str, speakers: tuple[int, ...], dones: Sequence[Done]) -> None:
+    for done in dones:
+        if done.plan != plan:
+            raise RanksDisagree(
+                f"rank {done.ref.rank} wrote by another plan than rank 0. The next save makes a new plan",
+                ranks=(0, done.ref.rank),
+            )
+    check_values(
+        {done.ref.rank: done.values for done in dones},
+        {done.ref.rank: done.facts for done in dones},
+        speakers,
+    )
+    check_samples({done.ref.rank: done.samples for done in dones})

@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from holdfast import engine
 from holdfast.engine import Tuning, fs
 from holdfast.engine.fs import HeldDirectory
-from holdfast.errors import RunLocked, SaveFailed
+from holdfast.errors import Locked, SaveFailed
 from holdfast.format.records import Part
-from holdfast.store.commit.single import refuse_existing
-from holdfast.store.commit.transaction import Partial
+from holdfast.store.commit.transaction import Transaction
 from holdfast.store.locks import require_current
 from holdfast.store.names import PARTIAL
 
@@ -36,7 +35,7 @@ class Underway:
         """The one that the checkpoint goes to, from when this process has first seen it."""
         self.part: Part | None = None
         """What the coordinator itself has written."""
-        self.partial: Partial | None = None
+        self.transaction: Transaction | None = None
         self.thread = threading.get_ident()
         """DCP makes all calls of one save in one thread."""
         self._forks = engine.forks()
@@ -44,10 +43,10 @@ class Underway:
         with _lock:
             other = _saves.get(target)
             if other is not None and other._forks == self._forks and other._at_work:
-                raise RunLocked(f"this process is saving to {target} already; wait for that save")
+                raise Locked(f"this process is saving to {target} already; wait for that save")
             _saves[target] = self
         if other is not None:
-            other.give_up()
+            other.abort()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the coordinator will make it
             self.parent = fs.open_directory(os.path.dirname(target))
 
@@ -58,23 +57,24 @@ class Underway:
     def make(self, tuning: Tuning) -> None:
         """Makes the directory, as the coordinator."""
         parent = os.path.dirname(self.target)
-        refuse_existing(self.target, overwrite=self.overwrite)
         if self.parent is None:
             if not os.path.isdir(parent):
                 fs.make_directories(parent)
             self.parent = fs.open_directory(parent)
+        transaction = Transaction(self.parent, self.target, overwrite=self.overwrite, beside=True)
+        transaction.refuse_existing()
         require_current(self.parent)
         fs.anchor(parent, once=True)
         # Choosing may write a trial file, so it comes before there is anything to clean up.
         engine.choose_backend(self.parent, tuning.backend)
-        self.partial = Partial(self.parent, self.target, None)
-        self.partial.make()
+        self.transaction = transaction
+        transaction.make()
 
     @contextmanager
     def opened(self) -> Iterator[HeldDirectory]:
         """The directory to write into. The coordinator has it; other ranks find what it has made."""
-        if self.partial is not None:
-            yield self.partial.directory
+        if self.transaction is not None:
+            yield self.transaction.directory
             return
         partial = self.target + PARTIAL
         try:
@@ -106,7 +106,7 @@ class Underway:
         finally:
             self._at_work = False
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Removes what there is, of a save that can no longer be committed. A second time does nothing."""
         self._leave(remove=True)
 
@@ -118,18 +118,20 @@ class Underway:
         with _lock:
             if _saves.get(self.target) is self:
                 del _saves[self.target]
-            partial, self.partial = self.partial, None
+            transaction, self.transaction = self.transaction, None
             parent, self.parent = self.parent, None
-        if partial is not None and self._forks == engine.forks():  # a forked child leaves it to its parent
+        if (
+            transaction is not None and self._forks == engine.forks()
+        ):  # a forked child leaves it to its parent
             if remove:
-                partial.remove()
-            partial.release()
+                transaction.abort()
+            transaction.release()
         if parent is not None:
             parent.release()
 
     def belongs_to(self, owner: object) -> weakref.finalize:  # type: ignore[type-arg]
-        """Gives up with its owner, unless that has come to an end before."""
-        return weakref.finalize(owner, self.give_up)
+        """Aborts it when its owner goes, unless it has ended before."""
+        return weakref.finalize(owner, self.abort)
 
 
 _lock = threading.Lock()

@@ -30,20 +30,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from holdfast.engine import Memory, fs
+from holdfast.engine import Memory
 from holdfast.engine.fs import HeldDirectory
-from holdfast.errors import RanksDisagree, RunLocked, SaveFailed, UnsupportedState
+from holdfast.errors import Locked, RanksDisagree, SaveFailed, UnsupportedState
 from holdfast.format.geometry import Box, disjoint
-from holdfast.format.manifest import MANIFEST_NAME, encode_root, part_ref
-from holdfast.format.records import PartRef, Root
+from holdfast.format.manifest import encode_root, part_ref
+from holdfast.format.records import PartRef
 from holdfast.state import LeafSource, Node, Slot
-from holdfast.state.flatten import require_readable
+from holdfast.state.leaf_table import require_readable
 from holdfast.state.torch_arrays import describer, wrapper_refusal
 from holdfast.store.api import check_target
 from holdfast.store.commit.info import check_step
+from holdfast.store.commit.manifest import Identity, root_of
 from holdfast.store.commit.observer import SaveObserver
-from holdfast.store.commit.shard_writer import Description, Place, ShardWriter
-from holdfast.store.commit.single import publish, refuse_existing
+from holdfast.store.commit.shard_writer import Description, ShardLocation, ShardWriter
+from holdfast.store.commit.transaction import refuse_existing
 from holdfast.store.metrics import plain_metrics
 from holdfast.store.options import Options
 from holdfast.store.os_errors import saving
@@ -150,7 +151,7 @@ class Writer(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another save begins, to `checkpoint_id` if that is given."""
-        self._give_up()
+        self._abort()
         self._renew()
         if checkpoint_id is not None:
             self._path = self._asked[threading.get_ident()] = path_of(checkpoint_id)
@@ -158,7 +159,7 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise ValueError("a Holdfast checkpoint is one commit of all ranks: leave use_collectives=True")
-        self._give_up()
+        self._abort()
         target = self._asked.pop(threading.get_ident(), self._path)
         if target is None:
             raise ValueError("no path: give one to Writer(path), or to DCP as checkpoint_id=")
@@ -179,7 +180,7 @@ class Writer(StorageWriter):
                 with saving(underway.target):
                     underway.make(self._tuning)
             except BaseException:
-                underway.give_up()
+                underway.abort()
                 raise
         return plan
 
@@ -200,7 +201,7 @@ class Writer(StorageWriter):
             with saving(underway.target), underway.at_work():
                 results = self._write(plan, planner, underway)
         except BaseException:
-            underway.give_up()
+            underway.abort()
             raise
         if plan.storage_data != 0:
             underway.close()  # what is left to do is the coordinator's
@@ -220,7 +221,7 @@ class Writer(StorageWriter):
         ref: PartRef | None = None
         with underway.opened() as directory:
             leaves, told = _sources(plan.items, planner)
-            with ShardWriter(number, [Place(directory)], self._tuning, recycle=False) as writer:
+            with ShardWriter(number, [ShardLocation(directory)], self._tuning, recycle=False) as writer:
                 if leaves:
                     writer.write([leaves], SaveObserver())
                 part = writer.part(Description())
@@ -245,13 +246,13 @@ class Writer(StorageWriter):
             with saving(underway.target), underway.at_work():
                 self._commit(underway, metadata, results)
         except BaseException:
-            underway.give_up()
+            underway.abort()
             raise
         underway.close()
 
     def _commit(self, underway: Underway, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        partial, part = underway.partial, underway.part
-        assert partial is not None
+        transaction, part = underway.transaction, underway.part
+        assert transaction is not None
         assert part is not None
         from torch.distributed.checkpoint import filesystem
 
@@ -264,20 +265,17 @@ class Writer(StorageWriter):
             if result.storage_data.part is not None
         }
         for ref in refs.values():
-            _require(partial.directory, ref)
-        root = Root(
-            id=self._save_id,
-            step=_step_in(underway.target) if self._step is None else self._step,
-            created=time.time(),
+            _require(transaction.directory, ref)
+        step = _step_in(underway.target) if self._step is None else self._step
+        root = root_of(
+            Identity(self._save_id, step, time.time(), self._metrics),
+            _tree(metadata, results),
+            part,
             world=len(results),
-            metrics=self._metrics,
-            tree=_tree(metadata, results),
-            part=part,
-            parts=tuple(refs[number] for number in sorted(refs)),
+            others=[refs[number] for number in sorted(refs)],
         )
-        manifest = fs.write_file(partial.directory.at(MANIFEST_NAME), encode_root(root))
-        fs.sync([manifest], partial.directory)
-        publish(partial, overwrite=self._overwrite, beside=True)
+        transaction.seal(os.listdir(transaction.directory.fileno()), encode_root(root))
+        transaction.publish()
 
     def _renew(self) -> None:
         self._save_id = os.urandom(16).hex()
@@ -292,10 +290,10 @@ class Writer(StorageWriter):
             )
         return underway
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         """What a save that did not come to its end has left."""
         if self._underway is not None and self._underway.is_at_work:
-            raise RunLocked(
+            raise Locked(
                 f"this Writer is saving to {self._underway.target}: wait for that save, or use another Writer"
             )
         if self._end is not None:
