@@ -57,8 +57,8 @@ def stats(
         else:
             _print(out, found, latest)
             if plot is not None:
-                said = f"drawn: {plot}" if drawn else f"not drawn: {plot} (no durable save yet)"
-                out.say(said, style="dim")
+                nothing = "nothing to plot: no save of this run was durable"
+                out.say(f"drawn: {plot}" if drawn else nothing, style="dim" if drawn else "yellow")
         out.finish(problem=False)
 
 

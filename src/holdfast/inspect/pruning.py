@@ -42,7 +42,7 @@ class Pruned:
 def prune(run: str | os.PathLike[str], keep: Keep, *, dry_run: bool = False) -> Pruned:
     """Removes the checkpoints of a run that `keep` does not want. Damaged ones stay, to be looked at.
 
-    `holdfast.RunLocked` if a training is writing to the run: its Checkpointer prunes by itself.
+    `holdfast.Locked` if a training is writing to the run: its Checkpointer prunes by itself.
     """
     where = os.path.abspath(run)
     if is_checkpoint(where):
