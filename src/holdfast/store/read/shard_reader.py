@@ -106,7 +106,7 @@ class ShardReader:
         whole: bool,
         progress: Callable[[int], None] | None = None,
     ) -> list[Problem]:
-        """Reads, and returns all that is wrong. `progress` is told the bytes of the files before as well."""
+        """Reads, and returns everything that is wrong. `progress` gets the bytes of all files so far."""
         in_files: list[list[FragmentRequest]] = [[] for _ in self._part.files]
         for item in requests:
             in_files[item.file].append(item)
@@ -183,7 +183,7 @@ class ShardReader:
         whole: bool,
         progress: Callable[[int], None] | None,
     ) -> list[Problem]:
-        """Reads pieces out of one file. `owner` tells the leaf of a piece, and the piece's first chunk."""
+        """Reads pieces out of one file. `owner` gives the leaf of a piece, and the piece's first chunk."""
         file = self._part.files[index]
         problem = patiently(lambda: self._file_problem(file, owner(0)[0] if len(columns) else None))
         if problem is not None:
