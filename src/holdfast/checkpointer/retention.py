@@ -209,9 +209,8 @@ class Retention:
             self._run.retire(steps, durable=durable)
             return
         assert self._run.directory is not None
-        paths = {step_name(step): path_to_read(self._run.directory, step_name(step)) for step in steps}
-        with self._ledger.retiring({name: id_at(path) for name, path in paths.items()}):
-            self._run.retire(steps, durable=durable)
+        ids = {step: id_at(path_to_read(self._run.directory, step_name(step))) for step in steps}
+        self._run.retire(steps, durable=durable, ids=ids)
 
     def _is_there(self, step: int) -> bool:
         return self._run.has(step)

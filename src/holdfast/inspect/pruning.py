@@ -62,12 +62,11 @@ def _remove(where: str, before: Listing, keep: Keep) -> tuple[Listing, list[int]
         now = replace(list_run(where), leftovers=before.leftovers)
         writable.require_current()
         unwanted = _unwanted(now, keep)
-        paths = {step_name(step): path_to_read(writable.directory, step_name(step)) for step in unwanted}
-        elsewhere = {name: volumes.homes_of(path) for name, path in paths.items()}
+        elsewhere = {
+            step: volumes.homes_of(path_to_read(writable.directory, step_name(step))) for step in unwanted
+        }
         # Shards on other hosts are removed by the ranks there, with the next save.
-        ledger = volumes.Ledger(writable.directory)
-        with ledger.retiring({name: id for name, (id, _) in elsewhere.items()}):
-            writable.retire(unwanted)
+        writable.retire(unwanted, ids={step: id for step, (id, _) in elsewhere.items()})
     for home in (home for _, homes in elsewhere.values() for home in homes):
         volumes.remove(home)
     return now, unwanted
