@@ -22,16 +22,30 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 
+def _read_stub() -> dict[str, str]:
+    """Public name -> its module, out of the lines ``from MODULE import NAME as NAME`` of ``__init__.pyi``.
+
+    That file is where the public names stand, once. It is read here, at import: later, a process may be out
+    of descriptors, and must still be able to say ``except holdfast.HoldfastError``.
+    """
+    import os
+
+    with open(os.path.join(os.path.dirname(__file__), "__init__.pyi"), encoding="utf-8") as stub:
+        lines = [line.split() for line in stub]
+    return {line[5]: line[1] for line in lines if len(line) == 6 and line[0] == "from" and line[3] == line[5]}
+
+
+_HOME_OF = _read_stub()
+__all__ = sorted(_HOME_OF)
+
+
 def __getattr__(name: str) -> object:
-    """The public names, each imported when it is first used. ``__init__.pyi`` lists them, once."""
+    """The public names are imported when they are first used."""
     import importlib
 
-    homes = _homes()
-    if name == "__all__":
-        return sorted(homes)
-    if name not in homes:
+    home = _HOME_OF.get(name)
+    if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    home = homes[name]
     if home == "holdfast":
         return importlib.import_module(f"holdfast.{name}")
     found = globals()[name] = getattr(importlib.import_module(home), name)
@@ -39,15 +53,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*_homes(), "__all__", *(name for name in globals() if name.startswith("__"))})
-
-
-def _homes() -> dict[str, str]:
-    """Public name -> its module, out of the lines ``from MODULE import NAME as NAME`` of the stub."""
-    import io  # `open` is a public name of this module
-    import os
-    import re
-
-    with io.open(os.path.join(os.path.dirname(__file__), "__init__.pyi"), encoding="utf-8") as stub:  # noqa: UP020
-        found = re.findall(r"^from (\S+) import (\w+) as \2$", stub.read(), re.M)
-    return {name: home for home, name in found}
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -166,9 +166,9 @@ def test_a_link_that_is_re_pointed_meanwhile_costs_the_other_run_nothing(
         current.symlink_to(other)
 
     def changed(real: Callable[..., None]) -> Callable[..., None]:
-        def call(self: WritableRun, *args: Any) -> None:
+        def call(self: WritableRun, *args: Any, **more: Any) -> None:
             re_pointed()
-            real(self, *args)
+            real(self, *args, **more)
 
         return call
 

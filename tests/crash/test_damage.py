@@ -13,6 +13,7 @@ import pytest
 
 import holdfast
 from holdfast.store import step_name
+from holdfast.store.read.stored_checkpoint import open_newest
 from support.identified_states import blank_state, identify, make_state
 
 MANIFEST = "manifest.json"
@@ -32,7 +33,7 @@ class Region:
 
 def regions(checkpoint: Path) -> list[Region]:
     """Everything that a shard consists of, in order, without gaps."""
-    with holdfast.open(checkpoint) as opened:
+    with open_newest(checkpoint) as opened:
         part = opened.root.part
     (shard,) = part.files
     data = (checkpoint / SHARD).read_bytes()

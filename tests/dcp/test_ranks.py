@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
+from holdfast.store.read.stored_checkpoint import open_newest
 from holdfast.torch.dcp import Reader, Writer
 from support.dcp_states import Odd, assert_same, failures, flip_in, load, model, save
 from support.launcher import launch, values
@@ -275,7 +276,7 @@ def test_ranks_of_a_mesh_and_of_groups(tmp_path: Path) -> None:
     for name in ("grid", "replicated", "group"):
         assert holdfast.verify(tmp_path / name).problems == ()
     assert holdfast.open(tmp_path / "group").world == 2
-    with holdfast.open(tmp_path / "replicated") as checkpoint:
+    with open_newest(tmp_path / "replicated") as checkpoint:
         stored = sum(
             fragment.nbytes
             for rank in range(4)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.store.read.stored_checkpoint import open_newest
 from support.launcher import launch, values
 
 pytestmark = pytest.mark.race
@@ -100,7 +101,7 @@ def _save_one_copy(folder: Path) -> list[int]:
     for number, writers in enumerate(("all", "node", "socket", 2)):
         options = holdfast.Options(writers=writers)  # type: ignore[arg-type]
         info = holdfast.save(folder / str(number), state, options=options)
-        with holdfast.open(info.path) as checkpoint:
+        with open_newest(info.path) as checkpoint:
             part = checkpoint.parts[dist.get_rank()]
             found.append(sum(piece.nbytes for leaf in part.leaves for piece in leaf.fragments))
         dist.barrier()

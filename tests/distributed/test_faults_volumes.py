@@ -24,6 +24,7 @@ from holdfast.engine.fs import HeldDirectory
 from holdfast.format.manifest import encode_root
 from holdfast.store.commit import coordinated
 from holdfast.store.commit import volumes as store_volumes
+from holdfast.store.read.stored_checkpoint import open_newest
 from support.disturbed_trainings import error_of
 from support.launcher import launch, values
 
@@ -357,7 +358,7 @@ def test_pruning_removes_nothing_that_only_a_manifest_claims(tmp_path: Path, vol
         checkpointer.save(2)
     precious = tmp_path / "precious"
     path = run / "step-000000000001"
-    with holdfast.open(path) as checkpoint:
+    with open_newest(path) as checkpoint:
         (file,) = checkpoint.root.part.files
         assert file.volume is not None
         shutil.copytree(file.volume, precious)

@@ -29,12 +29,12 @@ from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.store import step_name
-from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.ranks import open_together as opening_module
 from holdfast.store.ranks import shared_load
 from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.exchange import hand_out
 from holdfast.store.ranks.shared_load import load_together
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 from holdfast.team import Team, join
 from support.error_kinds import kind_of
 from support.launcher import launch, values
@@ -118,7 +118,7 @@ class _Rank:
         self.state = _state(seed)
 
     def load(self, into: Any, **options: Any) -> Any:
-        with Checkpoint(self.path) as checkpoint:
+        with StoredCheckpoint(self.path) as checkpoint:
             settings = {"timeout": TIMEOUT, "channel": self.channel, **options}
             return load_together(self.team, checkpoint, into, **settings)
 
@@ -378,20 +378,20 @@ def _damaged(good: str, bad: str) -> list[tuple[str, str, str | None, str | None
         found.append((kind_of(error), str(error), getattr(error, "path", None), getattr(error, "leaf", None)))
 
     attempt()
-    real = Checkpoint.fetch
+    real = StoredCheckpoint.fetch
 
-    def unreadable(self: Checkpoint, wanted: Any, **options: Any) -> None:
+    def unreadable(self: StoredCheckpoint, wanted: Any, **options: Any) -> None:
         if rank.team.rank == 1:
             error = ReadFailed("the device said no")
             error.errno, error.filename = errno.EIO, "r00001"
             raise error
         real(self, wanted, **options)
 
-    Checkpoint.fetch = unreadable  # type: ignore[method-assign]
+    StoredCheckpoint.fetch = unreadable  # type: ignore[method-assign]
     attempt()  # damage counts for all, also on the rank that could not read
     rank.path = good
     attempt()
-    Checkpoint.fetch = real  # type: ignore[method-assign]
+    StoredCheckpoint.fetch = real  # type: ignore[method-assign]
     _check(rank.load(_zeros(rank.state)), rank.state)  # an older checkpoint, with the same team and link
     return found
 
@@ -399,7 +399,7 @@ def _damaged(good: str, bad: str) -> list[tuple[str, str, str | None, str | None
 def test_damage_seen_by_one_reader_is_raised_by_all(saved: str, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     holdfast.save(bad, _state())
-    with holdfast.open(bad) as checkpoint:
+    with open_newest(bad) as checkpoint:
         leaf = next(leaf for leaf in checkpoint.part(0).leaves if leaf.name == "model.big")
         (fragment,) = leaf.fragments
         (file,) = checkpoint.part(0).files
@@ -426,7 +426,7 @@ def _killed(path: str, when: str) -> tuple[str, tuple[int, ...]]:
     rank = _Rank(path)
     if rank.team.rank == 1:
         if when == "reading":
-            Checkpoint.fetch = _die  # type: ignore[method-assign]
+            StoredCheckpoint.fetch = _die  # type: ignore[method-assign]
         elif when == "handing":
             rank.channel.send = _die  # type: ignore[method-assign]
         else:
@@ -465,7 +465,7 @@ def _own(path: str) -> dict[str, Any]:
         "model": {"w": np.zeros((300, 7), np.float32)},
         "noise": holdfast.per_rank({"array": np.full(5, -1.0, np.float32), "count": -1}),
     }
-    with warnings.catch_warnings(record=True) as told, Checkpoint(path) as checkpoint:
+    with warnings.catch_warnings(record=True) as told, StoredCheckpoint(path) as checkpoint:
         warnings.simplefilter("always")
         loaded: Any = load_together(team, checkpoint, into, timeout=TIMEOUT, channel=Channel.open())
     assert np.array_equal(loaded["model"]["w"], _weights())
@@ -524,19 +524,19 @@ def _overtaken(folder: str) -> list[list[int]]:
 
         def open_late(
             path: str, opened: list[str] = opened, meanwhile: Callable[[str], None] = meanwhile
-        ) -> Checkpoint:
+        ) -> StoredCheckpoint:
             opened.append(path)
             if len(opened) > 1:
-                return Checkpoint(path)
+                return StoredCheckpoint(path)
             if first:
-                checkpoint = Checkpoint(path)
+                checkpoint = StoredCheckpoint(path)
                 dist.barrier()
                 return checkpoint
             dist.barrier()
             meanwhile(folder)
-            return Checkpoint(path)
+            return StoredCheckpoint(path)
 
-        opening_module.Checkpoint = open_late  # type: ignore[misc, assignment]
+        opening_module.StoredCheckpoint = open_late  # type: ignore[misc, assignment]
         target = {"w": torch.zeros(3, dtype=torch.int64)}
         holdfast.load(path, target, timeout=TIMEOUT)
         assert len(opened) == 2

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli.app import app
+from holdfast.store.read.stored_checkpoint import open_newest
 from support.error_kinds import kind_of
 from support.launcher import launch, values
 from support.nodes import Node, missing, two_nodes
@@ -141,7 +142,7 @@ def _restore_then_damage(run: Path, volume: Path) -> tuple[int, int, list[str]]:
 
     first = _restore_replicated(run, volume)
     if dist.get_rank() == 0:
-        with holdfast.open(run) as checkpoint:
+        with open_newest(run) as checkpoint:
             (file,) = checkpoint.part(WORLD - 1).files
         path = os.path.join(str(file.volume), file.name)
         with open(path, "r+b") as opened:

@@ -26,6 +26,7 @@ from holdfast.engine import BACKENDS, Backend, capabilities, faults
 from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
+from holdfast.store.read.stored_checkpoint import open_newest
 from support.several_ranks import write_several
 
 SHORT = TrainingProfile(
@@ -318,7 +319,7 @@ def test_last_checkpoints_are_compared_by_their_bytes_not_by_their_checksums(tmp
     assert (same.equal, same.leaves, same.nbytes) == (True, 2, 16_000_024)
 
     path = tmp_path / "b" / RUNS / "run" / "step-000000000003"
-    with holdfast.open(path) as opened:
+    with open_newest(path) as opened:
         leaf = next(leaf for leaf in opened.root.part.leaves if leaf.name == "w")
     with (path / "r00000.v0.safetensors").open("r+b") as file:
         file.seek(leaf.fragments[0].offset + 9_000_000)
@@ -339,7 +340,7 @@ def test_what_every_rank_wrote_of_the_last_checkpoint_is_compared(tmp_path: Path
     same = compare_last(tmp_path / "a", tmp_path / "b", "run", 3, 3)
     assert (same.equal, same.leaves, same.nbytes) == (True, 1, 1280)
 
-    with holdfast.open(path) as opened:
+    with open_newest(path) as opened:
         (leaf,) = opened.part(1).leaves
     with (path / "r00001.v0.safetensors").open("r+b") as file:
         file.seek(leaf.fragments[0].offset)

@@ -31,6 +31,7 @@ from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.state.node import localized
+from holdfast.store.read.stored_checkpoint import open_newest
 from support import handmade_checkpoints as making
 from support.several_ranks import Own, write_several
 from support.simulated_worlds import random_state
@@ -210,7 +211,7 @@ def test_the_reader_in_the_doc_reads_what_several_ranks_saved(
     assert all(same(arrays[name], array) for name, array in state.items())
     assert arrays["@0.own.x"].tolist() == [0, 1, 2]
     assert arrays["m.tied"] is arrays["m.w"]
-    with holdfast.open(tmp_path / "c") as opened:
+    with open_newest(tmp_path / "c") as opened:
         tree = localized(opened.tree, opened.local(0))
         assert json.dumps(root["tree"]) == json.dumps(tree), "keys in this order"
         assert opened.aliases == {"m.tied": "m.w"}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.inspect.leaf_windows import Extent, WindowReader, windows
+from holdfast.store.read.stored_checkpoint import open_newest
 
 EXTENTS = st.lists(
     st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 2, 3, 8, 20])).map(
@@ -45,7 +46,7 @@ def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
         for i, size in enumerate([3, 0, 5000, 70, 3_000_000])
     }
     holdfast.save(tmp_path / "one", state)
-    with holdfast.open(tmp_path / "one") as checkpoint:
+    with open_newest(tmp_path / "one") as checkpoint:
         names = list(state)
         reader = WindowReader(checkpoint)
         for limit in (64, 1 << 20):

@@ -21,6 +21,7 @@ import holdfast
 from holdfast import Checkpointer, Options, engine
 from holdfast.engine import fs
 from holdfast.store import step_name
+from holdfast.store.read.stored_checkpoint import open_newest
 from support.array_samples import bits
 
 
@@ -441,7 +442,7 @@ def test_a_pattern_that_matches_nothing_is_a_mistake(selectable: Path) -> None:
 def test_only_selected_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not selected may be damaged, and nobody notices."""
     holdfast.save(tmp_path / "c", {"a": np.arange(1 << 17), "b": np.arange(1 << 17) + 1})
-    with holdfast.open(tmp_path / "c") as opened:
+    with open_newest(tmp_path / "c") as opened:
         offsets = {leaf.name: leaf.fragments[0].offset for leaf in opened.root.part.leaves}
     with shard(tmp_path / "c").open("r+b") as file:
         file.seek(offsets["b"])

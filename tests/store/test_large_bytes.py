@@ -14,7 +14,7 @@ import holdfast
 from holdfast.errors import CorruptCheckpoint
 from holdfast.inspect.description import leaf_order
 from holdfast.state.flatten import BLOB_NBYTES
-from holdfast.store import Checkpoint
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 from support import handmade_checkpoints as making
 
 BIG = os.urandom(3 * BLOB_NBYTES + 5)
@@ -56,13 +56,13 @@ def test_they_come_back_as_themselves(saved: Path) -> None:
 
 
 def test_only_they_are_leaves(saved: Path) -> None:
-    with holdfast.open(saved) as opened:
+    with open_newest(saved) as opened:
         assert set(opened) == {"bytes", "array", "again", "list.0", "list.2.1", "clash.a.b", "clash.a.b~1"}
         assert {info.dtype for info in opened.leaves.values()} == {"U8"}
         assert set(opened.values) == {"limit", "few", "list.1", "list.2.0"}
         assert opened["bytes"][:].tobytes() == BIG
         assert len(opened.root.part.files) == 1
-    assert leaf_order(Checkpoint(str(saved)))[:3] == [
+    assert leaf_order(StoredCheckpoint(str(saved)))[:3] == [
         "bytes",
         "array",
         "again",

@@ -15,6 +15,7 @@ from hypothesis.extra.numpy import basic_indices
 
 import holdfast
 from holdfast import engine
+from holdfast.store.read.stored_checkpoint import open_newest
 from support.array_samples import NUMPY_TYPES, TORCH_TYPES, bits, random_array, random_tensor
 
 MIB = 1 << 20
@@ -147,7 +148,7 @@ def test_one_expression_is_enough(tmp_path: Path) -> None:
 def test_damage_is_noticed_in_the_part_that_is_read_and_only_there(tmp_path: Path) -> None:
     array = np.arange(4 * MIB // 8)
     holdfast.save(tmp_path / "c", {"w": array})
-    with holdfast.open(tmp_path / "c") as opened:
+    with open_newest(tmp_path / "c") as opened:
         offset = opened.root.part.leaves[0].fragments[0].offset
         with (tmp_path / "c" / "r00000.v0.safetensors").open("r+b") as file:
             file.seek(offset + 2 * MIB + 5)

@@ -20,6 +20,7 @@ from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, piec
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.store.read.requests import BoxRequest
+from holdfast.store.read.stored_checkpoint import open_newest
 from support.several_ranks import Own, write_several
 from support.simulated_worlds import (
     DTYPES,
@@ -85,7 +86,7 @@ def test_one_process_loads_what_several_saved(saved: tuple[Path, WritePlan, dict
     into = {name: np.zeros_like(array) for name, array in state.items()}
     holdfast.load(path, into)
     assert all(same(into[name], state[name]) for name in state)
-    with holdfast.open(path) as opened:
+    with open_newest(path) as opened:
         assert opened.world == plan.topology.world
         assert opened.nbytes == sum(array.nbytes for array in state.values())
         assert opened.visible_damage() is None
@@ -116,7 +117,7 @@ def test_slices_of_leaves_in_pieces(saved: tuple[Path, WritePlan, dict[str, Arra
 
 def test_every_rank_of_any_layout_gets_its_part(saved: tuple[Path, WritePlan, dict[str, Array]]) -> None:
     path, _, state = saved
-    with holdfast.open(path) as opened:
+    with open_newest(path) as opened:
         for world in (1, 3):
             mesh = Mesh.grid(world)
             for name, array in state.items():
@@ -166,7 +167,7 @@ def test_any_layout_to_any_layout(data: st.DataObject) -> None:
             volume.mkdir()
         write_several(Path(folder) / "c", plan, state, volumes=volumes)
         assert holdfast.verify(Path(folder) / "c").problems == ()
-        with holdfast.open(Path(folder) / "c") as opened:
+        with open_newest(Path(folder) / "c") as opened:
             read = opened.read(framework="numpy")
             assert all(same(read[name], state[name]) for name in state)
             for rank in range(other):
@@ -224,7 +225,7 @@ def test_the_same_elements_may_go_to_several_places(tmp_path: Path, verify: bool
         BoxRequest(name, box, Memory(out.ctypes.data, out.nbytes, out))
         for name, box, out in zip(names, boxes, outs, strict=True)
     ]
-    with holdfast.open(tmp_path / "c") as opened:
+    with open_newest(tmp_path / "c") as opened:
         opened.fetch([*wanted, BoxRequest("b", whole((1 << 20,)), Unkept(4 << 20))], verify=verify)
     for box, out in zip(boxes, outs, strict=True):
         assert same(out, np.ascontiguousarray(state["a"][inside(box)]))
@@ -269,7 +270,7 @@ def test_one_process_with_several_volumes(tmp_path: Path) -> None:
     assert loaded["none"].shape == (0, 3)
     assert loaded["own"]["draws"].tolist() == [0, 1, 2, 3, 4]
     assert holdfast.verify(tmp_path / "c").intact
-    with holdfast.open(tmp_path / "c") as opened:
+    with open_newest(tmp_path / "c") as opened:
         assert {file.volume is None for file in opened.part(0).files} == {False}
         assert same(opened["large"][10:20, 5], np.ascontiguousarray(loaded["large"][10:20, 5]))
     Path(opened.part(0).files[0].volume or "", opened.part(0).files[0].name).unlink()

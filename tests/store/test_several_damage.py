@@ -22,6 +22,7 @@ from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.store.read.requests import BoxRequest
+from holdfast.store.read.stored_checkpoint import open_newest
 from support.several_ranks import Own, write_several
 from support.simulated_worlds import random_state
 
@@ -91,7 +92,7 @@ def test_a_missing_or_truncated_file_is_named(path: Path, name: str) -> None:
         with pytest.raises(kind, match=f"r{rank:05d}") as caught:
             holdfast.load(path)
         assert caught.value.path == str(file)
-        with holdfast.open(path) as opened:
+        with open_newest(path) as opened:
             problem = opened.visible_damage()
         assert problem is not None
         assert problem.file == str(file)
@@ -129,7 +130,7 @@ def test_a_shard_of_an_unreachable_volume_names_volume_and_host(tmp_path: Path) 
     far.rename(tmp_path / "gone")
     with pytest.raises(holdfast.IncompleteCheckpoint, match=f"volume {far} of host elsewhere.*mount it"):
         holdfast.load(tmp_path / "c")
-    with holdfast.open(tmp_path / "c") as opened:
+    with open_newest(tmp_path / "c") as opened:
         problem = opened.visible_damage()
     assert problem is not None
     assert "host elsewhere" in problem.reason
@@ -241,14 +242,14 @@ def test_elements_that_nobody_stored_are_missed(path: Path) -> None:
     """A part that lost a fragment, with a digest that fits."""
     manifest = path / "manifest.json"
     root = decode_root(manifest.read_bytes(), str(manifest))
-    with holdfast.open(path) as opened:
+    with open_newest(path) as opened:
         part = opened.part(1)
     lost = replace(part, leaves=tuple(leaf for leaf in part.leaves if leaf.name != "a"))
     encoded = encode_part(lost)
     (path / "r00001.json").write_bytes(encoded)
     refs = tuple(part_ref(lost, encoded) if ref.rank == 1 else ref for ref in root.parts)
     manifest.write_bytes(encode_root(replace(root, parts=refs)))
-    with holdfast.open(path) as opened:
+    with open_newest(path) as opened:
         out = np.zeros((12, 50), np.float32)
         with pytest.raises(holdfast.CorruptCheckpoint, match=r"elements \[4:8, 0:50\]") as caught:
             opened.fetch([BoxRequest("a", Box((0, 0), (12, 50)), Memory(out.ctypes.data, out.nbytes, out))])
@@ -287,7 +288,7 @@ def test_reading_in_another_layout_takes_no_more_than_windows(
 
     monkeypatch.setattr(engine, "read", read)
     out = np.zeros((2048, 1000), np.float32)
-    with holdfast.open(tmp_path / "c") as opened:
+    with open_newest(tmp_path / "c") as opened:
         tracemalloc.start()
         opened.fetch([BoxRequest("w", Box((0, 100), (2048, 1000)), Memory(out.ctypes.data, out.nbytes, out))])
         _, peak = tracemalloc.get_traced_memory()

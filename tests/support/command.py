@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli.app import app
+from holdfast.store.read.stored_checkpoint import open_newest
 
 SHARD = "r00000.v0.safetensors"
 
@@ -86,7 +87,7 @@ def damage_manifest(checkpoint: Path) -> None:
 
 
 def damage_leaf(checkpoint: Path, name: str) -> None:
-    with holdfast.open(checkpoint) as opened:
+    with open_newest(checkpoint) as opened:
         leaf = next(leaf for leaf in opened.root.part.leaves if leaf.name == name)
     flip(checkpoint / SHARD, leaf.fragments[0].offset)
 

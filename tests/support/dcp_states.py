@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-import holdfast
+from holdfast.store.read.stored_checkpoint import open_newest
 from holdfast.torch.dcp import Reader, Writer
 
 
@@ -107,7 +107,7 @@ def load(state: dict[str, Any], path: Path | str, **options: Any) -> dict[str, A
 
 def flip_in(shard: Path, leaf: str) -> None:
     """Damages a leaf in a file, by one bit."""
-    with holdfast.open(shard.parent) as checkpoint:
+    with open_newest(shard.parent) as checkpoint:
         stored = {entry.name: entry for entry in checkpoint.part(int(shard.name[1:6])).leaves}[leaf]
     data = bytearray(shard.read_bytes())
     data[stored.fragments[0].offset + stored.fragments[0].nbytes // 2] ^= 1

@@ -30,7 +30,6 @@ from holdfast.checkpointer.save_task import SaveTask
 from holdfast.checkpointer.schedule import Schedule
 from holdfast.engine import forks
 from holdfast.errors import DeviceTimeout, EngineTimeout
-from holdfast.state import flatten
 from holdfast.store import Options, WritableRun, check_step, list_steps
 from holdfast.store.ranks.group import ProcessGroup
 
@@ -246,7 +245,7 @@ class Checkpointer:
         All ranks call it, between two steps. It is done by itself when it is first planned who writes what.
         """
         self._check_usable()
-        self._group.shares.check_replicas(flatten(self.state, self._group.rank))
+        self._group.check_replicas(self.state)
 
     def _before_step(self, owner: int) -> None:
         """An optimizer is about to change what it owns."""

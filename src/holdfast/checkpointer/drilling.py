@@ -26,8 +26,9 @@ from holdfast.engine import faults
 from holdfast.format.checksums import digest
 from holdfast.state import Node
 from holdfast.state.flatten import value_node
-from holdfast.store import Checkpoint, step_name
+from holdfast.store import step_name
 from holdfast.store.options import WriteSettings
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
 What = Literal["opened", "restoring", "restored", "completed", "saving", "durable", "failed"]
 KillIn = Literal["restoring", "saving"]
@@ -179,7 +180,7 @@ class Drill:
 
     def _write_contents(self, what: What, step: int, checkpoint: str, *, calls: int | None = None) -> None:
         at = time.monotonic()  # reading the manifest is the drill's time, not the save's
-        with Checkpoint(checkpoint) as opened:
+        with StoredCheckpoint(checkpoint) as opened:
             contents = contents_of(opened)
         whole = digest(msgspec.json.encode(contents, order="deterministic"))
         self._write(
@@ -191,7 +192,7 @@ class Drill:
         os.write(self._diary, msgspec.json.encode(mark) + b"\n")
 
 
-def contents_of(checkpoint: Checkpoint) -> Contents:
+def contents_of(checkpoint: StoredCheckpoint) -> Contents:
     """What a checkpoint holds, from its manifest alone: the checksums there cover every byte.
 
     Two checkpoints have equal contents when they hold the same state, wherever its bytes lie in the files.

@@ -28,11 +28,12 @@ from holdfast.errors import (
     IncompleteCheckpoint,
     ReadFailed,
 )
-from holdfast.store import Checkpoint, RankGroup, list_steps
+from holdfast.store import RankGroup, list_steps
 from holdfast.store.os_errors import shows_damage
 from holdfast.store.ranks.consensus import all_or_none
 from holdfast.store.ranks.open_together import open_together
 from holdfast.store.ranks.shared_load import load_together
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.team import Team
 
 
@@ -127,7 +128,7 @@ def _agreed(group: RankGroup, team: Team | None, steps: Sequence[int]) -> list[i
 
 def _load(group: RankGroup, team: Team | None, into: _Target, path: str) -> int:
     if team is None:
-        with Checkpoint(path) as checkpoint:
+        with StoredCheckpoint(path) as checkpoint:
             _check(checkpoint)
             restored = checkpoint.load(into.state, strict=into.strict)
             refuse_replaced(into.state, restored, path)
@@ -152,7 +153,7 @@ def _all_or_none(group: RankGroup, team: Team | None, what: str) -> AbstractCont
     return nullcontext() if team is None else all_or_none(team, what, group.timeout)
 
 
-def _check(checkpoint: Checkpoint) -> None:
+def _check(checkpoint: StoredCheckpoint) -> None:
     reason = checkpoint.misplaced()
     if reason is not None:
         raise CorruptCheckpoint(reason, path=checkpoint.path)

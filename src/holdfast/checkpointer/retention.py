@@ -24,9 +24,10 @@ from holdfast.errors import (
     SaveFailed,
     UnsupportedCheckpoint,
 )
-from holdfast.store import Checkpoint, CheckpointInfo, FollowedRun, WritableRun, list_steps, step_name
+from holdfast.store import CheckpointInfo, FollowedRun, WritableRun, list_steps, step_name
 from holdfast.store.commit.volumes import Ledger, id_at
 from holdfast.store.locks import path_to_read
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
 
 class Retention:
@@ -229,7 +230,7 @@ def history(run: str) -> list[Kept]:
     found = []
     for step in list_steps(run):
         try:
-            with Checkpoint(os.path.join(run, step_name(step))) as checkpoint:
+            with StoredCheckpoint(os.path.join(run, step_name(step))) as checkpoint:
                 if checkpoint.visible_damage(far=False) is None:
                     found.append(Kept(step, checkpoint.created, checkpoint.metrics))
         except OutOfResources:
@@ -245,7 +246,7 @@ def ids(run: str) -> tuple[str, ...] | None:
     for step in list_steps(run):
         path = os.path.join(run, step_name(step))
         try:
-            with Checkpoint(path) as checkpoint:
+            with StoredCheckpoint(path) as checkpoint:
                 found.append(checkpoint.id)
         except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint, CheckpointNotFound):
             if os.path.lexists(path):  # else it was removed just now

@@ -10,7 +10,8 @@ from typing import Literal
 
 from holdfast.checkpointer.drilling import RUNS, contents_of
 from holdfast.drill.activity import SeenCheckpoint
-from holdfast.store import Checkpoint, step_name
+from holdfast.store import step_name
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
 _WINDOW_NBYTES = 4 << 20
 _NAMED = 20
@@ -112,7 +113,7 @@ def compare_last(reference: Path, other: Path, run: str, reference_step: int, st
         str(stage / RUNS / run / step_name(number))
         for stage, number in ((reference, reference_step), (other, step))
     ]
-    with Checkpoint(paths[0]) as mine, Checkpoint(paths[1]) as its:
+    with StoredCheckpoint(paths[0]) as mine, StoredCheckpoint(paths[1]) as its:
         a, b = contents_of(mine), contents_of(its)
         differing = dict.fromkeys([*_unlike(a.leaves, b.leaves), *_unlike(a.values, b.values)])
         nbytes = 0
@@ -137,7 +138,7 @@ class _Piece:
     offset: int
 
 
-def _pieces(checkpoint: Checkpoint) -> dict[str, list[_Piece]]:
+def _pieces(checkpoint: StoredCheckpoint) -> dict[str, list[_Piece]]:
     """The fragments of each leaf, of all ranks, in the leaf's order."""
     found: dict[str, list[_Piece]] = {}
     for part in checkpoint.parts:

@@ -35,7 +35,8 @@ from holdfast.drill.likely_causes import UNDISTURBED, likely_causes
 from holdfast.drill.processes import DrillFailed, Stage, Start
 from holdfast.drill.report import DrillReport, Killed, Problem
 from holdfast.engine import choose_backend
-from holdfast.store import Checkpoint, list_steps, step_name
+from holdfast.store import list_steps, step_name
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
 _FRUITLESS_ROUNDS = 5
 """Trainings in a row that end before a kill could reach them. A busy machine may look away for a while."""
@@ -174,7 +175,7 @@ class _Procedure:
         stored_nbytes = 0
         for step in self._steps_in("reference", activity.run)[-1:]:
             path = self.directory / "reference" / RUNS / activity.run / step_name(step)
-            with Checkpoint(str(path)) as last:
+            with StoredCheckpoint(str(path)) as last:
                 stored_nbytes = last.stored_nbytes
         backend = choose_backend(str(self.directory))
         at = activity.completed_at

@@ -13,8 +13,8 @@ from holdfast.inspect.element_values import Tally
 from holdfast.inspect.leaf_windows import Extent, WindowReader, windows
 from holdfast.inspect.progress import Progress, no_progress
 from holdfast.state import Node
-from holdfast.store import Checkpoint, LeafInfo
-from holdfast.store import open as open_checkpoint
+from holdfast.store import LeafInfo
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 
 Change = Literal["only in a", "only in b", "dtype", "shape", "bits", "framework", "tied"]
 
@@ -83,14 +83,14 @@ def compare(
     Leaves are compared bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not. The order of
     keys counts; step, time and metrics do not. `holdfast.CorruptCheckpoint` if one of them is damaged.
     """
-    with open_checkpoint(a) as left, open_checkpoint(b) as right:
+    with open_newest(a) as left, open_newest(b) as right:
         return _Comparison(left, right).run(progress)
 
 
 class _Comparison:
     """Two open checkpoints about to be compared."""
 
-    def __init__(self, a: Checkpoint, b: Checkpoint) -> None:
+    def __init__(self, a: StoredCheckpoint, b: StoredCheckpoint) -> None:
         self._a = a
         self._b = b
         # Stored leaves to be compared byte by byte, each pair once however many names are tied to it.
@@ -187,9 +187,9 @@ def _describe(info: LeafInfo) -> str:
     return f"{info.dtype} [{', '.join(map(str, info.shape))}]"
 
 
-def _stored(checkpoint: Checkpoint, name: str) -> str:
+def _stored(checkpoint: StoredCheckpoint, name: str) -> str:
     return checkpoint.leaves[name].alias_of or name
 
 
-def _side(checkpoint: Checkpoint) -> Side:
+def _side(checkpoint: StoredCheckpoint) -> Side:
     return Side(checkpoint.path, checkpoint.step, checkpoint.created, len(checkpoint), checkpoint.nbytes)

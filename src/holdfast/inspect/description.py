@@ -11,8 +11,8 @@ import msgspec
 from holdfast.format.records import ShardFile
 from holdfast.state import Node, flatten, leaf_names
 from holdfast.state.node import without_order_of_sets
-from holdfast.store import Checkpoint, LeafInfo
-from holdfast.store import open as open_checkpoint
+from holdfast.store import LeafInfo
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Description:
 
 def describe(path: str | os.PathLike[str], *, leaves: str | None = None) -> Description:
     """What a checkpoint holds; of a run, its newest. `leaves`: a glob, for only those that match."""
-    with open_checkpoint(path) as checkpoint:
+    with open_newest(path) as checkpoint:
         matching = None if leaves is None else set(checkpoint.select(leaves))
         return Description(
             path=checkpoint.path,
@@ -63,7 +63,7 @@ def describe(path: str | os.PathLike[str], *, leaves: str | None = None) -> Desc
         )
 
 
-def leaf_order(checkpoint: Checkpoint) -> list[str]:
+def leaf_order(checkpoint: StoredCheckpoint) -> list[str]:
     """Names of all leaves in the order of the state; in files they are in the order of their alignment."""
     named = dict.fromkeys(name for name in leaf_names(checkpoint.tree) if name in checkpoint)
     return [*named, *(name for name in checkpoint if name not in named)]

@@ -14,8 +14,8 @@ import numpy as np
 from holdfast.engine import Memory
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import boxes_of_range, whole
-from holdfast.store import Checkpoint
 from holdfast.store.read.requests import BoxRequest
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
 WINDOW_NBYTES = 16 << 20
 """A multiple of the checksums' chunk, so that no chunk is read twice."""
@@ -68,7 +68,7 @@ def windows(leaves: Iterable[Extent], limit: int = WINDOW_NBYTES) -> Iterator[tu
 class WindowReader:
     """Reads windows of one checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: StoredCheckpoint) -> None:
         self._checkpoint = checkpoint
 
     def read(self, spans: Sequence[Span], names: Sequence[str]) -> Bytes:

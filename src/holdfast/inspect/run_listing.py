@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, ReadFailed
-from holdfast.store import Checkpoint, is_checkpoint, resolve
+from holdfast.store import is_checkpoint, resolve
 from holdfast.store.names import is_step_name
 from holdfast.store.os_errors import reading
 from holdfast.store.read.open import require_reachable
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
 _LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")
 
@@ -115,7 +116,7 @@ def directory_nbytes(path: str) -> int:
 def _entry(path: str, step: int | None) -> Entry:
     nbytes = directory_nbytes(path)
     try:
-        with Checkpoint(path) as checkpoint:
+        with StoredCheckpoint(path) as checkpoint:
             damage = _visible_damage(checkpoint)
             known = _contents(checkpoint)
             return Entry(
@@ -147,7 +148,7 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "reason", None) or str(error)
 
 
-def _contents(checkpoint: Checkpoint) -> tuple[int, int] | None:
+def _contents(checkpoint: StoredCheckpoint) -> tuple[int, int] | None:
     """The number of leaves, and the bytes that lie on other volumes. None when a rank's part is damaged."""
     try:
         elsewhere = sum(file.nbytes for part in checkpoint.parts for file in part.files if file.volume)
@@ -156,6 +157,6 @@ def _contents(checkpoint: Checkpoint) -> tuple[int, int] | None:
         return None
 
 
-def _visible_damage(checkpoint: Checkpoint) -> str | None:
+def _visible_damage(checkpoint: StoredCheckpoint) -> str | None:
     problem = checkpoint.visible_damage()
     return None if problem is None else f"{os.path.basename(problem.file)}: {problem.reason}"

@@ -24,10 +24,10 @@ from holdfast.format.dtypes import carrier, itemsize
 from holdfast.format.shard import HeaderEntry, build_header, entry_name
 from holdfast.inspect.leaf_windows import Bytes, Extent, Span, WindowReader, windows
 from holdfast.inspect.progress import Progress, no_progress
-from holdfast.store import Checkpoint, is_checkpoint
-from holdfast.store import open as open_checkpoint
+from holdfast.store import is_checkpoint
 from holdfast.store.names import PARTIAL, RETIRED
 from holdfast.store.os_errors import saving
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 
 _POLL_SECONDS = 0.1
 
@@ -57,7 +57,7 @@ def export(
     their first name; the others are listed in the file's metadata, next to the step. Every byte is verified
     on the way. `holdfast.CheckpointExists` if `output` exists, unless `force`.
     """
-    with open_checkpoint(path) as checkpoint:
+    with open_newest(path) as checkpoint:
         chosen = checkpoint.select(list(select)) if select else list(checkpoint.leaves)
         return _Export(checkpoint, chosen).write(os.path.abspath(output), force=force, progress=progress)
 
@@ -65,7 +65,7 @@ def export(
 class _Export:
     """The leaves to be written: every stored leaf once, under the first of its chosen names."""
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Sequence[str]) -> None:
+    def __init__(self, checkpoint: StoredCheckpoint, chosen: Sequence[str]) -> None:
         self._checkpoint = checkpoint
         self._names: dict[str, str] = {}
         self._tied: dict[str, str] = {}
@@ -204,7 +204,7 @@ def _refuse(path: str, force: bool) -> None:
         raise CheckpointExists(f"{path} exists: choose another name, or force (--force) to replace it")
 
 
-def _refuse_own(path: str, checkpoint: Checkpoint) -> None:
+def _refuse_own(path: str, checkpoint: StoredCheckpoint) -> None:
     """Shards may lie on volumes, in directories that look like no checkpoint."""
     if not os.path.exists(path) or os.path.islink(path):
         return

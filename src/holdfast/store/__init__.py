@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from holdfast.store.api import load, open, save
-from holdfast.store.checkpoint import Checkpoint, LeafInfo, is_checkpoint, resolve
+from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.commit.info import CheckpointInfo, check_step
 from holdfast.store.commit.messages import Conversation
 from holdfast.store.commit.observer import SaveObserver
@@ -29,7 +29,9 @@ from holdfast.store.options import Options, checked_options
 from holdfast.store.ranks.group import RankGroup, join_group
 from holdfast.store.read.lazy_leaf import LazyLeaf
 from holdfast.store.read.listing import list_steps
+from holdfast.store.read.open import is_checkpoint, resolve
 from holdfast.store.read.shard_reader import Problem
+from holdfast.store.read.stored_checkpoint import LeafInfo
 from holdfast.store.read.verify import Report, verify
 from holdfast.store.run import FollowedRun, WritableRun
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any
 
-from holdfast.engine import fs
+from holdfast.engine import READING, Tuning, fs
 from holdfast.errors import CheckpointExists
 from holdfast.state import Framework, flatten
 from holdfast.store.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ from holdfast.store.ranks.group import ProcessGroup, RankGroup, join_group, leav
 from holdfast.store.ranks.open_together import open_newest_together
 from holdfast.store.ranks.shared_load import load_together
 from holdfast.store.read.open import newest
+from holdfast.store.read.stored_checkpoint import refuse_fresh
 
 _DEFAULT = Options().tuning()
 
@@ -99,8 +101,10 @@ def load(
     *,
     select: str | Iterable[str] | None = None,
     framework: Framework | None = None,
+    device: Any = None,
     verify: bool = True,
     strict: bool = True,
+    options: Options | None = None,
     process_group: ProcessGroup = None,
     timeout: float = 600.0,
 ) -> Any:
@@ -108,7 +112,8 @@ def load(
 
     Without `into` the tree comes back in fresh memory: torch tensors for what was saved from torch, numpy
     arrays otherwise, or all of one kind with ``framework="torch" | "numpy"``. `select`, a glob or several,
-    takes only the leaves that match; with `into`, all else in the target stays as it is.
+    takes only the leaves that match; with `into`, all else in the target stays as it is. `device`: where
+    fresh tensors go, such as ``"cuda:0"``; they pass through host memory in batches.
 
     With `into` the state is restored in place, straight from the device into the memory of its tensors;
     modules, optimizers and other objects get their ``load_state_dict``. Leaves that are missing, extra or of
@@ -123,18 +128,19 @@ def load(
     """
     team = join_group(f"load of {os.fspath(path)}", process_group if into is not None else "none", timeout)
     if team is None:
-        with newest(path, Checkpoint) as checkpoint:
-            return checkpoint.load(into, select=select, framework=framework, verify=verify, strict=strict)
+        with open(path, options=options) as checkpoint:
+            return checkpoint.load(
+                into, select=select, framework=framework, device=device, verify=verify, strict=strict
+            )
     with leaving(team):
-        if framework is not None:
-            raise TypeError("framework= goes with fresh arrays; with into= the target decides")
+        refuse_fresh(framework, device)
         with (
-            open_newest_together(team, path, timeout) as checkpoint,
+            open_newest_together(team, path, timeout, _reading(options)) as opened,
             closing(Channel.open(timeout, team.subgroup)) as channel,
         ):
             return load_together(
                 team,
-                checkpoint,
+                opened,
                 into,
                 select=select,
                 verify=verify,
@@ -144,9 +150,17 @@ def load(
             )
 
 
-def open(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint (of a run: the newest) without reading its arrays."""
-    return newest(path, Checkpoint)
+def open(path: str | os.PathLike[str], *, options: Options | None = None) -> Checkpoint:
+    """Open a checkpoint (of a run: the newest) without reading its arrays.
+
+    `options` say how to read: `backend` and `memory_nbytes`.
+    """
+    return newest(path, partial(Checkpoint, tuning=_reading(options)))
+
+
+def _reading(options: Options | None) -> Tuning:
+    found = checked_options(options)
+    return READING if found is None else found.reading()
 
 
 def make_parent(target: str) -> None:

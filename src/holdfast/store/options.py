@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from holdfast.engine import Backend, Tuning
+from holdfast.engine import READING, Backend, Tuning
 from holdfast.engine.tuning import SMALL_NBYTES, STAGING_NBYTES, WINDOW_NBYTES
 from holdfast.plan.topology import Writers, check_writers
 
 Replicas = Literal["check", "trust"]
 
 _MAX_NBYTES = (1 << 63) - 1
+_LEAST_WINDOW_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,15 @@ class Options:
         window = WINDOW_NBYTES
         depth = max(2, min(STAGING_NBYTES, self.memory_nbytes) // window)
         if self.memory_nbytes < 2 * window:
-            window = max(64 << 10, self.memory_nbytes // 2 // 4096 * 4096)
+            window = max(_LEAST_WINDOW_NBYTES, self.memory_nbytes // 2 // 4096 * 4096)
         return Tuning(self.backend, window, depth, self.small_nbytes)
+
+    def reading(self) -> Tuning:
+        """How to read: with this backend, and within the memory; a read takes three times its windows."""
+        window, depth = READING.window_nbytes, READING.depth
+        while 3 * window * depth > self.memory_nbytes and (depth > 2 or window > _LEAST_WINDOW_NBYTES):
+            depth, window = (depth // 2, window) if depth > 2 else (depth, window // 2)
+        return replace(READING, backend=self.backend, window_nbytes=window, depth=depth)
 
     def write_settings(self) -> WriteSettings:
         """How several ranks, or one to several volumes, write."""

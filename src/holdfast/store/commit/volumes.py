@@ -25,7 +25,6 @@ from holdfast.engine import fs, raw_write
 from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import HoldfastError, StorageMissing
 from holdfast.format.checksums import digest
-from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.commit.shard_writer import ShardLocation
 from holdfast.store.locks import path_to_read
 from holdfast.store.names import (
@@ -38,6 +37,7 @@ from holdfast.store.names import (
     is_step_name,
 )
 from holdfast.store.os_errors import saving
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.team import sendable
 
 _PROBE_NBYTES = 32 << 20
@@ -158,7 +158,7 @@ class Ledger:
 def id_at(path: str) -> str | None:
     """The id of the checkpoint at a path; None when there is none, or it cannot be told."""
     try:
-        with Checkpoint(path) as checkpoint:
+        with StoredCheckpoint(path) as checkpoint:
             return checkpoint.id if CHECKPOINT_ID.fullmatch(checkpoint.id) else None
     except HoldfastError:
         return None
@@ -199,7 +199,7 @@ def homes_of(path: str) -> tuple[str | None, set[str]]:
     a manifest may say anything.
     """
     host = socket.gethostname()
-    with Checkpoint(path) as checkpoint:
+    with StoredCheckpoint(path) as checkpoint:
         files = [file for part in checkpoint.parts for file in part.files if file.volume is not None]
         own = os.path.join(os.sep, home(path), checkpoint.id)
         here = {file.volume for file in files if file.volume is not None and file.host == host}

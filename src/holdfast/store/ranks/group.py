@@ -193,9 +193,7 @@ class RankGroup:
         """Takes a state apart, and plans who writes what where that has to be done anew."""
         try:
             with failing_the_save():
-                flat = flatten(state, self.rank)
-                if self.team is not None:
-                    flat = renumber_leaves(flat, self.team.subgroup)
+                flat = self._flatten(state)
                 if self._anew(flat, talk):
                     self.shares.plan(flat, 0 if talk is None else talk.number)
                 share = self.shares.of(flat)
@@ -205,6 +203,14 @@ class RankGroup:
         if talk is None:
             return Ready(None, os.urandom(16).hex(), time.time(), flat, share)
         return Ready(talk, talk.call.id, talk.call.created, flat, share)
+
+    def check_replicas(self, state: object) -> None:
+        """Raises `RanksDisagree` when ranks hold different bytes of replicated arrays."""
+        self.shares.check_replicas(self._flatten(state))
+
+    def _flatten(self, state: object) -> Flat:
+        flat = flatten(state, self.rank)
+        return flat if self.team is None else renumber_leaves(flat, self.team.subgroup)
 
     def commit(
         self,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from holdfast.engine import READING, Tuning
 from holdfast.errors import CheckpointNotFound
-from holdfast.store.checkpoint import Checkpoint, resolve
 from holdfast.store.rank_errors import AnotherCheckpoint
 from holdfast.store.ranks.consensus import all_or_none, settle
+from holdfast.store.read.open import resolve
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.team import Team
 
 _MAX_REPLACED = 100
@@ -16,16 +18,20 @@ _MAX_REPLACED = 100
 
 
 def open_together(
-    team: Team, path: str, timeout: float, check: Callable[[Checkpoint], None] | None = None
-) -> Checkpoint:
+    team: Team,
+    path: str,
+    timeout: float,
+    check: Callable[[StoredCheckpoint], None] | None = None,
+    tuning: Tuning = READING,
+) -> StoredCheckpoint:
     """The checkpoint that rank 0 finds at `path`, on every rank. Damage that one rank sees all raise.
 
     `check` may refuse it. Where a rank's directory of that name holds another checkpoint, nobody goes on.
     """
-    opened: Checkpoint | None = None
+    opened: StoredCheckpoint | None = None
     error: Exception | None = None
     try:
-        opened = Checkpoint(path)
+        opened = StoredCheckpoint(path, tuning)
         if check is not None:
             check(opened)
     except Exception as raised:
@@ -44,7 +50,9 @@ def open_together(
     return opened
 
 
-def open_newest_together(team: Team, path: str | os.PathLike[str], timeout: float) -> Checkpoint:
+def open_newest_together(
+    team: Team, path: str | os.PathLike[str], timeout: float, tuning: Tuning = READING
+) -> StoredCheckpoint:
     """The checkpoint that `path` means to rank 0, on every rank; once more if it was retired or replaced
     before all have opened it."""
     attempts = 0
@@ -52,7 +60,7 @@ def open_newest_together(team: Team, path: str | os.PathLike[str], timeout: floa
         attempts += 1
         found = _resolve(team, path, timeout)
         try:
-            return open_together(team, found, timeout)
+            return open_together(team, found, timeout, tuning=tuning)
         except (AnotherCheckpoint, CheckpointNotFound):  # raised by all, or by none
             if attempts == _MAX_REPLACED:
                 raise

@@ -24,11 +24,11 @@ from holdfast.engine.views import Bytes
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
 from holdfast.format.geometry import whole
 from holdfast.plan import ByteRange
-from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.ranks.channel import Channel, Message, carry
 from holdfast.store.ranks.exchange import MESSAGE_NBYTES, Place, Span, Spans, cut
 from holdfast.store.read.gather import FileReads
 from holdfast.store.read.shard_reader import MISSING, FragmentRequest, request_range, volume_of
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.team import Team, sendable
 from holdfast.team.replies import all_heard
 
@@ -68,7 +68,7 @@ class RemoteShards:
     """
 
     def __init__(
-        self, team: Team, checkpoint: Checkpoint, channel: Channel, timeout: float, *, verify: bool
+        self, team: Team, checkpoint: StoredCheckpoint, channel: Channel, timeout: float, *, verify: bool
     ) -> None:
         self._team = team
         self._checkpoint = checkpoint
@@ -194,7 +194,7 @@ class RemoteShards:
 class _Desk:
     """Reads for other ranks. The first error is kept, and the bytes are then no matter."""
 
-    def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
+    def __init__(self, checkpoint: StoredCheckpoint, *, verify: bool) -> None:
         self._checkpoint = checkpoint
         self._verify = verify
         self._last: tuple[tuple[Asked, ...], Bytes] | None = None

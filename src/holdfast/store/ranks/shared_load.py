@@ -31,7 +31,6 @@ from holdfast.format.geometry import whole
 from holdfast.plan.fragments import seen
 from holdfast.plan.world import Seen
 from holdfast.state import LeafMeta, Mismatch, Restore
-from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.rank_errors import RankError, raise_worst
 from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.checks.views import exchange_views
@@ -43,13 +42,14 @@ from holdfast.store.ranks.subgroup import renumber_targets
 from holdfast.store.read.gather import FileReads
 from holdfast.store.read.requests import BoxRequest, box_requests
 from holdfast.store.read.restore_warnings import Unrestored
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.team import Team
 from holdfast.team.replies import ranks_in_words
 
 
 def load_together(
     team: Team,
-    checkpoint: Checkpoint,
+    checkpoint: StoredCheckpoint,
     into: object,
     *,
     select: str | Iterable[str] | None = None,
@@ -104,7 +104,9 @@ class _Wishes:
 class _Load:
     """One load of one rank; its methods are the steps, in their order."""
 
-    def __init__(self, team: Team, checkpoint: Checkpoint, timeout: float, channel: Channel | None) -> None:
+    def __init__(
+        self, team: Team, checkpoint: StoredCheckpoint, timeout: float, channel: Channel | None
+    ) -> None:
         self._team = team
         self._checkpoint = checkpoint
         self._timeout = timeout

@@ -15,14 +15,14 @@ from holdfast.state import Node
 from holdfast.state.leaf_table import component
 from holdfast.state.node import blob_names, items_of, localized, pairs_of, shorten
 from holdfast.state.unflatten import decode, decode_key, is_blob
-from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.read.shard_reader import Problem
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
 _MANY = 20
 """Problems of one tree beyond this are not looked for."""
 
 
-def problems_of_part(checkpoint: Checkpoint, part: Part) -> list[Problem]:
+def problems_of_part(checkpoint: StoredCheckpoint, part: Part) -> list[Problem]:
     """What is wrong in the trees that one part has: its own (of rank 0: the root's), and its local ones."""
     file = checkpoint.parts.file_of(part.rank)
     found = _problems(checkpoint.root.tree if part.rank == 0 else part.tree, "", file)
@@ -31,13 +31,13 @@ def problems_of_part(checkpoint: Checkpoint, part: Part) -> list[Problem]:
     return found
 
 
-def problems_of_whole(checkpoint: Checkpoint) -> list[Problem]:
+def problems_of_whole(checkpoint: StoredCheckpoint) -> list[Problem]:
     """What shows only in the tree that one process loads: those of all ranks, with what rank 0 has alone."""
     tree = localized(checkpoint.tree, checkpoint.local(0))
     return _problems(tree, "", checkpoint.manifest_path) or _no_bytes(checkpoint, tree)
 
 
-def _no_bytes(checkpoint: Checkpoint, tree: Node) -> list[Problem]:
+def _no_bytes(checkpoint: StoredCheckpoint, tree: Node) -> list[Problem]:
     """Leaves that should hold the bytes of a value, and are arrays."""
     metas = checkpoint.metas_for(0)
     aliases = {**checkpoint.aliases, **checkpoint.parts.local_aliases(0)}

@@ -13,10 +13,11 @@ from holdfast.errors import CorruptCheckpoint, OutOfResources, ReadFailed
 from holdfast.format.dtypes import carrier
 from holdfast.format.records import Part, ShardFile
 from holdfast.format.shard import HeaderEntry, entry_name, is_pad, parse_header
-from holdfast.store.checkpoint import Checkpoint, resolve
 from holdfast.store.names import MANIFEST
 from holdfast.store.os_errors import open_stored, reading
+from holdfast.store.read.open import resolve
 from holdfast.store.read.shard_reader import Problem, request_fragment
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.store.read.tree_check import problems_of_part, problems_of_whole
 
 
@@ -47,7 +48,7 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | No
     """
     where = resolve(path)
     try:
-        checkpoint = Checkpoint(where)
+        checkpoint = StoredCheckpoint(where)
     except OutOfResources:
         raise
     except (CorruptCheckpoint, ReadFailed) as error:
@@ -75,7 +76,7 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | No
 class _Files:
     """The files of a checkpoint, checked rank by rank."""
 
-    def __init__(self, checkpoint: Checkpoint, where: str) -> None:
+    def __init__(self, checkpoint: StoredCheckpoint, where: str) -> None:
         self._checkpoint = checkpoint
         self.names = {os.path.basename(checkpoint.manifest_path)}
         self.names.update(ref.file for ref in checkpoint.root.parts)
@@ -122,7 +123,7 @@ def _is_shard_of(name: str, rank: int) -> bool:
     return name.startswith(f"r{rank:05d}.v") and name.endswith(".safetensors")
 
 
-def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
+def _disagreements(checkpoint: StoredCheckpoint) -> list[Problem]:
     """What only shows with all parts at hand: that they fit together, and hold all of every leaf once."""
     try:
         checkpoint.parts.check_agreement()

@@ -18,8 +18,8 @@ from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteChe
 from holdfast.format.geometry import Box, whole
 from holdfast.state import LeafMeta, empty, leaf_names
 from holdfast.state.torch_arrays import destination, torch_dtype
-from holdfast.store import Checkpoint
 from holdfast.store.read.requests import BoxRequest
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.torch.dcp.paths import path_of, valid_path
 from holdfast.torch.dcp.record import Entries, Properties, entries_of
 from holdfast.torch.dcp.values import Pickler
@@ -58,7 +58,7 @@ class _Here(local):
     """What a thread loads. It goes with the thread: DCP does not tell a reader that a load has failed."""
 
     asked: str | None = None
-    opened: tuple[Checkpoint, Entries] | None = None
+    opened: tuple[StoredCheckpoint, Entries] | None = None
     failed: Exception | None = None
 
     def __reduce__(self) -> tuple[type[_Here], tuple[()]]:
@@ -175,9 +175,9 @@ class Reader(StorageReader):
             opened[0].close()
 
 
-def _open(path: str) -> Checkpoint:
+def _open(path: str) -> StoredCheckpoint:
     try:
-        return Checkpoint(path)
+        return StoredCheckpoint(path)
     except IncompleteCheckpoint:
         if not os.path.exists(os.path.join(path, ".metadata")):
             raise
@@ -186,7 +186,7 @@ def _open(path: str) -> Checkpoint:
         ) from None
 
 
-def _check_bytes(checkpoint: Checkpoint, entries: Entries) -> None:
+def _check_bytes(checkpoint: StoredCheckpoint, entries: Entries) -> None:
     """Memory for them is of this type and shape: what is not must not be read to it."""
     metas = checkpoint.metas
     for name in entries.bytes:
@@ -195,7 +195,7 @@ def _check_bytes(checkpoint: Checkpoint, entries: Entries) -> None:
             raise CorruptCheckpoint("not the bytes of an object", path=checkpoint.manifest_path, leaf=name)
 
 
-def _metadata(checkpoint: Checkpoint, entries: Entries, load_id: str) -> Metadata:
+def _metadata(checkpoint: StoredCheckpoint, entries: Entries, load_id: str) -> Metadata:
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         Metadata,
@@ -227,7 +227,7 @@ def _metadata(checkpoint: Checkpoint, entries: Entries, load_id: str) -> Metadat
     )
 
 
-def _chunks(checkpoint: Checkpoint) -> dict[str, list[ChunkStorageMetadata]]:
+def _chunks(checkpoint: StoredCheckpoint) -> dict[str, list[ChunkStorageMetadata]]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     found: dict[str, list[ChunkStorageMetadata]] = {}
@@ -262,7 +262,7 @@ class _Load:
     """One rank's share of a load."""
 
     def __init__(
-        self, checkpoint: Checkpoint, entries: Entries, planner: LoadPlanner, *, verify: bool
+        self, checkpoint: StoredCheckpoint, entries: Entries, planner: LoadPlanner, *, verify: bool
     ) -> None:
         self._checkpoint = checkpoint
         self._entries = entries
