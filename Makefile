@@ -1,7 +1,7 @@
 # Holdfast: everything a contributor runs.
 #
 #   make demo     train, kill in the middle of a save, resume, prove equality, show speed
-#   make test     everything that is not opt-in
+#   make test     everything that is not opt-in: first in parallel, then the races one at a time
 #   make check    ruff, mypy --strict, import-linter, clang-format
 #   make format   let ruff and clang-format rewrite the files
 #   make build    rebuild the native module after a change in native/ (seconds)
@@ -77,7 +77,7 @@ demo: setup
 	$(BIN)/holdfast demo $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 $(PYTEST_ARGS)
+	$(BIN)/python tools/run_tests.py $(PYTEST_ARGS)
 
 # Installed as a user does, with these or the newest dependencies, and without torch: tests that import it are skipped.
 compat:

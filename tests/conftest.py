@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import os
 import shutil
@@ -56,6 +57,12 @@ def place() -> Iterator[Path]:
         yield made
     finally:
         shutil.rmtree(made)
+
+
+def pytest_collection_finish() -> None:
+    """By now all is imported, torch too. Collections, of which some tests make hundreds, leave it alone."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

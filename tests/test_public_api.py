@@ -43,6 +43,7 @@ ERRORS = {
     "RunMoved": OSError,
     "SaveFailed": OSError,
     "MutatedDuringSave": OSError,
+    "DeviceTimeout": TimeoutError,
     "StorageFull": OSError,
     "StorageDenied": PermissionError,
     "StorageMissing": FileNotFoundError,

@@ -187,6 +187,8 @@ class PendingFile {
   }
   sys::File take() { return std::move(file_); }
   [[nodiscard]] bool fresh() const { return file_.fresh(); }
+  // Without a sync, if it has not been taken: the file is not wanted any more.
+  void close() { file_.close(); }
 
  private:
   sys::File file_;
@@ -341,7 +343,11 @@ void bind_jobs(nb::module_& m) {
             new (self) PendingFile(std::move(file), data, more);
           },
           "path"_a, "data"_a, "recycle"_a, "more"_a = nb::bytes("", 0))
-      .def("fresh", &PendingFile::fresh);
+      .def("fresh", &PendingFile::fresh)
+      .def("close", &PendingFile::close)
+      // Native, so that no interrupt comes between the end of a `with` block and the close.
+      .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+      .def("__exit__", [](PendingFile& self, nb::args) { self.close(); });
   // Files are closed whatever the outcome: after a failed sync there is nothing left to ask them.
   m.def(
       "sync",

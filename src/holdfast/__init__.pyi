@@ -8,6 +8,7 @@ from holdfast.errors import CheckpointClosed as CheckpointClosed
 from holdfast.errors import CheckpointExists as CheckpointExists
 from holdfast.errors import CheckpointNotFound as CheckpointNotFound
 from holdfast.errors import CorruptCheckpoint as CorruptCheckpoint
+from holdfast.errors import DeviceTimeout as DeviceTimeout
 from holdfast.errors import EngineTimeout as EngineTimeout
 from holdfast.errors import EngineUnavailable as EngineUnavailable
 from holdfast.errors import HoldfastError as HoldfastError

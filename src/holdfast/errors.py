@@ -176,8 +176,16 @@ class MutatedDuringSave(SaveFailed):
         self.leaves = tuple(leaves)
 
 
+class DeviceTimeout(SaveFailed, TimeoutError):
+    """The device did not finish a save in time, so training went on without that save.
+
+    Earlier checkpoints are untouched. Look at the device (``holdfast doctor``), save less often, or raise the
+    Checkpointer's ``timeout``.
+    """
+
+
 class StorageFull(SaveFailed):
-    """The device has no room for the checkpoint. Free space, or keep fewer checkpoints (`Keep`).
+    """The device has no space for the checkpoint. Free space, or keep fewer checkpoints (`Keep`).
 
     A `Checkpointer` has given up what it could by then: all but the newest durable one, and those that `Keep`
     holds for good.

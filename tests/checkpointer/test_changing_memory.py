@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import holdfast
-from engine.changing import changing
-from engine.pieces import Bytes
 from holdfast import Checkpointer, Keep, MutatedDuringSave, Options
 from holdfast.checkpointer.checkpointer import Mode
+from support.changing_memory import changing
+from support.random_pieces import Bytes
 
 NBYTES = 12 << 20
 SAVES = 3
@@ -75,7 +75,7 @@ def test_a_durable_checkpoint_can_be_read_while_a_thread_changes_the_state(
             try:
                 saving = checkpointer.save(step)
                 assert saving is not None
-                durable.append(saving.wait().step)
+                durable.append(saving.result().step)
             except MutatedDuringSave:
                 assert make is _owned
     assert durable or make is _owned

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import holdfast
-from checkpointer.model import hurt
 from holdfast import Checkpointer, Keep
 from holdfast.checkpointer import preemption
 from holdfast.engine import faults
 from holdfast.store import step_name
+from support.run_model import hurt
 
 DAMAGE = ["shard", "manifest", "missing", "truncated"]
 
@@ -100,7 +100,7 @@ def test_a_save_is_durable_and_counted_when_it_returns(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, at(1), mode="sync") as checkpointer:
         saving = checkpointer.save(1, {"loss": 0.5})
         assert saving is not None
-        info = saving.wait()
+        info = saving.result()
         assert (info.step, info.metrics) == (1, {"loss": 0.5})
         assert info.path == os.fspath(tmp_path / step_name(1))
         assert checkpointer.last_durable == 1
@@ -247,7 +247,7 @@ def test_metrics_are_taken_when_save_is_called(tmp_path: Path) -> None:
         saving = checkpointer.save(1, metrics)  # type: ignore[arg-type]
         loss.fill_(9.0)
         assert saving is not None
-        found = saving.wait().metrics
+        found = saving.result().metrics
         assert found == {"loss": 0.5, "accuracy": 0.25, "epoch": 3.0}
         assert {type(value) for value in found.values()} == {float}
 
@@ -654,7 +654,7 @@ def test_an_exception_in_the_loop_lets_go_of_the_run(run: Path) -> None:
 
 def test_a_failure_while_opening_lets_go_of_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("holdfast.checkpointer.checkpointer.history", lambda path: 1 / 0)
+        patched.setattr("holdfast.checkpointer.opening.history", lambda path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             Checkpointer(run, blank(), mode="sync")
     Checkpointer(run, blank(), mode="sync").close()

@@ -16,9 +16,10 @@ import pytest
 import holdfast
 from holdfast.checkpointer import drilling
 from holdfast.checkpointer.drilling import Drill, Kill, Mark, Observed, contents_of, relocate
+from holdfast.checkpointer.run_observer import Durable
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from store.several import Own, write_several
+from support.several_ranks import Own, write_several
 
 TRAIN = """
 import sys
@@ -224,7 +225,7 @@ def test_contents_tell_tied_leaves_from_equal_ones(tmp_path: Path) -> None:
 def test_lines_about_checkpoints_hold_a_digest_of_each_leaf(tmp_path: Path) -> None:
     state = {"w": np.ones(4), "n": 3}
     info = holdfast.save(tmp_path / "checkpoint", state)
-    Drill(str(tmp_path / "drill"), "run", None).durable(7, info.path)
+    Drill(str(tmp_path / "drill"), "run", None).observe(Durable(7, info.path))
     line = (tmp_path / "drill" / drilling.DIARY).read_bytes().splitlines()[-1]
     observed = msgspec.json.decode(line, type=Observed)
     assert (observed.what, observed.step) == ("durable", 7)

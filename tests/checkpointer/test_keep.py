@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointer.model import wanted
 from holdfast import Keep
 from holdfast.checkpointer import Kept
+from support.run_model import wanted
 
 
 def kept(*steps: int, **metrics: float) -> list[Kept]:

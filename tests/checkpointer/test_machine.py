@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import holdfast
-from checkpointer.model import Model, hurt
 from holdfast import Checkpointer, Keep
 from holdfast.store import step_name
+from support.run_model import Model, hurt
 
 steps = st.integers(0, 9)
 metrics = st.dictionaries(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import warnings
@@ -17,7 +18,9 @@ from torch import nn
 
 import holdfast
 from holdfast import Checkpointer, Keep, Options
+from holdfast.checkpointer.events import Saved
 from holdfast.checkpointer.pending_save import PendingSave
+from holdfast.checkpointer.save_task import SaveTask
 from holdfast.engine import faults
 
 LARGE = 700  # a square matrix of so many floats is 2 MB: more than one window below
@@ -31,27 +34,29 @@ PATIENCE = 120.0
 def _saves_wait_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """No save ends before training waits for it, however long a busy machine lets training stand still."""
     awaited: weakref.WeakKeyDictionary[PendingSave, threading.Event] = weakref.WeakKeyDictionary()
-    start, written = PendingSave.start, PendingSave.written
+    start, written = SaveTask.start, SaveTask.written
 
-    def starting(saving: PendingSave) -> None:
-        awaited[saving] = threading.Event()
-        start(saving)
+    def starting(task: SaveTask, timeout: float) -> None:
+        awaited[task.pending] = threading.Event()
+        start(task, timeout)
 
-    def ending(saving: PendingSave) -> None:
-        assert awaited[saving].wait(PATIENCE), "nobody waits for this save"
-        written(saving)
+    def ending(task: SaveTask) -> None:
+        assert awaited[task.pending].wait(PATIENCE), "nobody waits for this save"
+        written(task)
 
     def waiting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(saving: PendingSave, *arguments: Any) -> Any:
-            awaited[saving].set()
-            return real(saving, *arguments)
+        def wait(waited_for: SaveTask | PendingSave, *arguments: Any) -> Any:
+            pending = waited_for.pending if isinstance(waited_for, SaveTask) else waited_for
+            awaited[pending].set()
+            return real(waited_for, *arguments)
 
         return wait
 
-    monkeypatch.setattr(PendingSave, "start", starting)
-    monkeypatch.setattr(PendingSave, "written", ending)
-    for name in ("release", "join", "wait"):
-        monkeypatch.setattr(PendingSave, name, waiting(getattr(PendingSave, name)))
+    monkeypatch.setattr(SaveTask, "start", starting)
+    monkeypatch.setattr(SaveTask, "written", ending)
+    monkeypatch.setattr(PendingSave, "exception", waiting(PendingSave.exception))
+    for name in ("release", "join"):
+        monkeypatch.setattr(SaveTask, name, waiting(getattr(SaveTask, name)))
 
 
 @pytest.fixture
@@ -139,7 +144,7 @@ def test_each_step_is_stored_as_it_was_while_training_runs_on(
             wanted[step] = copy_of(state)
             saving = ckpt.save(step)
             assert saving is not None
-            assert not saving.done
+            assert not saving.done()
         ckpt.wait()
         assert ckpt.last_durable == 4
         saved = [event for event in ckpt.events if event.__class__.__name__ == "Saved"]
@@ -157,9 +162,9 @@ def test_gradient_accumulation_waits_only_at_the_step(tmp_path: Path, crawling_d
         saving = ckpt.save(1)
         for micro in range(3):
             train_step(model, micro).backward()
-            assert not saving.done  # type: ignore[union-attr]
+            assert not saving.done()  # type: ignore[union-attr]
         optimizer.step()
-        assert saving.done  # type: ignore[union-attr]
+        assert saving.done()  # type: ignore[union-attr]
 
 
 def test_several_optimizers_schedulers_a_scaler_and_an_average(tmp_path: Path, slow_device: None) -> None:
@@ -302,7 +307,7 @@ def test_what_changed_while_it_was_read_is_copied_from_then_on(tmp_path: Path, c
         for step in range(1, 5):
             wanted[step] = model[0].weight.detach().clone()  # type: ignore[index]
             if step == 2:
-                with pytest.raises(holdfast.MutatedDuringSave, match=r"model\.0\.weight .*copied from now"):
+                with pytest.raises(holdfast.MutatedDuringSave, match=r"model\.0\.weight .*next saves copy"):
                     ckpt.save(step)
             else:
                 ckpt.save(step)
@@ -373,7 +378,7 @@ def test_a_compiled_step_does_not_compile_the_wait(tmp_path: Path, slow_device: 
                 wanted[step] = copy.deepcopy(model.state_dict())
                 saving = ckpt.save(step)
                 assert saving is not None
-                assert not saving.done  # so the next step has to wait
+                assert not saving.done()  # so the next step has to wait
     finally:
         torch._dynamo.reset()
     assert len(set(seen[1:])) == 1, "the compiler looks at what is not the training's"
@@ -387,7 +392,7 @@ def test_what_has_left_memory_may_change(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
         before = model[0].weight.detach().clone()  # type: ignore[index]
         saving = ckpt.save(1)
-        saving.wait()  # type: ignore[union-attr]
+        saving.result()  # type: ignore[union-attr]
         scale(model)
     assert torch.equal(holdfast.load(tmp_path)["model"]["0.weight"], before)
 
@@ -407,6 +412,39 @@ def test_update_brackets_a_hand_written_step(tmp_path: Path, slow_device: None) 
             assert ckpt.mode == "overlap"
     for step, weights in wanted.items():
         assert same(dict(holdfast.load(tmp_path / f"step-{step:012d}")["model"]), dict(weights))
+
+
+def test_a_save_inside_of_update_copies_and_after_it_leaves_are_read_in_place_again(tmp_path: Path) -> None:
+    """Inside of the block weights change at any moment; from its end on they do not until the next one."""
+    model = layer_stack()
+    wanted = {}
+    with Checkpointer(tmp_path, {"model": model}, keep=Keep(last=9)) as ckpt:
+        for step in (1, 2):
+            with torch.no_grad(), ckpt.update():
+                scale(model)
+                assert ckpt.mode == "snapshot"
+                wanted[2 * step] = copy.deepcopy(model.state_dict())
+                ckpt.save(2 * step)
+                scale(model)  # the save has copied what it reads
+            assert ckpt.mode == "overlap"
+            wanted[2 * step + 1] = copy.deepcopy(model.state_dict())
+            ckpt.save(2 * step + 1)
+        ckpt.wait()
+        in_place = {event.step: event.in_place_nbytes for event in ckpt.events if isinstance(event, Saved)}
+    assert (in_place[2], in_place[4]) == (0, 0)
+    assert min(in_place[3], in_place[5]) >= sum(parameter.nbytes for parameter in model.parameters())
+    for step, weights in wanted.items():
+        assert same(dict(holdfast.load(tmp_path / f"step-{step:012d}")["model"]), dict(weights))
+
+
+def test_an_update_ends_with_its_outermost_block_also_after_an_error(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"model": layer_stack()}) as ckpt:
+        with contextlib.suppress(ZeroDivisionError), ckpt.update():
+            with ckpt.update():
+                pass
+            assert ckpt.mode == "snapshot"
+            raise ZeroDivisionError
+        assert ckpt.mode == "overlap"
 
 
 # --- snapshot -----------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.state.worlds import world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +17,7 @@ import holdfast
 from holdfast.checkpointer.guard import Guard
 from holdfast.checkpointer.ownership import NOBODY, UPDATE, Hooks, owners
 from holdfast.state import flatten
+from support.peerless_meshes import world
 
 
 class Steps:
@@ -45,7 +45,7 @@ def test_parts_of_parameters_and_of_their_state_are_the_optimizers() -> None:
         state = {"model": model, "optimizer": optimizer}
         hooks = Hooks(Steps().before)
         hooks.attach([optimizer])
-        found = owners(state, hooks, bracketed=False)
+        found = owners(state, hooks, updates=False)
         assert {leaf.name: found.of(leaf) for leaf in flatten(state).leaves} == {
             leaf.name: 0 for leaf in flatten(state).leaves
         }
@@ -64,7 +64,7 @@ def test_an_optimizer_that_divides_its_state_announces_its_steps_and_owns_all_pa
         stepped(model, optimizer)
         assert steps.owners == [0], "announced once, before anything changes"
         state = {"model": model, "optimizer": optimizer}
-        found = owners(state, hooks, bracketed=False)
+        found = owners(state, hooks, updates=False)
         leaves = flatten(state).leaves
         assert {leaf.name for leaf in leaves if leaf.name.endswith("exp_avg")} == {
             "optimizer.weight.exp_avg",
@@ -81,7 +81,7 @@ def test_the_mark_per_rank_changes_nothing_about_ownership(bracketed: bool) -> N
     table = np.zeros(4)
     state = holdfast.per_rank({"w": weights, "table": table})
     holdfast.stable(holdfast.per_rank([table]))
-    found = owners(state, Hooks(Steps().before), bracketed=bracketed)
+    found = owners(state, Hooks(Steps().before), updates=bracketed)
     by_name = {leaf.name: found.of(leaf) for leaf in flatten(state).local_leaves}
     assert by_name == {"@0._.w": UPDATE if bracketed else None, "@0._.table": NOBODY}
 
@@ -96,7 +96,7 @@ def test_what_several_optimizers_change_is_nobodys() -> None:
     state = {"shared": shared, "own": own, "first": first, "second": second}
     hooks = Hooks(Steps().before)
     hooks.attach([first, second])
-    found = owners(state, hooks, bracketed=False)
+    found = owners(state, hooks, updates=False)
     for leaf in flatten(state).leaves:
         top = leaf.name.split(".")[0]
         assert found.of(leaf) == {"shared": None, "own": 1, "first": 0, "second": 1}[top], leaf.name
@@ -118,7 +118,7 @@ def test_views_of_one_storage_are_told_apart_by_what_they_cover() -> None:
         "inner": storage[70:80],
         "across": storage[55:65],
     }
-    found = owners(state, hooks, bracketed=True)
+    found = owners(state, hooks, updates=True)
     assert {leaf.name: found.of(leaf) for leaf in flatten(state).leaves} == {
         "left": None,
         "middle": None,

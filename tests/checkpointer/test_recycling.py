@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import holdfast
-from checkpointer.model import SHARD
 from holdfast import Checkpointer, Keep
 from holdfast.engine import faults, fs
 from holdfast.store import step_name
+from support.run_model import SHARD
 
 LARGE, SMALL = 1 << 20, 100  # elements: 8 MiB becomes a spare at once, 800 bytes with the next save
 

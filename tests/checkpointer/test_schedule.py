@@ -14,7 +14,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from checkpointer.simulated import Training, waste_under_failures
 from holdfast.checkpointer.schedule import (
     PROBE_CALLS,
     Auto,
@@ -26,6 +25,7 @@ from holdfast.checkpointer.schedule import (
     make_schedule,
     young_interval,
 )
+from support.simulated_training import Training, waste_under_failures
 
 
 def auto(**options: Any) -> Auto:

@@ -15,9 +15,8 @@ from holdfast.study import cache
 from holdfast.study.report import from_json
 from holdfast.study.training import report as training_report
 from holdfast.study.training import training
-from study.training_samples import result, row, rows
-
-from .support import command
+from support.command import command
+from support.training_results import result, row, rows
 
 OPTIONS = ("--size", "2M", "--repeat", "1", "--system", "raw", "--system", "holdfast")
 

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.study import demo as study
-
-from .support import command
+from support.command import command
 
 REPORT = study.DemoReport(
     equal=True,

@@ -13,8 +13,7 @@ import pytest
 import holdfast
 from holdfast.cli import comparing
 from holdfast.cli.windows import windows
-
-from .support import command, damage_leaf, make_run, make_state, step_path
+from support.command import command, damage_leaf, make_run, make_state, step_path
 
 
 def saved(path: Path, state: Any, **options: Any) -> Path:

@@ -11,8 +11,7 @@ from holdfast.cli import doctor as doctor_module
 from holdfast.cli import machine
 from holdfast.cli.machine import Choice, Mount, Speed
 from holdfast.engine import Capabilities, probe
-
-from .support import command
+from support.command import command
 
 ABLE = Capabilities(True, "", True, "", 512, 512)
 

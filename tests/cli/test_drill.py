@@ -18,8 +18,7 @@ from holdfast.study.drill import drill as study
 from holdfast.study.drill.child import DrillFailed
 from holdfast.study.drill.judge import Agreement, Difference, Final
 from holdfast.study.drill.report import DrillReport, Killed, Problem
-
-from .support import command
+from support.command import command
 
 KILLS = (
     Killed(1, "saving", "saving", 7, 6, resumed=6, lost=1),

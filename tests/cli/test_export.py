@@ -19,8 +19,7 @@ import holdfast
 from holdfast.cli import exporting
 from holdfast.cli.windows import windows
 from holdfast.engine import faults
-
-from .support import SHARD, command, damage_leaf, make_run, make_state
+from support.command import SHARD, command, damage_leaf, make_run, make_state
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 
 import holdfast
-
-from .support import SHARD, TWO_FILES, command, damage_leaf, damage_manifest, make_run, step_path, truncate
+from support.command import (
+    SHARD,
+    TWO_FILES,
+    command,
+    damage_leaf,
+    damage_manifest,
+    make_run,
+    step_path,
+    truncate,
+)
 
 
 def test_lists_checkpoints_in_order_of_step(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import __version__
-
-from .support import SHARD, command, damage_manifest, make_run, step_path
+from support.command import SHARD, command, damage_manifest, make_run, step_path
 
 COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "drill", "doctor", "bench", "demo")
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.cli.numbers import Tally, values
-from holdfast.state.arrays import ML_DTYPES
+from holdfast.state.numpy_arrays import ML_DTYPES
 
 ALL_BYTES = np.arange(256, dtype=np.uint8)
 

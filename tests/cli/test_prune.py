@@ -11,8 +11,7 @@ import pytest
 
 import holdfast
 from holdfast.store import WritableRun
-
-from .support import command, damage_manifest, make_run, make_state, run_names, step_path, truncate
+from support.command import command, damage_manifest, make_run, make_state, run_names, step_path, truncate
 
 
 def steps(run: Path) -> list[int]:

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cli.support import command, step_path
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from plan.worlds import Array, random_state
-from store.several import Own, write_several
+from support.command import command, step_path
+from support.several_ranks import Own, write_several
+from support.simulated_worlds import Array, random_state
 
 LEAVES = [
-    LeafLayout("model.w", "F32", (60, 40), (Spread(Mesh.grid(4), (Split(1, 0),)),), "numpy"),
-    LeafLayout("model.b", "I64", (40,), (Spread(Mesh.grid(4)),), "numpy"),
+    LeafLayout("model.w", "F32", (60, 40), (MeshPlacement(Mesh.grid(4), (Split(1, 0),)),), "numpy"),
+    LeafLayout("model.b", "I64", (40,), (MeshPlacement(Mesh.grid(4)),), "numpy"),
 ]
 TREE = {
     "model": {"w": {"$leaf": "model.w"}, "b": {"$leaf": "model.b"}},
@@ -35,7 +35,7 @@ def save(
     volumes: tuple[Path, ...] = (),
     step: int = 7,
 ) -> Path:
-    spreads = (Spread(Mesh.grid(world), (Split(0, 0),)),)
+    spreads = (MeshPlacement(Mesh.grid(world), (Split(0, 0),)),)
     leaves = (
         LEAVES if world == 4 else [LeafLayout(x.name, x.dtype, x.shape, spreads, "numpy") for x in LEAVES]
     )
@@ -125,7 +125,7 @@ def test_export_joins_what_ranks_wrote(run: Path, tmp_path: Path) -> None:
 
 def test_export_streams_what_is_larger_than_a_window(tmp_path: Path) -> None:
     shape = (2048, 6000)  # 48 MiB
-    leaf = LeafLayout("w", "F32", shape, (Spread(Mesh.grid(3), (Split(1, 0),)),), "numpy")
+    leaf = LeafLayout("w", "F32", shape, (MeshPlacement(Mesh.grid(3), (Split(1, 0),)),), "numpy")
     array = np.arange(2048 * 6000, dtype=np.float32).reshape(shape)
     write_several(tmp_path / "c", WritePlan([leaf], Topology.regular(3)), {"w": array})
     tracemalloc.start()

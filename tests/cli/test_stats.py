@@ -24,8 +24,7 @@ from holdfast.checkpointer.events import (
     Saved,
 )
 from holdfast.cli.summing import spread
-
-from .support import command, make_run, make_state, step_path
+from support.command import command, make_run, make_state, step_path
 
 
 def opened(time: float) -> Opened:
@@ -291,12 +290,14 @@ def test_a_run_whose_name_is_no_text_can_be_drawn(tmp_path: Path) -> None:
     assert r"Saves of run\udcff\n" in words(tmp_path / "out.svg")
 
 
-def test_a_picture_of_nothing_is_refused_in_one_line(tmp_path: Path) -> None:
-    outcome = command("stats", log(tmp_path / "run", [failed(1, 1.0)]), "--plot", tmp_path / "out.png")
-    assert outcome.code == 1
-    assert outcome.err.count("\n") == 1
-    assert "without a durable save" in outcome.err
-    assert not (tmp_path / "out.png").exists()
+def test_without_a_durable_save_all_else_is_told_and_that_there_is_nothing_to_plot(tmp_path: Path) -> None:
+    run, picture = log(tmp_path / "run", [failed(1, 1.0)]), tmp_path / "out.png"
+    outcome = command("stats", run, "--plot", picture)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "none durable, 1 failed" in outcome.out
+    assert "nothing to plot: no save of this run was durable" in outcome.out
+    assert command("stats", run, "--plot", picture, "--json").document["plot"] is None
+    assert not picture.exists()
 
 
 @pytest.mark.parametrize("options", [("--plot", "x.jpg"), ("--last", "-1"), ("--last", "few")], ids=" ".join)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import holdfast
-
-from .support import (
+from support.command import (
     SHARD,
     TWO_FILES,
     command,

@@ -12,8 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.engine import BACKENDS, Backend, capabilities, faults
-
-from .tracing import Tally
+from support.crash_tracing import Tally
 
 
 @pytest.fixture

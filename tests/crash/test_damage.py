@@ -13,8 +13,7 @@ import pytest
 
 import holdfast
 from holdfast.store import step_name
-
-from .states import blank_state, identify, make_state
+from support.identified_states import blank_state, identify, make_state
 
 MANIFEST = "manifest.json"
 SHARD = "r00000.v0.safetensors"

@@ -28,9 +28,8 @@ import holdfast
 from holdfast import Checkpointer, Keep, Options
 from holdfast.checkpointer.events import Event, Saved
 from holdfast.store import list_steps, step_name
-
-from .children import Child, Pipe, forked
-from .images import (
+from support.child_processes import Child, Pipe, forked
+from support.ext4_images import (
     SYNCS,
     Journal,
     copy_if_still,

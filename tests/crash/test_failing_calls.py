@@ -13,10 +13,9 @@ import pytest
 
 import holdfast
 from holdfast.engine import faults, fs
-
-from .recovery import leftovers
-from .scenarios import SCENARIOS, Recycling, Replacing, SameStep, Scenario
-from .states import blank_state, identify, load_identity, make_state
+from support.failing_saves import SCENARIOS, Recycling, Replacing, SameStep, Scenario
+from support.identified_states import blank_state, identify, load_identity, make_state
+from support.recovery import leftovers
 
 Record = Callable[[str, object], None]
 

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 import holdfast
+from crash.conftest import USABLE
 from holdfast.engine import faults
 from holdfast.store import step_name
 from holdfast.store.os_errors import open_stored
-
-from .children import Pipe, run_forked
-from .conftest import USABLE
-from .states import blank_state, identify, make_state
+from support.child_processes import Pipe, run_forked
+from support.identified_states import blank_state, identify, make_state
 
 Record = Callable[[str, object], None]
 

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from crash.conftest import USABLE, WAYS
 from holdfast.engine import faults
-
-from .children import Pipe, forked
-from .conftest import USABLE, WAYS
-from .recovery import Begun, Durable, Ledger, PathRecovery, Recovery, RunRecovery, WentBack
-from .states import WIDE, blank_state, make_state
+from support.child_processes import Pipe, forked
+from support.identified_states import WIDE, blank_state, make_state
+from support.recovery import Begun, Durable, Ledger, PathRecovery, Recovery, RunRecovery, WentBack
 
 Record = Callable[[str, object], None]
 

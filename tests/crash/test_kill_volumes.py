@@ -13,8 +13,7 @@ import numpy as np
 import holdfast
 from holdfast.engine import faults
 from holdfast.store import step_name
-
-from .children import Pipe, forked
+from support.child_processes import Pipe, forked
 
 KEPT = 1
 

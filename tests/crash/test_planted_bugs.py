@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,18 +11,17 @@ from typing import Any
 import pytest
 
 import holdfast
+from crash.conftest import USABLE, WAYS
 from holdfast.engine import fs
 from holdfast.engine.fs import Entry, HeldDirectory
 from holdfast.store.commit.transaction import Transaction
 from holdfast.store.names import PARTIAL
-
-from . import sequences
-from .conftest import USABLE, WAYS
-from .power import Budget
-from .recovery import Lost, PathRecovery, Recovery, RunRecovery
-from .states import WrongBytes
-from .surveys import survey_killed
-from .tracing import Recording, Survey
+from support import save_sequences as sequences
+from support.crash_surveys import survey_killed
+from support.crash_tracing import Recording, Survey
+from support.identified_states import WrongBytes
+from support.power_cuts import Budget
+from support.recovery import Lost, PathRecovery, Recovery, RunRecovery
 
 WINDOWED = WAYS[USABLE[0]]
 CAUGHT = (Lost, WrongBytes)
@@ -108,6 +108,9 @@ def commit_before_sync(patch: pytest.MonkeyPatch) -> None:
             real_sync(written, directory and directory.path.removesuffix(PARTIAL))
         real_sync_dir(parent)
 
+    real_write = fs.write_file
+    # The end of its `with` block must not close a file that is yet to be synced.
+    patch.setattr(fs, "write_file", lambda *args, **more: contextlib.nullcontext(real_write(*args, **more)))
     patch.setattr(fs, "sync", lambda written, directory: deferred.append((written, directory)))
     patch.setattr(fs, "sync_dir", sync_dir)
 

@@ -1,7 +1,7 @@
 """A power cut at any moment: what was reported durable comes back, and never wrong bytes.
 
-`power` says what a file system may lose, `sequences` what a training does, `recovery` what must hold. How
-many states were tried is printed at the end of the test run.
+`power_cuts` says what a file system may lose, `save_sequences` what a training does, `recovery` what must
+hold. How many states were tried is printed at the end of the test run.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from crash.conftest import USABLE, WAYS
 from holdfast.engine import faults
-
-from . import sequences
-from .conftest import USABLE, WAYS
-from .power import Budget, Disk
-from .recovery import PathRecovery, RunRecovery
-from .surveys import survey_failing, survey_killed, survey_recoveries
-from .tracing import Recording, Survey, Tally
+from support import save_sequences as sequences
+from support.crash_surveys import survey_failing, survey_killed, survey_recoveries
+from support.crash_tracing import Recording, Survey, Tally
+from support.power_cuts import Budget, Disk
+from support.recovery import PathRecovery, RunRecovery
 
 Sequence = Callable[[Path, holdfast.Options], Recording]
 Report = Callable[[Tally], None]

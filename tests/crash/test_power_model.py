@@ -7,9 +7,8 @@ from pathlib import Path
 
 from holdfast.engine import faults, fs
 from holdfast.engine.faults import Event
-
-from .objects import GARBAGE, render
-from .power import Budget, Disk, Image, image_of
+from support.disk_objects import GARBAGE, render
+from support.power_cuts import Budget, Disk, Image, image_of
 
 ROOT = Path("/model")
 OLD, NEW = b"o" * 1024, b"n" * 1024

@@ -14,13 +14,20 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.checkpointer.events import GaveUp, ShortOfRoom, read_events
+from holdfast.checkpointer.events import RemovedEarly, ShortOfSpace, read_events
 from holdfast.engine import faults
 from holdfast.store import list_steps, step_name
-
-from .children import NotPermitted, Pipe, become_nobody, forked, make_read_only, mount_small, run_forked
-from .recovery import leftovers
-from .states import blank_state, identify, load_identity, make_state
+from support.child_processes import (
+    NotPermitted,
+    Pipe,
+    become_nobody,
+    forked,
+    make_read_only,
+    mount_small,
+    run_forked,
+)
+from support.identified_states import blank_state, identify, load_identity, make_state
+from support.recovery import leftovers
 
 WIDE = 50_000
 STATE_NBYTES = 4 * WIDE
@@ -153,14 +160,14 @@ def test_a_disk_with_room_for_what_is_kept_and_not_one_more_takes_every_save(ram
             assert identify(target) == (7, 0)
         said = [str(item.message) for item in caught]
         assert len(said) == 2, said
-        assert "needs room for 4 checkpoints of about" in said[0]
-        assert "There is room for 3" in said[0]
-        assert "no room for step 4" in said[1]
-        assert "step 1 was given up" in said[1]
+        assert "needs space for 4 checkpoints of about" in said[0]
+        assert "There is space for 3" in said[0]
+        assert "no space for step 4" in said[1]
+        assert "step 1 was removed" in said[1]
         told, _ = read_events(run)
-        gone = [event.steps for event in told if isinstance(event, GaveUp)]
+        gone = [event.steps for event in told if isinstance(event, RemovedEarly)]
         assert gone == [(1,), (2,), (3,), (4,)]
-        assert [event.wanted for event in told if isinstance(event, ShortOfRoom)] == [4]
+        assert [event.wanted for event in told if isinstance(event, ShortOfSpace)] == [4]
         pipe.send("good")
 
     assert on_small_disk(ram, work) == ["good"]
@@ -171,7 +178,7 @@ def test_the_newest_durable_checkpoint_is_never_given_up_for_room(ram: Path) -> 
         run = ram / "run"
         wide = DISK_NBYTES // 4 * 10 // 15  # one of them fits, and a half
         with holdfast.Checkpointer(run, make_state(1, 0, wide), mode="sync") as checkpointer:
-            with pytest.warns(RuntimeWarning, match="There is room for 1"):
+            with pytest.warns(RuntimeWarning, match="There is space for 1"):
                 checkpointer.save(1)
             for step in (2, 3):
                 checkpointer.state = make_state(step, 0, wide)
@@ -192,7 +199,7 @@ def test_after_a_quota_was_met_the_next_save_makes_room(ram: Path) -> None:
         with faults.injected("write:1:EDQUOT"), pytest.raises(holdfast.StorageFull):
             checkpointer.save(4)
         assert checkpointer.steps == [1, 2, 3]
-        with pytest.warns(RuntimeWarning, match="step 1 was given up"):
+        with pytest.warns(RuntimeWarning, match="step 1 was removed"):
             checkpointer.save(4)
         assert checkpointer.steps == [2, 3, 4]
 

@@ -22,6 +22,8 @@ import torch
 import holdfast
 from holdfast import Checkpointer, Keep, Options
 
+pytestmark = pytest.mark.race
+
 WIDTH = 500
 TIMEOUT = 240
 _RECORD = struct.Struct("<i")

@@ -22,10 +22,11 @@ import pytest
 import holdfast
 from holdfast.engine import Backend, faults, fs
 from holdfast.store import list_steps, step_name
+from support.child_processes import SECONDS, Pipe, forked
+from support.identified_states import blank_state, identify, load_identity, make_state
+from support.recovery import leftovers
 
-from .children import SECONDS, Pipe, forked
-from .recovery import leftovers
-from .states import blank_state, identify, load_identity, make_state
+pytestmark = pytest.mark.race
 
 KEEP_ONE = holdfast.Keep(last=1)
 

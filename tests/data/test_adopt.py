@@ -20,8 +20,7 @@ from torch.utils.data import (
 
 from holdfast.data import Loader, Sampler, resumable
 from holdfast.errors import StateMismatch, UnsupportedState
-
-from .samples import Augmented, Stream, jitter, joined, lists, take
+from support.datasets import Augmented, Stream, jitter, joined, lists, take
 
 DATA = list(range(20))
 

@@ -16,8 +16,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from holdfast.data import Loader, Sampler, resumable
-
-from .samples import joined, lists, plain, take
+from support.datasets import joined, lists, plain, take
 
 DATA = list(range(11))
 EPOCHS = 3

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.data import Loader, Sampler
 from holdfast.errors import StateMismatch, UnsupportedState
-
-from .samples import Augmented, Failing, Noted, Stream, Together, jitter, joined, lists, plain, take
+from support.datasets import Augmented, Failing, Noted, Stream, Together, jitter, joined, lists, plain, take
 
 
 def global_states() -> tuple[Any, ...]:

@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 import holdfast
 from holdfast.data import Sampler
 from holdfast.errors import StateMismatch
-
-from .samples import lists
+from support.datasets import lists
 
 
 def test_every_epoch_has_an_order_of_its_own_and_holds_every_sample() -> None:

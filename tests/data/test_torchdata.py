@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import holdfast
-
-from .samples import Stream, joined, lists, take
+from support.datasets import Stream, joined, lists, take
 
 stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
 

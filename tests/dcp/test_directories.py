@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.crash.power import Budget, Disk, Image, image_of
-from tests.dcp.states import assert_same, failures, load, save
 
 import holdfast
 from holdfast.engine import faults
 from holdfast.store import step_name
+from support.dcp_states import assert_same, failures, load, save
+from support.power_cuts import Budget, Disk, Image, image_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

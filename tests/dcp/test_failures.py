@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.crash.power import Budget, Disk
-from tests.dcp.states import assert_same, failures, flip_in, load, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import holdfast
 from holdfast.engine import faults
 from holdfast.torch.dcp import Reader, Writer
 from holdfast.torch.dcp.record import Record
+from support.dcp_states import assert_same, failures, flip_in, load, save
+from support.power_cuts import Budget, Disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.dcp.states import assert_same, failures, load, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import holdfast
 from holdfast.torch.dcp import Reader, Writer, their_tuning
+from support.dcp_states import assert_same, failures, load, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

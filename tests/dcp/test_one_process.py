@@ -14,8 +14,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.cli.support import command
-from tests.dcp.states import Odd, assert_same, blank, everything, failures, load, model, save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -25,6 +23,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import holdfast
 from holdfast.torch.dcp import Reader, Writer
+from support.command import command
+from support.dcp_states import Odd, assert_same, blank, everything, failures, load, model, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

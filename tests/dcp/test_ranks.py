@@ -13,8 +13,6 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.dcp.states import Odd, assert_same, failures, flip_in, load, model, save
-from tests.distributed.launcher import launch, values
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -25,6 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import holdfast
 from holdfast.torch.dcp import Reader, Writer
+from support.dcp_states import Odd, assert_same, failures, flip_in, load, model, save
+from support.launcher import launch, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS
-from engine.changing import changing
 from holdfast.checkpointer.checkpointer import Mode
+from support.changing_memory import changing
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 NBYTES = 12 << 20
 STEPS = 3
@@ -28,7 +28,7 @@ def _save(run: str, mode: Mode) -> list[int]:
         changing(memory),
     ):
         savings = [checkpointer.save(step) for step in range(1, STEPS + 1)]
-        return [saving.wait().step for saving in savings if saving is not None]
+        return [saving.result().step for saving in savings if saving is not None]
 
 
 def _save_in_every_mode(folder: str) -> list[list[int]]:

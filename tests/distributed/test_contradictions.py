@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from distributed.launcher import launch, values
 from holdfast.state import flatten
 from holdfast.state.merging import merge_trees
 from holdfast.store.ranks.checks.values import contradictions, facts_of
+from support.launcher import launch, values
 
 _SCALARS = st.sampled_from([None, True, 1, 1.0, "a", 2**70, float("nan"), b"x"])
 _ARRAYS = st.builds(lambda: np.zeros(2))

@@ -12,17 +12,17 @@ import numpy.typing as npt
 import pytest
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS
 from holdfast.engine import Consumed, Memory, Strided
 from holdfast.errors import RankFailed
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
 from holdfast.plan.read_sharing import SharePlan
 from holdfast.plan.topology import Topology
 from holdfast.store.ranks import channel as channel_module
 from holdfast.store.ranks import exchange
 from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.exchange import Place, hand_out
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 Kind = Literal["row", "strided", "device"]
 Words = npt.NDArray[np.uint32]
@@ -31,19 +31,19 @@ Words = npt.NDArray[np.uint32]
 def _layouts(world: int) -> list[LeafLayout]:
     """Copies on all ranks, on some, and of shards; many small ones, and some of several messages."""
     everybody = Mesh.grid(world)
-    leaves = [LeafLayout(f"small{n}", "U32", (n % 7, 5), (Spread(everybody),)) for n in range(40)]
-    leaves += [LeafLayout("large", "U32", (300, 40), (Spread(everybody),))]
-    leaves += [LeafLayout("first", "U32", (64, 16, 16), (Spread(Mesh.of(list(range(world - 1)))),))]
-    leaves += [LeafLayout("one", "U32", (100, 10), (Spread(Mesh.of([world - 1])),))]
+    leaves = [LeafLayout(f"small{n}", "U32", (n % 7, 5), (MeshPlacement(everybody),)) for n in range(40)]
+    leaves += [LeafLayout("large", "U32", (300, 40), (MeshPlacement(everybody),))]
+    leaves += [LeafLayout("first", "U32", (64, 16, 16), (MeshPlacement(Mesh.of(list(range(world - 1)))),))]
+    leaves += [LeafLayout("one", "U32", (100, 10), (MeshPlacement(Mesh.of([world - 1])),))]
     if world == 4:
         grid = Mesh.grid(2, 2)
         leaves += [
-            LeafLayout("hybrid", "U32", (301, 33), (Spread(grid, (Split(0, 1),)),)),
-            LeafLayout("columns", "U32", (30, 901), (Spread(grid, (Split(1, 0),)),)),
+            LeafLayout("hybrid", "U32", (301, 33), (MeshPlacement(grid, (Split(0, 1),)),)),
+            LeafLayout("columns", "U32", (30, 901), (MeshPlacement(grid, (Split(1, 0),)),)),
             # Every rank has several intervals of rows: pieces that do not follow each other in its array.
-            LeafLayout("strided", "U32", (120, 48), (Spread(grid, (Split(1, 0, 3),)),)),
-            LeafLayout("pair", "U32", (200, 50), (Spread(Mesh.of([0, 3])),)),
-            LeafLayout("other pair", "U32", (200, 50), (Spread(Mesh.of([2, 1])),)),
+            LeafLayout("strided", "U32", (120, 48), (MeshPlacement(grid, (Split(1, 0, 3),)),)),
+            LeafLayout("pair", "U32", (200, 50), (MeshPlacement(Mesh.of([0, 3])),)),
+            LeafLayout("other pair", "U32", (200, 50), (MeshPlacement(Mesh.of([2, 1])),)),
         ]
     return leaves
 
@@ -87,7 +87,7 @@ def _exchange(topology: Topology, kinds: tuple[Kind, ...], block_nbytes: int) ->
     local: dict[int, _Local] = {}
     expected: dict[int, Words] = {}
     for number, leaf in enumerate(leaves):
-        (spread,) = leaf.spreads
+        (spread,) = leaf.placements
         coordinate = spread.mesh.coordinate(rank)
         if coordinate is None:
             continue
@@ -151,7 +151,7 @@ def _stops(victim: int, how: str) -> tuple[int, ...]:
     rank = dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
     link = Channel.open()
-    leaves = [LeafLayout("x", "U32", (1 << 20,), (Spread(Mesh.grid(3)),))]
+    leaves = [LeafLayout("x", "U32", (1 << 20,), (MeshPlacement(Mesh.grid(3)),))]
     array = np.zeros(1 << 20, np.uint32)
     place = Place(Memory(array.ctypes.data, array.nbytes, array), array.shape, 4)
     groups = SharePlan(leaves, Topology.regular(3), block_nbytes=1024).groups(rank)

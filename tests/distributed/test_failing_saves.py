@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed import failing, failing_random
-from tests.distributed.failing import Got
-from tests.distributed.launcher import launch, values
-from tests.distributed.worlds import Mode
+
+from support import random_rank_troubles as failing_random
+from support import rank_troubles as failing
+from support.disturbed_trainings import Mode
+from support.launcher import launch, values
+from support.rank_troubles import Got
+
+pytestmark = pytest.mark.race
 
 WORLD = 3
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.distributed.launcher import Outcome, StoreHost, launch, started, values
-from tests.distributed.worlds import Course, Kill, Mode, check_alone, durable, leftovers, train
 
 import holdfast
+from support.disturbed_trainings import Course, Kill, Mode, check_alone, durable, leftovers, train
+from support.launcher import Outcome, StoreHost, launch, started, values
+
+pytestmark = pytest.mark.race
 
 Record = Callable[[str, object], None]
 

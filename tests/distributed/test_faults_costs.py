@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.distributed.launcher import launch, values
+import pytest
 
 import holdfast
+from support.launcher import launch, values
+
+pytestmark = pytest.mark.race
 
 SAVES = 4
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.launcher import launch, values
-from tests.distributed.worlds import Course, advance, bits, error_of, make_state, train
 
 import holdfast
 from holdfast.store import step_name
+from support.disturbed_trainings import Course, advance, bits, error_of, make_state, train
+from support.launcher import launch, values
 
 WORLD = 3
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.launcher import StoreHost, launch, values
-from tests.distributed.patience import PATIENCE_SECONDS, expecting
-from tests.distributed.worlds import Mode, advance, bits, check_alone, leftovers, make_state, set_patience
 
 import holdfast
 from holdfast.store import list_steps
+from support.disturbed_trainings import Mode, advance, bits, check_alone, leftovers, make_state, set_patience
+from support.launcher import StoreHost, launch, values
+from support.patience import PATIENCE_SECONDS, expecting
+
+pytestmark = pytest.mark.race
 
 WORLD = 3
 MANY_STEPS = 1000

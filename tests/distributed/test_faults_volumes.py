@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
-from tests.distributed.launcher import launch, values
-from tests.distributed.worlds import error_of
 from typer.testing import CliRunner
 
 import holdfast
@@ -26,6 +24,8 @@ from holdfast.engine.fs import HeldDirectory
 from holdfast.format.manifest import encode_root
 from holdfast.store.commit import coordinated
 from holdfast.store.commit import volumes as store_volumes
+from support.disturbed_trainings import error_of
+from support.launcher import launch, values
 
 KEPT = 2
 SPEEDS = [2.0, 1.0]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.distributed.launcher import launch, values
-from tests.distributed.patience import PATIENCE_SECONDS
 
 import holdfast
-from holdfast.checkpointer.events import GaveUp, read_events
+from holdfast.checkpointer.events import RemovedEarly, read_events
 from holdfast.store import WritableRun, list_steps
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 
 def _on_a_full_device(folder: Path) -> list[Any]:
@@ -39,5 +39,5 @@ def _on_a_full_device(folder: Path) -> list[Any]:
 def test_several_ranks_go_on_when_the_device_is_full(tmp_path: Path) -> None:
     assert values(launch(2, _on_a_full_device, tmp_path)) == [[4, 4.0, 2], [4, 4.0, 0]]
     events, _ = read_events(tmp_path)
-    assert [event.steps for event in events if isinstance(event, GaveUp)] == [(1,), (2,)]
+    assert [event.steps for event in events if isinstance(event, RemovedEarly)] == [(1,), (2,)]
     assert list_steps(str(tmp_path)) == [3, 4]

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from cli.support import command
-from distributed.jobs import TIMEOUT, large_nbytes, load_layouts, save_and_load_large, save_layouts
-from distributed.launcher import launch, values
-from distributed.layouts import LAYOUTS
-from distributed.truth import MOMENTS, STEPS, bits, groups_truth, scheduler_truth, true_model
+from support.command import command
+from support.launcher import launch, values
+from support.layout_jobs import TIMEOUT, large_nbytes, load_layouts, save_and_load_large, save_layouts
+from support.layout_truth import MOMENTS, STEPS, bits, groups_truth, scheduler_truth, true_model
+from support.torch_layouts import LAYOUTS
 
 Cells = dict[tuple[int, int], list[str]]
 

@@ -23,11 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS, outlive
 from holdfast import engine
 from holdfast.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMismatch, UnsupportedState
-from holdfast.plan.placement import LeafLayout, Mesh, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.store import step_name
@@ -38,7 +36,9 @@ from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.exchange import hand_out
 from holdfast.store.ranks.shared_load import load_together
 from holdfast.team import Team, join
-from store.several import Own, write_several
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS, outlive
+from support.several_ranks import Own, write_several
 
 TIMEOUT = PATIENCE_SECONDS
 
@@ -446,6 +446,7 @@ def _die(*args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("when", ["planning", "reading", "handing"])
+@pytest.mark.race
 def test_survivors_of_a_killed_rank_are_told_in_time(saved: str, when: str) -> None:
     outcomes = launch(3, _killed, saved, when)
     assert outcomes[1].exitcode == -signal.SIGKILL
@@ -482,7 +483,7 @@ def _weights() -> Any:
 
 
 def _write_with_own(path: Path, world: int) -> None:
-    layout = LeafLayout("model.w", "F32", (300, 7), (Spread(Mesh.grid(world)),), "numpy")
+    layout = LeafLayout("model.w", "F32", (300, 7), (MeshPlacement(Mesh.grid(world)),), "numpy")
     own = {
         rank: Own(
             local={"noise": {"array": {"$leaf": f"@{rank}.noise.array"}, "count": rank}},
@@ -508,7 +509,7 @@ def test_what_belongs_to_a_rank_goes_back_to_it(tmp_path: Path, saving: int, loa
             assert f"noise of rank {rank} stays as it is" in text
         elif rank == 0 and saving > loading:
             (text,) = item["told"]
-            assert "rank 2 had alone is not restored" in text
+            assert "the per_rank state of rank 2 was not restored" in text
         else:
             assert item["told"] == []
 

@@ -9,30 +9,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.distributed.launcher import launch, values
-from tests.distributed.patience import PATIENCE_SECONDS
-from tests.distributed.test_replicas import _KINDS, _index, _source
 
 import holdfast
+from distributed.test_replicas import _KINDS, _index, _source
 from holdfast.format.geometry import Box, boxes_of_range
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
 from holdfast.state import LeafSource
 from holdfast.store.ranks.checks import layouts
 from holdfast.store.ranks.checks.layouts import box_sums
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 # --- sums ---------------------------------------------------------------------------------------------------
 
 _SPREADS = (
-    Spread(Mesh.grid(1)),
-    Spread(Mesh.grid(3), (Split(0, 0),)),
-    Spread(Mesh.grid(2), (Split(1, 0),)),
-    Spread(Mesh.grid(2), (Split(0, 0, 3),)),  # several intervals on one rank
-    Spread(Mesh.grid(2, 3), (Split(2, 1), Split(0, 0))),
+    MeshPlacement(Mesh.grid(1)),
+    MeshPlacement(Mesh.grid(3), (Split(0, 0),)),
+    MeshPlacement(Mesh.grid(2), (Split(1, 0),)),
+    MeshPlacement(Mesh.grid(2), (Split(0, 0, 3),)),  # several intervals on one rank
+    MeshPlacement(Mesh.grid(2, 3), (Split(2, 1), Split(0, 0))),
 )
 _TYPES = {"U8": np.uint8, "F16": np.float16, "F32": np.float32, "F64": np.float64, "C128": np.complex128}
 
 
-def _total(whole: np.ndarray[Any, Any], dtype: str, spread: Spread, boxes: list[Box]) -> int:
+def _total(whole: np.ndarray[Any, Any], dtype: str, spread: MeshPlacement, boxes: list[Box]) -> int:
     """The sum over some boxes of an array, made of the sums of its shards, in different kinds of memory."""
     layout = LeafLayout("x", dtype, whole.shape, (spread,))
     buffer = np.empty(layouts._ELEMENTS * 16, np.uint8)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from tests.checkpointer.test_moved_runs import content, link_to_another, opened, rename_and_put_another
-from tests.distributed.launcher import launch, values
-from tests.distributed.worlds import error_of
 
 import holdfast
+from checkpointer.test_moved_runs import content, link_to_another, opened, rename_and_put_another
 from holdfast import Checkpointer, Keep
 from holdfast.store import step_name
+from support.disturbed_trainings import error_of
+from support.launcher import launch, values
 
 
 def _train(folder: Path, move: str) -> list[str]:

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.nodes import Node, missing, two_nodes
 from holdfast.cli.app import app
+from support.launcher import launch, values
+from support.nodes import Node, missing, two_nodes
 
 TIMEOUT = 60.0
 WORLD = 4

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.distributed.launcher import launch, values
-from tests.distributed.patience import PATIENCE_SECONDS
 
 import holdfast
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.race
 
 
 def _wait_for(other: int, word: str) -> None:

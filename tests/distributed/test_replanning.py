@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.distributed.launcher import launch, values
-from tests.distributed.patience import PATIENCE_SECONDS
-from tests.distributed.worlds import Mode, leftovers
 
 import holdfast
+from support.disturbed_trainings import Mode, leftovers
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 WORLD = 3
 _BASE = np.arange(300.0).reshape(30, 10)

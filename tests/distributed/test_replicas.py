@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 import holdfast
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS, expecting
 from holdfast.engine import Memory, Produced, Strided
 from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.plan.fragments import seen
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
 from holdfast.plan.world import merge_views
 from holdfast.state import LeafSource, flatten
 from holdfast.state.per_rank import per_rank
@@ -24,6 +22,8 @@ from holdfast.store.ranks.checks.replicas import array_digest, check_replicas
 from holdfast.store.ranks.checks.values import differing, structure_digest, values_digest
 from holdfast.store.ranks.checks.views import exchange_views
 from holdfast.team import Team, join
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS, expecting
 
 
 def _source(array: np.ndarray[Any, Any], kind: str) -> Any:
@@ -67,12 +67,12 @@ def test_a_digest_depends_on_the_bytes_only_and_on_all_of_them(monkeypatch: pyte
 
 _GRID = Mesh.grid(2, 2)
 _LAYOUTS = [
-    LeafLayout("everywhere", "F32", (40, 3), (Spread(Mesh.grid(4)),)),
-    LeafLayout("hybrid", "F32", (9, 5), (Spread(_GRID, (Split(0, 1),)),)),
-    LeafLayout("sharded", "F32", (16,), (Spread(Mesh.grid(4), (Split(0, 0),)),)),
-    LeafLayout("pair", "F32", (7, 7), (Spread(Mesh.of([1, 3])),)),
-    LeafLayout("bias", "F32", (3,), (Spread(Mesh.grid(4)),)),
-    LeafLayout("alone", "F32", (5,), (Spread(Mesh.of([2])),)),
+    LeafLayout("everywhere", "F32", (40, 3), (MeshPlacement(Mesh.grid(4)),)),
+    LeafLayout("hybrid", "F32", (9, 5), (MeshPlacement(_GRID, (Split(0, 1),)),)),
+    LeafLayout("sharded", "F32", (16,), (MeshPlacement(Mesh.grid(4), (Split(0, 0),)),)),
+    LeafLayout("pair", "F32", (7, 7), (MeshPlacement(Mesh.of([1, 3])),)),
+    LeafLayout("bias", "F32", (3,), (MeshPlacement(Mesh.grid(4)),)),
+    LeafLayout("alone", "F32", (5,), (MeshPlacement(Mesh.of([2])),)),
 ]
 
 
@@ -80,7 +80,7 @@ def _arrays(rank: int) -> dict[str, np.ndarray[Any, Any]]:
     """What a rank holds: equal copies, parts of its own, a NaN with a payload among them."""
     found: dict[str, np.ndarray[Any, Any]] = {}
     for number, layout in enumerate(_LAYOUTS):
-        (spread,) = layout.spreads
+        (spread,) = layout.placements
         coordinate = spread.mesh.coordinate(rank)
         if coordinate is not None:
             whole = np.arange(np.prod(layout.shape), dtype=np.float32).reshape(layout.shape) + number

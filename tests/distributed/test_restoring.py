@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.distributed.launcher import launch, values
-from tests.distributed.patience import PATIENCE_SECONDS
 
 import holdfast
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
 
 def _restore_what_fits(folder: Path) -> list[Any]:

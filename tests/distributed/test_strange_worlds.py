@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.launcher import HOST, launch, started, values
-from tests.distributed.nodes import DEVICE, missing, two_nodes
-from tests.distributed.patience import PATIENCE_SECONDS, outlive, wait_for, wait_until_stopped
-from tests.distributed.worlds import (
+
+import holdfast
+from support.disturbed_trainings import (
     advance,
     bits,
     check_alone,
@@ -26,8 +25,11 @@ from tests.distributed.worlds import (
     make_state,
     set_patience,
 )
+from support.launcher import HOST, launch, started, values
+from support.nodes import DEVICE, missing, two_nodes
+from support.patience import PATIENCE_SECONDS, outlive, wait_for, wait_until_stopped
 
-import holdfast
+pytestmark = pytest.mark.race
 
 SILENCE_SECONDS = 2.0
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
-from distributed.launcher import launch, values
+from support.launcher import launch, values
 
 MEMBERS = [1, 3]
 WHOLE = torch.arange(24.0).reshape(6, 4)
@@ -28,7 +28,9 @@ def _two_of_four(folder: Path) -> Any:
     mesh = DeviceMesh.from_group(members, "cpu") if dist.get_rank() in MEMBERS else None
     if mesh is None:
         with pytest.raises(ValueError, match="is not in the process_group"):
-            holdfast.save(folder / "one", {}, process_group=dist.distributed_c10d.GroupMember.NON_GROUP_MEMBER)
+            holdfast.save(
+                folder / "one", {}, process_group=dist.distributed_c10d.GroupMember.NON_GROUP_MEMBER
+            )
         return None
     state = {"w": distribute_tensor(WHOLE.clone(), mesh, [Shard(0)]), "same": torch.ones(1000), "n": 7}
     holdfast.save(folder / "one", state, process_group=members)

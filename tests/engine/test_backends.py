@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.forbidding import run
-from engine.pieces import PAGE, Windows, checksums, memory_of, random_bytes, small_windows
 from holdfast import engine
 from holdfast.engine import (
     BACKENDS,
@@ -29,6 +27,8 @@ from holdfast.engine import (
 )
 from holdfast.engine import probe as probing
 from holdfast.errors import EngineUnavailable
+from support.forbidden_calls import run
+from support.random_pieces import PAGE, Windows, checksums, memory_of, random_bytes, small_windows
 
 ABLE = Capabilities(True, "", True, "", 512, 512)
 CASES = [

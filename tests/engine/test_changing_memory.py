@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.changing import changing
-from engine.pieces import PAGE, Bytes, in_pages, memory_of, random_bytes
 from holdfast import engine
 from holdfast.engine import (
     CHUNK_NBYTES,
@@ -22,6 +20,8 @@ from holdfast.engine import (
     WritePiece,
     fs,
 )
+from support.changing_memory import changing
+from support.random_pieces import PAGE, Bytes, in_pages, memory_of, random_bytes
 
 NBYTES = 9 * CHUNK_NBYTES + 777
 SAVES = 4

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.pieces import PAGE, checksums, memory_of, place, random_bytes
 from holdfast import engine
 from holdfast.engine import (
     CHUNK_NBYTES,
@@ -21,6 +20,7 @@ from holdfast.engine import (
     Tuning,
     Unkept,
 )
+from support.random_pieces import PAGE, checksums, memory_of, place, random_bytes
 
 FAR = 5 << 30
 

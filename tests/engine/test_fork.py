@@ -14,10 +14,10 @@ from typing import NoReturn
 
 import numpy as np
 
-from engine.pieces import PAGE, Bytes, checksums, memory_of, place, random_bytes, small_windows
-from engine.waiting import PATIENCE, Gate
 from holdfast import engine
 from holdfast.engine import Backend, Consumed, Memory, Produced, ReadPiece, Tuning, WritePiece, fs
+from support.random_pieces import PAGE, Bytes, checksums, memory_of, place, random_bytes, small_windows
+from support.waiting_jobs import PATIENCE, Gate
 
 LARGE = 3 << 20
 COUNT = 6

@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.pieces import PAGE, Windows, checksums, memory_of, place, random_bytes, small_windows
-from engine.waiting import PATIENCE, Gate
 from holdfast import engine
 from holdfast.engine import (
     CHUNK_NBYTES,
@@ -30,6 +28,8 @@ from holdfast.engine import (
     fs,
 )
 from holdfast.errors import EngineTimeout
+from support.random_pieces import PAGE, Windows, checksums, memory_of, place, random_bytes, small_windows
+from support.waiting_jobs import PATIENCE, Gate
 
 
 def test_submitting_returns_at_once_and_waiting_has_a_limit(backend: Backend, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.forbidding import run
 from holdfast.engine import page_sizes
+from support.forbidden_calls import run
 
 SAYS = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 

@@ -14,7 +14,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.pieces import (
+from holdfast import engine
+from holdfast.engine import (
+    CHUNK_NBYTES,
+    Backend,
+    Consumed,
+    Damage,
+    Memory,
+    Padding,
+    ReadPiece,
+    Tuning,
+    Unkept,
+)
+from support.random_pieces import (
     PAGE,
     Bytes,
     Spec,
@@ -30,18 +42,6 @@ from engine.pieces import (
     random_bytes,
     small_windows,
     specs,
-)
-from holdfast import engine
-from holdfast.engine import (
-    CHUNK_NBYTES,
-    Backend,
-    Consumed,
-    Damage,
-    Memory,
-    Padding,
-    ReadPiece,
-    Tuning,
-    Unkept,
 )
 
 numbers = itertools.count()

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.forbidding import run
 from holdfast.engine import choose_backend
+from support.forbidden_calls import run
 
 PRELUDE = """
 import threading

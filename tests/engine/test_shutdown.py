@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.waiting import PATIENCE
 from holdfast.engine import Backend
+from support.waiting_jobs import PATIENCE
 
 # Every write takes far longer than the interpreter needs to end.
 PRELUDE = """

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.pieces import PAGE, Bytes, checksums, random_bytes
 from holdfast import engine
 from holdfast.engine import Memory, ReadPiece, Strided, Tuning, WritePiece
+from support.random_pieces import PAGE, Bytes, checksums, random_bytes
 
 numbers = itertools.count()
 shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

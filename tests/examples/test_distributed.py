@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-
-from .torchrun import kill, read_until, run, started
+from support.torchrun_examples import kill, read_until, run, started
 
 pytest.importorskip("torch.distributed")
 
@@ -80,7 +79,12 @@ def test_the_code_on_the_page_about_many_ranks_runs(tmp_path: Path) -> None:
     for volume in ("nvme0/ckpt", "nvme1/ckpt"):
         (tmp_path / volume).mkdir(parents=True)
     here = Path(__file__)
-    lines = run(3, str(here.with_name("page.py")), here.parents[2] / "docs/distributed.md", tmp_path)
+    lines = run(
+        3,
+        str(here.parents[1] / "support" / "documentation_page.py"),
+        here.parents[2] / "docs/distributed.md",
+        tmp_path,
+    )
     ran = [line for line in lines if line.endswith(" ran")]
     assert ran[-1] == f"block {len(ran) - 1} of {len(ran)} ran"
     assert len(ran) >= 6

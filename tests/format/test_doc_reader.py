@@ -27,14 +27,13 @@ from holdfast.format.manifest import (
     shard_name,
 )
 from holdfast.format.shard import HeaderEntry, build_header, parse_header
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.state.node import localized
-from plan.worlds import random_state
-from store.several import Own, write_several
-
-from . import making
+from support import handmade_checkpoints as making
+from support.several_ranks import Own, write_several
+from support.simulated_worlds import random_state
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
@@ -178,9 +177,9 @@ def test_the_reader_in_the_doc_reads_what_several_ranks_saved(
 ) -> None:
     """Against the real reader: arrays in pieces on two volumes, trees that differ, state of one rank."""
     leaves = [
-        LeafLayout("m.w", "F32", (30, 7), (Spread(Mesh.grid(3), (Split(1, 0),)),), "numpy"),
-        LeafLayout("m.b", "I64", (20,), (Spread(Mesh.grid(2, first=1)),), "numpy"),
-        LeafLayout("m.none", "F16", (0, 4), (Spread(Mesh.grid(3)),), "numpy"),
+        LeafLayout("m.w", "F32", (30, 7), (MeshPlacement(Mesh.grid(3), (Split(1, 0),)),), "numpy"),
+        LeafLayout("m.b", "I64", (20,), (MeshPlacement(Mesh.grid(2, first=1)),), "numpy"),
+        LeafLayout("m.none", "F16", (0, 4), (MeshPlacement(Mesh.grid(3)),), "numpy"),
     ]
     state = random_state(leaves, 5)
     first = {

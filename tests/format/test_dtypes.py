@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE, Carrier, carrier, is_known, itemsize
-
-from .making import NAMES
+from support.handmade_checkpoints import NAMES
 
 
 @pytest.mark.parametrize("numpy_name", NAMES)

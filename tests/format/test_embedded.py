@@ -21,8 +21,7 @@ from holdfast.format.embedded import (
 )
 from holdfast.format.records import EMBEDDED, Fragment, Leaf, Part, Root, ShardFile
 from holdfast.format.shard import HeaderEntry, build_header, entry_table, parse_header
-
-from . import making
+from support import handmade_checkpoints as making
 
 WHERE = f"runs/a/step-000000000120/{EMBEDDING_SHARD}"
 DATA = np.arange(12, dtype="<f4").tobytes()

@@ -13,12 +13,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from format.test_hostile import WHERE, header, honest, many
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.manifest import decode_root, encode_root
 from holdfast.format.shard import parse_header
-
-from . import making
-from .test_hostile import WHERE, header, honest, many
+from support import handmade_checkpoints as making
 
 
 def decodes_or_is_refused(data: bytes) -> bool:

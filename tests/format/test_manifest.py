@@ -27,8 +27,7 @@ from holdfast.format.manifest import (
     part_ref,
     shard_name,
 )
-
-from . import making
+from support import handmade_checkpoints as making
 
 # What JSON can carry without loss: the tree's own grammar is the state floor's.
 nodes = st.recursive(

@@ -23,8 +23,7 @@ from holdfast.format.shard import (
     pad_name,
     parse_header,
 )
-
-from . import making
+from support import handmade_checkpoints as making
 
 
 @st.composite

@@ -8,15 +8,15 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan.byte_stream import Tape
+from holdfast.plan.byte_stream import ByteStream
 
 arrays = st.lists(
     st.tuples(st.lists(st.integers(0, 30), max_size=3).map(tuple), st.sampled_from([1, 2, 3, 8])), max_size=10
 )
 
 
-def tape_of(found: list[tuple[tuple[int, ...], int]]) -> Tape:
-    return Tape([shape for shape, _ in found], [size for _, size in found])
+def tape_of(found: list[tuple[tuple[int, ...], int]]) -> ByteStream:
+    return ByteStream([shape for shape, _ in found], [size for _, size in found])
 
 
 @given(arrays, st.integers(0, 5000), st.lists(st.integers(-10, 100_000), max_size=20))
@@ -47,7 +47,7 @@ def test_between_cuts_lies_every_element_once(
 
 
 def test_a_cut_prefers_the_end_of_an_array_then_of_a_row_then_of_a_block() -> None:
-    tape = Tape([(1000,), (100, 30, 100), (1 << 20,)], [4, 4, 4])
+    tape = ByteStream([(1000,), (100, 30, 100), (1 << 20,)], [4, 4, 4])
     assert tape.snap(4100, 200) == 4000
     rows = tape.snap(4000 + 5 * 12_000 + 700, 6_000)
     assert (rows - 4000) % 12_000 == 0

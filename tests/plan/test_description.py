@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from tests.plan.named import NAMED
-from tests.plan.test_ranks import plans
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.plan.description import decode_plan, encode_plan, fingerprint
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
+from plan.test_ranks import plans
+from support.named_layouts import NAMED
 
 
 @settings(deadline=None)
@@ -48,7 +48,7 @@ def test_whatever_changes_who_writes_changes_the_fingerprint() -> None:
 
 
 def test_a_regular_world_of_thousands_is_described_by_its_names() -> None:
-    spread = Spread(Mesh.grid(2048, 8), (Split(0, 0, factor=8), Split(0, 1)))
+    spread = MeshPlacement(Mesh.grid(2048, 8), (Split(0, 0, factor=8), Split(0, 1)))
     leaves = [LeafLayout(f"layers.{n}.weight", "F32", (8192, 8192), (spread,)) for n in range(1000)]
     plan = WritePlan(leaves, Topology.regular(16_384))
     assert len(encode_plan(plan)) < 60 * len(leaves)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.plan.worlds import chunk
 
 from holdfast.plan.dtensor import splits_of
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, holding
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
+from support.simulated_worlds import chunk
 
 
 def test_plain_shards_keep_their_order() -> None:
@@ -50,7 +50,7 @@ def test_where_sizes_divide_it_is_what_reading_from_left_to_right_gives(
     total = math.prod(mesh_shape) * math.prod(factor for _, _, factor in dims)
     numbers = np.arange(total)
     leaf_shape = (total, total)
-    spread = Spread(Mesh.grid(*mesh_shape), splits_of(mesh_shape, placements))
+    spread = MeshPlacement(Mesh.grid(*mesh_shape), splits_of(mesh_shape, placements))
     leaf = LeafLayout("leaf", "U8", leaf_shape, (spread,))
     for coordinate in itertools.product(*map(range, mesh_shape)):
         expected = [numbers, numbers]
@@ -67,7 +67,7 @@ def test_where_sizes_divide_it_is_what_reading_from_left_to_right_gives(
 @pytest.mark.parametrize("length", range(0, 30))
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (3, 2), (2, 4), (4, 3)])
 def test_fully_shard_on_tensor_parallel_holds_a_chunk_of_a_chunk(length: int, dp: int, tp: int) -> None:
-    spread = Spread(Mesh.grid(dp, tp), splits_of((dp, tp), [(0, tp), (0, 1)]))
+    spread = MeshPlacement(Mesh.grid(dp, tp), splits_of((dp, tp), [(0, tp), (0, 1)]))
     leaf = LeafLayout("leaf", "U8", (length,), (spread,))
     for i, j in itertools.product(range(dp), range(tp)):
         expected = chunk(chunk(np.arange(length), tp, 0)[j], dp, 0)[i].tolist()

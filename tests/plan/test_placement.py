@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.plan.worlds import inside, leaf_layouts, local_array, meshes, shapes
 
 from holdfast.format.geometry import Box
 from holdfast.plan.placement import (
     Holding,
     LeafLayout,
     Mesh,
+    MeshPlacement,
     Split,
-    Spread,
     holding,
     local_sizes,
     pieces_of,
     shards_meeting,
 )
+from support.simulated_worlds import inside, leaf_layouts, local_array, meshes, shapes
 
 
 def coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
@@ -60,7 +60,7 @@ def test_a_rank_stands_in_a_mesh_once(ranks: list[int]) -> None:
 @given(leaves)
 def test_each_rank_holds_what_splitting_the_array_gives_it(leaf: LeafLayout) -> None:
     whole = np.arange(np.prod(leaf.shape, dtype=int)).reshape(leaf.shape)
-    for spread in leaf.spreads:
+    for spread in leaf.placements:
         sizes = np.broadcast_to(local_sizes(leaf, spread), spread.mesh.shape)
         for coordinate in coordinates(spread.mesh):
             expected = local_array(whole, spread, coordinate)
@@ -84,7 +84,7 @@ def test_the_shards_that_meet_a_box_are_found_without_looking_at_all(
 ) -> None:
     start = tuple(data.draw(st.integers(0, n)) for n in leaf.shape)
     box = Box(start, tuple(data.draw(st.integers(0, n - s)) for s, n in zip(start, leaf.shape, strict=True)))
-    for spread in leaf.spreads:
+    for spread in leaf.placements:
         found = {}
         for where, held in shards_meeting(leaf, spread, box):
             key = tuple(where[dim] for dim in spread.split_dims)
@@ -100,7 +100,7 @@ def test_the_shards_that_meet_a_box_are_found_without_looking_at_all(
 
 
 def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
-    leaf = LeafLayout("leaf", "F32", (4,), (Spread(Mesh.grid(2, first=2), (Split(0, 0),)),))
+    leaf = LeafLayout("leaf", "F32", (4,), (MeshPlacement(Mesh.grid(2, first=2), (Split(0, 0),)),))
     assert list(pieces_of(leaf, 0)) == []
     assert [piece.box for _, piece in pieces_of(leaf, 3)] == [Box((2,), (2,))]
 
@@ -116,26 +116,26 @@ def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
 )
 def test_a_leaf_must_be_held_completely(boxes: list[Box], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LeafLayout("leaf", "F32", (4,), tuple(Spread(Mesh.grid(1), (), box) for box in boxes))
+        LeafLayout("leaf", "F32", (4,), tuple(MeshPlacement(Mesh.grid(1), (), box) for box in boxes))
 
 
 def test_splits_must_fit_mesh_and_leaf() -> None:
     with pytest.raises(ValueError, match="do not fit a mesh"):
-        Spread(Mesh.grid(2, 2), (Split(0, 0), Split(1, 0)))
+        MeshPlacement(Mesh.grid(2, 2), (Split(0, 0), Split(1, 0)))
     with pytest.raises(ValueError, match="do not fit a mesh"):
-        Spread(Mesh.grid(2), (Split(0, 1),))
+        MeshPlacement(Mesh.grid(2), (Split(0, 1),))
     with pytest.raises(ValueError, match="make no sense"):
-        Spread(Mesh.grid(2), (Split(0, 0, factor=0),))
+        MeshPlacement(Mesh.grid(2), (Split(0, 0, factor=0),))
     with pytest.raises(ValueError, match="cannot be split"):
-        LeafLayout("leaf", "F32", (4,), (Spread(Mesh.grid(2), (Split(1, 0),)),))
+        LeafLayout("leaf", "F32", (4,), (MeshPlacement(Mesh.grid(2), (Split(1, 0),)),))
 
 
 @pytest.mark.parametrize(("length", "same"), [(12, True), (14, True), (7, False)])
 def test_a_strided_shard_is_the_other_order_only_where_sizes_divide(length: int, same: bool) -> None:
     """Of 7 rows on 3 x 2 ranks, the last goes to (2, 1) in one order, to (2, 0) as torch spells the other."""
     mesh = Mesh.grid(3, 2)
-    strided = Spread(mesh, (Split(0, 0, factor=2), Split(0, 1)))
-    other = Spread(mesh, (Split(0, 1), Split(0, 0)))
+    strided = MeshPlacement(mesh, (Split(0, 0, factor=2), Split(0, 1)))
+    other = MeshPlacement(mesh, (Split(0, 1), Split(0, 0)))
     leaf = LeafLayout("leaf", "U8", (length,), (strided,))
     held = [(holding(leaf, strided, at), holding(leaf, other, at)) for at in coordinates(mesh)]
     assert all(a == b for a, b in held) == same
@@ -154,7 +154,7 @@ def test_torch_cuts_in_the_same_places(length: int, dp: int, tp: int) -> None:
         ([_StridedShard(0, split_factor=tp), Shard(0)], (Split(0, 0, factor=tp), Split(0, 1))),
     ]
     for placements, splits in cases:
-        spread = Spread(Mesh.grid(dp, tp), splits)
+        spread = MeshPlacement(Mesh.grid(dp, tp), splits)
         leaf = LeafLayout("leaf", "I64", (length,), (spread,))
         for coordinate in coordinates(spread.mesh):
             local = torch.arange(length)

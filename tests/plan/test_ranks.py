@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plan.named import NAMED
-from tests.plan.worlds import inside, layouts, leaf_kinds, memory_of, random_state, taken, topologies
 
 from holdfast.engine import ALIGNMENT
 from holdfast.format.geometry import Box, contiguous_runs, whole
 from holdfast.plan import replica_groups
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import BLOCK_NBYTES, WritePlan, level
 from holdfast.plan.topology import Topology, Writers
+from support.named_layouts import NAMED
+from support.simulated_worlds import inside, layouts, leaf_kinds, memory_of, random_state, taken, topologies
 
 
 @st.composite
@@ -44,7 +44,8 @@ def written(plan: WritePlan) -> list[int]:
 
 def replicated(sizes: Sequence[int], world: int) -> list[LeafLayout]:
     return [
-        LeafLayout(f"leaf.{n}", "U8", (size,), (Spread(Mesh.grid(world)),)) for n, size in enumerate(sizes)
+        LeafLayout(f"leaf.{n}", "U8", (size,), (MeshPlacement(Mesh.grid(world)),))
+        for n, size in enumerate(sizes)
     ]
 
 
@@ -123,23 +124,23 @@ def test_no_rank_of_a_usual_layout_does_more_than_its_copies_allow(name: str, wo
     loads = written(plan)
     assert sum(loads) == sum(leaf.itemsize * math.prod(leaf.shape) for leaf in leaves)
     # Cuts move by a quarter of a block (or an element) each, and there are two of them in every cohort.
-    groups = len({(spread.mesh, spread.split_dims) for leaf in leaves for spread in leaf.spreads})
+    groups = len({(spread.mesh, spread.split_dims) for leaf in leaves for spread in leaf.placements})
     assert np.abs(plan.loads - loads).max() <= groups * 2 * 8
 
 
 def test_holders_that_have_more_to_write_of_their_own_get_less_of_what_is_shared() -> None:
     mesh = Mesh.grid(4)
     leaves = [
-        LeafLayout("uneven", "U8", (10_000,), (Spread(mesh, (Split(0, 0),)),)),
-        LeafLayout("alone", "U8", (3_000,), (Spread(Mesh.grid(1, first=2)),)),
-        LeafLayout("shared", "U8", (9_000,), (Spread(mesh),)),
+        LeafLayout("uneven", "U8", (10_000,), (MeshPlacement(mesh, (Split(0, 0),)),)),
+        LeafLayout("alone", "U8", (3_000,), (MeshPlacement(Mesh.grid(1, first=2)),)),
+        LeafLayout("shared", "U8", (9_000,), (MeshPlacement(mesh),)),
     ]
     assert written(WritePlan(leaves, Topology.regular(4), block_nbytes=1)) == [5500] * 4
 
 
 def test_copies_on_several_nodes_share_each_shard() -> None:
     mesh = Mesh.grid(3, 4)  # three copies of four shards
-    leaves = [LeafLayout("leaf", "F32", (4_000, 10), (Spread(mesh, (Split(0, 1),)),))]
+    leaves = [LeafLayout("leaf", "F32", (4_000, 10), (MeshPlacement(mesh, (Split(0, 1),)),))]
     plan = WritePlan(leaves, Topology.regular(12, ranks_per_node=4), block_nbytes=4096)
     loads = written(plan)
     assert max(loads) - min(loads) <= 4096
@@ -158,7 +159,7 @@ def test_shards_that_no_chosen_writer_holds_are_written_by_those_who_hold_them()
 
 
 def plan_is_split(leaves: Sequence[LeafLayout], number: int) -> bool:
-    return bool(leaves[number].spreads[0].splits)
+    return bool(leaves[number].placements[0].splits)
 
 
 def test_what_is_small_stays_whole_and_goes_to_few() -> None:
@@ -171,7 +172,9 @@ def test_what_is_small_stays_whole_and_goes_to_few() -> None:
 def test_cuts_are_no_more_than_writers_and_fall_on_rows_and_blocks() -> None:
     world = 16
     rows, columns = 3_000, 1_024
-    leaves = [LeafLayout(f"leaf.{n}", "F32", (rows, columns), (Spread(Mesh.grid(world)),)) for n in range(5)]
+    leaves = [
+        LeafLayout(f"leaf.{n}", "F32", (rows, columns), (MeshPlacement(Mesh.grid(world)),)) for n in range(5)
+    ]
     plan = WritePlan(leaves, Topology.regular(world))
     fragments = [plan.fragments(rank) for rank in range(world)]
     assert sum(map(len, fragments)) <= len(leaves) + world - 1  # each cut adds one
@@ -204,14 +207,14 @@ def test_the_same_description_gives_the_same_plan(plan: WritePlan) -> None:
 def test_plans_agree_between_processes_whose_hashes_differ() -> None:
     script = (
         "from holdfast.plan.ranks import WritePlan;from holdfast.plan.topology import Topology;"
-        "from tests.plan.named import NAMED;"
+        "from support.named_layouts import NAMED;"
         "print([[(i.leaf, i.piece) for i in WritePlan(NAMED[n](6), Topology.regular(6, 2), writers=4,"
         "block_nbytes=64).fragments(r)] for n in NAMED for r in range(6)])"
     )
     found = {
         subprocess.run(
             [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(filter(None, sys.path))},
             check=True,
             capture_output=True,
             timeout=240,
@@ -264,8 +267,8 @@ def test_planning_for_one_rank_never_goes_through_ranks_times_leaves(monkeypatch
             return real(*arguments)
 
         monkeypatch.setattr(replica_groups, name, counted)
-    spread = Spread(Mesh.grid(4, 1024), (Split(0, 1),))
-    leaves = [LeafLayout(f"leaf.{n}", "F32", (4096 + n % 3, 8), (spread,)) for n in range(300)]
+    placement = MeshPlacement(Mesh.grid(4, 1024), (Split(0, 1),))
+    leaves = [LeafLayout(f"leaf.{n}", "F32", (4096 + n % 3, 8), (placement,)) for n in range(300)]
     plan = WritePlan(leaves, Topology.regular(4096))
     assert plan.fragments(1234)
     assert calls == {"holding": 3, "local_sizes": 3}  # once for each kind of leaf

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plan.named import NAMED
-from tests.plan.worlds import inside, layouts, leaf_kinds, topologies
 
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, pieces_of
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, pieces_of
 from holdfast.plan.read_sharing import SharePlan
 from holdfast.plan.topology import Topology
+from support.named_layouts import NAMED
+from support.simulated_worlds import inside, layouts, leaf_kinds, topologies
 
 
 @settings(deadline=None)
@@ -42,7 +42,7 @@ def test_peers_agree_and_everyone_gets_everything_once(data: st.DataObject) -> N
 
 def test_a_node_reads_replicated_state_once_and_evenly() -> None:
     topology = Topology.regular(8, ranks_per_node=4)
-    leaves = [LeafLayout(f"leaf.{n}", "F32", (1000, 1024), (Spread(Mesh.grid(8)),)) for n in range(7)]
+    leaves = [LeafLayout(f"leaf.{n}", "F32", (1000, 1024), (MeshPlacement(Mesh.grid(8)),)) for n in range(7)]
     plan = SharePlan(leaves, topology)
     total = 7 * 1000 * 1024 * 4
     for node in (range(4), range(4, 8)):
@@ -59,7 +59,7 @@ def test_ranks_with_nothing_in_common_read_their_own() -> None:
 
 def test_copies_on_other_nodes_do_not_count() -> None:
     mesh = Mesh.grid(2, 2, 2)  # node, copy, shard
-    leaves = [LeafLayout("leaf", "F32", (4096, 1024), (Spread(mesh, (Split(0, 2),)),))]
+    leaves = [LeafLayout("leaf", "F32", (4096, 1024), (MeshPlacement(mesh, (Split(0, 2),)),))]
     plan = SharePlan(leaves, Topology.regular(8, ranks_per_node=4))
     assert [group.ranks for group in plan.groups(5)] == [(5, 7)]
     assert sum(item.nbytes for rank in range(4) for item in plan.reads(rank)) == 4096 * 1024 * 4
@@ -67,7 +67,7 @@ def test_copies_on_other_nodes_do_not_count() -> None:
 
 def test_little_is_read_by_one_and_not_always_by_the_first() -> None:
     mesh = Mesh.grid(4, 4)
-    leaves = [LeafLayout("leaf", "F32", (64,), (Spread(mesh, (Split(0, 0),)),))]
+    leaves = [LeafLayout("leaf", "F32", (64,), (MeshPlacement(mesh, (Split(0, 0),)),))]
     plan = SharePlan(leaves, Topology.regular(16))
     readers = [group.stretches[0].reader for rank in range(0, 16, 4) for group in plan.groups(rank)]
     assert readers == [0, 5, 10, 15]

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan import ByteRange, gaps, rows_to_read
+from holdfast.plan import ByteRange, rows_to_read
 
 
 @st.composite
@@ -95,19 +95,3 @@ def test_rounding_out_covers_the_range_with_whole_chunks(
     assert outer.stop % chunk == 0 or outer.stop == limit
     assert span.start - outer.start < chunk
     assert outer.stop - span.stop < chunk
-
-
-@given(st.lists(st.integers(0, 50), max_size=10), st.integers(0, 10), st.integers(0, 10))
-def test_gaps_and_ranges_together_are_everything(cuts: list[int], before: int, after: int) -> None:
-    edges = sorted(cuts)[: len(cuts) // 2 * 2]
-    taken = [ByteRange(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-    start, stop = 100 - before, 160 + after
-    taken = [ByteRange(span.start + 105, span.stop + 105) for span in taken]
-    found = list(gaps(taken, start, stop))
-    assert all(span.nbytes > 0 for span in found)
-    covered = sorted([*(s for s in taken if s.nbytes), *found], key=lambda span: span.start)
-    at = start
-    for span in covered:
-        assert span.start == at
-        at = span.stop
-    assert at == stop

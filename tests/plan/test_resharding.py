@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plan.named import NAMED, staged
-from tests.plan.worlds import holds_all_of, layouts, leaf_kinds, load, random_state, save, topologies
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.geometry import Box
 from holdfast.format.records import Fragment, Leaf, Part, ShardFile
-from holdfast.plan.placement import LeafLayout, Mesh, Piece, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.resharding import Missing, StoredIndex, Wanted, plan_reads, wants_of
 from holdfast.plan.topology import Topology
+from support.named_layouts import NAMED, staged
+from support.simulated_worlds import holds_all_of, layouts, leaf_kinds, load, random_state, save, topologies
 
 
 @settings(deadline=None)
@@ -174,8 +174,8 @@ def test_the_index_finds_what_comparing_with_all_finds(data: st.DataObject) -> N
 
 def test_a_rank_looks_at_few_parts_of_many() -> None:
     shape = (4096, 8)
-    before = [LeafLayout("leaf", "F32", shape, (Spread(Mesh.grid(1024), (Split(0, 0),)),))]
-    after = [LeafLayout("leaf", "F32", shape, (Spread(Mesh.grid(768), (Split(0, 0),)),))]
+    before = [LeafLayout("leaf", "F32", shape, (MeshPlacement(Mesh.grid(1024), (Split(0, 0),)),))]
+    after = [LeafLayout("leaf", "F32", shape, (MeshPlacement(Mesh.grid(768), (Split(0, 0),)),))]
     plan = WritePlan(before, Topology.regular(1024))
     for rank in (0, 100, 682):
         (mine,) = wants_of(after, rank)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.plan.worlds import inside
 
 from holdfast.format.geometry import Box
-from holdfast.plan.placement import LeafLayout, Mesh, Piece, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.replica_groups import Owned
 from holdfast.plan.topology import Topology
 from holdfast.plan.volumes import stripe
+from support.simulated_worlds import inside
 
 
 def fragment(number: int, shape: tuple[int, ...], itemsize: int = 4) -> Owned:
@@ -77,7 +77,7 @@ def test_speeds_that_make_no_sense_are_refused(fast: tuple[float, ...]) -> None:
 
 
 def test_a_strided_shard_stays_what_it_is() -> None:
-    spread = Spread(Mesh.grid(2), (Split(0, 0, factor=2),))
+    spread = MeshPlacement(Mesh.grid(2), (Split(0, 0, factor=2),))
     plan = WritePlan([LeafLayout("leaf", "F32", (4096, 256), (spread,))], Topology.regular(2))
     items = plan.fragments(1)
     assert [item.piece.box.start for item in items] == [(1024, 0), (3072, 0)]

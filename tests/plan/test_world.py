@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plan.named import MODEL, NAMED
-from tests.plan.worlds import holds_all_of, load, random_state, save
 
 from holdfast.errors import RanksDisagree
 from holdfast.format.geometry import Box
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.plan.world import Beside, Seen, View, besides, merge_views
+from support.named_layouts import MODEL, NAMED
+from support.simulated_worlds import holds_all_of, load, random_state, save
 
 
 def views_of(seen: dict[int, View]) -> dict[View, list[int]]:
@@ -32,7 +32,7 @@ def test_a_data_parallel_world_has_one_view() -> None:
 @pytest.mark.parametrize("name", ["fsdp", "tp", "fsdp x tp", "hsdp"])
 def test_what_dtensors_say_is_taken_over(name: str) -> None:
     leaves = NAMED[name](6)
-    view = tuple(Seen(leaf.name, leaf.dtype, leaf.shape, leaf.spreads[0]) for leaf in leaves)
+    view = tuple(Seen(leaf.name, leaf.dtype, leaf.shape, leaf.placements[0]) for leaf in leaves)
     assert merge_views({view: range(6)}) == leaves
 
 
@@ -58,7 +58,9 @@ def test_any_world_of_plain_arrays_is_saved_and_read_back(data: st.DataObject) -
     plan = WritePlan(leaves, Topology.regular(world), block_nbytes=8)
     state = random_state(leaves)
     disk = save(plan, state)
-    target = [LeafLayout(leaf.name, leaf.dtype, leaf.shape, (Spread(Mesh.grid(2)),)) for leaf in leaves]
+    target = [
+        LeafLayout(leaf.name, leaf.dtype, leaf.shape, (MeshPlacement(Mesh.grid(2)),)) for leaf in leaves
+    ]
     for rank in range(2):
         filled, reading = load(disk, target, rank)
         assert not reading.missing
@@ -72,28 +74,28 @@ def test_the_order_does_not_depend_on_how_views_arrive() -> None:
     }
     leaves = merge_views(views)
     assert [leaf.name for leaf in leaves] == ["a", "shared", "b"]
-    assert leaves[1].spreads == (Spread(Mesh.grid(4)),)
-    assert leaves[2].spreads == (Spread(Mesh.grid(2, first=2)),)
+    assert leaves[1].placements == (MeshPlacement(Mesh.grid(4)),)
+    assert leaves[2].placements == (MeshPlacement(Mesh.grid(2, first=2)),)
     assert merge_views(dict(reversed(views.items()))) == leaves
 
 
 def test_of_two_descriptions_that_of_the_lowest_rank_counts() -> None:
-    here = Spread(Mesh.grid(2), (Split(0, 0),))
-    there = Spread(Mesh.grid(2, first=2), (Split(1, 0),))
+    here = MeshPlacement(Mesh.grid(2), (Split(0, 0),))
+    there = MeshPlacement(Mesh.grid(2, first=2), (Split(1, 0),))
     (leaf,) = merge_views(
         {(Seen("tied", "F32", (4, 4), there),): [2, 3], (Seen("tied", "F32", (4, 4), here),): [0, 1]}
     )
-    assert leaf.spreads == (here,)
+    assert leaf.placements == (here,)
 
 
 def test_a_rank_with_all_of_it_makes_parts_unnecessary() -> None:
     (leaf,) = merge_views(
         {(Seen("x", "F32", (4,), None, (Box((0,), (2,)),)),): [0], (Seen("x", "F32", (4,)),): [1, 2]}
     )
-    assert leaf.spreads == (Spread(Mesh.of([1, 2])),)
+    assert leaf.placements == (MeshPlacement(Mesh.of([1, 2])),)
 
 
-SHARDED = Spread(Mesh.grid(3), (Split(0, 0),))
+SHARDED = MeshPlacement(Mesh.grid(3), (Split(0, 0),))
 
 
 @pytest.mark.parametrize(
@@ -147,15 +149,20 @@ def test_copies_on_meshes_of_their_own_are_one_mesh_and_share_the_writing() -> N
     """Tensor parallel on two ranks, data parallel over three copies: each copy knows only its own mesh."""
     splits = (Split(1, 0),)
     meshes = [Mesh.of([0, 1]), Mesh.of([2, 3]), Mesh.of([4, 5])]
-    views = {(Seen("w", "F32", (64, 1024), Spread(mesh, splits)),): mesh.ranks().tolist() for mesh in meshes}
+    views = {
+        (Seen("w", "F32", (64, 1024), MeshPlacement(mesh, splits)),): mesh.ranks().tolist() for mesh in meshes
+    }
     (leaf,) = merge_views(views)
-    assert leaf.spreads == (Spread(Mesh.grid(3, 2), (Split(1, 1),)),)
+    assert leaf.placements == (MeshPlacement(Mesh.grid(3, 2), (Split(1, 1),)),)
     plan = WritePlan([leaf], Topology.regular(6), block_nbytes=4096)
     assert set(plan.loads.tolist()) == {64 * 1024 * 4 // 6, 64 * 1024 * 4 // 6 + 1}
 
 
 def test_one_on_a_mesh_of_its_own_that_does_not_list_it_is_named() -> None:
-    first, second = Spread(Mesh.of([0, 1]), (Split(0, 0),)), Spread(Mesh.of([2, 3]), (Split(0, 0),))
+    first, second = (
+        MeshPlacement(Mesh.of([0, 1]), (Split(0, 0),)),
+        MeshPlacement(Mesh.of([2, 3]), (Split(0, 0),)),
+    )
     views = {(Seen("w", "F32", (4,), first),): [0, 1], (Seen("w", "F32", (4,), second),): [2]}
     with pytest.raises(RanksDisagree, match="rank 3 does not save it") as caught:
         merge_views(views)
@@ -163,7 +170,10 @@ def test_one_on_a_mesh_of_its_own_that_does_not_list_it_is_named() -> None:
 
 
 def test_who_holds_a_leaf_in_another_way_than_the_one_that_counts_is_listed() -> None:
-    rows, columns = Spread(Mesh.of([0, 1]), (Split(0, 0),)), Spread(Mesh.of([2, 3]), (Split(1, 0),))
+    rows, columns = (
+        MeshPlacement(Mesh.of([0, 1]), (Split(0, 0),)),
+        MeshPlacement(Mesh.of([2, 3]), (Split(1, 0),)),
+    )
     half, nothing = Box((0, 0), (2, 8)), Box((0, 0), (0, 8))
     views: dict[View, list[int]] = {
         (Seen("w", "F32", (4, 8), rows), Seen("v", "F32", (4, 8))): [0, 1],
@@ -176,8 +186,8 @@ def test_who_holds_a_leaf_in_another_way_than_the_one_that_counts_is_listed() ->
     assert [leaf.name for leaf in leaves] == ["w", "v"]
     assert besides(views, leaves) == (
         Beside(0, columns, (2, 3)),
-        Beside(0, Spread(Mesh.of([4, 6])), (4, 6)),
-        Beside(1, Spread(Mesh.of([5]), (), half), (5,)),
+        Beside(0, MeshPlacement(Mesh.of([4, 6])), (4, 6)),
+        Beside(1, MeshPlacement(Mesh.of([5]), (), half), (5,)),
     )
     assert besides(dict(reversed(views.items())), leaves) == besides(views, leaves)
 

@@ -15,10 +15,9 @@ from holdfast.engine.buffers import Memory, Strided
 from holdfast.errors import UnsupportedState
 from holdfast.format import dtypes
 from holdfast.state import convert, empty, flatten, torch_arrays
-from holdfast.state.arrays import ML_DTYPES, NATIVE, overlaps_itself
+from holdfast.state.numpy_arrays import ML_DTYPES, NATIVE, overlaps_itself
 from holdfast.state.torch_arrays import TORCH_NAMES, torch_dtype, window_reader, window_writer
-
-from .support import read, round_trip, save
+from support.memory_store import read, round_trip, save
 
 NUMPY_ONLY = [">f4", ">i8", "<M8[ns]", "<m8[D]", "<U5", "|S3", "|V6", "g", "G", ">c16"]
 

@@ -13,8 +13,7 @@ import torch
 
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.state import flatten, leaf_names, unflatten
-
-from .support import load, round_trip, save
+from support.memory_store import load, round_trip, save
 
 
 def names(state: object) -> list[str]:

@@ -17,8 +17,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import CorruptCheckpoint
 from holdfast.state import unflatten
-
-from .support import restore, save
+from support.memory_store import restore, save
 
 
 def weights() -> dict[str, Any]:

@@ -13,8 +13,7 @@ import holdfast
 from holdfast.errors import CorruptCheckpoint, StateMismatch, UnsupportedState
 from holdfast.state import Flat, LeafMeta, Restore, flatten, leaf_names, prune, unflatten, values
 from holdfast.state.torch_objects import modules_in, optimizers_in, parameter_names
-
-from .support import Saved, fresh, read, through_json, write
+from support.memory_store import Saved, fresh, read, through_json, write
 
 
 def saved_with_local(state: object, rank: int = 0) -> tuple[Saved, dict[str, Any]]:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from tests.distributed.launcher import launch, values
 
-from .ranked import LAYOUTS, from_layout_to_layouts, ties_under_fsdp1
+from support.launcher import launch, values
+from support.ranked_trainings import LAYOUTS, from_layout_to_layouts, ties_under_fsdp1
+
+# `distributed/test_layouts.py` has all of them as sources, on disk.
+USUAL = ("plain", "zero", "fsdp2", "fsdp1 flat")
+SOURCES = [
+    *(
+        (layout, 2) if layout in USUAL else pytest.param(layout, 2, marks=pytest.mark.slow)
+        for layout in LAYOUTS
+    ),
+    ("fsdp2", 3),
+]
 
 
-@pytest.mark.parametrize(("source", "ranks"), [*((layout, 2) for layout in LAYOUTS), ("fsdp2", 3)])
+@pytest.mark.parametrize(("source", "ranks"), SOURCES)
 def test_every_layout_resumes_from_this_one(source: str, ranks: int) -> None:
     for wrong in values(launch(ranks, from_layout_to_layouts, source, LAYOUTS, timeout=300)):
         assert not wrong

@@ -17,8 +17,7 @@ import torch
 
 import holdfast
 from holdfast.errors import StateMismatch, UnsupportedState
-
-from .support import restore, save
+from support.memory_store import restore, save
 
 ALGORITHMS = ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]
 

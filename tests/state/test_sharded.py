@@ -18,9 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from holdfast.errors import StateMismatch, UnsupportedState
 from holdfast.format.geometry import Box
 from holdfast.state import LeafSource, Sharding, flatten
-
-from .support import save
-from .worlds import as_saved, contents, numbers, part, restore_parts, world
+from support.memory_store import save
+from support.peerless_meshes import as_saved, contents, numbers, part, restore_parts, world
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], list[Placement], tuple[tuple[int, int] | None, ...]]] = {
     "rows": ((4,), [Shard(0)], ((0, 1),)),

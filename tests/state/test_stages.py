@@ -10,8 +10,7 @@ from torch import nn
 
 from holdfast.state import Restore
 from holdfast.state.merging import merge_trees
-
-from .support import Saved, fresh, save, write
+from support.memory_store import Saved, fresh, save, write
 
 
 class Stage(nn.Module):

@@ -15,8 +15,7 @@ from torch.optim import lr_scheduler
 
 from holdfast.errors import StateMismatch
 from holdfast.state import Restore, flatten, values
-
-from .support import Saved, load, restore, round_trip, save
+from support.memory_store import Saved, load, restore, round_trip, save
 
 
 class Net(nn.Module):

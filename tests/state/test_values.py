@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UnsupportedState
 from holdfast.state import flatten, unflatten, values
-
-from .support import round_trip, through_json
+from support.memory_store import round_trip, through_json
 
 
 def same(one: Any, other: Any) -> bool:

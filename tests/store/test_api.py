@@ -21,7 +21,7 @@ import holdfast
 from holdfast import Checkpointer, Options, engine
 from holdfast.engine import fs
 from holdfast.store import step_name
-from store.samples import bits
+from support.array_samples import bits
 
 
 def shard(path: Path) -> Path:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.store.measuring import MEASURE, in_own_process, needs_peak
+
+from support.memory_use import MEASURE, in_own_process, needs_peak
 
 BUDGET = 16
 """MiB, of `Options.memory_nbytes`; each state has 128."""

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import holdfast
-from format import making
 from holdfast.cli.listing import leaf_order
 from holdfast.errors import CorruptCheckpoint
 from holdfast.state.flatten import BLOB_NBYTES
 from holdfast.store import Checkpoint
+from support import handmade_checkpoints as making
 
 BIG = os.urandom(3 * BLOB_NBYTES + 5)
 OTHER = BIG[::-1]
@@ -139,7 +139,7 @@ def test_a_bytearray_may_grow_right_after_a_save(tmp_path: Path, mode: Any) -> N
 
 def test_a_bytearray_that_another_thread_resizes_fails_the_save(tmp_path: Path) -> None:
     """Its memory has moved: what is read there would be anything."""
-    from holdfast.state.arrays import bytes_source
+    from holdfast.state.numpy_arrays import bytes_source
 
     held = bytearray(BIG)
     source = bytes_source(held, "b")

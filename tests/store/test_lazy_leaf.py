@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import basic_indices
 
 import holdfast
 from holdfast import engine
-from store.samples import NUMPY_TYPES, TORCH_TYPES, bits, random_array, random_tensor
+from support.array_samples import NUMPY_TYPES, TORCH_TYPES, bits, random_array, random_tensor
 
 MIB = 1 << 20
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.store.measuring import MEASURE, in_own_process, needs_peak
 
 import holdfast
 from holdfast.engine import choose_backend
+from support.memory_use import MEASURE, in_own_process, needs_peak
 
 MIB = 1 << 20
 

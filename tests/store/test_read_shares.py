@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.engine import Memory
 from holdfast.format.geometry import Box
-from holdfast.plan.placement import Mesh, Split, Spread
+from holdfast.plan.placement import Mesh, MeshPlacement, Split
 from holdfast.plan.topology import Topology
 from holdfast.plan.world import Seen
 from holdfast.store.ranks.exchange import Place
@@ -18,7 +18,7 @@ def _whole(name: str, shape: tuple[int, ...] = (8, 4)) -> Seen:
 
 
 def _rows(name: str, shape: tuple[int, ...] = (8, 4), mesh: Mesh = _GRID, dim: int = 1) -> Seen:
-    return Seen(name, "F32", shape, Spread(mesh, (Split(0, dim),)))
+    return Seen(name, "F32", shape, MeshPlacement(mesh, (Split(0, dim),)))
 
 
 def _reads(views: dict[tuple[Seen, ...], tuple[int, ...]], world: int) -> dict[int, list[tuple[str, Box]]]:
@@ -35,9 +35,9 @@ def _reads(views: dict[tuple[Seen, ...], tuple[int, ...]], world: int) -> dict[i
 def _local(seen: Seen) -> tuple[int, ...]:
     if seen.boxes:
         return seen.boxes[0].shape
-    if seen.spread is None:
+    if seen.placement is None:
         return seen.shape
-    parts = seen.spread.mesh.shape[seen.spread.splits[0].mesh_dim]
+    parts = seen.placement.mesh.shape[seen.placement.splits[0].mesh_dim]
     return (seen.shape[0] // parts, *seen.shape[1:])
 
 

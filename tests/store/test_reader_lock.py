@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.state import flatten
 from holdfast.store import SingleCommit, WritableRun, step_name
 from holdfast.store.read import open as opening
-from store.several import write_several
+from support.several_ranks import write_several
 
 STATE = {"w": np.arange(300_000)}
 
@@ -55,7 +55,7 @@ def test_an_open_checkpoint_is_readable_after_it_was_removed(path: Path) -> None
 @pytest.fixture
 def several(tmp_path: Path) -> Path:
     """A checkpoint that three ranks wrote."""
-    leaf = LeafLayout("w", "I64", STATE["w"].shape, (Spread(Mesh.grid(3), (Split(0, 0),)),), "numpy")
+    leaf = LeafLayout("w", "I64", STATE["w"].shape, (MeshPlacement(Mesh.grid(3), (Split(0, 0),)),), "numpy")
     write_several(tmp_path / "several", WritePlan([leaf], Topology.regular(3)), STATE)
     return tmp_path / "several"
 
@@ -136,10 +136,9 @@ def test_nothing_stays_open(path: Path) -> None:
 
 def save(run: WritableRun, step: int, state: object) -> None:
     tuning = holdfast.Options().tuning()
-    run.save(
-        step,
-        lambda target: SingleCommit(target, step, {}, tuning, overwrite=True).run(flatten(state)),
-    )
+    target = run.begin(step)
+    info = SingleCommit(target, step, {}, tuning, overwrite=True).run(flatten(state))
+    run.committed(step, target, info)
 
 
 def test_a_forked_child_that_closes_its_copy_does_not_give_up_its_parents_hold(tmp_path: Path) -> None:

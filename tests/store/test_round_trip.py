@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from holdfast.store import verify
-from store.samples import (
+from support.array_samples import (
     NUMPY_TYPES,
     TORCH_TYPES,
     bits,

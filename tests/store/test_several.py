@@ -16,11 +16,12 @@ import holdfast
 from holdfast import engine
 from holdfast.engine import Consumed, Memory, Strided, Unkept
 from holdfast.format.geometry import Box, whole
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread, pieces_of
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, pieces_of
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from holdfast.store.read.requests import Wanted
-from plan.worlds import (
+from holdfast.store.read.requests import BoxRequest
+from support.several_ranks import Own, write_several
+from support.simulated_worlds import (
     DTYPES,
     Array,
     inside,
@@ -31,13 +32,12 @@ from plan.worlds import (
     random_state,
     topologies,
 )
-from store.several import Own, write_several
 
 
 def leaf(
     name: str, shape: tuple[int, ...], mesh: Mesh, *splits: Split, dtype: str = "F32", box: Box | None = None
 ) -> LeafLayout:
-    return LeafLayout(name, dtype, shape, (Spread(mesh, splits, box),), "numpy")
+    return LeafLayout(name, dtype, shape, (MeshPlacement(mesh, splits, box),), "numpy")
 
 
 GRID4, GRID22 = Mesh.grid(4), Mesh.grid(2, 2)
@@ -122,17 +122,17 @@ def test_every_rank_of_any_layout_gets_its_part(saved: tuple[Path, WritePlan, di
             for name, array in state.items():
                 for axis in range(array.ndim):
                     target = LeafLayout(
-                        name, opened.metas[name].dtype, array.shape, (Spread(mesh, (Split(axis, 0),)),)
+                        name, opened.metas[name].dtype, array.shape, (MeshPlacement(mesh, (Split(axis, 0),)),)
                     )
                     for rank in range(world):
                         got, wanted = wants(target, rank)
                         opened.fetch(wanted)
-                        assert same(got, local_array(array, target.spreads[0], (rank,)))
+                        assert same(got, local_array(array, target.placements[0], (rank,)))
 
 
-def wants(leaf: LeafLayout, rank: int) -> tuple[Array, list[Wanted]]:
+def wants(leaf: LeafLayout, rank: int) -> tuple[Array, list[BoxRequest]]:
     """An array for what a rank holds, and what to fetch for it, into strided memory."""
-    (spread,) = leaf.spreads
+    (spread,) = leaf.placements
     coordinate = spread.mesh.coordinate(rank)
     assert coordinate is not None
     shape = local_array(np.empty(leaf.shape, np.uint8), spread, coordinate).shape
@@ -141,7 +141,7 @@ def wants(leaf: LeafLayout, rank: int) -> tuple[Array, list[Wanted]]:
     for _, piece in pieces_of(leaf, rank):
         part = out[inside(piece.local)]
         found.append(
-            Wanted(
+            BoxRequest(
                 leaf.name, piece.box, Strided(part.ctypes.data, out.itemsize, part.shape, part.strides, out)
             )
         )
@@ -183,10 +183,10 @@ def everything(
         for number, piece in pieces_of(layout, rank):
             part = into[layout.name, number][(*inside(piece.local), ...)]
             if consumed:
-                yield Wanted(layout.name, piece.box, Consumed(part.nbytes, drain(part)))
+                yield BoxRequest(layout.name, piece.box, Consumed(part.nbytes, drain(part)))
             else:
                 where = Strided(part.ctypes.data, part.itemsize, part.shape, part.strides, part)
-                yield Wanted(layout.name, piece.box, where)
+                yield BoxRequest(layout.name, piece.box, where)
 
 
 def drain(part: Array) -> Any:
@@ -221,11 +221,11 @@ def test_the_same_elements_may_go_to_several_places(tmp_path: Path, verify: bool
     outs = [np.zeros(box.shape, np.float32) for box in boxes]
     names = ["a", "a", "tied", "a", "a", "a"]
     wanted = [
-        Wanted(name, box, Memory(out.ctypes.data, out.nbytes, out))
+        BoxRequest(name, box, Memory(out.ctypes.data, out.nbytes, out))
         for name, box, out in zip(names, boxes, outs, strict=True)
     ]
     with holdfast.open(tmp_path / "c") as opened:
-        opened.fetch([*wanted, Wanted("b", whole((1 << 20,)), Unkept(4 << 20))], verify=verify)
+        opened.fetch([*wanted, BoxRequest("b", whole((1 << 20,)), Unkept(4 << 20))], verify=verify)
     for box, out in zip(boxes, outs, strict=True):
         assert same(out, np.ascontiguousarray(state["a"][inside(box)]))
 

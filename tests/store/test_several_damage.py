@@ -18,17 +18,17 @@ from holdfast.engine import Memory
 from holdfast.format.geometry import Box
 from holdfast.format.manifest import decode_root, encode_part, encode_root, part_ref
 from holdfast.plan.description import encode_plan
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
-from holdfast.store.read.requests import Wanted
-from plan.worlds import random_state
-from store.several import Own, write_several
+from holdfast.store.read.requests import BoxRequest
+from support.several_ranks import Own, write_several
+from support.simulated_worlds import random_state
 
 LEAVES = [
-    LeafLayout("a", "F32", (12, 50), (Spread(Mesh.grid(3), (Split(0, 0),)),), "numpy"),
-    LeafLayout("b", "I64", (40,), (Spread(Mesh.grid(3)),), "numpy"),
-    LeafLayout("c", "F16", (9, 9), (Spread(Mesh.grid(3), (Split(1, 0),)),), "numpy"),
+    LeafLayout("a", "F32", (12, 50), (MeshPlacement(Mesh.grid(3), (Split(0, 0),)),), "numpy"),
+    LeafLayout("b", "I64", (40,), (MeshPlacement(Mesh.grid(3)),), "numpy"),
+    LeafLayout("c", "F16", (9, 9), (MeshPlacement(Mesh.grid(3), (Split(1, 0),)),), "numpy"),
 ]
 PLAN = WritePlan(LEAVES, Topology.regular(3), block_nbytes=16)
 STATE = random_state(LEAVES, 2)
@@ -182,17 +182,17 @@ def lie(**changes: Any) -> bytes:
 
 
 LIES = {
-    "shape": lie(a=LeafLayout("a", "F32", (50, 12), LEAVES[0].spreads, "numpy")),
-    "larger": lie(b=LeafLayout("b", "I64", (400,), LEAVES[1].spreads, "numpy")),
-    "beyond memory": lie(b=LeafLayout("b", "I64", (1 << 58,), LEAVES[1].spreads, "numpy")),
-    "smaller": lie(b=LeafLayout("b", "I64", (4,), LEAVES[1].spreads, "numpy")),
-    "dtype": lie(a=LeafLayout("a", "I32", (12, 50), LEAVES[0].spreads, "numpy")),
+    "shape": lie(a=LeafLayout("a", "F32", (50, 12), LEAVES[0].placements, "numpy")),
+    "larger": lie(b=LeafLayout("b", "I64", (400,), LEAVES[1].placements, "numpy")),
+    "beyond memory": lie(b=LeafLayout("b", "I64", (1 << 58,), LEAVES[1].placements, "numpy")),
+    "smaller": lie(b=LeafLayout("b", "I64", (4,), LEAVES[1].placements, "numpy")),
+    "dtype": lie(a=LeafLayout("a", "I32", (12, 50), LEAVES[0].placements, "numpy")),
     "other ranks": lie(
-        a=LeafLayout("a", "F32", (12, 50), (Spread(Mesh.of([2, 0, 1]), (Split(0, 0),)),), "numpy")
+        a=LeafLayout("a", "F32", (12, 50), (MeshPlacement(Mesh.of([2, 0, 1]), (Split(0, 0),)),), "numpy")
     ),
-    "one rank": lie(a=LeafLayout("a", "F32", (12, 50), (Spread(Mesh.grid(1, first=2)),), "numpy")),
+    "one rank": lie(a=LeafLayout("a", "F32", (12, 50), (MeshPlacement(Mesh.grid(1, first=2)),), "numpy")),
     "leaf missing": lie(c=None),
-    "leaf too many": lie(d=LeafLayout("d", "F32", (3,), LEAVES[1].spreads, "numpy")),
+    "leaf too many": lie(d=LeafLayout("d", "F32", (3,), LEAVES[1].placements, "numpy")),
     "not a layout": b'{"format":"holdfast-layout/1"}',
     "not even JSON": b"[]",
 }
@@ -251,7 +251,7 @@ def test_elements_that_nobody_stored_are_missed(path: Path) -> None:
     with holdfast.open(path) as opened:
         out = np.zeros((12, 50), np.float32)
         with pytest.raises(holdfast.CorruptCheckpoint, match=r"elements \[4:8, 0:50\]") as caught:
-            opened.fetch([Wanted("a", Box((0, 0), (12, 50)), Memory(out.ctypes.data, out.nbytes, out))])
+            opened.fetch([BoxRequest("a", Box((0, 0), (12, 50)), Memory(out.ctypes.data, out.nbytes, out))])
         assert caught.value.leaf == "a"
         assert opened["a"][:4].tobytes() == STATE["a"][:4].tobytes()
     with pytest.raises(holdfast.CorruptCheckpoint, match="200 of its elements are nowhere"):
@@ -269,7 +269,7 @@ def test_reading_in_another_layout_takes_no_more_than_windows(
     import tracemalloc
 
     shape = (2048, 4096)  # 32 MiB, of which every rank stores half
-    leaf = LeafLayout("w", "F32", shape, (Spread(Mesh.grid(2), (Split(0, 0),)),), "numpy")
+    leaf = LeafLayout("w", "F32", shape, (MeshPlacement(Mesh.grid(2), (Split(0, 0),)),), "numpy")
     array = np.arange(2048 * 4096, dtype=np.float32).reshape(shape)
     write_several(tmp_path / "c", WritePlan([leaf], Topology.regular(2)), {"w": array})
     windows: list[int] = []
@@ -290,7 +290,7 @@ def test_reading_in_another_layout_takes_no_more_than_windows(
     out = np.zeros((2048, 1000), np.float32)
     with holdfast.open(tmp_path / "c") as opened:
         tracemalloc.start()
-        opened.fetch([Wanted("w", Box((0, 100), (2048, 1000)), Memory(out.ctypes.data, out.nbytes, out))])
+        opened.fetch([BoxRequest("w", Box((0, 100), (2048, 1000)), Memory(out.ctypes.data, out.nbytes, out))])
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert np.array_equal(out, array[:, 100:1100])

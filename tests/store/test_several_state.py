@@ -11,18 +11,18 @@ import pytest
 import holdfast
 from holdfast.format.geometry import Box, whole
 from holdfast.plan.description import encode_plan
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.state import LeafMeta, Restore, Sharding
-from holdfast.store.read.requests import wanted_of
-from plan.worlds import Array, local_array, random_state
-from store.several import Own, write_several
+from holdfast.store.read.requests import box_requests
+from support.several_ranks import Own, write_several
+from support.simulated_worlds import Array, local_array, random_state
 
 LEAVES = [
-    LeafLayout("m.first", "F32", (6, 5), (Spread(Mesh.grid(2), (Split(0, 0),)),), "numpy"),
-    LeafLayout("m.last", "F32", (7, 4), (Spread(Mesh.grid(2, first=2), (Split(1, 0),)),), "numpy"),
-    LeafLayout("shared", "I64", (3,), (Spread(Mesh.grid(4)),), "numpy"),
+    LeafLayout("m.first", "F32", (6, 5), (MeshPlacement(Mesh.grid(2), (Split(0, 0),)),), "numpy"),
+    LeafLayout("m.last", "F32", (7, 4), (MeshPlacement(Mesh.grid(2, first=2), (Split(1, 0),)),), "numpy"),
+    LeafLayout("shared", "I64", (3,), (MeshPlacement(Mesh.grid(4)),), "numpy"),
 ]
 PLAN = WritePlan(LEAVES, Topology.regular(4), block_nbytes=8)
 STATE = random_state(LEAVES, 1)
@@ -162,7 +162,7 @@ def restore_of(leaf: LeafLayout, out: Array, sharding: Sharding | None) -> Resto
 def test_a_restore_wants_the_boxes_of_its_rank(tmp_path: Path) -> None:
     write_several(tmp_path / "c", PLAN, STATE)
     leaf = LEAVES[1]
-    spread = Spread(Mesh.grid(3), (Split(0, 0, 2),))
+    spread = MeshPlacement(Mesh.grid(3), (Split(0, 0, 2),))
     sharding = Sharding(leaf.shape, (3,), (0, 1, 2), ((0, 2),))
     with holdfast.open(tmp_path / "c") as opened:
         for rank in range(4):
@@ -170,17 +170,17 @@ def test_a_restore_wants_the_boxes_of_its_rank(tmp_path: Path) -> None:
                 local_array(STATE[leaf.name], spread, (rank,)) if rank < 3 else np.zeros((0, 4), np.float32)
             )
             out = np.zeros_like(expected)
-            wanted = wanted_of(restore_of(leaf, out, sharding), opened.metas, rank)
+            wanted = box_requests(restore_of(leaf, out, sharding), opened.metas, rank)
             opened.fetch(wanted)
             assert out.tobytes() == expected.tobytes()
         box = Box((1, 2), (3, 2))
         out = np.zeros((3, 2), np.float32)
-        opened.fetch(wanted_of(restore_of(leaf, out, Sharding(leaf.shape, box=box)), opened.metas, 0))
+        opened.fetch(box_requests(restore_of(leaf, out, Sharding(leaf.shape, box=box)), opened.metas, 0))
         assert out.tobytes() == STATE[leaf.name][1:4, 2:4].tobytes()
-        (whole_one,) = wanted_of(restore_of(leaf, np.zeros((7, 4), np.float32), None), opened.metas, 0)
+        (whole_one,) = box_requests(restore_of(leaf, np.zeros((7, 4), np.float32), None), opened.metas, 0)
         assert whole_one.box == whole((7, 4))
         with pytest.raises(holdfast.UnsupportedState, match=r"torch\.chunk"):
-            wanted_of(restore_of(leaf, np.zeros((5, 4), np.float32), sharding), opened.metas, 0)
+            box_requests(restore_of(leaf, np.zeros((5, 4), np.float32), sharding), opened.metas, 0)
 
 
 def test_a_layout_of_another_world_is_refused(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 import holdfast
 from holdfast.format.manifest import decode_root, encode_root
-from plan.worlds import random_state
-from store.several import Own, write_several
 from store.test_several_damage import LEAVES, PLAN
+from support.several_ranks import Own, write_several
+from support.simulated_worlds import random_state
 
 MALFORMED = {
     "unknown tag": {"$nonsense": 1},

@@ -9,26 +9,26 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS
 from holdfast.errors import RankFailed
 from holdfast.format.geometry import Box
-from holdfast.plan.placement import Mesh, Split, Spread
+from holdfast.plan.placement import Mesh, MeshPlacement, Split
 from holdfast.plan.world import Seen, merge_views
 from holdfast.store.ranks.checks.views import decode_view, encode_view, exchange_views
 from holdfast.team import join
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 
-GRID = Spread(Mesh.grid(2, 2), (Split(0, 0), Split(1, 1, 2)))
-ODD = Spread(Mesh.of(np.array([[3, 1], [0, 7]])), (Split(0, 1),), Box((2, 0), (4, 4)))
+GRID = MeshPlacement(Mesh.grid(2, 2), (Split(0, 0), Split(1, 1, 2)))
+ODD = MeshPlacement(Mesh.of(np.array([[3, 1], [0, 7]])), (Split(0, 1),), Box((2, 0), (4, 4)))
 VIEW = (
     Seen("model.weight", "F32", (8, 8), GRID),
-    Seen("model.bias", "BF16", (8,), Spread(Mesh.grid(2, 2))),
+    Seen("model.bias", "BF16", (8,), MeshPlacement(Mesh.grid(2, 2))),
     Seen("odd", "F32", (8, 4), ODD),
     Seen("part", "I64", (10,), boxes=(Box((0,), (2,)), Box((8,), (2,))), framework="numpy"),
     Seen("scalar", "F64", (), framework="numpy"),
     Seen("empty", "U8", (0, 3)),
 )
-_spreads = st.none() | st.sampled_from([GRID, ODD, Spread(Mesh.grid(3))])
+_spreads = st.none() | st.sampled_from([GRID, ODD, MeshPlacement(Mesh.grid(3))])
 _seen = st.builds(
     Seen,
     st.text(max_size=8),
@@ -117,7 +117,7 @@ def _exchange():
     rank = dist.get_rank()
     team = join("run", PATIENCE_SECONDS)
     assert team is not None
-    both = Spread(Mesh.grid(3), (Split(0, 0),))
+    both = MeshPlacement(Mesh.grid(3), (Split(0, 0),))
     view = (Seen("weight", "F32", (9, 2), both),)
     if rank == 2:
         view += (Seen("last", "F32", (3,)),)

@@ -7,8 +7,7 @@ import pytest
 
 from holdfast.study import bars, results
 from holdfast.study.results import Bar, BenchResult, Operation, Row
-
-from .samples import LOAD_SPEEDS, SAVE_SPEEDS, result, row, rows
+from support.bench_results import LOAD_SPEEDS, SAVE_SPEEDS, result, row, rows
 
 
 def bar(of: BenchResult, key: str) -> Bar:

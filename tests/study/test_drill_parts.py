@@ -12,7 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.checkpointer.drilling import DIARY, DIRECTORY, RUNS, Contents, Kill, Mark, Observed, What
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
 from holdfast.study.drill import child
@@ -23,7 +23,7 @@ from holdfast.study.drill.diary import Account, Diary, Sight
 from holdfast.study.drill.drill import DrillOptions, _Drill, _Pending
 from holdfast.study.drill.judge import Difference, agree, compare_last, index
 from holdfast.study.drill.report import Killed
-from store.several import write_several
+from support.several_ranks import write_several
 
 SHORT = Lengths(
     first_step=0,
@@ -295,7 +295,7 @@ def test_last_checkpoints_are_compared_by_their_bytes_not_by_their_checksums(tmp
 def test_what_every_rank_wrote_of_the_last_checkpoint_is_compared(tmp_path: Path) -> None:
     import numpy as np
 
-    layout = LeafLayout("w", "F32", (40, 8), (Spread(Mesh.grid(2), (Split(0, 0),)),), "numpy")
+    layout = LeafLayout("w", "F32", (40, 8), (MeshPlacement(Mesh.grid(2), (Split(0, 0),)),), "numpy")
     plan = WritePlan([layout], Topology.regular(2), block_nbytes=64)
     for stage in ("a", "b"):
         path = tmp_path / stage / RUNS / "run" / "step-000000000003"

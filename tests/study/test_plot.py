@@ -12,8 +12,7 @@ from PIL import Image
 
 from holdfast.study import plot, results
 from holdfast.study.results import Row
-
-from .samples import TITLES, result, rows
+from support.bench_results import TITLES, result, rows
 
 
 def words(svg: Path) -> str:

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cli.support import command
 from holdfast.study.ranks import bars, bench, measure, plot
 from holdfast.study.ranks.orders import Did, Order, Prepare, Save
 from holdfast.study.ranks.report import from_json, render, to_json
@@ -20,6 +19,7 @@ from holdfast.study.ranks.results import RanksResult, Row, Written, summarise
 from holdfast.study.ranks.shares import written_at
 from holdfast.study.ranks.world import RankEnded, World, seconds_of
 from holdfast.study.results import DCP, HOLDFAST, RAW, RECYCLED, TORCH, Machine
+from support.command import command
 
 GB = 1_000_000_000
 

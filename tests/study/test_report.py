@@ -10,8 +10,7 @@ from rich.console import Console
 
 from holdfast.study import bars, report, results
 from holdfast.study.results import BenchResult, Row
-
-from .samples import TITLES, result, rows
+from support.bench_results import TITLES, result, rows
 
 
 def judged(given: list[Row] | None = None, **options: object) -> BenchResult:

@@ -7,8 +7,7 @@ import pytest
 
 from holdfast.study import results
 from holdfast.study.results import Row, Spread, ratios_by_round, summarise
-
-from .samples import NBYTES, row
+from support.bench_results import NBYTES, row
 
 
 def test_spread_is_median_and_extremes() -> None:

@@ -40,8 +40,7 @@ from holdfast.study.training.results import (
     summarise,
 )
 from holdfast.study.training.training import TrainingOptions
-
-from .training_samples import MIB, TITLES, result, row, rows, sample
+from support.training_results import MIB, TITLES, result, row, rows, sample
 
 TINY = Gpt2(64, 1, 300)
 LOAD = Load(1, 8)

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed.launcher import launch, values
-from distributed.patience import PATIENCE_SECONDS, expecting
 from holdfast.errors import RankFailed, RanksDisagree
 from holdfast.team import Team, join, rendezvous
 from holdfast.team import group as team_module
 from holdfast.team.mail import Mail
+from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS, expecting
+
+pytestmark = pytest.mark.race
 
 PURPOSE = "Checkpointer /data/run"
 

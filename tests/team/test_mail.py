@@ -12,11 +12,11 @@ import weakref
 import pytest
 import torch.distributed as dist
 
-from distributed.launcher import prepared_context
-from distributed.patience import PATIENCE_SECONDS, wait_until_stopped
 from holdfast.errors import RankFailed
 from holdfast.team import mail as mail_module
 from holdfast.team.mail import MAX_MESSAGE_NBYTES, Mail, Silence
+from support.launcher import prepared_context
+from support.patience import PATIENCE_SECONDS, wait_until_stopped
 
 
 @pytest.fixture(params=["tcp", "prefixed tcp", "hash", "file"])

@@ -12,14 +12,16 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from distributed.launcher import HOST, launch, values
-from distributed.patience import PATIENCE_SECONDS, expecting, said_together
 from holdfast.errors import RankFailed
 from holdfast.team import Team, join, rendezvous
 from holdfast.team.group import _default_store
 from holdfast.team.machines import _cpus, machine, numa_node
 from holdfast.team.mail import Mail
 from holdfast.team.rendezvous import name_ranks, purpose_prefix
+from support.launcher import HOST, launch, values
+from support.patience import PATIENCE_SECONDS, expecting, said_together
+
+pytestmark = pytest.mark.race
 
 
 def _join(purpose: str, timeout: float = PATIENCE_SECONDS) -> Team:

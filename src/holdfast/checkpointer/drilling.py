@@ -3,8 +3,9 @@
 The drill sets ``HOLDFAST_DRILL`` to a directory. A Checkpointer made in such a process puts its run there
 instead of where the script says, so that a drill never touches a real run, and appends one line to the
 diary for everything a judge must know: what the training had completed, what was durable, which bits it had.
-All else is as without a drill. With ``HOLDFAST_DRILL_KILL`` the process also dies at a chosen call of the
-engine, in the middle of a save or of a restore, where nobody outside could aim.
+The drill hears of that as an observer of the run (`run_observer`); all else is as without a drill. With
+``HOLDFAST_DRILL_KILL`` the process also dies at a chosen call of the engine, in the middle of a save or of a
+restore, where nobody outside could aim.
 
 Without the variable `join` gives None and nothing of this happens. The drill itself, which reads the diary,
 is `holdfast.study.drill`.
@@ -13,15 +14,20 @@ is `holdfast.study.drill`.
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
-if TYPE_CHECKING:
-    from holdfast.state import Node
-    from holdfast.store import Checkpoint
-    from holdfast.store.options import WriteSettings
+from holdfast.checkpointer import events, run_observer
+from holdfast.checkpointer.run_observer import Moment
+from holdfast.engine import faults
+from holdfast.format.checksums import digest
+from holdfast.state import Node
+from holdfast.state.flatten import value_node
+from holdfast.store import Checkpoint, step_name
+from holdfast.store.options import WriteSettings
 
 What = Literal["opened", "restoring", "restored", "completed", "saving", "durable", "failed"]
 KillIn = Literal["restoring", "saving"]
@@ -91,26 +97,24 @@ def join(run: str) -> Drill | None:
 
 def relocate(directory: str, run: str) -> str:
     """Where a drill in `directory` has the run that a script calls `run`: the same place every time."""
-    from holdfast.format.checksums import digest
-
     run = os.path.abspath(run)
     name = os.path.basename(run) or "run"
     return os.path.join(os.path.abspath(directory), RUNS, f"{name}-{digest(os.fsencode(run))[:8]}")
 
 
-def way_of(way: WriteSettings) -> WriteSettings:
-    """How a Checkpointer writes: under a drill to no volumes, which are not the drill's to fill.
+def without_volumes(settings: WriteSettings) -> WriteSettings:
+    """How a Checkpointer writes: under a drill to no volumes, because a drill must not touch them.
 
     Shares of volumes follow from measured speeds, too, so that equal states are not cut alike every time.
     """
-    return replace(way, volumes=()) if os.environ.get(DIRECTORY) else way
+    return replace(settings, volumes=()) if os.environ.get(DIRECTORY) else settings
 
 
 class Drill:
-    """A run under a drill. `path` is where it really is; each method writes one line of the diary.
+    """A run under a drill: an observer of it that writes the diary. `path` is where the run really is.
 
     `completed` comes at every call of save, also of a step that `every` skips; then `saving` when a save
-    begins, and `durable` or `failed` when it has ended, before retention can take the checkpoint away.
+    begins, and `durable` or `failed` when it has ended, before retention can remove the checkpoint.
     """
 
     def __init__(self, directory: str, run: str, kill: str | None) -> None:
@@ -121,43 +125,40 @@ class Drill:
         self._diary = os.open(
             os.path.join(directory, DIARY), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
         )
-        self._mark("opened")
-        # From here on: opening a run sweeps what the last process left, which is part of resuming.
-        self._arm("restoring")
 
-    def restoring(self) -> None:
-        self._mark("restoring")
-
-    def restored(self, step: int, checkpoint: str | None) -> None:
-        """The state is as after `step` steps; `checkpoint` is the directory it came from, if any."""
-        calls = self._disarm("restoring")
-        if checkpoint is None:
-            self._mark("restored", step, calls=calls)
-        else:
-            self._observe("restored", step, checkpoint, calls=calls)
-
-    def completed(self, step: int) -> None:
-        """Training has done `step` steps."""
-        self._mark("completed", step)
-
-    def saving(self, step: int, mode: str | None = None) -> None:
-        """A save begins, in the Checkpointer's `mode`: it decides how much may be lost while it lasts."""
-        self._mark("saving", step, mode=mode)
-        if self._kill is not None and step >= self._kill.step:
-            self._arm("saving")
-
-    def durable(self, step: int, checkpoint: str) -> None:
-        self._observe("durable", step, checkpoint)
-
-    def failed(self, step: int) -> None:
-        """The save of this step has failed; the training knows."""
-        self._mark("failed", step)
+    def observe(self, moment: Moment) -> None:
+        """Writes the line for a moment of the run, if it needs one."""
+        match moment:
+            case run_observer.Opening():
+                self._mark("opened")
+                # From here on: opening a run sweeps what the last process left, which is part of resuming.
+                self._arm("restoring")
+            case run_observer.Restoring():
+                self._mark("restoring")
+            case run_observer.NothingToRestore():
+                self._mark("restored", 0, calls=self._disarm("restoring"))
+            case events.Restored(step=step):
+                self._write_contents(
+                    "restored",
+                    step,
+                    os.path.join(self.path, step_name(step)),
+                    calls=self._disarm("restoring"),
+                )
+            case run_observer.Completed(step=step):
+                self._mark("completed", step)
+            case run_observer.Saving(step=step, mode=mode):
+                # The mode decides how much may be lost while the save lasts.
+                self._mark("saving", step, mode=mode)
+                if self._kill is not None and step >= self._kill.step:
+                    self._arm("saving")
+            case run_observer.Durable(step=step, path=path):
+                self._write_contents("durable", step, path)
+            case events.Failed(step=step):
+                self._mark("failed", step)
 
     def _arm(self, phase: KillIn) -> None:
         if self._kill is None or self._kill.phase != phase:
             return
-        from holdfast.engine import faults
-
         faults.install(faults.Fault("any", self._kill.nth, "kill"))
         if phase == "saving":
             self._kill = None  # armed once; should this save have fewer calls, the next one has the others
@@ -166,8 +167,6 @@ class Drill:
         """The restore is over. How many calls it took helps to aim better the next time."""
         if self._kill is None or self._kill.phase != phase:
             return None
-        from holdfast.engine import faults
-
         calls = faults.count_calls()
         faults.install()
         self._kill = None
@@ -176,13 +175,10 @@ class Drill:
     def _mark(
         self, what: What, step: int | None = None, *, calls: int | None = None, mode: str | None = None
     ) -> None:
-        self._write(Mark(what, self._name, _now(), os.getpid(), step, calls=calls, mode=mode))
+        self._write(Mark(what, self._name, time.monotonic(), os.getpid(), step, calls=calls, mode=mode))
 
-    def _observe(self, what: What, step: int, checkpoint: str, *, calls: int | None = None) -> None:
-        from holdfast.format.checksums import digest
-        from holdfast.store import Checkpoint
-
-        at = _now()  # reading the manifest is the drill's time, not the save's
+    def _write_contents(self, what: What, step: int, checkpoint: str, *, calls: int | None = None) -> None:
+        at = time.monotonic()  # reading the manifest is the drill's time, not the save's
         with Checkpoint(checkpoint) as opened:
             contents = contents_of(opened)
         whole = digest(msgspec.json.encode(contents, order="deterministic"))
@@ -200,9 +196,6 @@ def contents_of(checkpoint: Checkpoint) -> Contents:
 
     Two checkpoints have equal contents when they hold the same state, wherever its bytes lie in the files.
     """
-    from holdfast.format.checksums import digest
-    from holdfast.state.flatten import value_node
-
     forms: dict[str, str] = {}
     pieces: dict[str, list[tuple[tuple[int, ...], str]]] = {}
     for part in checkpoint.parts:
@@ -236,9 +229,3 @@ def _sorted_sets(node: Node) -> Node:
                 plain[key] = sorted(members, key=msgspec.json.encode)
         return plain
     return node
-
-
-def _now() -> float:
-    import time
-
-    return time.monotonic()

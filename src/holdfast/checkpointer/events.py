@@ -18,6 +18,7 @@ from typing import Annotated, BinaryIO, TypeAlias, overload
 import msgspec
 from msgspec import Meta, Struct
 
+from holdfast.caller import stack_level
 from holdfast.engine import forks, fs
 from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import CheckpointNotFound
@@ -129,8 +130,8 @@ class Preempted(_Record, frozen=True, tag="preempted"):
     signal: str
 
 
-class ShortOfRoom(_Record, frozen=True, tag="short_of_room"):
-    """The device has not room for all that `Keep` wants and the one being written.
+class ShortOfSpace(_Record, frozen=True, tag="short_of_room"):
+    """The device has not enough space for all checkpoints that `Keep` wants and the one being written.
 
     These are `wanted` checkpoints of about `needed_nbytes` each, of which `fit` fit. `free_nbytes` are free.
     """
@@ -143,15 +144,15 @@ class ShortOfRoom(_Record, frozen=True, tag="short_of_room"):
     fit: Count
 
 
-class GaveUp(_Record, frozen=True, tag="gave_up"):
-    """Checkpoints that `Keep` wanted were removed, so that there is room for the one of `step`."""
+class RemovedEarly(_Record, frozen=True, tag="gave_up"):
+    """Checkpoints that `Keep` wanted were removed, so that there is space for the one of `step`."""
 
     step: Count
     time: Seconds
     steps: tuple[Count, ...]
 
 
-Event: TypeAlias = Opened | Saved | Failed | Restored | PassedOver | Preempted | ShortOfRoom | GaveUp
+Event: TypeAlias = Opened | Saved | Failed | Restored | PassedOver | Preempted | ShortOfSpace | RemovedEarly
 Callback: TypeAlias = Callable[[Event], object]
 
 _encoder = msgspec.json.Encoder()
@@ -217,6 +218,11 @@ class EventLog:
             except Exception as error:
                 who, what = subscription.name, f"{type(error).__name__}: {error}"
                 warn(f"the subscriber {who} failed on {type(event).__name__}, {what}. Saves go on")
+
+    def observe(self, moment: object) -> None:
+        """Adds a moment of the run if it is an event (`run_observer`)."""
+        if isinstance(moment, Event):
+            self.add(moment)
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Calls `callback` with every event from now on, in the thread that adds it. Returns how to stop."""
@@ -365,9 +371,9 @@ def _line(event: Event) -> bytes:
 
 
 def warn(message: str) -> None:
-    """Of something that must not fail a save."""
+    """Warns of something that must not fail a save."""
     try:
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        warnings.warn(message, RuntimeWarning, stacklevel=stack_level())
     except RuntimeWarning:
         # Warnings are errors in this process; here that would fail a save that has succeeded.
         print(f"holdfast: {message}", file=sys.stderr)

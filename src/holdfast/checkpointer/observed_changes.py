@@ -1,9 +1,9 @@
-"""Which leaves are trusted to stay as they are while a save reads them in place.
+"""Which leaves earlier saves have seen to change, and which to stay the same.
 
-`ownership` tells what should not change unannounced. This is what earlier saves have shown. A leaf that
-changed while it was read is copied from then on: that save failed, the next one must not. And a frozen
-parameter (``requires_grad=False``) is copied until it was the same in two saves: forward may update it, as
-that of a momentum encoder.
+`ownership` tells which leaves should not change without an announcement. This module corrects it by what
+earlier saves have observed. A leaf that changed while it was read in place made that save fail; it is copied
+from then on. A frozen parameter (``requires_grad=False``) is copied until two saves have found it the same:
+forward may change it, as that of a momentum encoder.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ OwnerOf = Callable[[LeafSource], int | None]
 
 
 class ObservedChanges:
-    """What is known of the leaves of one training, by name."""
+    """What the saves of one training have seen of its leaves, by name."""
 
     def __init__(self) -> None:
         self._changing: frozenset[str] = frozenset()
         self._frozen: dict[str, Look] = {}
 
-    def lose(self, names: Iterable[str]) -> None:
-        """These have changed while they were read in place."""
+    def add_changed(self, names: Iterable[str]) -> None:
+        """These leaves changed while a save read them in place."""
         self._changing |= frozenset(names)
 
-    def confirm(self, owner_of: OwnerOf) -> OwnerOf:
-        """Who owns what, for one save: nobody, of what is not trusted."""
+    def corrected(self, owner_of: OwnerOf) -> OwnerOf:
+        """The owners for one save: as `owner_of` says, but None for leaves that must be copied."""
         before, now = self._frozen, {}
         changing = self._changing
 
-        def trusted(leaf: LeafSource) -> int | None:
+        def owner_if_unchanged(leaf: LeafSource) -> int | None:
             owner = owner_of(leaf)
             if owner is None or leaf.name in changing:
                 return None
@@ -46,4 +46,4 @@ class ObservedChanges:
             return NOBODY if before.get(leaf.name) == look else None
 
         self._frozen = now
-        return trusted
+        return owner_if_unchanged

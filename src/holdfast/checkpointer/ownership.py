@@ -1,10 +1,10 @@
 """Which leaves may be read where they lie while training goes on, and who must wait before changing them.
 
-A leaf may stay in place when something announces every change of it: an optimizer whose steps are hooked owns
-its parameters and its state; the user's `Checkpointer.update` brackets parameters that no optimizer owns; and
-`stable` is the user's word. Frozen parameters of a module that is being trained may stay, too, once they were
-seen not to change (`trust`). All else (statistics that forward updates, averages, the user's own arrays) is
-copied at save time.
+A leaf may stay in place when something announces every change of it: an optimizer whose steps are hooked
+owns its parameters and its state; the user changes parameters that no optimizer owns inside of
+`Checkpointer.update`; and `stable` is the user's word. Frozen parameters of a module that is being trained
+may stay, too, once they were seen not to change (`observed_changes`). All else (statistics that forward
+updates, averages, the user's own arrays) is copied at save time.
 
 What is owned is told by address, since a module's ``state_dict`` hands out new tensor objects each time.
 """
@@ -30,11 +30,11 @@ from holdfast.state.torch_objects import is_module, is_optimizer, is_zero, modul
 T = TypeVar("T")
 
 UPDATE = -1
-"""Owner of what `Checkpointer.update` brackets."""
+"""Owner of what changes only inside of `Checkpointer.update`."""
 NOBODY = -2
 """Owner of what is promised not to change before the next hooked step."""
 FROZEN = -3
-"""Owner of parameters that no gradient changes. Forward may: `trust` has them read in place, or copied."""
+"""Owner of parameters that no gradient changes. Forward may: `observed_changes` says which are copied."""
 
 _HOST = "cpu"
 
@@ -133,8 +133,9 @@ class Owners:
     def of(self, leaf: LeafSource) -> int | None:
         """The owner of all of a leaf's memory; None when nobody is, or more than one optimizer.
 
-        Each of several would have to wait for it, and does for its own only. But what is bracketed, and what
-        does not change before a hooked step, is waited for by everybody: there, the optimizer comes first.
+        Each of several would have to wait for it, and does for its own only. But what changes
+        only inside of `update`, or not before a hooked step, is waited for by everybody: there, the optimizer
+        comes first.
         """
         source = leaf.source
         if type(source.owner) is bytes:
@@ -167,8 +168,8 @@ def _without_parts(found: list[tuple[int, int, int]]) -> Iterator[tuple[int, int
             yield start, stop, owner
 
 
-def owners(state: object, hooks: Hooks, *, bracketed: bool) -> Owners:
-    """Who owns what now. `bracketed`: the user announces changes of parameters that no optimizer owns."""
+def owners(state: object, hooks: Hooks, *, updates: bool) -> Owners:
+    """Who owns what now. `updates`: the user announces changes of parameters that no optimizer owns."""
     found = Owners()
     owned: set[int] = set()
     for index, optimizer in enumerate(hooks.optimizers):
@@ -182,15 +183,15 @@ def owners(state: object, hooks: Hooks, *, bracketed: bool) -> Owners:
             found.add(tensor, index)
     for _, module in modules_in(state):
         parameters = list(module.parameters())
-        trained = bracketed or any(id(parameter) in owned for parameter in parameters)
+        trained = updates or any(id(parameter) in owned for parameter in parameters)
         for parameter in parameters:
             if id(parameter) in owned:
                 continue
             if not parameter.requires_grad and trained:
                 found.add(parameter, FROZEN)
-            elif parameter.requires_grad and bracketed:
+            elif parameter.requires_grad and updates:
                 found.add(parameter, UPDATE)
-    if bracketed:
+    if updates:
         for tensor in _tensors(state):
             if tensor.requires_grad:
                 found.add(tensor, UPDATE)

@@ -1,22 +1,26 @@
-"""Resuming: the newest checkpoint of a run that is whole, the same one on all ranks.
+"""Restoring: the newest checkpoint of a run that is whole goes back into the state, the same on all ranks.
 
 A damaged checkpoint is passed over (`shows_damage`). With several ranks, one that sees damage makes all pass
 over it. One that cannot be read for another reason (no descriptors, no memory, no permission) may be whole:
 that error is raised, on all ranks, since a training that went on from an older one would write over it. A
-state that cannot be restored in place is refused, whether there is anything to restore yet or not.
+state that cannot be restored in place is an error, whether there is anything to restore yet or not.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
 
+from holdfast.caller import stack_level
+from holdfast.checkpointer.context import RunContext
+from holdfast.checkpointer.events import PassedOver, Restored
 from holdfast.checkpointer.in_place import refuse_fixed, refuse_replaced
+from holdfast.checkpointer.run_observer import NothingToRestore, Restoring
 from holdfast.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -24,7 +28,7 @@ from holdfast.errors import (
     IncompleteCheckpoint,
     ReadFailed,
 )
-from holdfast.store import Checkpoint, RankGroup
+from holdfast.store import Checkpoint, RankGroup, list_steps
 from holdfast.store.os_errors import shows_damage
 from holdfast.store.ranks.consensus import all_or_none
 from holdfast.store.ranks.open_together import open_together
@@ -33,77 +37,84 @@ from holdfast.team import Team
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class _Found:
     """Where training goes on. `candidates`: the steps there were to choose from."""
 
     step: int
     nbytes: int
     seconds: float
-    candidates: tuple[int, ...]
+    candidates: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class _Target:
     """What is to be filled. Unless `strict`, with what fits."""
 
     state: object
-    strict: bool = True
+    strict: bool
 
 
-def resume(
-    group: RankGroup,
-    into: Target,
-    steps: Sequence[int],
-    path_of: Callable[[int], str],
-    only: int | None,
-    passed_over: Callable[[int, HoldfastError], None],
-    require_current: Callable[[], None],
-) -> Resumed | None:
-    """Fills the state from the newest of these steps that is intact; None when there is none at all.
+def restore(context: RunContext, state: object, step: int | None, *, strict: bool) -> int:
+    """Fills the state from the newest checkpoint that is intact, or from that of `step`; returns its step.
 
-    With `only`, from that one. The coordinator's list of steps counts. `require_current` raises when the
-    run's path does not lead to the run any more.
+    Returns 0 when the run holds no checkpoint.
     """
-    with group.again(f"restore from {os.path.dirname(path_of(0))}") as team:
-        return _resume(group, team, into, steps, path_of, only, passed_over, require_current)
+    context.observers.tell(Restoring())
+    found = _load_newest(context, _Target(state, strict), step)
+    if found is None:
+        context.observers.tell(NothingToRestore())
+        context.retention.resumed(None)
+        return 0
+    context.observers.tell(Restored(found.step, time.time(), found.nbytes, found.seconds))
+    context.schedule.resumed(found.step)
+    context.retention.resumed(found.step)
+    later = [other for other in found.candidates if step is not None and other > step]
+    context.retention.supersede(later)
+    if later:
+        warnings.warn(
+            f"going back to step {step}: the first save removes the later checkpoints "
+            f"({', '.join(map(str, later))})",
+            RuntimeWarning,
+            stacklevel=stack_level(),
+        )
+    return found.step
 
 
-def _resume(
-    group: RankGroup,
-    team: Team | None,
-    into: Target,
-    steps: Sequence[int],
-    path_of: Callable[[int], str],
-    only: int | None,
-    passed_over: Callable[[int, HoldfastError], None],
-    require_current: Callable[[], None],
-) -> Resumed | None:
-    with _all_or_none(group, team, "target"):
-        require_current()
-        refuse_fixed(into.state)
-    candidates = _agreed(group, team, steps)
-    failures: list[HoldfastError] = []
-    for step in reversed(candidates if only is None else [only]):
-        began = time.perf_counter()
-        try:
-            nbytes = _load(group, team, into, path_of(step))
-        except (CorruptCheckpoint, ReadFailed) as error:
-            if only is not None or not shows_damage(error):
-                raise
-            failures.append(error)
-            passed_over(step, error)
-        except CheckpointNotFound:
-            run = os.path.dirname(path_of(step))
-            raise CheckpointNotFound(f"run {run} has no checkpoint of step {step}") from None
-        else:
-            return Resumed(step, nbytes, time.perf_counter() - began, tuple(candidates))
-    if failures:
-        kind = IncompleteCheckpoint if isinstance(failures[0], IncompleteCheckpoint) else CorruptCheckpoint
-        raise kind(
-            f"none of the {len(failures)} checkpoints is intact, the newest: {failures[0]}",
-            path=os.path.dirname(path_of(candidates[-1])),
-        ) from failures[0]
-    return None
+def _load_newest(context: RunContext, into: _Target, only: int | None) -> _Found | None:
+    group, run = context.group, context.run
+    with group.again(f"restore from {run.path}") as team:
+        with _all_or_none(group, team, "target"):
+            run.require_current()
+            refuse_fixed(into.state)
+        candidates = _agreed(group, team, list_steps(run.path) if group.leads else [])
+        failures: list[HoldfastError] = []
+        for step in reversed(candidates if only is None else [only]):
+            began = time.perf_counter()
+            try:
+                nbytes = _load(group, team, into, run.path_of(step))
+            except (CorruptCheckpoint, ReadFailed) as error:
+                if only is not None or not shows_damage(error):
+                    raise
+                failures.append(error)
+                _pass_over(context, step, error)
+            except CheckpointNotFound:
+                raise CheckpointNotFound(f"run {run.path} has no checkpoint of step {step}") from None
+            else:
+                return _Found(step, nbytes, time.perf_counter() - began, candidates)
+        if failures:
+            raise _none_intact(run.path, failures) from failures[0]
+        return None
+
+
+def _none_intact(run: str, failures: Sequence[HoldfastError]) -> CorruptCheckpoint:
+    kind = IncompleteCheckpoint if isinstance(failures[0], IncompleteCheckpoint) else CorruptCheckpoint
+    return kind(f"none of the {len(failures)} checkpoints is intact, the newest: {failures[0]}", path=run)
+
+
+def _pass_over(context: RunContext, step: int, error: HoldfastError) -> None:
+    context.retention.mark_damaged(step)
+    context.observers.tell(PassedOver(step, time.time(), str(error)))
+    warnings.warn(f"passing over step {step}: {error}", RuntimeWarning, stacklevel=stack_level())
 
 
 def _agreed(group: RankGroup, team: Team | None, steps: Sequence[int]) -> list[int]:
@@ -114,7 +125,7 @@ def _agreed(group: RankGroup, team: Team | None, steps: Sequence[int]) -> list[i
     return msgspec.json.decode(team.tell("steps", mine, group.timeout), type=list[int])
 
 
-def _load(group: RankGroup, team: Team | None, into: Target, path: str) -> int:
+def _load(group: RankGroup, team: Team | None, into: _Target, path: str) -> int:
     if team is None:
         with Checkpoint(path) as checkpoint:
             _check(checkpoint)

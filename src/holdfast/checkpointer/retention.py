@@ -9,10 +9,10 @@ run held goes, for good, once the first new checkpoint is durable, and before th
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+from holdfast.checkpointer.events import warn
 from holdfast.checkpointer.keep import Keep, Kept
 from holdfast.errors import (
     CheckpointExists,
@@ -89,9 +89,9 @@ class Retention:
         ours = (self._ours, self._damaged, self._superseded, self._outdated)
         return step == self._attempted or any(step in own for own in ours)
 
-    def attempt(self, step: int) -> bool:
-        """A save of that step begins; whether it may replace one. Should it fail, and leave what may be a
-        checkpoint all the same, the next attempt may replace that."""
+    def begin(self, step: int) -> bool:
+        """A save of that step begins; returns whether it may replace a checkpoint of the same step. If it
+        fails but leaves a checkpoint all the same, the next save of that step may replace that one."""
         replace = self.may_replace(step)
         self._attempted = step
         return replace
@@ -101,13 +101,13 @@ class Retention:
         self._attempted = None
         return CheckpointExists(
             f"step {step} was not saved: run {self._run.path} has a checkpoint of step {step} already, which "
-            "this training did not make. To train on from an earlier step and give up the later ones, call "
+            "this training did not make. To train on from an earlier step and drop the later ones, call "
             "restore(step=...) with it before; for another training, use another directory"
         )
 
-    def forget(self, step: int) -> None:
-        """One that turned out damaged takes no place among those to keep; it stays to be looked at, until
-        training comes to that step again."""
+    def mark_damaged(self, step: int) -> None:
+        """One that turned out damaged does not count among those to keep. It stays on the disk, to be looked
+        at, until training comes to that step again."""
         self._known = [item for item in self._known if item.step != step]
         self._damaged.add(step)
 
@@ -136,17 +136,17 @@ class Retention:
         kept = [step for step in steps if step not in going and step not in for_good]
         return [step for step in steps if step in going] + kept
 
-    def give_up(self, step: int) -> None:
-        """One that is dispensable goes, for good."""
+    def remove_early(self, step: int) -> None:
+        """Removes one that is dispensable, although `Keep` wants it: the device needs its space."""
         self._retire([step], durable=True)
         self._known = [item for item in self._known if item.step != step]
         self._superseded = [other for other in self._superseded if other != step]
 
-    def make_way(self, step: int) -> None:
-        """One is about to be committed: what training went back on goes first, the last step first, for good.
+    def remove_superseded(self, step: int) -> None:
+        """That step is about to be committed: first removes what training went back on, the last step first.
 
-        Whoever is killed between the two finds what training went back to. The other way round, it would find
-        what that has given up.
+        A process that is killed between the two finds the step that training went back to. The other way
+        round, it would find one that training has left.
         """
         self._known = [item for item in self._known if item.step not in self._superseded]
         later = sorted(filter(self._is_there, self._superseded), reverse=True)
@@ -156,9 +156,9 @@ class Retention:
                 self._retire(later, durable=True)
             except SaveFailed as error:
                 self._superseded = list(filter(self._is_there, later))
-                self._warn(
-                    f"a checkpoint that training went back on could not be retired for step {step}, and "
-                    f"restore() may find it; the next save tries again: {error}"
+                warn(
+                    f"could not remove a checkpoint that training went back on before step {step}; restore() "
+                    f"may find it, and the next save tries again: {error}"
                 )
 
     def add(self, info: CheckpointInfo) -> None:
@@ -166,8 +166,8 @@ class Retention:
         newest = info.step
         self._ours.add(newest)
         self._damaged.discard(newest)
-        self.take_over(newest)
-        # Those that the coordinator has made way with; what resisted has to go before the next one.
+        self.remove_outdated(newest)
+        # Those that the coordinator has removed; what resisted has to go before the next one.
         others = [item for item in self._known if item.step not in (newest, *self._superseded)]
         self._superseded = [step for step in self._superseded if step != newest and self._is_there(step)]
         known = sorted([*others, Kept(newest, info.created, info.metrics)], key=lambda item: item.step)
@@ -178,15 +178,15 @@ class Retention:
             self._retire(gone)
         except SaveFailed as error:
             # What could not be taken away stays a candidate for the next time.
-            self._warn(f"step {newest} is saved, but an old checkpoint could not be retired: {error}")
+            warn(f"step {newest} is saved, but an old checkpoint could not be removed: {error}")
             gone = [step for step in gone if not self._is_there(step)]
         self._known = [item for item in known if item.step not in gone]
         self._ours &= {item.step for item in self._known}
 
-    def take_over(self, newest: int) -> None:
-        """The first checkpoint of a training that starts over is durable: what the run held before goes.
+    def remove_outdated(self, newest: int) -> None:
+        """The first checkpoint of a training that starts over is durable: removes what the run held before.
 
-        It is gone for good before anybody is told of the new one. The newest of the old ones goes last: a
+        The old ones are gone for good before the new one is reported durable. The newest of them goes last: a
         crash in between leaves it, or only the new one.
         """
         outdated = sorted(set(self._outdated) - {newest})
@@ -199,9 +199,9 @@ class Retention:
                 self._retire(old, durable=True)
             except (SaveFailed, OSError) as error:
                 self._superseded += filter(self._is_there, old)
-                self._warn(
-                    f"step {newest} is saved, but an older training's checkpoint could not be retired, and "
-                    f"restore() may find it; the next save tries again: {error}"
+                warn(
+                    f"step {newest} is saved, but a checkpoint of an older training could not be removed; "
+                    f"restore() may find it, and the next save tries again: {error}"
                 )
 
     def _retire(self, steps: list[int], *, durable: bool = False) -> None:
@@ -215,11 +215,6 @@ class Retention:
 
     def _is_there(self, step: int) -> bool:
         return self._run.has(step)
-
-    @staticmethod
-    def _warn(message: str) -> None:
-        """The save itself is none the worse for it."""
-        warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -1,75 +1,324 @@
-"""What one save has to do: which leaves this rank writes, and how they become a checkpoint."""
+"""One save of a Checkpointer, from its call to its end, step by step.
+
+On the training's thread:
+
+1. `prepare`: the state is taken apart, and it is known which leaves this rank writes.
+2. `stage`: leaves that may change without an announcement are copied, as far as the memory for copies goes.
+3. `start`: the rest runs on a thread of its own (in ``mode="sync"``, on this one). `start` returns when
+   everything has left the state's memory that may be neither copied nor read in place.
+
+On the save's thread, in `run`:
+
+4. Space is made on the device, and the checkpoint is committed. `SaveTask` is the commit's `SaveObserver`.
+5. The checkpoint is durable: retention removes old ones, and the observers and the schedule are told.
+
+`release` is called by the training's thread before it changes leaves that are read in place. What the user
+holds of all this is a `PendingSave`. The thread is not a daemon: an interpreter that ends waits for the
+checkpoint that is under way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+from holdfast.checkpointer.context import Mode, RunContext
+from holdfast.checkpointer.events import Failed, Phases, Saved
+from holdfast.checkpointer.live_memory import LiveMemory
+from holdfast.checkpointer.pending_save import PendingSave, Stall
 from holdfast.checkpointer.retention import ids
-from holdfast.engine.fs import HeldDirectory
-from holdfast.state import LeafSource, flatten
-from holdfast.store import CheckpointInfo, Conversation, RankGroup, SaveObserver, SingleCommit, Target
-from holdfast.store.commit.volumes import Ledger
+from holdfast.checkpointer.run_observer import Durable, Saving
+from holdfast.checkpointer.schedule import Cost
+from holdfast.checkpointer.staging import Division
+from holdfast.engine import WriteJob
+from holdfast.errors import CheckpointExists, MutatedDuringSave, SaveFailed
+from holdfast.plan import ShardPlan
+from holdfast.state import Flat, LeafSource, flatten
+from holdfast.store import (
+    CheckpointInfo,
+    Conversation,
+    SaveObserver,
+    SingleCommit,
+    Target,
+    plain_metrics,
+)
 from holdfast.store.locks import path_to_read
-
-Groups = Sequence[Sequence[LeafSource]]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What is to be saved: these leaves, and how they become a checkpoint.
-
-    `commit` is given the target, the leaves in their order, and who watches.
-    """
-
-    leaves: tuple[LeafSource, ...]
-    nbytes: Callable[[], int]
-    """The size of the whole checkpoint's arrays, those of other ranks included."""
-    commit: Callable[[Target, Groups | None, SaveObserver], CheckpointInfo]
+from holdfast.store.ranks.group import Ready
 
 
-def take_apart(
-    group: RankGroup,
-    state: object,
-    run: HeldDirectory | None,
-    step: int,
-    metrics: Mapping[str, float],
-    talk: Conversation | None,
-    *,
-    replace: bool,
-) -> Work:
-    """The state as it is now, as far as this rank writes it. `run`: its directory, on the coordinator.
+class SaveTask(SaveObserver):
+    """One save. `mode` is the Checkpointer's, and from `prepare` on the one at work."""
 
-    `replace`: a checkpoint of that step that is there already makes way for it.
-    """
-    if not group.needed:
-        flat = flatten(state)
+    def __init__(self, context: RunContext, step: int, mode: Mode, talk: Conversation | None) -> None:
+        self.step = step
+        self.mode = mode
+        self._context = context
+        self._talk = talk
+        self._stall = Stall()
+        self._began = time.perf_counter()
+        self._stage_seconds = 0.0
+        self._metrics: Mapping[str, float] = {}
+        self._replace = False
+        self._flat: Flat | None = None
+        self._ready: Ready | None = None
+        self._live: tuple[str, ...] | None = None
+        self._lock = threading.Lock()
+        self._runner: int | None = None
+        self._awaited = True
 
-        def alone(target: Target, groups: Groups | None, watch: SaveObserver) -> CheckpointInfo:
-            commit = SingleCommit(target, step, metrics, group.settings.tuning, overwrite=replace)
-            return commit.run(flat, groups, watch)
+    # --- on the training's thread
 
-        leaves = flat.leaves + flat.local_leaves
-        return Work(leaves, lambda: sum(leaf.nbytes for leaf in leaves), alone)
-    ready = group.prepare(state, talk)
-    ledger = Ledger(run) if run is not None and group.has_volumes else None
-    live = None if run is None or ledger is None else ids(path_to_read(run))
+    def prepare(self, state: object, metrics: Mapping[str, float] | None) -> None:
+        """Takes the state apart, and plans what this rank writes where that has changed."""
+        context, group = self._context, self._context.group
+        with self._telling_a_failure():
+            if self.mode == "overlap":
+                context.announced.attach(state)
+                context.announced.warn_if_none()
+                self.mode = "overlap" if context.announced.announced else "snapshot"
+            context.observers.tell(Saving(self.step, self.mode))
+            self._metrics = plain_metrics(metrics) if group.leads else {}  # those of rank 0 are stored
+            self._replace = context.retention.begin(self.step)
+            if not group.needed:
+                self._flat = flatten(state)
+                return
+            self._ready = group.prepare(state, self._talk)
+            if context.ledger is not None and context.run.directory is not None:
+                self._live = ids(path_to_read(context.run.directory))
 
-    def together(target: Target, groups: Groups | None, watch: SaveObserver) -> CheckpointInfo:
+    def stage(self, state: object) -> None:
+        """Divides the leaves: those that are read in place, and those that are copied, now."""
+        context = self._context
+        with self._telling_a_failure():
+            if self.mode == "sync":
+                division = Division()  # training does not run until all is over
+            elif self.mode == "overlap":
+                owner_of = context.observed.corrected(context.announced.owner_of(state))
+                division = context.staging.divide(self._leaves(), owner_of)
+            else:
+                division = context.staging.divide(self._leaves(), _nobody)
+            self._stage_seconds = time.perf_counter() - self._began
+            self._memory = LiveMemory(self.step, division)
+        self.pending = PendingSave(self.step, self._memory, self._stall)
+
+    def start(self, timeout: float) -> None:
+        """Runs the save, on a thread of its own if it may. Waits at most `timeout` for urgent leaves."""
+        self._context.schedule.started(self.step, time.monotonic())
+        self._stall.add(time.perf_counter() - self._began)
+        with self._stall.counted():
+            if self.mode == "sync" or not self._start_thread():
+                self.run()
+            self._memory.leave_urgent(timeout)
+
+    def interrupted(self, error: BaseException) -> None:
+        """`start` was interrupted, by Ctrl-C: a save that does not run on another thread ends with that."""
+        with self._lock:
+            if self._runner not in (None, threading.get_ident()):
+                return
+            self._runner = threading.get_ident()
+        if not self.pending.ended:
+            failure = SaveFailed(f"the save of step {self.step} was interrupted")
+            failure.__cause__ = error
+            self._end(None, failure, seen=True)
+
+    def release(self, owner: int | None, timeout: float) -> float:
+        """Returns when an owner (None: everybody) may change its leaves: they have left memory.
+
+        The last owner waits until the checkpoint is durable. Its change completes a step, and no step shall
+        be completed before the checkpoint of an earlier one is safe: a crash then costs one step, not two.
+        After `timeout` seconds training goes on all the same. Returns the seconds that it waited.
+        """
+        if self.ended or self._memory.is_abandoned or not self._awaited:
+            return 0.0
+        began = time.monotonic()
+        with self._stall.counted():
+            if self._memory.leave(owner, timeout):
+                left = max(0.0, began + timeout - time.monotonic())
+                # One that is late may become durable yet, but training waits for it no longer.
+                self._awaited = self.pending.wait_for_end(left)
+        return time.monotonic() - began
+
+    def join(self, timeout: float | None) -> bool:
+        """Waits for the end of the save; returns whether it came in time."""
+        with self._stall.counted():
+            return self.pending.wait_for_end(timeout)
+
+    @property
+    def ended(self) -> bool:
+        return self.pending.ended
+
+    def _start_thread(self) -> bool:
+        """Not in the interpreter's last moments: it waits for no more threads."""
+        if not threading.main_thread().is_alive():
+            return False
+        thread = threading.Thread(target=self.run, name=f"holdfast-step-{self.step}", daemon=False)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads: the interpreter is ending
+            return False
+        return True
+
+    @contextmanager
+    def _telling_a_failure(self) -> Iterator[None]:
+        """Tells the observers and the other ranks if this block fails."""
+        try:
+            yield
+        except BaseException as error:
+            self._stall.add(time.perf_counter() - self._began)
+            self._tell_failed(error)
+            self._context.group.failed(self._talk, error)
+            raise
+
+    def _leaves(self) -> tuple[LeafSource, ...]:
+        """Those that this rank writes."""
+        if self._flat is not None:
+            return self._flat.leaves + self._flat.local_leaves
+        assert self._ready is not None
+        return self._ready.share.fragments
+
+    # --- on the save's thread
+
+    def run(self) -> None:
+        """Makes the checkpoint. The outcome goes to the `PendingSave`; nothing is raised here."""
+        with self._lock:
+            if self._runner is not None:
+                return  # interrupted before it began
+            self._runner = threading.get_ident()
+        info: CheckpointInfo | None = None
+        failure: BaseException | None = None
+        try:
+            info = self._save()
+        except BaseException as error:
+            failure = error
+            if self._memory.is_abandoned:
+                failure = self._memory.abandoned_error()
+                failure.__cause__ = error
+        finally:
+            self._end(info, failure)
+
+    def _save(self) -> CheckpointInfo:
+        try:
+            self._make_space()
+            info = self._commit()
+        except BaseException as error:
+            self._learn_from(error)
+            self._tell_failed(error)
+            if isinstance(error, CheckpointExists):
+                raise self._context.retention.exists(self.step) from error
+            raise
+        self._finish(info)
+        return info
+
+    def _make_space(self) -> None:
+        space = self._context.free_space
+        if space is not None:
+            space.make(self.step, 0 if space.knows_size else self._array_nbytes())
+
+    def _commit(self) -> CheckpointInfo:
+        """Writes the checkpoint; returns when it is durable."""
+        run = self._context.run
+        target = run.begin(self.step)
+        try:
+            info = self._write(target)
+        except BaseException:
+            run.failed(self.step, target)
+            raise
+        run.committed(self.step, target, info)
+        return info
+
+    def _write(self, target: Target) -> CheckpointInfo:
+        group = self._context.group
+        groups = None if self.mode == "sync" else self._memory.groups
+        if self._flat is not None:
+            commit = SingleCommit(
+                target, self.step, self._metrics, group.settings.tuning, overwrite=self._replace
+            )
+            return commit.run(self._flat, groups, self)
+        assert self._ready is not None
         return group.commit(
-            ready,
+            self._ready,
             target,
-            step,
-            metrics,
+            self.step,
+            self._metrics,
             groups=groups,
-            observer=watch,
-            overwrite=replace,
-            ledger=ledger,
-            live=live,
+            observer=self,
+            overwrite=self._replace,
+            ledger=self._context.ledger,
+            live=self._live,
         )
 
-    return Work(
-        ready.share.fragments,
-        lambda: ready.share.whole_nbytes,
-        together,
-    )
+    def _finish(self, info: CheckpointInfo) -> None:
+        """The checkpoint is durable."""
+        context = self._context
+        context.observers.tell(Durable(self.step, info.path))
+        began = time.perf_counter()
+        context.retention.add(info)
+        if context.free_space is not None:
+            context.free_space.used(info.stored_nbytes)
+        retention = time.perf_counter() - began
+        seconds = info.phases
+        phases = Phases(self._stage_seconds, seconds.write, seconds.sync, seconds.commit + retention)
+        stall = self._stall.seconds
+        context.observers.tell(
+            Saved(
+                step=self.step,
+                time=time.time(),
+                mode=self.mode,
+                nbytes=info.nbytes,
+                stored_nbytes=info.stored_nbytes,
+                leaves=info.leaves,
+                seconds=phases,
+                stall_seconds=stall,
+                in_place_nbytes=self._memory.in_place_nbytes,
+                copied_nbytes=self._memory.copied_nbytes,
+            )
+        )
+        context.schedule.finished(Cost(self.step, stall, phases.total, info.nbytes))
+
+    def _learn_from(self, error: BaseException) -> None:
+        """The next save must not fail for the same reason."""
+        if isinstance(error, MutatedDuringSave):
+            self._context.observed.add_changed(error.leaves)
+        if self._context.free_space is not None:
+            self._context.free_space.failed(error)
+
+    def _tell_failed(self, error: BaseException) -> None:
+        kind, stall = type(error).__name__, self._stall.seconds
+        self._context.observers.tell(Failed(self.step, time.time(), self.mode, kind, str(error), stall))
+
+    def _end(self, info: CheckpointInfo | None, failure: BaseException | None, *, seen: bool = False) -> None:
+        """Forgets the state's arrays, then says how the save ended."""
+        self._flat = self._ready = None
+        self._memory.end()
+        if info is not None:
+            self.pending.set_result(info)
+        else:
+            self.pending.set_exception(
+                failure or SaveFailed(f"the save of step {self.step} failed"), seen=seen
+            )
+
+    def _array_nbytes(self) -> int:
+        """The size of the whole checkpoint's arrays, those of other ranks included."""
+        if self._ready is None:
+            return sum(leaf.nbytes for leaf in self._leaves())
+        return self._ready.share.whole_nbytes
+
+    # --- SaveObserver: called by the commit, on the save's thread
+
+    def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
+        self._memory.writing(files)
+
+    def written(self) -> None:
+        self._memory.written()
+
+    def committing(self) -> None:
+        self._context.retention.remove_superseded(self.step)
+
+    def committed(self) -> None:
+        self._context.retention.remove_outdated(self.step)
+
+
+def _nobody(leaf: LeafSource) -> None:
+    return None

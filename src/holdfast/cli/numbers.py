@@ -14,7 +14,7 @@ import numpy as np
 from holdfast.cli.windows import Bytes
 from holdfast.errors import UnsupportedState
 from holdfast.format.dtypes import itemsize
-from holdfast.state.arrays import NATIVE, numpy_dtype
+from holdfast.state.numpy_arrays import NATIVE, numpy_dtype
 
 Array = np.ndarray[Any, Any]
 

@@ -49,20 +49,22 @@ def stats(
             out.fail("NoEvents", _why_none(where, skipped), path=where)
         found = summarise(events)
         latest = events[len(events) - min(last, len(events)) :]
+        drawn = False
         if plot is not None:
             try:
-                stats_plot.draw(events, plot, name=words.plain(os.path.basename(where)))
-            except (RuntimeError, ValueError) as error:  # no matplotlib, or no save to draw
+                drawn = stats_plot.draw(events, plot, name=words.plain(os.path.basename(where)))
+            except (RuntimeError, ValueError) as error:  # no matplotlib
                 out.fail(type(error).__name__, str(error))
         if as_json:
-            picture = None if plot is None else os.path.abspath(plot)
+            picture = os.path.abspath(plot) if plot is not None and drawn else None
             out.emit(
                 {"path": where, "summary": found, "skipped_lines": skipped, "latest": latest, "plot": picture}
             )
         else:
             _print(out, where, found, latest, skipped)
             if plot is not None:
-                out.say(f"drawn: {plot}", style="dim")
+                nothing = "nothing to plot: no save of this run was durable"
+                out.say(f"drawn: {plot}" if drawn else nothing, style="dim" if drawn else "yellow")
         out.finish(problem=False)
 
 
@@ -175,13 +177,13 @@ def _line(event: Event) -> tuple[str, str]:
     """What happened, in a line, and its style."""
     from holdfast.checkpointer.events import (
         Failed,
-        GaveUp,
         Opened,
         PassedOver,
         Preempted,
+        RemovedEarly,
         Restored,
         Saved,
-        ShortOfRoom,
+        ShortOfSpace,
     )
     from holdfast.cli import words
 
@@ -196,12 +198,12 @@ def _line(event: Event) -> tuple[str, str]:
         return f"step {event.step}  passed over: {words.shortened(event.reason, 300)}", "yellow"
     if isinstance(event, Preempted):
         return f"step {event.step}  preempted by {event.signal}", "yellow"
-    if isinstance(event, ShortOfRoom):
+    if isinstance(event, ShortOfSpace):
         size = f"{words.size(event.needed_nbytes)} each, {words.size(event.free_nbytes)} free"
-        return f"step {event.step}  room for {event.fit} of {event.wanted} checkpoints ({size})", "yellow"
-    if isinstance(event, GaveUp):
+        return f"step {event.step}  space for {event.fit} of {event.wanted} checkpoints ({size})", "yellow"
+    if isinstance(event, RemovedEarly):
         steps = ", ".join(map(str, event.steps[:20]))
-        return f"step {event.step}  no room: gave up {steps}", "yellow"
+        return f"step {event.step}  no space: removed {steps}", "yellow"
     assert isinstance(event, Opened)
     return f"opened by process {event.pid} on {event.host}, mode {event.mode}, every {event.every}", "dim"
 

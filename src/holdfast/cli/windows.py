@@ -15,7 +15,7 @@ from holdfast.engine import Memory
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import boxes_of_range, whole
 from holdfast.store import Checkpoint
-from holdfast.store.read.requests import Wanted
+from holdfast.store.read.requests import BoxRequest
 
 WINDOW_NBYTES = 16 << 20
 """A multiple of the checksums' chunk, so that no chunk is read twice."""
@@ -74,7 +74,7 @@ class WindowReader:
     def read(self, spans: Sequence[Span], names: Sequence[str]) -> Bytes:
         """The spans' bytes, one after the other; `names` are the stored leaves that their indexes mean."""
         buffer: Bytes = np.empty(sum(span.nbytes for span in spans), np.uint8)
-        wanted: list[Wanted] = []
+        wanted: list[BoxRequest] = []
         first: dict[tuple[str, int], int] = {}  # leaf, start -> its place in the buffer: none is read twice
         again: list[tuple[slice, int]] = []
         at = 0
@@ -91,7 +91,7 @@ class WindowReader:
             buffer[place] = buffer[start : start + place.stop - place.start]
         return buffer
 
-    def _wanted(self, name: str, span: Span, buffer: Bytes, at: int) -> Iterator[Wanted]:
+    def _wanted(self, name: str, span: Span, buffer: Bytes, at: int) -> Iterator[BoxRequest]:
         """A range of a leaf as boxes, which follow each other in the buffer."""
         info = self._checkpoint.leaves[name]
         size = itemsize(info.dtype)
@@ -100,5 +100,5 @@ class WindowReader:
             boxes = boxes_of_range(info.shape, span.start // size, span.stop // size)
         for box in boxes:
             nbytes = size * box.volume
-            yield Wanted(name, box, Memory(buffer.ctypes.data + at, nbytes, buffer))
+            yield BoxRequest(name, box, Memory(buffer.ctypes.data + at, nbytes, buffer))
             at += nbytes

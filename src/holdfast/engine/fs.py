@@ -71,7 +71,9 @@ def write_file(
 ) -> PendingFile:
     """Writes a small file whole: `data`, and `more` behind it.
 
-    It is durable after `sync` of the returned object and its directory. With `recycle` an existing file is
+    It is durable after `sync` of the returned object and its directory, which closes it. Use it in a `with`
+    block: an error or interrupt before the sync then closes it, too. While a recycled file is open, everybody
+    who opens it waits, and a traceback that is kept would keep it open. With `recycle` an existing file is
     overwritten in place, unless others have it open or mapped: then a new one takes its name (`fresh`).
     """
     return _native.PendingFile(path, data, recycle, more)

@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -83,6 +84,8 @@ class Damage:
 
 
 _LONG_READ_NBYTES = 8 << 20
+
+_T = TypeVar("_T")
 
 _StridedTuple = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
@@ -171,6 +174,15 @@ class WriteJob:
         # An error that somebody keeps keeps this job, too; an open file would keep its space on the disk.
         self.native.close()
 
+    def __enter__(self) -> WriteJob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abandon()
+
 
 def write(
     path: str | os.PathLike[str] | _native.Entry,
@@ -208,12 +220,85 @@ def write(
         tuning.small_nbytes,
         background,
     )
-    return WriteJob(native, sources)
+    try:
+        return WriteJob(native, sources)
+    except BaseException:
+        # An interrupt in the constructor: the traceback keeps the job, which would go on reading memory.
+        native.cancel()
+        native.wait(None)
+        native.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class ReadColumns:
+    """Pieces to read, sorted by offset, column by column.
+
+    An object for each piece would take longer than reading a small array.
+    """
+
+    columns: _Columns
+    checksums: list[str]
+
+    @classmethod
+    def of(cls, pieces: Sequence[ReadPiece]) -> ReadColumns:
+        columns = _columns([piece.offset for piece in pieces], [piece.destination for piece in pieces])
+        return cls(columns, [piece.checksums for piece in pieces])
+
+    @classmethod
+    def to_memory(
+        cls, offsets: list[int], nbytes: list[int], addresses: list[int], checksums: list[str]
+    ) -> ReadColumns:
+        """Pieces that each go to contiguous memory, which the caller keeps alive."""
+        columns = _Columns(offsets, nbytes, [_PLACES[Memory]] * len(offsets), addresses, [], [])
+        return cls(columns, checksums)
+
+    def __len__(self) -> int:
+        return len(self.checksums)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.columns.nbytes)
+
+    def padded(self, start: int, stop: int) -> tuple[ReadColumns, list[int]]:
+        """With `Padding` for all that lies between the pieces, from `start` to `stop`.
+
+        Also returns, for each piece of the result, its number here; padding has numbers beyond these.
+        """
+        offsets, nbytes = self.columns.offsets, self.columns.nbytes
+        gaps: list[tuple[int, int]] = []
+        at = start
+        for offset, size in zip(offsets, nbytes, strict=True):
+            if offset > at:
+                gaps.append((at, offset - at))
+            at = offset + size
+        if stop > at:
+            gaps.append((at, stop - at))
+        if not gaps:
+            return self, list(range(len(self)))
+        none, zero = [0] * len(gaps), [_PLACES[Padding]] * len(gaps)
+        offsets = offsets + [offset for offset, _ in gaps]
+        nbytes = nbytes + [size for _, size in gaps]
+        # Stable: an empty array where padding begins stays before it.
+        order = sorted(range(len(offsets)), key=offsets.__getitem__)
+
+        def sort(column: list[_T]) -> list[_T]:
+            return [column[number] for number in order]
+
+        columns = _Columns(
+            sort(offsets),
+            sort(nbytes),
+            sort(self.columns.places + zero),
+            sort(self.columns.addresses + none),
+            self.columns.strided,
+            self.columns.callbacks,
+        )
+        return ReadColumns(columns, sort(self.checksums + [""] * len(gaps))), order
 
 
 def read(
     path: str | os.PathLike[str],
-    pieces: Sequence[ReadPiece],
+    pieces: Sequence[ReadPiece] | ReadColumns,
     *,
     tuning: Tuning,
     chunk_nbytes: int = CHUNK_NBYTES,
@@ -221,7 +306,8 @@ def read(
     progress: Callable[[int], None] | None = None,
 ) -> list[Damage]:
     """Reads `pieces` (sorted by offset) and returns the chunks that fail verification: none, as a rule."""
-    columns = _columns([piece.offset for piece in pieces], [piece.destination for piece in pieces])
+    pieces = pieces if isinstance(pieces, ReadColumns) else ReadColumns.of(pieces)
+    columns = pieces.columns
     native = _native.read(
         path,
         columns.offsets,
@@ -230,14 +316,14 @@ def read(
         columns.addresses,
         columns.strided,
         columns.callbacks,
-        [piece.checksums for piece in pieces] if verify else [],
+        pieces.checksums if verify else [],
         tuning.backend or "buffered",
         tuning.window_nbytes,
         tuning.depth,
         chunk_nbytes,
         tuning.small_nbytes,
         # What may take long is waited for where interrupts are heard; a thread costs more than a small read.
-        progress is not None or sum(columns.nbytes) > _LONG_READ_NBYTES,
+        progress is not None or pieces.nbytes > _LONG_READ_NBYTES,
     )
     try:
         while not native.wait(0.1 if progress is not None else None):

@@ -26,6 +26,8 @@ MAX_JSON_DEPTH: Final = 330
 MAX_PATH_NBYTES: Final = 4096
 MAX_HOST_LENGTH: Final = 255
 
+_NOT_HEX: Final = "checksums are not hexadecimal"
+
 _OWN_NAME = re.compile(r"@(0|[1-9]\d{0,4})\.", re.ASCII)
 _SHARD_NAME = re.compile(r"r(\d{5})\.v(?:0|[1-9]\d{0,4})\.safetensors", re.ASCII)
 
@@ -84,16 +86,22 @@ def _check_part(part: Part, where: str, *, alone: bool) -> set[str]:
     names: set[str] = set()
     # Byte ranges taken in each file: sorted later, so that overlaps are found among neighbours.
     extents: list[list[tuple[int, int]]] = [[] for _ in part.files]
+    plain = _PlainLeaves(part, extents)
     for leaf in part.leaves:
         if leaf.name in names:
             raise CorruptCheckpoint("leaf name appears twice", path=where, leaf=leaf.name[:1000])
         names.add(leaf.name)
+        if alone and plain.accept(leaf):
+            continue
         problem = None if alone else _owner_problem(leaf.name, part)
         if problem is None:
             must_cover = alone or is_own_name(leaf.name)
             problem = _leaf_problem(leaf, part, extents, must_cover=must_cover)
         if problem is not None:
             raise CorruptCheckpoint(problem, path=where, leaf=leaf.name[:1000])
+    damaged = plain.not_hexadecimal()
+    if damaged is not None:
+        raise CorruptCheckpoint(_NOT_HEX, path=where, leaf=damaged.name[:1000])
     for file, ranges in zip(part.files, extents, strict=True):
         ranges.sort()
         end = 0
@@ -118,6 +126,59 @@ def _check_part(part: Part, where: str, *, alone: bool) -> set[str]:
     for tree in part.local.values():
         _check_tree(tree, where, names)
     return names
+
+
+class _PlainLeaves:
+    """The leaves that are stored in one piece, as nearly all are. Checks them as `_leaf_problem` does.
+
+    A large state has few different types and shapes: what follows from these is computed once for each. All
+    checksums are looked at together in the end.
+    """
+
+    def __init__(self, part: Part, extents: list[list[tuple[int, int]]]) -> None:
+        self._chunk_nbytes = part.chunk_nbytes
+        self._bounds = [(file.header_nbytes, file.nbytes) for file in part.files]
+        self._extents = extents
+        self._expected: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int, int]] = {}
+        self._accepted: list[Leaf] = []
+
+    def accept(self, leaf: Leaf) -> bool:
+        """Whether a leaf is such a one, and right but for its checksums; adds its bytes to the extents."""
+        if len(leaf.fragments) != 1:
+            return False
+        fragment = leaf.fragments[0]
+        start, nbytes, digits = self._expected.get((leaf.dtype, leaf.shape)) or self._expect(leaf)
+        offset, number = fragment.offset, fragment.file
+        if (
+            fragment.shape != leaf.shape
+            or fragment.start != start
+            or fragment.nbytes != nbytes
+            or len(fragment.chunks) != digits
+            or number >= len(self._bounds)
+        ):
+            return False
+        first, last = self._bounds[number]
+        if offset < first or offset + nbytes > last:
+            return False
+        if nbytes:
+            self._extents[number].append((offset, offset + nbytes))
+        self._accepted.append(leaf)
+        return True
+
+    def _expect(self, leaf: Leaf) -> tuple[tuple[int, ...], int, int]:
+        """The start, bytes and digits of checksums that the only fragment of such a leaf has."""
+        nbytes = -1  # what none has
+        if is_known(leaf.dtype) and not is_beyond_arrays(leaf.dtype, leaf.shape):
+            nbytes = itemsize(leaf.dtype) * math.prod(leaf.shape)
+        found = (0,) * len(leaf.shape), nbytes, HEX_DIGITS * chunk_count(nbytes, self._chunk_nbytes)
+        self._expected[leaf.dtype, leaf.shape] = found
+        return found
+
+    def not_hexadecimal(self) -> Leaf | None:
+        """The first accepted leaf whose checksums are not hexadecimal."""
+        if is_hex("".join([leaf.fragments[0].chunks for leaf in self._accepted])):
+            return None
+        return next(leaf for leaf in self._accepted if not is_hex(leaf.fragments[0].chunks))
 
 
 def is_own_name(name: str) -> bool:
@@ -220,7 +281,7 @@ def _fragment_problem(fragment: Fragment, leaf: Leaf, size: int, part: Part) -> 
     if len(fragment.chunks) != HEX_DIGITS * chunk_count(fragment.nbytes, part.chunk_nbytes):
         return f"{len(fragment.chunks)} digits of checksums do not fit {fragment.nbytes} bytes"
     if not is_hex(fragment.chunks):
-        return "checksums are not hexadecimal"
+        return _NOT_HEX
     return None
 
 
@@ -231,9 +292,19 @@ def _check_tree(tree: Any, where: str, names: Collection[str] | None) -> None:
     while level:
         depth += 1
         below: list[Any] = []
+        referred = False
         for node in level:
             kind = type(node)
             if kind is dict:
+                # Most nodes of a large state are references to leaves, and there is nothing below a name.
+                if (
+                    names is not None
+                    and len(node) == 1
+                    and type(name := node.get("$leaf")) is str
+                    and name in names
+                ):
+                    referred = True
+                    continue
                 below.extend(node.values())
                 if ("$leaf" in node or "$tensor" in node) and names is not None and not _refers(node, names):
                     raise CorruptCheckpoint("the tree refers to a leaf that is not there", path=where)
@@ -243,7 +314,7 @@ def _check_tree(tree: Any, where: str, names: Collection[str] | None) -> None:
                 raise CorruptCheckpoint(
                     "the tree holds an integer beyond ±2^53 that is not tagged", path=where
                 )
-        if below and depth > MAX_JSON_DEPTH:
+        if (below or referred) and depth > MAX_JSON_DEPTH:
             raise CorruptCheckpoint(f"JSON nested deeper than {MAX_JSON_DEPTH} levels", path=where)
         level = below
 

@@ -2,23 +2,23 @@
 
 Pure arithmetic on descriptions; nothing here reads, writes or communicates.
 
-| room | what it owns |
+| module | what it owns |
 |---|---|
 | `layout`, `reading` | one shard: the place of each leaf, and the bytes of it that a request needs |
 | `placement`, `topology` | who holds what, as meshes and splits; where ranks run, and which of them write |
 | `world`, `dtensor` | from what each rank sees to who holds what; from DTensor's words to splits |
-| `cohorts`, `tape` | bytes that the same ranks hold, laid end to end; where such a tape is best cut |
+| `replica_groups`, `byte_stream` | bytes that the same ranks hold, end to end; where these are best cut |
 | `ranks`, `volumes` | writing: every byte once and evenly, by ranks, then by volumes |
 | `fragments` | between arrays in memory and boxes of leaves |
 | `description` | a writing plan as bytes: to be compared between ranks, and kept for readers |
-| `resharding`, `sharing` | reading in any other layout; once per node, where peers want the same |
+| `resharding`, `read_sharing` | reading in any other layout; once per node, where peers want the same |
 
-What one process alone needs is exported here; the rooms for many ranks are imported by name.
+This package exports what one process alone needs. Modules for many ranks are imported by name.
 """
 
 from __future__ import annotations
 
 from holdfast.plan.layout import Layout, ShardPlan, arrange, plan_shard
-from holdfast.plan.reading import ByteRange, gaps, rows_to_read
+from holdfast.plan.reading import ByteRange, rows_to_read
 
-__all__ = ["ByteRange", "Layout", "ShardPlan", "arrange", "gaps", "plan_shard", "rows_to_read"]
+__all__ = ["ByteRange", "Layout", "ShardPlan", "arrange", "plan_shard", "rows_to_read"]

@@ -1,11 +1,11 @@
-"""Arrays laid end to end, and where such a tape is best cut.
+"""Arrays laid end to end, and where such a stream is best cut.
 
 Sharing work by bytes means cutting a row of arrays at given places: among ranks, among volumes, among
 readers. A cut may move a little (its tolerance) to fall between two arrays, or between rows of one, or on a
 block: then small arrays stay whole, fragments stay one box, and direct I/O meets few ragged ends.
 
 Each cut depends on its own target only, so whoever computes it finds the same place, and errors do not add up
-along the tape.
+along the stream.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy.typing as npt
 from holdfast.engine import ALIGNMENT
 
 
-class Tape:
-    """Arrays of these shapes one after the other; places on the tape are counted in bytes."""
+class ByteStream:
+    """Arrays of these shapes one after the other; places on the stream are counted in bytes."""
 
     __slots__ = ("_itemsizes", "_shapes", "ends", "nbytes")
 

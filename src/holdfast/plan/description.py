@@ -4,7 +4,7 @@ Ranks whose plans have the same `fingerprint` will write each byte once, togethe
 need to exchange. And a reader that has the description finds out with `WritePlan.sources` which few of
 thousands of parts it needs.
 
-Meshes and spreads are listed once and referred to by number, so the size is that of the names. What is
+Meshes and placements are listed once and referred to by number, so the size is that of the names. What is
 decoded may be damaged or made up: bounds are checked before anything grows with a number found in it.
 """
 
@@ -22,7 +22,7 @@ from holdfast.format.checksums import digest
 from holdfast.format.dtypes import is_known
 from holdfast.format.geometry import Box
 from holdfast.format.records import MAX_RANK, Count, Index, Rank
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology, Writers
 from holdfast.state import Framework
@@ -49,7 +49,7 @@ class _Split(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     factor: Annotated[int, Meta(ge=1, le=_MAX_FACTOR)]
 
 
-class _Spread(Struct, frozen=True, forbid_unknown_fields=True):
+class _MeshPlacement(Struct, frozen=True, forbid_unknown_fields=True):
     mesh: Count
     splits: tuple[_Split, ...]
     box: tuple[Index, Index] | None
@@ -60,7 +60,7 @@ class _Leaf(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     dtype: str
     shape: Index
     framework: Framework
-    spreads: tuple[Count, ...]
+    placements: tuple[Count, ...]
 
 
 class _Plan(Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +70,7 @@ class _Plan(Struct, frozen=True, forbid_unknown_fields=True):
     writers: Writers
     block_nbytes: Annotated[int, Meta(ge=1, le=1 << 62)]
     meshes: tuple[_Mesh, ...]
-    spreads: tuple[_Spread, ...]
+    placements: tuple[_MeshPlacement, ...] = msgspec.field(name="spreads")  # its name in the format
     leaves: tuple[_Leaf, ...]
 
 
@@ -80,17 +80,17 @@ _decoder = msgspec.json.Decoder(_Plan)
 def encode_plan(plan: WritePlan) -> bytes:
     """The description a plan was made from. Equal plans have equal bytes."""
     meshes: dict[Mesh, int] = {}
-    spreads: dict[Spread, int] = {}
-    records: list[_Spread] = []
+    placements: dict[MeshPlacement, int] = {}
+    records: list[_MeshPlacement] = []
     leaves: list[_Leaf] = []
     for leaf in plan.leaves:
-        for spread in leaf.spreads:
-            if spread not in spreads:
-                splits = tuple(_Split(split.axis, split.mesh_dim, split.factor) for split in spread.splits)
-                box = None if spread.box is None else (spread.box.start, spread.box.shape)
-                records.append(_Spread(_number(meshes, spread.mesh), splits, box))
-                _number(spreads, spread)
-        numbers = tuple(spreads[spread] for spread in leaf.spreads)
+        for placement in leaf.placements:
+            if placement not in placements:
+                splits = tuple(_Split(split.axis, split.mesh_dim, split.factor) for split in placement.splits)
+                box = None if placement.box is None else (placement.box.start, placement.box.shape)
+                records.append(_MeshPlacement(_number(meshes, placement.mesh), splits, box))
+                _number(placements, placement)
+        numbers = tuple(placements[placement] for placement in leaf.placements)
         leaves.append(_Leaf(leaf.name, leaf.dtype, leaf.shape, leaf.framework, numbers))
     return msgspec.json.encode(
         _Plan(
@@ -133,19 +133,19 @@ def _build(found: _Plan) -> WritePlan:
             if places > topology.world:
                 raise ValueError(f"a mesh of shape {mesh.shape[:8]} in a world of {topology.world}")
     meshes = [Mesh(mesh.shape, mesh.strides, mesh.first, mesh.table) for mesh in found.meshes]
-    spreads = [
-        Spread(
-            meshes[spread.mesh],
-            tuple(Split(split.axis, split.mesh_dim, split.factor) for split in spread.splits),
-            None if spread.box is None else Box(*spread.box),
+    placements = [
+        MeshPlacement(
+            meshes[placement.mesh],
+            tuple(Split(split.axis, split.mesh_dim, split.factor) for split in placement.splits),
+            None if placement.box is None else Box(*placement.box),
         )
-        for spread in found.spreads
+        for placement in found.placements
     ]
     leaves: list[LeafLayout] = []
     for leaf in found.leaves:
         if not is_known(leaf.dtype):
             raise ValueError(f"unknown element type {leaf.dtype[:80]!r}")
-        ways = tuple(spreads[number] for number in leaf.spreads)
+        ways = tuple(placements[number] for number in leaf.placements)
         leaves.append(LeafLayout(leaf.name, leaf.dtype, leaf.shape, ways, leaf.framework))
     return WritePlan(leaves, topology, writers=found.writers, block_nbytes=found.block_nbytes)
 

@@ -14,7 +14,7 @@ from holdfast.errors import UnsupportedState
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import Box, contiguous_runs, whole
 from holdfast.plan.dtensor import splits_of
-from holdfast.plan.placement import LeafLayout, Mesh, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement
 from holdfast.plan.replica_groups import Owned
 from holdfast.plan.world import Seen
 from holdfast.state import Framework, LeafSource, Sharding, Slot
@@ -29,14 +29,14 @@ def seen(
     if sharding.mesh_shape is None:
         boxes = () if sharding.box is None else (sharding.box,)
         return Seen(name, dtype, sharding.shape, boxes=boxes, framework=framework)
-    return Seen(name, dtype, sharding.shape, spread_of(sharding), framework=framework)
+    return Seen(name, dtype, sharding.shape, mesh_placement(sharding), framework=framework)
 
 
-def spread_of(sharding: Sharding) -> Spread:
-    """The spread of an array that lies on a mesh."""
+def mesh_placement(sharding: Sharding) -> MeshPlacement:
+    """The placement of an array that lies on a mesh."""
     shape = sharding.mesh_shape
-    assert shape is not None, "only an array on a mesh has a spread"
-    return Spread(_mesh(shape, sharding.mesh_ranks), splits_of(shape, sharding.placements))
+    assert shape is not None, "only an array on a mesh has a placement"
+    return MeshPlacement(_mesh(shape, sharding.mesh_ranks), splits_of(shape, sharding.placements))
 
 
 def _mesh(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Mesh:

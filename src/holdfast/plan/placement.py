@@ -1,9 +1,9 @@
 """Which rank holds which elements of a leaf, described by meshes and splits instead of by lists.
 
 A world of thousands of ranks with thousands of leaves is never written down rank by rank. Ranks stand in a
-`Mesh`; a `Spread` says along which mesh dimensions an array is split, in which order, and by its silence
-along which it is replicated. From that the elements any rank holds, the ranks that hold an element, and the
-sizes of all shards follow by arithmetic in the number of mesh dimensions.
+`Mesh`. A `MeshPlacement` lists the mesh dimensions along which an array is split, in order; along all others
+it is replicated. From that the elements any rank holds, the ranks that hold an element, and the sizes of all
+shards follow by arithmetic in the number of mesh dimensions.
 
 Splits cut as torch's DTensor does. `Shard` is ``torch.chunk``: pieces of ``ceil(n / parts)``, the last ones
 short or empty. `_StridedShard` cuts into `factor` pieces first and gives each rank its chunk of every piece,
@@ -11,8 +11,8 @@ one after the other: such a rank may hold several intervals. Splits apply in the
 sharded on top of tensor parallel is the tensor-parallel split, then the other; torch calls that a strided
 shard and a plain one, which is the same where sizes divide evenly (`holdfast.plan.dtensor`).
 
-Anything irregular (a name on one pipeline stage, boxes that follow no rule) is a leaf with several spreads,
-each of one box over one mesh.
+Anything irregular (a name on one pipeline stage, boxes that follow no rule) is a leaf with several
+placements, each of one box over one mesh.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class MeshPlacement:
     """How a box of a leaf (all of it, if none is given) lies on a mesh: split by `splits`, in their order.
 
     Along mesh dimensions without a split, ranks hold the same elements.
@@ -147,34 +147,34 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LeafLayout:
-    """A leaf and who holds it. Several spreads hold different boxes of it, and together all of it."""
+    """A leaf and who holds it. Several placements hold different boxes of it, and together all of it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    spreads: tuple[Spread, ...]
+    placements: tuple[MeshPlacement, ...]
     framework: Framework = "torch"
 
     def __post_init__(self) -> None:
-        boxes = [self.box_of(spread) for spread in self.spreads]
-        for box, spread in zip(boxes, self.spreads, strict=True):
+        boxes = [self.box_of(placement) for placement in self.placements]
+        for box, placement in zip(boxes, self.placements, strict=True):
             if len(box.start) != len(self.shape) or any(
                 stop > n for stop, n in zip(box.stop, self.shape, strict=True)
             ):
                 raise ValueError(f"leaf {self.name!r} of shape {self.shape} has no box {box}")
-            if any(split.axis >= len(self.shape) for split in spread.splits):
+            if any(split.axis >= len(self.shape) for split in placement.splits):
                 raise ValueError(
-                    f"leaf {self.name!r} of shape {self.shape} cannot be split by {spread.splits}"
+                    f"leaf {self.name!r} of shape {self.shape} cannot be split by {placement.splits}"
                 )
         if sum(box.volume for box in boxes) != math.prod(self.shape) or not disjoint(boxes):
-            raise ValueError(f"the spreads of leaf {self.name!r} do not hold each of its elements once")
+            raise ValueError(f"the placements of leaf {self.name!r} do not hold each of its elements once")
 
     @property
     def itemsize(self) -> int:
         return itemsize(self.dtype)
 
-    def box_of(self, spread: Spread) -> Box:
-        return whole(self.shape) if spread.box is None else spread.box
+    def box_of(self, placement: MeshPlacement) -> Box:
+        return whole(self.shape) if placement.box is None else placement.box
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The elements of a spread at one coordinate: intervals along each dimension, and all combinations."""
+    """The elements of a placement at one coordinate: intervals along each dimension, and all combinations."""
 
     axes: tuple[Intervals, ...]
 
@@ -225,42 +225,44 @@ class Holding:
             )
 
 
-def holding(leaf: LeafLayout, spread: Spread, coordinate: Sequence[int]) -> Holding:
-    """What the rank at that coordinate of the spread's mesh holds. O(splits), times their factors."""
-    box = leaf.box_of(spread)
+def holding(leaf: LeafLayout, placement: MeshPlacement, coordinate: Sequence[int]) -> Holding:
+    """What the rank at that coordinate of the placement's mesh holds. O(splits), times their factors."""
+    box = leaf.box_of(placement)
     axes: list[Intervals] = [
         ((start, stop),) if start < stop else () for start, stop in zip(box.start, box.stop, strict=True)
     ]
-    for split in spread.splits:
-        parts = spread.mesh.shape[split.mesh_dim]
+    for split in placement.splits:
+        parts = placement.mesh.shape[split.mesh_dim]
         axes[split.axis] = _take(axes[split.axis], split.factor, parts, coordinate[split.mesh_dim])
     return Holding(tuple(axes))
 
 
 def pieces_of(leaf: LeafLayout, rank: int) -> Iterator[tuple[int, Piece]]:
-    """Everything a rank holds of a leaf: the number of the spread, and a piece that is not empty."""
-    for number, spread in enumerate(leaf.spreads):
-        coordinate = spread.mesh.coordinate(rank)
+    """Everything a rank holds of a leaf: the number of the placement, and a piece that is not empty."""
+    for number, placement in enumerate(leaf.placements):
+        coordinate = placement.mesh.coordinate(rank)
         if coordinate is not None:
-            for piece in holding(leaf, spread, coordinate).pieces():
+            for piece in holding(leaf, placement, coordinate).pieces():
                 yield number, piece
 
 
-def shards_meeting(leaf: LeafLayout, spread: Spread, box: Box) -> Iterator[tuple[dict[int, int], Holding]]:
-    """The shards of a spread that hold elements of a box.
+def shards_meeting(
+    leaf: LeafLayout, placement: MeshPlacement, box: Box
+) -> Iterator[tuple[dict[int, int], Holding]]:
+    """The shards of a placement that hold elements of a box.
 
     Each as its coordinates along the split mesh dimensions, and what is held there. Takes time in
     proportion to the number of shards found, not to the size of the mesh.
     """
-    own = leaf.box_of(spread)
+    own = leaf.box_of(placement)
     choices: list[list[tuple[dict[int, int], Intervals]]] = []
     for axis in range(len(leaf.shape)):
         low, high = max(box.start[axis], own.start[axis]), min(box.stop[axis], own.stop[axis])
         if low >= high:
             return
-        splits = [split for split in spread.splits if split.axis == axis]
+        splits = [split for split in placement.splits if split.axis == axis]
         found: list[tuple[dict[int, int], Intervals]] = []
-        _find(((own.start[axis], own.stop[axis]),), splits, spread.mesh.shape, low, high, {}, found)
+        _find(((own.start[axis], own.stop[axis]),), splits, placement.mesh.shape, low, high, {}, found)
         choices.append(found)
     for combination in itertools.product(*choices):
         yield (
@@ -269,14 +271,14 @@ def shards_meeting(leaf: LeafLayout, spread: Spread, box: Box) -> Iterator[tuple
         )
 
 
-def local_sizes(leaf: LeafLayout, spread: Spread) -> npt.NDArray[np.int64]:
+def local_sizes(leaf: LeafLayout, placement: MeshPlacement) -> npt.NDArray[np.int64]:
     """Number of elements at every coordinate of the mesh, as an array that broadcasts to its shape."""
-    dims = len(spread.mesh.shape)
+    dims = len(placement.mesh.shape)
     lengths: list[npt.NDArray[np.int64]] = [
-        np.full((1,) * dims, n, dtype=np.int64) for n in leaf.box_of(spread).shape
+        np.full((1,) * dims, n, dtype=np.int64) for n in leaf.box_of(placement).shape
     ]
-    for split in spread.splits:
-        parts = spread.mesh.shape[split.mesh_dim]
+    for split in placement.splits:
+        parts = placement.mesh.shape[split.mesh_dim]
         index = np.arange(parts, dtype=np.int64).reshape(
             [parts if dim == split.mesh_dim else 1 for dim in range(dims)]
         )

@@ -5,7 +5,7 @@
    Each stream's bytes go to its holders like water into a vessel of uneven floor: the least loaded get most,
    until all stand level. Where sets of holders lie one inside the other, as along a mesh's dimensions, no
    other order gives a lower level.
-3. Shares become cuts of the stream's tape, moved to where an array, a row or a block ends
+3. Shares become cuts of the stream, moved to where an array, a row or a block ends
    (`holdfast.plan.byte_stream`).
 
 All of it is integer arithmetic on the same description, so ranks agree without a word. The levels of all
@@ -85,21 +85,21 @@ class WritePlan:
                 owned.extend(
                     shared.cohort.cut(stream, shared.place(stream, copy), shared.place(stream, copy + 1))
                 )
-        owned.sort(key=lambda item: (item.leaf, item.spread))  # stable: keeps the order of elements
+        owned.sort(key=lambda item: (item.leaf, item.placement))  # stable: keeps the order of elements
         return tuple(owned)
 
     def sources(self, name: str, box: Box) -> Iterator[tuple[int, Box]]:
         """Which rank writes which elements of a box: (rank, box) for each piece of it.
 
-        Takes time in proportion to the pieces found (plus that of making the tapes they lie on).
+        Takes time in proportion to the pieces found (plus that of making the streams they lie on).
         """
         number = self._numbers[name]
         leaf = self.leaves[number]
-        for spread, way in enumerate(leaf.spreads):
-            shared = self._cohort_of[number, spread]
+        for placement, way in enumerate(leaf.placements):
+            shared = self._cohort_of[number, placement]
             for coordinates, held in shards_meeting(leaf, way, box):
                 for piece in held.inside(box):
-                    yield from shared.writers_of(number, spread, coordinates, piece, leaf.itemsize)
+                    yield from shared.writers_of(number, placement, coordinates, piece, leaf.itemsize)
 
 
 class _Shared:
@@ -130,11 +130,11 @@ class _Shared:
 
     def place(self, stream: int, cut: int) -> int:
         """Where the cut before a holder's share falls."""
-        tape = self.cohort.stream(stream).tape
-        return tape.snap(int(self._cuts[stream, cut]), int(self._tolerances[stream]))
+        byte_stream = self.cohort.stream(stream).byte_stream
+        return byte_stream.snap(int(self._cuts[stream, cut]), int(self._tolerances[stream]))
 
     def writers_of(
-        self, leaf: int, spread: int, coordinates: dict[int, int], piece: Piece, itemsize: int
+        self, leaf: int, placement: int, coordinates: dict[int, int], piece: Piece, itemsize: int
     ) -> Iterator[tuple[int, Box]]:
         """Who writes a piece that lies in one shard, and which elements of it each of them."""
         stream = self.cohort.stream_number(coordinates)
@@ -142,7 +142,7 @@ class _Shared:
         if copies == 1:
             yield int(self._ranks[stream, 0]), piece.box
             return
-        base = self.cohort.stream(stream).tape.start(self.cohort.place(leaf, spread))
+        base = self.cohort.stream(stream).byte_stream.start(self.cohort.place(leaf, placement))
         first, last = contiguous_runs(piece.local, whole(piece.within)).span
         begin, end = base + first * itemsize, base + last * itemsize
         # Cuts move by their tolerance or an element: begin at one that surely lies before.

@@ -1,6 +1,6 @@
 """Reading once per node: which of the ranks that want the same bytes reads which of them.
 
-Ranks of one node that hold copies of a stream (`holdfast.plan.replica_groups`) share its tape evenly: each
+Ranks of one node that hold copies of a stream (`holdfast.plan.replica_groups`) share it evenly: each
 reads its stretch from storage and hands it to the others over the process group. Like writing, this is
 arithmetic on the description of the wanted layout, so peers know without asking what they will get from whom.
 """
@@ -69,7 +69,7 @@ class SharePlan:
             if stretch.reader == rank
             for item in stretch.pieces
         ]
-        items.sort(key=lambda item: (item.leaf, item.spread))
+        items.sort(key=lambda item: (item.leaf, item.placement))
         return tuple(items)
 
     def _group(self, cohort: Cohort, rank: int, peers: Iterable[int]) -> Group | None:
@@ -83,14 +83,14 @@ class SharePlan:
             if place is not None and tuple(place[dim] for dim in cohort.split_dims) == mine:
                 ranks.append(peer)
         number = cohort.stream_number(dict(enumerate(coordinate)))
-        tape = cohort.stream(number).tape
-        if not tape.nbytes:
+        byte_stream = cohort.stream(number).byte_stream
+        if not byte_stream.nbytes:
             return None
-        readers = max(1, min(len(ranks), tape.nbytes // self._block_nbytes))
-        tolerance = max(self._block_nbytes, tape.nbytes // readers // 100) // 4
+        readers = max(1, min(len(ranks), byte_stream.nbytes // self._block_nbytes))
+        tolerance = max(self._block_nbytes, byte_stream.nbytes // readers // 100) // 4
         # Different groups of a node begin with different ranks, or the first would read all that is small.
         turn = number % len(ranks)
-        cuts = [tape.snap(tape.nbytes * n // readers, tolerance) for n in range(readers + 1)]
+        cuts = [byte_stream.snap(byte_stream.nbytes * n // readers, tolerance) for n in range(readers + 1)]
         return Group(
             tuple(ranks),
             tuple(

@@ -7,7 +7,7 @@ chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -53,14 +53,3 @@ def _descend(
             yield from _descend((*prefix, index), base + index * row, shape, box, itemsize, coarse)
     else:
         yield prefix, ByteRange(base + wanted.start * row, base + wanted.stop * row)
-
-
-def gaps(taken: Iterable[ByteRange], start: int, stop: int) -> Iterator[ByteRange]:
-    """What lies between sorted, disjoint ranges, from `start` to `stop`."""
-    at = start
-    for span in taken:
-        if span.start > at:
-            yield ByteRange(at, span.start)
-        at = max(at, span.stop)
-    if stop > at:
-        yield ByteRange(at, stop)

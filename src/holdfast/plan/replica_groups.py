@@ -2,11 +2,11 @@
 
 A *cohort* is all that lies on one mesh and is split along the same of its dimensions. It consists of
 *streams*: one for each coordinate along these split dimensions, held in equal copies by the ranks along the
-others. A stream is a tape of local arrays, and sharing it is cutting the tape.
+others. A stream is local arrays laid end to end, and ranks share it by cutting it.
 
 A model has few cohorts (replicated, fully sharded, tensor parallel, ... per pipeline stage), and its leaves
 few *kinds* (same shape, type and splits), so a cohort's sizes take kinds x ranks numbers of numpy arithmetic,
-and one stream's tape time in the number of its leaves.
+and one stream takes time in the number of its leaves.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.format.geometry import boxes_of_range
-from holdfast.plan.byte_stream import Tape
+from holdfast.plan.byte_stream import ByteStream
 from holdfast.plan.placement import Holding, LeafLayout, Mesh, Piece, holding, local_sizes
 
 _CACHED_NUMBERS = 1 << 22
-"""Tapes are kept while they hold no more numbers than this in all: a rank needs few, a simulation many."""
+"""Streams are kept while they hold no more numbers than this in all: a rank needs few, a simulation many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
     """Something for one rank to transfer: a piece of a leaf, all of it in one array of that rank.
 
-    `leaf` and `spread` are numbers in the plan's list of leaves, and in that leaf's spreads.
+    `leaf` and `placement` are numbers in the plan's list of leaves, and in that leaf's placements.
     """
 
     leaf: int
-    spread: int
+    placement: int
     piece: Piece
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The leaves of a cohort at one coordinate: what each is there, by kind, and all of them on a tape."""
+    """The leaves of a cohort at one coordinate: what each is there, by kind, and all of them end to end."""
 
     holdings: tuple[Holding, ...]
-    tape: Tape
+    byte_stream: ByteStream
 
 
 class Cohort:
@@ -62,17 +62,17 @@ class Cohort:
         self._kind_of: dict[object, int] = {}
         self._streams: dict[int, Stream] = {}
 
-    def add(self, leaf: int, spread: int) -> None:
-        """Put a leaf at the end of the cohort's tapes."""
+    def add(self, leaf: int, placement: int) -> None:
+        """Put a leaf at the end of the cohort's streams."""
         layout = self._leaves[leaf]
-        way = layout.spreads[spread]
+        way = layout.placements[placement]
         kind = self._kind_of.setdefault(
             (layout.shape, layout.itemsize, way.splits, way.box), len(self._samples)
         )
         if kind == len(self._samples):
-            self._samples.append((leaf, spread))
-        self._places[leaf, spread] = len(self.members)
-        self.members.append((leaf, spread))
+            self._samples.append((leaf, placement))
+        self._places[leaf, placement] = len(self.members)
+        self.members.append((leaf, placement))
         self._kinds.append(kind)
 
     @property
@@ -105,9 +105,9 @@ class Cohort:
         shape = [n if dim in self.split_dims else 1 for dim, n in enumerate(self.mesh.shape)]
         total = np.zeros(shape, dtype=np.int64)
         counts = np.bincount(np.asarray(self._kinds, dtype=np.int64), minlength=len(self._samples))
-        for (leaf, spread), count in zip(self._samples, counts.tolist(), strict=True):
+        for (leaf, placement), count in zip(self._samples, counts.tolist(), strict=True):
             layout = self._leaves[leaf]
-            total += local_sizes(layout, layout.spreads[spread]) * (layout.itemsize * count)
+            total += local_sizes(layout, layout.placements[placement]) * (layout.itemsize * count)
         return total.reshape(-1)
 
     def stream(self, number: int) -> Stream:
@@ -124,41 +124,41 @@ class Cohort:
         for dim in reversed(self.split_dims):
             number, coordinate[dim] = divmod(number, self.mesh.shape[dim])
         holdings: list[Holding] = []
-        for leaf, spread in self._samples:
+        for leaf, placement in self._samples:
             layout = self._leaves[leaf]
-            holdings.append(holding(layout, layout.spreads[spread], coordinate))
+            holdings.append(holding(layout, layout.placements[placement], coordinate))
         shapes = [held.shape for held in holdings]
         itemsizes = [self._leaves[leaf].itemsize for leaf, _ in self._samples]
         sizes = np.asarray(
             [math.prod(shape) * size for shape, size in zip(shapes, itemsizes, strict=True)], dtype=np.int64
         )
         kinds = self._kinds
-        tape = Tape([shapes[k] for k in kinds], [itemsizes[k] for k in kinds], sizes[kinds])
-        return Stream(tuple(holdings), tape)
+        byte_stream = ByteStream([shapes[k] for k in kinds], [itemsizes[k] for k in kinds], sizes[kinds])
+        return Stream(tuple(holdings), byte_stream)
 
-    def place(self, leaf: int, spread: int) -> int:
-        """Which array of the tapes a leaf is."""
-        return self._places[leaf, spread]
+    def place(self, leaf: int, placement: int) -> int:
+        """Which array of the streams a leaf is."""
+        return self._places[leaf, placement]
 
     def cut(self, number: int, start: int, stop: int) -> Iterator[Owned]:
         """What a stream has between two cuts."""
         stream = self.stream(number)
-        for place, first, last in stream.tape.between(start, stop):
-            leaf, spread = self.members[place]
+        for place, first, last in stream.byte_stream.between(start, stop):
+            leaf, placement = self.members[place]
             held, itemsize = stream.holdings[self._kinds[place]], self._leaves[leaf].itemsize
             for local in boxes_of_range(held.shape, first, last):
                 for piece in held.narrowed(local):
-                    yield Owned(leaf, spread, piece, piece.box.volume * itemsize)
+                    yield Owned(leaf, placement, piece, piece.box.volume * itemsize)
 
 
 def cohorts_of(leaves: Sequence[LeafLayout]) -> list[Cohort]:
     """The cohorts of a world, those with the fewest copies first: they have the least choice. O(leaves)."""
     found: dict[tuple[Mesh, tuple[int, ...]], Cohort] = {}
     for leaf, layout in enumerate(leaves):
-        for spread, way in enumerate(layout.spreads):
+        for placement, way in enumerate(layout.placements):
             key = way.mesh, way.split_dims
             cohort = found.get(key)
             if cohort is None:
                 cohort = found[key] = Cohort(leaves, *key)
-            cohort.add(leaf, spread)
+            cohort.add(leaf, placement)
     return sorted(found.values(), key=lambda cohort: cohort.copies)

@@ -50,7 +50,7 @@ class Topology:
         return tuple(other for other, its in enumerate(self.nodes) if its == node)
 
     def writers(self, choice: Writers) -> npt.NDArray[np.bool_]:
-        """Which ranks write: all, the first of every node or socket, or N spread over nodes and sockets."""
+        """Which ranks write: all, the first of every node or socket, or N taken evenly from all nodes."""
         check_writers(choice)
         if choice == "all":
             return np.ones(self.world, dtype=np.bool_)
@@ -61,10 +61,10 @@ class Topology:
             places = zip(self.nodes, self.sockets, strict=True)
             chosen[list({place: rank for rank, place in reversed(list(enumerate(places)))}.values())] = True
         elif isinstance(choice, int):
-            chosen[self._spread_out()[:choice]] = True
+            chosen[self._evenly()[:choice]] = True
         return chosen
 
-    def _spread_out(self) -> list[int]:
+    def _evenly(self) -> list[int]:
         """Ranks in an order of which every beginning uses nodes, then their sockets, as evenly as can be."""
         in_socket: dict[tuple[int, int], int] = {}
         in_node: dict[tuple[int, int], int] = {}

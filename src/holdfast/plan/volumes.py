@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from holdfast.format.geometry import Box, boxes_of_range
-from holdfast.plan.byte_stream import Tape
+from holdfast.plan.byte_stream import ByteStream
 from holdfast.plan.replica_groups import Owned
 
 BLOCK_NBYTES = 1 << 20
@@ -29,22 +29,22 @@ def stripe(
         raise ValueError(f"speeds of volumes must be finite, not negative, and not all 0: {tuple(speeds)}")
     if block_nbytes < 1:
         raise ValueError(f"block_nbytes must be positive, not {block_nbytes}")
-    # The box in memory is not all of an array; what follows each other on the tape is the box's own elements.
+    # A box may be part of a larger array in memory; the stream has the elements of the box only.
     shapes = [item.piece.box.shape for item in fragments]
     itemsizes = [max(1, item.nbytes // max(1, item.piece.box.volume)) for item in fragments]
-    tape = Tape(shapes, itemsizes)
-    used = _worthwhile(tape.nbytes, speeds, block_nbytes)
-    tolerance = max(block_nbytes, tape.nbytes // 100) // 4
+    stream = ByteStream(shapes, itemsizes)
+    used = _worthwhile(stream.nbytes, speeds, block_nbytes)
+    tolerance = max(block_nbytes, stream.nbytes // 100) // 4
     total = math.fsum(speeds[volume] for volume in used)
     result: list[tuple[Owned, ...]] = [()] * len(speeds)
     done, start = 0.0, 0
     for volume in used:
         done += speeds[volume]
         last = volume == used[-1]
-        stop = tape.nbytes if last else tape.snap(int(tape.nbytes * (done / total)), tolerance)
+        stop = stream.nbytes if last else stream.snap(int(stream.nbytes * (done / total)), tolerance)
         result[volume] = tuple(
             part
-            for number, first, end in tape.between(start, max(start, stop))
+            for number, first, end in stream.between(start, max(start, stop))
             for part in _cut(fragments[number], itemsizes[number], first, end)
         )
         start = max(start, stop)
@@ -69,5 +69,5 @@ def _cut(item: Owned, itemsize: int, first: int, last: int) -> list[Owned]:
     parts: list[Owned] = []
     for inner in boxes_of_range(box.shape, first, last):
         moved = Box(tuple(a + b for a, b in zip(box.start, inner.start, strict=True)), inner.shape)
-        parts.append(Owned(item.leaf, item.spread, item.piece.part(moved), inner.volume * itemsize))
+        parts.append(Owned(item.leaf, item.placement, item.piece.part(moved), inner.volume * itemsize))
     return parts

@@ -21,21 +21,21 @@ import numpy as np
 
 from holdfast.errors import RanksDisagree
 from holdfast.format.geometry import Box, disjoint, subtract, whole
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.state import Framework
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A leaf as one rank sees it: with its spread if it is a DTensor, else as the boxes it has.
+    """A leaf as one rank sees it: with its placement if it is a DTensor, else as the boxes it has.
 
-    No boxes and no spread: the whole array. `shape` is that of the whole leaf in any case.
+    No boxes and no placement: the whole array. `shape` is that of the whole leaf in any case.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    spread: Spread | None = None
+    placement: MeshPlacement | None = None
     boxes: tuple[Box, ...] = ()
     framework: Framework = "torch"
 
@@ -47,11 +47,11 @@ View = tuple[Seen, ...]
 class Beside:
     """A leaf that ranks hold in another way than the one that counts, and write none of.
 
-    `leaf` is its number in the list of leaves. `ranks` list it as `spread` says, perhaps not all of its mesh.
+    `leaf` is its number in the list of leaves. `ranks` list it as `placement` says; the mesh may have more.
     """
 
     leaf: int
-    spread: Spread
+    placement: MeshPlacement
     ranks: tuple[int, ...]
 
 
@@ -92,20 +92,22 @@ def besides(views: Mapping[View, Sequence[int]], leaves: Sequence[LeafLayout]) -
         return ()
     numbers = {leaf.name: number for number, leaf in enumerate(leaves)}
     counted = _all_counted(leaves)
-    others: dict[tuple[int, Spread | Box | None], list[int]] = {}
+    others: dict[tuple[int, MeshPlacement | Box | None], list[int]] = {}
     for view, ranks in sorted(views.items(), key=lambda entry: min(entry[1])):
         for seen in view:
             number = numbers[seen.name]
             absent = [rank for rank in ranks if rank not in counted[number]]
-            ways: tuple[Spread | Box | None, ...] = seen.boxes if seen.spread is None else (seen.spread,)
+            ways: tuple[MeshPlacement | Box | None, ...] = (
+                seen.boxes if seen.placement is None else (seen.placement,)
+            )
             for way in (ways or (None,)) if absent else ():
                 others.setdefault((number, way), []).extend(absent)
     found: list[Beside] = []
     for (number, way), ranks in others.items():
         holders = tuple(sorted(ranks))
-        spread = way if isinstance(way, Spread) else Spread(Mesh.of(holders), (), way)
-        if leaves[number].box_of(spread).volume:
-            found.append(Beside(number, spread, holders))
+        placement = way if isinstance(way, MeshPlacement) else MeshPlacement(Mesh.of(holders), (), way)
+        if leaves[number].box_of(placement).volume:
+            found.append(Beside(number, placement, holders))
     return tuple(found)
 
 
@@ -114,9 +116,11 @@ def _all_counted(leaves: Sequence[LeafLayout]) -> list[frozenset[int]]:
     known: dict[tuple[int, ...], frozenset[int]] = {}
     found: list[frozenset[int]] = []
     for leaf in leaves:
-        key = tuple(id(spread.mesh) for spread in leaf.spreads)
+        key = tuple(id(placement.mesh) for placement in leaf.placements)
         if key not in known:
-            known[key] = frozenset(int(rank) for spread in leaf.spreads for rank in spread.mesh.ranks().flat)
+            known[key] = frozenset(
+                int(rank) for placement in leaf.placements for rank in placement.mesh.ranks().flat
+            )
         found.append(known[key])
     return found
 
@@ -131,65 +135,71 @@ def _merge(found: _Found, meshes: dict[tuple[Hashable, ...], Mesh]) -> LeafLayou
                 leaf=first.name,
                 ranks=(its.ranks[0], others.ranks[0]),
             )
-    if first.spread is not None:
-        spreads: tuple[Spread, ...] = (_stacked(first, first.spread, found, meshes),)
+    if first.placement is not None:
+        placements: tuple[MeshPlacement, ...] = (_stacked(first, first.placement, found, meshes),)
     else:
-        spreads = _from_boxes(first, found, meshes)
-    return LeafLayout(first.name, first.dtype, first.shape, spreads, first.framework)
+        placements = _from_boxes(first, found, meshes)
+    return LeafLayout(first.name, first.dtype, first.shape, placements, first.framework)
 
 
 def _stacked(
     first: Seen,
-    spread: Spread,
+    placement: MeshPlacement,
     found: _Found,
     meshes: dict[tuple[Hashable, ...], Mesh],
-) -> Spread:
-    """The spread of a DTensor; where other ranks have it in the same way on meshes of their own, all of them.
+) -> MeshPlacement:
+    """The placement of a DTensor. Includes other ranks that have it in the same way on meshes of their own.
 
     That is how data parallel copies of a tensor-parallel model look: each copy has a mesh to itself. Together
     these are one mesh with one dimension more, along which it is replicated.
     """
     if sum(
-        len(holders.ranks) for seen, holders in found if seen.spread == spread
-    ) == spread.mesh.size and all(seen.spread in (None, spread) for seen, _ in found):
-        return spread  # as a rule, and without a look at thousands of ranks
-    alike = [spread]
-    taken = set(spread.mesh.ranks().flat)
+        len(holders.ranks) for seen, holders in found if seen.placement == placement
+    ) == placement.mesh.size and all(seen.placement in (None, placement) for seen, _ in found):
+        return placement  # as a rule, and without a look at thousands of ranks
+    alike = [placement]
+    taken = set(placement.mesh.ranks().flat)
     for seen, _ in found[1:]:
-        other = seen.spread
+        other = seen.placement
         if other is None or other in alike:
             continue
         ranks = set(other.mesh.ranks().flat)
-        same = (other.mesh.shape, other.splits, other.box) == (spread.mesh.shape, spread.splits, spread.box)
+        same = (other.mesh.shape, other.splits, other.box) == (
+            placement.mesh.shape,
+            placement.splits,
+            placement.box,
+        )
         if same and taken.isdisjoint(ranks):
             alike.append(other)
             taken |= ranks
-    listed = {rank for seen, holders in found if seen.spread in alike for rank in holders.ranks}
+    listed = {rank for seen, holders in found if seen.placement in alike for rank in holders.ranks}
     absent = sorted(int(rank) for rank in taken - listed)
     if absent:
         some = ", ".join(map(str, absent[:8]))
         raise RanksDisagree(
-            f"spread over {len(taken)} ranks, but rank {some}{', ...' if len(absent) > 8 else ''} "
+            f"distributed over {len(taken)} ranks, but rank {some}{', ...' if len(absent) > 8 else ''} "
             "does not save it in that way",
             leaf=first.name,
             ranks=absent[:8],
         )
     if len(alike) == 1:
-        return spread
+        return placement
     key = tuple(int(rank) for one in alike for rank in one.mesh.ranks().flat)
     mesh = meshes.get(key)
-    if mesh is None or mesh.shape[1:] != spread.mesh.shape:
+    if mesh is None or mesh.shape[1:] != placement.mesh.shape:
         mesh = meshes[key] = Mesh.of(np.stack([one.mesh.ranks() for one in alike]))
-    splits = tuple(Split(split.axis, split.mesh_dim + 1, split.factor) for split in spread.splits)
-    return Spread(mesh, splits, spread.box)
+    splits = tuple(Split(split.axis, split.mesh_dim + 1, split.factor) for split in placement.splits)
+    return MeshPlacement(mesh, splits, placement.box)
 
 
-def _from_boxes(first: Seen, found: _Found, meshes: dict[tuple[Hashable, ...], Mesh]) -> tuple[Spread, ...]:
-    """One spread for each different box, over the ranks that have it."""
+def _from_boxes(
+    first: Seen, found: _Found, meshes: dict[tuple[Hashable, ...], Mesh]
+) -> tuple[MeshPlacement, ...]:
+    """One placement for each different box, over the ranks that have it."""
     everything = whole(first.shape)
     holders: dict[Box, list[_Holders]] = {}
     for seen, its in found:
-        if seen.spread is None:
+        if seen.placement is None:
             for box in seen.boxes or (everything,):
                 holders.setdefault(box, []).append(its)
     if everything in holders:
@@ -212,7 +222,9 @@ def _from_boxes(first: Seen, found: _Found, meshes: dict[tuple[Hashable, ...], M
             leaf=first.name,
             ranks=_ranks_of(its for some in holders.values() for its in some)[:8],
         )
-    return tuple(Spread(_mesh(holders[box], meshes), (), None if box == everything else box) for box in boxes)
+    return tuple(
+        MeshPlacement(_mesh(holders[box], meshes), (), None if box == everything else box) for box in boxes
+    )
 
 
 def _mesh(holders: Sequence[_Holders], meshes: dict[tuple[Hashable, ...], Mesh]) -> Mesh:

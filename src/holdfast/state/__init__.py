@@ -17,9 +17,9 @@ built.
 
 from __future__ import annotations
 
-from holdfast.state.arrays import Framework, check_framework, convert, empty
+from holdfast.state.arrays import FreshArrays, check_framework, convert, empty
 from holdfast.state.flatten import flatten
-from holdfast.state.leaves import Flat, LeafSource, Sharding, Slot
+from holdfast.state.leaves import Flat, Framework, LeafSource, Sharding, Slot
 from holdfast.state.mismatch import LeafMeta, Mismatch
 from holdfast.state.node import Node, leaf_names
 from holdfast.state.restore import Restore
@@ -29,6 +29,7 @@ from holdfast.state.unflatten import unflatten, values
 __all__ = [
     "Flat",
     "Framework",
+    "FreshArrays",
     "LeafMeta",
     "LeafSource",
     "Mismatch",

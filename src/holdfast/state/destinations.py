@@ -29,7 +29,7 @@ Plan = Callable[[Lookup], Any]
 class Landing:
     """One array of the target that receives a leaf: directly, or by a copy of what was read elsewhere.
 
-    `array` is the memory of `target` that is here: the same object, or its part if it is spread over ranks.
+    `array` is the memory of `target` that is here: the same object, or its part if ranks share it.
     """
 
     __slots__ = ("array", "direct", "leaf", "name", "sharding", "staged", "target", "tied")

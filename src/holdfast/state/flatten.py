@@ -20,10 +20,8 @@ import numpy as np
 
 from holdfast.engine.buffers import Produced
 from holdfast.errors import UnsupportedState
-from holdfast.format.dtypes import is_beyond_arrays
-from holdfast.format.records import MAX_DIMENSIONS
-from holdfast.format.validate import is_own_name
-from holdfast.state import arrays, sharded, torch_arrays, torch_objects, value_encoder
+from holdfast.state import numpy_arrays, sharded, torch_arrays, torch_objects, value_encoder
+from holdfast.state.leaf_table import LeafTable, component
 from holdfast.state.leaves import Flat, LeafSource, Sharding
 from holdfast.state.node import (
     COUNTER,
@@ -63,17 +61,17 @@ def flatten(state: object, rank: int = 0) -> Flat:
     walk = _Walk(state, rank)
     tree = walk.node(state, "", 0)
     walk.finish()
-    own = walk.own
+    table, own = walk.table, walk.own
     if own is None:
-        return Flat(tree, tuple(walk.leaves), tuple(walk.aliases))
-    walk.check_names()
+        return Flat(tree, tuple(table.leaves), tuple(table.aliases))
+    table.check_names()
     return Flat(
         tree,
-        tuple(walk.leaves),
-        tuple(walk.aliases),
+        tuple(table.leaves),
+        tuple(table.aliases),
         walk.local,
-        tuple(own.leaves),
-        tuple(own.aliases),
+        tuple(own.table.leaves),
+        tuple(own.table.aliases),
     )
 
 
@@ -93,24 +91,14 @@ def names_in(part: object, place: str, state: object) -> list[str]:
         walk.finish()
     except UnsupportedState:
         return [place or NAMELESS]
-    return [leaf.name for leaf in walk.leaves] + [name for name, _ in walk.aliases] or [place or NAMELESS]
+    table = walk.table
+    return [leaf.name for leaf in table.leaves] + [name for name, _ in table.aliases] or [place or NAMELESS]
 
 
 def key_node(key: object, place: str) -> Node:
     """The node of a dict's key. Equal nodes are equal keys, also where Python says otherwise (NaN)."""
     return _Walk(None)._hashable(key, place, 0)
 
-
-def component(key: object) -> str:
-    """How a dict key appears in leaf names. The tree holds the key itself."""
-    try:
-        text = key if type(key) is str else str(key)
-    except Exception:  # huge integers, tuples nested too deep, anything a class of the user's does
-        text = type(key).__name__
-    return text if is_text(text) else text.encode("utf-8", "backslashreplace").decode()
-
-
-_LIKE_PER_RANK = "names that begin with '@' are those of per_rank state. Use another key here"
 
 Walker = Callable[["_Walk", Any, str, int], Node]
 
@@ -124,20 +112,13 @@ class _Walk:
     def __init__(
         self, state: object, rank: int = 0, *, outer: _Walk | None = None, keep_bytes: bool = False
     ) -> None:
-        self.leaves: list[LeafSource] = []
-        self.aliases: list[tuple[str, str]] = []
+        self.table = LeafTable(per_rank=outer is not None)
         self.local: dict[str, Node] = {}
         self.own: _Walk | None = None
         self._state = state
         self._rank = rank
         self._outer = outer
         self._keep_bytes = keep_bytes
-        self._used: set[str] = set()
-        # Address -> index of the first leaf there. Only a second one pays for a full comparison.
-        self._first: dict[int, int] = {}
-        # Index -> the array itself, for leaves whose source does not hold it.
-        self._arrays: dict[int, Any] = {}
-        self._exact: dict[tuple[Any, ...], str] = {}
         self._last: list[Callable[[], None]] = [] if outer is None else outer._last
         self._parameters: torch_objects.ParameterNames | None = None
         self._shardings: sharded.Shardings = {}
@@ -165,12 +146,6 @@ class _Walk:
         """Asks those that are to be asked last. What others do in ``state_dict`` may draw random numbers."""
         for ask in self._last:
             ask()
-
-    def check_names(self) -> None:
-        """Names of what ranks share must not look like those of what they have for themselves."""
-        for name in self._used:
-            if name[:1] == "@":
-                raise unsupported(name, _LIKE_PER_RANK)
 
     # --- containers
 
@@ -241,11 +216,11 @@ class _Walk:
         if set(attributes) != {"_metadata"}:
             extra = ", ".join(sorted(set(attributes) - {"_metadata"}))
             raise unsupported(place, f"an OrderedDict with attributes of its own ({extra}) would lose them")
-        known = len(self.leaves) + len(self.aliases)
+        known = len(self.table)
         keep, self._keep_bytes = self._keep_bytes, True
         metadata = self.node(attributes["_metadata"], f"{place}._metadata", depth + 1)
         self._keep_bytes = keep
-        if len(self.leaves) + len(self.aliases) != known:
+        if len(self.table) != known:
             raise unsupported(place, "the _metadata of a state dict holds arrays")
         return {STATE_DICT: [metadata, *self._pairs(value.items(), place, depth)]}
 
@@ -280,15 +255,12 @@ class _Walk:
         shape = self._shapes.setdefault(shape, shape)
         leaf = LeafSource(place, dtype, shape, "torch", source, sharding)
         if type(source) is not Produced:
-            node = self._leaf(tensor, source.address, place, leaf)  # type: ignore[union-attr]
+            name = self.table.add(tensor, source.address, place, leaf)  # type: ignore[union-attr]
         else:
-            index = len(self.leaves)
-            node = self._leaf(tensor, tensor.data_ptr(), place, leaf)
-            if len(self.leaves) > index:
-                self._arrays[index] = tensor
+            name = self.table.add_produced(tensor, tensor.data_ptr(), place, leaf)
         if tensor.requires_grad and sharding is None:
-            return {TENSOR: [node[LEAF], False, True]}
-        return node
+            return {TENSOR: [name, False, True]}
+        return {LEAF: name}
 
     def _parameter(self, parameter: Any, place: str, depth: int) -> Node:
         node = self._tensor(parameter, place, depth)
@@ -305,75 +277,26 @@ class _Walk:
 
     def _elsewhere(self, place: str) -> Node:
         """Other ranks have it. The tree is the same on all of them."""
-        name = self._name(place)
-        self._used.add(name)
-        return {LEAF: name}
+        return {LEAF: self.table.reserve(place)}
 
     def _array(self, array: Any, place: str, depth: int) -> Node:
-        dtype = arrays.logical_name(array.dtype)
+        dtype = numpy_arrays.logical_name(array.dtype)
         if dtype is None:
             raise unsupported(place, f"a numpy array of dtype {array.dtype}. Store its plain fields instead")
-        source = arrays.source(array)
+        source = numpy_arrays.source(array)
         shape = self._shapes.setdefault(array.shape, array.shape)
-        return self._leaf(array, source.address, place, LeafSource(place, dtype, shape, "numpy", source))
+        leaf = LeafSource(place, dtype, shape, "numpy", source)
+        return {LEAF: self.table.add(array, source.address, place, leaf)}
 
     def _blob(self, value: bytes | bytearray, place: str, depth: int) -> Node:
         """Bytes: in the tree if they are few, else as a leaf. Equal ones are not tied, as no values are."""
         if len(value) <= BLOB_NBYTES or self._keep_bytes:
             return value_encoder.encode(value, place)
-        name = self._name(place)
-        self._used.add(name)
-        self.leaves.append(LeafSource(name, "U8", (len(value),), "numpy", arrays.bytes_source(value, place)))
+        name = self.table.reserve(place)
+        self.table.leaves.append(
+            LeafSource(name, "U8", (len(value),), "numpy", numpy_arrays.bytes_source(value, place))
+        )
         return {f"${type(value).__name__}": {LEAF: name}}
-
-    def _leaf(self, array: Any, address: int, place: str, leaf: LeafSource) -> dict[str, Node]:
-        nbytes = leaf.source.nbytes
-        if not nbytes or len(leaf.shape) > MAX_DIMENSIONS:
-            _check_shape(leaf, place)
-        used = self._used
-        name = place
-        if not name or name[0] == "@" or name in used or not name.isascii():
-            name = self._name(place)
-            leaf = LeafSource(name, leaf.dtype, leaf.shape, leaf.framework, leaf.source, leaf.sharding)
-        used.add(name)
-        if nbytes and address not in self._first:
-            self._first[address] = len(self.leaves)
-            self.leaves.append(leaf)
-        else:
-            known = self._known(array, address, leaf)
-            if known is None:
-                self.leaves.append(leaf)
-            else:
-                self.aliases.append((name, known))
-        return {LEAF: name}
-
-    def _name(self, place: str) -> str:
-        wanted = component(place) or NAMELESS
-        if self._outer is None and is_own_name(wanted):
-            raise unsupported(place, _LIKE_PER_RANK)
-        name, count = wanted, 0
-        while name in self._used:
-            count += 1
-            name = f"{wanted}~{count}"
-        return name
-
-    def _known(self, array: Any, address: int, leaf: LeafSource) -> str | None:
-        """The leaf that already has exactly these bytes, if one has; otherwise this one is it from now on."""
-        key: tuple[Any, ...]
-        if not leaf.source.nbytes and leaf.sharding is not None:
-            key = sharded.memory_identity(array), leaf.sharding
-        elif not leaf.source.nbytes:
-            # No memory to share, but the same object twice still comes back as one object.
-            key = (id(array),)
-        else:
-            index = self._first[address]
-            first = self.leaves[index]
-            owner = self._arrays.get(index)
-            owner = first.source.owner if owner is None else owner
-            self._exact.setdefault((_identity(owner), first.sharding), first.name)
-            key = _identity(array), leaf.sharding
-        known = self._exact.setdefault(key, leaf.name)
-        return None if known == leaf.name else known
 
     # --- the rest
 
@@ -468,41 +391,6 @@ def _torch_walkers(torch: Any, sharded_types: tuple[type, ...]) -> dict[type, Wa
     return _WALKERS | tensors | dict.fromkeys(sharded_types, _Walk._sharded)
 
 
-def _check_shape(leaf: LeafSource, place: str) -> None:
-    """Readers refuse shapes beyond what arrays can have, but torch makes some: views without end of nothing.
-
-    Asked of arrays without elements only, and of those with too many dimensions. Memory bounds all others.
-    """
-    shape = leaf.whole_shape
-    if len(shape) > MAX_DIMENSIONS:
-        raise unsupported(place, f"an array of {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
-    if is_beyond_arrays(leaf.dtype, shape):
-        raise unsupported(place, f"an empty array of shape {list(shape)}, beyond what can be read back")
-
-
-def require_readable(leaf: LeafSource) -> None:
-    """`UnsupportedState` for a leaf that readers refuse. For those that `flatten` has not made."""
-    if not is_text(leaf.name):
-        raise UnsupportedState(f"the name {leaf.name!r} has no UTF-8")
-    if is_own_name(leaf.name):
-        raise unsupported(leaf.name, _LIKE_PER_RANK)
-    _check_shape(leaf, leaf.name)
-
-
 def _check_hashes(keys: Collection[Any], place: str) -> None:
     if collide(keys):
         raise unsupported(place, f"more than {MAX_COLLISIONS} keys with the same hash: readers refuse them")
-
-
-def _identity(array: Any) -> tuple[Any, ...]:
-    """What two arrays must share to be the same bytes seen the same way."""
-    shape = tuple(array.shape)
-    if type(array) is np.ndarray or type(array) is np.memmap:
-        return array.ctypes.data, "numpy", array.dtype, shape, _steps(shape, array.strides)
-    flags = array.is_conj(), array.is_neg()
-    return array.data_ptr(), str(array.device), array.dtype, shape, _steps(shape, array.stride()), flags
-
-
-def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    # The step of a dimension of length one leads nowhere and means nothing.
-    return tuple(step if size > 1 else 0 for size, step in zip(shape, strides, strict=True))

@@ -1,7 +1,7 @@
 """FullyShardedDataParallel, the first one: modules whose own tensors are flat pieces of many parameters.
 
 Owns the ways of such modules and of their optimizers: the state is taken and given back through FSDP's
-sharded state dicts, in which every parameter has its own name and is spread over ranks like any other.
+sharded state dicts, in which every parameter has its own name and is distributed over ranks like any other.
 
 FSDP makes these by collectives, so all ranks must flatten and restore together. That is acceptable, since
 both happen in the thread of the training, which runs collectives of its own; nothing else in this floor
@@ -129,7 +129,7 @@ def _is_piece(parameter: Any) -> bool:
 
 
 def optimizer_state(module: Any, optimizer: Any) -> Any:
-    """An optimizer's state by the names of parameters, each spread as the parameter is. Communicates."""
+    """An optimizer's state by the names of parameters, each distributed as the parameter is. Communicates."""
     import torch
 
     with _sharded(module) as wrapper:

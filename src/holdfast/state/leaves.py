@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from holdfast.engine.buffers import Source
 from holdfast.format.geometry import Box
-from holdfast.state.arrays import Framework
 from holdfast.state.node import Node
+
+Framework = Literal["torch", "numpy"]
+"""The library whose arrays a leaf was saved from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """How an array of this rank is part of a larger one of the given shape.
 
-    Spread over a mesh (a DTensor): `mesh_shape`, the mesh's ranks in C order, and one placement per mesh
+    Distributed over a mesh (a DTensor): `mesh_shape`, the mesh's ranks in C order, and one placement per mesh
     dimension: None where it is replicated, else the axis it is split along and the factor of a strided split
     (1 for a plain one). Without a mesh (`mesh_shape` is None): the one `box` of it that is here.
     """

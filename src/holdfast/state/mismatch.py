@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.errors import StateMismatch
-from holdfast.state.arrays import Framework
+from holdfast.state.leaves import Framework
 from holdfast.state.node import shorten
 from holdfast.state.targets import describe
 

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.state import fsdp1, sharded
 from holdfast.state.destinations import Lookup, Plan
 from holdfast.state.node import STATE_DICT, Node, leaf_of, pairs_of, state_dict_body
+from holdfast.state.restore_context import RestoreContext
 from holdfast.state.targets import array_type, is_array, kind_of, load_state, memory_key
 from holdfast.state.torch_arrays import destination
 from holdfast.state.torch_objects import module_state
 from holdfast.state.unflatten import decode_key, decode_value
 
-if TYPE_CHECKING:
-    from holdfast.state.restore import Restore
 
-
-def plan_module(restore: Restore, module: Any, node: Node, place: str) -> Plan:
+def plan_module(context: RestoreContext, module: Any, node: Node, place: str) -> Plan:
     pairs = pairs_of(node)
     if pairs is None:
-        return restore.wrong(place, f"holds {kind_of(node)}", module, f"the module {type(module).__name__}")
+        return context.wrong(place, f"holds {kind_of(node)}", module, f"the module {type(module).__name__}")
     prefix = f"{place}." if place else ""
     state = module_state(module)
     live = _live_memory(module)
@@ -38,27 +36,27 @@ def plan_module(restore: Restore, module: Any, node: Node, place: str) -> Plan:
         seen.add(key)
         own = state.get(key)
         name = leaf_of(item)
-        if restore.leaves_out(item):
+        if context.leaves_out(item):
             continue
         if key not in state:
-            restore.extra(f"{prefix}{key}", item)
+            context.extra(f"{prefix}{key}", item)
         elif name is None or not is_array(own) or _uninitialized(own):
-            plans[key] = restore.plan_new(item)
+            plans[key] = context.plan_new(item)
             needs_load = True
         elif _nothing_here(own) or _memory(own) in live:
-            plans[key] = restore.plan_leaf(own, name, f"{prefix}{key}")
+            plans[key] = context.plan_leaf(own, name, f"{prefix}{key}")
         elif sharded.is_sharded(own):
             # Made up for this state dict. It is filled nevertheless, since nobody needs the whole of it.
-            plans[key] = restore.plan_leaf(own, name, f"{prefix}{key}")
+            plans[key] = context.plan_leaf(own, name, f"{prefix}{key}")
             needs_load = True
         else:
             # A hook made this tensor up: only the module knows where its contents belong.
-            array_type(own, f"{prefix}{key}", restore.shardings)
-            plans[key] = restore.plan_new(item)
+            array_type(own, f"{prefix}{key}", context.shardings)
+            plans[key] = context.plan_new(item)
             needs_load = True
     for key, own in state.items():
         if key not in seen:
-            restore.missing(f"{prefix}{key}", own)
+            context.missing(f"{prefix}{key}", own)
     metadata = _metadata(node)
 
     def fill(lookup: Lookup) -> Any:

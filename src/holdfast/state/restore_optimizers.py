@@ -4,26 +4,24 @@ Parameters are matched by name, state tensors that exist already are read in pla
 the optimizer's own `load_state_dict`. That casts state to the dtype of the parameter (float32 moments of a
 bfloat16 parameter would lose bits), so what it cast is put right afterwards.
 
-State of a parameter that is spread over ranks is spread as the parameter is: where the optimizer has none
-yet, it gets tensors of that kind, and this rank reads its part of them.
+State of a parameter that is distributed over ranks is distributed as the parameter is: where the optimizer
+has none yet, it gets tensors of that kind, and this rank reads its part of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.state import fsdp1, sharded
 from holdfast.state.destinations import Lookup, Plan
 from holdfast.state.node import Node, items_of, leaf_of, pairs_of, shorten
+from holdfast.state.restore_context import RestoreContext
 from holdfast.state.targets import array_type, describe, is_array, kind_of, load_state
 from holdfast.state.torch_objects import OptimizerNames, OptimizerView, name_of_index, optimizer_view
 from holdfast.state.unflatten import decode_key, decode_value
 from holdfast.state.value_encoder import type_name
-
-if TYPE_CHECKING:
-    from holdfast.state.restore import Restore
 
 _SWITCHES = frozenset(
     {"capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
@@ -68,28 +66,28 @@ def _by_key(node: Node) -> dict[Any, Node] | None:
     return None if pairs is None else {decode_key(key): item for key, item in pairs}
 
 
-def plan_optimizer(restore: Restore, optimizer: Any, node: Node, place: str) -> Plan:
-    view = optimizer_view(optimizer, restore.parameter_names(), restore.state, place)
+def plan_optimizer(context: RestoreContext, optimizer: Any, node: Node, place: str) -> Plan:
+    view = optimizer_view(optimizer, context.parameter_names(), context.state, place)
     current = view.state
     index_names = name_of_index(current, view.names)
     if index_names is None:  # an optimizer with a state of its own form
-        return restore.plan_stateful(optimizer, node, place)
+        return context.plan_stateful(optimizer, node, place)
     saved = _read_saved(node)
     if saved is None:
-        return restore.wrong(place, f"holds {kind_of(node)}", optimizer, "an optimizer")
+        return context.wrong(place, f"holds {kind_of(node)}", optimizer, "an optimizer")
     prefix = f"{place}." if place else ""
     names = view.all_names
     saved_key = _match(names, saved)
     stranger = _other_kind(view, index_names, saved, saved_key)
     if stranger is not None:
-        return restore.wrong(place, stranger, optimizer, f"is a {type_name(optimizer)}")
-    _report(restore, names, saved, saved_key, prefix)
+        return context.wrong(place, stranger, optimizer, f"is a {type_name(optimizer)}")
+    _report(context, names, saved, saved_key, prefix)
     here = set(view.names.flat())
     for name, key in saved_key.items():
         if name not in here:
-            restore.others(saved.state.get(key))
+            context.others(saved.state.get(key))
 
-    # FSDP1's parameters are pieces without a shape; its state dict has tensors that are spread as they are.
+    # FSDP1's parameters are pieces without a shape; its state dict has distributed tensors.
     fsdp = view.fsdp1
     parameters = _parameter_of_index(view.optimizer, current) if fsdp is None else fsdp1.module_state(fsdp)
     states: dict[Any, dict[Any, Plan] | Plan] = {}
@@ -100,10 +98,10 @@ def plan_optimizer(restore: Restore, optimizer: Any, node: Node, place: str) -> 
         entries = _by_key(item)
         own = current["state"].get(index)
         if entries is None:
-            states[index] = restore.plan_new(item)
+            states[index] = context.plan_new(item)
         else:
             states[index] = {
-                key: _plan_entry(restore, own, key, entry, parameters[index], f"{prefix}{name}.{key}")
+                key: _plan_entry(context, own, key, entry, parameters[index], f"{prefix}{name}.{key}")
                 for key, entry in entries.items()
             }
     # What the checkpoint does not know stays as it is; what it knows as never stepped becomes so.
@@ -113,9 +111,9 @@ def plan_optimizer(restore: Restore, optimizer: Any, node: Node, place: str) -> 
         if name not in saved_key and index in current["state"]
     }
     claimed = {key for group in saved.members for key in group}
-    shared = {key: restore.plan_new(item) for key, item in saved.state.items() if key not in claimed}
-    groups = _plan_groups(restore, current, names, saved, saved_key, place)
-    others = {key: restore.plan_new(item) for key, item in saved.others.items()}
+    shared = {key: context.plan_new(item) for key, item in saved.state.items() if key not in claimed}
+    groups = _plan_groups(context, current, names, saved, saved_key, place)
+    others = {key: context.plan_new(item) for key, item in saved.others.items()}
 
     def fill(lookup: Lookup) -> Any:
         ready: dict[Any, Any] = dict(kept)
@@ -200,16 +198,16 @@ def _listed(fields: set[Any]) -> str:
 
 
 def _report(
-    restore: Restore, names: OptimizerNames, saved: _Saved, saved_key: dict[str, Any], prefix: str
+    context: RestoreContext, names: OptimizerNames, saved: _Saved, saved_key: dict[str, Any], prefix: str
 ) -> None:
     for name in names.flat():
         if name not in saved_key:
-            restore.missing(f"{prefix}{name}", None, arrays=True)
+            context.missing(f"{prefix}{name}", None, arrays=True)
     used = set(saved_key.values())
     for group in saved.members:
         for key in group:
             if key not in used:
-                restore.extra(f"{prefix}{key}", saved.state.get(key))
+                context.extra(f"{prefix}{key}", saved.state.get(key))
 
 
 def _parameter_of_index(optimizer: Any, current: Any) -> dict[Any, Any]:
@@ -220,34 +218,36 @@ def _parameter_of_index(optimizer: Any, current: Any) -> dict[Any, Any]:
     }
 
 
-def _plan_entry(restore: Restore, own: Any, key: Any, node: Node, parameter: Any, place: str) -> Plan:
+def _plan_entry(context: RestoreContext, own: Any, key: Any, node: Node, parameter: Any, place: str) -> Plan:
     """One entry of a parameter's state: in place where the optimizer has such a tensor, else a new one.
 
     A different shape is normal (a history that grows) unless the tensor follows the parameter's shape.
     """
     name = leaf_of(node)
     if name is None:
-        return restore.plan_new(node)
-    meta = restore.meta(name)
+        return context.plan_new(node)
+    meta = context.meta(name)
     tensor: Any = own.get(key) if isinstance(own, dict) else None
     if is_array(tensor):
-        dtype, shape = array_type(tensor, place, restore.shardings)
+        dtype, shape = array_type(tensor, place, context.shardings)
         if (dtype, shape) == (meta.dtype, tuple(meta.shape)):
-            return restore.plan_leaf(tensor, name, place)
-        if tuple(meta.shape) != shape == sharded.whole_shape(parameter, place, restore.shardings):
-            return restore.wrong(name, str(meta), tensor, describe(dtype, shape))
+            return context.plan_leaf(tensor, name, place)
+        if tuple(meta.shape) != shape == sharded.whole_shape(parameter, place, context.shardings):
+            return context.wrong(name, str(meta), tensor, describe(dtype, shape))
     if key == "step" and not meta.shape:
-        return restore.plan_new(node)  # a count, also where the parameter is a single number that is spread
+        return context.plan_new(
+            node
+        )  # a count, also where the parameter is a single number that is distributed
     model = tensor if sharded.is_sharded(tensor) else parameter
     if sharded.is_sharded(model) and tuple(meta.shape) == sharded.whole_shape(
-        model, place, restore.shardings
+        model, place, context.shardings
     ):
-        return restore.plan_leaf(sharded.like(model, meta.dtype), name, place)
-    return restore.plan_new(node)
+        return context.plan_leaf(sharded.like(model, meta.dtype), name, place)
+    return context.plan_new(node)
 
 
 def _plan_groups(
-    restore: Restore,
+    context: RestoreContext,
     current: Any,
     names: OptimizerNames,
     saved: _Saved,
@@ -271,10 +271,10 @@ def _plan_groups(
             group = dict(saved.groups[source])
             if keys != saved.members[source]:
                 group.pop("param_names", None)  # these follow the order of the saved group
-            plans.append(own | {key: restore.plan_new(item) for key, item in group.items()})
+            plans.append(own | {key: context.plan_new(item) for key, item in group.items()})
             continue
         if sources:
-            restore.wrong(
+            context.wrong(
                 f"{place}.param_groups.{number}" if place else f"param_groups.{number}",
                 f"keeps its parameters in {len(sources)} groups",
                 None,

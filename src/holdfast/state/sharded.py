@@ -79,21 +79,21 @@ def is_sharded(value: object) -> bool:
 
 
 def whole_shape(value: Any, place: str, known: Shardings) -> tuple[int, ...]:
-    """The shape of an array, also of one that is spread over ranks."""
+    """The shape of an array, also of one that is distributed over ranks."""
     found = held(value, place, known)
     return tuple(value.shape) if found is None else found.sharding.shape
 
 
 def element_type(value: Any) -> Any:
-    """The torch dtype of a tensor that is spread over ranks, wherever its elements are."""
+    """The torch dtype of a tensor that is distributed over ranks, wherever its elements are."""
     # ShardedTensor warns that it is old whenever it is asked for something.
     return value.dtype if is_dtensor(value) else value.metadata().tensor_properties.dtype
 
 
 def local_tensor(value: Any) -> Any:
-    """The memory that an array has here: the part of one that is spread, else the array itself.
+    """The memory that an array has here: the part of one that is distributed, else the array itself.
 
-    None where nothing of it is here, or where its part cannot be told. Quick: how it is spread is not asked.
+    None where nothing of it is here, or where its part is unknown. Quick: the distribution is not looked up.
     """
     look = _look_of(type(value))
     if look is None:
@@ -169,7 +169,7 @@ def _plain(tensor: Any, place: str) -> Any:
 
 
 def like(model: Any, dtype: str) -> Any:
-    """A tensor of another element type that is spread as `model` is, in fresh memory."""
+    """A tensor of another element type that is distributed as `model` is, in fresh memory."""
     return _dtensor_like(model, dtype) if is_dtensor(model) else _sharded_tensor_like(model, dtype)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.engine.buffers import Consumed, Destination, Memory
 from holdfast.errors import StateMismatch, UnsupportedState
-from holdfast.state import arrays, sharded, torch_arrays, torch_objects
+from holdfast.state import arrays, numpy_arrays, sharded, torch_arrays, torch_objects
 from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, blob_of, items_of, leaf_of, pairs_of, shorten
 from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import is_value, type_name, unfillable
@@ -31,7 +31,7 @@ def is_array(value: object) -> bool:
 def array_type(target: Any, place: str, known: sharded.Shardings) -> tuple[str, tuple[int, ...]]:
     """Logical name and shape of an array; `UnsupportedState` for one that could not be saved either.
 
-    Of an array that is spread over ranks: the whole shape.
+    Of an array that is distributed over ranks: the whole shape.
     """
     if not isinstance(target, np.ndarray):
         part = sharded.held(target, place, known)
@@ -40,7 +40,7 @@ def array_type(target: Any, place: str, known: sharded.Shardings) -> tuple[str, 
         if part.tensor is None:
             return torch_arrays.logical_name(sharded.element_type(target), place), part.sharding.shape
         return torch_arrays.tensor_type(part.tensor, place)[0], part.sharding.shape
-    dtype = arrays.logical_name(target.dtype)
+    dtype = numpy_arrays.logical_name(target.dtype)
     if dtype is None or type(target) not in (np.ndarray, np.memmap):
         raise unfillable(place, f"a {type_name(target)} of dtype {target.dtype} cannot be filled")
     return dtype, target.shape
@@ -53,7 +53,7 @@ def describe(dtype: str, shape: tuple[int, ...]) -> str:
 
 def array_destination(target: Any) -> Destination | None:
     if isinstance(target, np.ndarray):
-        return arrays.destination(target)
+        return numpy_arrays.destination(target)
     return torch_arrays.destination(target)
 
 
@@ -61,12 +61,12 @@ def replaceable(target: Any) -> bool:
     """Whether no in-place write can work, so that the place itself takes the new array."""
     if isinstance(target, np.ndarray):
         return True
-    return arrays.overlaps_itself(tuple(target.shape), target.stride())
+    return numpy_arrays.overlaps_itself(tuple(target.shape), target.stride())
 
 
 def copy_into(target: Any, array: Any) -> None:
     if isinstance(target, np.ndarray):
-        source: arrays.Array = arrays.convert(array, "numpy")
+        source: numpy_arrays.Array = arrays.convert(array, "numpy")
         np.copyto(target, source, casting="no")
         return
     import torch

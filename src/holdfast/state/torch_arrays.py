@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,7 +18,7 @@ from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Sou
 from holdfast.errors import UnsupportedState
 from holdfast.format import dtypes
 from holdfast.format.geometry import boxes_of_range
-from holdfast.state import arrays
+from holdfast.state import numpy_arrays
 from holdfast.state.node import corrupt
 from holdfast.state.value_encoder import type_name, unfillable, unsupported
 
@@ -275,16 +275,19 @@ def _as_bytes(tensor: Any) -> Any:
 
 def destination(tensor: Any) -> Destination | None:
     """Where to read a tensor's bytes to, in place; None when it must be copied to by torch itself."""
-    if tensor.is_neg() or tensor.is_conj() or arrays.overlaps_itself(tuple(tensor.shape), tensor.stride()):
+    if tensor.is_neg() or tensor.is_conj():
         return None
-    if not tensor.is_cpu:
-        if tensor.is_meta or not tensor.is_contiguous():
+    if tensor.is_contiguous():
+        if tensor.is_cpu:
+            return Memory(tensor.data_ptr(), tensor.nbytes, tensor)
+        if tensor.is_meta:
             return None
         # untested without a device, as `_device_source`
         return Consumed(tensor.nbytes, window_writer(tensor), window_reader(tensor))
-    if tensor.is_contiguous():
-        return Memory(tensor.data_ptr(), tensor.nbytes, tensor)
-    return _strided(tensor, tensor.data_ptr(), tuple(tensor.shape))
+    shape = tuple(tensor.shape)
+    if not tensor.is_cpu or numpy_arrays.overlaps_itself(shape, tensor.stride()):
+        return None
+    return _strided(tensor, tensor.data_ptr(), shape)
 
 
 # --- fresh tensors ------------------------------------------------------------------------------------------
@@ -296,38 +299,43 @@ def empty(dtype: str, shape: tuple[int, ...], address_residue: int) -> tuple[Any
     kind = torch_dtype(dtype)
     itemsize = dtypes.itemsize(dtype)
     nbytes = itemsize * math.prod(shape)
-    if nbytes < arrays.ALIGNED_FROM_NBYTES:
+    if nbytes < numpy_arrays.ALIGNED_FROM_NBYTES:
         tensor = torch.empty(shape, dtype=kind)
     else:
-        base = arrays.aligned_bytes(nbytes, address_residue, itemsize)
+        base = numpy_arrays.aligned_bytes(nbytes, address_residue, itemsize)
         tensor = torch.from_numpy(base).view(kind).reshape(shape)
     return tensor, Memory(tensor.data_ptr(), nbytes, tensor)
 
 
-def from_numpy(array: arrays.Array) -> Any:
+def small_maker(dtype: str) -> Callable[[tuple[int, ...]], Any]:
+    """`numpy_arrays.small_maker` for torch."""
+    return partial(load_torch().empty, dtype=torch_dtype(dtype))
+
+
+def from_numpy(array: numpy_arrays.Array) -> Any:
     torch = load_torch()
-    name = arrays.logical_name(array.dtype)
+    name = numpy_arrays.logical_name(array.dtype)
     if name is None or name not in TORCH_NAMES:
         raise UnsupportedState(f"torch has no element type for numpy's {array.dtype}; use framework='numpy'")
     kind = torch_dtype(name)
     # Torch cannot hold negative strides or read-only memory, and knows nothing of ml_dtypes.
     if any(step < 0 for step in array.strides) or not array.flags.writeable:
         array = array.copy()
-    if name in arrays.ML_DTYPES:
+    if name in numpy_arrays.ML_DTYPES:
         array = array.view(np.uint16 if array.itemsize == 2 else np.uint8)
     return torch.from_numpy(array).view(kind)
 
 
-def to_numpy(tensor: Any) -> arrays.Array:
+def to_numpy(tensor: Any) -> numpy_arrays.Array:
     torch = load_torch()
     name = _name_of_dtype().get(tensor.dtype)
     if name is None:
         raise UnsupportedState(f"numpy has no element type for {tensor.dtype}; use framework='torch'")
-    kind = arrays.numpy_dtype(name)
+    kind = numpy_arrays.numpy_dtype(name)
     host = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if name in arrays.ML_DTYPES:
+    if name in numpy_arrays.ML_DTYPES:
         host = host.view(torch.uint16 if host.element_size() == 2 else torch.uint8)
-    array: arrays.Array = host.numpy().view(kind)
+    array: numpy_arrays.Array = host.numpy().view(kind)
     return array
 
 

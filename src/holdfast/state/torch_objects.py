@@ -190,7 +190,7 @@ class OptimizerView:
 
     Of a ZeroRedundancyOptimizer (`outer`) that is an optimizer of this rank's parameters only; `all_names`
     are those of all ranks, and every rank lists them in its groups. Of an optimizer of FSDP1's parameters,
-    the state is by names already, and spread over ranks as the parameters of `fsdp1`, the module, are.
+    the state is by names already, and distributed over ranks as the parameters of `fsdp1`, the module, are.
     """
 
     optimizer: Any

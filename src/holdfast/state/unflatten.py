@@ -16,7 +16,7 @@ import numpy as np
 from holdfast.errors import CorruptCheckpoint
 from holdfast.state import torch_arrays
 from holdfast.state.arrays import convert
-from holdfast.state.flatten import component
+from holdfast.state.leaf_table import component
 from holdfast.state.node import (
     BLOBS,
     COUNTER,
@@ -69,9 +69,10 @@ def unflatten(
     """
 
     def resolve(name: str) -> object:
-        if name not in arrays:
+        try:
+            return arrays[name]
+        except KeyError:
             corrupt(f"it refers to leaf {shorten(name)!r}, which the checkpoint does not hold")
-        return arrays[name]
 
     return _located(where, lambda: decode(localized(tree, local), resolve))
 
@@ -102,6 +103,8 @@ def decode(node: Node, resolve: Resolve, depth: int = 0) -> Any:
     kind = type(node)
     if kind is dict:
         assert type(node) is dict
+        if len(node) == 1 and type(name := node.get(LEAF)) is str:  # what most nodes of a large state are
+            return resolve(name)
         tag = tag_of(node)
         if tag is None:
             depth = _deeper(depth)

@@ -20,7 +20,7 @@ from zoneinfo import ZoneInfo
 import numpy as np
 
 from holdfast.errors import UnsupportedState
-from holdfast.state import arrays
+from holdfast.state import numpy_arrays
 from holdfast.state.node import MAX_EXACT_INT, ZONE_KEY, Node, corrupt, shorten
 
 _INTEGER = re.compile(r"-?(?:[0-9]{1,640}|0x[0-9a-f]+)", re.ASCII)
@@ -192,7 +192,7 @@ def _decode_numpy(node: Node) -> np.generic:
     if code == "bytes":
         scalar: np.generic = np.bytes_(data)
         return scalar
-    found = arrays.scalar_dtype(code)
+    found = numpy_arrays.scalar_dtype(code)
     if found is None or found.itemsize != len(data):
         corrupt(f"$np holds {len(data)} bytes of the type {shorten(code)!r}")
     # A copy: the scalar of a void type would otherwise be a view of the buffer, and read-only.
@@ -201,7 +201,7 @@ def _decode_numpy(node: Node) -> np.generic:
 
 
 def _decode_numpy_dtype(node: Node) -> np.dtype[Any]:
-    found = arrays.coded_dtype(node) if type(node) is str else None
+    found = numpy_arrays.coded_dtype(node) if type(node) is str else None
     if found is None:
         corrupt(f"$npdtype holds {shorten(node)}")
     return found

@@ -19,7 +19,7 @@ from zoneinfo import ZoneInfo
 import numpy as np
 
 from holdfast.errors import UnsupportedState
-from holdfast.state import arrays
+from holdfast.state import numpy_arrays
 from holdfast.state.node import MAX_EXACT_INT, ZONE_KEY, Node
 
 _DECIMAL_BITS: Final = 2000
@@ -135,7 +135,7 @@ def _time(value: dt.time, place: str) -> Node:
 
 
 def _numpy_scalar(value: np.generic, place: str) -> Node:
-    code = arrays.scalar_code(value.dtype, type(value))
+    code = numpy_arrays.scalar_code(value.dtype, type(value))
     if code is None:
         raise unsupported(place, f"a numpy scalar of dtype {value.dtype}")
     return {"$np": [code, value.tobytes().hex()]}
@@ -173,11 +173,11 @@ ENCODERS: Final[dict[type, Encoder]] = {
 }
 """Exact type -> encoder. Subclasses are absent on purpose: they would come back as something else."""
 
-ENCODERS.update(dict.fromkeys(arrays.SCALAR_TYPES, _numpy_scalar))
+ENCODERS.update(dict.fromkeys(numpy_arrays.SCALAR_TYPES, _numpy_scalar))
 
 
 def _numpy_dtype(value: np.dtype[Any], place: str) -> Node:
-    code = arrays.dtype_code(value)
+    code = numpy_arrays.dtype_code(value)
     if code is None:
         raise unsupported(place, f"numpy dtype {value}")
     return {"$npdtype": code}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,13 +19,14 @@ from typing import Any
 
 from msgspec import structs
 
-from holdfast.engine import ALIGNMENT
+from holdfast.engine import ALIGNMENT, Memory
 from holdfast.errors import CorruptCheckpoint, LeafNotFound, ReadFailed, StateMismatch, UnsupportedState
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import whole
-from holdfast.format.records import EMBEDDED, Part
+from holdfast.format.records import EMBEDDED, Leaf, Part
 from holdfast.state import (
     Framework,
+    FreshArrays,
     LeafMeta,
     Node,
     Restore,
@@ -43,8 +43,9 @@ from holdfast.store.read.gather import FileReads, fetch, plan_fetch
 from holdfast.store.read.lazy_leaf import LazyLeaf
 from holdfast.store.read.open import is_checkpoint, open_checkpoint, resolve
 from holdfast.store.read.parts import Parts, local_rank
-from holdfast.store.read.requests import Wanted, wanted_of
-from holdfast.store.read.shard_reader import Problem, Request, ShardReader, whole_leaf
+from holdfast.store.read.requests import BoxRequest, box_requests
+from holdfast.store.read.restore_warnings import Unrestored
+from holdfast.store.read.shard_reader import Problem, ShardReader, whole_leaf
 
 __all__ = ["Checkpoint", "LeafInfo", "is_checkpoint", "resolve"]
 
@@ -205,8 +206,7 @@ class Checkpoint:
         if into is None:
             tree = localized(self.tree, self.local(0))
             if select is None:
-                own = {**self.parts.local_metas(0), **self.parts.local_aliases(0)}
-                chosen = [*self.parts.metas, *self.aliases, *own]
+                chosen = self.parts.names_for(0)
             else:
                 chosen = self.select(select)
                 tree = prune(tree, set(chosen))
@@ -221,7 +221,7 @@ class Checkpoint:
     ) -> Restore:
         """How the state `into` of a rank is filled. With `strict`, `StateMismatch` unless all of it fits.
 
-        Read `wanted_of` it and `fresh` arrays for what it wants fresh, and hand these to its `finish`.
+        Read `box_requests` it and `fresh` arrays for what it wants fresh, and hand these to its `finish`.
         """
         only = None if select is None else set(self.select(select))
         aliases = {**self.aliases, **self.parts.local_aliases(rank)}
@@ -250,31 +250,17 @@ class Checkpoint:
     ) -> object:
         restore = self.plan_restore(into, select, strict=strict)
         arrays, wanted = self.fresh(restore.fresh)
-        wanted += wanted_of(restore, self.metas_for(0), 0)
+        wanted += box_requests(restore, self.metas_for(0), 0)
         self.fetch(wanted, verify=verify)
         restored = restore.finish(arrays)
-        # From holdfast.load, past Checkpoint.load, to the line that asked for it.
-        if restore.mismatch:
-            text = f"{self.path}: {restore.mismatch}\n  All else has been restored."
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-        if restore.kept:
-            text = f"{self.path} has no {', '.join(restore.kept[:20])} of rank 0: this stays as it is"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-        if restore.left_out:
-            text = f"{self.path}: the target has no place for rank 0's own {', '.join(restore.left_out[:20])}"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-        own = self.local(0) if self.world > 1 and select is None else {}
-        beyond = [place for place in own if place not in restore.left_out]
-        if beyond:
-            who = "rank 1" if self.world == 2 else f"ranks 1 to {self.world - 1}"
-            text = f"{self.path}: what {who} had alone is not restored, there is no such rank: "
-            text += ", ".join(beyond[:20])
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        beyond = self.local(0) if self.world > 1 and select is None else {}
+        unrestored = Unrestored.of(restore, restore.mismatch, beyond)
+        unrestored.warn(self.path, rank=0, world=1, saved_world=self.world)
         return restored
 
     def fetch(
         self,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[BoxRequest],
         *,
         verify: bool = True,
         progress: Callable[[int], None] | None = None,
@@ -287,7 +273,7 @@ class Checkpoint:
             return
         self.carry_out(self.reads(wanted, verify=verify), verify=verify, progress=progress)
 
-    def reads(self, wanted: Sequence[Wanted], *, verify: bool = True) -> list[FileReads]:
+    def reads(self, wanted: Sequence[BoxRequest], *, verify: bool = True) -> list[FileReads]:
         """What has to be read, file by file, to get boxes of leaves to where they shall go."""
         metas = {name: self._meta(name) for name in dict.fromkeys(want.leaf for want in wanted)}
         wanted = [structs.replace(want, leaf=metas[want.leaf].name) for want in wanted if want.box.volume]
@@ -306,19 +292,29 @@ class Checkpoint:
         fetch(reads, self.reader, verify=verify, progress=progress)
 
     def _fetch_whole(
-        self, wanted: Sequence[Wanted], *, verify: bool, progress: Callable[[int], None] | None
+        self, wanted: Sequence[BoxRequest], *, verify: bool, progress: Callable[[int], None] | None
     ) -> bool:
         """Whole leaves of one process go straight from its files; False when this is something else."""
         stored = self.parts.leaves_of(0)
-        requests: dict[str, Request] = {}
+        leaves: dict[str, Leaf] = {}
         for want in wanted:
             leaf = stored.get(want.leaf)
-            if leaf is None or want.box.shape != leaf.shape or want.leaf in requests:
+            if leaf is None or want.box.shape != leaf.shape or want.leaf in leaves:
                 return False
-            requests[want.leaf] = whole_leaf(leaf, want.destination)
-        self.reader(0).read(
-            list(requests.values()), verify=verify, whole=len(requests) == len(stored), progress=progress
-        )
+            leaves[want.leaf] = leaf
+        reader, whole = self.reader(0), len(leaves) == len(stored)
+        if all(
+            type(want.destination) is Memory
+            and want.destination.nbytes == leaves[want.leaf].fragments[0].nbytes
+            for want in wanted
+        ):
+            addresses = [want.destination.address for want in wanted]
+            reader.read_whole_leaves(
+                [*leaves.values()], addresses, verify=verify, whole=whole, progress=progress
+            )
+        else:
+            requests = [whole_leaf(leaves[want.leaf], want.destination) for want in wanted]
+            reader.read(requests, verify=verify, whole=whole, progress=progress)
         return True
 
     def misplaced(self) -> str | None:
@@ -352,7 +348,7 @@ class Checkpoint:
 
     def fresh(
         self, names: Iterable[str], framework: Framework | None = None
-    ) -> tuple[dict[str, Any], list[Wanted]]:
+    ) -> tuple[dict[str, Any], list[BoxRequest]]:
         """New arrays for leaves, of the framework each was saved from or of this one; what to fetch for them.
 
         The other framework need not be installed.
@@ -362,14 +358,14 @@ class Checkpoint:
         metas = {name: self._meta(name) for name in names}
         residues = self.parts.residues(metas.values(), ALIGNMENT)
         arrays: dict[str, Any] = {}
-        wanted: list[Wanted] = []
+        wanted: list[BoxRequest] = []
         for name, meta in metas.items():
             kind = framework or meta.framework
             try:
                 arrays[name], memory = empty(meta.dtype, meta.shape, kind, residues.get(name, 0))
             except UnsupportedState as error:
                 raise UnsupportedState(f"{meta.name}: {error}") from error
-            wanted.append(Wanted(meta.name, whole(meta.shape), memory))
+            wanted.append(BoxRequest(meta.name, whole(meta.shape), memory))
         return arrays, wanted
 
     def _read_fresh(
@@ -380,10 +376,57 @@ class Checkpoint:
         verify: bool,
         progress: Callable[[int], None] | None = None,
     ) -> dict[str, Any]:
+        if self.parts.stored_whole:
+            return self._read_whole(names, framework, verify=verify, progress=progress)
         stored = {name: self._meta(name).name for name in names}
         arrays, wanted = self.fresh(dict.fromkeys(stored.values()), framework)
         self.fetch(wanted, verify=verify, progress=progress)
         return {name: arrays[stored[name]] for name in names}
+
+    def _read_whole(
+        self,
+        names: Sequence[str],
+        framework: Framework | None,
+        *,
+        verify: bool,
+        progress: Callable[[int], None] | None,
+    ) -> dict[str, Any]:
+        """`_read_fresh` where one process stored every leaf in one piece: with little work for each."""
+        if framework is not None:
+            check_framework(framework)
+        stored = self.parts.leaves_of(0)
+        aliases = {**self.parts.aliases, **self.parts.local_aliases(0)}
+        arrays: dict[str, Any] = {}
+        leaves: list[Leaf] = []
+        addresses: list[int] = []
+        fresh = FreshArrays()
+        for name in names:
+            leaf = stored.get(aliases.get(name, name) if aliases else name)
+            if leaf is None:
+                raise self._no_leaf(name)
+            if leaf.name not in arrays:
+                (fragment,) = leaf.fragments
+                try:
+                    arrays[leaf.name], address = fresh.make(
+                        leaf.dtype,
+                        leaf.shape,
+                        framework or leaf.framework,
+                        fragment.nbytes,
+                        fragment.offset % ALIGNMENT,
+                    )
+                except UnsupportedState as error:
+                    raise UnsupportedState(f"{leaf.name}: {error}") from error
+                leaves.append(leaf)
+                addresses.append(address)
+        self.reader(0).read_whole_leaves(
+            leaves, addresses, verify=verify, whole=len(leaves) == len(stored), progress=progress
+        )
+        if not aliases:
+            return arrays
+        return {name: arrays[aliases.get(name, name)] for name in names}
+
+    def _no_leaf(self, name: str) -> LeafNotFound:
+        return LeafNotFound(f"{self.path} has no leaf {name!r}; `holdfast show` lists them")
 
     def reader(self, rank: int) -> ShardReader:
         """The shards of a rank."""
@@ -398,7 +441,7 @@ class Checkpoint:
         if found is None and rank is not None:
             found = self.parts.local_metas(rank).get(self.parts.local_aliases(rank).get(name, name))
         if found is None:
-            raise LeafNotFound(f"{self.path} has no leaf {name!r}; `holdfast show` lists them")
+            raise self._no_leaf(name)
         return found
 
     def close(self) -> None:

@@ -54,9 +54,13 @@ class RunLock:
         try:
             self._file = self._open()
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
-        except OSError as error:
+        except BaseException as error:
             self.release()
-            if error.errno not in (errno.EAGAIN, errno.EACCES) or error.filename is not None:
+            if (
+                not isinstance(error, OSError)
+                or error.errno not in (errno.EAGAIN, errno.EACCES)
+                or error.filename is not None
+            ):
                 raise
             raise Locked(f"run {run} is {_holder_of(run)}; one writer per run") from error
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}

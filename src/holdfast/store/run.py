@@ -1,7 +1,7 @@
 """A run: a directory holding the checkpoints of one training. Listing, recovery, retention, recycling.
 
 Names in a run: ``step-000000000120`` is a checkpoint, ``….partial`` a save that did not finish, ``….retired``
-a checkpoint that retention has given up and whose files the next save may write over. Only the process that
+a checkpoint that retention has retired and whose files the next save may write over. Only the process that
 holds the run's lock changes anything here. It reaches the run by the descriptor of its directory, and makes
 sure that the run's path still leads there.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from holdfast.engine import fs
 from holdfast.engine.fs import Entry, HeldDirectory
@@ -37,8 +37,15 @@ class FollowedRun:
     def path_of(self, step: int) -> str:
         return os.path.join(self.path, step_name(step))
 
-    def save(self, step: int, commit: Callable[[Target], CheckpointInfo]) -> CheckpointInfo:
-        return commit(Target(self.path_of(step)))
+    def begin(self, step: int) -> Target:
+        """Where the checkpoint of that step goes."""
+        return Target(self.path_of(step))
+
+    def committed(self, step: int, target: Target, info: CheckpointInfo) -> None:
+        """The coordinator keeps the record."""
+
+    def failed(self, step: int, target: Target) -> None:
+        """The coordinator cleans up."""
 
     def has(self, step: int) -> bool:
         return os.path.isdir(self.path_of(step))
@@ -50,7 +57,7 @@ class FollowedRun:
         """The coordinator does."""
 
     def close(self) -> None:
-        """There is nothing to give up."""
+        """This rank holds no lock and no files."""
 
 
 class WritableRun:
@@ -75,6 +82,10 @@ class WritableRun:
                 raise
 
     @property
+    def is_open(self) -> bool:
+        return self._open
+
+    @property
     def directory(self) -> HeldDirectory:
         """The run's, for as long as it is open."""
         return self._lock.directory
@@ -90,42 +101,51 @@ class WritableRun:
         return self.directory.at(name)
 
     def close(self) -> None:
-        """Gives up the lock and the disk space held for recycling."""
-        if not self._open:
-            return
-        self._open = False
-        for spare in [*self._unsynced, self._spare]:
-            if spare is not None:
-                self._remove(spare.name)
-        self._spare, self._unsynced = None, []
-        self._remove_stuck()
-        self._lock.release()
+        """Releases the lock, and the disk space held for recycling."""
+        try:
+            if self._open:
+                self._open = False
+                for spare in [*self._unsynced, self._spare]:
+                    if spare is not None:
+                        self._remove(spare.name)
+                self._spare, self._unsynced = None, []
+                self._remove_stuck()
+        finally:
+            self._lock.release()
 
     def path_of(self, step: int) -> str:
         return os.path.join(self.path, step_name(step))
 
-    def save(self, step: int, commit: Callable[[Target], CheckpointInfo]) -> CheckpointInfo:
-        """Commits one checkpoint, given where it goes and whose files it may write over.
+    def begin(self, step: int) -> Target:
+        """Where the checkpoint of that step goes, and the retired one whose files it may write over.
 
-        One of the same step is replaced: it was damaged, or training went back.
+        The caller commits it, and then calls `committed` or `failed` with the target.
         """
         spare, self._spare = self._spare, None
-        partial = step_name(step) + PARTIAL
-        try:
-            info = commit(Target(self.path_of(step), self.directory, spare))
-        finally:
-            # Not taken: somebody reads it, or the save failed before. (Or a namesake was retired meanwhile.)
-            if spare is not None and not self._is_retired(spare.name) and fs.exists(self._at(spare.name)):
-                self._stuck.append(spare.name)
-            # A rank that was slow to learn of a failure has written into what was being removed.
-            if fs.exists(self._at(partial)):
-                self._stuck.append(partial)
+        return Target(self.path_of(step), self.directory, spare)
+
+    def committed(self, step: int, target: Target, info: CheckpointInfo) -> None:
+        """The checkpoint of that step is durable at the target."""
+        self._end(step, target)
         self._committed[step] = info.stored_nbytes
         # The commit has synced the run's directory, and with it the new names of what was retired before.
         unsynced, self._unsynced = self._unsynced, []
         self._settle(unsynced)
         self._remove_stuck()
-        return info
+
+    def failed(self, step: int, target: Target) -> None:
+        """No checkpoint of that step was committed at the target."""
+        self._end(step, target)
+
+    def _end(self, step: int, target: Target) -> None:
+        """Remembers what the save did not take or could not remove; the next one removes it."""
+        spare, partial = target.spare, step_name(step) + PARTIAL
+        # Not taken: somebody reads it, or the save failed before. (Or a namesake was retired meanwhile.)
+        if spare is not None and not self._is_retired(spare.name) and fs.exists(self._at(spare.name)):
+            self._stuck.append(spare.name)
+        # A rank that was slow to learn of a failure has written into what was being removed.
+        if fs.exists(self._at(partial)):
+            self._stuck.append(partial)
 
     def retire(self, steps: list[int], *, durable: bool = False) -> None:
         """Takes checkpoints out of the run. One becomes a spare, whose files a later save writes over.
@@ -162,7 +182,7 @@ class WritableRun:
         # Where files are not counted, there are as many as one likes.
         return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else 1 << 62
 
-    def room(self) -> int:
+    def available_nbytes(self) -> int:
         """Bytes for the next checkpoint: what is free, and the files of a retired one that it writes over."""
         with saving(self.path):
             if self._unsynced:

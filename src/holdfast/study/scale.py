@@ -47,7 +47,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.shard import HeaderEntry, build_header, entry_name
 from holdfast.plan.description import decode_plan, encode_plan, fingerprint
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.read_sharing import SharePlan
 from holdfast.plan.resharding import StoredIndex, Wanted, plan_reads
@@ -107,16 +107,16 @@ def look(layout: Layout, world: int, count: int) -> View:
     tensor = math.gcd(world, _RANKS_PER_NODE) if layout == "hsdp x tp" else 1
     copies = {"ddp": world, "fsdp": 1, "hsdp x tp": math.gcd(world // tensor, 4)}[layout]
     mesh = Mesh.grid(copies, world // copies // tensor, tensor)
-    spreads = {
-        None: None if layout == "ddp" else Spread(mesh, (Split(0, 1),)),
+    placements = {
+        None: None if layout == "ddp" else MeshPlacement(mesh, (Split(0, 1),)),
         # Fully sharded on top of tensor parallel: the latter comes first.
-        0: Spread(mesh, (Split(0, 2), Split(0, 1))),
-        1: Spread(mesh, (Split(0, 1), Split(1, 2))),
+        0: MeshPlacement(mesh, (Split(0, 2), Split(0, 1))),
+        1: MeshPlacement(mesh, (Split(0, 1), Split(1, 2))),
     }
     found: list[Seen] = []
     for name, dtype, shape in model(count):
         axis = None if tensor == 1 or len(shape) == 1 else int(".out." in name or ".down." in name)
-        found.append(Seen(name, dtype, shape, spreads[axis]))
+        found.append(Seen(name, dtype, shape, placements[axis]))
     return tuple(found)
 
 

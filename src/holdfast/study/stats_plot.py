@@ -39,13 +39,14 @@ class _Column:
     rate: tuple[float, float, float]
 
 
-def draw(events: Sequence[Event], path: Path, *, name: str) -> None:
-    """Write the picture; the suffix of `path` chooses PNG or SVG. `ValueError` without a durable save."""
+def draw(events: Sequence[Event], path: Path, *, name: str) -> bool:
+    """Writes the picture; the suffix of `path` chooses PNG or SVG. False: no save was durable, so there is
+    nothing to draw."""
     saves = sorted((event for event in events if isinstance(event, Saved)), key=lambda event: event.step)
     failed = [event for event in events if isinstance(event, Failed)]
     restored = [event for event in events if isinstance(event, Restored)]
     if not saves:
-        raise ValueError("there is no picture of a run without a durable save")
+        return False
     with new_figure(path, 11.5, 8.2) as figure:
         from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
@@ -67,6 +68,7 @@ def draw(events: Sequence[Event], path: Path, *, name: str) -> None:
         axes[2].xaxis.set_major_locator(MaxNLocator(places, integer=True, min_n_ticks=1))
         axes[2].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         _words(figure, name, saves, failed, restored, grouped=len(columns) < len(saves))
+    return True
 
 
 def _ends(steps: Sequence[int]) -> tuple[float, float]:

@@ -138,10 +138,12 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         began = time.perf_counter()
         encoded = bytearray() if part is None else encode_part(part)
         written: list[WriteJob | fs.PendingFile] = [job for _, _, job in self._files]
-        if part is not None:
+        if part is None:
+            fs.sync(written, directory)
+        else:
             place = directory.at(part_name(self._rank))
-            written.append(fs.write_file(place, encoded, recycle=self._recycle))
-        fs.sync(written, directory)
+            with fs.write_file(place, encoded, recycle=self._recycle) as file:
+                fs.sync([*written, file], directory)
         for outside in self._outside:
             # The file's name; those of the directories are durable already.
             fs.sync_dir(outside)

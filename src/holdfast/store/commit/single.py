@@ -110,7 +110,8 @@ class SingleCommit(Struct, frozen=True):
         """Steps 2 to 4. Returns the size of the manifest, and the seconds that sealing took."""
         names = {SHARD, MANIFEST}
         transaction.keep_only(names)
-        job = engine.write(
+        # Left by an error, it ends the job: the engine must not go on reading memory that the caller changes.
+        with engine.write(
             transaction.directory.at(SHARD),
             plan.nbytes,
             plan.pieces(),
@@ -118,8 +119,7 @@ class SingleCommit(Struct, frozen=True):
             header=plan.header,
             recycle=transaction.recycle,
             background=plan.nbytes > tuning.small_nbytes,
-        )
-        try:
+        ) as job:
             observer.writing([(plan, job)])
             job.wait()
             observer.written()
@@ -128,22 +128,19 @@ class SingleCommit(Struct, frozen=True):
             manifest = encode_root(root_of_one(identity, flat, shard), leaves)
             began = time.perf_counter()
             transaction.seal(names, manifest, [job])
-        except BaseException:
-            job.abandon()  # the engine must not go on reading memory that the caller goes on to change
-            raise
         return len(manifest), time.perf_counter() - began
 
     def _write_one_file(self, single: OneFile, transaction: Transaction) -> float:
         """Steps 2 to 4 of a small state. Returns the seconds that sealing took."""
         transaction.keep_only({SHARD})
-        file = fs.write_file(
+        with fs.write_file(
             transaction.directory.at(SHARD),
             single.plan.header,
             single.packed.data,
             recycle=transaction.recycle,
-        )
-        began = time.perf_counter()
-        transaction.seal({SHARD}, None, [file])
+        ) as file:
+            began = time.perf_counter()
+            transaction.seal({SHARD}, None, [file])
         return time.perf_counter() - began
 
 

@@ -97,6 +97,8 @@ class Transaction:
     beside: bool = False
     """Whether ``D`` may be a directory with files of others, not only an empty one."""
     settled: bool = True
+    published: bool = False
+    """Whether the directory has the name ``D`` for good: from then on no failure removes anything in it."""
     recycle: bool = False
     """Whether there are files to write over."""
     _names: frozenset[str] = frozenset()
@@ -128,13 +130,17 @@ class Transaction:
         with saving(to.path), to.opened() as parent:
             transaction = cls(parent, to.path, to.spare, overwrite)
             try:
-                fs.anchor(parent.path, once=True)
-                yield transaction
+                try:
+                    fs.anchor(parent.path, once=True)
+                    yield transaction
+                except BaseException:
+                    transaction.abort()
+                    raise
+                finally:
+                    transaction.release()
             except BaseException:
-                transaction.abort()
+                transaction.release()  # an interrupt may have struck before the other call had done anything
                 raise
-            finally:
-                transaction.release()
 
     def refuse_existing(self) -> None:
         """Raises what `publish` would, before anything large is written."""
@@ -142,9 +148,8 @@ class Transaction:
 
     def make(self) -> None:
         """Step 1. From here on it is held against others."""
-        self._lock = self._take_spare()
-        self.recycle = self._lock is not None
-        if self._lock is not None:
+        self.recycle = self._take_spare()
+        if self.recycle:
             return
         for _ in range(_ATTEMPTS):
             try:
@@ -174,20 +179,28 @@ class Transaction:
         `written`: those that this process wrote and has not synced. None: ranks have synced their own.
         `unneeded`: further files, which are removed when the manifest is there.
         """
-        files = list(written or ())
-        if manifest is not None:
-            files.append(fs.write_file(self.directory.at(MANIFEST), manifest, recycle=self.recycle))
-        for name in unneeded:
-            fs.unlink(self.directory.at(name))
-        durable = written is not None and self._names_are_durable(names, files)
-        fs.sync(files, None if durable else self.directory)
+        if manifest is None:
+            self._sync(names, written or ())
+            return
+        with fs.write_file(self.directory.at(MANIFEST), manifest, recycle=self.recycle) as file:
+            for name in unneeded:
+                fs.unlink(self.directory.at(name))
+            self._sync(names if written is not None else (), [*(written or ()), file])
+
+    def _sync(self, names: Collection[str], files: Sequence[WriteJob | PendingFile]) -> None:
+        fs.sync(files, None if self._names_are_durable(names, files) else self.directory)
 
     def _names_are_durable(self, names: Collection[str], files: Sequence[WriteJob | PendingFile]) -> bool:
         """Whether all are names of a spare that are known to be on the disk, with no file made or removed."""
         if not self.recycle:
             return False
         assert self.spare is not None
-        return self.spare.synced and self._names == set(names) and not any(file.fresh() for file in files)
+        return (
+            bool(names)
+            and self.spare.synced
+            and self._names == set(names)
+            and not any(file.fresh() for file in files)
+        )
 
     def publish(self, replaced: Callable[[], None] | None = None) -> None:
         """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found.
@@ -223,12 +236,13 @@ class Transaction:
 
     def abort(self) -> None:
         """After a failure. What cannot be removed now is swept by the next writer."""
-        if self._lock is not None and self.settled:
+        if self._lock is not None and self.settled and not self.published:
             with contextlib.suppress(OSError):  # the failure to report is the one before
                 fs.remove_entries(self._lock)
                 fs.rmdir(self.entry)
 
     def release(self) -> None:
+        """A second time does nothing."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -266,33 +280,41 @@ class Transaction:
             fs.sync_dir(self.parent)  # no second try of the first: the names have changed again
             self.settled = True
             raise
+        self.published = True
         self.settled = True
 
-    def _take_spare(self) -> HeldDirectory | None:
-        """Renames the spare to ``D.partial``. None: there is none, or others read it or share its files."""
+    def _take_spare(self) -> bool:
+        """Renames the spare to ``D.partial``. False: there is none, or others read it or share its files.
+
+        What holds it is kept here from the first moment on: an interrupt may strike at any later one.
+        """
         if self.spare is None:
-            return None
+            return False
         spare = self.parent.at(self.spare.name)
         try:
-            lock = try_lock_directory(spare)
+            self._lock = try_lock_directory(spare)
         except (FileNotFoundError, NotADirectoryError):
-            return None  # somebody has taken it away
-        if lock is None:
-            return None
+            return False  # somebody has taken it away
+        if self._lock is None:
+            return False
+        taken = False
         try:
-            names = _files_of_our_own(lock)
+            names = _files_of_our_own(self._lock)
             if names is None:
-                lock.release()
-                return None
+                return False
             if fs.exists(self.entry):
                 self._remove_leftover()
+            taken = True
             fs.rename(spare, self.entry)
-        except BaseException:
-            lock.release()
+            self._lock.renamed(self.path)
+            self._names = names
+        except OSError:
+            taken = False
             raise
-        lock.renamed(self.path)
-        self._names = names
-        return lock
+        finally:
+            if not taken:
+                self.release()  # it is still the spare, and not to be removed
+        return True
 
     def _remove_leftover(self) -> None:
         """Removes what a failed or crashed save left. A live one may be at work there: the lock tells."""

@@ -1,6 +1,6 @@
 """What ranks want of a checkpoint in common, so that each byte of it is read once per node.
 
-Every rank tells how it wants each leaf: as a whole array, as a box, or spread over a mesh. Leaves that
+Every rank tells how it wants each leaf: as a whole array, as a box, or distributed over a mesh. Leaves that
 several ranks want in the very same way are shared (`holdfast.plan.read_sharing`); whatever a rank wants in a
 way of its own it reads itself. Pure arithmetic on what was told: every rank finds the same.
 """
@@ -14,12 +14,12 @@ import numpy as np
 
 from holdfast.format.geometry import Box
 from holdfast.plan.fragments import part_of_destination
-from holdfast.plan.placement import LeafLayout, Mesh, Spread, local_sizes
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, local_sizes
 from holdfast.plan.read_sharing import Group, SharePlan
 from holdfast.plan.topology import Topology
 from holdfast.plan.world import Seen, View
 from holdfast.store.ranks.exchange import Place
-from holdfast.store.read.requests import Wanted
+from holdfast.store.read.requests import BoxRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class Sharing:
         """The array of a leaf's number in the groups."""
         return self._places[self._commons[number].seen]
 
-    def reads(self) -> Iterator[Wanted]:
+    def reads(self) -> Iterator[BoxRequest]:
         """What this rank reads."""
         for group in self.groups:
             for stretch in group.stretches:
                 for item in stretch.pieces if stretch.reader == self._rank else ():
                     common, place = self._commons[item.leaf], self.place(item.leaf)
                     start = tuple(a + b for a, b in zip(item.piece.box.start, common.origin, strict=True))
-                    yield Wanted(
+                    yield BoxRequest(
                         common.seen.name,
                         Box(start, item.piece.box.shape),
                         part_of_destination(place.where, place.shape, place.itemsize, item.piece.local),
@@ -78,32 +78,32 @@ def common_wishes(views: Mapping[View, Sequence[int]]) -> list[Common]:
         for seen in view:
             listed_in.setdefault(seen, []).append(number)
     meshes: dict[tuple[int, ...], Mesh] = {}
-    complete: dict[tuple[Spread, tuple[int, ...], tuple[int, ...]], bool] = {}
+    complete: dict[tuple[MeshPlacement, tuple[int, ...], tuple[int, ...]], bool] = {}
     found: list[Common] = []
     for seen, numbers in listed_in.items():
         holders = tuple(numbers)
         if holders not in meshes:
             meshes[holders] = Mesh.of(sorted(rank for number in holders for rank in ordered[number][1]))
-        if seen.spread is not None:
-            layout = LeafLayout(seen.name, seen.dtype, seen.shape, (seen.spread,), seen.framework)
+        if seen.placement is not None:
+            layout = LeafLayout(seen.name, seen.dtype, seen.shape, (seen.placement,), seen.framework)
             # Without a rank of the mesh that has some of it, the others cannot count on the plan.
-            kind = seen.spread, seen.shape, holders
+            kind = seen.placement, seen.shape, holders
             if kind not in complete:
-                complete[kind] = set(_having(layout, seen.spread)) <= set(meshes[holders].ranks().tolist())
+                complete[kind] = set(_having(layout, seen.placement)) <= set(meshes[holders].ranks().tolist())
             if complete[kind]:
                 found.append(Common(seen, layout, (0,) * len(seen.shape)))
         elif len(seen.boxes) <= 1:
-            spread = Spread(meshes[holders])
+            placement = MeshPlacement(meshes[holders])
             shape, origin = seen.shape, (0,) * len(seen.shape)
             if seen.boxes:
                 shape, origin = seen.boxes[0].shape, seen.boxes[0].start
-            layout = LeafLayout(seen.name, seen.dtype, shape, (spread,), seen.framework)
+            layout = LeafLayout(seen.name, seen.dtype, shape, (placement,), seen.framework)
             found.append(Common(seen, layout, origin))
     return found
 
 
-def _having(layout: LeafLayout, spread: Spread) -> list[int]:
+def _having(layout: LeafLayout, placement: MeshPlacement) -> list[int]:
     """The ranks that have elements of a leaf: shards may be empty."""
-    sizes = np.broadcast_to(local_sizes(layout, spread), spread.mesh.shape)
-    ranks: list[int] = spread.mesh.ranks()[sizes > 0].tolist()
+    sizes = np.broadcast_to(local_sizes(layout, placement), placement.mesh.shape)
+    ranks: list[int] = placement.mesh.ranks()[sizes > 0].tolist()
     return ranks

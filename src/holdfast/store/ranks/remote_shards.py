@@ -28,7 +28,7 @@ from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.ranks.channel import Channel, Message, carry
 from holdfast.store.ranks.exchange import MESSAGE_NBYTES, Place, Span, Spans, cut
 from holdfast.store.read.gather import FileReads
-from holdfast.store.read.shard_reader import MISSING, Request, request_range, volume_of
+from holdfast.store.read.shard_reader import MISSING, FragmentRequest, request_range, volume_of
 from holdfast.team import Team, sendable
 from holdfast.team.replies import all_heard
 
@@ -216,7 +216,7 @@ class _Desk:
         self._last = asked, buffer
 
     def _read(self, asked: Sequence[Asked], buffer: Bytes) -> None:
-        in_files: dict[_Key, list[Request]] = {}
+        in_files: dict[_Key, list[FragmentRequest]] = {}
         at = 0
         for item in asked:
             where = Memory(buffer.ctypes.data + at, item.nbytes, buffer)
@@ -227,7 +227,7 @@ class _Desk:
             for problem in reader.file_problems(file, requests, verify=self._verify, whole=False):
                 raise problem.error()
 
-    def _request(self, item: Asked, where: Memory) -> Request:
+    def _request(self, item: Asked, where: Memory) -> FragmentRequest:
         part = self._checkpoint.part(item.part)
         leaf = self._checkpoint.parts.leaves_of(item.part).get(item.leaf)
         for fragment in () if leaf is None else leaf.fragments:
@@ -267,7 +267,7 @@ def _messages(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield [index for index, _, _ in message]
 
 
-def _place(request: Request) -> Place | None:
+def _place(request: FragmentRequest) -> Place | None:
     """Where the bytes of a request go; None when only their checksum matters."""
     where = request.piece.destination
     if isinstance(where, Unkept | Padding):

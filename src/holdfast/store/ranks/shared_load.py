@@ -18,9 +18,7 @@ what ranks beyond the present world had saved is left out. Both is said in a war
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +41,10 @@ from holdfast.store.ranks.read_shares import Sharing, common_wishes
 from holdfast.store.ranks.remote_shards import RemoteShards
 from holdfast.store.ranks.subgroup import renumber_targets
 from holdfast.store.read.gather import FileReads
-from holdfast.store.read.requests import Wanted, wanted_of
+from holdfast.store.read.requests import BoxRequest, box_requests
+from holdfast.store.read.restore_warnings import Unrestored
 from holdfast.team import Team
 from holdfast.team.replies import ranks_in_words
-
-_SHOWN = 8
 
 
 def load_together(
@@ -71,7 +68,7 @@ def load_together(
     sharing = load.share(wishes)
     load.read(restore, wishes, sharing, verify=verify)
     restored = load.restore(restore, wishes, sharing)
-    load.warn(restore, mismatch)
+    load.warn(restore, mismatch, selected=select is not None)
     return restored
 
 
@@ -225,7 +222,7 @@ class _Load:
     def read(self, restore: Restore, wishes: _Wishes, sharing: Sharing, *, verify: bool) -> None:
         """Fill this rank's share, and what is not shared; returns when all ranks have done so."""
         checkpoint = self._checkpoint
-        wanted: list[Wanted] = []
+        wanted: list[BoxRequest] = []
         reads: list[FileReads] = []
         failed: Exception | None = None
         try:
@@ -248,13 +245,13 @@ class _Load:
             with all_or_none(self._team, "load/elsewhere", self._timeout):
                 elsewhere.transfer()
 
-    def _own_reads(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> Iterator[Wanted]:
+    def _own_reads(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> Iterator[BoxRequest]:
         for wish in wishes.into_fresh:
             if wish.seen not in sharing.shared:
-                yield Wanted(wish.seen.name, whole(wish.place.shape), wish.place.where)
+                yield BoxRequest(wish.seen.name, whole(wish.place.shape), wish.place.where)
         shared = {wish.key for wish in wishes.into_place if wish.seen in sharing.shared}
         metas = {key: self._meta(key) for key in restore.destinations}
-        for item in wanted_of(restore, metas, self._team.rank):
+        for item in box_requests(restore, metas, self._team.rank):
             if item.leaf not in shared:
                 yield msgspec.structs.replace(item, leaf=metas[item.leaf].name)
 
@@ -271,45 +268,13 @@ class _Load:
         settle(self._team, "load/restored", failed, self._timeout)
         return restored
 
-    def warn(self, restore: Restore, mismatch: Mismatch) -> None:
-        """Say what has not been restored. What concerns all ranks says rank 0."""
-        rank, world = self._team.rank, self._team.world
-        own = restore.mismatch
-        told = mismatch if rank == 0 else own
-        if told:
-            self._warn(f"{told}\n  All else has been restored.")
-        if restore.kept:
-            self._warn(
-                f"{_some(restore.kept)} of rank {rank} stays as it is: it is per_rank, and of the "
-                f"{self._checkpoint.world} ranks that saved this checkpoint none of that number had it"
-            )
-        if restore.left_out:
-            self._warn(f"what rank {rank} had alone has no place in the target: {_some(restore.left_out)}")
-        local = self._checkpoint.local(0) if rank == 0 and self._checkpoint.world > world else {}
-        local = {place: node for place, node in local.items() if place not in restore.left_out}
-        if local:
-            last = self._checkpoint.world - 1
-            beyond = f"rank {last}" if last == world else f"ranks {world} to {last}"
-            self._warn(
-                f"what {beyond} had alone is not restored, there are only {world} ranks now: "
-                f"{_some(tuple(local))}"
-            )
-
-    def _warn(self, text: str) -> None:
-        warnings.warn(f"{self._checkpoint.path}: {text}", RuntimeWarning, stacklevel=_asking())
+    def warn(self, restore: Restore, mismatch: Mismatch, *, selected: bool) -> None:
+        """Warns of what has not been restored. Rank 0 warns of what concerns all ranks."""
+        rank, world, saved = self._team.rank, self._team.world, self._checkpoint.world
+        leads = rank == 0
+        beyond = self._checkpoint.local(0) if leads and saved > world and not selected else {}
+        unrestored = Unrestored.of(restore, mismatch if leads else restore.mismatch, beyond)
+        unrestored.warn(self._checkpoint.path, rank, world, saved)
 
     def _meta(self, name: str) -> LeafMeta:
         return self._metas[self._aliases.get(name, name)]
-
-
-def _asking() -> int:
-    """The stack level, for who calls this, of the line outside of this library that asked for the load."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("holdfast."):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

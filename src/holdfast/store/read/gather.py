@@ -23,12 +23,11 @@ from holdfast.format.records import Fragment, Part
 from holdfast.plan import ByteRange
 from holdfast.plan.fragments import part_of_destination
 from holdfast.plan.placement import Piece
-from holdfast.plan.resharding import Copy, ReadPlan, Stored, StoredIndex, plan_reads
-from holdfast.plan.resharding import Wanted as WantedPiece
+from holdfast.plan.resharding import Copy, ReadPlan, Stored, StoredIndex, Wanted, plan_reads
 from holdfast.state import LeafMeta
-from holdfast.store.read.requests import Wanted
-from holdfast.store.read.scatter import Scatter, Share
-from holdfast.store.read.shard_reader import Request, ShardReader, request_range
+from holdfast.store.read.requests import BoxRequest
+from holdfast.store.read.scatter import Receiver, Scatter
+from holdfast.store.read.shard_reader import FragmentRequest, ShardReader, request_range
 
 Progress = Callable[[int], None]
 
@@ -43,7 +42,7 @@ class FileReads:
     rank: int
     file: int
     volume: str | None
-    requests: tuple[Request, ...]
+    requests: tuple[FragmentRequest, ...]
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +51,7 @@ class FileReads:
 
 def plan_fetch(
     parts: Sequence[Part],
-    wanted: Sequence[Wanted],
+    wanted: Sequence[BoxRequest],
     metas: Mapping[str, LeafMeta],
     where: str,
     *,
@@ -65,7 +64,7 @@ def plan_fetch(
     for read in plan.reads:
         for copy in read.copies:
             by_fragment.setdefault(copy.source, []).append(copy)
-    in_files: dict[tuple[int, int], list[Request]] = {}
+    in_files: dict[tuple[int, int], list[FragmentRequest]] = {}
     for stored, copies in by_fragment.items():
         requests = _requests(index, stored, copies, wanted, verify=verify)
         in_files.setdefault((stored.part, stored.file), []).extend(requests)
@@ -122,9 +121,9 @@ class _Index:
         except CorruptCheckpoint as error:
             raise CorruptCheckpoint(error.reason, path=where, leaf=error.leaf) from None
 
-    def plan(self, wanted: Sequence[Wanted]) -> ReadPlan:
+    def plan(self, wanted: Sequence[BoxRequest]) -> ReadPlan:
         pieces = [
-            WantedPiece(want.leaf, Piece(want.box, whole(want.box.shape), want.box.shape)) for want in wanted
+            Wanted(want.leaf, Piece(want.box, whole(want.box.shape), want.box.shape)) for want in wanted
         ]
         try:
             plan = plan_reads(self._stored, pieces)
@@ -158,8 +157,8 @@ class _Index:
 
 
 def _requests(
-    index: _Index, stored: Stored, copies: Sequence[Copy], wanted: Sequence[Wanted], *, verify: bool
-) -> list[Request]:
+    index: _Index, stored: Stored, copies: Sequence[Copy], wanted: Sequence[BoxRequest], *, verify: bool
+) -> list[FragmentRequest]:
     """What is read of one fragment for everyone who wants something of it."""
     leaf, fragment = index.fragment(stored)
     size, chunk = index.size(leaf), index.chunk_nbytes(stored)
@@ -169,7 +168,7 @@ def _requests(
         span = ByteRange(start, stop)
         ranges.append((span.rounded_out(chunk, fragment.nbytes) if verify else span, span, copy))
     ranges.sort(key=lambda item: item[0].start)
-    requests: list[Request] = []
+    requests: list[FragmentRequest] = []
     group: list[Copy] = []
     outer = inner = ByteRange(0, 0)
     for outside, inside, copy in ranges:
@@ -187,7 +186,12 @@ def _requests(
 
 
 def _place(
-    box: Box, size: int, outer: ByteRange, inner: ByteRange, copies: Sequence[Copy], wanted: Sequence[Wanted]
+    box: Box,
+    size: int,
+    outer: ByteRange,
+    inner: ByteRange,
+    copies: Sequence[Copy],
+    wanted: Sequence[BoxRequest],
 ) -> Destination | Unkept:
     """Where the bytes `outer` of a fragment go: straight to the only one who wants them, or scattered."""
     if len(copies) == 1 and outer == inner and contiguous_runs(copies[0].target.box, box).number <= 1:
@@ -195,14 +199,14 @@ def _place(
         if isinstance(want.destination, Unkept):
             return Unkept(outer.nbytes)
         return part_of_destination(want.destination, want.box.shape, size, local)
-    shares = [
-        Share.of(copy.target.box, box, size, want.box.shape, copy.target.local, want.destination)
+    receivers = [
+        Receiver.of(copy.target.box, box, size, want.box.shape, copy.target.local, want.destination)
         for copy in copies
         if not isinstance((want := wanted[copy.wanted]).destination, Unkept)
     ]
-    if not shares:
+    if not receivers:
         return Unkept(outer.nbytes)
-    return Consumed(outer.nbytes, Scatter(box.shape, size, outer.start, shares))
+    return Consumed(outer.nbytes, Scatter(box.shape, size, outer.start, receivers))
 
 
 class _Sum:

@@ -13,13 +13,13 @@ from holdfast.engine import Memory
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import Box
 from holdfast.state import Framework, LeafMeta, empty
-from holdfast.store.read.requests import Wanted
+from holdfast.store.read.requests import BoxRequest
 
 
 class LazyLeaf:
     """Behaves like an array that is not there yet: has `shape` and `dtype`, and reads what is indexed."""
 
-    def __init__(self, name: str, meta: LeafMeta, fetch: Callable[[Sequence[Wanted]], None]) -> None:
+    def __init__(self, name: str, meta: LeafMeta, fetch: Callable[[Sequence[BoxRequest]], None]) -> None:
         self.name = name
         self._meta = meta
         self._fetch = fetch
@@ -71,7 +71,7 @@ class LazyLeaf:
         """The elements of a box, as opaque fixed-size items: indexing moves them, nothing looks into them."""
         out = np.empty(box.shape, np.dtype((np.void, itemsize(self.dtype))))
         if out.nbytes:
-            self._fetch([Wanted(self._meta.name, box, Memory(out.ctypes.data, out.nbytes, out))])
+            self._fetch([BoxRequest(self._meta.name, box, Memory(out.ctypes.data, out.nbytes, out))])
         return out
 
 

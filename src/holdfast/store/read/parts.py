@@ -182,6 +182,12 @@ class Parts:
         part = self[rank]
         return {alias.name: alias.of for alias in part.aliases if is_local(part, alias.name)}
 
+    def names_for(self, rank: int) -> list[str]:
+        """The names of all leaves that a rank can load, tied ones included."""
+        own = {**self.local_metas(rank), **self.local_aliases(rank)}
+        shared = self.metas if not self.stored_whole else self.leaves_of(0)
+        return list(dict.fromkeys([*shared, *self.aliases, *own]))
+
     def leaves_of(self, rank: int) -> dict[str, Leaf]:
         """What a part says of each of its leaves."""
         found = self._by_name.get(rank)

@@ -10,12 +10,12 @@ from msgspec import Struct
 from holdfast.errors import UnsupportedState
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import Box, whole
-from holdfast.plan.fragments import part_of_destination, spread_of
+from holdfast.plan.fragments import mesh_placement, part_of_destination
 from holdfast.plan.placement import LeafLayout, Piece, holding
 from holdfast.state import LeafMeta, Restore, Sharding
 
 
-class Wanted(Struct, frozen=True, gc=False):
+class BoxRequest(Struct, frozen=True, gc=False):
     """The elements of a box of a leaf, in C order, and where they go: a place for exactly as many."""
 
     leaf: str
@@ -23,22 +23,22 @@ class Wanted(Struct, frozen=True, gc=False):
     destination: Any  # Destination | Unkept; msgspec does not look inside
 
 
-def wanted_of(restore: Restore, metas: Mapping[str, LeafMeta], rank: int) -> list[Wanted]:
+def box_requests(restore: Restore, metas: Mapping[str, LeafMeta], rank: int) -> list[BoxRequest]:
     """What a restore reads straight into the memory of its target, as rank `rank` of the target's meshes.
 
     Arrays that it wants fresh (`Restore.fresh`) are not among them: they have no memory yet.
     """
-    found: list[Wanted] = []
+    found: list[BoxRequest] = []
     for name, destination in restore.destinations.items():
         meta = metas[name]
         part = restore.parts.get(name)
         if part is None:
-            found.append(Wanted(name, whole(meta.shape), destination))
+            found.append(BoxRequest(name, whole(meta.shape), destination))
             continue
         sharding, local = part
         size = itemsize(meta.dtype)
         found += [
-            Wanted(name, piece.box, part_of_destination(destination, local, size, piece.local))
+            BoxRequest(name, piece.box, part_of_destination(destination, local, size, piece.local))
             for piece in _pieces(meta, sharding, local, rank)
             if piece.box.volume
         ]
@@ -53,12 +53,12 @@ def _pieces(meta: LeafMeta, sharding: Sharding, local: tuple[int, ...], rank: in
             return
         within, pieces = box.shape, iter((Piece(box, whole(box.shape), box.shape),))
     else:
-        spread = spread_of(sharding)
-        coordinate = spread.mesh.coordinate(rank)
+        placement = mesh_placement(sharding)
+        coordinate = placement.mesh.coordinate(rank)
         if coordinate is None:
             return
-        leaf = LeafLayout(meta.name, meta.dtype, meta.shape, (spread,), meta.framework)
-        held = holding(leaf, spread, coordinate)
+        leaf = LeafLayout(meta.name, meta.dtype, meta.shape, (placement,), meta.framework)
+        held = holding(leaf, placement, coordinate)
         within, pieces = held.shape, held.pieces()
     if within != local:
         raise UnsupportedState(

@@ -21,7 +21,7 @@ _Put = Callable[[Box, Bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Receiver:
     """What one place wants of a fragment: `box`, in bytes of the fragment, handed over part by part."""
 
     box: Box
@@ -37,7 +37,7 @@ class Share:
         shape: tuple[int, ...],
         local: Box,
         destination: Destination,
-    ) -> Share:
+    ) -> Receiver:
         """Elements `wanted` of a leaf go from a fragment to the box `local` of an array of `shape`."""
         start = tuple(at - base for at, base in zip(wanted.start, fragment.start, strict=True))
         box = Box((*start, 0), (*wanted.shape, size))
@@ -48,28 +48,30 @@ class Share:
 class Scatter:
     """Takes the bytes of a fragment of `shape`, from byte `first` on, in windows of any size."""
 
-    __slots__ = ("_first", "_shape", "_shares")
+    __slots__ = ("_first", "_receivers", "_shape")
 
-    def __init__(self, shape: tuple[int, ...], size: int, first: int, shares: Sequence[Share]) -> None:
+    def __init__(self, shape: tuple[int, ...], size: int, first: int, receivers: Sequence[Receiver]) -> None:
         self._shape = (*shape, size)
         self._first = first
-        self._shares = tuple(shares)
+        self._receivers = tuple(receivers)
 
     def __call__(self, window: memoryview, offset: int) -> None:
         data = np.frombuffer(window, np.uint8)
         start = self._first + offset
         stop = start + len(data)
-        touched = [share for share in self._shares if share.span[0] < stop and start < share.span[1]]
+        touched = [
+            receiver for receiver in self._receivers if receiver.span[0] < stop and start < receiver.span[1]
+        ]
         if not touched:
             return
         at = 0
         for box in boxes_of_range(self._shape, start, stop):
             part = data[at : at + box.volume].reshape(box.shape)
             at += box.volume
-            for share in touched:
-                both = intersect(box, share.box)
+            for receiver in touched:
+                both = intersect(box, receiver.box)
                 if both is not None:
-                    share.put(_relative(both, share.box), part[_slices(_relative(both, box))])
+                    receiver.put(_relative(both, receiver.box), part[_slices(_relative(both, box))])
 
 
 def _put(destination: Destination, shape: tuple[int, ...], size: int, local: Box) -> _Put:

@@ -12,17 +12,17 @@ from functools import partial
 from msgspec import Struct
 
 from holdfast import engine
-from holdfast.engine import Destination, Padding, ReadPiece, Tuning, Unkept
+from holdfast.engine import Destination, ReadColumns, ReadPiece, Tuning, Unkept
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
 from holdfast.format.checksums import HEX_DIGITS, digest
 from holdfast.format.embedded import check_header
 from holdfast.format.records import EMBEDDED, Fragment, Leaf, Part, ShardFile
-from holdfast.plan import ByteRange, gaps
+from holdfast.plan import ByteRange
 from holdfast.store.os_errors import open_stored, patiently, reading, require_regular
 from holdfast.store.read.reader_lock import ReaderLock
 
 
-class Request(Struct, frozen=True, gc=False):
+class FragmentRequest(Struct, frozen=True, gc=False):
     """Some bytes of a fragment of a leaf, in file number `file`, and where they go.
 
     They begin where checksum number `chunk` of the fragment does, or they are not to be verified.
@@ -34,18 +34,18 @@ class Request(Struct, frozen=True, gc=False):
     chunk: int = 0
 
 
-def request(leaf: str, fragment: Fragment, destination: Destination | Unkept) -> Request:
+def request_fragment(leaf: str, fragment: Fragment, destination: Destination | Unkept) -> FragmentRequest:
     """All of a fragment."""
-    return Request(leaf, fragment.file, ReadPiece(fragment.offset, destination, fragment.chunks))
+    return FragmentRequest(leaf, fragment.file, ReadPiece(fragment.offset, destination, fragment.chunks))
 
 
 def request_range(
     leaf: str, fragment: Fragment, span: ByteRange, chunk_nbytes: int, destination: Destination | Unkept
-) -> Request:
+) -> FragmentRequest:
     """Some bytes of a fragment: whole chunks of it, unless they are not to be verified."""
     first, last = span.start // chunk_nbytes, -(-span.stop // chunk_nbytes)
     checksums = fragment.chunks[first * HEX_DIGITS : last * HEX_DIGITS]
-    return Request(
+    return FragmentRequest(
         leaf, fragment.file, ReadPiece(fragment.offset + span.start, destination, checksums), first
     )
 
@@ -88,7 +88,7 @@ class ShardReader:
 
     def read(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[FragmentRequest],
         *,
         verify: bool,
         whole: bool,
@@ -100,14 +100,14 @@ class ShardReader:
 
     def problems(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[FragmentRequest],
         *,
         verify: bool,
         whole: bool,
         progress: Callable[[int], None] | None = None,
     ) -> list[Problem]:
         """Reads, and returns all that is wrong. `progress` is told the bytes of the files before as well."""
-        in_files: list[list[Request]] = [[] for _ in self._part.files]
+        in_files: list[list[FragmentRequest]] = [[] for _ in self._part.files]
         for item in requests:
             in_files[item.file].append(item)
         found: list[Problem] = []
@@ -122,41 +122,89 @@ class ShardReader:
     def file_problems(
         self,
         index: int,
-        requests: Sequence[Request],
+        requests: Sequence[FragmentRequest],
         *,
         verify: bool,
         whole: bool,
         progress: Callable[[int], None] | None = None,
     ) -> list[Problem]:
         """Reads out of one file."""
-        file = self._part.files[index]
         # An empty array lies where the next one begins, and has to come first.
         in_file = sorted(requests, key=lambda item: (item.piece.offset, item.piece.destination.nbytes))
-        problem = patiently(lambda: self._file_problem(file, in_file[0].leaf if in_file else None))
+        columns = ReadColumns.of([item.piece for item in in_file])
+
+        def owner(number: int) -> tuple[str, int]:
+            return in_file[number].leaf, in_file[number].chunk
+
+        return self._problems(index, columns, owner, verify=verify, whole=whole, progress=progress)
+
+    def read_whole_leaves(
+        self,
+        leaves: Sequence[Leaf],
+        addresses: Sequence[int],
+        *,
+        verify: bool,
+        whole: bool,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """As `read`: leaves that are stored in one piece, each to the memory at its address.
+
+        The caller keeps the memory alive. Does as little as possible for each leaf: there may be hundreds of
+        thousands.
+        """
+        fragments = [leaf.fragments[0] for leaf in leaves]
+        # An empty array lies where the next one begins, and has to come first.
+        places = [2 * fragment.offset + (fragment.nbytes > 0) for fragment in fragments]
+        order = sorted(range(len(leaves)), key=places.__getitem__)
+        done = 0
+        for index in range(len(self._part.files)):
+            in_file = [number for number in order if fragments[number].file == index]
+            if in_file or whole:
+                columns = ReadColumns.to_memory(
+                    [fragments[number].offset for number in in_file],
+                    [fragments[number].nbytes for number in in_file],
+                    [addresses[number] for number in in_file],
+                    [fragments[number].chunks for number in in_file],
+                )
+                owner = _owner([leaves[number] for number in in_file])
+                advance = None if progress is None else _later(progress, done)
+                found = self._problems(index, columns, owner, verify=verify, whole=whole, progress=advance)
+                for problem in found:
+                    raise problem.error()
+                done += columns.nbytes
+
+    def _problems(
+        self,
+        index: int,
+        columns: ReadColumns,
+        owner: Callable[[int], tuple[str, int]],
+        *,
+        verify: bool,
+        whole: bool,
+        progress: Callable[[int], None] | None,
+    ) -> list[Problem]:
+        """Reads pieces out of one file. `owner` tells the leaf of a piece, and the piece's first chunk."""
+        file = self._part.files[index]
+        problem = patiently(lambda: self._file_problem(file, owner(0)[0] if len(columns) else None))
         if problem is not None:
             return [problem]
         found: list[Problem] = []
-        pieces = [item.piece for item in in_file]
-        owners: list[Request | None] = list(in_file)
+        count = len(columns)
+        numbers: Sequence[int] = range(count)
         if verify and whole:
             found += patiently(lambda: self._header_problem(file))
-            taken = (ByteRange(piece.offset, piece.offset + piece.destination.nbytes) for piece in pieces)
-            padding = list(gaps(taken, file.header_nbytes, file.nbytes))
-            pieces += [ReadPiece(gap.start, Padding(gap.nbytes)) for gap in padding]
-            owners += [None] * len(padding)
-            order = sorted(range(len(pieces)), key=lambda number: pieces[number].offset)
-            pieces = [pieces[number] for number in order]
-            owners = [owners[number] for number in order]
+            columns, numbers = columns.padded(file.header_nbytes, file.nbytes)
         shown = self.shown_path(file)
         # Again, if need be, from the start: what was put in place by then is put there once more.
-        damages = patiently(lambda: self._engine_read(file, pieces, verify=verify, progress=progress))
+        damages = patiently(lambda: self._engine_read(file, columns, verify=verify, progress=progress))
         for damage in damages:
-            owner = owners[damage.piece]
-            if owner is None:
+            number = numbers[damage.piece]
+            if number >= count:
                 found.append(Problem(shown, "the padding between leaves is not zero"))
             else:
-                reason = f"chunk {owner.chunk + damage.chunk} does not match its checksum"
-                found.append(Problem(shown, reason, owner.leaf))
+                leaf, chunk = owner(number)
+                reason = f"chunk {chunk + damage.chunk} does not match its checksum"
+                found.append(Problem(shown, reason, leaf))
         return found
 
     def visible_damage(self, *, far: bool = True) -> Problem | None:
@@ -173,7 +221,7 @@ class ShardReader:
     def _engine_read(
         self,
         file: ShardFile,
-        pieces: list[ReadPiece],
+        pieces: ReadColumns,
         *,
         verify: bool,
         progress: Callable[[int], None] | None = None,
@@ -262,10 +310,14 @@ def volume_of(directory: str) -> str:
     return os.path.dirname(home) if _ID.fullmatch(id) else directory
 
 
-def whole_leaf(leaf: Leaf, destination: Destination | Unkept) -> Request:
+def whole_leaf(leaf: Leaf, destination: Destination | Unkept) -> FragmentRequest:
     """All of a leaf that is stored in one piece."""
     (fragment,) = leaf.fragments
-    return request(leaf.name, fragment, destination)
+    return request_fragment(leaf.name, fragment, destination)
+
+
+def _owner(leaves: Sequence[Leaf]) -> Callable[[int], tuple[str, int]]:
+    return lambda number: (leaves[number].name, 0)
 
 
 def _later(progress: Callable[[int], None], done: int) -> Callable[[int], None]:

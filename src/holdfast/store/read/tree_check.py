@@ -12,7 +12,7 @@ from itertools import islice
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.format.records import Part
 from holdfast.state import Node
-from holdfast.state.flatten import component
+from holdfast.state.leaf_table import component
 from holdfast.state.node import blob_names, items_of, localized, pairs_of, shorten
 from holdfast.state.unflatten import decode, decode_key, is_blob
 from holdfast.store.checkpoint import Checkpoint

@@ -16,7 +16,7 @@ from holdfast.format.shard import HeaderEntry, entry_name, is_pad, parse_header
 from holdfast.store.checkpoint import Checkpoint, resolve
 from holdfast.store.names import MANIFEST
 from holdfast.store.os_errors import open_stored, reading
-from holdfast.store.read.shard_reader import Problem, request
+from holdfast.store.read.shard_reader import Problem, request_fragment
 from holdfast.store.read.tree_check import problems_of_part, problems_of_whole
 
 
@@ -98,7 +98,7 @@ class _Files:
         self.nbytes += sum(file.nbytes for file in part.files)
         reader = self._checkpoint.reader(rank)
         requests = [
-            request(leaf.name, fragment, Unkept(fragment.nbytes))
+            request_fragment(leaf.name, fragment, Unkept(fragment.nbytes))
             for leaf in part.leaves
             for fragment in leaf.fragments
         ]

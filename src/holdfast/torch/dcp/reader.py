@@ -19,7 +19,7 @@ from holdfast.format.geometry import Box, whole
 from holdfast.state import LeafMeta, empty, leaf_names
 from holdfast.state.torch_arrays import destination, torch_dtype
 from holdfast.store import Checkpoint
-from holdfast.store.read.requests import Wanted
+from holdfast.store.read.requests import BoxRequest
 from holdfast.torch.dcp.paths import path_of, valid_path
 from holdfast.torch.dcp.record import Entries, Properties, entries_of
 from holdfast.torch.dcp.values import Pickler
@@ -278,7 +278,7 @@ class _Load:
         fills = _without_sharing(fills)
         stored, wanted = self._stored_bytes(objects)
         direct = [fill for fill in fills if fill.where is not None]
-        wanted += [Wanted(fill.meta.name, fill.box, fill.where) for fill in direct]
+        wanted += [BoxRequest(fill.meta.name, fill.box, fill.where) for fill in direct]
         self._checkpoint.fetch(wanted, verify=self._verify)
         self._commit(direct)
         self._read_beside([fill for fill in fills if fill.where is None])
@@ -316,26 +316,26 @@ class _Load:
             raise CorruptCheckpoint("no such leaf", path=self._checkpoint.path, leaf=name)
         return found
 
-    def _stored_bytes(self, objects: Sequence[ReadItem]) -> tuple[dict[str, Any], list[Wanted]]:
+    def _stored_bytes(self, objects: Sequence[ReadItem]) -> tuple[dict[str, Any], list[BoxRequest]]:
         """Memory for objects that are stored as bytes, and what to fetch to fill it."""
         found: dict[str, Any] = {}
-        wanted: list[Wanted] = []
+        wanted: list[BoxRequest] = []
         for item in objects:
             name = item.storage_index.fqn
             if name not in self._entries.values and name not in found:
                 meta = self._meta(name)
                 found[name], memory = empty("U8", meta.shape, "numpy", 0)
-                wanted.append(Wanted(meta.name, whole(meta.shape), memory))
+                wanted.append(BoxRequest(meta.name, whole(meta.shape), memory))
         return found, wanted
 
     def _read_beside(self, fills: Sequence[_Fill]) -> None:
         for group in _groups(fills):
             arrays: list[Any] = []
-            wanted: list[Wanted] = []
+            wanted: list[BoxRequest] = []
             for fill in group:
                 array, memory = empty(fill.meta.dtype, fill.box.shape, "torch", 0)
                 arrays.append(array)
-                wanted.append(Wanted(fill.meta.name, fill.box, memory))
+                wanted.append(BoxRequest(fill.meta.name, fill.box, memory))
             self._checkpoint.fetch(wanted, verify=self._verify)
             for fill, array in zip(group, arrays, strict=True):
                 fill.tensor.copy_(array)

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.state import Node
-from holdfast.state.flatten import component
+from holdfast.state.leaf_table import component
 from holdfast.state.node import (
     DICT,
     LEAF,

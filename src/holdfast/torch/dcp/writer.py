@@ -37,7 +37,7 @@ from holdfast.format.geometry import Box, disjoint
 from holdfast.format.manifest import encode_root, part_ref
 from holdfast.format.records import PartRef
 from holdfast.state import LeafSource, Node, Slot
-from holdfast.state.flatten import require_readable
+from holdfast.state.leaf_table import require_readable
 from holdfast.state.torch_arrays import describer, wrapper_refusal
 from holdfast.store.api import check_target
 from holdfast.store.commit.info import check_step

@@ -25,7 +25,7 @@ from holdfast.errors import RanksDisagree
 from holdfast.format.checksums import digest
 from holdfast.format.geometry import Box, boxes_of_range, intersect
 from holdfast.plan.fragments import part_of_source
-from holdfast.plan.placement import Holding, LeafLayout, Spread, holding, shards_meeting
+from holdfast.plan.placement import Holding, LeafLayout, MeshPlacement, holding, shards_meeting
 from holdfast.plan.world import Beside
 from holdfast.state import LeafSource
 from holdfast.store.ranks.checks.replicas import in_host_memory
@@ -47,7 +47,7 @@ class _Sum(msgspec.Struct, frozen=True, array_like=True):
 
     target: int
     side: int
-    spread: int
+    placement: int
     stream: tuple[int, ...]
     sum: int
 
@@ -124,22 +124,22 @@ class _Uncut(Exception):
 def _targets(layouts: Sequence[LeafLayout], besides: Sequence[Beside]) -> list[_Target]:
     found: list[_Target] = []
     for beside in besides:
-        layout, spread = layouts[beside.leaf], beside.spread
+        layout, placement = layouts[beside.leaf], beside.placement
         streams: dict[tuple[int, ...], Holding] = {}
         for rank in beside.ranks:
-            coordinate = spread.mesh.coordinate(rank)
+            coordinate = placement.mesh.coordinate(rank)
             assert coordinate is not None, "who holds something of a mesh stands in it"
-            streams.setdefault(_stream(spread, coordinate), holding(layout, spread, coordinate))
-        if len(streams) == math.prod(spread.mesh.shape[dim] for dim in spread.split_dims):
-            found.append(_Target(beside, (layout.box_of(spread),), None))
+            streams.setdefault(_stream(placement, coordinate), holding(layout, placement, coordinate))
+        if len(streams) == math.prod(placement.mesh.shape[dim] for dim in placement.split_dims):
+            found.append(_Target(beside, (layout.box_of(placement),), None))
         else:
             for stream, held in streams.items():
                 found.append(_Target(beside, tuple(piece.box for piece in held.pieces()), stream))
     return found
 
 
-def _stream(spread: Spread, coordinate: Sequence[int]) -> tuple[int, ...]:
-    return tuple(coordinate[dim] for dim in spread.split_dims)
+def _stream(placement: MeshPlacement, coordinate: Sequence[int]) -> tuple[int, ...]:
+    return tuple(coordinate[dim] for dim in placement.split_dims)
 
 
 def _sums(
@@ -155,22 +155,22 @@ def _sums(
         found = here.get(layout.name)
         if found is None:
             continue
-        for way, spread in enumerate(layout.spreads):
-            coordinate = spread.mesh.coordinate(rank)
+        for way, placement in enumerate(layout.placements):
+            coordinate = placement.mesh.coordinate(rank)
             if coordinate is not None:
-                held = holding(layout, spread, coordinate)
+                held = holding(layout, placement, coordinate)
                 sums = box_sums(found, layout, held, [targets[n].boxes for n in numbers], buffer)
-                stream = _stream(spread, coordinate)
+                stream = _stream(placement, coordinate)
                 for target_number, value in zip(numbers, sums, strict=True):
                     yield _Sum(target_number, _WRITTEN, way, stream, value)
         for number in numbers:
             target = targets[number]
-            spread = target.beside.spread
-            coordinate = spread.mesh.coordinate(rank) if rank in target.beside.ranks else None
-            if coordinate is not None and target.stream in (None, _stream(spread, coordinate)):
-                held = holding(layout, spread, coordinate)
+            placement = target.beside.placement
+            coordinate = placement.mesh.coordinate(rank) if rank in target.beside.ranks else None
+            if coordinate is not None and target.stream in (None, _stream(placement, coordinate)):
+                held = holding(layout, placement, coordinate)
                 (value,) = box_sums(found, layout, held, [target.boxes], buffer)
-                yield _Sum(number, _BESIDE, 0, _stream(spread, coordinate), value)
+                yield _Sum(number, _BESIDE, 0, _stream(placement, coordinate), value)
 
 
 def box_sums(
@@ -258,7 +258,7 @@ def _findings(
         for item in its.sums:
             sides = said.setdefault(item.target, ({}, {}))
             holders.setdefault(item.target, ([], []))[item.side].append(rank)
-            if sides[item.side].setdefault((item.spread, item.stream), item.sum) != item.sum:
+            if sides[item.side].setdefault((item.placement, item.stream), item.sum) != item.sum:
                 unequal.add(item.target)
     found: list[_Finding] = []
     for target, (written, beside) in sorted(said.items()):
@@ -296,7 +296,7 @@ ranks have for the same elements."""
 
 
 def crossings_of(rank: int, layouts: Sequence[LeafLayout], besides: Sequence[Beside]) -> Crossings:
-    """Elements, spread evenly over each leaf, that this rank holds in one way and others may in another.
+    """Elements, taken evenly from each leaf, that this rank holds in one way and others may in another.
 
     Those that lie in the same shards of all ways go under one name.
     """
@@ -307,15 +307,15 @@ def crossings_of(rank: int, layouts: Sequence[LeafLayout], besides: Sequence[Bes
     found: dict[int, list[tuple[str, Box]]] = {}
     for leaf, others in by_leaf.items():
         layout = layouts[leaf]
-        ways = [(spread, True) for spread in layout.spreads]
-        ways += [(beside.spread, rank in beside.ranks) for beside in others]
+        ways = [(placement, True) for placement in layout.placements]
+        ways += [(beside.placement, rank in beside.ranks) for beside in others]
         for element in _positions(layout.shape):
-            shards: list[tuple[Spread, tuple[tuple[int, int], ...]]] = []
+            shards: list[tuple[MeshPlacement, tuple[tuple[int, int], ...]]] = []
             mine: Box | None = None
-            for spread, listed in ways:
-                coordinate = spread.mesh.coordinate(rank) if listed else None
-                for coordinates, held in shards_meeting(layout, spread, element):
-                    shards.append((spread, tuple(sorted(coordinates.items()))))
+            for placement, listed in ways:
+                coordinate = placement.mesh.coordinate(rank) if listed else None
+                for coordinates, held in shards_meeting(layout, placement, element):
+                    shards.append((placement, tuple(sorted(coordinates.items()))))
                     if coordinate is not None and all(coordinate[d] == c for d, c in coordinates.items()):
                         mine = next(held.inside(element)).local
             number = names.setdefault(tuple(shards), len(names))

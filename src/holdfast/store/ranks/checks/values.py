@@ -16,7 +16,7 @@ import msgspec
 from holdfast.errors import RanksDisagree
 from holdfast.format.checksums import digest
 from holdfast.state import LeafSource, Node
-from holdfast.state.flatten import component
+from holdfast.state.leaf_table import component
 from holdfast.state.merging import GROUPS, PARAMETERS, is_optimizer, kind_of
 from holdfast.state.node import (
     DEQUE,

@@ -1,6 +1,6 @@
 """What a rank sees of the state (`holdfast.plan.world.View`) as bytes, and the exchange of all views.
 
-Equal views have equal bytes, so that those of a data-parallel world travel once. Meshes and spreads are
+Equal views have equal bytes, so that those of a data-parallel world travel once. Meshes and placements are
 listed once and referred to by number: the size is that of the names.
 """
 
@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from holdfast.errors import RankFailed
 from holdfast.format.dtypes import is_known
 from holdfast.format.geometry import Box
-from holdfast.plan.placement import Mesh, Split, Spread
+from holdfast.plan.placement import Mesh, MeshPlacement, Split
 from holdfast.plan.world import Seen, View
 from holdfast.state import Framework
 from holdfast.team.group import Team
@@ -30,7 +30,7 @@ class _Mesh(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     table: tuple[int, ...] | None
 
 
-class _Spread(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _MeshPlacement(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     mesh: Annotated[int, Meta(ge=0)]
     splits: tuple[tuple[int, int, int], ...]
     box: _Box | None
@@ -41,13 +41,13 @@ class _Seen(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     dtype: str
     shape: _Index
     framework: Framework
-    spread: Annotated[int, Meta(ge=0)] | None
+    placement: Annotated[int, Meta(ge=0)] | None
     boxes: tuple[_Box, ...]
 
 
 class _View(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     meshes: tuple[_Mesh, ...]
-    spreads: tuple[_Spread, ...]
+    placements: tuple[_MeshPlacement, ...]
     leaves: tuple[_Seen, ...]
 
 
@@ -57,18 +57,18 @@ _decoder = msgspec.msgpack.Decoder(_View)
 def encode_view(view: View) -> bytes:
     """A view as bytes; the same for equal views."""
     meshes: dict[Mesh, int] = {}
-    spreads: dict[Spread, int] = {}
-    records: list[_Spread] = []
+    placements: dict[MeshPlacement, int] = {}
+    records: list[_MeshPlacement] = []
     leaves: list[_Seen] = []
     for seen in view:
         number = None
-        if seen.spread is not None:
-            number = spreads.setdefault(seen.spread, len(spreads))
+        if seen.placement is not None:
+            number = placements.setdefault(seen.placement, len(placements))
             if number == len(records):
-                mesh = meshes.setdefault(seen.spread.mesh, len(meshes))
-                splits = tuple((split.axis, split.mesh_dim, split.factor) for split in seen.spread.splits)
-                box = seen.spread.box
-                records.append(_Spread(mesh, splits, None if box is None else (box.start, box.shape)))
+                mesh = meshes.setdefault(seen.placement.mesh, len(meshes))
+                splits = tuple((split.axis, split.mesh_dim, split.factor) for split in seen.placement.splits)
+                box = seen.placement.box
+                records.append(_MeshPlacement(mesh, splits, None if box is None else (box.start, box.shape)))
         boxes = tuple((box.start, box.shape) for box in seen.boxes)
         leaves.append(_Seen(seen.name, seen.dtype, seen.shape, seen.framework, number, boxes))
     listed = tuple(_Mesh(mesh.shape, mesh.strides, mesh.first, mesh.table) for mesh in meshes)
@@ -80,15 +80,15 @@ def decode_view(data: bytes) -> View:
     try:
         found = _decoder.decode(data)
         meshes = [Mesh(mesh.shape, mesh.strides, mesh.first, mesh.table) for mesh in found.meshes]
-        spreads = [
-            Spread(
-                meshes[spread.mesh],
-                tuple(Split(*split) for split in spread.splits),
-                None if spread.box is None else Box(*spread.box),
+        placements = [
+            MeshPlacement(
+                meshes[placement.mesh],
+                tuple(Split(*split) for split in placement.splits),
+                None if placement.box is None else Box(*placement.box),
             )
-            for spread in found.spreads
+            for placement in found.placements
         ]
-        return tuple(_seen(leaf, spreads) for leaf in found.leaves)
+        return tuple(_seen(leaf, placements) for leaf in found.leaves)
     except (msgspec.MsgspecError, IndexError, RecursionError) as error:
         raise ValueError(f"not a view: {error}") from None
 
@@ -110,9 +110,9 @@ def exchange_views(team: Team, view: View, timeout: float, key: str = "views") -
     return found
 
 
-def _seen(leaf: _Seen, spreads: list[Spread]) -> Seen:
+def _seen(leaf: _Seen, placements: list[MeshPlacement]) -> Seen:
     if not is_known(leaf.dtype):
         raise ValueError(f"element type {leaf.dtype[:40]!r}")
-    spread = None if leaf.spread is None else spreads[leaf.spread]
+    placement = None if leaf.placement is None else placements[leaf.placement]
     boxes = tuple(Box(*box) for box in leaf.boxes)
-    return Seen(leaf.name, leaf.dtype, leaf.shape, spread, boxes, leaf.framework)
+    return Seen(leaf.name, leaf.dtype, leaf.shape, placement, boxes, leaf.framework)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import holdfast
 from holdfast.store import list_steps, step_name
-
-from .recovery import leftovers
-from .states import blank_state, identify, load_identity, make_state
+from support.identified_states import blank_state, identify, load_identity, make_state
+from support.recovery import leftovers
 
 
 class Scenario(ABC):

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from holdfast.format.geometry import Box
-from holdfast.plan.fragments import spread_of
+from holdfast.plan.fragments import mesh_placement
 from holdfast.plan.placement import LeafLayout, holding
 from holdfast.state import Flat, LeafMeta, LeafSource, Restore, Sharding
-
-from .support import Saved, fresh, read, through_json, write
+from support.memory_store import Saved, fresh, read, through_json, write
 
 Numbers = np.ndarray[Any, Any]
 
@@ -39,10 +38,10 @@ def part(whole: Numbers, sharding: Sharding, rank: int) -> Numbers:
         box = sharding.box
         assert box is not None
         return np.ascontiguousarray(whole[slices(box)])
-    spread = spread_of(sharding)
-    coordinate = spread.mesh.coordinate(rank)
+    placement = mesh_placement(sharding)
+    coordinate = placement.mesh.coordinate(rank)
     assert coordinate is not None
-    found = holding(LeafLayout("x", "F32", whole.shape, (spread,)), spread, coordinate)
+    found = holding(LeafLayout("x", "F32", whole.shape, (placement,)), placement, coordinate)
     local = np.empty(found.shape, whole.dtype)
     for piece in found.pieces():
         local[slices(piece.local)] = whole[slices(piece.box)]

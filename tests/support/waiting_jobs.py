@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from engine.pieces import small_windows
 from holdfast import engine
 from holdfast.engine import Backend, Produced, WriteJob, WritePiece
+from support.random_pieces import small_windows
 
 PATIENCE = 120.0
 """Seconds after which a test that waits for an event has failed."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from engine.pieces import Bytes
+from support.random_pieces import Bytes
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
-from distributed.layouts import LAYOUTS
-from distributed.truth import MOMENTS, STEPS, Truth, fresh_training, local, saved_training, traits
 from holdfast import engine
 from holdfast.checkpointer.checkpointer import Mode
+from support.layout_truth import MOMENTS, STEPS, Truth, fresh_training, local, saved_training, traits
+from support.torch_layouts import LAYOUTS
 
 TIMEOUT = 120.0
 
@@ -44,7 +44,7 @@ def save_layouts(folder: str, numbers: Sequence[int]) -> list[tuple[int, set[str
             ) as checkpointer:
                 saving = checkpointer.save(STEPS)
                 assert saving is not None
-                info = saving.wait()
+                info = saving.result()
         else:
             info = holdfast.save(path, training.state, step=STEPS, timeout=TIMEOUT)
         found.append((info.nbytes, traits(training)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from holdfast.plan.placement import LeafLayout, Mesh, Split, Spread
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 
 MODEL: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     ("embed.weight", "F32", (50, 12)),
@@ -21,7 +21,7 @@ MODEL: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     ("optimizer.step", "I64", ()),
 )
 
-SpreadOf = Callable[[str, tuple[int, ...]], Spread]
+PlacementOf = Callable[[str, tuple[int, ...]], MeshPlacement]
 
 
 def _tensor_axis(name: str, shape: tuple[int, ...]) -> int | None:
@@ -31,24 +31,24 @@ def _tensor_axis(name: str, shape: tuple[int, ...]) -> int | None:
     return 1 if "down" in name else None
 
 
-def _made(spread_of: SpreadOf) -> list[LeafLayout]:
-    return [LeafLayout(name, dtype, shape, (spread_of(name, shape),)) for name, dtype, shape in MODEL]
+def _made(placement_of: PlacementOf) -> list[LeafLayout]:
+    return [LeafLayout(name, dtype, shape, (placement_of(name, shape),)) for name, dtype, shape in MODEL]
 
 
 def ddp(world: int) -> list[LeafLayout]:
-    return _made(lambda name, shape: Spread(Mesh.grid(world)))
+    return _made(lambda name, shape: MeshPlacement(Mesh.grid(world)))
 
 
 def fsdp(world: int) -> list[LeafLayout]:
-    return _made(lambda name, shape: Spread(Mesh.grid(world), (Split(0, 0),) if shape else ()))
+    return _made(lambda name, shape: MeshPlacement(Mesh.grid(world), (Split(0, 0),) if shape else ()))
 
 
 def tp(world: int) -> list[LeafLayout]:
-    def spread_of(name: str, shape: tuple[int, ...]) -> Spread:
+    def placement_of(name: str, shape: tuple[int, ...]) -> MeshPlacement:
         axis = _tensor_axis(name, shape)
-        return Spread(Mesh.grid(world), () if axis is None else (Split(axis, 0),))
+        return MeshPlacement(Mesh.grid(world), () if axis is None else (Split(axis, 0),))
 
-    return _made(spread_of)
+    return _made(placement_of)
 
 
 def fsdp_tp(world: int) -> list[LeafLayout]:
@@ -56,21 +56,21 @@ def fsdp_tp(world: int) -> list[LeafLayout]:
     inner = 2 if world % 2 == 0 else 1
     mesh = Mesh.grid(world // inner, inner)
 
-    def spread_of(name: str, shape: tuple[int, ...]) -> Spread:
+    def placement_of(name: str, shape: tuple[int, ...]) -> MeshPlacement:
         axis = _tensor_axis(name, shape)
         if not shape:
-            return Spread(mesh)
+            return MeshPlacement(mesh)
         if axis is None:
-            return Spread(mesh, (Split(0, 0),))
-        return Spread(mesh, (Split(axis, 1), Split(0, 0)))
+            return MeshPlacement(mesh, (Split(0, 0),))
+        return MeshPlacement(mesh, (Split(axis, 1), Split(0, 0)))
 
-    return _made(spread_of)
+    return _made(placement_of)
 
 
 def hsdp(world: int) -> list[LeafLayout]:
     shards = 2 if world % 2 == 0 else 1
     mesh = Mesh.grid(world // shards, shards)
-    return _made(lambda name, shape: Spread(mesh, (Split(0, 1),) if shape else ()))
+    return _made(lambda name, shape: MeshPlacement(mesh, (Split(0, 1),) if shape else ()))
 
 
 def pipeline(world: int) -> list[LeafLayout]:
@@ -82,14 +82,14 @@ def staged(world: int, stages: int) -> list[LeafLayout]:
     bounds = [world * stage // stages for stage in range(stages + 1)]
     meshes = [Mesh.grid(b - a, first=a) for a, b in itertools.pairwise(bounds)]
 
-    def spread_of(name: str, shape: tuple[int, ...]) -> Spread:
+    def placement_of(name: str, shape: tuple[int, ...]) -> MeshPlacement:
         if name.startswith("layer."):
-            return Spread(meshes[int(name.split(".")[1]) * stages // 3])
+            return MeshPlacement(meshes[int(name.split(".")[1]) * stages // 3])
         if name == "embed.weight":
-            return Spread(meshes[0])
-        return Spread(meshes[-1] if shape else Mesh.grid(world))
+            return MeshPlacement(meshes[0])
+        return MeshPlacement(meshes[-1] if shape else Mesh.grid(world))
 
-    return _made(spread_of)
+    return _made(placement_of)
 
 
 NAMED: dict[str, Callable[[int], Sequence[LeafLayout]]] = {

@@ -43,8 +43,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.engine.faults import Event
-
-from .objects import Directory, Entries, File, Resize, atoms_of_write, tearing
+from support.disk_objects import Directory, Entries, File, Resize, atoms_of_write, tearing
 
 _Object = TypeVar("_Object", File, Directory)
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from holdfast.engine import faults
 from holdfast.engine.faults import Event
-
-from .power import Budget, Disk, Image
-from .recovery import Ledger, Mark, Recovery
-from .states import WIDE
+from support.identified_states import WIDE
+from support.power_cuts import Budget, Disk, Image
+from support.recovery import Ledger, Mark, Recovery
 
 
 @dataclass(slots=True)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import holdfast
 from holdfast.engine import faults
-
-from . import sequences
-from .power import Budget, Disk, Image
-from .recovery import Ledger, RunRecovery
-from .tracing import Recording, Survey, Tally
+from support import save_sequences as sequences
+from support.crash_tracing import Recording, Survey, Tally
+from support.power_cuts import Budget, Disk, Image
+from support.recovery import Ledger, RunRecovery
 
 FEW = Budget(names=8, torn=0, single=False)
 

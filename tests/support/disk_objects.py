@@ -1,4 +1,4 @@
-"""Files and directories as `power` sees them: what is on the disk for certain, and what is on its way."""
+"""Files and directories as `power_cuts` sees them: what is on the disk for certain, and what is under way."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from typing import Protocol
 
 import holdfast
 from holdfast.store import list_steps, step_name
-
-from .states import WIDE, blank_state, identify, load_identity, make_state
+from support.identified_states import WIDE, blank_state, identify, load_identity, make_state
 
 BUFFERED = holdfast.Options(backend="buffered")
 

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from holdfast.plan.fragments import spread_of
+from holdfast.plan.fragments import mesh_placement
 from holdfast.plan.placement import LeafLayout, holding
 from holdfast.state import LeafMeta, flatten
 from holdfast.state.merging import merge_trees
-
-from .support import Saved, read, through_json
-from .worlds import restore_parts, slices
+from support.memory_store import Saved, read, through_json
+from support.peerless_meshes import restore_parts, slices
 
 _BITS = {"F32": np.uint32, "I64": np.int64}
 
@@ -118,10 +117,10 @@ def _pieces(sharding: Any, shape: tuple[int, ...], rank: int) -> list[tuple[Any,
         return [(..., ...)]
     if sharding.mesh_shape is None:
         return [(slices(sharding.box), ...)]
-    spread = spread_of(sharding)
-    coordinate = spread.mesh.coordinate(rank)
+    placement = mesh_placement(sharding)
+    coordinate = placement.mesh.coordinate(rank)
     assert coordinate is not None
-    found = holding(LeafLayout("x", "F32", shape, (spread,)), spread, coordinate)
+    found = holding(LeafLayout("x", "F32", shape, (placement,)), placement, coordinate)
     return [(slices(piece.box), slices(piece.local)) for piece in found.pieces()]
 
 

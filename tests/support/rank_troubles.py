@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.patience import PATIENCE_SECONDS, expecting, said_together
-from tests.distributed.worlds import (
+import holdfast
+from holdfast.engine import faults
+from support.disturbed_trainings import (
     Mode,
     advance,
     bits,
@@ -23,9 +24,7 @@ from tests.distributed.worlds import (
     make_state,
     set_patience,
 )
-
-import holdfast
-from holdfast.engine import faults
+from support.patience import PATIENCE_SECONDS, expecting, said_together
 
 Got = tuple[str, str, tuple[int, ...]]
 

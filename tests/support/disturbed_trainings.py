@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.distributed.patience import PATIENCE_SECONDS, outlive
-
 import holdfast
 from holdfast.engine import faults
 from holdfast.store import list_steps
+from support.patience import PATIENCE_SECONDS, outlive
 
 Mode = Literal["sync", "overlap"]
 

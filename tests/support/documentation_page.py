@@ -1,6 +1,6 @@
 """Runs the Python blocks of a page of the documentation, on this rank, in their order, in one namespace.
 
-python page.py PAGE DIRECTORY: in that directory, where the page's volumes are, too.
+python documentation_page.py PAGE DIRECTORY: in that directory, where the page's volumes are, too.
 """
 
 from __future__ import annotations

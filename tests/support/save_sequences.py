@@ -8,10 +8,9 @@ from pathlib import Path
 import holdfast
 from holdfast.engine import faults
 from holdfast.store import step_name
-
-from .recovery import Begun, Damaged, Durable, WentBack
-from .states import WIDE, blank_state, make_state
-from .tracing import Recording
+from support.crash_tracing import Recording
+from support.identified_states import WIDE, blank_state, make_state
+from support.recovery import Begun, Damaged, Durable, WentBack
 
 KEEP = holdfast.Keep(last=2)
 SHARD = "r00000.v0.safetensors"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.format.geometry import Box
 from holdfast.format.records import Fragment, Leaf, Part, ShardFile
-from holdfast.plan.placement import LeafLayout, Mesh, Piece, Split, Spread, pieces_of
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split, pieces_of
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.replica_groups import Owned
 from holdfast.plan.resharding import ReadPlan, StoredIndex, Wanted, plan_reads, wants_of
@@ -39,7 +39,7 @@ def chunk(indices: Array, parts: int, axis: int) -> list[Array]:
     ]
 
 
-def local_array(whole: Array, spread: Spread, coordinate: Sequence[int]) -> Array:
+def local_array(whole: Array, spread: MeshPlacement, coordinate: Sequence[int]) -> Array:
     """What the rank at that coordinate has in memory, cut step by step as a DTensor would be."""
     found = whole if spread.box is None else whole[inside(spread.box)]
     for split in spread.splits:
@@ -57,7 +57,7 @@ def memory_of(
     """All arrays of a rank, by leaf and number of the spread."""
     found: dict[tuple[str, int], Array] = {}
     for leaf in leaves:
-        for number, spread in enumerate(leaf.spreads):
+        for number, spread in enumerate(leaf.placements):
             coordinate = spread.mesh.coordinate(rank)
             if coordinate is not None:
                 found[leaf.name, number] = local_array(state[leaf.name], spread, coordinate)
@@ -132,7 +132,7 @@ def save(plan: WritePlan, state: Mapping[str, Array], speeds: Sequence[float] = 
 
 
 def taken(memory: Mapping[tuple[str, int], Array], leaves: Sequence[LeafLayout], item: Owned) -> Array:
-    array = memory[leaves[item.leaf].name, item.spread]
+    array = memory[leaves[item.leaf].name, item.placement]
     assert array.shape == item.piece.within
     return array[inside(item.piece.local)]
 
@@ -245,7 +245,7 @@ def meshes(draw: st.DrawFn, world: int) -> Mesh:
 
 
 @st.composite
-def spreads(draw: st.DrawFn, world: int, shape: tuple[int, ...], box: Box | None = None) -> Spread:
+def spreads(draw: st.DrawFn, world: int, shape: tuple[int, ...], box: Box | None = None) -> MeshPlacement:
     mesh = draw(meshes(world))
     splits: list[Split] = []
     if shape:
@@ -254,7 +254,7 @@ def spreads(draw: st.DrawFn, world: int, shape: tuple[int, ...], box: Box | None
                 splits.append(
                     Split(draw(st.integers(0, len(shape) - 1)), dim, draw(st.sampled_from([1, 1, 1, 2, 3])))
                 )
-    return Spread(mesh, tuple(splits), box)
+    return MeshPlacement(mesh, tuple(splits), box)
 
 
 @st.composite

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from tests.distributed.failing import Bench, bench
-from tests.distributed.worlds import Mode, advance, error_of
+from support.disturbed_trainings import Mode, advance, error_of
+from support.rank_troubles import Bench, bench
 
 _ODD = object()
 

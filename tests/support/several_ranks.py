@@ -1,6 +1,7 @@
 """Checkpoints of several ranks, written by one process: each rank's files as it would write them itself.
 
-What a rank has in memory is cut out of the whole arrays with numpy (`plan.worlds`), as torch would cut it.
+What a rank has in memory is cut out of the whole arrays with numpy (`support.simulated_worlds`), as torch
+would cut it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from holdfast.plan.ranks import WritePlan
 from holdfast.plan.replica_groups import Owned
 from holdfast.plan.volumes import stripe
 from holdfast.state import LeafSource
-from plan.worlds import Array, memory_of
+from support.simulated_worlds import Array, memory_of
 
 ID = "0123456789abcdef0123456789abcdef"
 NUMPY_NAMES = {"uint8": "U8", "float16": "F16", "float32": "F32", "int64": "I64"}
@@ -118,7 +119,7 @@ def _cut(
     counts: dict[str, int] = {}
     for item in owned:
         leaf = plan.leaves[item.leaf]
-        array = memory[leaf.name, item.spread]
+        array = memory[leaf.name, item.placement]
         here = LeafSource(leaf.name, leaf.dtype, array.shape, leaf.framework, _memory(array))
         (cut,) = sources([item], plan.leaves, {leaf.name: here}, volume)
         index = counts[leaf.name] = counts.get(leaf.name, -1) + 1

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import holdfast
-from distributed.truth import local
 from holdfast.checkpointer.events import Failed, Saved
 from holdfast.engine import faults
+from support.layout_truth import local
 
 TIMEOUT = 120.0
 SAMPLES, BATCH, WIDTH, HIDDEN = 40, 3, 199, 301

@@ -1,0 +1,163 @@
+"""What the plans of a restore share: the checkpoint's leaves, the reports of what does not fit, plain plans.
+
+Owns the plans that every kind of target ends in: an array filled by a leaf, a value built from its node, an
+object that takes its own state. `restore` walks containers, `restore_modules` and `restore_optimizers` fill
+those objects; all three work on one `RestoreContext`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from holdfast.state import sharded, torch_objects
+from holdfast.state.destinations import Landings, Lookup, Plan, TiedElsewhere, never_alike
+from holdfast.state.flatten import names_in
+from holdfast.state.mismatch import LeafMeta, Mismatch
+from holdfast.state.node import (
+    NAMELESS,
+    Node,
+    blob_names,
+    corrupt,
+    leaf_names,
+    per_rank_of,
+    per_rank_places,
+    shorten,
+)
+from holdfast.state.select import prune
+from holdfast.state.targets import array_type, assign, describe, is_array, load_state
+from holdfast.state.unflatten import decode, is_blob
+
+
+class RestoreContext:
+    """One restore while it is planned. `Restore` says what its parameters mean.
+
+    `own_places` are the places of the state that was saved of this rank alone.
+    """
+
+    def __init__(
+        self,
+        into: object,
+        leaves: Mapping[str, LeafMeta],
+        aliases: Mapping[str, str],
+        only: Collection[str] | None = None,
+        *,
+        own_places: Collection[str] = (),
+        shared: bool = False,
+        alike: Callable[[str, str], bool] = never_alike,
+    ) -> None:
+        self.state = into
+        self.only = only
+        self.shardings: sharded.Shardings = {}
+        self.landings = Landings(aliases, self.shardings, alike)
+        self.lacks = False
+        """Whether an array that the target asks for cannot be restored."""
+        self.kept: dict[str, None] = {}
+        self.left_out: list[str] = []
+        self.elsewhere: dict[str, None] = {}
+        self.load_last: list[Callable[[], None]] = []
+        self._leaves = leaves
+        self._aliases = aliases
+        self._own_places = frozenset(own_places)
+        self._shared = shared
+        self._missing: list[str] = []
+        self._extra: list[str] = []
+        self._wrong: list[str] = []
+        self._parameters: torch_objects.ParameterNames | None = None
+
+    # --- reports
+
+    def mismatch(self) -> Mismatch:
+        """Everything reported so far."""
+        return Mismatch(tuple(self._missing), tuple(self._extra), tuple(self._wrong))
+
+    def missing(self, place: str, target: object, *, arrays: bool = False) -> Plan:
+        """`arrays`: the checkpoint should have some there, though the target has none yet."""
+        if self.only is None:
+            names = names_in(target, place, self.state)
+            self._missing.extend(names)
+            self.lacks |= arrays or is_array(target) or names != [place or NAMELESS]
+        return lambda lookup: target
+
+    def extra(self, place: str, node: Node) -> None:
+        if self.only is None and (place in self._own_places or per_rank_of(node) is not None):
+            self.left_out.append(place)
+        elif self._shared:
+            self.others(node)
+        elif self.only is None:
+            self._extra.extend(list(leaf_names(node)) or [place or NAMELESS])
+        else:
+            self._extra.extend(name for name in leaf_names(node) if name in self.only)
+
+    def others(self, node: Node) -> None:
+        """What the node holds belongs to other ranks."""
+        for name in leaf_names(node):
+            if self.only is None or name in self.only:
+                self.elsewhere[name] = None
+
+    def wrong(self, place: str, found: str, target: object, wanted: str) -> Plan:
+        self.lacks = True
+        self._wrong.append(f"{place or NAMELESS}: checkpoint {found}, target {wanted}")
+        return lambda lookup: target
+
+    def leaves_out(self, node: Node) -> bool:
+        """Whether nothing of this node is to be restored."""
+        return self.only is not None and not any(name in self.only for name in leaf_names(node))
+
+    def takes_all(self, node: Node) -> bool:
+        return self.only is None or all(name in self.only for name in leaf_names(node))
+
+    def parameter_names(self) -> torch_objects.ParameterNames:
+        if self._parameters is None:
+            self._parameters = torch_objects.parameter_names(self.state)
+        return self._parameters
+
+    def meta(self, name: str) -> LeafMeta:
+        """What the checkpoint says about a leaf or alias."""
+        found = self._leaves.get(self._aliases.get(name, name))
+        if found is None:
+            corrupt(f"it refers to leaf {shorten(name)!r}, which the checkpoint does not hold")
+        return found
+
+    # --- plans
+
+    def plan_new(self, node: Node, target: object = None) -> Plan:
+        """Build what the node says, reusing containers of `target`; its leaves are read into new arrays."""
+        if self.only is not None and not self.takes_all(node):
+            node = prune(node, self.only)
+        for name in leaf_names(node):
+            self.landings.want(self.meta(name).name)
+        for name in blob_names(node):
+            if not is_blob(self.meta(name).dtype, self.meta(name).shape):
+                corrupt(f"leaf {shorten(name)!r} is an array, where bytes belong")
+        self.kept.update(dict.fromkeys(per_rank_places(node)))
+        return lambda lookup: assign(target, decode(node, lookup))
+
+    def plan_stateful(self, target: Any, node: Node, place: str) -> Plan:
+        """Hand an object its state; one that says ``restore_last = True`` gets it after all others.
+
+        Random number generators say so: others draw from them while they load.
+        """
+        build = self.plan_new(node)
+        last = getattr(target, "restore_last", False) is True
+
+        def load(lookup: Lookup) -> Any:
+            state = build(lookup)
+            if last:
+                self.load_last.append(lambda: load_state(target, state, place))
+            else:
+                load_state(target, state, place)
+            return target
+
+        return load
+
+    def plan_leaf(self, target: Any, name: str, place: str) -> Plan:
+        """Read a leaf into an array of the target, in place where its memory allows."""
+        meta = self.meta(name)
+        dtype, shape = array_type(target, place, self.shardings)
+        if (meta.dtype, tuple(meta.shape)) != (dtype, shape):
+            return self.wrong(name, str(meta), target, describe(dtype, shape))
+        try:
+            return self.landings.land(target, name, place)
+        except TiedElsewhere as tied:
+            return self.wrong(name, f"stored apart from {tied}", target, "tied to it")
