@@ -49,7 +49,7 @@ class RunLock:
         self._directory: HeldDirectory | None = None
         held = fs.hold_directory(run, True, True)
         if held is None:
-            raise Locked(f"run {run} is {_holder_of(run)}; one writer per run")
+            raise Locked(f"run {run} is {_holder_of(run)}; a run has one writer at a time")
         self._directory = held
         try:
             self._file = self._open()
@@ -62,7 +62,7 @@ class RunLock:
                 or error.filename is not None
             ):
                 raise
-            raise Locked(f"run {run} is {_holder_of(run)}; one writer per run") from error
+            raise Locked(f"run {run} is {_holder_of(run)}; a run has one writer at a time") from error
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         # On a full disk the lock holds all the same, only nameless; and a restore must still be possible.
         with contextlib.suppress(OSError):
@@ -128,7 +128,7 @@ def _holder_of(run: str) -> str:
             os.close(file)
         pid, host = int(found["pid"]), found["host"]
         if (pid, host) == (os.getpid(), socket.gethostname()):
-            return "open for writing in this process already: close that Checkpointer first"
+            return "already open for writing in this process: close that Checkpointer first"
         return f"being written by process {pid} on {host} since {found['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "being written by another process"
@@ -164,15 +164,15 @@ def require_current(directory: HeldDirectory) -> None:
     path = directory.path
     if os.fstat(directory.fileno()).st_nlink == 0:
         raise StorageMissing(
-            f"the directory {path} was removed since it was opened for writing: create it, or check that its "
+            f"the directory {path} was removed after it was opened for writing: create it, or check that its "
             "volume is mounted, and open it again"
         )
     now = os.readlink(f"/proc/self/fd/{directory.fileno()}")
-    there = "leads to another directory" if os.path.lexists(path) else "does not exist any more"
+    there = "now leads to another directory" if os.path.lexists(path) else "no longer exists"
     raise RunMoved(
-        f"{path} {there} since it was opened for writing. Nothing was changed at that path. What was opened "
-        f"is now at {now}, and what was saved there is untouched. Let the path lead back, or close this "
-        "run and open it by a path that stays"
+        f"{path} was opened for writing, but it {there}. Nothing was changed at that path. The directory that "
+        f"was opened is now at {now}, and its checkpoints are untouched. Restore the path, or close this run "
+        "and open it by another path"
     )
 
 

@@ -48,11 +48,11 @@ def save_failed(cause: OSError, target: str) -> SaveFailed:
     error: SaveFailed
     if cause.errno in _FULL:
         error = StorageFull(
-            f"no room to save {target}: {what}; {safe}. Free space or keep fewer checkpoints."
+            f"no space to save {target}: {what}; {safe}. Free space or keep fewer checkpoints."
         )
     elif cause.errno in _DENIED:
         advice = (
-            "the filesystem is mounted read-only: choose another directory"
+            "the filesystem is read-only: choose another directory"
             if cause.errno == errno.EROFS
             else f"make it writable for user {os.geteuid()} (chown or chmod), or choose another directory"
         )
@@ -110,7 +110,7 @@ def _read_failed(cause: OSError, path: str) -> ReadFailed:
     if cause.errno in _DENIED:
         what += f"; make it readable for user {os.geteuid()} (chown or chmod)"
     elif cause.errno in _LACKING:
-        what += f". This says nothing about the checkpoint: {_remedy(cause.errno)}, and try again"
+        what += f". The checkpoint may be intact: {_remedy(cause.errno)}, and try again"
     return read_error(what, cause.errno, path)
 
 

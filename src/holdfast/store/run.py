@@ -172,7 +172,9 @@ class WritableRun:
                 self._settle(unsynced)
         if resisted is not None:
             path, cause = resisted
-            failed = type(save_failed(cause, path))(f"{path} cannot be retired: {cause.strerror or cause}")
+            failed = type(save_failed(cause, path))(
+                f"could not remove {path} from the run: {cause.strerror or cause}"
+            )
             failed.errno, failed.filename = cause.errno, path
             raise failed from cause
 

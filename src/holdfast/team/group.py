@@ -130,7 +130,7 @@ class Team:
         if not self.is_coordinator:
             return self._hear(self._next_call(key), timeout)
         if data is None:
-            raise ValueError("the coordinator has to give the data that it tells")
+            raise ValueError("the coordinator must give the data to send")
         call = self._next_call(key)
         self._post(call, _Verdict(data))
         self._retire(_Unread(call, (), True), timeout)
@@ -230,8 +230,8 @@ class Team:
         met = self.mail.store
         if present is not None and met is not None and present is not met:
             raise RankFailed(
-                f"the process group was made anew since its ranks met here, as rank {self.rank} of "
-                f"{self.world}: who is which rank may have changed. Nothing was written or read. Close this "
+                f"the process group was created again after this Checkpointer joined it as rank {self.rank} "
+                f"of {self.world}; ranks may have changed places. Nothing was written or read. Close this "
                 "Checkpointer and make a new one, on all ranks"
             )
 
@@ -362,7 +362,7 @@ class Team:
             )
         for name, ranks in table.entries:
             if _blob_name(found[name]) != name:
-                raise RankFailed(f"rank {ranks[0]} sent other data than it announced", ranks=ranks[:1])
+                raise RankFailed(f"rank {ranks[0]} sent different data than it announced", ranks=ranks[:1])
         return {found[name]: ranks for name, ranks in table.entries}
 
 
@@ -383,7 +383,7 @@ def join(purpose: str, timeout: float, process_group: Any = None) -> Team | None
         ranks = tuple(distributed.get_process_group_ranks(process_group))
         if rank not in ranks:
             raise ValueError(
-                f"rank {rank} is not in the process_group given, which has the ranks {list(ranks)}"
+                f"rank {rank} is not in the given process_group, which has the ranks {list(ranks)}"
             )
         if ranks != tuple(range(world)):
             subgroup = Subgroup(process_group, ranks)
@@ -423,6 +423,4 @@ def _decode(data: bytes, kind: Any, call: str) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.MsgspecError as error:
-        raise RankFailed(
-            f"rank 0 sent something that makes no sense for {call}: {error}", ranks=(0,)
-        ) from None
+        raise RankFailed(f"cannot decode the message of rank 0 for {call}: {error}", ranks=(0,)) from None

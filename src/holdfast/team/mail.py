@@ -175,7 +175,7 @@ class _Lines:
     def call(self, function: Callable[[Any], _T], seconds: float) -> _T:
         with self._lock:
             if self._closed:
-                raise RuntimeError("these messages are closed")
+                raise RuntimeError("the mail is closed")
             if self._lost:
                 # Hosts do not come back, and trying to connect to one takes long.
                 raise _unreachable(self._lost)
@@ -359,7 +359,7 @@ def _frame(data: bytes) -> bytes:
         framed = min(framed, _DEFLATED + zlib.compress(data, 1), key=len)
     if len(framed) > MAX_MESSAGE_NBYTES:
         raise ValueError(
-            f"a message of {len(framed):,} bytes; the process group's store takes {MAX_MESSAGE_NBYTES:,}"
+            f"a message has {len(framed):,} bytes; the process group's store takes {MAX_MESSAGE_NBYTES:,}"
         )
     return framed
 
@@ -371,12 +371,12 @@ def _unframe(framed: bytes, key: str) -> bytes:
         if framed[:1] == _PLAIN:
             return bytes(framed[1:])
     except zlib.error as error:
-        raise RankFailed(f"a message that makes no sense, under {key!r}: {error}") from error
-    raise RankFailed(f"a message that makes no sense, under {key!r}: it begins with {framed[:8]!r}")
+        raise RankFailed(f"cannot decode the message {key!r}: {error}") from error
+    raise RankFailed(f"cannot decode the message {key!r}: it begins with {framed[:8]!r}")
 
 
 def _unreachable(reason: str) -> RankFailed:
     return RankFailed(
-        "the process group's store cannot be reached: its host, rank 0 or the launcher, has ended or is cut "
-        f"off ({reason})"
+        "the process group's store cannot be reached: its host (rank 0 or the launcher) has ended or is "
+        f"disconnected ({reason})"
     )

@@ -30,7 +30,7 @@ from holdfast.team.mail import Mail, Silence, sendable
 
 GRACE_SECONDS = 2.0
 """How much longer others wait than the coordinator, who tells them how it ended."""
-_ADVICE = ". All ranks must call it, with the same path"
+_ADVICE = ". All ranks must make this call, with the same path"
 _OPEN = "open"
 _LOOK_SECONDS = 0.05
 
@@ -101,7 +101,7 @@ class Board:
     def describe(self, ranks: tuple[int, ...]) -> str:
         """A sentence part: what these ranks said last, as far as known; empty if nothing is."""
         some = self.look(ranks[:8])
-        return "".join(f"; rank {rank} said last: {what}" for rank, what in some.items())
+        return "".join(f"; last report of rank {rank}: {what}" for rank, what in some.items())
 
 
 def name_ranks(ranks: tuple[int, ...]) -> str:
@@ -115,7 +115,9 @@ def name_ranks(ranks: tuple[int, ...]) -> str:
 def _hold(mail: Mail, board: Board, world: int, card: Card, purpose: str, timeout: float) -> Met:
     token = secrets.token_hex(8)
     keys = {f"answer/{token}/{rank}": rank for rank in range(1, world)}
-    closing = _Closing(tuple(range(world)), failure=f"rank 0 gave up the meeting for {purpose}", missing=(0,))
+    closing = _Closing(
+        tuple(range(world)), failure=f"rank 0 abandoned the meeting for {purpose}", missing=(0,)
+    )
     try:
         mail.post(_OPEN, msgspec.msgpack.encode(_Opening(token, timeout)))
         answers = {keys[key]: data for key, data in mail.collect(list(keys), timeout).items()}

@@ -14,7 +14,7 @@ def all_heard(messages: Sequence[bytes | None], during: str, timeout: float) -> 
     missing = [rank for rank, message in enumerate(messages) if message is None]
     if missing:
         raise RankTimeout(
-            f"{ranks_in_words(missing)} did not come to {during!r} within {timeout:g} s: gone, or busy with "
+            f"{ranks_in_words(missing)} did not come to {during!r} within {timeout:g} s: ended, or busy with "
             "something else",
             ranks=missing,
         )

@@ -310,17 +310,17 @@ class CoordinatedCommit:
                 raise self._not_shared(opened)
         elif fs.identity(directory) != opened.identity:
             raise RankFailed(
-                f"the save of step {self.identity.step} was given up: another one has taken its place at "
-                f"{os.fsdecode(opened.directory)} meanwhile",
+                f"the save of step {self.identity.step} was abandoned: another save now writes to "
+                f"{os.fsdecode(opened.directory)}. Nothing of this save is committed",
                 ranks=(0,),
             )
 
     def _not_shared(self, opened: Open) -> StorageMissing:
         where, host = os.fsdecode(opened.directory), socket.gethostname()
         return StorageMissing(
-            f"cannot save {self.target}: what {host} has at {where} is not what rank 0 has there on "
-            f"{opened.host}. All ranks must share this directory (only volumes may be each node's own); or "
-            "the save was given up meanwhile"
+            f"cannot save {self.target}: {where} on {host} is not the directory that rank 0 has on "
+            f"{opened.host}. All ranks must share this directory (only volumes may be node-local). Or "
+            "rank 0 has abandoned this save"
         )
 
     # --- both

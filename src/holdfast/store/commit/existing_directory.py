@@ -122,8 +122,8 @@ def carry_over(old: HeldDirectory, new: HeldDirectory) -> None:
         info = os.stat(name, dir_fd=old.fileno(), follow_symlinks=False)
         if stat.S_ISDIR(info.st_mode):
             raise CheckpointExists(
-                f"Checkpoint already exists: {old.path}, with the directory {name} in it, which replacing it "
-                "would remove. Move that directory away, or choose another path"
+                f"Checkpoint already exists: {old.path}. It contains the directory {name}, which a "
+                "replacement would remove. Move that directory away, or choose another path"
             )
         if _inode(new, name) == (info.st_dev, info.st_ino):
             continue

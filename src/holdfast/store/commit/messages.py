@@ -235,8 +235,8 @@ class Calls:
     def _disagreement(self, mine: Call, leading: Call) -> RanksDisagree:
         rank = self.team.rank
         return RanksDisagree(
-            f"rank {rank} called {mine.what} with step {mine.step}, rank 0 {leading.what} with step "
-            f"{leading.step}. All ranks must save the same steps",
+            f"rank {rank} called {mine.what} with step {mine.step}, but rank 0 called {leading.what} with "
+            f"step {leading.step}. All ranks must save the same steps",
             ranks=(0, rank),
         )
 
@@ -364,7 +364,7 @@ class Conversation:
             f"rank {rank} (last at: {where[rank]})" if rank in where else f"rank {rank}" for rank in ranks[:8]
         )
         more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        fate = "" if committed is False else ", and whether it was committed is not known"
+        fate = "" if committed is False else ". It is not known whether the save was committed"
         return RankTimeout(
             f"{self.what} failed: nothing heard from {some}{more} within {self._calls.timeout:g} s; it has "
             f"ended, hangs, or does not save this step{fate}. Earlier checkpoints are untouched",
@@ -376,5 +376,5 @@ def _numbers(data: bytes) -> tuple[int, int]:
     try:
         ended, kept = map(int, data.split())
     except ValueError as error:
-        raise SaveFailed(f"another rank says nonsense: {data[:40]!r}") from error
+        raise SaveFailed(f"cannot decode a message of another rank: {data[:40]!r}") from error
     return ended, kept

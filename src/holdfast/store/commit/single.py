@@ -149,7 +149,7 @@ def _refuse_parts(leaves: Sequence[LeafSource]) -> None:
     for leaf in leaves:
         if leaf.sharding is not None and leaf.sharding.shape != leaf.shape:
             raise UnsupportedState(
-                f"{leaf.name}: this process has {list(leaf.shape)} of an array of shape "
-                f"{list(leaf.sharding.shape)} that is spread over ranks. Save it on all of them together "
-                '(not with process_group="none")'
+                f"{leaf.name}: this process holds only {list(leaf.shape)} of an array of shape "
+                f"{list(leaf.sharding.shape)}; other ranks hold the rest. Save it on all of them together, "
+                'without process_group="none"'
             )

@@ -350,7 +350,7 @@ class Transaction:
             into.release()
 
     def _locked(self) -> Locked:
-        return Locked(f"another process is saving to {self.target}; one writer per checkpoint")
+        return Locked(f"another process is saving to {self.target}; a checkpoint has one writer at a time")
 
 
 def _files_of_our_own(directory: HeldDirectory) -> frozenset[str] | None:
@@ -378,6 +378,6 @@ def refuse_existing(target: str, *, overwrite: bool) -> None:
 
 def _exists(target: str) -> CheckpointExists:
     return CheckpointExists(
-        f"Checkpoint already exists: {target}, and checkpoints are immutable. "
-        "Choose another path, or pass overwrite=True to replace it atomically"
+        f"Checkpoint already exists: {target}. Choose another path, or pass overwrite=True to replace it "
+        "in one step"
     )

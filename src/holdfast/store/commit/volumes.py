@@ -100,8 +100,8 @@ def locations(volumes: Sequence[str], target: str, id: str) -> list[ShardLocatio
 def _require(volume: str) -> None:
     if not os.path.isdir(volume):
         raise StorageMissing(
-            f"there is no volume {volume} on {socket.gethostname()}: create this directory, or check that "
-            "its device is mounted"
+            f"the volume {volume} does not exist on {socket.gethostname()}: create this directory, or check "
+            "that its device is mounted"
         )
 
 

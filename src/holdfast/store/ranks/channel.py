@@ -222,14 +222,14 @@ class _Flow:
 
     def _lose(self, message: Message, error: RuntimeError) -> None:
         what = (
-            f"handing bytes to rank {message.receiver}"
+            f"sending bytes to rank {message.receiver}"
             if message.outward
             else f"receiving bytes that rank {message.sender} has read"
         )
         said = str(error).strip().splitlines() or [type(error).__name__]
         failed = RankTimeout(
-            f"{what} failed ({said[0]}). It is gone, or did not come so far within {self._timeout:g} s; the "
-            "state is only partly restored: launch again"
+            f"{what} failed ({said[0]}). That rank has ended, or was not ready within {self._timeout:g} s. "
+            "The state is only partly restored: launch again"
         )
         failed.__cause__ = error
         self._lost[message.peer] = failed

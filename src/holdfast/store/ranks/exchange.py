@@ -175,7 +175,7 @@ def _fetched(where: Consumed, span: Span) -> Produced:
     """Bytes back out of device memory."""
     fetch = where.fetch
     if fetch is None:
-        raise UnsupportedState("device memory that cannot be read back cannot be handed to other ranks")
+        raise UnsupportedState("device memory that cannot be read back cannot be sent to other ranks")
     # Fetching runs of bytes is like draining them, in the other direction.
     both = Consumed(where.nbytes, fetch)
     part = part_of_destination(both, span.place.shape, span.place.itemsize, span.box)

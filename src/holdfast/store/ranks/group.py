@@ -286,7 +286,7 @@ class RankGroup:
         leading, has_volumes = agreed
         if mine != leading:
             raise RanksDisagree(
-                f"rank {self.rank} has Options({mine}), rank 0 Options({leading}): they must be the same",
+                f"rank {self.rank} has Options({mine}), rank 0 has Options({leading}): they must be equal",
                 ranks=(0, self.rank),
             )
         return has_volumes

@@ -33,7 +33,7 @@ def open_together(
     id = b"" if opened is None else opened.id.encode()
     leading = team.tell("opened", id if team.is_coordinator else None, timeout)
     if error is None and leading and leading != id:
-        error = AnotherCheckpoint("another checkpoint than the one that rank 0 has at this path", path=path)
+        error = AnotherCheckpoint("not the checkpoint that rank 0 found at this path", path=path)
     try:
         settle(team, "open", error, timeout)
     except BaseException:

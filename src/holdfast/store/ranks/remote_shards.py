@@ -236,7 +236,9 @@ class _Desk:
                 span = ByteRange(start, start + item.nbytes)
                 return request_range(item.leaf, fragment, span, part.chunk_nbytes, where)
         raise CorruptCheckpoint(
-            "another rank asks for bytes of it that are not there", path=self._checkpoint.path, leaf=item.leaf
+            "another rank asked for bytes that this leaf does not have",
+            path=self._checkpoint.path,
+            leaf=item.leaf,
         )
 
 
@@ -294,12 +296,12 @@ def _out_of_reach(gone: Sequence[Shard], hosts: Sequence[str]) -> IncompleteChec
     shown = ", ".join(hosts[:_SHOWN]) + (f" and {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else "")
     more = f" (and {len(gone) - 1} more files)" if len(gone) > 1 else ""
     if shard.host in hosts:
-        advice = f"no rank on {shown} sees it{more}: mount that volume there again, or put the file back"
+        advice = f"no rank on {shown} sees it{more}: mount that volume again, or put the file back"
     else:
         advice = (
-            f"the ranks run on {shown}, where it is not seen{more}: restore with a rank on {shard.host}, or "
-            f"make what was in {volume} there available in the same directory of one of these hosts. To give "
-            "it up, restore an older step by its number, if that does not need this host"
+            f"the ranks run on {shown} and do not see it{more}: restore with a rank on {shard.host}, or make "
+            f"the files of {volume} available in the same directory on one of these hosts. To do without "
+            "this checkpoint, restore an older step by its number, if that step does not need this host"
         )
     where = f"volume {volume} of host {shard.host}"
     error = IncompleteCheckpoint(f"{MISSING}: it was written to {where}; {advice}", path=sendable(shard.path))

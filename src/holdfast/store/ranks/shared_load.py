@@ -184,8 +184,8 @@ class _Load:
         others = sorted(other for plan, ranks in told if plan.strict != first for other in ranks)
         if others:
             raise RanksDisagree(
-                f"rank 0 loads with strict={first}, {ranks_in_words(others)} with strict={not first}: it has "
-                "to be the same on all ranks. Nothing has been restored",
+                f"rank 0 loads with strict={first}, but {ranks_in_words(others)} with strict={not first}. It "
+                "must be the same on all ranks. Nothing has been restored",
                 ranks=(0, *others),
             )
         return [plan for plan, _ in told]

@@ -51,7 +51,7 @@ def _sharding(sharding: Sharding, numbers: Mapping[int, int], name: str) -> Shar
     outside = [rank for rank in sharding.mesh_ranks if rank not in numbers]
     if outside:
         raise UnsupportedState(
-            f"{name}: its device mesh includes ranks {outside[:8]} of the world, which are not in the "
-            f"process_group given ({sorted(numbers)[:8]}). Save and load it with a group of all its ranks"
+            f"{name}: its device mesh includes ranks {outside[:8]} of the world, which are not in the given "
+            f"process_group ({sorted(numbers)[:8]}). Save and load it with a group of all its ranks"
         )
     return dataclasses.replace(sharding, mesh_ranks=tuple(numbers[rank] for rank in sharding.mesh_ranks))

@@ -231,7 +231,8 @@ def _check(plan: str, speakers: tuple[int, ...], dones: Sequence[Done]) -> None:
     for done in dones:
         if done.plan != plan:
             raise RanksDisagree(
-                f"rank {done.ref.rank} wrote by another plan than rank 0. The next save makes a new plan",
+                f"rank {done.ref.rank} and rank 0 used different plans; the save was rejected. The next save "
+                "makes a new plan",
                 ranks=(0, done.ref.rank),
             )
     check_values(

@@ -142,7 +142,7 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if len({plan.storage_data for plan in plans}) > 1:
             # One that is replaced right now, or a directory that ranks do not share.
-            raise CorruptCheckpoint("ranks have opened different checkpoints at this path", path=self._path)
+            raise CorruptCheckpoint("ranks opened different checkpoints at this path", path=self._path)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -164,8 +164,8 @@ class Reader(StorageReader):
 
     def _another(self) -> ReadFailed:
         return ReadFailed(
-            f"this Reader has begun another load, from {self._path}, in the middle of this one: "
-            "use one for each"
+            f"this Reader has started another load, from {self._path}, during this one: use one Reader for "
+            "each"
         )
 
     def _close(self) -> None:

@@ -26,7 +26,7 @@ def ignore_tuning(arguments: Mapping[str, object]) -> None:
         _said.set()
         warnings.warn(
             f"holdfast.torch.dcp.Writer ignores {', '.join(sorted(arguments))}: it writes one file per rank, "
-            "straight from the tensors, and always syncs it. holdfast.Options has what can be tuned",
+            "straight from the tensors, and always syncs it. Tune it with holdfast.Options",
             UserWarning,
             stacklevel=3,
         )

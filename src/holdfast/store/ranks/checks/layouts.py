@@ -107,7 +107,9 @@ def check_layouts(
     rank, leaf, trouble, found = msgspec.msgpack.decode(verdict, type=tuple[int, str, str, list[_Finding]])
     if trouble:
         raise RanksDisagree(
-            f"rank {rank} holds it in another layout than others, and {trouble}", leaf=leaf, ranks=(rank,)
+            f"rank {rank} holds it in a different layout than other ranks, and {trouble}",
+            leaf=leaf,
+            ranks=(rank,),
         )
     if found:
         raise _disagreement(found)
@@ -272,17 +274,17 @@ def _findings(
 
 def _disagreement(findings: Sequence[_Finding]) -> RanksDisagree:
     lines = [
-        f"{finding.leaf}: on {ranks_in_words(finding.beside)} it is not what it is on "
+        f"{finding.leaf}: the values on {ranks_in_words(finding.beside)} differ from those on "
         f"{ranks_in_words(finding.written)}"
         for finding in findings
     ]
     if len(findings) == _MAX_LEAVES:
         lines.append("... and perhaps others")
     return RanksDisagree(
-        "ranks hold the same leaf in different layouts, and not the same values in it:\n    "
+        "ranks hold the same leaf in different layouts and with different values:\n    "
         + "\n    ".join(lines)
-        + "\n  One copy is stored. Mark state that is meant to differ with holdfast.per_rank; make all else "
-        "equal",
+        + "\n  Only one copy can be stored. Mark state that is meant to differ with holdfast.per_rank; make "
+        "everything else equal",
         leaf=findings[0].leaf,
         ranks=sorted({rank for finding in findings for rank in finding.beside})[:_MAX_RANKS],
     )

@@ -161,9 +161,9 @@ def check_samples(by_rank: Mapping[int, Mapping[str, str]]) -> None:
             other, known = first.setdefault(stream, (rank, its))
             if known != its:
                 raise RanksDisagree(
-                    f"rank {rank} has other copies than rank {other} of arrays that they should hold the "
-                    "same of, and one copy is stored. The next save, or Checkpointer.check_replicas, names "
-                    "them. Mark state that is meant to differ with holdfast.per_rank; make all else equal",
+                    f"ranks {other} and {rank} hold different values of replicated arrays; the save was "
+                    "rejected. The next save, or Checkpointer.check_replicas(), names them. Mark state that "
+                    "is meant to differ with holdfast.per_rank; make everything else equal",
                     ranks=(other, rank),
                 )
 
@@ -186,10 +186,10 @@ def check_ties(
             other, known = first.setdefault(name, (ranks[0], of))
             if known == of and name not in leaves:
                 continue
-            there = "an array of its own" if known == of else f"the array of {known}"
+            there = "a separate array" if known == of else f"tied to {known}"
             whose = "another rank" if known == of else f"rank {other}"
             raise RanksDisagree(
-                f"{name} is the same array as {of} on {ranks_in_words(ranks)}, but {whose} has {there}. "
+                f"{name} is tied to {of} on {ranks_in_words(ranks)}, but on {whose} it is {there}. "
                 "Tie it on all ranks that have it, or on none",
                 leaf=name,
                 ranks=sorted({other, ranks[0]}),
@@ -272,10 +272,10 @@ def _disagreement(findings: Sequence[_Finding]) -> RanksDisagree:
     if len(findings) == _MAX_LEAVES:
         lines.append("... and perhaps others")
     return RanksDisagree(
-        "ranks that should hold equal copies do not:\n    "
+        "ranks hold different values of replicated arrays:\n    "
         + "\n    ".join(lines)
-        + "\n  Mark state that is meant to differ with holdfast.per_rank; make all else equal, by "
-        "torch.distributed.broadcast from rank 0, for instance",
+        + "\n  Mark state that is meant to differ with holdfast.per_rank; make everything else equal, for "
+        "example by torch.distributed.broadcast from rank 0",
         leaf=findings[0].leaf if findings else None,
         ranks=sorted(different)[:_MAX_RANKS],
     )

@@ -102,8 +102,8 @@ def exchange_views(team: Team, view: View, timeout: float, key: str = "views") -
             its = view if data == mine else decode_view(data)
         except ValueError as error:
             raise RankFailed(
-                f"rank {ranks[0]} sent something else than what it sees of the state ({error}); "
-                "do all ranks run the same version of Holdfast?",
+                f"cannot decode the view that rank {ranks[0]} sent ({error}). Do all ranks run the same "
+                "version of Holdfast?",
                 ranks=ranks[:8],
             ) from None
         found[its] = ranks
