@@ -142,7 +142,9 @@ def test_troubles_of_single_saves_and_of_opening(tmp_path: Path) -> None:
     assert kinds["writers"][1] == "RanksDisagree"
     assert all("writers=" in message and "rank 1" in message for _, message, _ in got["writers"])
     assert kinds["volume"] == ["RankFailed", "StorageMissing", "RankFailed"]
-    assert all(f"no volume {tmp_path / 'none'} on " in message for _, message, _ in got["volume"])
+    assert all(
+        f"the volume {tmp_path / 'none'} does not exist on " in message for _, message, _ in got["volume"]
+    )
     assert kinds["no directory"][1:] == ["RankFailed"] * (WORLD - 1)
     assert "rank 0" in got["no directory"][1][1]
     assert kinds["locked"] == ["Locked"] * WORLD

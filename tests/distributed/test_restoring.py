@@ -56,8 +56,8 @@ def test_strictness_that_differs_ends_on_all_ranks_at_once(tmp_path: Path) -> No
         values(launch(3, _restore_strictly_on_some, tmp_path))
         == [
             [
-                ("rank 0 loads with strict=True, rank 1 with strict=False", (0, 1)),
-                ("rank 0 loads with strict=False, rank 1 with strict=True", (0, 1)),
+                ("rank 0 loads with strict=True, but rank 1 with strict=False", (0, 1)),
+                ("rank 0 loads with strict=False, but rank 1 with strict=True", (0, 1)),
                 1,
             ]
         ]

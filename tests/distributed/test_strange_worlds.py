@@ -240,7 +240,7 @@ def _made_anew(run: Path) -> list[Any]:
         error_of(checkpointer.restore),
         error_of(checkpointer.check_replicas),
     ]
-    found: list[Any] = [kind for kind, message, _ in refused if "made anew" in message]
+    found: list[Any] = [kind for kind, message, _ in refused if "created again" in message]
     checkpointer.close()
     dist.barrier()
     with _checkpointer(run, live) as checkpointer:

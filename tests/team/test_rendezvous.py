@@ -65,8 +65,9 @@ def test_ranks_that_come_for_different_purposes_learn_what_the_others_are_at():
     assert coordinator == (
         (
             "ranks 1, 2 did not come to the meeting for save to /here within 1 s; "
-            "rank 1 said last: meeting for Checkpointer /there; "
-            "rank 2 said last: meeting for Checkpointer /there. All ranks must call it, with the same path",
+            "last report of rank 1: meeting for Checkpointer /there; "
+            "last report of rank 2: meeting for Checkpointer /there. All ranks must make this call, with the "
+            "same path",
             (1, 2),
         ),
         True,

@@ -1,13 +1,13 @@
-"""The ranks of a world as a team: who they are, and the few things they tell each other.
+"""The ranks of a process group as a team: who they are, and how they exchange small messages.
 
-Rank 0 coordinates: what concerns everybody is collected and decided by it, and read from it. Each such *call*
-has a key, and the next number of that key, counted on every rank: all ranks make the calls of a key in the
-same order. A rank that may leave a call out, because it failed before, needs keys that say what the call is
-about (the step): it would take the verdict it has missed for that of the next call. No call is a collective;
-each has a time-out, after which those that are left get `RankFailed`.
+Rank 0 coordinates: it collects what concerns all ranks, decides, and all read its decision. Each such *call*
+has a key and a number, which every rank counts: all ranks make the calls of a key in the same order. A rank
+that failed may skip a call. Such calls need keys that name their subject (the step): otherwise the rank would
+take the decision it missed for that of the next call. No call is a collective. Each has a time-out, after
+which the remaining ranks get `RankFailed`.
 
-Nothing stays behind in the store: a rank removes its message when it has read what the coordinator made of
-it, and says that it has; the coordinator removes its own when everybody has.
+No messages stay in the store. A rank removes its message when it has read the decision, and says so; the
+coordinator removes its own when all have.
 """
 
 from __future__ import annotations
@@ -221,10 +221,10 @@ class Team:
             team.close()
 
     def check_group(self) -> None:
-        """`RankFailed` when the process group was made anew since this team has met.
+        """`RankFailed` if the process group was created again after this team met.
 
-        Ranks may be others now than they were, and arrays lie on meshes of these. A group that was merely
-        destroyed does no harm: the team goes on as long as the store answers.
+        Ranks may have changed places, and so may the arrays on their meshes. A group that was only destroyed
+        does no harm: the team continues while the store answers.
         """
         present = _default_store() if _is_initialized() else None
         met = self.mail.store
@@ -236,11 +236,11 @@ class Team:
             )
 
     def say(self, what: str) -> None:
-        """What this rank is at, for the error messages of others."""
+        """Reports this rank's present activity, for the error messages of others."""
         self._board.say(self.rank, what)
 
     def whereabouts(self, ranks: Iterable[int]) -> dict[int, str]:
-        """What these ranks said last they were at; those that said nothing are left out."""
+        """The last reports of these ranks; ranks without a report are left out."""
         return self._board.look(tuple(ranks))
 
     def close(self, rest: Iterable[str] = (), wait: float = 0.0) -> None:

@@ -1,16 +1,16 @@
 """How the ranks of a world come together as a team: meetings that the coordinator opens and closes.
 
-Everything is kept by the store, nothing by the processes, so it does not matter what a rank missed before.
-And nothing of a meeting stays in the store when the team that met has left.
+The store keeps everything and the processes nothing, so it does not matter what a rank missed before. When
+the team has left, nothing of its meeting stays in the store.
 
 1. The coordinator opens a meeting: a message with a random token.
-2. A rank that arrives attends the meeting that is open, or waits for the next to be opened. It answers with
-   its card (machine, process, socket).
-3. The coordinator closes the meeting when everybody has answered, or its time is over. It removes the first
-   message, so that nobody attends any more, and leaves another for all: the cards, or who is missing.
-4. A rank that answered too late to be on that list goes on to the next meeting, as long as it has time.
+2. A rank that arrives joins the open meeting, or waits for the next one. It answers with its card (machine,
+   process, socket).
+3. The coordinator closes the meeting when all have answered, or when its time is over. It removes the first
+   message, so that no more ranks join, and leaves another for all: the cards, or who is missing.
+4. A rank that answered too late goes on to the next meeting, while it has time.
 
-Messages of the team go under the token, so no message of an earlier team is ever read.
+The team's messages have the token in their keys, so a message of an earlier team is never read.
 """
 
 from __future__ import annotations

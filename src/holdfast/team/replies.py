@@ -1,4 +1,4 @@
-"""What a coordinator hears from all ranks, for those decisions that nobody may be left out of."""
+"""What a coordinator hears from all ranks, for decisions that need an answer of every rank."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ _MAX_REPLACED = 100
 def open_together(
     team: Team, path: str, timeout: float, check: Callable[[Checkpoint], None] | None = None
 ) -> Checkpoint:
-    """The checkpoint that rank 0 finds at `path`, on every rank. Damage that one rank sees all raise.
+    """Opens the checkpoint that rank 0 finds at `path`, on every rank. If one rank sees damage, all raise.
 
-    `check` may refuse it. Where a rank's directory of that name holds another checkpoint, nobody goes on.
+    `check` may reject it. If a rank finds another checkpoint at that path, all raise.
     """
     opened: Checkpoint | None = None
     error: Exception | None = None

@@ -1,14 +1,14 @@
-"""Shards that a rank wants bytes of and does not see: they lie on volumes of other nodes.
+"""Shards that a rank needs but does not see: they are on volumes of other nodes.
 
-What counts is whether a rank sees the file, not what its host is called: hosts are renamed, volumes are moved
-to another host, and containers may share a name.
+Ranks look for the file; the name of the host does not count. Hosts are renamed, volumes are moved to other
+hosts, and containers may share a name.
 
-1. Ranks tell which files they want and do not see. As a rule there are none, and that is all.
-2. All learn of these files, and tell which of them they see. Of those that see a file, one becomes its
-   reader. A file that no rank sees makes all raise `IncompleteCheckpoint`, with its host and its volume.
-3. Each rank tells the readers which bytes it wants: the very requests that it would have made of the file.
-4. The readers read them, verify them and send them, over gloo, a message at a time. A reader that fails sends
-   on, so that nobody waits for it, and all ranks raise when the transfer is over.
+1. Ranks say which files they need and do not see. Usually there are none, and this is all.
+2. All learn of these files, and say which of them they see. One rank that sees a file becomes its reader. If
+   no rank sees a file, all raise `IncompleteCheckpoint`, with its host and its volume.
+3. Each rank tells the readers which bytes it needs: the requests that it would have made of the file.
+4. The readers read, verify and send these bytes over gloo, one message at a time. A reader that fails keeps
+   sending, so that no rank waits for it, and all ranks raise when the transfer is over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ranks of a subgroup: meshes name ranks of the world, and a checkpoint has ranks from 0 on.
+"""Ranks of a subgroup: meshes count the ranks of the world, and a checkpoint counts ranks from 0.
 
-Plans, messages and parts count the ranks of the process group that saves or loads. A mesh of torch has the
-numbers of the world. Here one becomes the other; a group of all ranks needs none of it.
+Plans, messages and parts count the ranks of the process group that saves or loads. A mesh of torch counts the
+ranks of the world. This module converts between the two; a group of all ranks needs no conversion.
 """
 
 from __future__ import annotations

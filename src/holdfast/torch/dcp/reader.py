@@ -1,7 +1,7 @@
-"""DCP's ``StorageReader``: what its planner wants, out of whichever shards hold it, verified.
+"""DCP's ``StorageReader``: reads what the planner wants from the shards that hold it, verified.
 
-Tensors are filled in place. Where that cannot be (another element type, memory that torch has to copy to, or
-that two names share), a part is read beside and copied by torch.
+Tensors are filled in place. If that is impossible (another element type, memory that torch has to copy to, or
+memory that two names share), a part is read into a buffer and torch copies it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""DCP's `Metadata`, as a Holdfast tree and back.
+"""DCP's `Metadata` as a Holdfast tree, and back.
 
-Arrays need no record: DCP's chunks are a leaf's fragments, and its names are the leaves'. Their places in the
-state, which DCP's planner knows as paths, are their places in the tree. What is left is in a `Record` that
-stands where torch keeps the ``_metadata`` of a state dict: which entries are values and which are bytes, and
-what tensors are beside their type. A tree without a record, of any other Holdfast checkpoint, is read by
-DCP's rules for taking a state apart.
+Arrays need no record: DCP's chunks are a leaf's fragments, and its names are the names of leaves. DCP's
+planner knows their places in the state as paths; these are their places in the tree. The rest is in a
+`Record` where torch keeps the ``_metadata`` of a state dict: which entries are values, which are bytes, and
+the properties of tensors. A tree without a record, from any other Holdfast checkpoint, is read by DCP's rules
+for flattening a state.
 """
 
 from __future__ import annotations

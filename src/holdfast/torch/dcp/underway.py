@@ -1,8 +1,8 @@
-"""A save between DCP's calls: where it writes, and what becomes of it when DCP does not call again.
+"""A save between DCP's calls: where it writes, and what happens if DCP does not call again.
 
-When a rank fails, DCP raises on all of them without a word to the storage. What the coordinator holds then is
-given up when its writer is let go of or used again, or when another save to the same path begins; or it dies
-with its process, and the next save to that path sweeps it.
+When a rank fails, DCP raises on all ranks without telling the storage. The coordinator then aborts its save
+when its writer is used again or garbage-collected, or when another save to the same path begins. If its
+process dies first, the next save to that path removes the leftovers.
 """
 
 from __future__ import annotations

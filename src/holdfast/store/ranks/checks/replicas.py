@@ -1,11 +1,11 @@
-"""Whether ranks that should hold equal copies of arrays do. Plain values are `values`' business.
+"""Whether ranks that should hold equal copies of arrays do. `values` compares plain values.
 
-Copies are written in shares, one by each holder: if they are not equal, what is stored is none of them. So
-they are compared, bit by bit, by digests. One small message per rank tells whether all is well; only where it
-is not, the ranks concerned send the digests of single leaves, and everybody gets the same error.
+Each holder writes a share of the replicated arrays. If the copies differed, the stored array would equal none
+of them. So ranks compare digests of them. One small message per rank says whether all copies are equal. Only
+if they are not, the ranks concerned send the digests of single leaves, and all ranks raise the same error.
 
-Hashing all bytes takes its time, so that is done when it is planned who writes what. Copies may part later:
-statistics that every rank gathers for itself, say. A sample of them is compared in every save.
+Hashing all bytes takes time, so it happens only when ranks make a plan. Copies may diverge later (statistics
+that every rank collects for itself), so every save compares a sample.
 """
 
 from __future__ import annotations

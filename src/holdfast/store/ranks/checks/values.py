@@ -1,9 +1,9 @@
 """Whether the plain values of ranks agree, so that one copy of them can be stored.
 
 Ranks whose states have the same structure (containers, keys, names of leaves) must have the same values in
-it: each tells digests of its own, and the first of them speaks for all. Where structures differ, as between
-the stages of a pipeline, the trees of all speakers are stored, and made one when they are loaded
-(`holdfast.state.merging`). That must lose nothing: no two speakers may contradict each other at any place.
+it. Each sends digests of its own, and the first of these ranks speaks for all. If structures differ, as
+between the stages of a pipeline, the trees of all speakers are stored and merged by readers
+(`holdfast.state.merging`). The merge must lose nothing: no two speakers may contradict each other anywhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a rank sees of the state (`holdfast.plan.world.View`) as bytes, and the exchange of all views.
+"""A rank's view of the state (`holdfast.plan.world.View`) as bytes, and the exchange of all views.
 
-Equal views have equal bytes, so that those of a data-parallel world travel once. Meshes and placements are
-listed once and referred to by number: the size is that of the names.
+Equal views have equal bytes, so those of a data-parallel world travel once. Meshes and placements are listed
+once and referred to by number, so the names make up the size.
 """
 
 from __future__ import annotations
