@@ -80,7 +80,7 @@ def _calls():
     large = team.exchange("large", os.urandom(1 << 20) if rank == 2 else bytes(1 << 22), PATIENCE_SECONDS)
     sizes = [(len(data), ranks) for data, ranks in large.items()]
     if rank == 0:
-        with pytest.raises(ValueError, match="has to give"):
+        with pytest.raises(ValueError, match="must give"):
             team.tell("none", None, PATIENCE_SECONDS)
     team.close()
     return rank, out, empty, sizes

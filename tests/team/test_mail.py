@@ -205,7 +205,7 @@ def test_a_store_whose_host_was_killed_is_a_failure_at_once_also_for_who_is_wait
     os.kill(host.pid, signal.SIGKILL)
     thread.join(PATIENCE_SECONDS)
     assert len(errors) == 1
-    assert "the process group's store cannot be reached: its host, rank 0 or the launcher" in str(errors[0])
+    assert "the process group's store cannot be reached: its host (rank 0 or the launcher)" in str(errors[0])
     with pytest.raises(RankFailed, match="cannot be reached"):
         mail.has("key")
 

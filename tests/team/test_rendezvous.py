@@ -130,7 +130,7 @@ def _give_up():
 def test_a_meeting_that_the_coordinator_gave_up_is_closed():
     first, second, third = values(launch(3, _give_up))
     assert (first, third) == ((None, True), (b"", True))
-    assert second == (("rank 0 gave up the meeting for run", (0,)), True)
+    assert second == (("rank 0 abandoned the meeting for run", (0,)), True)
 
 
 def _coordinator_dies_in_the_meeting(timeout):

@@ -359,7 +359,8 @@ def _frame(data: bytes) -> bytes:
         framed = min(framed, _DEFLATED + zlib.compress(data, 1), key=len)
     if len(framed) > MAX_MESSAGE_NBYTES:
         raise ValueError(
-            f"a message has {len(framed):,} bytes; the process group's store takes {MAX_MESSAGE_NBYTES:,}"
+            f"a message of {len(framed):,} bytes is too large: the process group's store takes "
+            f"{MAX_MESSAGE_NBYTES:,}"
         )
     return framed
 
