@@ -8,6 +8,7 @@
 #   make compat   what needs no torch, on another Python: PYTHON=python3.10 WITH="numpy==1.24.0 msgspec==0.21.0"
 #   make cross    compile the engine's core for arm64;  make arm  runs it, too (qemu)
 #   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
+#   make benchmarks  measure everything and write docs/benchmarks.md (about half an hour; ARGS="--quick" for less)
 #   make clean    remove what was built;  make distclean  removes .venv too
 #
 # Each of them starts from a bare checkout: it makes .venv and builds first when that is needed.
@@ -41,7 +42,7 @@ CORE_FLAGS := -std=c++20 -O2 -g -pthread -Wall -Wextra -Wshadow -Wconversion -Wn
   -D_FILE_OFFSET_BITS=64 -DHOLDFAST_HAVE_URING=0 -Inative/src -isystem $(VENV)/include
 CROSS_CXX := aarch64-linux-gnu-g++
 
-.PHONY: help setup build demo test compat check format cross arm bench clean distclean
+.PHONY: help setup build demo test compat check format cross arm bench benchmarks clean distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
@@ -74,7 +75,7 @@ build: $(ENV_STAMP)
 	$(call install,--no-deps -e .)
 
 demo: setup
-	$(BIN)/holdfast demo $(ARGS)
+	$(BIN)/python examples/demo $(ARGS)
 
 test: setup
 	$(BIN)/python tools/run_tests.py $(PYTEST_ARGS)
@@ -123,6 +124,9 @@ arm: cross setup
 
 bench: setup
 	$(BIN)/holdfast bench $(ARGS)
+
+benchmarks: setup
+	$(BIN)/holdfast bench --markdown docs/benchmarks.md $(ARGS)
 
 clean:
 	rm -rf build dist build.log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

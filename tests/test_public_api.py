@@ -12,7 +12,7 @@ import pytest
 import holdfast
 from holdfast import errors
 
-MODULES = {"data"}
+MODULES = {"data", "inspect"}
 CALLS = {"load", "open", "per_rank", "rng", "save", "stable", "verify"}
 TYPES = {
     "Checkpoint",

@@ -27,6 +27,12 @@ def pytest(*arguments: str) -> int:
     return PASSED if code == NOTHING_SELECTED else code
 
 
+def failures() -> set[str]:
+    """The tests that failed when they last ran, as pytest notes them down."""
+    noted = CACHE / "v/cache/lastfailed"
+    return set(json.loads(noted.read_text())) if noted.exists() else set()
+
+
 def race(arguments: list[str]) -> int:
     mine = ["-n", "0", "-m", f"{OPT_IN} and race", "-o", f"cache_dir={CACHE}", *arguments]
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
@@ -37,10 +43,13 @@ def race(arguments: list[str]) -> int:
     code = pytest("--cache-clear", *mine)
     if code != FAILED:
         return code
-    failed = list(json.loads((CACHE / "v/cache/lastfailed").read_text()))
+    first = failures()
     code = pytest("--last-failed", "--last-failed-no-failures", "none", *mine)
-    print("failed, and failed again" if code else "failed, and passed the second time: find the causes")
-    print(*(f"  {name}" for name in failed), sep="\n", flush=True)
+    again = failures()
+    for name in sorted(first):
+        print(
+            "failed twice:" if name in again else "passed the second time, find the cause:", name, flush=True
+        )
     return code
 
 

@@ -318,6 +318,13 @@ void bind_jobs(nb::module_& m) {
       },
       "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a);
 
+  m.def(
+      "count_writes",
+      [](uint64_t nbytes, const std::string& backend, uint64_t window, unsigned depth, uint64_t small) {
+        return count_writes(nbytes, make_tuning(backend, window, depth, 1, small));
+      },
+      "nbytes"_a, "backend"_a, "window"_a, "depth"_a, "small"_a);
+
   const auto raw = [](auto function) {
     return [function](nb::handle path, uint64_t nbytes, const std::string& backend, uint64_t window,
                       unsigned depth, bool huge_pages) {

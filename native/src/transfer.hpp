@@ -51,13 +51,14 @@ inline constexpr uint64_t kMaxWindow = 1U << 30;
 inline constexpr unsigned kMaxDepth = 256;
 inline constexpr uint64_t kMaxChunk = 1U << 30;
 
+// Everything but the alignment is given by the caller; the defaults are in src/holdfast/engine/tuning.py.
 struct Tuning {
   Backend backend = Backend::buffered;
-  uint64_t alignment = 4096;   // of addresses, offsets and lengths in direct I/O
-  uint64_t window = 8U << 20;  // bytes per transfer
-  unsigned depth = 8;          // windows under way; depth * window is all the memory a job uses
-  uint64_t chunk = 1U << 20;   // bytes per checksum
-  uint64_t small = 1U << 20;   // files up to this size skip direct I/O: its latency costs more than a copy
+  uint64_t alignment = 4096;  // of addresses, offsets and lengths in direct I/O
+  uint64_t window = 0;        // bytes per transfer
+  unsigned depth = 0;         // windows under way; depth * window is all the memory a job uses
+  uint64_t chunk = 0;         // bytes per checksum
+  uint64_t small = 0;         // files up to this size skip direct I/O: its latency costs more than a copy
 
   [[nodiscard]] uint64_t effective_alignment() const { return backend == Backend::buffered ? 1 : alignment; }
 };
@@ -118,6 +119,9 @@ inline uint64_t checksum_count(const Piece& piece, uint64_t chunk) {
 inline Span whole_chunks(const Piece& piece, uint64_t inside, uint64_t end, uint64_t chunk) {
   return {align_up(inside, chunk), end == piece.nbytes ? end : align_down(end, chunk)};
 }
+
+// How many writes `write_file` makes for a file of so many bytes, when all of its staging is there.
+uint64_t count_writes(uint64_t nbytes, Tuning tuning);
 
 struct Written {
   sys::File file;                // open: the caller syncs it

@@ -151,6 +151,12 @@ void write_small(uint64_t nbytes, Writer& writer, Written& out) {
   out.stats.transfers = 1;
 }
 
+// What goes through the page cache has smaller windows.
+void fit_window(uint64_t nbytes, Tuning& tuning) {
+  if (nbytes <= tuning.small) tuning.backend = Backend::buffered;
+  if (tuning.backend == Backend::buffered) tuning.window = std::min(tuning.window, kBufferedWindow);
+}
+
 void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Written& out, Control& control) {
   const uint64_t alignment = tuning.effective_alignment();
   struct Slot {
@@ -198,14 +204,23 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
 
 }  // namespace
 
+uint64_t count_writes(uint64_t nbytes, Tuning tuning) {
+  if (nbytes <= tuning.small) return 1;
+  fit_window(nbytes, tuning);
+  uint64_t count = 0;
+  for (uint64_t low = 0, window = kFirstWindow / 2; low < nbytes; low += window, ++count) {
+    window = std::min(2 * window, tuning.window);
+  }
+  return count;
+}
+
 Written write_file(const sys::Path& path, uint64_t nbytes, bool recycle, const Plan& plan, const Tuning& tuning,
                    Control& control) {
   Written out;
   const bool small = nbytes <= tuning.small;
   const bool direct = !small && tuning.backend != Backend::buffered;
   Tuning used = tuning;
-  if (small) used.backend = Backend::buffered;
-  if (!direct) used.window = std::min(used.window, kBufferedWindow);
+  fit_window(nbytes, used);
   const int flags = direct ? O_DIRECT : 0;
   out.file = recycle ? sys::open_over(path, flags) : sys::open(path, O_WRONLY | O_CREAT | O_EXCL | flags);
   set_size(out.file, nbytes, !small);

@@ -1,5 +1,6 @@
 # Every public name, once: type checkers read this file, and so does `holdfast.__getattr__`.
 from holdfast import data as data
+from holdfast import inspect as inspect
 from holdfast.checkpointer import Checkpointer as Checkpointer
 from holdfast.checkpointer import Keep as Keep
 from holdfast.checkpointer import PendingSave as PendingSave

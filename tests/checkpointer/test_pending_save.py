@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,3 +146,19 @@ def test_a_save_interrupted_before_its_thread_runs_is_over_at_once(
     task.run()  # a thread that begins late finds the save over
     assert started(ckpt, 2).result(PATIENCE).step == 2
     assert ckpt.steps == [2]
+
+
+def test_a_save_that_failed_keeps_no_reference_to_the_state(tmp_path: Path) -> None:
+    array = holdfast.stable(np.ones(300_000))  # too large for the short cut of small states
+    alive = weakref.ref(array)
+    with Checkpointer(tmp_path, {"w": array}) as ckpt:
+        with ckpt.update():
+            pass  # from here on saves read in place
+        with faults.injected("open:1:EIO+"):
+            error = started(ckpt, 1).exception(PATIENCE)
+        assert isinstance(error, holdfast.SaveFailed)
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        ckpt.state = {"w": np.zeros(1)}
+        del array
+        gc.collect()
+        assert alive() is None

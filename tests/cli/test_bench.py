@@ -3,86 +3,125 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from rich.console import Console
 
-from holdfast.study import bench as study
-from holdfast.study import cache
+from holdfast.cli.bench import parse_size
+from holdfast.study import cache, results, runner
 from holdfast.study.report import from_json
-from holdfast.study.training import report as training_report
-from holdfast.study.training import training
+from holdfast.study.suite import Suite
+from holdfast.study.suites.ranks import RanksSuite
+from holdfast.study.suites.save_load import SaveLoadSuite
+from holdfast.study.suites.scale import ScaleSuite
+from holdfast.study.suites.training import TrainingSuite
+from support.bench_results import result, row
 from support.command import command
-from support.training_results import result, row, rows
 
-OPTIONS = ("--size", "2M", "--repeat", "1", "--system", "raw", "--system", "holdfast")
-
-
-class Recorder:
-    """Stands in for the measuring; keeps the options it was given."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-        self.options: study.BenchOptions | None = None
-
-    def __call__(self, options: study.BenchOptions, console: Console) -> Any:
-        self.options = options
-        raise self.error
+MIB = 1 << 20
+SMALL = ("--size", "2M", "--repeat", "1", "--system", "raw", "--system", "holdfast")
 
 
-def test_options_reach_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(MemoryError("too large"))
-    monkeypatch.setattr(study, "run", recorder)
-    plot = tmp_path / "x.svg"
-    outcome = command("bench", tmp_path, *OPTIONS, "--shape", "many-small", "--plot", plot)
-    assert outcome.code == 1
-    assert outcome.err == "holdfast: too large\n"
-    assert recorder.options == study.BenchOptions(
-        directory=tmp_path,
-        nbytes=2 << 20,
-        shape="many-small",
-        rounds=1,
-        systems=("raw", "holdfast"),
-        plot=plot,
-    )
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The suites that would have been run."""
+    found: list[Any] = []
+
+    def record(suite: Suite, directory: Path, console: object, *, check: bool) -> results.Result:
+        found.append(suite)
+        facts = {"state_nbytes": 1e9, "most_ranks": 4}
+        return result(row("save", "holdfast", seconds=1.0), facts=facts)
+
+    monkeypatch.setattr(runner, "run", record)
+    return found
+
+
+def test_options_reach_the_suites(tmp_path: Path, seen: list[Any]) -> None:
+    model = ("--size", "8M", "--layers", "1", "--width", "64", "--batch", "2", "--sequence", "16")
+    how = ("--steps", "4", "--repeat", "3", "--no-sweep", "--restarts", "1", "--system", "overlap")
+    for options in (
+        (*SMALL, "--shape", "many-small"),
+        (),
+        ("--training", *model, *how),
+        ("--training", "--quick", "--steps", "1"),
+        ("--ranks", "4,1,4", "--size", "8M", "--repeat", "2", "--system", "dcp"),
+        ("--scale", "--ranks", "64,16", "--rounds", "2"),
+    ):
+        assert command("bench", tmp_path, *options).code == 0
+    assert seen == [
+        SaveLoadSuite(2 * MIB, "many-small", 1, ("raw", "holdfast")),
+        SaveLoadSuite(),
+        TrainingSuite(
+            nbytes=8 * MIB,
+            layers=1,
+            width=64,
+            batch=2,
+            sequence=16,
+            rounds=3,
+            steps=4,
+            systems=("overlap",),
+            sweep=False,
+            restarts=1,
+        ),
+        replace(TrainingSuite.quick(), steps=1),
+        RanksSuite((1, 4), 8 * MIB, 2, ("dcp",)),
+        ScaleSuite((16, 64), rounds=2),
+    ]
+
+
+def test_quick_is_for_every_suite(tmp_path: Path, seen: list[Any]) -> None:
+    command("bench", tmp_path, "--quick", "--markdown", tmp_path / "page.md", "--size", "64M")
+    names = [type(suite) for suite in seen]
+    assert names == [SaveLoadSuite, TrainingSuite, RanksSuite]
+    assert [suite.nbytes for suite in seen] == [64 * MIB, 100 * MIB, 128 * MIB]
+    assert [suite.rounds for suite in seen] == [3, 2, 3]
+    page = (tmp_path / "page.md").read_text()
+    assert page.count("\n## ") == 3
+    assert "overwrites it" in page
 
 
 def test_a_small_benchmark_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Other tests look at what is in the page cache, and write to the same disk.
     monkeypatch.setattr(cache, "_drop_everything", lambda: False)
     monkeypatch.setattr(os, "sync", lambda: None)
-    outcome = command("bench", tmp_path, *OPTIONS, "--json")
-    result = from_json(outcome.out.encode())
-    assert {row.system for row in result.rows} == {"raw", "holdfast"}
-    assert outcome.code == int(any(bar.verdict == "FAIL" for bar in result.bars))
-    assert list(tmp_path.iterdir()) == []
+    room = tmp_path / "room"
+    room.mkdir()
+    picture = tmp_path / "x.svg"
+    outcome = command("bench", room, *SMALL, "--quick", "--json", "--plot", picture)
+    assert outcome.code == 0
+    found = from_json(outcome.out.encode())
+    assert {row.case for row in found.section("save")} == {"raw", "holdfast"}
+    assert outcome.document["format"] == "holdfast-bench/2"
+    assert found.bars == (), "promises are for --check"
+    assert picture.exists()
+    assert list(room.iterdir()) == []
 
-    monkeypatch.setattr(study, "run", lambda options, console: result)
-    text = command("bench", tmp_path, *OPTIONS)
-    assert text.code == outcome.code
-    assert "durable save" in text.out
+
+@pytest.mark.parametrize(("value", "code"), [(1.0, 0), (3.0, 1)], ids=["kept", "broken"])
+def test_a_broken_promise_is_exit_code_1(
+    value: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bar = results.judge("k", "a promise", "<=", 2.0, "x", results.exactly(value))
+    found = msgspec.structs.replace(result(row("save", "holdfast", seconds=1.0)), bars=(bar,))
+    monkeypatch.setattr(runner, "run", lambda *given, check: found if check else None)
+    outcome = command("bench", tmp_path, "--check")
+    assert outcome.code == code
+    assert ("FAIL" in outcome.out) == bool(code)
+    assert command("bench", tmp_path, "--check", "--json").code == code
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--size", "abc"),
-        ("--size", "1"),
-        ("--shape", "round"),
-        ("--repeat", "0"),
-        ("--system", "nonsense"),
-        ("--plot", "x.txt"),
-    ],
-    ids=" ".join,
-)
-def test_options_that_make_no_sense_are_wrong_usage(options: tuple[str, ...], tmp_path: Path) -> None:
-    outcome = command("bench", tmp_path, *options)
-    assert outcome.code == 2
-    assert outcome.out == ""
-    assert list(tmp_path.iterdir()) == []
+def test_a_picture_without_matplotlib_says_what_to_install_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[Any]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    outcome = command("bench", tmp_path, "--plot", tmp_path / "x.png")
+    assert outcome.code == 1
+    assert "pip install matplotlib" in outcome.err
+    assert seen == []
 
 
 def test_too_little_room_is_said_in_one_line(tmp_path: Path) -> None:
@@ -92,89 +131,64 @@ def test_too_little_room_is_said_in_one_line(tmp_path: Path) -> None:
     assert "smaller --size" in outcome.err
 
 
-class TestTraining:
-    """``--training``: the same wiring, to another measurement."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--size abc",
+        "--size 1",
+        "--shape round",
+        "--repeat 0",
+        "--system nonsense",
+        "--plot x.txt",
+        "--training --shape gpt2",
+        "--training --size abc",
+        "--training --size 1",
+        "--training --layers 0",
+        "--training --width 100",
+        "--training --layers 48 --width 1600",
+        "--training --batch 0",
+        "--training --sequence 2000",
+        "--training --steps 0",
+        "--training --restarts -1",
+        "--training --system pickle",
+        "--training --plot x.txt",
+        "--layers 2",
+        "--no-sweep",
+        "--restarts 0",
+        "--ranks x",
+        "--ranks 0",
+        "--ranks 1,,2",
+        "--ranks -1",
+        "--ranks 1000",
+        "--ranks 1 --size 1",
+        "--ranks 1 --rounds 0",
+        "--ranks 1 --system pickle",
+        "--ranks 1 --plot x.txt",
+        "--ranks 1 --training",
+        "--ranks 1 --shape gpt2",
+        "--ranks 1 --layers 2",
+        "--scale --training",
+        "--scale --ranks 0",
+        "--markdown x.md --json",
+        "--markdown x.md --plot x.png",
+    ],
+)
+def test_options_that_make_no_sense_are_wrong_usage(options: str, tmp_path: Path) -> None:
+    outcome = command("bench", tmp_path, *options.split(" "))
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert "Usage" in outcome.err
+    assert list(tmp_path.iterdir()) == []
 
-    def test_options_reach_the_benchmark(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen: list[training.TrainingOptions] = []
 
-        def record(options: training.TrainingOptions, console: Console) -> Any:
-            seen.append(options)
-            raise MemoryError("too large")
+def test_an_option_of_a_training_without_one_is_named(tmp_path: Path) -> None:
+    outcome = command("bench", tmp_path, "--layers", "2", "--no-sweep")
+    assert "--layers, --no-sweep only with --training" in " ".join(outcome.err.split())
 
-        monkeypatch.setattr(training, "run", record)
-        plot = tmp_path / "x.png"
-        model = ("--size", "8M", "--layers", "1", "--width", "64", "--batch", "2", "--sequence", "16")
-        how = ("--steps", "4", "--repeat", "3", "--no-sweep", "--restarts", "1", "--system", "overlap")
-        outcome = command("bench", "--training", tmp_path, *model, *how, "--plot", plot)
-        assert (outcome.code, outcome.err) == (1, "holdfast: too large\n")
-        command("bench", "--training", "--quick", tmp_path, "--steps", "1")
-        command("bench", "--training", tmp_path)
-        assert seen == [
-            training.TrainingOptions(
-                directory=tmp_path,
-                nbytes=8 << 20,
-                layers=1,
-                width=64,
-                batch=2,
-                sequence=16,
-                rounds=3,
-                steps=4,
-                systems=("overlap",),
-                sweep=False,
-                restarts=1,
-                plot=plot,
-            ),
-            replace(training.QUICK, directory=tmp_path, steps=1),
-            training.TrainingOptions(directory=tmp_path),
-        ]
 
-    @pytest.mark.parametrize(
-        ("stall", "code"), [(0.01, 0), (0.5, 1)], ids=["promises kept", "a promise broken"]
-    )
-    def test_the_result_is_printed_and_a_broken_promise_is_exit_code_1(
-        self, stall: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        found = result(rows(overlap=row("overlap", stall=stall)))
-        monkeypatch.setattr(training, "run", lambda options, console: found)
-        text = command("bench", "--training", tmp_path)
-        assert text.code == code
-        assert "Holdfast, overlap" in text.out
-        document = command("bench", "--training", tmp_path, "--json")
-        assert document.code == code
-        assert training_report.from_json(document.out.encode()) == found
-        assert document.document["format"] == "holdfast-bench-training/1"
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            ("--training", "--shape", "gpt2"),
-            ("--training", "--size", "abc"),
-            ("--training", "--size", "1"),
-            ("--training", "--layers", "0"),
-            ("--training", "--width", "100"),
-            ("--training", "--layers", "48", "--width", "1600"),
-            ("--training", "--batch", "0"),
-            ("--training", "--sequence", "2000"),
-            ("--training", "--steps", "0"),
-            ("--training", "--restarts", "-1"),
-            ("--training", "--system", "pickle"),
-            ("--training", "--plot", "x.txt"),
-            ("--quick",),
-            ("--layers", "2"),
-            ("--no-sweep",),
-            ("--restarts", "0"),
-        ],
-        ids=" ".join,
-    )
-    def test_options_that_make_no_sense_are_wrong_usage(
-        self, options: tuple[str, ...], tmp_path: Path
-    ) -> None:
-        outcome = command("bench", tmp_path, *options)
-        assert outcome.code == 2
-        assert outcome.out == ""
-        assert list(tmp_path.iterdir()) == []
-
-    def test_an_option_of_a_training_without_one_is_named(self, tmp_path: Path) -> None:
-        outcome = command("bench", tmp_path, "--layers", "2", "--no-sweep")
-        assert "--layers, --no-sweep only with --training" in " ".join(outcome.err.split())
+def test_sizes_are_read_as_people_write_them() -> None:
+    read = {"4096": 4096, "64k": 65536, "256M": 256 * MIB, "1GiB": 1 << 30, "1.5 GB": 3 << 29, "2T": 2 << 40}
+    assert {text: parse_size(text) for text in read} == read
+    for text in ("", "M", "-1G", "1X", "1 G i B", "many"):
+        with pytest.raises(ValueError, match="not a size"):
+            parse_size(text)

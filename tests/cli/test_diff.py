@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.cli import comparing
-from holdfast.cli.windows import windows
+from holdfast.inspect import comparison
+from holdfast.inspect.leaf_windows import windows
 from support.command import command, damage_leaf, make_run, make_state, step_path
 
 
@@ -178,7 +178,7 @@ def test_torch_and_numpy_of_the_same_bits_differ_in_framework(tmp_path: Path) ->
 def test_leaves_larger_than_a_window_are_compared_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparing, "windows", lambda extents: windows(extents, 1 << 20))
+    monkeypatch.setattr(comparison, "windows", lambda extents: windows(extents, 1 << 20))
     a = {"w": np.zeros((1, 3_000_000), np.float32), "odd": np.array(["x" * 5] * 100_000)}
     b = {"w": a["w"].copy(), "odd": a["odd"].copy()}
     b["w"][0, 2_999_999] = 1

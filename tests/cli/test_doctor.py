@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import doctor as doctor_module
-from holdfast.cli import machine
-from holdfast.cli.machine import Choice, Mount, Speed
 from holdfast.engine import Capabilities, probe
+from holdfast.inspect import machine
+from holdfast.inspect.machine import Choice, Mount, Speed
 from support.command import command
 
 ABLE = Capabilities(True, "", True, "", 512, 512)
@@ -18,7 +17,7 @@ ABLE = Capabilities(True, "", True, "", 512, 512)
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_module, "_SPEED_NBYTES", 4 << 20)
+    monkeypatch.setattr(machine, "SPEED_NBYTES", 4 << 20)
 
 
 def test_says_which_backend_and_why(tmp_path: Path) -> None:

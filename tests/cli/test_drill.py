@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.study.drill import aim as aiming
-from holdfast.study.drill import drill as study
-from holdfast.study.drill.child import DrillFailed
-from holdfast.study.drill.judge import Agreement, Difference, Final
-from holdfast.study.drill.report import DrillReport, Killed, Problem
+from holdfast.drill import kill_times, procedure
+from holdfast.drill.comparison import Agreement, Difference, Final
+from holdfast.drill.processes import DrillFailed
+from holdfast.drill.report import DrillReport, Killed, Problem
 from support.command import command
 
 KILLS = (
@@ -54,32 +53,32 @@ DIFFERS = replace(
     problems=(Problem("differs", "step 7 is the first that differs, in leaf model.w and 1 more"),),
 )
 
-Hold = Callable[[DrillReport], list[study.DrillOptions]]
+DrillFinds = Callable[[DrillReport], list[procedure.DrillOptions]]
 
 
 @pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
-    """Makes the drill find what the test says; gives the options that it was held with."""
+def drill_finds(monkeypatch: pytest.MonkeyPatch) -> DrillFinds:
+    """Makes the drill find what the test says; returns the options that it was given."""
 
-    def prepare(report: DrillReport) -> list[study.DrillOptions]:
-        given: list[study.DrillOptions] = []
+    def prepare(report: DrillReport) -> list[procedure.DrillOptions]:
+        given: list[procedure.DrillOptions] = []
 
-        def hold(options: study.DrillOptions, tell: study.Tell) -> DrillReport:
+        def run_drill(options: procedure.DrillOptions, on_progress: procedure.OnProgress) -> DrillReport:
             given.append(options)
-            tell(study.News("undisturbed", 0, 3, None))
+            on_progress(procedure.DrillProgress("undisturbed", 0, 3, None))
             return report
 
-        monkeypatch.setattr(study, "hold", hold)
+        monkeypatch.setattr(procedure, "run_drill", run_drill)
         return given
 
     return prepare
 
 
-def test_a_drill_that_is_passed_prints_every_kill_and_exits_with_0(hold: Hold) -> None:
-    given = hold(PASSED)
+def test_a_drill_that_is_passed_prints_every_kill_and_exits_with_0(drill_finds: DrillFinds) -> None:
+    given = drill_finds(PASSED)
     outcome = command("drill", "--", sys.executable, "train.py")
     assert outcome.code == 0
-    assert given == [study.DrillOptions((sys.executable, "train.py"))]
+    assert given == [procedure.DrillOptions((sys.executable, "train.py"))]
     assert "killed 3 times: 1 while restoring, 1 between saves, 1 in a save (seed 0)" in outcome.lines
     assert "steps lost 1 in all, 1 at most per kill" in outcome.lines
     assert "every step 20 checkpoints seen in both, all equal" in outcome.lines
@@ -91,8 +90,8 @@ def test_a_drill_that_is_passed_prints_every_kill_and_exits_with_0(hold: Hold) -
     assert outcome.err == ""
 
 
-def test_the_times_to_resume_are_the_middle_one_and_the_longest(hold: Hold) -> None:
-    hold(PASSED)
+def test_the_times_to_resume_are_the_middle_one_and_the_longest(drill_finds: DrillFinds) -> None:
+    drill_finds(PASSED)
     lines = command("drill", "true").lines
     restored = "600.00 ms after the process started, at most 700.00 ms (the first start: 250.00 ms)"
     assert f"restored {restored}" in lines
@@ -100,9 +99,9 @@ def test_the_times_to_resume_are_the_middle_one_and_the_longest(hold: Hold) -> N
 
 
 def test_options_before_the_command_are_the_drills_and_those_behind_it_the_commands(
-    hold: Hold, tmp_path: Path
+    drill_finds: DrillFinds, tmp_path: Path
 ) -> None:
-    given = hold(PASSED)
+    given = drill_finds(PASSED)
     drills = ("--times", "3", "--seed", "5", "--timeout", "60", "--workdir", tmp_path)
     for separator in ((), ("--",)):
         outcome = command(
@@ -111,11 +110,11 @@ def test_options_before_the_command_are_the_drills_and_those_behind_it_the_comma
         assert outcome.code == 0
         assert outcome.lines[-1] == f"everything is kept in {tmp_path}"
     ours = ("true", "train.py", "--seed", "9", "--json", "-n", "1")
-    assert given == [study.DrillOptions(ours, 3, 5, 60.0, tmp_path)] * 2
+    assert given == [procedure.DrillOptions(ours, 3, 5, 60.0, tmp_path)] * 2
 
 
-def test_a_difference_is_named_with_its_causes_and_exits_with_1(hold: Hold) -> None:
-    hold(DIFFERS)
+def test_a_difference_is_named_with_its_causes_and_exits_with_1(drill_finds: DrillFinds) -> None:
+    drill_finds(DIFFERS)
     outcome = command("drill", "true")
     assert outcome.code == 1
     assert "every step 20 checkpoints seen in both, 14 differ" in outcome.lines
@@ -128,10 +127,12 @@ def test_a_difference_is_named_with_its_causes_and_exits_with_1(hold: Hold) -> N
     ]
 
 
-def test_a_kill_that_cost_too_much_is_marked(hold: Hold) -> None:
+def test_a_kill_that_cost_too_much_is_marked(drill_finds: DrillFinds) -> None:
     lost = tuple(Problem("lost", f"kill {number}: lost") for number in range(1, 6))
     kills = (replace(KILLS[2], resumed=8, lost=4), *KILLS[1:])
-    hold(replace(PASSED, kills=kills, problems=(*lost, Problem("failed", "it failed", "first\nsecond"))))
+    drill_finds(
+        replace(PASSED, kills=kills, problems=(*lost, Problem("failed", "it failed", "first\nsecond")))
+    )
     outcome = command("drill", "true")
     assert outcome.code == 1
     assert "3 between saves 12 8 4 ! 700.00 ms 2.5 s" in outcome.lines
@@ -146,10 +147,12 @@ def test_a_kill_that_cost_too_much_is_marked(hold: Hold) -> None:
     ]
 
 
-def test_another_last_step_and_nothing_in_common_are_said_plainly(hold: Hold) -> None:
+def test_another_last_step_and_nothing_in_common_are_said_plainly(drill_finds: DrillFinds) -> None:
     finals = (Final("run-1234", 18, 20, 2, 2048, ()),)
     notes = ("2 of 3 kills: the training finished before the next one",)
-    hold(replace(PASSED, agreement=Agreement(0, 0, None), finals=finals, rounds=2, notes=notes, kills=()))
+    drill_finds(
+        replace(PASSED, agreement=Agreement(0, 0, None), finals=finals, rounds=2, notes=notes, kills=())
+    )
     outcome = command("drill", "true")
     assert "every step no checkpoint was seen in both" in outcome.lines
     assert "last one step 18, undisturbed 20" in outcome.lines
@@ -158,14 +161,14 @@ def test_another_last_step_and_nothing_in_common_are_said_plainly(hold: Hold) ->
     assert "next durable never" in outcome.lines
 
 
-def test_many_kills_are_cut_short_in_the_table_only(hold: Hold) -> None:
-    hold(replace(PASSED, kills=KILLS[:1] * 40))
+def test_many_kills_are_cut_short_in_the_table_only(drill_finds: DrillFinds) -> None:
+    drill_finds(replace(PASSED, kills=KILLS[:1] * 40))
     assert "… and 15 more (--json has them)" in command("drill", "true").lines
     assert len(command("drill", "--json", "true").document["kills"]["each"]) == 40
 
 
-def test_the_document_has_everything(hold: Hold) -> None:
-    hold(DIFFERS)
+def test_the_document_has_everything(drill_finds: DrillFinds) -> None:
+    drill_finds(DIFFERS)
     outcome = command("drill", "--json", "--", "true", "train.py")
     assert (outcome.code, outcome.err) == (1, "")
     document = outcome.document
@@ -188,16 +191,16 @@ def test_the_document_has_everything(hold: Hold) -> None:
     assert document["agreement"]["first"]["step"] == 7
     assert document["agreement"]["first"]["name"] == "model.w"
     assert document["problems"][0]["kind"] == "differs"
-    hold(PASSED)
+    drill_finds(PASSED)
     passed = command("drill", "--json", "true")
     assert (passed.code, passed.document["ok"], passed.document["identical"]) == (0, True, True)
 
 
 def test_a_drill_that_cannot_be_held_is_an_error_in_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hold(options: study.DrillOptions, tell: study.Tell) -> DrillReport:
+    def run_drill(options: procedure.DrillOptions, on_progress: procedure.OnProgress) -> DrillReport:
         raise DrillFailed("the command failed by itself: exit code 1\nTraceback [most recent]")
 
-    monkeypatch.setattr(study, "hold", hold)
+    monkeypatch.setattr(procedure, "run_drill", run_drill)
     outcome = command("drill", "true")
     assert (outcome.code, outcome.out) == (1, "")
     assert outcome.err == "holdfast: the command failed by itself: exit code 1\nTraceback [most recent]\n"
@@ -230,7 +233,7 @@ def test_a_script_that_cannot_be_executed_is_told_how_to(
 
 def test_a_real_drill_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(aiming, "_SHORT_SECONDS", math.inf)  # killed by a call, however long a sync takes
+    monkeypatch.setattr(kill_times, "_SHORT_SECONDS", math.inf)  # killed by a call, however long a sync takes
     code = """
 import numpy, holdfast
 state = {"w": numpy.zeros(10)}

@@ -23,7 +23,7 @@ from holdfast.checkpointer.events import (
     Restored,
     Saved,
 )
-from holdfast.cli.summing import spread
+from holdfast.inspect.event_summary import distribution
 from support.command import command, make_run, make_state, step_path
 
 
@@ -138,10 +138,10 @@ def test_a_single_save_has_no_interval(tmp_path: Path) -> None:
 
 
 def test_a_spread_is_told_by_nearest_rank() -> None:
-    found = spread(range(1, 101))
+    found = distribution(range(1, 101))
     assert found is not None
     assert (found.median, found.low, found.p95, found.high, found.total) == (50.5, 1, 95, 100, 5050)
-    assert spread([]) is None
+    assert distribution([]) is None
 
 
 def test_the_text_says_what_the_numbers_are(tmp_path: Path) -> None:

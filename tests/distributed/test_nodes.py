@@ -170,10 +170,11 @@ def _refused(run: Path, volume: Path) -> list[tuple[str, str]]:
 def test_a_rank_that_sees_a_shard_reads_it_for_the_others_whatever_its_host_is_called(
     site: Site,
 ) -> None:
-    with two_nodes() as nodes:
+    with two_nodes(("same", "other")) as nodes:
         site.plug(nodes)
         values(launch(WORLD, _save_replicated, site.run, site.volume, 3, nodes=nodes))
-    # The disks have changed places, and both hosts have one name, as containers may.
+    # The disks have changed places, and both hosts have one name, as containers may: the name under which a
+    # shard was written tells neither of them whether it sees it.
     with two_nodes(("same", "same")) as nodes:
         site.plug(nodes, (1, 0))
         found = values(launch(WORLD, _restore_then_damage, site.run, site.volume, nodes=nodes))

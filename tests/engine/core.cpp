@@ -97,6 +97,8 @@ void files(const std::string& directory) {
     tuning.backend = backend;
     tuning.window = 1U << 20;
     tuning.depth = 4;
+    tuning.chunk = 1U << 20;
+    tuning.small = 1U << 20;
     Control control;
     Written written = write_file(path, nbytes, false, plan, tuning, control);
     sys::sync(written.file);

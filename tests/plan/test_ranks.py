@@ -123,7 +123,7 @@ def test_no_rank_of_a_usual_layout_does_more_than_its_copies_allow(name: str, wo
     plan = WritePlan(leaves, Topology.regular(world), block_nbytes=16)
     loads = written(plan)
     assert sum(loads) == sum(leaf.itemsize * math.prod(leaf.shape) for leaf in leaves)
-    # Cuts move by a quarter of a block (or an element) each, and there are two of them in every cohort.
+    # Cuts move by a quarter of a block (or an element) each, and every replica group has two.
     groups = len({(spread.mesh, spread.split_dims) for leaf in leaves for spread in leaf.placements})
     assert np.abs(plan.loads - loads).max() <= groups * 2 * 8
 

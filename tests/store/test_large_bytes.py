@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.cli.listing import leaf_order
 from holdfast.errors import CorruptCheckpoint
+from holdfast.inspect.description import leaf_order
 from holdfast.state.flatten import BLOB_NBYTES
 from holdfast.store import Checkpoint
 from support import handmade_checkpoints as making

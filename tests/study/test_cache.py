@@ -24,14 +24,14 @@ def test_a_file_just_written_is_all_in_memory(tmp_path: Path) -> None:
 
 def test_looking_does_not_warm(tmp_path: Path) -> None:
     path = warm_file(tmp_path)
-    cache.chill([path])
+    cache.empty([path])
     first = cache.resident_fraction([path])
     assert cache.resident_fraction([path]) == first
 
 
 def test_temperature_is_what_the_kernel_sees_afterwards(tmp_path: Path) -> None:
     path = warm_file(tmp_path)
-    temperature, method = cache.chill([path])
+    temperature, method = cache.empty([path])
     fraction = cache.resident_fraction([path])
     assert fraction is not None
     # Which of the two it is depends on the filesystem below tmp_path: tmpfs forgets nothing.
@@ -42,19 +42,19 @@ def test_temperature_is_what_the_kernel_sees_afterwards(tmp_path: Path) -> None:
 
 def test_a_cache_that_stays_full_is_called_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "forget", lambda file: None)
-    assert cache.chill([warm_file(tmp_path)])[0] == "warm"
+    assert cache.empty([warm_file(tmp_path)])[0] == "warm"
 
 
 def test_a_drop_that_root_asked_for_but_did_not_happen_is_called_warm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "_drop_everything", lambda: True)
-    assert cache.chill([warm_file(tmp_path)])[0] == "warm"
+    assert cache.empty([warm_file(tmp_path)])[0] == "warm"
 
 
 def test_without_mincore_nothing_is_called_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_resident_pages", lambda file: None)
-    assert cache.chill([warm_file(tmp_path)])[0] == "warm"
+    assert cache.empty([warm_file(tmp_path)])[0] == "warm"
 
 
 def test_fraction_is_over_all_files_by_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,65 +1,113 @@
-"""Summaries follow from the samples of the same run, and from nothing else."""
+"""Medians, ratios and their intervals; what is shown of them; when a promise counts as broken."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from holdfast.study import results
-from holdfast.study.results import Row, Spread, ratios_by_round, summarise
-from support.bench_results import NBYTES, row
+from holdfast.study import plot, report, results
+from holdfast.study.results import Row, ratio_interval
+from holdfast.study.views import TIMES
+from support.bench_results import ScriptedSuite, result, row, text_of
 
 
-def test_spread_is_median_and_extremes() -> None:
-    assert Spread.of([3.0, 1.0, 10.0]) == Spread(3.0, 1.0, 10.0)
-    assert Spread.of([1.0, 2.0]).median == 1.5
+def test_the_warm_up_round_counts_for_memory_only() -> None:
+    found = row("save", "a", seconds=(1.0, 2.0, 3.0))
+    assert found.spread() == results.Spread(2.0, 1.0, 3.0)
+    assert found.peak("seconds") == 10.0
 
 
-def test_a_row_says_the_median_speed_and_its_range_without_the_warm_up() -> None:
-    (summarised,) = summarise([row(results.TORCH, "save", 2.0, cpu_seconds_per_gb=0.5)], NBYTES)
-    assert summarised.summary is not None
-    speed = summarised.summary.gb_per_second
-    assert (speed.median, speed.low, speed.high) == pytest.approx((2.0, 1.9, 2.08))
-    assert summarised.summary.cpu_seconds_per_gb is not None
-    assert summarised.summary.cpu_seconds_per_gb.median == pytest.approx(0.5)
+def test_ratios_are_of_medians_and_intervals_of_rounds() -> None:
+    ours, theirs = row("save", "a", seconds=(1.0, 1.1, 1.2)), row("save", "b", seconds=(2.0, 2.2, 2.4))
+    assert results.ratio(theirs, ours) == results.faster(ours, theirs) == pytest.approx(2.0)
+    found = ratio_interval(theirs, ours)
+    assert found is not None
+    # Rounds are drawn together: a machine that is slower in one round is so for both.
+    assert (found.low, found.high, found.rounds) == (pytest.approx(2.0), pytest.approx(2.0), 3)
+    steady = ratio_interval(theirs, row("save", "c", seconds=1.0))
+    assert steady is not None
+    assert (steady.low, steady.high) == (2.0, 2.4)
+    assert ratio_interval(theirs, ours) == found, "the same result gives the same interval"
 
 
-def test_memory_is_the_worst_round_warm_up_included() -> None:
-    (summarised,) = summarise([row(results.TORCH, "save", 2.0, peak_mib=77)], NBYTES)
-    assert summarised.summary is not None
-    assert summarised.summary.peak_growth_nbytes == 77 << 20
+@pytest.mark.parametrize(
+    ("seconds", "verdict"),
+    [((0.5, 0.5, 0.6), "PASS"), ((0.9, 1.0, 1.2), "within noise"), ((1.1, 1.2, 1.3), "FAIL")],
+)
+def test_only_an_interval_wholly_on_the_wrong_side_fails(seconds: tuple[float, ...], verdict: str) -> None:
+    measured = results.interval(row("save", "a", seconds=seconds))
+    assert results.judge("k", "p", "<=", 1.0, "s", measured).verdict == verdict
+    opposite = {"PASS": "FAIL", "FAIL": "PASS"}.get(verdict, verdict)
+    assert results.judge("k", "p", ">=", 1.0, "s", measured).verdict == opposite
 
 
-def test_ratios_are_those_of_the_speeds_beside_them() -> None:
-    given = [
-        row(results.RAW, "save", 2.0),
-        row(results.HOLDFAST, "save", 1.8),
-        row(results.TORCH, "save", 0.6),
-    ]
-    raw, holdfast, torch = (r.summary for r in summarise(given, NBYTES))
-    assert raw is not None
-    assert holdfast is not None
-    assert torch is not None
-    assert (raw.ratio_to_raw, holdfast.ratio_to_raw, torch.ratio_to_raw) == pytest.approx((1.0, 0.9, 0.3))
-    assert torch.holdfast_is_faster_by == pytest.approx(3.0)
-    assert holdfast.holdfast_is_faster_by == pytest.approx(1.0)
+def test_few_rounds_judge_nothing_and_exact_values_need_none() -> None:
+    two = results.judge("k", "p", "<=", 1.0, "s", results.interval(row("save", "a", seconds=(5.0, 5.0))))
+    assert (two.verdict, two.detail) == ("not measured", "2 rounds; 3 or more are needed")
+    assert results.judge("k", "p", "<=", 256.0, "MiB", results.exactly(300.0)).verdict == "FAIL"
+    assert results.judge("k", "p", "<=", 256.0, "MiB", None, "why").verdict == "not measured"
 
 
-def test_rounds_are_paired_with_the_same_round_of_the_other() -> None:
-    fast = row(results.TORCH, "save", 2.0)
-    slow = msgspec.structs.replace(fast, samples=tuple(reversed(fast.samples[:3])))
-    assert ratios_by_round(fast, slow) == pytest.approx((1.0, 1.0))  # rounds 1 and 2; no warm-up, no round 3
-    assert ratios_by_round(fast, None) == ()
+FAILED = Row("save", "", "dcp", "the dcp", "failed", "OSError: gone")
 
 
-def test_saves_are_compared_with_saves_and_loads_with_loads() -> None:
-    given = [row(results.RAW, "save", 2.0), row(results.RAW, "load", 4.0), row(results.TORCH, "load", 1.0)]
-    summary = summarise(given, NBYTES)[2].summary
-    assert summary is not None
-    assert summary.ratio_to_raw == pytest.approx(0.25)
-    assert summary.holdfast_is_faster_by is None
+def test_the_report_has_every_row_its_reason_and_its_verdicts() -> None:
+    bar = results.judge(
+        "k", "a promise", "<=", 1.0, "x", results.interval(row("", "a", seconds=(0.9, 1.0, 1.2)))
+    )
+    found = result(row("save", "holdfast", seconds=(1.0, 2.0, 3.0)), FAILED, others=0.3)
+    found = msgspec.structs.replace(found, bars=(bar,))
+    text = text_of(ScriptedSuite(), found)
+    for words in (
+        "the holdfast 2.00 1.00-3.00 1.00",
+        "the dcp - failed",
+        "the dcp: failed. OSError: gone",
+        "within noise a promise",
+        f"1.00{TIMES} (0.90{TIMES} to 1.20{TIMES})",
+        "Others used 30 % of the CPUs",
+    ):
+        assert words in text
+    assert "promises" not in text_of(ScriptedSuite(), result(FAILED)), "only with --check"
+    assert report.from_json(report.to_json(found)) == found
 
 
-def test_what_was_not_measured_has_no_summary() -> None:
-    absent = Row(results.DCP, "torch DCP", "save", "not installed", "pip install torch")
-    assert summarise([absent], NBYTES) == (absent,)
+def test_a_failure_of_holdfast_itself_is_a_problem() -> None:
+    ours = msgspec.structs.replace(FAILED, case="holdfast")
+    broken = results.judge("k", "p", "<=", 1.0, "x", results.exactly(2.0))
+    suite = ScriptedSuite()
+    assert not report.has_problem(suite, result(FAILED))
+    assert report.has_problem(suite, result(ours))
+    assert report.has_problem(suite, msgspec.structs.replace(result(), bars=(broken,)))
+
+
+def test_the_page_has_the_tables_the_machine_and_how_to_make_it_again() -> None:
+    found = result(row("save", "holdfast", seconds=2.0), row("save", "torch", seconds=4.0), FAILED)
+    page = report.markdown([(ScriptedSuite(), found)], "holdfast bench --markdown x.md")
+    for words in (
+        "`holdfast bench --markdown x.md`",
+        "2 CPUs, ext4",
+        "## Scripted",
+        "| | s | range | half |\n|---|---:|---:|---:|",
+        "| **the holdfast** | **2.00** | **2.00-2.00** | **1.00** |",
+        "| the torch | 4.00 |",
+        "the dcp: failed. OSError: gone",
+    ):
+        assert words in page
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_picture_names_every_row_and_draws_the_limit(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"x.{suffix}"
+    found = result(row("save", "raw", seconds=1.0), row("save", "holdfast", seconds=2.0), FAILED)
+    plot.draw(ScriptedSuite().views(found), found, path)
+    data = path.read_bytes()
+    if suffix == "png":
+        assert data.startswith(b"\x89PNG")
+    else:
+        for words in (b"the holdfast", b"the dcp", b"failed", b"raw: 1.00"):
+            assert words in data
+    with pytest.raises(ValueError, match=r"\.png or \.svg, not as 'x\.gif'"):
+        plot.draw(ScriptedSuite().views(found), found, tmp_path / "x.gif")

@@ -1,131 +1,114 @@
-"""Made-up results with known numbers, for the tests that judge, print and draw."""
+"""Made-up results with known numbers, and cases that do what a test tells them."""
 
 from __future__ import annotations
 
-from holdfast.study import results
-from holdfast.study.results import (
-    BenchResult,
-    ImportCost,
-    Latency,
-    Machine,
-    Operation,
-    Row,
-    Sample,
-    Spread,
-    Temperature,
-    summarise,
-)
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
 
-NBYTES = 1_000_000_000
-MIB = 1 << 20
+from rich.console import Console
 
-SAVE_SPEEDS = {
-    results.RAW: 2.00,
-    results.RAW_HUGE: 2.50,
-    results.HOLDFAST: 1.92,
-    results.RECYCLED: 1.97,
-    results.FIO: 2.02,
-    results.SAFETENSORS: 0.95,
-    results.TORCH_NO_CRC: 1.00,
-    results.TORCH: 0.62,
-    results.DCP: 0.45,
-    results.PICKLE: 0.97,
-    results.SAVEZ: 0.55,
-}
-LOAD_SPEEDS = {
-    results.RAW: 2.20,
-    results.RAW_HUGE: 3.00,
-    results.HOLDFAST: 2.05,
-    results.RECYCLED: 2.06,
-    results.FIO: 2.25,
-    results.SAFETENSORS: 1.40,
-    results.TORCH_NO_CRC: 1.05,
-    results.TORCH: 1.04,
-    results.DCP: 0.70,
-    results.PICKLE: 1.15,
-    results.SAVEZ: 0.80,
-}
-TITLES = {
-    results.RAW: "raw device limit",
-    results.RAW_HUGE: "raw, huge pages",
-    results.HOLDFAST: "Holdfast",
-    results.RECYCLED: "Holdfast, recycling",
-    results.FIO: "fio (raw, again)",
-    results.SAFETENSORS: "safetensors",
-    results.TORCH_NO_CRC: "torch.save, no CRC",
-    results.TORCH: "torch.save",
-    results.DCP: "torch DCP",
-    results.PICKLE: "pickle 5",
-    results.SAVEZ: "np.savez",
-}
+from holdfast.study.report import render
+from holdfast.study.results import Machine, Result, Row, Sample
+from holdfast.study.suite import Case, Group, Needs, Suite, Turn
+from holdfast.study.views import View
 
 
-def row(
-    system: str,
-    operation: Operation,
-    gb_per_second: float,
-    *,
-    cpu_seconds_per_gb: float = 0.08,
-    peak_mib: int = 40,
-) -> Row:
-    """A row whose median speed is the one given; its warm-up round is ten times slower and must not count."""
-    samples = tuple(
-        Sample(
-            round=number,
-            position=0,
-            seconds=NBYTES / 1e9 / (gb_per_second * factor),
-            cpu_seconds=cpu_seconds_per_gb * NBYTES / 1e9 * (10 if number == 0 else 1),
-            peak_growth_nbytes=peak_mib * MIB if number == 0 else 0,
-            temperature="cold" if operation == "load" else None,
-        )
-        for number, factor in enumerate((0.1, 0.95, 1.0, 1.04))
-    )
-    return Row(system, TITLES[system], operation, "measured", samples=samples)
+def quiet() -> Console:
+    return Console(file=StringIO())
 
 
-def rows(**changed: Row) -> list[Row]:
-    """All systems, both operations. A key such as ``save_torch`` replaces that row."""
-    found = []
-    for operation, speeds in (("save", SAVE_SPEEDS), ("load", LOAD_SPEEDS)):
-        for system, speed in speeds.items():
-            key = f"{operation}_{system.replace('-', '_')}"
-            default = row(system, "save" if operation == "save" else "load", speed)
-            found.append(changed.pop(key, default))
-    assert not changed, f"no such row: {changed}"
-    return found
+def row(section: str, case: str, group: str = "", /, **readings: Sequence[float] | float) -> Row:
+    """A row whose n-th round has the n-th of each reading; one number stands for three equal rounds."""
+    many = {name: value if isinstance(value, Sequence) else (value,) * 3 for name, value in readings.items()}
+    count = max(map(len, many.values()))
+    samples = [Sample(0, 0, {name: 10 * values[0] for name, values in many.items() if name != "peak_nbytes"})]
+    samples += [Sample(n + 1, 0, {name: values[n] for name, values in many.items()}) for n in range(count)]
+    return Row(section, group, case, f"the {case}", "measured", samples=tuple(samples))
 
 
-def result(
-    given: list[Row] | None = None,
-    *,
-    shape: str = "gpt2",
-    temperature: Temperature = "cold",
-    import_seconds: float = 0.03,
-    heavy: tuple[str, ...] = (),
-    latency_ratio: float = 1.2,
-    load_before: float = 0.1,
-) -> BenchResult:
-    def exactly(value: float) -> Spread:
-        return Spread(value, value * 0.9, value * 1.2)
-
-    return BenchResult(
-        created=1.75e9,
-        directory="/data",
-        shape=shape,
-        state_nbytes=NBYTES,
-        state_leaves=592,
+def result(*rows: Row, facts: Mapping[str, float] | None = None, others: float | None = None) -> Result:
+    return Result(
+        suite="a suite",
+        subject="made up",
+        created=0.0,
+        seconds=60.0,
+        directory="/somewhere",
         rounds=3,
-        temperature=temperature,
+        machine=Machine("somewhere", 2, 0.0, "ext4", {"python": "3"}, others),
+        facts=dict(facts or {"state_nbytes": 1e9}),
+        rows=rows,
+        temperature="cold",
         cache_method="drop_caches",
-        machine=Machine("Linux", 8, load_before, "ext4", {"python": "3.12.0"}),
-        rows=summarise(rows() if given is None else given, NBYTES),
-        latency=Latency(
-            65536,
-            50,
-            by_hand=exactly(0.001),
-            save=exactly(0.001 * latency_ratio),
-            checkpointer=exactly(0.001),
-        ),
-        import_cost=ImportCost(7, exactly(import_seconds), exactly(0.09), heavy),
-        bars=(),
     )
+
+
+def text_of(suite: Suite, found: Result) -> str:
+    """The report as words with single spaces."""
+    stream = StringIO()
+    Console(file=stream, width=160).print(render(suite, found))
+    return " ".join(stream.getvalue().split())
+
+
+class Scripted(Case):
+    """Records what is called; raises in `fail_in`."""
+
+    sections = ("save",)
+
+    def __init__(self, key: str, calls: list[str], fail_in: str = "", absent: str | None = None) -> None:
+        self.key = key
+        self.title = f"the {key}"
+        self.calls, self.fail_in, self.absent = calls, fail_in, absent
+        self.work: Callable[[], object] = lambda: None
+
+    def missing(self) -> str | None:
+        return self.absent
+
+    def _do(self, what: str) -> None:
+        self.calls.append(f"{what} {self.key}")
+        if what == self.fail_in:
+            raise OSError(f"cannot {what}")
+
+    def setup(self, directory: Path) -> None:
+        assert directory.is_dir()
+        self._do("setup")
+
+    def measure(self, turn: Turn) -> None:
+        (turn.directory / "file").write_bytes(b"x")
+        _, readings = turn.time(self.work)
+        self._do("measure")
+        turn.record("save", readings)
+
+    def check(self) -> None:
+        self._do("check")
+
+    def clean_up(self) -> None:
+        self._do("clean_up")
+
+    def close(self) -> None:
+        self._do("close")
+
+
+@dataclass
+class ScriptedSuite(Suite):
+    name = "scripted"
+    cases: list[Scripted] = field(default_factory=list)
+    rounds: int = 2
+    settle: bool = True
+
+    def needs(self) -> Needs:
+        return Needs()
+
+    def groups(self, room: Path) -> Iterator[Group]:
+        yield Group("all", self.cases, self.rounds, settle=self.settle)
+
+    def subject(self) -> str:
+        return "nothing"
+
+    def views(self, result: Result) -> list[View]:
+        return [
+            View(
+                "save", "durable save", columns={"half": lambda row: row.median("seconds", 0.5)}, limit="raw"
+            )
+        ]

@@ -8,7 +8,7 @@ The drill hears of that as an observer of the run (`run_observer`); all else is 
 restore, where nobody outside could aim.
 
 Without the variable `join` gives None and nothing of this happens. The drill itself, which reads the diary,
-is `holdfast.study.drill`.
+is `holdfast.drill`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Noticing that memory changed while a save was reading it.
 
-Two witnesses. Torch counts the in-place operations on each tensor, but fused optimizers, ``.data`` and
-foreign code do not count; so a fingerprint, a hash over a sample of the bytes, is taken as well, which shows
-any update that goes over a whole tensor.
+Two signs show it. Torch counts the in-place operations on each tensor, but fused optimizers, ``.data`` and
+foreign code do not count. So a fingerprint, a hash over a sample of the bytes, is taken as well; it shows any
+update of a whole tensor.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class _Watched:
 
 
 Look = tuple[int, int | None, int]
-"""Where a leaf lies, torch's count of its changes, and a fingerprint: what two looks at it compare."""
+"""The address of a leaf, torch's count of its changes, and a fingerprint, to compare with a later look."""
 
 
 def look_at(leaf: LeafSource) -> Look | None:
-    """None for a leaf whose changes may not show: one that does not fill the memory it lies in."""
+    """None for a leaf that has gaps in its memory: its changes may not show."""
     memory = _memory(leaf)
     if memory is None:
         return None
@@ -39,7 +39,7 @@ def look_at(leaf: LeafSource) -> Look | None:
 
 
 def _memory(leaf: LeafSource) -> Memory | None:
-    """The memory that a leaf fills, in whatever order; None where there is something else between."""
+    """The memory that a leaf fills, in any order of its elements; None if there are gaps."""
     source = leaf.source
     if type(source) is Strided:
         start, stop = span(source.address, source.itemsize, source.shape, source.strides)

@@ -1,7 +1,7 @@
-"""Whether a state is restored where it is: training goes on with its own references to what is in it.
+"""Checks that a state can be restored in place: training goes on with its own references to its objects.
 
-Owns the top of a state only. Further down, a dict, a list or an object holds whatever had to be made anew; at
-the top nobody does, and what was restored would be lost without a word.
+Looks at the top of a state only. Further down, a dict, a list or an object holds the value that replaces one
+which cannot be changed. At the top nothing does, and the restored value would be lost silently.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ADVICE = 'Put it in a dict, such as {"w": w, "epoch": 0}, and take it from ther
 
 
 def refuse_fixed(state: object, place: str = "") -> None:
-    """Raises if there is something at the top that nothing can be restored into: a number, a read-only array.
+    """Raises if an object at the top cannot be restored in place, such as a number or a read-only array.
 
-    A tuple is as good as what is in it, since others refer to that.
+    A tuple can be if its items can, since training refers to those.
     """
     if type(state) is tuple:
         for index, item in enumerate(state):
@@ -37,7 +37,7 @@ def refuse_fixed(state: object, place: str = "") -> None:
 
 
 def refuse_replaced(state: object, restored: object, checkpoint: str) -> None:
-    """Raises if what was restored is not the state itself, but something made anew in its place."""
+    """Raises if the restored object is not the state itself, but a new one in its place."""
     if not _same(state, restored):
         raise StateMismatch(
             f"{checkpoint} holds a {type(restored).__name__} that cannot be put back into the state, "

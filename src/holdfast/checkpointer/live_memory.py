@@ -158,8 +158,10 @@ class LiveMemory:
 
     def end(self) -> None:
         """The save has ended: forgets the state's arrays, and lets everybody go on."""
-        self._jobs = []
-        self._division = Division()
+        with self._lock:
+            self._jobs = []
+            self._division = Division()
+            self._guard = Guard({})
         self._reading.set()
 
     def _mutated(self, leaves: list[str]) -> MutatedDuringSave:

@@ -1,12 +1,11 @@
 """Being asked to stop: SIGTERM and SIGUSR1, as schedulers send them before they take a machine away.
 
-The first signal only leaves a note, for the whole process: the step under way is finished, the next
+The first signal is only remembered, for the whole process. Training finishes its step, the next
 `Checkpointer.save` saves it whatever the schedule says, and the process ends. With several Checkpointers it
-ends when each has saved, or when the first of them comes again, with the highest of their exit codes. That
-answers the note: a
-process that goes on nevertheless, such as a notebook, has not been asked to end since. A second signal does
-what it would have done without Holdfast, unless it follows at once. Handlers that somebody else has installed
-are left alone.
+ends when each has saved, or when the first of them saves again, with the highest of their exit codes. Then
+the signal is answered: a process that goes on nevertheless, such as a notebook, is not asked to end any more.
+A second signal does what it would do without Holdfast, unless it follows at once. Handlers that other code
+has installed stay.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ and may be ending by it."""
 class Preemption:
     """One listener, from construction to `close`; all listeners of a process hear the same signal.
 
-    A signal that came to others before, and was not answered, counts as well: what asked the process to end
-    has not changed its mind since.
+    A signal that came before this one was made, and was not answered, counts as well.
     """
 
     def __init__(self, exit_code: int = 0) -> None:

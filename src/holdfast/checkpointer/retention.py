@@ -1,9 +1,9 @@
 """Which checkpoints a run has, whose they are, and which of them go when one is added.
 
-A run belongs to one training. Those that are *ours* are what this training has resumed from or saved; a save
-may replace one of these, or one that was found damaged, and no other. Until a training has resumed it may
-save only into a run that held nothing when it was opened. To start over is the exception: then all that the
-run held goes, for good, once the first new checkpoint is durable, and before that one is reported durable.
+A run belongs to one training. The checkpoints that this training has resumed from or saved are *ours*. A save
+may replace one of ours, or one that was found damaged, and no other. A training that has not resumed may save
+only into a run that was empty when it was opened. The exception is a training that starts over: it removes
+all that the run held, once its first checkpoint is durable and before that one is reported durable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Retention:
         start_over: bool = False,
     ) -> None:
         """`found`: the steps that the run held when it was opened, damaged ones included. `ledger`: of a run
-        whose shards go to volumes, where it is this process that retires them."""
+        whose shards go to volumes, on the process that retires them."""
         self._run = run
         self._ledger = ledger
         self._keep = keep
@@ -60,12 +60,12 @@ class Retention:
 
     @property
     def newest(self) -> int | None:
-        """Of those that are ours, and that training did not go back on."""
+        """The newest step that is ours, and that training did not go back on."""
         ours = self._ours.difference(self._superseded)
         return max((item.step for item in self._known if item.step in ours), default=None)
 
     def resumed(self, step: int | None) -> None:
-        """This training goes on from that step, or begins, since there is nothing: the run is its own."""
+        """This training goes on from that step (None: begins in an empty run), and may save into the run."""
         self._resumed = True
         if step is not None:
             self._ours.add(step)
@@ -209,9 +209,8 @@ class Retention:
             self._run.retire(steps, durable=durable)
             return
         assert self._run.directory is not None
-        paths = {step_name(step): path_to_read(self._run.directory, step_name(step)) for step in steps}
-        with self._ledger.retiring({name: id_at(path) for name, path in paths.items()}):
-            self._run.retire(steps, durable=durable)
+        ids = {step: id_at(path_to_read(self._run.directory, step_name(step))) for step in steps}
+        self._run.retire(steps, durable=durable, ids=ids)
 
     def _is_there(self, step: int) -> bool:
         return self._run.has(step)
@@ -222,10 +221,10 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def history(run: str) -> list[Kept]:
-    """The run's checkpoints in order of step, as far as they look intact without being read.
+    """The run's checkpoints in order of step, without those that are visibly damaged.
 
-    One that is visibly damaged is nobody's candidate: were it the newest, the last whole one would go in its
-    favour. Of shards on volumes of other hosts nothing can be told from here: they count as intact.
+    A damaged one must not count among those to keep: if it were the newest, the last whole one could be
+    removed. Shards on volumes of other hosts cannot be seen from here; they count as intact.
     """
     found = []
     for step in list_steps(run):
@@ -241,7 +240,7 @@ def history(run: str) -> list[Kept]:
 
 
 def ids(run: str) -> tuple[str, ...] | None:
-    """The ids of all checkpoints of a run, damaged or not; None when one cannot even be told."""
+    """The ids of all checkpoints of a run, damaged or not; None if one of them cannot be read."""
     found = []
     for step in list_steps(run):
         path = os.path.join(run, step_name(step))
@@ -249,6 +248,6 @@ def ids(run: str) -> tuple[str, ...] | None:
             with Checkpoint(path) as checkpoint:
                 found.append(checkpoint.id)
         except (CorruptCheckpoint, ReadFailed, UnsupportedCheckpoint, CheckpointNotFound):
-            if os.path.lexists(path):  # else somebody has taken it away just now
+            if os.path.lexists(path):  # else it was removed just now
                 return None
     return tuple(found)

@@ -1,7 +1,8 @@
-"""Dividing a state: what is read in place, what is copied, what must leave before training goes on.
+"""Dividing the leaves of a save: those read in place, those copied, those read before training goes on.
 
-Memory for copies is a fixed budget, kept from save to save: fresh memory is the dearest kind. What does not
-fit is read from where it lies, before the save returns, at the disk's pace.
+Memory for copies has a fixed budget. It is kept from save to save, because fresh memory is slow: the kernel
+has to map and clear it. Leaves that do not fit are read in place before the save returns, at the speed of the
+disk.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Division:
     """The leaves of one save, by when they leave the memory that training uses."""
 
     urgent: list[LeafSource] = field(default_factory=list)
-    """Before the save returns."""
+    """They leave it before the save returns."""
     in_place: dict[int, list[LeafSource]] = field(default_factory=dict)
-    """By owner: before that owner changes them."""
+    """By owner: they leave it before that owner changes them."""
     copied: list[LeafSource] = field(default_factory=list)
-    """They have left it already."""
+    """They have left it already: these are the copies."""
 
     def groups(self) -> list[list[LeafSource]]:
         """In the order in which they shall be written."""
@@ -45,7 +46,7 @@ class Staging:
     def divide(
         self, leaves: tuple[LeafSource, ...], owner_of: Callable[[LeafSource], int | None]
     ) -> Division:
-        """Sorts the leaves, and copies those that nobody owns as far as the budget goes."""
+        """Divides the leaves, and copies those without an owner as far as the budget goes."""
         found = Division()
         loose = []
         for leaf in leaves:
@@ -66,7 +67,7 @@ class Staging:
             else:
                 found.urgent.append(leaf)
         if chosen:
-            buffer = self._room(end)
+            buffer = self._buffer_of(end)
             engine.copy(pieces, buffer)
             base = buffer.ctypes.data
             found.copied = [
@@ -83,9 +84,9 @@ class Staging:
             ]
         return found
 
-    def _room(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def _buffer_of(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         if self._buffer is None or self._buffer.nbytes < nbytes:
-            self._buffer = None  # first give back, then take
+            self._buffer = None  # so that the old and the new one are not in memory together
             self._buffer = engine.fresh_bytes(_round_up(max(nbytes, 1), ALIGNMENT))
         return self._buffer
 

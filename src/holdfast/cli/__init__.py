@@ -1,10 +1,9 @@
-"""cli: the command ``holdfast``. People's side of everything below.
+"""cli: the command ``holdfast``. It parses options and prints; `holdfast.inspect` and others do the work.
 
-A module per command (`ls`, `show`, `verify`, `diff`, `stats`, `export`, `prune`, `drill`, `doctor`, `bench`,
-`demo`) holds its options and what it prints. `session` is what they share: consoles, ``--json``, progress,
-errors, exit codes; `words` puts numbers into words. The work that is more than printing has rooms of its own:
-`listing` (what a run's directory holds), `windows` (leaves in bounded memory), `comparing` and `numbers`
-(diff), `summing` (stats), `exporting`, `machine` (doctor).
+A module per command (`ls`, `show`, `verify`, `diff`, `stats`, `export`, `prune`, `drill`, `doctor`, `bench`)
+holds its options and prints its result. They share `session` (consoles, ``--json``, progress), `errors` (how
+an error becomes a message and an exit code) and `words` (numbers as people read them). `stats_plot` draws
+what `stats` prints.
 
 Modules of commands import what they need when they are called, so that ``holdfast --help`` answers at once.
 """

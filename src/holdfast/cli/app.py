@@ -10,14 +10,14 @@ import typer
 
 from holdfast import __version__
 from holdfast.cli.bench import bench
-from holdfast.cli.demo import demo
 from holdfast.cli.diff import diff
 from holdfast.cli.doctor import doctor
 from holdfast.cli.drill import drill
+from holdfast.cli.errors import BROKEN_PIPE, PROBLEM
 from holdfast.cli.export import export
 from holdfast.cli.ls import ls
 from holdfast.cli.prune import prune
-from holdfast.cli.session import BROKEN_PIPE, close_output
+from holdfast.cli.session import close_output
 from holdfast.cli.show import show
 from holdfast.cli.stats import stats
 from holdfast.cli.verify import verify
@@ -39,7 +39,7 @@ _TRAINING = "Your training"
 for _panel, _commands in (
     (_LOOK, (ls, show, stats, verify, diff)),
     (_CHANGE, (export, prune)),
-    (_MACHINE, (doctor, bench, demo)),
+    (_MACHINE, (doctor, bench)),
 ):
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
@@ -62,14 +62,14 @@ def holdfast(
 ) -> None:
     """Training state: durable after every step, at the speed of the disk.
 
-    Where a checkpoint is wanted, a run means its newest one. Every command takes --json.
+    The path of a run stands for its newest checkpoint. Every command takes --json.
 
     Exit code 0: fine; 1: a problem was found; 2: wrong usage.
     """
 
 
 def run() -> None:
-    """A command from start to end. What it could not write is one line and an exit code, as all else."""
+    """Runs a command. If its output cannot be written, that is one line and an exit code."""
     _require_streams()
     try:
         try:
@@ -82,11 +82,11 @@ def run() -> None:
     except OSError as error:
         close_output()
         print(f"holdfast: the output cannot be written: {error.strerror or error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(PROBLEM) from None
 
 
 def _require_streams() -> None:
-    """Python has None for a stream that was closed by whoever started it."""
+    """Python has None for a stream that the parent process closed."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
     if sys.stdout is None:

@@ -1,27 +1,24 @@
-"""``holdfast bench [DIR]``: Holdfast beside its alternatives, alone, in a training, or on several ranks.
-
-The measuring is `holdfast.study.bench`'s, `holdfast.study.training`'s and `holdfast.study.ranks`'s; here are
-only the options.
-"""
+"""``holdfast bench [DIR]``: Holdfast beside its alternatives. Only the options; `study` measures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+from dataclasses import replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from holdfast.study.suite import Suite
 
-    from holdfast.study.results import Bar
-
-_TRAINING = "Training"
+_train = partial(typer.Option, rich_help_panel="Training")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_QUICK_NBYTES = 128 << 20
 
 
 class Shape(str, Enum):
@@ -73,63 +70,45 @@ def bench(
             help="So many processes that save and load one replicated state together, such as 1,2,4.",
         ),
     ] = None,
-    training: Annotated[
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Compare with what Holdfast promises; exit code 1 if it falls short."),
+    ] = False,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            "--markdown",
+            readable=False,
+            help="Measure everything and write it as a page; --size is for saving alone.",
+        ),
+    ] = None,
+    scale: Annotated[
         bool,
         typer.Option(
-            "--training",
-            help="What a checkpoint after every step costs a training.",
-            rich_help_panel=_TRAINING,
+            "--scale", help="Planning for thousands of simulated ranks; --ranks says how many. No I/O."
         ),
     ] = False,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="A small model, about a minute.", rich_help_panel=_TRAINING),
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds.")] = False,
+    training: Annotated[
+        bool, _train("--training", help="What a checkpoint after every step costs a training.")
     ] = False,
-    layers: Annotated[
-        int | None, typer.Option("--layers", min=1, help="Of the model.", rich_help_panel=_TRAINING)
-    ] = None,
-    width: Annotated[
-        int | None,
-        typer.Option("--width", min=64, help="Of the model, a multiple of 64.", rich_help_panel=_TRAINING),
-    ] = None,
+    layers: Annotated[int | None, _train("--layers", min=1, help="Of the model.")] = None,
+    width: Annotated[int | None, _train("--width", min=64, help="Of the model, a multiple of 64.")] = None,
     batch: Annotated[
         int | None,
-        typer.Option(
-            "--batch",
-            min=1,
-            help="Sequences per step. Default: so many that a step takes about 1.5 s.",
-            rich_help_panel=_TRAINING,
-        ),
+        _train("--batch", min=1, help="Sequences per step. Default: so many that a step takes about 1.5 s."),
     ] = None,
-    sequence: Annotated[
-        int | None,
-        typer.Option("--sequence", min=1, help="Tokens each. Default: 128.", rich_help_panel=_TRAINING),
-    ] = None,
+    sequence: Annotated[int | None, _train("--sequence", min=1, help="Tokens each. Default: 128.")] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(
-            "--steps",
-            min=1,
-            help="Counted steps of each system in each round. Default: 3.",
-            rich_help_panel=_TRAINING,
-        ),
+        int | None, _train("--steps", min=1, help="Counted steps of each system in each round. Default: 3.")
     ] = None,
     sweep: Annotated[
         bool | None,
-        typer.Option(
-            "--sweep/--no-sweep",
-            help="How far a checkpoint can outgrow a step. Default: yes.",
-            rich_help_panel=_TRAINING,
-        ),
+        _train("--sweep/--no-sweep", help="How far a checkpoint can outgrow a step. Default: yes."),
     ] = None,
     restarts: Annotated[
         int | None,
-        typer.Option(
-            "--restarts",
-            min=0,
-            help="How often trainings are killed and timed until they go on. Default: 2.",
-            rich_help_panel=_TRAINING,
-        ),
+        _train("--restarts", min=0, help="How often trainings are killed and restarted. Default: 2."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -137,145 +116,127 @@ def bench(
 
     Every system is durable: file and directory are synced. Needs about four times the size in free space; in
     a training (about six minutes) sixteen times, as with 1,2,4 ranks, which hold it in memory four times.
-    Exit code 1 when Holdfast misses one of its promises.
+    Exit code 1 when Holdfast fails, or with --check falls short of a promise.
     """
-    told = _Training(quick, layers, width, batch, sequence, steps, sweep, restarts)
+    model = {
+        "layers": layers,
+        "width": width,
+        "batch": batch,
+        "sequence": sequence,
+        "steps": steps,
+        "sweep": sweep,
+        "restarts": restarts,
+    }
+    only_training = {name: value for name, value in model.items() if value is not None}
+    common = {"rounds": repeat, "systems": tuple(system) if system else None}
     with session(as_json) as out:
-        if ranks is not None:
-            if training or shape is not None or told != _Training():
-                raise typer.BadParameter("--ranks goes with neither --training and its options nor --shape")
-            _bench_ranks(out, ranks, directory, size, repeat, tuple(system or ()), plot)
-        elif training:
-            if shape is not None:
-                raise typer.BadParameter("--shape is for saving alone; --training has a model of its own")
-            _bench_training(out, directory, size, repeat, tuple(system or ()), plot, told)
-        else:
-            if told != _Training():
-                raise typer.BadParameter(f"{', '.join(told.given)} only with --training")
-            _bench_alone(out, directory, size, shape or Shape.gpt2, repeat, tuple(system or ()), plot)
+        if markdown is not None and (as_json or plot or scale or system or shape):
+            raise typer.BadParameter(
+                "--markdown goes with neither --json, --plot, --scale, --system nor --shape"
+            )
+        if only_training and not training and markdown is None:
+            names = ", ".join(
+                "--no-sweep" if value is False else f"--{name}" for name, value in only_training.items()
+            )
+            raise typer.BadParameter(f"{names} only with --training")
+        if markdown is None and training + scale + bool(ranks and not scale) + bool(shape) > 1:
+            raise typer.BadParameter("choose one of --training, --ranks, --scale and --shape")
+        try:
+            nbytes = None if size is None else parse_size(size)
+            suites: list[Suite] = []
+            if markdown is not None or not (training or ranks or scale):
+                suites.append(_save_load(quick, nbytes=nbytes, shape=shape and shape.value, **common))
+            other_nbytes = (
+                nbytes if markdown is None else None
+            )  # a page has several suites of different sizes
+            if markdown is not None or training:
+                suites.append(_training(quick, nbytes=other_nbytes, **common, **only_training))
+            if markdown is not None or (ranks is not None and not scale):
+                suites.append(_ranks(quick, ranks, nbytes=other_nbytes, **common))
+            if scale:
+                suites.append(_scale(quick, ranks, rounds=repeat))
+            if plot is not None:
+                from holdfast.study.picture import check_suffix
+
+                check_suffix(plot)
+            for suite in suites:
+                suite.needs()
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        except RuntimeError as error:  # something is not installed
+            out.fail(type(error).__name__, str(error))
+        _run(out, suites, directory, check, plot, markdown)
 
 
-@dataclass(frozen=True)
-class _Training:
-    """The options that only a training has; as they are here, none was given."""
-
-    quick: bool = False
-    layers: int | None = None
-    width: int | None = None
-    batch: int | None = None
-    sequence: int | None = None
-    steps: int | None = None
-    sweep: bool | None = None
-    restarts: int | None = None
-
-    @property
-    def given(self) -> list[str]:
-        named = [
-            f"--{name}" for name, value in vars(self).items() if value is not None and value is not False
-        ]
-        return [*named, *(["--no-sweep"] if self.sweep is False else [])]
-
-
-def _bench_alone(
-    out: Session,
-    directory: Path,
-    size: str | None,
-    shape: Shape,
-    repeat: int | None,
-    systems: tuple[str, ...],
-    plot: Path | None,
+def _run(
+    out: Session, suites: list[Suite], directory: Path, check: bool, plot: Path | None, markdown: Path | None
 ) -> None:
-    from holdfast.study.bench import BenchOptions, choose, parse_size, run
-    from holdfast.study.picture import check_suffix
-    from holdfast.study.report import render, to_json
-    from holdfast.study.states import shapes_of
+    from holdfast.study import picture, report, runner
+    from holdfast.study.plot import draw
 
+    found = []
     try:
-        choose(systems)
-        nbytes = None if size is None else parse_size(size)
-        shapes_of(shape.value, nbytes)
         if plot is not None:
-            check_suffix(plot)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    options = BenchOptions(directory=directory, nbytes=nbytes, shape=shape.value, systems=systems, plot=plot)
-    if repeat is not None:
-        options = replace(options, rounds=repeat)
-    try:
-        result = run(options, out.errors)
-    except (MemoryError, RuntimeError) as error:  # a state too large, a picture without matplotlib
+            picture.require_matplotlib()
+        for suite in suites:
+            found.append((suite, runner.run(suite, directory, out.errors, check=check)))
+            if markdown is not None:  # after each suite: minutes of measuring are not lost to a later one
+                markdown.write_text(report.markdown(found, f"holdfast bench --markdown {markdown}"), "utf-8")
+    except (MemoryError, RuntimeError) as error:  # a state too large, something not installed
         out.fail(type(error).__name__, str(error))
-    _finish(out, to_json(result) if out.as_json else render(result), result.bars)
+    for suite, result in found:
+        if plot is not None:
+            draw(suite.views(result), result, plot)
+        if out.as_json:
+            print(report.to_json(result).decode(), end="")
+        else:
+            out.console.print(report.render(suite, result))
+    out.finish(problem=any(report.has_problem(suite, result) for suite, result in found))
 
 
-def _bench_training(
-    out: Session,
-    directory: Path,
-    size: str | None,
-    repeat: int | None,
-    systems: tuple[str, ...],
-    plot: Path | None,
-    told: _Training,
-) -> None:
-    from holdfast.study.bench import parse_size
-    from holdfast.study.training.report import render, to_json
-    from holdfast.study.training.training import QUICK, TrainingOptions, check, run
-
-    try:
-        given = {name: value for name, value in vars(told).items() if value is not None and name != "quick"}
-        if size is not None:
-            given["nbytes"] = parse_size(size)
-        if repeat is not None:
-            given["rounds"] = repeat
-        options = replace(
-            QUICK if told.quick else TrainingOptions(),
-            directory=directory,
-            systems=systems,
-            plot=plot,
-            **given,
-        )
-        check(options)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        result = run(options, out.errors)
-    except (MemoryError, RuntimeError) as error:  # as above, or no torch
-        out.fail(type(error).__name__, str(error))
-    _finish(out, to_json(result) if out.as_json else render(result), result.bars)
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _bench_ranks(
-    out: Session,
-    ranks: str,
-    directory: Path,
-    size: str | None,
-    repeat: int | None,
-    systems: tuple[str, ...],
-    plot: Path | None,
-) -> None:
-    from holdfast.study.bench import parse_size
-    from holdfast.study.ranks.bench import RanksOptions, check, parse_ranks, run
-    from holdfast.study.ranks.report import render, to_json
+def _save_load(quick: bool, **options: Any) -> Suite:
+    from holdfast.study.suites.save_load import SaveLoadSuite
 
-    try:
-        options = RanksOptions(parse_ranks(ranks), directory, systems=systems, plot=plot)
-        if size is not None:
-            options = replace(options, nbytes=parse_size(size))
-        if repeat is not None:
-            options = replace(options, rounds=repeat)
-        check(options)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        result = run(options, out.errors)
-    except (MemoryError, RuntimeError) as error:  # as above, or ranks that cannot be started at all
-        out.fail(type(error).__name__, str(error))
-    _finish(out, to_json(result) if out.as_json else render(result), result.bars)
+    usual = SaveLoadSuite(nbytes=_QUICK_NBYTES, rounds=3, small_rounds=100) if quick else SaveLoadSuite()
+    return replace(usual, **_given(options))
 
 
-def _finish(out: Session, said: bytes | RenderableType, bars: Sequence[Bar]) -> None:
-    if isinstance(said, bytes):
-        print(said.decode(), end="")
-    else:
-        out.console.print(said)
-    out.finish(problem=any(bar.verdict == "FAIL" for bar in bars))
+def _training(quick: bool, **options: Any) -> Suite:
+    from holdfast.study.suites.training import TrainingSuite
+
+    return replace(TrainingSuite.quick() if quick else TrainingSuite(), **_given(options))
+
+
+def _ranks(quick: bool, ranks: str | None, **options: Any) -> Suite:
+    from holdfast.study.suites.ranks import RanksSuite
+
+    usual = RanksSuite((1, 2), _QUICK_NBYTES) if quick else RanksSuite()
+    return replace(usual, **_given({"ranks": _numbers(ranks), **options}))
+
+
+def _scale(quick: bool, ranks: str | None, **options: Any) -> Suite:
+    from holdfast.study.suites.scale import ScaleSuite
+
+    usual = ScaleSuite(worlds=(256, 1024), rounds=3) if quick else ScaleSuite()
+    return replace(usual, **_given({"worlds": _numbers(ranks), **options}))
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    """Numbers of ranks from ``"1,2,4"``, ascending."""
+    if text is None:
+        return None
+    if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) is None:
+        raise ValueError(f"not numbers of ranks: {text!r}; write them like 1,2,4")
+    return tuple(sorted({int(word) for word in text.split(",")}))
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``"256M"``, ``"1.5GiB"``, ``"4096"``; units are powers of 1024."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"not a size: {text!r}; write it like 512M, 1G or 1.5GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -10,7 +10,7 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.cli.comparing import Difference, LeafChange, Side, ValueChange
+    from holdfast.inspect import Difference, LeafChange, Side, ValueChange
     from holdfast.state import Node
 
 _MANY = 100
@@ -25,19 +25,16 @@ def diff(
     everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Which leaves and values differ, and by how much. Exit code 1 when any does.
+    """Show which leaves and values differ, and by how much. Exit code 1 if any does.
 
     Leaves are compared bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not.
     The order of keys counts. Step, time and metrics may differ. Neither checkpoint has to fit in memory.
     """
     with session(as_json) as out:
-        import holdfast
-        from holdfast.cli.comparing import Comparison
+        from holdfast import inspect
 
-        with holdfast.open(a) as left, holdfast.open(b) as right:
-            comparison = Comparison(left, right)
-            with out.progress("comparing", comparison.nbytes) as advance:
-                found = comparison.run(advance)
+        with out.progress("comparing") as progress:
+            found = inspect.compare(a, b, progress=progress)
         if as_json:
             out.emit(_document(found))
         else:
@@ -157,6 +154,6 @@ def _print_values(out: Session, changes: tuple[ValueChange, ...], limit: int) ->
 
 def _node(node: Node) -> str:
     from holdfast.cli import words
-    from holdfast.cli.comparing import exact
+    from holdfast.inspect.description import exact_bytes
 
-    return words.shortened(words.plain(exact(node).decode()), _VALUE_WIDTH)
+    return words.shortened(words.plain(exact_bytes(node).decode()), _VALUE_WIDTH)

@@ -10,9 +10,7 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.cli.machine import Diagnosis
-
-_SPEED_NBYTES = 256 << 20
+    from holdfast.inspect import Diagnosis
 
 
 def doctor(
@@ -22,7 +20,7 @@ def doctor(
             readable=False,
             metavar="DIR",
             show_default=False,
-            help="Where checkpoints shall go; default: here.",
+            help="Where checkpoints will go; default: here.",
         ),
     ] = Path("."),
     speed: Annotated[
@@ -31,16 +29,17 @@ def doctor(
     torch: Annotated[bool, typer.Option("--torch", help="Import torch to ask it for GPUs.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What this machine and filesystem can do: which backend is used and why, and how fast it is.
+    """Show what this machine and filesystem can do: which backend is used and why, and how fast it is.
 
-    Exit code 1 when checkpoints could not be saved there.
+    Exit code 1 if checkpoints cannot be saved there.
     """
     with session(as_json) as out:
-        from holdfast.cli.machine import examine, total_nbytes
+        from holdfast import inspect
+        from holdfast.inspect.machine import SPEED_NBYTES
 
-        nbytes = _SPEED_NBYTES if speed else 0
-        with out.progress("measuring", total_nbytes(nbytes)) as advance:
-            found = examine(directory, speed_nbytes=nbytes, import_torch=torch, progress=advance)
+        nbytes = SPEED_NBYTES if speed else 0
+        with out.progress("measuring") as progress:
+            found = inspect.diagnose(directory, speed_nbytes=nbytes, import_torch=torch, progress=progress)
         if as_json:
             out.emit(found)
         else:

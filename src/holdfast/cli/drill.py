@@ -1,4 +1,4 @@
-"""``holdfast drill -- COMMAND``: kill a training again and again. The work is `holdfast.study.drill`'s."""
+"""``holdfast drill -- COMMAND``: kill a training again and again. `holdfast.drill` does the work."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.study.drill.drill import News
-    from holdfast.study.drill.judge import Final
-    from holdfast.study.drill.report import DrillReport, Killed, Times
+    from holdfast.drill import DrillProgress, DrillReport, Killed, Times
+    from holdfast.drill.comparison import Final
 
 _MANY = 25
 _SAME = 3
-"""Problems of one kind that are told one by one."""
+"""How many problems of one kind are printed."""
 _WHEN = {
     "starting": "while starting",
     "restoring": "while restoring",
@@ -34,7 +33,7 @@ def drill(
         typer.Argument(metavar="COMMAND", help="The training, as you would start it: python train.py ..."),
     ],
     times: Annotated[int, typer.Option("--times", "-n", min=1, help="How often to kill it.")] = 10,
-    seed: Annotated[int, typer.Option("--seed", help="Other moments to kill at.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Draws other moments to kill at.")] = 0,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1, help="Seconds that one start of it may take.")
     ] = 3600.0,
@@ -43,16 +42,16 @@ def drill(
         typer.Option(
             "--workdir",
             readable=False,
-            help="Keep runs, output and diaries in this directory; default: a temporary one here.",
+            help="Keep runs, output and logs in this directory; default: a temporary one here.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Kill a training again and again, resume it, and prove that nothing shows.
+    """Kill a training again and again, resume it, and prove that the result is the same.
 
     It runs once undisturbed, then with SIGKILL at random moments, in saves and restores too, until it ends.
     The script needs no change: its Checkpointer works in a directory of the drill, real runs are not touched.
-    Exit code 1 when steps were lost that had to survive, or any bit of any checkpoint differs.
+    Exit code 1 if durable steps were lost, or if any bit of any checkpoint differs.
 
     holdfast drill -- python train.py --steps 200
     """
@@ -64,15 +63,11 @@ def drill(
             why = f"not a command that can be executed; if it is a script: python {command[0]}"
         raise typer.BadParameter(f"{command[0]}: {why}", param_hint="COMMAND")
     with session(as_json) as out:
-        from holdfast.study.drill.child import DrillFailed
-        from holdfast.study.drill.drill import DrillOptions, hold
+        from holdfast.drill.procedure import DrillOptions, run_drill
 
         options = DrillOptions(tuple(command), times, seed, timeout, workdir)
-        try:
-            with _ended_by_signals(), _progress(out) as tell:
-                report = hold(options, tell)
-        except DrillFailed as error:
-            out.fail("DrillFailed", str(error))
+        with _ended_by_signals(), _progress(out) as on_progress:
+            report = run_drill(options, on_progress)
         if as_json:
             out.emit(report.document())
         else:
@@ -84,9 +79,9 @@ def drill(
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """A scheduler's SIGTERM, or a terminal that is closed, ends the drill as Ctrl-C does, and all it started.
+    """A scheduler's SIGTERM, or a closed terminal, ends the drill and all it started, as Ctrl-C does.
 
-    The training is in a session of its own: by itself it would hear nothing of that, and go on.
+    The training is in a session of its own: it would not receive these signals, and would go on.
     """
     import signal
 
@@ -109,14 +104,15 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(out: Session) -> Iterator[Callable[[News], None]]:
-    """One line that says which kill is next and how far training has come, when somebody looks."""
+def _progress(out: Session) -> Iterator[Callable[[DrillProgress], None]]:
+    """On a terminal, one line that says which kill is next and how far training has come."""
     if not sys.stderr.isatty():
-        yield lambda news: None
+        yield lambda progress: None
         return
     with out.errors.status("starting") as status:
-        yield lambda news: status.update(
-            f"{news.doing}: step {news.step:,}" + (f" of {news.steps:,}" if news.steps else "")
+        yield lambda progress: status.update(
+            f"{progress.doing}: step {progress.step:,}"
+            + (f" of {progress.steps:,}" if progress.steps else "")
         )
 
 

@@ -10,7 +10,7 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.cli.exporting import Exported
+    from holdfast.inspect import Exported
 
 
 def export(
@@ -33,18 +33,13 @@ def export(
     under their first name; the others are listed in the file's metadata, next to the step.
     """
     with session(as_json) as out:
-        import os
         import time
 
-        import holdfast
-        from holdfast.cli.exporting import Export
+        from holdfast import inspect
 
         began = time.perf_counter()
-        with holdfast.open(path) as checkpoint:
-            chosen = list(checkpoint.leaves) if not select else checkpoint.select(select)
-            job = Export(checkpoint, chosen)
-            with out.progress("exporting", job.nbytes) as advance:
-                done = job.write(os.path.abspath(output), force=force, progress=advance)
+        with out.progress("exporting") as progress:
+            done = inspect.export(path, output, select=select, force=force, progress=progress)
         if as_json:
             out.emit(done)
         else:

@@ -10,21 +10,21 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.cli.listing import Entry, Leftover, Listing
+    from holdfast.inspect import Entry, Leftover, Listing
 
 
 def ls(
     run: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="A run's directory.")],
     as_json: Json = False,
 ) -> None:
-    """The checkpoints of a run: step, time, size, metrics.
+    """List the checkpoints of a run: step, time, size, metrics.
 
-    Only manifests and sizes are looked at; `holdfast verify` reads everything.
+    Reads manifests and sizes only; `holdfast verify` reads everything.
     """
     with session(as_json) as out:
-        from holdfast.cli.listing import list_run
+        from holdfast import inspect
 
-        found = list_run(run)
+        found = inspect.list_run(run)
         if as_json:
             out.emit(_document(found))
         else:
@@ -73,7 +73,7 @@ def _print(out: Session, found: Listing) -> None:
     if found.damaged:
         names = ", ".join("?" if entry.step is None else str(entry.step) for entry in found.damaged)
         out.say(
-            f"damaged: step {names}. `holdfast verify` lists all that is wrong; restoring passes them over.",
+            f"damaged: step {names}. `holdfast verify` lists every problem; restoring skips them.",
             style="red",
         )
     for leftover in found.leftovers:
@@ -99,6 +99,6 @@ def _leftover(found: Leftover) -> str:
     what = (
         "a save that did not finish, or is under way"
         if found.kind == "partial"
-        else "given up, kept to be recycled"
+        else "retired, kept to be recycled"
     )
     return f"{os.path.basename(found.path)}, {words.size(found.nbytes)}: {what}; the next writer removes it"

@@ -1,8 +1,8 @@
-"""What all commands share: two consoles, ``--json``, progress bars, and how errors and exit codes come about.
+"""What all commands share: two consoles, ``--json``, progress bars, and the end of a command.
 
 Results go to standard output, everything else to standard error. With ``--json`` standard output holds one
-JSON document and nothing else, also when something fails. A command runs inside `session` and says how it
-ended with `Session.finish`; no error that a user can cause shows a traceback.
+JSON document and nothing else, also when something fails. A command runs inside `session` and ends with
+`Session.finish`. An error that a user can cause is printed as its `ErrorReport`, never as a traceback.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from holdfast.cli.errors import BROKEN_PIPE, INTERRUPTED, PROBLEM, ErrorReport, report_of
 from holdfast.cli.words import plain
 from holdfast.errors import HoldfastError
 
@@ -22,20 +23,18 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-INTERRUPTED = 130
-BROKEN_PIPE = 141
 _UNBOUNDED_COLUMNS = 10_000
-"""Width of what is no terminal: programs that read lines want them whole."""
+"""Width of output that is not a terminal: programs that read lines want them whole."""
 
 _USUAL_COLUMNS = 80
 _MIN_COLUMNS = 40
-"""In less, nothing but single letters would fit."""
+"""A narrower terminal would only fit single letters."""
 _MIN_FOLDED = 10
-"""A column that gives way keeps this much."""
+"""A column that folds keeps this much."""
 _BETWEEN = 2
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-Advance = Callable[[int], None]
+Progress = Callable[[int, int], None]
 
 
 class Session:
@@ -60,7 +59,7 @@ class Session:
         self.console.print(text, style=style or None, soft_wrap=True)
 
     def tabulate(self, rows: Table) -> None:
-        """Prints a table, in a narrow terminal wider than that: a number that is cut is another number."""
+        """Prints a table, wider than a narrow terminal if need be: a number that is cut is another number."""
         from rich.cells import cell_len
 
         least = 0
@@ -70,22 +69,25 @@ class Session:
         console = self.console if self.console.width >= least else _console(stderr=False, width=least)
         console.print(rows)
 
-    def fail(self, kind: str, message: str, **details: str | None) -> NoReturn:
-        """Ends the command with an error: one line, or one document with the `details` that there are."""
+    def fail(self, kind: str, message: str) -> NoReturn:
+        """Ends the command with an error that is no `HoldfastError`."""
+        self.end(ErrorReport(kind, message))
+
+    def end(self, report: ErrorReport) -> NoReturn:
+        """Ends the command with an error: one line, or one document."""
         if self.as_json:
-            known = {name: value for name, value in details.items() if value is not None}
-            self.emit({"error": {"type": kind, "message": message, **known}})
+            self.emit({"error": {"type": report.type, "message": report.message, **report.details}})
             sys.stdout.flush()
         else:
-            lines = "\n".join(plain(line) for line in message.splitlines())
+            lines = "\n".join(plain(line) for line in report.message.splitlines())
             self.errors.print(f"holdfast: {lines}", style="red", soft_wrap=True)
-        raise typer.Exit(1)
+        raise typer.Exit(report.exit_code)
 
     @contextmanager
-    def progress(self, what: str, total_nbytes: int) -> Iterator[Advance]:
-        """A bar over bytes, when somebody looks. Yields the function that takes how many are done so far."""
-        if not total_nbytes or not sys.stderr.isatty():
-            yield lambda nbytes: None
+    def progress(self, what: str) -> Iterator[Progress]:
+        """A bar over bytes on a terminal. Yields the function that takes the bytes done, and those in all."""
+        if not sys.stderr.isatty():
+            yield lambda done, total: None
             return
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as SpeedColumn
@@ -100,14 +102,14 @@ class Session:
             transient=True,
         )
         with bar:
-            task = bar.add_task(what, total=total_nbytes)
-            yield lambda nbytes: bar.update(task, completed=nbytes)
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
 
     def finish(self, *, problem: bool) -> None:
         """The last call of a command."""
         sys.stdout.flush()
         if problem:
-            raise typer.Exit(1)
+            raise typer.Exit(PROBLEM)
 
 
 @contextmanager
@@ -123,12 +125,11 @@ def session(as_json: bool) -> Iterator[Session]:
         close_output()
         raise typer.Exit(BROKEN_PIPE) from None
     except (HoldfastError, OSError) as error:
-        details = {name: getattr(error, name, None) for name in ("path", "leaf")}
-        begun.fail(type(error).__name__, _message(error), **details)
+        begun.end(report_of(error))
 
 
 def table(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> Table:
-    """A table without lines between columns. Those in `fold` give way when the terminal is narrow."""
+    """A table without lines between columns. Those in `fold` wrap when the terminal is narrow."""
     from rich import box
     from rich.table import Table
 
@@ -143,7 +144,7 @@ def table(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:
-    """Names and what they are, one per line, without a heading."""
+    """Names and their values, one per line, without a heading."""
     from rich.table import Table
 
     made = Table.grid(padding=(0, 2, 0, 0))
@@ -171,13 +172,6 @@ def _console(*, stderr: bool, width: int | None = None) -> Console:
     return made
 
 
-def _message(error: HoldfastError | OSError) -> str:
-    if isinstance(error, HoldfastError) or not error.strerror:
-        return str(error)
-    where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-    return where + error.strerror
-
-
 def _finite(value: Any) -> Any:
     """JSON has no infinities and no NaN; they are written as text, as in manifests."""
     if isinstance(value, float):
@@ -190,5 +184,5 @@ def _finite(value: Any) -> Any:
 
 
 def close_output() -> None:
-    # Nobody reads any more; what is still buffered must not fail a second time when the interpreter ends.
+    # The reader is gone; what is still buffered must not fail a second time when the interpreter ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

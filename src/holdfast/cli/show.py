@@ -12,7 +12,7 @@ from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
     from holdfast.format.records import ShardFile
-    from holdfast.store import Checkpoint
+    from holdfast.inspect import Description
 
 _MANY = 100
 """Rows beyond this are shown when asked for: a large model has thousands."""
@@ -29,41 +29,39 @@ def show(
     everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What a checkpoint holds: facts, values, and the table of its leaves."""
+    """Show what a checkpoint holds: facts, values, and the table of its leaves."""
     with session(as_json) as out:
-        import holdfast
-        from holdfast.cli.listing import leaf_order
+        from holdfast import inspect
 
-        with holdfast.open(path) as checkpoint:
-            matching = None if leaves is None else set(checkpoint.select(leaves))
-            chosen = [name for name in leaf_order(checkpoint) if matching is None or name in matching]
-            if as_json:
-                out.emit(_document(checkpoint, chosen))
-            else:
-                if leaves is None:
-                    _print_facts(out, checkpoint)
-                    _print_values(out, checkpoint, everything)
-                _print_leaves(out, checkpoint, chosen, everything or leaves is not None)
+        found = inspect.describe(path, leaves=leaves)
+        if as_json:
+            out.emit(_document(found))
+        else:
+            if leaves is None:
+                _print_facts(out, found)
+                _print_values(out, found, everything)
+            _print_leaves(out, found, everything or leaves is not None)
         out.finish(problem=False)
 
 
-def _document(checkpoint: Checkpoint, chosen: list[str]) -> dict[str, object]:
-    from holdfast.cli.comparing import value_nodes
+def _document(found: Description) -> dict[str, object]:
+    from msgspec import to_builtins
 
-    root = checkpoint.root
+    from holdfast.inspect.description import stored_values
+
     return {
-        "path": checkpoint.path,
-        "format": root.format,
-        "id": checkpoint.id,
-        "step": checkpoint.step,
-        "created": checkpoint.created,
-        "world": root.world,
-        "metrics": checkpoint.metrics,
-        "nbytes": checkpoint.nbytes,
-        "stored_nbytes": checkpoint.stored_nbytes,
-        "files": [_file(file) for part in checkpoint.parts for file in part.files],
-        "values": value_nodes(checkpoint),
-        "leaves": [{"name": name, **_leaf(checkpoint, name)} for name in chosen],
+        "path": found.path,
+        "format": found.format,
+        "id": found.id,
+        "step": found.step,
+        "created": found.created,
+        "world": found.world,
+        "metrics": found.metrics,
+        "nbytes": found.nbytes,
+        "stored_nbytes": found.stored_nbytes,
+        "files": [_file(file) for file in found.files],
+        "values": stored_values(found.values),
+        "leaves": [{"name": name, **to_builtins(info)} for name, info in found.leaves.items()],
     }
 
 
@@ -74,35 +72,24 @@ def _file(file: ShardFile) -> dict[str, object]:
     return found
 
 
-def _leaf(checkpoint: Checkpoint, name: str) -> dict[str, object]:
-    info = checkpoint.leaves[name]
-    return {
-        "dtype": info.dtype,
-        "shape": info.shape,
-        "nbytes": info.nbytes,
-        "framework": info.framework,
-        "alias_of": info.alias_of,
-    }
-
-
-def _print_facts(out: Session, checkpoint: Checkpoint) -> None:
+def _print_facts(out: Session, found: Description) -> None:
     import math
     import time
 
     from holdfast.cli import words
     from holdfast.cli.session import facts
 
-    stored = [info for info in checkpoint.leaves.values() if info.alias_of is None]
+    stored = [info for info in found.leaves.values() if info.alias_of is None]
     by_type: Counter[str] = Counter()
     for info in stored:
         by_type[info.dtype] += math.prod(info.shape)
-    tied = len(checkpoint.leaves) - len(stored)
+    tied = len(found.leaves) - len(stored)
     rows = [
-        ("checkpoint", words.plain(checkpoint.path)),
-        ("step", f"{checkpoint.step:,}"),
-        ("saved", f"{words.moment(checkpoint.created)}, {words.age(time.time() - checkpoint.created)}"),
-        ("id", checkpoint.id),
-        ("metrics", words.metrics(checkpoint.metrics) or "none"),
+        ("checkpoint", words.plain(found.path)),
+        ("step", f"{found.step:,}"),
+        ("saved", f"{words.moment(found.created)}, {words.age(time.time() - found.created)}"),
+        ("id", found.id),
+        ("metrics", words.metrics(found.metrics) or "none"),
         (
             "leaves",
             words.count(len(stored), "leaf", "leaves")
@@ -112,22 +99,22 @@ def _print_facts(out: Session, checkpoint: Checkpoint) -> None:
             "elements",
             ", ".join(f"{number:,} {words.plain(name)}" for name, number in by_type.most_common()) or "none",
         ),
-        ("size", f"{words.size(checkpoint.nbytes)}, {words.size(checkpoint.stored_nbytes)} in shards"),
-        *_ranks(checkpoint),
-        ("format", checkpoint.root.format),
+        ("size", f"{words.size(found.nbytes)}, {words.size(found.stored_nbytes)} in shards"),
+        *_ranks(found),
+        ("format", found.format),
     ]
     out.console.print(facts(rows))
 
 
-def _ranks(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+def _ranks(found: Description) -> list[tuple[str, str]]:
     """Who wrote it and where, unless it was one process to one place."""
     from holdfast.cli import words
 
-    files = [file for part in checkpoint.parts for file in part.files]
+    files = found.files
     volumes = {file.volume for file in files}
-    if checkpoint.world == 1 and volumes <= {None}:
+    if found.world == 1 and volumes <= {None}:
         return []
-    written = f"{words.count(checkpoint.world, 'rank')}, {words.count(len(files), 'shard')}"
+    written = f"{words.count(found.world, 'rank')}, {words.count(len(files), 'shard')}"
     if volumes <= {None}:
         return [("written by", written)]
     places = [
@@ -138,12 +125,12 @@ def _ranks(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     return [("written by", f"{written} on {words.count(len(volumes), 'volume')}"), ("volumes", shown)]
 
 
-def _print_values(out: Session, checkpoint: Checkpoint, everything: bool) -> None:
+def _print_values(out: Session, found: Description, everything: bool) -> None:
     from holdfast.cli import words
     from holdfast.cli.session import table
 
     rows = table("value", "type", "is", fold=("value", "is"))
-    shown = list(checkpoint.values.items())
+    shown = list(found.values.items())
     if not shown:
         return
     limit = len(shown) if everything else _MANY
@@ -164,14 +151,14 @@ def _text(value: object) -> str:
         return "(too long to print)"
 
 
-def _print_leaves(out: Session, checkpoint: Checkpoint, chosen: list[str], everything: bool) -> None:
+def _print_leaves(out: Session, found: Description, everything: bool) -> None:
     from holdfast.cli import words
     from holdfast.cli.session import table
 
+    chosen = list(found.leaves.items())
     limit = len(chosen) if everything else _MANY
     rows = table("leaf", "dtype", "shape", "size", "from", right=("size",), fold=("leaf",))
-    for name in chosen[:limit]:
-        info = checkpoint.leaves[name]
+    for name, info in chosen[:limit]:
         named = words.plain(name) + (f" = {words.plain(info.alias_of)}" if info.alias_of else "")
         shape, size = words.shape(info.shape), words.size(info.nbytes)
         rows.add_row(named, words.plain(info.dtype), shape, size, info.framework)
@@ -179,12 +166,10 @@ def _print_leaves(out: Session, checkpoint: Checkpoint, chosen: list[str], every
         out.console.print()
         out.tabulate(rows)
     _mention_rest(out, len(chosen) - limit, "leaf", "leaves")
-    if everything and len(chosen) != len(checkpoint.leaves):
-        stored = sum(
-            checkpoint.leaves[name].nbytes for name in chosen if checkpoint.leaves[name].alias_of is None
-        )
+    if everything and len(chosen) != found.all_leaves:
+        stored = sum(info.nbytes for _, info in chosen if info.alias_of is None)
         out.console.print()
-        every = words.count(len(checkpoint.leaves), "leaf", "leaves")
+        every = words.count(found.all_leaves, "leaf", "leaves")
         out.say(f"{len(chosen):,} of {every}, {words.size(stored)}")
 
 

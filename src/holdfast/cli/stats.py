@@ -1,4 +1,4 @@
-"""``holdfast stats RUN``: what the run's events tell. The sums are `summing`'s, the picture the study's."""
+"""``holdfast stats RUN``: how the saves of a run went."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from holdfast.checkpointer.events import Event, Saved
-    from holdfast.cli.summing import Spread, Summary
+    from holdfast.inspect import Distribution, EventSummary, RunEvents
 
 _NOTHING = "-"
 
@@ -27,15 +27,12 @@ def stats(
     last: Annotated[int, typer.Option("--last", min=0, help="How many of the latest events to list.")] = 10,
     as_json: Json = False,
 ) -> None:
-    """How the saves of a run went: speed, phases, and what training waited.
+    """Show how the saves of a run went: speed, phases, and how long training waited.
 
-    Reads the run's events.jsonl, which also a training under way is writing.
+    Reads the run's events.jsonl, also while a training writes to it.
     """
     with session(as_json) as out:
-        from holdfast.checkpointer.events import read_events
-        from holdfast.cli import words
-        from holdfast.cli.summing import summarise
-        from holdfast.study import stats_plot
+        from holdfast import inspect
         from holdfast.study.picture import check_suffix
 
         if plot is not None:
@@ -43,56 +40,49 @@ def stats(
                 check_suffix(plot)
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from None
-        where = os.path.abspath(run)
-        events, skipped = read_events(where)
-        if not events:
-            out.fail("NoEvents", _why_none(where, skipped), path=where)
-        found = summarise(events)
-        latest = events[len(events) - min(last, len(events)) :]
-        drawn = False
-        if plot is not None:
-            try:
-                drawn = stats_plot.draw(events, plot, name=words.plain(os.path.basename(where)))
-            except (RuntimeError, ValueError) as error:  # no matplotlib
-                out.fail(type(error).__name__, str(error))
+        found = inspect.summarize(run)
+        latest = found.events[len(found.events) - min(last, len(found.events)) :]
+        drawn = plot is not None and _draw(out, found, plot)
         if as_json:
             picture = os.path.abspath(plot) if plot is not None and drawn else None
             out.emit(
-                {"path": where, "summary": found, "skipped_lines": skipped, "latest": latest, "plot": picture}
+                {
+                    "path": found.path,
+                    "summary": found.summary,
+                    "skipped_lines": found.skipped_lines,
+                    "latest": latest,
+                    "plot": picture,
+                }
             )
         else:
-            _print(out, where, found, latest, skipped)
+            _print(out, found, latest)
             if plot is not None:
                 nothing = "nothing to plot: no save of this run was durable"
                 out.say(f"drawn: {plot}" if drawn else nothing, style="dim" if drawn else "yellow")
         out.finish(problem=False)
 
 
-def _why_none(where: str, skipped: int) -> str:
-    from holdfast.checkpointer.events import EVENTS_NAME
-    from holdfast.cli import words
-    from holdfast.store import is_checkpoint, list_steps
+def _draw(out: Session, found: RunEvents, plot: Path) -> bool:
+    """Whether there was a save to draw."""
+    from holdfast.cli import stats_plot, words
 
-    if is_checkpoint(where):
-        return f"{where} is a checkpoint; events belong to a run: holdfast stats {os.path.dirname(where)}"
-    if skipped:
-        lines = words.count(skipped, "line")
-        return f"{where}: {EVENTS_NAME} has {lines}, and none that this version knows"
-    if list_steps(where):
-        return (
-            f"{where} has checkpoints but no {EVENTS_NAME}: a Checkpointer writes it from its first save on. "
-            "`holdfast ls` lists the checkpoints"
-        )
-    return f"{where} is not a run: it holds neither checkpoints nor {EVENTS_NAME}"
+    if found.summary.saves is None:
+        return False
+    try:
+        stats_plot.draw(found.events, plot, name=words.plain(os.path.basename(found.path)))
+    except RuntimeError as error:  # no matplotlib
+        out.fail(type(error).__name__, str(error))
+    return True
 
 
-def _print(out: Session, where: str, found: Summary, latest: list[Event], skipped: int) -> None:
+def _print(out: Session, found: RunEvents, latest: tuple[Event, ...]) -> None:
     from holdfast.cli import words
     from holdfast.cli.session import facts
 
-    out.console.print(facts(_facts(where, found)))
+    skipped = found.skipped_lines
+    out.console.print(facts(_facts(found.path, found.summary)))
     out.console.print()
-    rows = _measurements(found)
+    rows = _measurements(found.summary)
     if rows.row_count:
         out.tabulate(rows)
         out.console.print()
@@ -104,7 +94,7 @@ def _print(out: Session, where: str, found: Summary, latest: list[Event], skippe
         out.say(f"{noun} passed over: torn by a crash, or not of this version", style="dim")
 
 
-def _facts(where: str, found: Summary) -> list[tuple[str, str]]:
+def _facts(where: str, found: EventSummary) -> list[tuple[str, str]]:
     from holdfast.cli import words
 
     period = f"{words.moment(found.first_time)} to {words.moment(found.last_time)}"
@@ -135,14 +125,14 @@ def _facts(where: str, found: Summary) -> list[tuple[str, str]]:
     return rows
 
 
-def _measurements(found: Summary) -> Table:
+def _measurements(found: EventSummary) -> Table:
     from holdfast.cli import words
     from holdfast.cli.session import table
 
     columns = ("median", "lowest", "95%", "highest", "total")
     made = table("", *columns, right=columns)
 
-    def seconds(name: str, values: Spread | None) -> None:
+    def seconds(name: str, values: Distribution | None) -> None:
         if values is not None:
             ends = (values.median, values.low, values.p95, values.high, values.total)
             made.add_row(name, *map(words.duration, ends))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.session import Advance, Json, Session, session
+from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
     from holdfast.store import Report
@@ -22,24 +22,16 @@ def verify(
     ],
     as_json: Json = False,
 ) -> None:
-    """Read every byte and check it. Names each damaged file and leaf; exit code 1 when there is one."""
+    """Read every byte and check it. Names each damaged file and leaf; exit code 1 if there is one."""
     with session(as_json) as out:
         import os
         import time
 
-        from holdfast.cli.listing import checkpoints_of, directory_nbytes
+        from holdfast import inspect
 
-        targets = {target: directory_nbytes(target) for target in checkpoints_of(path)}
         began = time.perf_counter()
-        reports = []
-        done = 0
-        with out.progress("verifying", sum(targets.values())) as advance:
-            for target, nbytes in targets.items():
-                found = _verify(target, _from(done, advance))
-                if found is not None:
-                    reports.append(found)
-                done += nbytes
-                advance(done)
+        with out.progress("verifying") as progress:
+            reports = inspect.verify_all(path, progress=progress)
         seconds = time.perf_counter() - began
         damaged = [report for report in reports if not report.intact]
         if as_json:
@@ -50,28 +42,6 @@ def verify(
                 _print(out, report)
             _summary(out, reports, len(damaged), seconds)
         out.finish(problem=bool(damaged))
-
-
-def _verify(target: str, advance: Advance) -> Report | None:
-    """None when retention took it away meanwhile. One that cannot be read does not hide the others."""
-    from holdfast.cli.listing import is_gone, why
-    from holdfast.errors import CheckpointNotFound, IncompleteCheckpoint, OutOfResources, ReadFailed
-    from holdfast.store import Problem, Report, verify
-
-    try:
-        return verify(target, progress=advance)
-    except IncompleteCheckpoint as error:
-        return Report(target, None, 0, 0, (Problem(error.path or target, "the manifest is missing"),))
-    except OutOfResources:
-        raise
-    except (CheckpointNotFound, ReadFailed) as error:
-        if is_gone(target):
-            return None
-        return Report(target, None, 0, 0, (Problem(target, why(error)),))
-
-
-def _from(start: int, advance: Advance) -> Advance:
-    return lambda nbytes: advance(start + nbytes)
 
 
 def _document(report: Report) -> dict[str, object]:
@@ -107,7 +77,7 @@ def _print(out: Session, report: Report) -> None:
         out.say(f"         {words.plain(stranger)} does not belong to the checkpoint (harmless)", style="dim")
 
 
-def _summary(out: Session, reports: list[Report], damaged: int, seconds: float) -> None:
+def _summary(out: Session, reports: tuple[Report, ...], damaged: int, seconds: float) -> None:
     from holdfast.cli import words
 
     nbytes = sum(report.nbytes for report in reports)

@@ -18,14 +18,12 @@ from holdfast.engine.probe import (
     choose_read_backend,
 )
 from holdfast.engine.transfer import (
-    ALIGNMENT,
     CHUNK_NBYTES,
     Damage,
     Packed,
     Padding,
     ReadColumns,
     ReadPiece,
-    Tuning,
     Unkept,
     WriteJob,
     WritePiece,
@@ -38,11 +36,14 @@ from holdfast.engine.transfer import (
     read,
     write,
 )
+from holdfast.engine.tuning import ALIGNMENT, READING, SAVING, Tuning
 
 __all__ = [
     "ALIGNMENT",
     "BACKENDS",
     "CHUNK_NBYTES",
+    "READING",
+    "SAVING",
     "Backend",
     "Capabilities",
     "Consumed",

@@ -18,36 +18,12 @@ import numpy as np
 
 from holdfast import _native
 from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
-from holdfast.engine.probe import Backend, choose_backend
+from holdfast.engine.probe import choose_backend
+from holdfast.engine.tuning import READING, SAVING, Tuning
 from holdfast.errors import EngineTimeout
 
-ALIGNMENT = 4096
-"""Of addresses, offsets and lengths in direct I/O: covers every device and filesystem block in use."""
-MAX_WINDOW_NBYTES, MAX_DEPTH = 1 << 30, 256
-"""Far more than helps: their product is memory."""
 CHUNK_NBYTES = 1 << 20
 """Bytes per checksum. Small enough that reading a slice of an array verifies little more than the slice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """How the engine works. The defaults suit NVMe drives; `window * depth` is all the memory a job takes."""
-
-    backend: Backend | None = None
-    window_nbytes: int = 8 << 20
-    depth: int = 8
-    small_nbytes: int = 1 << 20
-
-    def __post_init__(self) -> None:
-        if not 0 < self.window_nbytes <= MAX_WINDOW_NBYTES or self.window_nbytes % ALIGNMENT:
-            raise ValueError(
-                f"engine tuning: window_nbytes must be a multiple of {ALIGNMENT} up to {MAX_WINDOW_NBYTES}, "
-                f"not {self.window_nbytes!r}"
-            )
-        if not 0 < self.depth <= MAX_DEPTH:
-            raise ValueError(f"engine tuning: depth must be from 1 to {MAX_DEPTH}, not {self.depth!r}")
-        if not 0 <= self.small_nbytes < 1 << 64:
-            raise ValueError(f"engine tuning: small_nbytes must be from 0 on, not {self.small_nbytes!r}")
 
 
 class WritePiece(msgspec.Struct, frozen=True, gc=False):
@@ -425,21 +401,19 @@ def fresh_bytes(nbytes: int, address_residue: int = 0) -> np.ndarray[Any, np.dty
 
 
 def raw_write(
-    path: str | os.PathLike[str], nbytes: int, tuning: Tuning | None = None, *, huge_pages: bool = False
+    path: str | os.PathLike[str], nbytes: int, tuning: Tuning = SAVING, *, huge_pages: bool = False
 ) -> float:
     """Seconds that a durable write of `nbytes` from one aligned buffer takes: what the device can do.
 
     In normal pages, as tensors are; with `huge_pages` the device has fewer pieces to gather, and is faster.
     """
-    tuning = tuning or Tuning()
     backend = tuning.backend or choose_backend(os.path.dirname(os.path.abspath(path)))
     return _native.raw_write(path, nbytes, backend, tuning.window_nbytes, tuning.depth, huge_pages)
 
 
 def raw_read(
-    path: str | os.PathLike[str], nbytes: int, tuning: Tuning | None = None, *, huge_pages: bool = False
+    path: str | os.PathLike[str], nbytes: int, tuning: Tuning = READING, *, huge_pages: bool = False
 ) -> float:
     """Seconds that reading `nbytes` of the file into one aligned buffer takes."""
-    tuning = tuning or Tuning()
     backend = tuning.backend or choose_backend(os.path.dirname(os.path.abspath(path)))
     return _native.raw_read(path, nbytes, backend, tuning.window_nbytes, tuning.depth, huge_pages)

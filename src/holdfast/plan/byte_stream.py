@@ -4,8 +4,8 @@ Sharing work by bytes means cutting a row of arrays at given places: among ranks
 readers. A cut may move a little (its tolerance) to fall between two arrays, or between rows of one, or on a
 block: then small arrays stay whole, fragments stay one box, and direct I/O meets few ragged ends.
 
-Each cut depends on its own target only, so whoever computes it finds the same place, and errors do not add up
-along the stream.
+Each cut depends on its own target only, so every rank finds the same place, and errors do not add up along
+the stream.
 """
 
 from __future__ import annotations

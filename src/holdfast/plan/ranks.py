@@ -1,20 +1,19 @@
-"""Which rank writes which bytes: every byte once, by one that holds it, and everybody the same share.
+"""Which rank writes which bytes: every byte once, by a rank that holds it, in equal shares.
 
 1. Leaves are grouped into streams that the same ranks hold (`holdfast.plan.replica_groups`).
 2. Streams with the fewest holders come first, since there is nothing to choose for a shard only one rank has.
-   Each stream's bytes go to its holders like water into a vessel of uneven floor: the least loaded get most,
-   until all stand level. Where sets of holders lie one inside the other, as along a mesh's dimensions, no
-   other order gives a lower level.
+   Each stream's bytes go to the least loaded of its holders first, until all have the same load. Where one
+   set of holders contains the other, as along a mesh's dimensions, no other order gives a lower maximum.
 3. Shares become cuts of the stream, moved to where an array, a row or a block ends
    (`holdfast.plan.byte_stream`).
 
-All of it is integer arithmetic on the same description, so ranks agree without a word. The levels of all
-ranks together take O(kinds of leaves x world) steps of numpy; the fragments of one rank, time in the number
-of its own leaves. Nothing is ever listed rank by leaf.
+All of it is integer arithmetic on the same description, so ranks agree without communication. The loads of
+all ranks together take O(kinds of leaves x world) steps of numpy; the fragments of one rank take time in the
+number of its own leaves. Nothing is ever listed rank by leaf.
 
-How even: the loads of holders that share everything differ by at most 1%, or one block for each cohort, if
-that is more. A stream of less than half a block per holder goes to fewer of them: a file costs more than it
-saves.
+How even: the loads of holders that share everything differ by at most 1%, or by one block for each replica
+group, if that is more. A stream of less than half a block per holder goes to fewer of them, because a file
+costs more than it saves.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy.typing as npt
 
 from holdfast.format.geometry import Box, boxes_of_range, contiguous_runs, intersect, whole
 from holdfast.plan.placement import LeafLayout, Piece, shards_meeting
-from holdfast.plan.replica_groups import Cohort, Owned, cohorts_of
+from holdfast.plan.replica_groups import Owned, ReplicaGroup, replica_groups_of
 from holdfast.plan.topology import Topology, Writers
 
 BLOCK_NBYTES = 64 << 10
@@ -56,11 +55,16 @@ class WritePlan:
         self._numbers = {leaf.name: number for number, leaf in enumerate(self.leaves)}
         if len(self._numbers) != len(self.leaves):
             raise ValueError("two leaves have the same name")
-        self._cohorts = [_Shared(cohort, block_nbytes, topology.world) for cohort in cohorts_of(self.leaves)]
-        self._cohort_of = {member: shared for shared in self._cohorts for member in shared.cohort.members}
+        self._replica_groups = [
+            _Shared(replica_group, block_nbytes, topology.world)
+            for replica_group in replica_groups_of(self.leaves)
+        ]
+        self._replica_group_of = {
+            member: shared for shared in self._replica_groups for member in shared.replica_group.members
+        }
         loads = np.zeros(topology.world, dtype=np.int64)
         may = topology.writers(writers)
-        for shared in self._cohorts:
+        for shared in self._replica_groups:
             shared.fill(loads, may)
         self._loads = loads
 
@@ -77,13 +81,15 @@ class WritePlan:
     def fragments(self, rank: int) -> tuple[Owned, ...]:
         """What a rank writes, in the order of leaves, and of elements inside of each."""
         owned: list[Owned] = []
-        for shared in self._cohorts:
-            coordinate = shared.cohort.mesh.coordinate(rank)
+        for shared in self._replica_groups:
+            coordinate = shared.replica_group.mesh.coordinate(rank)
             if coordinate is not None:
-                stream = shared.cohort.stream_number(dict(enumerate(coordinate)))
-                copy = shared.cohort.copy_number(coordinate)
+                stream = shared.replica_group.stream_number(dict(enumerate(coordinate)))
+                copy = shared.replica_group.copy_number(coordinate)
                 owned.extend(
-                    shared.cohort.cut(stream, shared.place(stream, copy), shared.place(stream, copy + 1))
+                    shared.replica_group.cut(
+                        stream, shared.place(stream, copy), shared.place(stream, copy + 1)
+                    )
                 )
         owned.sort(key=lambda item: (item.leaf, item.placement))  # stable: keeps the order of elements
         return tuple(owned)
@@ -96,19 +102,19 @@ class WritePlan:
         number = self._numbers[name]
         leaf = self.leaves[number]
         for placement, way in enumerate(leaf.placements):
-            shared = self._cohort_of[number, placement]
+            shared = self._replica_group_of[number, placement]
             for coordinates, held in shards_meeting(leaf, way, box):
                 for piece in held.inside(box):
                     yield from shared.writers_of(number, placement, coordinates, piece, leaf.itemsize)
 
 
 class _Shared:
-    """A cohort whose streams have been shared out among their holders."""
+    """A replica group whose streams have been shared out among their holders."""
 
-    def __init__(self, cohort: Cohort, block_nbytes: int, world: int) -> None:
-        self.cohort = cohort
+    def __init__(self, replica_group: ReplicaGroup, block_nbytes: int, world: int) -> None:
+        self.replica_group = replica_group
         self._block_nbytes = block_nbytes
-        self._ranks = cohort.ranks()
+        self._ranks = replica_group.ranks()
         if self._ranks.size and not 0 <= int(self._ranks.min()) <= int(self._ranks.max()) < world:
             raise ValueError(f"a mesh has ranks outside of a world of {world}")
         self._cuts = np.zeros((0, 0), dtype=np.int64)
@@ -116,33 +122,33 @@ class _Shared:
 
     def fill(self, loads: npt.NDArray[np.int64], may: npt.NDArray[np.bool_]) -> None:
         """Share the streams out, and add the shares to the loads of the world."""
-        totals = self.cohort.totals()
+        totals = self.replica_group.totals()
         allowed = may[self._ranks]
         allowed |= ~allowed.any(axis=1, keepdims=True)
         # Half a block each: at most one when cuts have moved, so that those with none are level, too.
         active = np.clip(-(-2 * totals // self._block_nbytes), 1, allowed.sum(axis=1))
         shares = level(loads[self._ranks], totals, allowed, active)
         loads[self._ranks] += shares
-        self._cuts = np.zeros((len(totals), self.cohort.copies + 1), dtype=np.int64)
+        self._cuts = np.zeros((len(totals), self.replica_group.copies + 1), dtype=np.int64)
         np.cumsum(shares, axis=1, out=self._cuts[:, 1:])
         # A share lies between two cuts, and is compared with another: four of them may move.
         self._tolerances = np.maximum(self._block_nbytes, totals // active // 100) // 4
 
     def place(self, stream: int, cut: int) -> int:
         """Where the cut before a holder's share falls."""
-        byte_stream = self.cohort.stream(stream).byte_stream
+        byte_stream = self.replica_group.stream(stream).byte_stream
         return byte_stream.snap(int(self._cuts[stream, cut]), int(self._tolerances[stream]))
 
     def writers_of(
         self, leaf: int, placement: int, coordinates: dict[int, int], piece: Piece, itemsize: int
     ) -> Iterator[tuple[int, Box]]:
         """Who writes a piece that lies in one shard, and which elements of it each of them."""
-        stream = self.cohort.stream_number(coordinates)
-        copies = self.cohort.copies
+        stream = self.replica_group.stream_number(coordinates)
+        copies = self.replica_group.copies
         if copies == 1:
             yield int(self._ranks[stream, 0]), piece.box
             return
-        base = self.cohort.stream(stream).byte_stream.start(self.cohort.place(leaf, placement))
+        base = self.replica_group.stream(stream).byte_stream.start(self.replica_group.place(leaf, placement))
         first, last = contiguous_runs(piece.local, whole(piece.within)).span
         begin, end = base + first * itemsize, base + last * itemsize
         # Cuts move by their tolerance or an element: begin at one that surely lies before.

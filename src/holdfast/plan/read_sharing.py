@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.plan.placement import LeafLayout
-from holdfast.plan.replica_groups import Cohort, Owned, cohorts_of
+from holdfast.plan.replica_groups import Owned, ReplicaGroup, replica_groups_of
 from holdfast.plan.topology import Topology
 
 BLOCK_NBYTES = 1 << 20
@@ -49,7 +49,7 @@ class SharePlan:
         self.leaves = tuple(leaves)
         self._topology = topology
         self._block_nbytes = block_nbytes
-        self._cohorts = cohorts_of(self.leaves)
+        self._replica_groups = replica_groups_of(self.leaves)
 
     def groups(self, rank: int) -> tuple[Group, ...]:
         """The groups a rank belongs to, in the same order on all their ranks.
@@ -57,7 +57,7 @@ class SharePlan:
         Linear in the rank's leaves, plus the ranks of its node.
         """
         peers = self._topology.peers(rank)
-        found = (self._group(cohort, rank, peers) for cohort in self._cohorts)
+        found = (self._group(replica_group, rank, peers) for replica_group in self._replica_groups)
         return tuple(group for group in found if group is not None)
 
     def reads(self, rank: int) -> tuple[Owned, ...]:
@@ -72,18 +72,18 @@ class SharePlan:
         items.sort(key=lambda item: (item.leaf, item.placement))
         return tuple(items)
 
-    def _group(self, cohort: Cohort, rank: int, peers: Iterable[int]) -> Group | None:
-        coordinate = cohort.mesh.coordinate(rank)
+    def _group(self, replica_group: ReplicaGroup, rank: int, peers: Iterable[int]) -> Group | None:
+        coordinate = replica_group.mesh.coordinate(rank)
         if coordinate is None:
             return None
-        mine = tuple(coordinate[dim] for dim in cohort.split_dims)
+        mine = tuple(coordinate[dim] for dim in replica_group.split_dims)
         ranks: list[int] = []
         for peer in peers:
-            place = cohort.mesh.coordinate(peer)
-            if place is not None and tuple(place[dim] for dim in cohort.split_dims) == mine:
+            place = replica_group.mesh.coordinate(peer)
+            if place is not None and tuple(place[dim] for dim in replica_group.split_dims) == mine:
                 ranks.append(peer)
-        number = cohort.stream_number(dict(enumerate(coordinate)))
-        byte_stream = cohort.stream(number).byte_stream
+        number = replica_group.stream_number(dict(enumerate(coordinate)))
+        byte_stream = replica_group.stream(number).byte_stream
         if not byte_stream.nbytes:
             return None
         readers = max(1, min(len(ranks), byte_stream.nbytes // self._block_nbytes))
@@ -94,7 +94,9 @@ class SharePlan:
         return Group(
             tuple(ranks),
             tuple(
-                Stretch(ranks[(turn + n) % len(ranks)], tuple(cohort.cut(number, cuts[n], cuts[n + 1])))
+                Stretch(
+                    ranks[(turn + n) % len(ranks)], tuple(replica_group.cut(number, cuts[n], cuts[n + 1]))
+                )
                 for n in range(readers)
             ),
         )

@@ -1,12 +1,12 @@
-"""Leaves grouped by who holds them: the rows of bytes that the same ranks can share out among themselves.
+"""Leaves grouped by the ranks that hold them: these ranks can share the reading or writing of their bytes.
 
-A *cohort* is all that lies on one mesh and is split along the same of its dimensions. It consists of
+A *replica group* is all that lies on one mesh and is split along the same of its dimensions. It consists of
 *streams*: one for each coordinate along these split dimensions, held in equal copies by the ranks along the
 others. A stream is local arrays laid end to end, and ranks share it by cutting it.
 
-A model has few cohorts (replicated, fully sharded, tensor parallel, ... per pipeline stage), and its leaves
-few *kinds* (same shape, type and splits), so a cohort's sizes take kinds x ranks numbers of numpy arithmetic,
-and one stream takes time in the number of its leaves.
+A model has few replica groups (replicated, fully sharded, tensor parallel, ... per pipeline stage), and its
+leaves are of few *kinds* (same shape, type and splits). So the sizes of a replica group take numpy arithmetic
+on kinds x ranks numbers, and one stream takes time in the number of its leaves.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The leaves of a cohort at one coordinate: what each is there, by kind, and all of them end to end."""
+    """The leaves of a replica group at one coordinate: what is there of each kind, and all end to end."""
 
     holdings: tuple[Holding, ...]
     byte_stream: ByteStream
 
 
-class Cohort:
+class ReplicaGroup:
     """Leaves on one mesh, split along the same of its dimensions."""
 
     def __init__(self, leaves: Sequence[LeafLayout], mesh: Mesh, split_dims: tuple[int, ...]) -> None:
@@ -63,7 +63,7 @@ class Cohort:
         self._streams: dict[int, Stream] = {}
 
     def add(self, leaf: int, placement: int) -> None:
-        """Put a leaf at the end of the cohort's streams."""
+        """Put a leaf at the end of the replica group's streams."""
         layout = self._leaves[leaf]
         way = layout.placements[placement]
         kind = self._kind_of.setdefault(
@@ -151,14 +151,14 @@ class Cohort:
                     yield Owned(leaf, placement, piece, piece.box.volume * itemsize)
 
 
-def cohorts_of(leaves: Sequence[LeafLayout]) -> list[Cohort]:
-    """The cohorts of a world, those with the fewest copies first: they have the least choice. O(leaves)."""
-    found: dict[tuple[Mesh, tuple[int, ...]], Cohort] = {}
+def replica_groups_of(leaves: Sequence[LeafLayout]) -> list[ReplicaGroup]:
+    """The replica groups of a world, those with the fewest copies (the least choice) first. O(leaves)."""
+    found: dict[tuple[Mesh, tuple[int, ...]], ReplicaGroup] = {}
     for leaf, layout in enumerate(leaves):
         for placement, way in enumerate(layout.placements):
             key = way.mesh, way.split_dims
-            cohort = found.get(key)
-            if cohort is None:
-                cohort = found[key] = Cohort(leaves, *key)
-            cohort.add(leaf, placement)
-    return sorted(found.values(), key=lambda cohort: cohort.copies)
+            replica_group = found.get(key)
+            if replica_group is None:
+                replica_group = found[key] = ReplicaGroup(leaves, *key)
+            replica_group.add(leaf, placement)
+    return sorted(found.values(), key=lambda replica_group: replica_group.copies)

@@ -6,7 +6,7 @@ memory. Copies that lie near each other in a file are read in one go, since anot
 the bytes between them; copies whose rows lie far apart in their fragment are read row by row.
 
 `StoredIndex` answers which fragments meet a box, in about logarithmic time; it takes the parts a rank needs,
-and `WritePlan.sources` says which those are, so nobody reads everybody's index.
+and `WritePlan.sources` says which those are, so no reader needs the index of every rank.
 """
 
 from __future__ import annotations

@@ -5,14 +5,20 @@
 - `Restore`: a tree -> an existing state, arrays read straight into its own memory.
 - `empty`, `convert`: fresh arrays to read into, and the other framework's view of one.
 
-The rooms: `leaves` (what a leaf is), `node` (what nodes look like), `value_encoder` and `value_decoder`
-(single values), `tree` (taking apart), `rebuild` (putting together), `restore` (filling in place) with
-`restore_modules`, `restore_optimizers`, `landings` (memory to fill), `overlaps` (where two share some) and
-`mismatch`, `arrays`, `torch_arrays` and `torch_objects` (numpy's and torch's sides), `sharded` (arrays of
-which a part is here), `rng` (random number generators as an object with a state), `per_rank` (the mark on
-what belongs to one rank); these two are imported from there, since the functions have the rooms' names.
-Nothing here imports torch until a state holds something of torch's, or a leaf saved from torch is to be
-built.
+| module | what it owns |
+|---|---|
+| `leaves`, `node` | what a leaf is; what the nodes of a tree look like |
+| `value_encoder`, `value_decoder` | single values to nodes and back |
+| `flatten`, `leaf_table` | taking a state apart; names of leaves, and which of them share memory |
+| `unflatten`, `select`, `merging` | putting a state together; part of a tree; the trees of several ranks |
+| `restore`, `restore_context`, `restore_modules`, `restore_optimizers` | filling a state in place |
+| `destinations`, `overlaps`, `targets`, `mismatch` | memory to fill, arrays that share it, misfits |
+| `arrays`, `numpy_arrays`, `torch_arrays`, `torch_objects` | the two frameworks |
+| `sharded`, `fsdp1` | arrays of which a part is here |
+| `rng`, `per_rank` | random number generators as one object; the mark on state of one rank |
+
+Import `rng` and `per_rank` from their modules: the functions have the modules' names. Nothing here imports
+torch until a state holds a torch object, or a leaf saved from torch is built.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Plan = Callable[[Lookup], Any]
 """Puts one place of the target in order and returns what belongs there."""
 
 
-class Landing:
+class FilledArray:
     """One array of the target that receives a leaf: directly, or by a copy of what was read elsewhere.
 
     `array` is the memory of `target` that is here: the same object, or its part if ranks share it.
@@ -44,7 +44,7 @@ class Landing:
         self.sharding = sharding
         self.direct = direct
         self.staged: Any = None
-        self.tied: Landing | None = None
+        self.tied: FilledArray | None = None
 
     def __call__(self, lookup: Lookup) -> Any:
         if self.staged is not None:
@@ -76,16 +76,16 @@ def never_alike(one: str, other: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """A landing that is written after the first `count` of `before`, because its memory may be theirs."""
+    """An array that is written after the first `count` of `before`, because its memory may be theirs."""
 
-    landing: Landing
+    filled: FilledArray
     where: Host
     before: list[tuple[str, Host]]
     count: int
 
 
-class Landings:
-    """All landings of one restore.
+class MemoryPlan:
+    """The arrays that one restore fills, and from which leaves.
 
     `destinations` is by leaf name; by the alias's name where leaves tied in the checkpoint lie differently in
     the target, so that each is read by itself. Of those in `parts`, only a part is read.
@@ -104,9 +104,9 @@ class Landings:
         self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = {}
         self._aliases = aliases
         self._shardings = shardings
-        self._first: dict[str, Landing] = {}
-        self._at: dict[str, Landing] = {}
-        self._all: list[Landing] = []
+        self._first: dict[str, FilledArray] = {}
+        self._at: dict[str, FilledArray] = {}
+        self._all: list[FilledArray] = []
         self._by_memory: dict[tuple[Any, ...], str] = {}
         self._fresh: dict[str, None] = {}
         self._later: list[_Later] = []
@@ -116,7 +116,7 @@ class Landings:
         self.used = True
         self._fresh[leaf] = None
 
-    def land(self, target: Any, name: str, place: str) -> Plan:
+    def plan_array(self, target: Any, name: str, place: str) -> Plan:
         """The plan for an array of the target that receives a leaf of its type."""
         leaf = self._aliases.get(name, name)
         part = sharded.held(target, place, self._shardings)
@@ -129,7 +129,7 @@ class Landings:
             self.want(leaf)
             if replaceable(target):
                 return lambda lookup: lookup(leaf)
-            return Landing(target, target, name, leaf, None, direct=False)
+            return FilledArray(target, target, name, leaf, None, direct=False)
         memory = memory_key(where)
         if memory is not None:
             tied = self._by_memory.setdefault((memory, sharding), leaf)
@@ -138,22 +138,22 @@ class Landings:
                     raise TiedElsewhere(tied)
                 return lambda lookup: target  # the other leaf has the same bytes, and is read to there
         self.used = True
-        landing = Landing(target, array, name, leaf, sharding, direct=True)
-        self._all.append(landing)
-        first = self._first.setdefault(leaf, landing)
-        if first is not landing and first.sharding == sharding:
+        filled = FilledArray(target, array, name, leaf, sharding, direct=True)
+        self._all.append(filled)
+        first = self._first.setdefault(leaf, filled)
+        if first is not filled and first.sharding == sharding:
             # Tied in the checkpoint, apart in the target: read once, copied to the others.
-            landing.tied = first
-            landing.direct = memory is not None and memory == memory_key(array_destination(first.array))
-            return landing
-        key = leaf if first is landing else self._key_of_another(first, name)
-        self._at[key] = landing
-        self.destinations[key] = landing.stage() if where is None else where
+            filled.tied = first
+            filled.direct = memory is not None and memory == memory_key(array_destination(first.array))
+            return filled
+        key = leaf if first is filled else self._key_of_another(first, name)
+        self._at[key] = filled
+        self.destinations[key] = filled.stage() if where is None else where
         if sharding is not None:
             self.parts[key] = sharding, tuple(array.shape)
-        return landing
+        return filled
 
-    def _key_of_another(self, first: Landing, name: str) -> str:
+    def _key_of_another(self, first: FilledArray, name: str) -> str:
         """The name under which a leaf is read once more; it was the first's if that is an alias."""
         if name in self.destinations:
             if first.name in self.destinations:
@@ -181,45 +181,45 @@ class Landings:
                 before = [(name, where)]
                 continue
             reach = max(reach, end)
-            landing = self._at[name]
-            self._later.append(_Later(landing, where, before, len(before)))
+            filled = self._at[name]
+            self._later.append(_Later(filled, where, before, len(before)))
             before.append((name, where))
-            if landing.sharding is not None:
-                self.destinations[name] = landing.stage()
+            if filled.sharding is not None:
+                self.destinations[name] = filled.stage()
             else:
-                landing.direct = False
+                filled.direct = False
                 del self.destinations[name]
-                self.want(landing.leaf)
+                self.want(filled.leaf)
 
     def join_overlaps(self, lookup: Lookup) -> None:
         """Write what was read apart. `StateMismatch` where that changes bytes that another leaf has there.
 
         What a checkpoint has of overlapping views agrees where they overlap, if they overlapped when it was
-        saved. In a target that overlaps otherwise one of them would be wrong, and nobody would know.
+        saved. In a target that overlaps otherwise one of them would be wrong without notice.
         """
         for later in self._later:
-            landing = later.landing
-            read = landing.staged if landing.staged is not None else lookup(landing.leaf)
+            filled = later.filled
+            read = filled.staged if filled.staged is not None else lookup(filled.leaf)
             stored = array_destination(read)
             assert isinstance(stored, (Memory, Strided)), "what was read apart is plain memory"
             other = clash(later.where, stored, later.before[: later.count])
             if other is not None:
                 raise StateMismatch(
-                    f"{landing.name} and {other} share memory in the target, but differ there in the "
+                    f"{filled.name} and {other} share memory in the target, but differ there in the "
                     "checkpoint: only one of them could be restored. Give them memory of their own. "
                     "Arrays of the target are already overwritten",
-                    wrong=[landing.name, other],
+                    wrong=[filled.name, other],
                 )
-            copy_into(landing.array, read)
-            landing.staged = None
-            landing.direct = True
+            copy_into(filled.array, read)
+            filled.staged = None
+            filled.direct = True
 
     def fresh(self) -> tuple[str, ...]:
         """The leaves to read into new arrays."""
         return tuple(leaf for leaf in self._fresh if self._whole(leaf) is None)
 
-    def _whole(self, leaf: str) -> Landing | None:
-        """The landing that has all of a leaf in its own memory."""
+    def _whole(self, leaf: str) -> FilledArray | None:
+        """The array of the target that has all of a leaf in its own memory."""
         first = self._first.get(leaf)
         return first if first is not None and first.direct and first.sharding is None else None
 
@@ -228,8 +228,8 @@ class Landings:
 
         def look(name: str) -> object:
             leaf = self._aliases.get(name, name)
-            landing = self._whole(leaf)
-            return arrays[leaf] if landing is None else landing.target
+            filled = self._whole(leaf)
+            return arrays[leaf] if filled is None else filled.target
 
         return look
 
@@ -239,11 +239,11 @@ class Landings:
         if torch is None:
             return
         count = torch.autograd.graph.increment_version
-        for landing in self._all:
-            if landing.sharding is not None:
+        for filled in self._all:
+            if filled.sharding is not None:
                 # DTensor counts on the outside, whatever its part counts.
-                if landing.sharding.mesh_shape is not None:
-                    count(landing.target)
-                count(landing.array)
-            elif landing.direct and isinstance(landing.target, torch.Tensor):
-                count(landing.target)
+                if filled.sharding.mesh_shape is not None:
+                    count(filled.target)
+                count(filled.array)
+            elif filled.direct and isinstance(filled.target, torch.Tensor):
+                count(filled.target)

@@ -83,7 +83,7 @@ def value_node(value: object) -> Node:
 def names_in(part: object, place: str, state: object) -> list[str]:
     """The names that a part of a state has there; its place when there is no array in it.
 
-    Also its place when it could not be saved: whoever asks has something else to complain of.
+    Also its place when it could not be saved: the caller reports another problem then.
     """
     walk = _Walk(state)
     try:

@@ -4,7 +4,7 @@ Owns the ways of such modules and of their optimizers: the state is taken and gi
 sharded state dicts, in which every parameter has its own name and is distributed over ranks like any other.
 
 FSDP makes these by collectives, so all ranks must flatten and restore together. That is acceptable, since
-both happen in the thread of the training, which runs collectives of its own; nothing else in this floor
+both happen in the thread of the training, which runs collectives of its own; nothing else in this layer
 communicates. Importing this module does not import torch.
 """
 

@@ -1,6 +1,6 @@
 """A state taken apart: its named leaves, and how each lies in memory and in the world.
 
-Owns the records only; `tree` makes them, `restore` and the floors above use them.
+Owns the records only; `flatten` makes them, `restore` and the layers above use them.
 """
 
 from __future__ import annotations

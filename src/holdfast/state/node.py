@@ -1,7 +1,7 @@
 """The JSON form of a state tree: what a node may look like, and the few questions every reader asks of one.
 
-Owns the shape of nodes (docs/format.md has their grammar). What single values look like belongs to `values`;
-building nodes from a state to `tree`; building a state from nodes to `rebuild` and `restore`.
+Owns the shape of nodes (docs/format.md has their grammar). `value_encoder` owns the form of single
+values, `flatten` builds nodes from a state, `unflatten` and `restore` build a state from nodes.
 
 A node is a JSON value. Anything JSON cannot say exactly is a *tagged* node: an object with one key that
 starts with ``$``. Nodes come from files, so nothing here trusts them.

@@ -1,7 +1,7 @@
 """Views of one buffer in a target: whether what is stored for them agrees where they share bytes.
 
-Owns the comparison, by address, of memory with what shall be written to it. `landings` decides who is read
-straight into memory and who comes after.
+Owns the comparison, by address, of memory with what will be written to it. `destinations` decides which
+leaves are read straight into memory and which are copied afterwards.
 """
 
 from __future__ import annotations

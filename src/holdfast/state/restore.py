@@ -2,8 +2,8 @@
 
 Owns the comparison of a checkpoint with its target and the plan of the restore, for containers, arrays,
 values and objects with ``load_state_dict``. Modules and optimizers belong to `restore_modules` and
-`restore_optimizers`, memory to `landings`. Reading is the store's: it fills `destinations` and reads `fresh`,
-then hands the fresh arrays to `finish`.
+`restore_optimizers`, memory to `destinations`. The store reads: it fills `Restore.destinations`, reads
+`fresh` into new arrays, and passes these to `finish`.
 
 Target and tree are walked side by side, so a place is matched with a place and names never need to be parsed.
 Each place becomes a *plan*: a function that is given the arrays once they are read and returns what belongs
@@ -85,17 +85,17 @@ class Restore:
         context = RestoreContext(into, leaves, aliases, only, own_places=own, shared=shared, alike=alike)
         self._context = context
         self._plan = _plan(context, into, localized(tree, local), "", 0)
-        landings = context.landings
-        landings.settle_overlaps()
+        memory_plan = context.memory_plan
+        memory_plan.settle_overlaps()
         self.state = into
-        self.destinations: dict[str, Destination] = landings.destinations
-        self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = landings.parts
-        self.fresh: tuple[str, ...] = landings.fresh()
+        self.destinations: dict[str, Destination] = memory_plan.destinations
+        self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = memory_plan.parts
+        self.fresh: tuple[str, ...] = memory_plan.fresh()
         self.kept: tuple[str, ...] = tuple(context.kept)
         self.left_out: tuple[str, ...] = tuple(context.left_out)
         self.elsewhere: tuple[str, ...] = tuple(context.elsewhere)
         self.mismatch = context.mismatch()
-        self.fills: bool = landings.used
+        self.fills: bool = memory_plan.used
         """Whether any leaf of the checkpoint has a place in the target."""
         self.lacks: bool = context.lacks or (only is not None and bool(self.mismatch))
         """Whether a leaf that the target, or `only`, asks for cannot be restored."""
@@ -105,10 +105,10 @@ class Restore:
 
         Dicts, lists, modules and optimizers of the target are the same objects as before; tuples are rebuilt.
         """
-        landings = self._context.landings
-        landings.tell_autograd()
-        lookup = landings.lookup(arrays)
-        landings.join_overlaps(lookup)
+        memory_plan = self._context.memory_plan
+        memory_plan.tell_autograd()
+        lookup = memory_plan.lookup(arrays)
+        memory_plan.join_overlaps(lookup)
         restored = self._plan(lookup)
         for load in self._context.load_last:
             load()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from holdfast.state import sharded, torch_objects
-from holdfast.state.destinations import Landings, Lookup, Plan, TiedElsewhere, never_alike
+from holdfast.state.destinations import Lookup, MemoryPlan, Plan, TiedElsewhere, never_alike
 from holdfast.state.flatten import names_in
 from holdfast.state.mismatch import LeafMeta, Mismatch
 from holdfast.state.node import (
@@ -49,7 +49,7 @@ class RestoreContext:
         self.state = into
         self.only = only
         self.shardings: sharded.Shardings = {}
-        self.landings = Landings(aliases, self.shardings, alike)
+        self.memory_plan = MemoryPlan(aliases, self.shardings, alike)
         self.lacks = False
         """Whether an array that the target asks for cannot be restored."""
         self.kept: dict[str, None] = {}
@@ -126,7 +126,7 @@ class RestoreContext:
         if self.only is not None and not self.takes_all(node):
             node = prune(node, self.only)
         for name in leaf_names(node):
-            self.landings.want(self.meta(name).name)
+            self.memory_plan.want(self.meta(name).name)
         for name in blob_names(node):
             if not is_blob(self.meta(name).dtype, self.meta(name).shape):
                 corrupt(f"leaf {shorten(name)!r} is an array, where bytes belong")
@@ -158,6 +158,6 @@ class RestoreContext:
         if (meta.dtype, tuple(meta.shape)) != (dtype, shape):
             return self.wrong(name, str(meta), target, describe(dtype, shape))
         try:
-            return self.landings.land(target, name, place)
+            return self.memory_plan.plan_array(target, name, place)
         except TiedElsewhere as tied:
             return self.wrong(name, f"stored apart from {tied}", target, "tied to it")

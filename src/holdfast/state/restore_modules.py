@@ -46,7 +46,7 @@ def plan_module(context: RestoreContext, module: Any, node: Node, place: str) ->
         elif _nothing_here(own) or _memory(own) in live:
             plans[key] = context.plan_leaf(own, name, f"{prefix}{key}")
         elif sharded.is_sharded(own):
-            # Made up for this state dict. It is filled nevertheless, since nobody needs the whole of it.
+            # Made for this state dict only. Filled all the same: no rank needs the whole of it.
             plans[key] = context.plan_leaf(own, name, f"{prefix}{key}")
             needs_load = True
         else:

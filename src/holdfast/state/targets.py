@@ -133,12 +133,12 @@ def assign(target: Any, value: Any) -> Any:
 
 
 def load_state(target: Any, state: object, place: str) -> None:
-    """Hand a state to an object, and say where it was when the object refuses."""
+    """Give a state to an object. If that fails, the error names the place."""
     try:
         target.load_state_dict(state)
     except Exception as error:
         raise StateMismatch(
-            f"{place or NAMELESS}: {type_name(target)}.load_state_dict refused what was saved: {error}. "
+            f"{place or NAMELESS}: {type_name(target)}.load_state_dict failed with the saved state: {error}. "
             "Other parts of the target may already be restored",
             wrong=[place or NAMELESS],
         ) from error
@@ -163,12 +163,12 @@ def is_value_target(value: object) -> bool:
 
 
 def holds_strangers(value: Any, depth: int) -> bool:
-    """Whether a target has objects inside that could not be saved, so that nobody knows how to fill them.
+    """Whether a target has objects inside that could not be saved, so that there is no way to fill them.
 
-    Subclasses of containers are such objects, too: saving refuses them, because they would lose their type.
+    Subclasses of containers are such objects, too: they cannot be saved, because they would lose their type.
     """
     if depth > MAX_DEPTH:
-        return False  # `has_arrays` refuses it
+        return False  # `has_arrays` raises
     if type(value) in MAPPINGS:
         return any(holds_strangers(item, depth + 1) for item in value.values())
     if type(value) in SEQUENCES:

@@ -148,7 +148,7 @@ def decode(node: Node, resolve: Resolve, depth: int = 0) -> Any:
 
 
 def _blob(tag: str, array: Any, name: str) -> bytes | bytearray | None:
-    """Large bytes, out of the array that they were read into; None where nobody asks for arrays."""
+    """Large bytes, out of the array that they were read into; None where no arrays are read."""
     if array is None:
         return None
     found = array if isinstance(array, np.ndarray) else convert(array, "numpy")

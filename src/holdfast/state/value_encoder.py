@@ -1,7 +1,7 @@
 """Single values to nodes: numbers, text, bytes, times, paths, numpy scalars, torch's small types.
 
-Owns the exact-type table of what has no inside. Containers and arrays belong to `tree`; the way back is
-`value_decoder`. A value is stored so that it comes back with the same type and the same bits, or is refused.
+Owns the exact-type table of what has no inside. Containers and arrays belong to `flatten`; the way
+back is `value_decoder`. A value comes back with the same type and the same bits, or it is not stored.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A committed checkpoint, opened for reading: what it holds, and its bytes on demand.
 
-Opening reads and validates the manifest only. Every later read is verified against its checksums unless told
-otherwise. An open checkpoint is held against recycling: retention may give it up, but nobody writes over it.
+Opening reads and validates the manifest only. Every later read is verified against its checksums by default.
+An open checkpoint is locked: retention may remove it, but no writer overwrites its files.
 
-However many ranks wrote it, it is one state here: leaves are whole arrays, and whoever wants some elements of
-one gets them from whichever files hold them.
+However many ranks wrote it, it is one state here: leaves are whole arrays, and elements of a leaf come from
+all files that hold some.
 """
 
 from __future__ import annotations
@@ -265,16 +265,16 @@ class Checkpoint:
         verify: bool = True,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Reads boxes of leaves to where they shall go, out of the files that hold them.
+        """Reads boxes of leaves into their destinations, from the files that hold them.
 
-        Every byte read is verified, unless told otherwise. `CorruptCheckpoint` names file and leaf.
+        Every byte read is verified by default. `CorruptCheckpoint` names file and leaf.
         """
         if self.parts.stored_whole and self._fetch_whole(wanted, verify=verify, progress=progress):
             return
         self.carry_out(self.reads(wanted, verify=verify), verify=verify, progress=progress)
 
     def reads(self, wanted: Sequence[BoxRequest], *, verify: bool = True) -> list[FileReads]:
-        """What has to be read, file by file, to get boxes of leaves to where they shall go."""
+        """What has to be read, file by file, to fill the destinations of boxes of leaves."""
         metas = {name: self._meta(name) for name in dict.fromkeys(want.leaf for want in wanted)}
         wanted = [structs.replace(want, leaf=metas[want.leaf].name) for want in wanted if want.box.volume]
         metas = {meta.name: meta for meta in metas.values()}
@@ -327,8 +327,8 @@ class Checkpoint:
     def visible_damage(self, *, far: bool = True) -> Problem | None:
         """The damage that shows without reading arrays: a part or shard that is gone, or another.
 
-        `far`: also of shards on volumes of other hosts that cannot be reached from here. `ReadFailed`
-        when it cannot be told.
+        `far`: also of shards on volumes of other hosts that cannot be reached from here. Raises `ReadFailed`
+        if the files cannot be examined.
         """
         reason = self.misplaced()
         if reason is not None:

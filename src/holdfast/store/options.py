@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from holdfast.engine import Backend, Tuning
+from holdfast.engine.tuning import SMALL_NBYTES, STAGING_NBYTES, WINDOW_NBYTES
 from holdfast.plan.topology import Writers, check_writers
 
 Replicas = Literal["check", "trust"]
 
-_STAGING_NBYTES = 32 << 20
-"""More did not keep the device busier, and the first save of a process pays for every page."""
-_WINDOW_NBYTES = 4 << 20
-"""Eight of them kept the device busier than four of twice the size, in as much memory."""
 _MAX_NBYTES = (1 << 63) - 1
 
 
@@ -46,7 +43,7 @@ class Options:
 
     backend: Backend | None = None
     memory_nbytes: int = 256 << 20
-    small_nbytes: int = 1 << 20
+    small_nbytes: int = SMALL_NBYTES
     writers: Writers = "all"
     volumes: Sequence[str | os.PathLike[str]] = ()
     replicas: Replicas = "check"
@@ -64,11 +61,11 @@ class Options:
     @property
     def snapshot_nbytes(self) -> int:
         """What is left for copies."""
-        return max(0, self.memory_nbytes - _STAGING_NBYTES)
+        return max(0, self.memory_nbytes - STAGING_NBYTES)
 
     def tuning(self) -> Tuning:
-        window = _WINDOW_NBYTES
-        depth = max(2, min(_STAGING_NBYTES, self.memory_nbytes) // window)
+        window = WINDOW_NBYTES
+        depth = max(2, min(STAGING_NBYTES, self.memory_nbytes) // window)
         if self.memory_nbytes < 2 * window:
             window = max(64 << 10, self.memory_nbytes // 2 // 4096 * 4096)
         return Tuning(self.backend, window, depth, self.small_nbytes)

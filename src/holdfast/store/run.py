@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from holdfast.engine import fs
 from holdfast.engine.fs import Entry, HeldDirectory
@@ -53,7 +53,9 @@ class FollowedRun:
     def require_current(self) -> None:
         """The coordinator does."""
 
-    def retire(self, steps: list[int], *, durable: bool = False) -> None:
+    def retire(
+        self, steps: list[int], *, durable: bool = False, ids: Mapping[int, str | None] | None = None
+    ) -> None:
         """The coordinator does."""
 
     def close(self) -> None:
@@ -105,10 +107,11 @@ class WritableRun:
         try:
             if self._open:
                 self._open = False
-                for spare in [*self._unsynced, self._spare]:
-                    if spare is not None:
-                        self._remove(spare.name)
-                self._spare, self._unsynced = None, []
+                with contextlib.suppress(OSError):  # then the next writer removes what is left here
+                    self._settle_unsynced()
+                if self._spare is not None:
+                    self._stuck.append(self._spare.name)
+                    self._spare = None
                 self._remove_stuck()
         finally:
             self._lock.release()
@@ -147,12 +150,15 @@ class WritableRun:
         if fs.exists(self._at(partial)):
             self._stuck.append(partial)
 
-    def retire(self, steps: list[int], *, durable: bool = False) -> None:
+    def retire(
+        self, steps: list[int], *, durable: bool = False, ids: Mapping[int, str | None] | None = None
+    ) -> None:
         """Takes checkpoints out of the run. One becomes a spare, whose files a later save writes over.
 
         Its new name must be durable before that. Otherwise a crash could lose the rename after the files were
         overwritten, and the run would show a checkpoint with another one's bytes. If one checkpoint cannot be
         retired, the others still are, and the error names it. `durable`: their removal survives a power cut.
+        `ids`: those of checkpoints that may have shards on volumes, by step.
         """
         if not steps and not durable:
             return
@@ -162,14 +168,14 @@ class WritableRun:
         resisted: tuple[str, OSError] | None = None
         for step in steps:
             try:
-                nbytes = self._retire(step)
+                nbytes = self._retire(step, (ids or {}).get(step))
             except OSError as error:
                 resisted = resisted or (self.path_of(step), error)
         with saving(self.path):
-            if durable or (self._spare is None and nbytes >= SPARE_NOW_NBYTES):
-                fs.sync_dir(self.directory)
-                unsynced, self._unsynced = self._unsynced, []
-                self._settle(unsynced)
+            # Shards on volumes take space until they are noted, which only a durable name allows.
+            noted = any(spare.id is not None for spare in self._unsynced)
+            if durable or noted or (self._spare is None and nbytes >= SPARE_NOW_NBYTES):
+                self._settle_unsynced(always=durable)
         if resisted is not None:
             path, cause = resisted
             failed = type(save_failed(cause, path))(
@@ -187,22 +193,19 @@ class WritableRun:
     def available_nbytes(self) -> int:
         """Bytes for the next checkpoint: what is free, and the files of a retired one that it writes over."""
         with saving(self.path):
-            if self._unsynced:
-                fs.sync_dir(self.directory)
-                unsynced, self._unsynced = self._unsynced, []
-                self._settle(unsynced)
+            self._settle_unsynced()
             self._remove_stuck()
             spare = 0 if self._spare is None else _nbytes(self._at(self._spare.name))
             return self.free()[0] + spare
 
-    def _retire(self, step: int) -> int:
+    def _retire(self, step: int, id: str | None) -> int:
         """Renames a checkpoint to its retired name; returns its size."""
         name = step_name(step)
         retired = name + RETIRED
         self._make_way(retired)
         fs.rename(self._at(name), self._at(retired))
         known = self._committed.pop(step, None)
-        self._unsynced.append(Spare(retired, synced=known is not None))
+        self._unsynced.append(Spare(retired, known is not None, id))
         return _nbytes(self._at(retired)) if known is None else known
 
     def _is_retired(self, name: str) -> bool:
@@ -216,8 +219,22 @@ class WritableRun:
             self._unsynced = [spare for spare in self._unsynced if spare.name != retired]
             fs.remove_tree(self._at(retired))
 
+    def _settle_unsynced(self, *, always: bool = False) -> None:
+        """Makes the new names of retired checkpoints durable."""
+        if self._unsynced or always:
+            fs.sync_dir(self.directory)
+            unsynced, self._unsynced = self._unsynced, []
+            self._settle(unsynced)
+
     def _settle(self, retired: list[Spare]) -> None:
-        """Of retired checkpoints whose names are durable, keeps one as the spare and removes the others."""
+        """Of retired checkpoints whose names are durable, keeps one as the spare and removes the others.
+
+        Here their shards on volumes are noted as dead: no crash can bring the old names back any more. After
+        a crash before this, the next writer finds them under their new names (`Ledger.add_leftovers`).
+        """
+        dead = [spare.id for spare in retired if spare.id is not None]
+        if dead:
+            Ledger(self.directory).add(dead)
         for spare in reversed(retired):
             if self._spare is None:
                 self._spare = spare

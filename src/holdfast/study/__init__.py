@@ -1,21 +1,16 @@
-"""Comparisons: Holdfast measured beside what people use today, in one run, on one machine.
+"""Everything that is measured: one harness, and one file per suite.
 
-| room | what it owns |
+| module | what it owns |
 |---|---|
-| `states` | the state that is saved: its shapes, its size, its bytes |
-| `peers`, `limits` | each system that saves it, made equally durable; the device's own limit |
-| `cache`, `measure` | what is read from the clock, the CPU and memory; in which order; how cold |
-| `probes` | the two costs that are not throughput: a tiny save, and `import holdfast` |
-| `results`, `bars` | what was measured, as typed records; the promises held against it |
-| `report`, `plot`, `picture` | a table, a JSON document, a picture; what all pictures share |
-| `room` | whether there is room for a benchmark, and on what machine it runs |
-| `bench` | the whole run, from options to result |
-| `training` | the same for a training that saves every step (`holdfast bench --training`) |
-| `ranks` | the same for several ranks that save one state together (`holdfast bench --ranks`) |
-| `drill` | a user's own training, killed again and again (`holdfast drill`) |
-| `demo`, `demo_train`, `demo_speed` | the demonstration |
-| `stats_plot` | the picture of a run's saves |
-| `scale`, `scale_report` | planning for thousands of ranks, simulated |
+| `suite` | what a measurement declares: suite, group, case, and the turn in which a case times its calls |
+| `runner` | interleaved rounds, warm-up, cleaning up |
+| `results` | what was measured, as typed records; medians, ratios, intervals, and the verdict on a promise |
+| `views`, `report`, `plot`, `picture` | tables, JSON, markdown, pictures |
+| `costs`, `cache`, `machine` | clocks and memory; the page cache; the machine and its free space |
+| `states`, `training_model` | the state that is saved; the model that is trained |
+| `peers` | the registry of systems that are compared, made equally durable |
+| `world`, `rank` | real ranks in processes of their own, and the orders they follow |
+| `suites` | what is measured: `save_load`, `training`, `ranks`, `scale` |
 
-Nothing below this floor knows that it exists. Nothing here is imported by ``import holdfast``.
+No module outside of `study` and `cli` imports this package, and ``import holdfast`` does not either.
 """

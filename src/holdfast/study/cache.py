@@ -22,7 +22,7 @@ _COLD_FRACTION = 0.01
 """A few pages may come back on their own (a header that the kernel reads ahead): one in a hundred is cold."""
 
 
-def chill(files: Sequence[Path]) -> tuple[Temperature, str]:
+def empty(files: Sequence[Path]) -> tuple[Temperature, str]:
     """Remove these files from memory; returns how cold they then are, and how it was done."""
     os.sync()  # only clean pages can be dropped
     method = "drop_caches"

@@ -34,16 +34,22 @@ def check_suffix(path: Path) -> str:
     return suffix[1:]
 
 
+def require_matplotlib() -> None:
+    """Raises RuntimeError that says what to install."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError("a picture needs matplotlib: pip install matplotlib") from error
+
+
 @contextmanager
 def new_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
     """A figure of so many inches to draw on, written to `path` at the end; the suffix chooses PNG or SVG."""
     form = check_suffix(path)
-    try:
-        from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("a picture needs matplotlib: pip install matplotlib") from error
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     # A figure of our own, not pyplot's: no global state, no display, no effect on the caller's settings.
     with rc_context(

@@ -1,155 +1,76 @@
-"""The picture of a benchmark: how fast each system saves and loads, against the device's limit.
-
-Draws what `results` hold and nothing else. matplotlib is imported when a picture is asked for.
-"""
+"""One picture for every suite: each view is a panel of bars with the range of the rounds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.study import results
-from holdfast.study.picture import ALERT, BEHIND_WORDS, GRID, INK, OURS, OURS_LIGHT, PEER, QUIET, new_figure
-from holdfast.study.report import TIMES, size
-from holdfast.study.results import BenchResult, Operation, Row
+from holdfast.study.picture import ALERT, BEHIND_WORDS, GRID, INK, OURS, PEER, QUIET, new_figure
+from holdfast.study.results import Result
+from holdfast.study.views import View
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_TITLES: dict[Operation, str] = {"save": "Durable save", "load": "Load"}
 
 
-def draw(result: BenchResult, path: Path) -> None:
-    """Write the picture; the suffix of `path` chooses PNG or SVG."""
-    order = _order(result)
-    with new_figure(path, 11.5, 2.35 + 0.42 * len(order)) as figure:
-        axes = figure.subplots(1, 2, sharey=True)
-        for axis, operation in zip(axes, _TITLES, strict=True):
-            _panel(axis, result, operation, order)
-        _words(figure, result)
+def draw(views: Sequence[View], result: Result, path: Path) -> None:
+    """Writes the picture; the suffix of `path` chooses PNG or SVG."""
+    shown = [view for view in views if view.rows(result)]
+    heights = [len(view.rows(result)) + 1.2 for view in shown]
+    with new_figure(path, 9.5, 1.6 + 0.36 * sum(heights) + 0.55 * len(shown)) as figure:
+        inches = figure.get_figheight()
+        axes = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
+        space = 1.3 * len(heights) / max(1.0, 0.36 * sum(heights))
+        figure.subplots_adjust(0.24, 0.85 / inches, 0.98, 1 - 1.15 / inches, hspace=space)
+        for axis, view in zip(axes, shown, strict=True):
+            _panel(axis, view, result)
+        figure.text(0.018, 1 - 0.36 / inches, f"Holdfast: {result.suite}", fontsize=15, fontweight="bold")
+        figure.text(0.018, 1 - 0.6 / inches, result.subject, fontsize=9.5, color=QUIET)
+        said = (
+            f"Medians of {result.rounds} interleaved rounds, thin lines from the lowest to the highest. "
+            f"{result.machine.cpu_count} CPUs, {result.machine.filesystem}."
+        )
+        figure.text(0.018, 0.12 / inches, said, fontsize=8.5, color=QUIET)
 
 
-def _order(result: BenchResult) -> list[Row]:
-    """Systems by the speed of their save, fastest first; those that were not measured at the end."""
-    shown = [row for row in result.rows if row.operation == "save" and row.system != results.RAW]
-    return sorted(shown, key=lambda row: -(row.rate or 0.0))
-
-
-def _panel(axis: Axes, result: BenchResult, operation: Operation, order: list[Row]) -> None:
-    rows = [result.row(row.system, operation) for row in order]
-    raw = result.row(results.RAW, operation)
-    limit = raw.summary.gb_per_second.median if raw is not None and raw.summary is not None else None
-    highest = max(
-        [row.summary.gb_per_second.high for row in rows if row is not None and row.summary is not None]
-        + [limit or 0.0, 1e-9]
-    )
-    axis.set_xlim(0, highest * 1.45)  # room for the words at the end of the longest bar
-    for place, row in enumerate(rows):
-        if row is not None:
-            _bar(axis, place, row, highest)
-    if limit is not None:
-        _limit_line(axis, limit, len(order))
-
-    axis.set_ylim(len(order) - 0.4, -0.95)
-    axis.set_yticks(range(len(order)), [row.title for row in order])
-    # The right panel shares the names of the left one and has no labels of its own.
-    for label, row in zip(axis.get_yticklabels(), order, strict=False):
-        label.set_color(OURS if _is_ours(row) else INK)
-        label.set_fontweight("bold" if row.system == results.HOLDFAST else "normal")
-    title = _TITLES[operation]
-    if operation == "load":
-        title += f" ({result.temperature} page cache)"
-    axis.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=8)
-    axis.set_xlabel("GB/s", color=QUIET)
+def _panel(axis: Axes, view: View, result: Result) -> None:
+    rows = [row for row in view.rows(result) if row.case != view.limit]
+    values = [view.value(row) if row.samples else None for row in rows]
+    limits = [
+        value for row in result.section(view.section) if row.case == view.limit and (value := view.value(row))
+    ]
+    line = limits[0].median if limits else None
+    # One bad round must not make all bars short: its line then ends at the words.
+    highest = max([1.3 * value.median for value in values if value is not None] + [line or 0.0, 1e-9])
+    axis.set_xlim(0, highest * 1.15)
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        gap = highest * 0.012
+        if value is None:
+            axis.text(gap, place, row.status, va="center", color=QUIET, fontsize=9, style="italic")
+            continue
+        axis.barh(place, value.median, height=0.62, color=OURS if row.case in view.ours else PEER)
+        end = min(value.high, highest)
+        axis.plot([min(value.low, end), end], [place, place], color=INK, linewidth=1.0, alpha=0.55)
+        mark = view.mark(row)
+        if mark is not None:
+            axis.plot([mark] * 2, [place - 0.4, place + 0.4], color=ALERT, linewidth=2)
+        at, words = max(value.median, end) + gap, view.show(value.median)
+        axis.text(at, place, words, va="center", fontsize=9, bbox=BEHIND_WORDS, zorder=4)
+    if line is not None:
+        ends, words = [-0.5, len(rows) - 0.5], f"{view.limit}: {view.show(line)}"
+        axis.plot([line] * 2, ends, color=ALERT, linewidth=1.4, linestyle=(0, (4, 3)), zorder=3)
+        axis.text(line, -0.55, words, ha="center", va="bottom", color=ALERT, fontsize=8.5)
+    axis.set_ylim(len(rows) - 0.4, -0.9)
+    axis.set_yticks(range(len(rows)), [view.named_by(row) for row in rows])
+    for label, row in zip(axis.get_yticklabels(), rows, strict=True):
+        label.set_color(OURS if row.case in view.ours else INK)
+        label.set_fontweight("bold" if row.case in view.ours else "normal")
+    axis.set_title(view.title, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=8)
+    axis.set_xlabel(view.unit, color=QUIET)
     axis.tick_params(axis="both", length=0)
     axis.tick_params(axis="x", colors=QUIET)
     axis.grid(axis="x", color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
     for spine in axis.spines.values():
         spine.set_visible(False)
-
-
-def _bar(axis: Axes, place: int, row: Row, highest: float) -> None:
-    gap = highest * 0.015
-    if row.summary is None:
-        axis.text(gap, place, row.status, va="center", color=QUIET, fontsize=9, style="italic")
-        return
-    speed = row.summary.gb_per_second
-    colour = OURS if row.system == results.HOLDFAST else OURS_LIGHT if _is_ours(row) else PEER
-    if row.system == results.FIO:
-        axis.barh(
-            place, speed.median, height=0.62, color="white", edgecolor=PEER, hatch="////", linewidth=0.8
-        )
-    else:
-        axis.barh(place, speed.median, height=0.62, color=colour)
-    axis.plot([speed.low, speed.high], [place, place], color=INK, linewidth=1.0, alpha=0.55)
-    end = max(speed.median, speed.high) + gap
-    weight = "bold" if row.system == results.HOLDFAST else "normal"
-    axis.text(
-        end,
-        place,
-        f"{speed.median:.2f}",
-        va="center",
-        color=INK,
-        fontweight=weight,
-        fontsize=9.5,
-        bbox=BEHIND_WORDS,
-        zorder=4,
-    )
-    faster = row.summary.holdfast_is_faster_by
-    if faster is not None and not _is_ours(row) and row.system != results.FIO:
-        axis.annotate(
-            f"Holdfast {faster:.1f}{TIMES}",
-            (end, place),
-            xytext=(32, 0),
-            textcoords="offset points",
-            va="center",
-            color=QUIET,
-            fontsize=9,
-            bbox=BEHIND_WORDS,
-            zorder=4,
-        )
-
-
-def _limit_line(axis: Axes, limit: float, count: int) -> None:
-    axis.plot(
-        [limit, limit], [-0.5, count - 0.5], color=ALERT, linewidth=1.4, linestyle=(0, (4, 3)), zorder=3
-    )
-    axis.text(
-        limit,
-        -0.58,
-        f"raw device limit {limit:.2f}",
-        ha="center" if limit < axis.get_xlim()[1] * 0.8 else "right",
-        va="bottom",
-        color=ALERT,
-        fontsize=9,
-    )
-
-
-def _words(figure: Figure, result: BenchResult) -> None:
-    inches = figure.get_figheight()
-    figure.subplots_adjust(left=0.155, right=0.985, top=1 - 1.22 / inches, bottom=0.82 / inches, wspace=0.06)
-    figure.text(
-        0.018, 1 - 0.38 / inches, "Checkpoints at the speed of the disk", fontsize=16, fontweight="bold"
-    )
-    figure.text(
-        0.018,
-        1 - 0.64 / inches,
-        f"{size(result.state_nbytes)} in {result.state_leaves:,} tensors ({result.shape}); "
-        "every save synced to the device, file and directory",
-        fontsize=10,
-        color=QUIET,
-    )
-    figure.text(
-        0.018,
-        0.14 / inches,
-        f"Medians of {result.rounds} interleaved rounds, thin lines from the slowest to the fastest. "
-        f"{result.machine.cpu_count} CPUs, {result.machine.filesystem}. Holdfast with checksums.",
-        fontsize=8.5,
-        color=QUIET,
-    )
-
-
-def _is_ours(row: Row) -> bool:
-    return row.system in (results.HOLDFAST, results.RECYCLED)

@@ -49,10 +49,14 @@ _ATTEMPTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """A retired checkpoint whose files may be written over. `synced`: their names are known to be durable."""
+    """A retired checkpoint whose files may be written over.
+
+    `synced`: their names are known to be durable. `id`: of a checkpoint that may have shards on volumes.
+    """
 
     name: str
     synced: bool
+    id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from holdfast.engine import fs, raw_write
 from holdfast.engine.fs import HeldDirectory
@@ -148,23 +148,6 @@ class Ledger:
         more = known.union(ids)
         if more != known:
             self.write(more)
-
-    @contextlib.contextmanager
-    def retiring(self, ids: Mapping[str, str | None]) -> Iterator[None]:
-        """A block that takes checkpoints out of the run, given their ids by name.
-
-        Their ids are noted before they go; while they exist, the note has no effect. If one cannot be
-        removed, its note is taken back: it may still be moved out of the run.
-        """
-        self.add(filter(None, ids.values()))
-        try:
-            yield
-        except HoldfastError:
-            known = self.read()
-            there = {id for name, id in ids.items() if fs.exists(self._run.at(name))}
-            if not known.isdisjoint(there):
-                self.write(known - there)
-            raise
 
     def add_leftovers(self, names: Iterable[str]) -> None:
         """What a crashed writer has left, before it is removed. A run without volumes has no ledger."""

@@ -4,7 +4,7 @@
 |---|---|
 | `listing` | the checkpoints of a run |
 | `open` | which checkpoint a path means, and its manifest |
-| `reader_lock` | a reader's lock: nobody writes over what it reads |
+| `reader_lock` | a reader's lock: no writer overwrites what it reads |
 | `parts` | what each rank wrote |
 | `requests` | which boxes of leaves go to which memory |
 | `gather` | which files they come from |

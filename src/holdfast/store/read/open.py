@@ -53,7 +53,7 @@ def resolve(path: str | os.PathLike[str]) -> str:
 
 
 def require_reachable(where: str) -> None:
-    """`ReadFailed` where nobody can tell what is there: that is not the same as nothing."""
+    """`ReadFailed` if the path cannot be examined: that does not mean that nothing is there."""
     # ValueError: what cannot be a path leads nowhere.
     with reading(where), contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
         os.stat(os.path.join(where, MANIFEST))
@@ -77,7 +77,7 @@ def newest(path: str | os.PathLike[str], use: Callable[[str], _T]) -> _T:
 
 
 def open_checkpoint(path: str) -> tuple[ReaderLock, Root]:
-    """Holds a checkpoint and reads its manifest. One that is replaced at this very moment is opened anew."""
+    """Holds a checkpoint and reads its manifest. Tries again if it is being replaced."""
     return patiently(lambda: _open(path))
 
 
@@ -97,7 +97,9 @@ def _open(path: str) -> tuple[ReaderLock, Root]:
             hold.close()
             raise
         hold.close()
-    raise CheckpointNotFound(f"{path} is being replaced all the time")
+    raise CheckpointNotFound(
+        f"{path} was replaced {_MAX_REPLACED} times while it was being opened; try again later"
+    )
 
 
 def _to_pin(root: Root) -> Iterator[str]:
@@ -139,7 +141,7 @@ def _read_embedded(directory: str, path: str) -> Root:
 
 
 def _refuse_second_manifest(directory: str, path: str) -> None:
-    """Two that disagree could each be the right one: nobody writes such a checkpoint."""
+    """Two manifests might disagree, and either could be the right one. No writer makes such a checkpoint."""
     where = os.path.join(path, SHARD)
     try:
         with reading(where), open_stored(os.path.join(directory, SHARD), where) as file:
@@ -147,7 +149,7 @@ def _refuse_second_manifest(directory: str, path: str) -> None:
     except HoldfastError as error:
         if isinstance(error, OutOfResources):
             raise
-        return  # whoever needs the shard is told what is wrong with it
+        return  # a read of the shard will report what is wrong with it
     if embeds_root(beginning):
         reason = f"this file holds a manifest, and there is a {MANIFEST} beside it"
         raise CorruptCheckpoint(reason, path=os.path.join(path, SHARD))

@@ -1,4 +1,4 @@
-"""A reader's hold on a checkpoint: nobody writes over it, and renaming or removing it takes nothing away."""
+"""A reader's lock on a checkpoint: no writer overwrites it, and it stays readable if renamed or removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader asks of a checkpoint: boxes of leaves, and where their bytes shall go."""
+"""What a reader asks of a checkpoint: boxes of leaves, and where their bytes go."""
 
 from __future__ import annotations
 

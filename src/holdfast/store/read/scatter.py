@@ -1,7 +1,7 @@
-"""From the bytes of a fragment, as they come by in windows, to the places that want some of its elements.
+"""From the bytes of a fragment, window by window, to all destinations that take some of its elements.
 
-Windows cut where the engine likes, through elements too. So an array is seen as bytes, with a last dimension
-of the size of an element: then any range of it is a handful of boxes, and so is what anyone wants of that.
+Windows end anywhere, also inside of an element. So an array is seen as bytes, with a last dimension of the
+size of an element. Then any range of it is a handful of boxes, and so is the part that a destination takes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Put = Callable[[Box, Bytes], None]
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """What one place wants of a fragment: `box`, in bytes of the fragment, handed over part by part."""
+    """One destination of a fragment: it takes `box`, in bytes of the fragment, part by part."""
 
     box: Box
     span: tuple[int, int]
@@ -108,7 +108,7 @@ class _Hand:
 
 
 class _View:
-    """Memory that numpy shall look at; `owner` keeps it alive for as long as the look lasts."""
+    """Memory for numpy to view; `owner` keeps it alive as long as the view exists."""
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], owner: object) -> None:
         self.__array_interface__ = {

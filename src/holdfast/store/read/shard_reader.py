@@ -12,7 +12,7 @@ from functools import partial
 from msgspec import Struct
 
 from holdfast import engine
-from holdfast.engine import Destination, ReadColumns, ReadPiece, Tuning, Unkept
+from holdfast.engine import READING, Destination, ReadColumns, ReadPiece, Tuning, Unkept
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
 from holdfast.format.checksums import HEX_DIGITS, digest
 from holdfast.format.embedded import check_header
@@ -81,10 +81,10 @@ _ID = re.compile(r"[0-9a-f]{32}")
 class ShardReader:
     """The shards of one part, in the directory that `hold` holds for as long as anything can be read."""
 
-    def __init__(self, part: Part, hold: ReaderLock, tuning: Tuning | None = None) -> None:
+    def __init__(self, part: Part, hold: ReaderLock, tuning: Tuning = READING) -> None:
         self._part = part
         self._hold = hold
-        self._tuning = tuning or Tuning()
+        self._tuning = tuning
 
     def read(
         self,
@@ -106,7 +106,7 @@ class ShardReader:
         whole: bool,
         progress: Callable[[int], None] | None = None,
     ) -> list[Problem]:
-        """Reads, and returns all that is wrong. `progress` is told the bytes of the files before as well."""
+        """Reads, and returns everything that is wrong. `progress` gets the bytes of all files so far."""
         in_files: list[list[FragmentRequest]] = [[] for _ in self._part.files]
         for item in requests:
             in_files[item.file].append(item)
@@ -183,7 +183,7 @@ class ShardReader:
         whole: bool,
         progress: Callable[[int], None] | None,
     ) -> list[Problem]:
-        """Reads pieces out of one file. `owner` tells the leaf of a piece, and the piece's first chunk."""
+        """Reads pieces out of one file. `owner` gives the leaf of a piece, and the piece's first chunk."""
         file = self._part.files[index]
         problem = patiently(lambda: self._file_problem(file, owner(0)[0] if len(columns) else None))
         if problem is not None:

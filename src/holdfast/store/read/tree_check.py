@@ -1,6 +1,6 @@
 """Whether the trees of a checkpoint say something that can be loaded, and where they do not.
 
-Checksums tell that a manifest is the one that was written, not that it makes sense. Loading finds out when it
+Checksums show that a manifest is the one that was written, not that it makes sense. Loading finds out when it
 decodes the trees; here they are decoded by the same code, without the arrays.
 """
 
@@ -55,7 +55,7 @@ def _problems(tree: Node, place: str, file: str) -> list[Problem]:
 
 
 def _malformed(node: Node, place: str, depth: int) -> Iterator[tuple[str, str]]:
-    """Place and reason of everything that cannot be decoded, as deep in the tree as it can be told."""
+    """Place and reason of everything that cannot be decoded, as deep in the tree as possible."""
     try:
         decode(node, _any_leaf, depth)
     except UnsupportedState:

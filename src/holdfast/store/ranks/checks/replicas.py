@@ -24,7 +24,7 @@ from holdfast.format.checksums import digest
 from holdfast.format.geometry import boxes_of_range
 from holdfast.plan.fragments import part_of_source
 from holdfast.plan.placement import LeafLayout
-from holdfast.plan.replica_groups import Cohort, cohorts_of
+from holdfast.plan.replica_groups import ReplicaGroup, replica_groups_of
 from holdfast.state import LeafSource
 from holdfast.team.group import Team
 from holdfast.team.replies import all_heard, ranks_in_words
@@ -41,15 +41,15 @@ _MAX_SAMPLES = 32
 class _StreamDigest(msgspec.Struct, frozen=True, array_like=True):
     """All that one rank has of a stream: which one (see `holdfast.plan.replica_groups`), and a digest."""
 
-    cohort: int
+    replica_group: int
     stream: int
     digest: int
 
 
 class _LeafDigests(msgspec.Struct, frozen=True, array_like=True):
-    """The digests of a stream's leaves in the order of the cohort's members, 8 bytes each."""
+    """The digests of a stream's leaves in the order of the replica group's members, 8 bytes each."""
 
-    cohort: int
+    replica_group: int
     stream: int
     digests: bytes
 
@@ -73,10 +73,10 @@ def check_replicas(
     To be called by all ranks, each with its own leaves and with the layouts of all. Hashes every byte of this
     rank's copies: as long as the copies do not change meanwhile, equal digests mean equal bits.
     """
-    cohorts = cohorts_of(layouts)
+    replica_groups = replica_groups_of(layouts)
     here = {leaf.name: leaf for leaf in leaves}
-    mine = list(_hashed(team.rank, here, layouts, cohorts))
-    sums = [_StreamDigest(item.cohort, item.stream, xxh3_64(item.digests)) for item in mine]
+    mine = list(_hashed(team.rank, here, layouts, replica_groups))
+    sums = [_StreamDigest(item.replica_group, item.stream, xxh3_64(item.digests)) for item in mine]
 
     def compare(messages: Sequence[bytes | None]) -> bytes:
         return msgspec.msgpack.encode(_unequal_streams(all_heard(messages, key, timeout)))
@@ -85,30 +85,35 @@ def check_replicas(
     suspects = msgspec.msgpack.decode(verdict, type=list[tuple[int, int]])
     if not suspects:
         return
-    details = [item for item in mine if (item.cohort, item.stream) in suspects]
+    details = [item for item in mine if (item.replica_group, item.stream) in suspects]
 
     def find(messages: Sequence[bytes | None]) -> bytes:
-        return msgspec.msgpack.encode(_unequal_leaves(all_heard(messages, key, timeout), layouts, cohorts))
+        return msgspec.msgpack.encode(
+            _unequal_leaves(all_heard(messages, key, timeout), layouts, replica_groups)
+        )
 
     report = team.agree(f"{key}/leaves", msgspec.msgpack.encode(details), find, timeout)
     raise _disagreement(msgspec.msgpack.decode(report, type=list[_Finding]))
 
 
 def _hashed(
-    rank: int, here: Mapping[str, LeafSource], layouts: Sequence[LeafLayout], cohorts: Sequence[Cohort]
+    rank: int,
+    here: Mapping[str, LeafSource],
+    layouts: Sequence[LeafLayout],
+    replica_groups: Sequence[ReplicaGroup],
 ) -> Iterator[_LeafDigests]:
     buffer = np.empty(0, np.uint8)
-    for number, cohort in enumerate(cohorts):
-        coordinate = cohort.mesh.coordinate(rank)
-        if cohort.copies < 2 or coordinate is None:
+    for number, replica_group in enumerate(replica_groups):
+        coordinate = replica_group.mesh.coordinate(rank)
+        if replica_group.copies < 2 or coordinate is None:
             continue
         digests: list[int] = []
-        for leaf, _ in cohort.members:
+        for leaf, _ in replica_group.members:
             found = here.get(layouts[leaf].name)
             if found is not None and not isinstance(found.source, Memory) and not buffer.nbytes:
                 buffer = np.empty(WINDOW_NBYTES, np.uint8)
             digests.append(0 if found is None else array_digest(found, buffer))
-        stream = cohort.stream_number(dict(enumerate(coordinate)))
+        stream = replica_group.stream_number(dict(enumerate(coordinate)))
         yield _LeafDigests(number, stream, struct.pack(f"<{len(digests)}Q", *digests))
 
 
@@ -119,11 +124,13 @@ Copies = tuple[tuple[str, tuple[str, ...]], ...]
 def copies_of(rank: int, layouts: Sequence[LeafLayout]) -> Copies:
     """What this rank and others hold copies of. The streams of all ranks have the same names."""
     found: list[tuple[str, tuple[str, ...]]] = []
-    for number, cohort in enumerate(cohorts_of(layouts)):
-        coordinate = cohort.mesh.coordinate(rank)
-        if cohort.copies > 1 and coordinate is not None:
-            stream = cohort.stream_number(dict(enumerate(coordinate)))
-            found.append((f"{number}.{stream}", tuple(layouts[leaf].name for leaf, _ in cohort.members)))
+    for number, replica_group in enumerate(replica_groups_of(layouts)):
+        coordinate = replica_group.mesh.coordinate(rank)
+        if replica_group.copies > 1 and coordinate is not None:
+            stream = replica_group.stream_number(dict(enumerate(coordinate)))
+            found.append(
+                (f"{number}.{stream}", tuple(layouts[leaf].name for leaf, _ in replica_group.members))
+            )
     return tuple(found[:_MAX_SAMPLES])
 
 
@@ -235,23 +242,23 @@ def _unequal_streams(messages: Sequence[bytes]) -> list[tuple[int, int]]:
     unequal: dict[tuple[int, int], None] = {}
     for message in messages:
         for item in msgspec.msgpack.decode(message, type=list[_StreamDigest]):
-            place = item.cohort, item.stream
+            place = item.replica_group, item.stream
             if first.setdefault(place, item.digest) != item.digest:
                 unequal[place] = None
     return sorted(unequal)[:_MAX_STREAMS]
 
 
 def _unequal_leaves(
-    messages: Sequence[bytes], layouts: Sequence[LeafLayout], cohorts: Sequence[Cohort]
+    messages: Sequence[bytes], layouts: Sequence[LeafLayout], replica_groups: Sequence[ReplicaGroup]
 ) -> list[_Finding]:
     held: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
     for rank, message in enumerate(messages):
         for item in msgspec.msgpack.decode(message, type=list[_LeafDigests]):
             digests = struct.unpack(f"<{len(item.digests) // 8}Q", item.digests)
-            held.setdefault((item.cohort, item.stream), {})[rank] = digests
+            held.setdefault((item.replica_group, item.stream), {})[rank] = digests
     found: list[_Finding] = []
     for (number, _), by_rank in sorted(held.items()):
-        for place, (leaf, _) in enumerate(cohorts[number].members):
+        for place, (leaf, _) in enumerate(replica_groups[number].members):
             sets: dict[int, list[int]] = {}
             for rank, digests in by_rank.items():
                 sets.setdefault(digests[place], []).append(rank)

@@ -1,0 +1,79 @@
+"""inspect: what the command ``holdfast`` finds out, usable from Python. Nothing here prints.
+
+    from holdfast import inspect
+
+    inspect.list_run("runs/gpt").checkpoints            # steps, sizes, metrics, damage
+    inspect.compare("runs/gpt", "runs/other").equal     # bit by bit, in bounded memory
+    inspect.export("runs/gpt", "model.safetensors", select=["model.*"])
+
+| module | what it owns |
+|---|---|
+| `run_listing` | `list_run`: the checkpoints and the leftovers in a run's directory |
+| `description` | `describe`: what one checkpoint holds, without reading its arrays |
+| `comparison` | `compare`: which leaves and values of two checkpoints differ |
+| `verification` | `verify_all`: every byte of a checkpoint, or of all checkpoints of a run |
+| `event_summary` | `summarize`: how the saves and restores of a run went |
+| `safetensors_export` | `export`: leaves as one file that other tools read |
+| `pruning` | `prune`: remove the checkpoints that no rule keeps |
+| `machine` | `diagnose`: what this machine and a directory's filesystem can do |
+| `leaf_windows`, `element_values` | leaves in bounded memory; elements of every type as numbers |
+
+A function that moves many bytes takes ``progress``, which it calls with the bytes done and the bytes in all.
+"""
+
+from __future__ import annotations
+
+from holdfast.inspect.comparison import Difference, LeafChange, Side, ValueChange, compare
+from holdfast.inspect.description import Description, describe
+from holdfast.inspect.event_summary import (
+    Distribution,
+    EventSummary,
+    NoEvents,
+    PhaseDistributions,
+    Restores,
+    RunEvents,
+    Saves,
+    summarize,
+)
+from holdfast.inspect.machine import Choice, Device, Diagnosis, Mount, Speed, Torch, diagnose
+from holdfast.inspect.progress import Progress
+from holdfast.inspect.pruning import Pruned, Removed, prune
+from holdfast.inspect.run_listing import Entry, Leftover, Listing, list_run
+from holdfast.inspect.safetensors_export import Exported, export
+from holdfast.inspect.verification import verify_all
+
+__all__ = [
+    "Choice",
+    "Description",
+    "Device",
+    "Diagnosis",
+    "Difference",
+    "Distribution",
+    "Entry",
+    "EventSummary",
+    "Exported",
+    "LeafChange",
+    "Leftover",
+    "Listing",
+    "Mount",
+    "NoEvents",
+    "PhaseDistributions",
+    "Progress",
+    "Pruned",
+    "Removed",
+    "Restores",
+    "RunEvents",
+    "Saves",
+    "Side",
+    "Speed",
+    "Torch",
+    "ValueChange",
+    "compare",
+    "describe",
+    "diagnose",
+    "export",
+    "list_run",
+    "prune",
+    "summarize",
+    "verify_all",
+]

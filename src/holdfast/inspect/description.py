@@ -1,0 +1,82 @@
+"""What one checkpoint holds: facts, values, and its leaves in the order of the state. Reads no arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.format.records import ShardFile
+from holdfast.state import Node, flatten, leaf_names
+from holdfast.state.node import without_order_of_sets
+from holdfast.store import Checkpoint, LeafInfo
+from holdfast.store import open as open_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A checkpoint as `describe` found it.
+
+    `leaves` are those that were asked for, `all_leaves` is the number of all. `world` is the number of ranks
+    that wrote it. `values` are Python objects.
+    """
+
+    path: str
+    format: str
+    id: str
+    step: int
+    created: float
+    world: int
+    metrics: Mapping[str, float]
+    nbytes: int
+    stored_nbytes: int
+    files: tuple[ShardFile, ...]
+    values: Mapping[str, object]
+    leaves: Mapping[str, LeafInfo]
+    all_leaves: int
+
+
+def describe(path: str | os.PathLike[str], *, leaves: str | None = None) -> Description:
+    """What a checkpoint holds; of a run, its newest. `leaves`: a glob, for only those that match."""
+    with open_checkpoint(path) as checkpoint:
+        matching = None if leaves is None else set(checkpoint.select(leaves))
+        return Description(
+            path=checkpoint.path,
+            format=checkpoint.root.format,
+            id=checkpoint.id,
+            step=checkpoint.step,
+            created=checkpoint.created,
+            world=checkpoint.world,
+            metrics=checkpoint.metrics,
+            nbytes=checkpoint.nbytes,
+            stored_nbytes=checkpoint.stored_nbytes,
+            files=tuple(file for part in checkpoint.parts for file in part.files),
+            values=checkpoint.values,
+            leaves={
+                name: checkpoint.leaves[name]
+                for name in leaf_order(checkpoint)
+                if matching is None or name in matching
+            },
+            all_leaves=len(checkpoint),
+        )
+
+
+def leaf_order(checkpoint: Checkpoint) -> list[str]:
+    """Names of all leaves in the order of the state; in files they are in the order of their alignment."""
+    named = dict.fromkeys(name for name in leaf_names(checkpoint.tree) if name in checkpoint)
+    return [*named, *(name for name in checkpoint if name not in named)]
+
+
+def stored_values(values: Mapping[str, object]) -> dict[str, Node]:
+    """Every value in its stored form: JSON that keeps type and bits."""
+    return {name: flatten(value).tree for name, value in values.items()}
+
+
+def exact_bytes(node: Node) -> bytes:
+    """Equal for equal nodes only: in Python 1, 1.0 and True are equal, and dicts in another order.
+
+    The members of sets have no order, and every process stores them in its own.
+    """
+    return msgspec.json.encode(without_order_of_sets(node))

@@ -1,0 +1,12 @@
+"""How a long function tells how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far, and the bytes in all."""
+
+
+def no_progress(done_nbytes: int, total_nbytes: int) -> None:
+    """The default: nobody is told."""

@@ -1,0 +1,105 @@
+"""Removing the checkpoints of a run that no rule keeps, and the leftovers of unfinished saves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from holdfast.checkpointer import Keep, Kept
+from holdfast.errors import CheckpointNotFound
+from holdfast.inspect.run_listing import Listing, leftovers, list_run
+from holdfast.store import WritableRun, is_checkpoint, step_name
+from holdfast.store.commit import volumes
+from holdfast.store.locks import path_to_read
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A directory that was removed, or would be. `step` is None for the rest of an unfinished save."""
+
+    path: str
+    step: int | None
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What `prune` did, or would do. `held`: still open somewhere; the next writer removes them."""
+
+    path: str
+    dry_run: bool
+    rules: Keep
+    removed: tuple[Removed, ...]
+    swept: tuple[Removed, ...]
+    kept: tuple[int, ...]
+    damaged: tuple[int, ...]
+    held: tuple[str, ...]
+    freed_nbytes: int
+
+
+def prune(run: str | os.PathLike[str], keep: Keep, *, dry_run: bool = False) -> Pruned:
+    """Removes the checkpoints of a run that `keep` does not want. Damaged ones stay, to be looked at.
+
+    `holdfast.Locked` if a training is writing to the run: its Checkpointer prunes by itself.
+    """
+    where = os.path.abspath(run)
+    if is_checkpoint(where):
+        raise CheckpointNotFound(f"{where} is one checkpoint, not a run: name the directory around it")
+    before = list_run(where)
+    unwanted = _unwanted(before, keep)
+    if (unwanted or before.leftovers) and not dry_run:
+        before, unwanted = _remove(where, before, keep)
+    held = () if dry_run else leftovers(where)
+    return _outcome(before, unwanted, keep, dry_run, {found.path: found.nbytes for found in held})
+
+
+def _remove(where: str, before: Listing, keep: Keep) -> tuple[Listing, list[int]]:
+    """Removes under the run's lock; the run as it was then, and the steps that are gone."""
+    with closing(WritableRun(where)) as writable:  # removes the leftovers of unfinished saves
+        # List again: until the lock was taken, a training may have saved, or the path have led elsewhere.
+        now = replace(list_run(where), leftovers=before.leftovers)
+        writable.require_current()
+        unwanted = _unwanted(now, keep)
+        elsewhere = {
+            step: volumes.homes_of(path_to_read(writable.directory, step_name(step))) for step in unwanted
+        }
+        # Shards on other hosts are removed by the ranks there, with the next save.
+        writable.retire(unwanted, ids={step: id for step, (id, _) in elsewhere.items()})
+    for home in (home for _, homes in elsewhere.values() for home in homes):
+        volumes.remove(home)
+    return now, unwanted
+
+
+def _unwanted(run: Listing, keep: Keep) -> list[int]:
+    """The steps that no rule keeps."""
+    # A damaged one counts for no rule: were it the newest, the last whole one would go in its favour.
+    whole = [
+        Kept(entry.step, entry.created, entry.metrics)
+        for entry in run.checkpoints
+        if entry.damage is None and entry.step is not None and entry.created is not None
+    ]
+    stay = keep.chosen(whole)
+    return [item.step for item in whole if item.step not in stay]
+
+
+def _outcome(
+    run: Listing, unwanted: Collection[int], keep: Keep, dry_run: bool, held: dict[str, int]
+) -> Pruned:
+    removed = tuple(
+        Removed(entry.path, entry.step, entry.nbytes) for entry in run.checkpoints if entry.step in unwanted
+    )
+    swept = tuple(Removed(found.path, None, found.nbytes) for found in run.leftovers)
+    staying = [entry for entry in run.checkpoints if entry.step is not None and entry.step not in unwanted]
+    return Pruned(
+        path=run.path,
+        dry_run=dry_run,
+        rules=keep,
+        removed=removed,
+        swept=swept,
+        kept=tuple(entry.step for entry in staying if entry.step is not None),
+        damaged=tuple(entry.step for entry in staying if entry.step is not None and entry.damage is not None),
+        held=tuple(held),
+        freed_nbytes=sum(item.nbytes for item in (*removed, *swept)) - sum(held.values()),
+    )

@@ -1,0 +1,42 @@
+"""Every byte of a checkpoint, or of all checkpoints of a run, read and checked."""
+
+from __future__ import annotations
+
+import os
+
+from holdfast.errors import CheckpointNotFound, IncompleteCheckpoint, OutOfResources, ReadFailed
+from holdfast.inspect.progress import Progress, no_progress
+from holdfast.inspect.run_listing import checkpoints_of, directory_nbytes, is_gone, reason_of
+from holdfast.store import Problem, Report, verify
+
+
+def verify_all(path: str | os.PathLike[str], *, progress: Progress = no_progress) -> tuple[Report, ...]:
+    """Checks the checkpoint at `path`, or all checkpoints of a run, oldest first.
+
+    Damage is reported, not raised. A checkpoint that cannot be read does not hide the others, and one that
+    retention removed in the meantime is left out.
+    """
+    targets = {target: directory_nbytes(target) for target in checkpoints_of(path)}
+    total = sum(targets.values())
+    reports = []
+    done = 0
+    for target, nbytes in targets.items():
+        found = _verify(target, done, total, progress)
+        if found is not None:
+            reports.append(found)
+        done += nbytes
+        progress(done, total)
+    return tuple(reports)
+
+
+def _verify(target: str, before: int, total: int, progress: Progress) -> Report | None:
+    try:
+        return verify(target, progress=lambda nbytes: progress(before + nbytes, total))
+    except IncompleteCheckpoint as error:
+        return Report(target, None, 0, 0, (Problem(error.path or target, "the manifest is missing"),))
+    except OutOfResources:
+        raise
+    except (CheckpointNotFound, ReadFailed) as error:
+        if is_gone(target):
+            return None
+        return Report(target, None, 0, 0, (Problem(target, reason_of(error)),))

@@ -1,0 +1,1 @@
+"""What is measured, one file per suite. ARCHITECTURE.md ("Measuring") says how to add one."""
