@@ -195,7 +195,7 @@ def no_whole_arrays(folder: str) -> None:
     if dist.get_rank() == 1:
         state["rows"] = state["rows"].double()
     failed = raised(lambda: dcp.save(state, storage_writer=Writer(path)))
-    assert {rank: type(error) for rank, error in failed.items()} == {0: holdfast.RanksDisagree}
+    assert {rank: type(error) for rank, error in failed.items()} == {0: holdfast.SaveRejected}
     assert "leaf 'rows'" in str(failed[0])
     assert "rank 1 a part of F64[37, 24]" in str(failed[0])
     state = spread(whole_state())
