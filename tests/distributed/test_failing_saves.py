@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import holdfast
 from support import random_rank_troubles as failing_random
 from support import rank_troubles as failing
 from support.disturbed_trainings import Mode
 from support.launcher import launch, values
+from support.patience import PATIENCE_SECONDS
 from support.rank_troubles import Got
 
 pytestmark = pytest.mark.race
@@ -153,3 +156,27 @@ def test_troubles_of_single_saves_and_of_opening(tmp_path: Path) -> None:
 
 def _kinds(found: dict[str, list[Got]], name: str) -> list[str]:
     return [kind for kind, _, _ in found[name]]
+
+
+def _caught(folder: Path) -> tuple[list[str], list[str]]:
+    """The types that callers may catch what a save raises by: of values that differ, and of a silent rank."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+
+    def catchable(function: Callable[[], Any]) -> list[str]:
+        with pytest.raises(holdfast.SaveFailed) as caught:
+            function()
+        kinds = (holdfast.RankFailed, holdfast.RanksDisagree, TimeoutError)
+        return [kind.__name__ for kind in kinds if isinstance(caught.value, kind)]
+
+    differing = catchable(lambda: holdfast.save(folder / "one", {"n": rank}, timeout=PATIENCE_SECONDS))
+    if rank == 1:
+        return differing, []
+    return differing, catchable(lambda: holdfast.save(folder / "two", {}, timeout=0.5))
+
+
+def test_every_failure_of_a_save_is_a_save_failed_and_a_time_out_a_timeout_error(tmp_path: Path) -> None:
+    first, second = values(launch(2, _caught, tmp_path))
+    assert first == (["RanksDisagree"], ["RankFailed", "TimeoutError"])
+    assert second[0] == ["RanksDisagree"]

@@ -36,6 +36,7 @@ from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.exchange import hand_out
 from holdfast.store.ranks.shared_load import load_together
 from holdfast.team import Team, join
+from support.error_kinds import kind_of
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS, outlive
 from support.several_ranks import Own, write_several
@@ -81,7 +82,7 @@ def _counted() -> Iterator[list[int]]:
     real = engine.read
 
     def read(path: Any, pieces: Any, **options: Any) -> Any:
-        sizes.extend(piece.destination.nbytes for piece in pieces)
+        sizes.extend(pieces.columns.nbytes)
         return real(path, pieces, **options)
 
     engine.read = read
@@ -280,7 +281,7 @@ def _mismatches(path: str) -> list[tuple[str, tuple[int, ...]]]:
         except (StateMismatch, UnsupportedState, RankFailed) as error:
             tensors = into["model"].values() if isinstance(into["model"], dict) else into["model"]
             assert not any(tensor.any() for tensor in tensors if not tensor.is_meta)
-            found.append((type(error).__name__, getattr(error, "ranks", ())))
+            found.append((kind_of(error), getattr(error, "ranks", ())))
         else:
             found.append(("", ()))
 
@@ -305,7 +306,7 @@ def _mismatches(path: str) -> list[tuple[str, tuple[int, ...]]]:
     try:
         rank.load(into)
     except (StateMismatch, RankFailed) as error:
-        found.append((type(error).__name__, getattr(error, "ranks", ())))
+        found.append((kind_of(error), getattr(error, "ranks", ())))
     _check(rank.load(_zeros(rank.state)), rank.state)
     return found
 
@@ -374,9 +375,7 @@ def _damaged(good: str, bad: str) -> list[tuple[str, str, str | None, str | None
         with pytest.raises((CorruptCheckpoint, ReadFailed)) as caught:
             rank.load(into)
         error = caught.value
-        found.append(
-            (type(error).__name__, str(error), getattr(error, "path", None), getattr(error, "leaf", None))
-        )
+        found.append((kind_of(error), str(error), getattr(error, "path", None), getattr(error, "leaf", None)))
 
     attempt()
     real = Checkpoint.fetch

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli.app import app
+from support.error_kinds import kind_of
 from support.launcher import launch, values
 from support.nodes import Node, missing, two_nodes
 
@@ -163,7 +164,7 @@ def _refused(run: Path, volume: Path) -> list[tuple[str, str]]:
     ):
         with pytest.raises(holdfast.HoldfastError) as caught:
             load()
-        found.append((type(caught.value).__name__, str(caught.value)))
+        found.append((kind_of(caught.value), str(caught.value)))
     return found
 
 

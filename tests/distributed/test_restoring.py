@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import holdfast
+from support.error_kinds import kind_of
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
 
@@ -101,7 +102,7 @@ def _restore_into_thin_air(folder: Path) -> list[Any]:
         c.state = 7 if dist.get_rank() == 1 else state
         with pytest.raises(holdfast.HoldfastError, match="cannot be restored") as caught:
             c.restore()
-        found.append(type(caught.value).__name__)
+        found.append(kind_of(caught.value))
         c.state = state
         state["w"][:] = 0
         found += [c.restore(), float(state["w"].sum())]

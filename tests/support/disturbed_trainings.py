@@ -17,6 +17,7 @@ from typing import Any, Literal
 import holdfast
 from holdfast.engine import faults
 from holdfast.store import list_steps
+from support.error_kinds import kind_of
 from support.patience import PATIENCE_SECONDS, outlive
 
 Mode = Literal["sync", "overlap"]
@@ -201,5 +202,5 @@ def error_of(function: Callable[[], Any]) -> tuple[str, str, tuple[int, ...]]:
     try:
         function()
     except Exception as error:
-        return type(error).__name__, str(error), tuple(getattr(error, "ranks", ()))
+        return kind_of(error), str(error), tuple(getattr(error, "ranks", ()))
     return "", "", ()

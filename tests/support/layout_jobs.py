@@ -180,7 +180,7 @@ def _counted() -> Iterator[list[int]]:
     real = engine.read
 
     def read(path: Any, pieces: Any, **options: Any) -> Any:
-        sizes.extend(piece.destination.nbytes for piece in pieces)
+        sizes.extend(pieces.columns.nbytes)
         return real(path, pieces, **options)
 
     engine.read = read

@@ -1,0 +1,12 @@
+"""Which kind of error a rank has met, by the name that the documents use for it."""
+
+from __future__ import annotations
+
+import holdfast
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of its type. Rank errors of a save have types of their own, which are both kinds at once."""
+    if isinstance(error, (holdfast.SaveFailedOnRank, holdfast.RankTimeout)):
+        return "RankFailed"
+    return "RanksDisagree" if isinstance(error, holdfast.SaveRejected) else type(error).__name__
