@@ -10,9 +10,9 @@
         train_one_step()
         ckpt.save(step + 1)
 
-Layers, each using only those below: `cli` and `study`; `checkpointer` (the training loop); `store` (commit
-protocol, runs); `plan` (which bytes go where); `state` (trees and arrays); `format` (files); `engine` (the
-device, in C++).
+Layers, each using only those below: `cli`; `study`; `torch`, `inspect` and `drill`; `checkpointer` (the
+training loop); `store` (commit protocol, runs); `team` (messages); `plan` (which bytes go where); `data`;
+`state` (trees and arrays); `format` (files); `engine` (the device, in C++).
 
 Names are imported when first used, so that ``import holdfast`` costs nothing.
 """
@@ -42,12 +42,21 @@ def __dir__() -> list[str]:
     return sorted({*_homes(), "__all__", *(name for name in globals() if name.startswith("__"))})
 
 
+_known_homes: dict[str, str] = {}
+
+
 def _homes() -> dict[str, str]:
-    """Public name -> its module, out of the lines ``from MODULE import NAME as NAME`` of the stub."""
+    """Public name -> its module, out of the lines ``from MODULE import NAME as NAME`` of the stub.
+
+    Read once: a name must resolve later, too, when the process has no file descriptor left.
+    """
+    if _known_homes:
+        return _known_homes
     import io  # `open` is a public name of this module
     import os
     import re
 
     with io.open(os.path.join(os.path.dirname(__file__), "__init__.pyi"), encoding="utf-8") as stub:  # noqa: UP020
         found = re.findall(r"^from (\S+) import (\w+) as \2$", stub.read(), re.M)
-    return {name: home for home, name in found}
+    _known_homes.update((name, home) for home, name in found)
+    return _known_homes

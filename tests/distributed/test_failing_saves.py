@@ -65,7 +65,7 @@ def test_ranks_that_do_not_save_the_same(tmp_path: Path, mode: Mode) -> None:
             assert "odd" in message
             assert other == rank or f"rank {rank}" in message
     assert [kind for kind, _, _ in found["values of 1"]] == ["RanksDisagree"] * WORLD
-    assert all("rank 1" in message and "'lr'" in message for _, message, _ in found["values of 1"])
+    assert all("ranks 0 and 1" in message and "'lr'" in message for _, message, _ in found["values of 1"])
     assert [kind for kind, _, _ in found["copy of 2"]] == ["RanksDisagree"] * WORLD
     assert all("model.0" in message and "rank 2" in message for _, message, _ in found["copy of 2"])
 

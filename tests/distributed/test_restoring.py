@@ -46,7 +46,7 @@ def _restore_strictly_on_some(folder: Path) -> list[Any]:
         with pytest.raises(holdfast.RanksDisagree) as loaded:
             holdfast.load(folder, c.state, strict=rank == 1, timeout=PATIENCE_SECONDS)
         for caught in (restored, loaded):
-            found.append((str(caught.value).partition(":")[0], caught.value.ranks))
+            found.append((str(caught.value).partition(". ")[0], caught.value.ranks))
         with pytest.warns(RuntimeWarning, match="All else has been restored"):
             found.append(c.restore(strict=False))  # and all go on
     return found
