@@ -187,7 +187,7 @@ def test_the_newest_durable_checkpoint_is_never_given_up_for_room(ram: Path) -> 
                 assert load_identity(str(run)) == (1, 0)
         # Not even in favour of a training that starts over: until its first checkpoint is durable.
         over = holdfast.Checkpointer(run, make_state(9, 0, wide), mode="sync", start_over=True)
-        shortage = pytest.warns(RuntimeWarning, match="There is room for 1")
+        shortage = pytest.warns(RuntimeWarning, match="There is space for 1")
         with over, shortage, pytest.raises(holdfast.StorageFull):
             over.save(9)
         assert load_identity(str(run)) == (1, 0)
