@@ -34,8 +34,8 @@ def main(run: str, steps: int) -> None:
 
     # The wrapper: names are those of the module inside, and of buffers (BatchNorm) rank 0's are stored.
     state = {"model": parallel, "optimizer": optimizer, "rng": holdfast.per_rank(holdfast.rng())}
-    with holdfast.Checkpointer(run, state) as checkpointer:
-        completed = checkpointer.restore()
+    with holdfast.Checkpointer(run, state) as ckpt:
+        completed = ckpt.restore()
         if rank == 0:
             print(
                 f"{completed} steps were already completed; {dist.get_world_size()} ranks go on", flush=True
@@ -45,9 +45,9 @@ def main(run: str, steps: int) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            checkpointer.save(step + 1, metrics={"loss": loss.item()})
+            ckpt.save(step + 1, metrics={"loss": loss.item()})
             if rank == 0:
-                durable = checkpointer.last_durable
+                durable = ckpt.last_durable
                 print(f"step {step + 1}: loss {loss.item():.3f}, durable up to step {durable}", flush=True)
     dist.destroy_process_group()
 

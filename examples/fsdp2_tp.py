@@ -51,8 +51,8 @@ def main(run: str, steps: int, tp: int) -> None:
     # Some weights lie on both dimensions of the mesh, some on one: no single kernel updates them all.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
 
-    with holdfast.Checkpointer(run, {"model": model, "optimizer": optimizer}) as checkpointer:
-        completed = checkpointer.restore()
+    with holdfast.Checkpointer(run, {"model": model, "optimizer": optimizer}) as ckpt:
+        completed = ckpt.restore()
         if dist.get_rank() == 0:
             print(
                 f"{completed} steps were already completed; a mesh of {tuple(mesh.shape)} goes on", flush=True
@@ -63,9 +63,9 @@ def main(run: str, steps: int, tp: int) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            checkpointer.save(step + 1, metrics={"loss": loss.item()})
+            ckpt.save(step + 1, metrics={"loss": loss.item()})
             if dist.get_rank() == 0:
-                durable = checkpointer.last_durable
+                durable = ckpt.last_durable
                 print(f"step {step + 1}: loss {loss.item():.3f}, durable up to step {durable}", flush=True)
     dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ Nothing about checkpoints is in here.
 
 from __future__ import annotations
 
-from importlib import resources
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class Text:
     """The text that comes with Holdfast's demo, as numbers."""
 
     def __init__(self) -> None:
-        text = resources.files("holdfast.study").joinpath("data/keepers-book.txt").read_text("utf-8")
+        text = Path(__file__).parent.joinpath("demo", "keepers-book.txt").read_text("utf-8")
         self.alphabet = sorted(set(text))
         index = {character: number for number, character in enumerate(self.alphabet)}
         self._characters = torch.tensor([index[character] for character in text])

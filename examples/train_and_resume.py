@@ -49,8 +49,8 @@ def main(run: str, steps: int) -> None:
         "rng": holdfast.rng(),
     }
 
-    with holdfast.Checkpointer(run, state, keep=holdfast.Keep(last=3)) as checkpointer:
-        completed = checkpointer.restore()
+    with holdfast.Checkpointer(run, state, keep=holdfast.Keep(last=3)) as ckpt:
+        completed = ckpt.restore()
         print(f"{completed} steps were already completed")
         for step, (inputs, targets) in zip(range(completed, steps), forever(loader), strict=False):
             loss = nn.functional.mse_loss(model(inputs), targets)
@@ -58,7 +58,7 @@ def main(run: str, steps: int) -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
-            checkpointer.save(step + 1, metrics={"loss": loss.item()})
+            ckpt.save(step + 1, metrics={"loss": loss.item()})
             if (step + 1) % 100 == 0:
                 print(f"step {step + 1}: loss {loss.item():.5f}")
 

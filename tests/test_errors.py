@@ -18,7 +18,7 @@ def test_what_is_missing_and_what_exists_say_so_by_number(tmp_path: Path) -> Non
     with pytest.raises(FileNotFoundError, match="there is no checkpoint at") as missing:
         holdfast.load(tmp_path / "nothing")
     holdfast.save(tmp_path / "c", {})
-    with pytest.raises(FileExistsError, match="checkpoints are immutable") as existing:
+    with pytest.raises(FileExistsError, match="Checkpoint already exists") as existing:
         holdfast.save(tmp_path / "c", {})
     for caught, number in ((missing, errno.ENOENT), (existing, errno.EEXIST)):
         again = pickle.loads(pickle.dumps(caught.value))

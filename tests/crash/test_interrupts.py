@@ -77,7 +77,7 @@ def leased() -> Iterator[str]:
 
 
 # The interrupted retirement is made good by the next save, which finds it done in part.
-@pytest.mark.filterwarnings("ignore:.*could not be retired:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*could not be removed:RuntimeWarning")
 @pytest.mark.parametrize("how", ["small", "buffered"])
 def test_an_interrupt_anywhere_in_a_save_leaves_no_lease_and_no_lock(
     ram: Path, how: str, monkeypatch: pytest.MonkeyPatch

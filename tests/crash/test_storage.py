@@ -187,7 +187,7 @@ def test_the_newest_durable_checkpoint_is_never_given_up_for_room(ram: Path) -> 
                 assert load_identity(str(run)) == (1, 0)
         # Not even in favour of a training that starts over: until its first checkpoint is durable.
         over = holdfast.Checkpointer(run, make_state(9, 0, wide), mode="sync", start_over=True)
-        shortage = pytest.warns(RuntimeWarning, match="There is room for 1")
+        shortage = pytest.warns(RuntimeWarning, match="There is space for 1")
         with over, shortage, pytest.raises(holdfast.StorageFull):
             over.save(9)
         assert load_identity(str(run)) == (1, 0)
@@ -345,9 +345,9 @@ def test_a_read_only_file_system_is_named_as_such_and_can_be_read(ram: Path) -> 
             checkpointer.save(1)
         make_read_only(ram)
         for options in WAYS.values():
-            with pytest.raises(holdfast.StorageDenied, match="mounted read-only: choose another directory"):
+            with pytest.raises(holdfast.StorageDenied, match="is read-only: choose another directory"):
                 holdfast.save(ram / "new", make_state(2), options=options)
-        with pytest.raises(holdfast.StorageDenied, match="mounted read-only"):
+        with pytest.raises(holdfast.StorageDenied, match="is read-only"):
             holdfast.Checkpointer(ram / "run", make_state(2), mode="sync")
         assert identify(holdfast.load(ram / "old")) == (1, 0)
         assert identify(holdfast.load(ram / "run")) == (1, 0)
@@ -360,7 +360,7 @@ def test_a_read_only_file_system_is_named_as_such_and_can_be_read(ram: Path) -> 
 def test_a_device_that_turns_read_only_is_named_as_such(ram: Path) -> None:
     """The twin of the above, injected; ext4 does this after an error."""
     holdfast.save(ram / "old", make_state(1))
-    with faults.injected("mkdir:1:EROFS"), pytest.raises(holdfast.StorageDenied, match="mounted read-only"):
+    with faults.injected("mkdir:1:EROFS"), pytest.raises(holdfast.StorageDenied, match="is read-only"):
         holdfast.save(ram / "new", make_state(2))
     assert identify(holdfast.load(ram / "old")) == (1, 0)
 

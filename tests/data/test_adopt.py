@@ -171,7 +171,7 @@ def test_a_sampler_that_cannot_be_repeated_is_found_out() -> None:
     take(iter(loader), 3)
     again = Loader(DATA, batch_size=2, sampler=Unrepeatable())
     again.load_state_dict(loader.state_dict())
-    with pytest.raises(StateMismatch, match="another order for epoch 1"):
+    with pytest.raises(StateMismatch, match="order for epoch 1 differs"):
         next(iter(again))
 
 

@@ -373,7 +373,7 @@ def test_a_position_in_other_data_is_refused(how: dict[str, Any], match: str, tm
     with pytest.raises(StateMismatch, match=match):
         holdfast.load(tmp_path / "c", into={"data": target})
     assert (target.epoch, target.position) == (0, 0)
-    with pytest.raises(StateMismatch, match="not the state of a Loader"):
+    with pytest.raises(StateMismatch, match="not that of a Loader"):
         target.load_state_dict({"step": 5})
 
 

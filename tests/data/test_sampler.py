@@ -121,7 +121,7 @@ def test_a_position_in_another_order_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(StateMismatch, match="another order of samples"):
         target.load_state_dict(state)
     assert target.seed == 3
-    with pytest.raises(StateMismatch, match="not the state of a Sampler"):
+    with pytest.raises(StateMismatch, match="not that of a Sampler"):
         target.load_state_dict({"step": 5})
 
 

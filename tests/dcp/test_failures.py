@@ -122,7 +122,7 @@ def test_a_save_that_dcp_abandons_is_given_up(tmp_path: Path) -> None:
     abandoned = _written(tmp_path / "first")
     save(STATE, tmp_path / "first")  # while the other is still held
     assert _names(tmp_path) == ["first"]
-    with pytest.raises(holdfast.SaveFailed, match="given up"):
+    with pytest.raises(holdfast.SaveFailed, match="abandoned"):
         abandoned.finish(dcp.metadata.Metadata({}), [[]])
     assert_same(load(STATE, tmp_path / "first"), STATE)
 

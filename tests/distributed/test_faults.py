@@ -164,7 +164,7 @@ def _another_world_meanwhile(folder: Path) -> list[str]:
 
     if dist.get_rank() == 1:
         coordinated.open_partial = late
-    with pytest.raises(holdfast.HoldfastError, match="given up" if dist.get_rank() == 1 else ""):
+    with pytest.raises(holdfast.HoldfastError, match="abandoned" if dist.get_rank() == 1 else ""):
         holdfast.save(path, {"w": np.arange(5000.0)}, timeout=30.0)
     return [found.name for found in folder.glob("model.partial/r00001*")]
 

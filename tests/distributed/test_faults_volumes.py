@@ -205,7 +205,7 @@ def test_what_pruning_could_not_remove_keeps_its_shards_when_it_is_moved_away(
 
 def test_a_volume_that_is_not_there(tmp_path: Path, volumes: list[Path]) -> None:
     options = holdfast.Options(volumes=[volumes[0], tmp_path / "unmounted"])
-    with pytest.raises(holdfast.StorageMissing, match=r"there is no volume .*unmounted on "):
+    with pytest.raises(holdfast.StorageMissing, match=r"the volume .*unmounted does not exist on "):
         holdfast.save(tmp_path / "model", _state(0), options=options)
     assert not (tmp_path / "unmounted").exists()
     single: dict[str, Any] = {"volumes": [tmp_path / "unmounted"]}
@@ -266,15 +266,15 @@ def test_one_that_could_not_be_retired_and_was_moved_away_keeps_its_shards(
         run, {"w": np.ones(100)}, mode="sync", keep=holdfast.Keep(last=1), options=options
     ) as checkpointer:
         checkpointer.save(1)
-        with faults.injected("rename:2:EIO"), pytest.warns(RuntimeWarning, match="could not be retired"):
+        with faults.injected("rename:2:EIO"), pytest.warns(RuntimeWarning, match="could not be removed"):
             checkpointer.save(2)
         (run / "step-000000000001").rename(tmp_path / "archive")
-        with pytest.warns(RuntimeWarning, match="could not be retired"):
+        with pytest.warns(RuntimeWarning, match="could not be removed"):
             checkpointer.save(3)
     assert holdfast.verify(tmp_path / "archive").intact
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be retired")
+@pytest.mark.filterwarnings("ignore:.*could not remove")
 def test_a_checkpoint_that_was_moved_out_of_its_run_keeps_its_shards(
     tmp_path: Path, volumes: list[Path]
 ) -> None:

@@ -46,7 +46,7 @@ def _restore_strictly_on_some(folder: Path) -> list[Any]:
         with pytest.raises(holdfast.RanksDisagree) as loaded:
             holdfast.load(folder, c.state, strict=rank == 1, timeout=PATIENCE_SECONDS)
         for caught in (restored, loaded):
-            found.append((str(caught.value).partition(":")[0], caught.value.ranks))
+            found.append((str(caught.value).partition(". ")[0], caught.value.ranks))
         with pytest.warns(RuntimeWarning, match="All else has been restored"):
             found.append(c.restore(strict=False))  # and all go on
     return found
@@ -57,8 +57,8 @@ def test_strictness_that_differs_ends_on_all_ranks_at_once(tmp_path: Path) -> No
         values(launch(3, _restore_strictly_on_some, tmp_path))
         == [
             [
-                ("rank 0 loads with strict=True, rank 1 with strict=False", (0, 1)),
-                ("rank 0 loads with strict=False, rank 1 with strict=True", (0, 1)),
+                ("rank 0 loads with strict=True, but rank 1 with strict=False", (0, 1)),
+                ("rank 0 loads with strict=False, but rank 1 with strict=True", (0, 1)),
                 1,
             ]
         ]

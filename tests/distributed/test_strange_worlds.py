@@ -117,7 +117,7 @@ def test_a_rank_that_was_stopped_and_given_up_goes_on_beside_another_world(tmp_p
         for (kind, message, ranks), durable in values(first.join()):
             assert (kind, durable) == ("RankFailed", 3)
             assert ranks in ((1,), (0,))
-            assert "whether it was committed" not in message
+            assert "whether the save was committed" not in message
     assert check_alone(run, 6) == 6
 
 
@@ -137,7 +137,7 @@ def test_a_coordinator_that_was_stopped_keeps_its_run_and_commits_when_it_goes_o
     assert (leading[0], durable) == ("", 4)
     for (kind, message, ranks), known in others:
         assert (kind, ranks, known) == ("RankFailed", (0,), 3)
-        assert "whether it was committed is not known" in message
+        assert "not known whether the save was committed" in message
     assert check_alone(run, 4) == 4
 
 
@@ -240,7 +240,7 @@ def _made_anew(run: Path) -> list[Any]:
         error_of(checkpointer.restore),
         error_of(checkpointer.check_replicas),
     ]
-    found: list[Any] = [kind for kind, message, _ in refused if "made anew" in message]
+    found: list[Any] = [kind for kind, message, _ in refused if "created again" in message]
     checkpointer.close()
     dist.barrier()
     with _checkpointer(run, live) as checkpointer:

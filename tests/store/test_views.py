@@ -142,5 +142,5 @@ def test_all_ranks_get_the_same_views():
         assert leaves == found[0][2]
     for rank in (0, 2):
         message, ranks = found[rank][3]
-        assert message.startswith("rank 1 sent something else than what it sees of the state")
+        assert message.startswith("cannot decode the view that rank 1 sent")
         assert ranks == (1,)

@@ -80,7 +80,7 @@ def _calls():
     large = team.exchange("large", os.urandom(1 << 20) if rank == 2 else bytes(1 << 22), PATIENCE_SECONDS)
     sizes = [(len(data), ranks) for data, ranks in large.items()]
     if rank == 0:
-        with pytest.raises(ValueError, match="has to give"):
+        with pytest.raises(ValueError, match="must give"):
             team.tell("none", None, PATIENCE_SECONDS)
     team.close()
     return rank, out, empty, sizes
@@ -202,7 +202,7 @@ def _somebody_is_late(timeout):
 def test_who_is_late_learns_what_was_decided_and_takes_part_in_the_next_call():
     for agreed, (message, ranks), again in values(launch(3, _somebody_is_late, 1.0)):
         assert agreed == b"without 1"
-        assert message == "rank 1 was not heard of within 1 s; rank 1 said last: step 1"
+        assert message == "rank 1 was not heard of within 1 s; last report of rank 1: step 1"
         assert ranks == (1,)
         assert again == [(0,), (1,), (2,)]
 
@@ -242,7 +242,7 @@ def _nobody_missing(found):
 def test_a_killed_rank_fails_the_calls_of_all_others():
     first, killed, last = launch(3, _die_after_the_meeting, 1, 1.0)
     assert killed.exitcode == -signal.SIGKILL
-    exchange = ("rank 1 was not heard of within 1 s; rank 1 said last: the end", (1,))
+    exchange = ("rank 1 was not heard of within 1 s; last report of rank 1: the end", (1,))
     assert values([first])[0] == [exchange, ("missing [1]", (1,))]
     assert values([last])[0] == [exchange, ("rank 0: missing [1]", (1,)), None]
 
@@ -250,7 +250,7 @@ def test_a_killed_rank_fails_the_calls_of_all_others():
 def test_a_killed_coordinator_is_named_and_a_store_that_died_with_it_is_noticed_at_once():
     _, *others = launch(3, _die_after_the_meeting, 0, 1.0)
     for failures in values(others):
-        assert failures[0] == ("rank 0 was not heard of within 1 s; rank 0 said last: the end", (0,))
+        assert failures[0] == ("rank 0 was not heard of within 1 s; last report of rank 0: the end", (0,))
         assert [ranks for _, ranks in failures] == [(0,)] * 3
     _, *others = launch(3, _die_after_the_meeting, 0, PATIENCE_SECONDS, store="rank0")
     for failures in values(others):

@@ -65,8 +65,9 @@ def test_ranks_that_come_for_different_purposes_learn_what_the_others_are_at():
     assert coordinator == (
         (
             "ranks 1, 2 did not come to the meeting for save to /here within 1 s; "
-            "rank 1 said last: meeting for Checkpointer /there; "
-            "rank 2 said last: meeting for Checkpointer /there. All ranks must call it, with the same path",
+            "last report of rank 1: meeting for Checkpointer /there; "
+            "last report of rank 2: meeting for Checkpointer /there. All ranks must make this call, with the "
+            "same path",
             (1, 2),
         ),
         True,
@@ -129,7 +130,7 @@ def _give_up():
 def test_a_meeting_that_the_coordinator_gave_up_is_closed():
     first, second, third = values(launch(3, _give_up))
     assert (first, third) == ((None, True), (b"", True))
-    assert second == (("rank 0 gave up the meeting for run", (0,)), True)
+    assert second == (("rank 0 abandoned the meeting for run", (0,)), True)
 
 
 def _coordinator_dies_in_the_meeting(timeout):

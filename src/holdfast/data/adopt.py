@@ -33,8 +33,8 @@ def resumable(loader: Any, *, seed: int = 0) -> Loader:
 
     if not isinstance(loader, DataLoader):
         raise UnsupportedState(
-            f"{type(loader).__name__} is not a torch DataLoader. A loader with state_dict and "
-            "load_state_dict goes into the state as it is"
+            f"{type(loader).__name__} is not a torch DataLoader. Put a loader with state_dict and "
+            "load_state_dict directly into the state"
         )
     dataset: Any = loader.dataset
     how: dict[str, Any] = {"batch_sampler": loader.batch_sampler}

@@ -72,9 +72,9 @@ class Loader:
 
         if isinstance(dataset, IterableDataset):
             raise UnsupportedState(
-                f"{type(dataset).__name__} is an IterableDataset: only it knows where it is. Use a loader "
-                "with state_dict and load_state_dict, such as torchdata's StatefulDataLoader, which goes "
-                "into the state as it is"
+                f"{type(dataset).__name__} is an IterableDataset: only it knows its position. Use a loader "
+                "with state_dict and load_state_dict, such as torchdata's StatefulDataLoader, and put it "
+                "into the state"
             )
         if batch_size is not None:
             batch_size = whole(batch_size, "batch_size (None for no batches)", 1)
@@ -165,7 +165,7 @@ class Loader:
             seed, epoch, position = state["seed"], state["epoch"], state["position"]
             order, digest = state["order"], state["digest"]
         except (KeyError, TypeError) as error:
-            raise StateMismatch(f"what was saved here is not the state of a {type(self).__name__}") from error
+            raise StateMismatch(f"the saved state is not that of a {type(self).__name__}") from error
         position, dealt = self._order.take_over(order, position, state.get("dealt", 0))
         self._seed = whole(seed, "seed")
         self._move(epoch, position, dealt)
@@ -201,10 +201,10 @@ class Loader:
             made = self._order.epoch(self._seed, self._epoch, self._dealt)
             if self._promised is not None and made.digest != self._promised:
                 raise StateMismatch(
-                    f"the sampler gave another order for epoch {self._epoch} than before the save: it draws "
-                    "from a generator of its own, or was built differently. The "
-                    f"{self._position} batches delivered cannot be told apart from the others. Use "
-                    "holdfast.data.Sampler, or a sampler that draws from torch's global generator"
+                    f"the sampler's order for epoch {self._epoch} differs from the order before the save: it "
+                    "has its own generator, or was built differently. So it is not known which "
+                    f"{self._position} batches were delivered. Use holdfast.data.Sampler, or a sampler that "
+                    "draws from torch's global generator"
                 )
             self._current = key, made
         return self._current[1]
@@ -296,8 +296,8 @@ class _Iteration:
             self._ended = True
             raise StopIteration
         raise RuntimeError(
-            "another iteration over this loader has begun, and took over its position. One loader feeds "
-            "one loop; make two loaders for two"
+            "another iteration over this loader has started and took over its position. Use one loader "
+            "for each loop"
         )
 
     def _take(self, loader: Loader) -> Any:
@@ -323,7 +323,7 @@ def _torch_loader(batches: Batches, rest: _Rest, options: dict[str, Any]) -> Any
     from torch.utils.data import DataLoader
 
     if options.pop("generator", None) is not None:
-        raise ValueError("generator is not for a resumable loader: its random numbers follow from `seed`")
+        raise ValueError("a resumable loader takes no generator: its random numbers follow from `seed`")
     if not options.get("in_order", True):
         raise ValueError("in_order=False delivers batches in an order that cannot be repeated")
     start = WorkerStart(options.pop("worker_init_fn", None))

@@ -161,7 +161,7 @@ def order_of(
     """The order that the settings of a loader ask for; `ValueError` for settings at odds."""
     if (sampler is not None or batch_sampler is not None) and (shuffle or ranks["world"] != 1):
         raise ValueError(
-            "a sampler decides the order and the share of a rank: shuffle and world are not for it"
+            "a sampler decides the order and the share of a rank: do not pass shuffle or world with it"
         )
     if batch_sampler is not None:
         if batch_size not in (1, None) or drop_last or sampler is not None:
@@ -180,8 +180,8 @@ def order_of(
 def _check_length(sampler: Any, word: str) -> None:
     if not hasattr(sampler, "__len__"):
         raise UnsupportedState(
-            f"the {word} {type(sampler).__name__} has no length, so it has no epochs to resume in. Give it a "
-            "__len__, or use a loader with a state of its own, such as torchdata's StatefulDataLoader"
+            f"the {word} {type(sampler).__name__} has no length, so its epochs cannot be resumed. Give it a "
+            "__len__, or use a loader with its own state, such as torchdata's StatefulDataLoader"
         )
 
 

@@ -147,7 +147,7 @@ class Sampler:
         try:
             seed, epoch, position, saved = (state[key] for key in ("seed", "epoch", "position", "order"))
         except (KeyError, TypeError) as error:
-            raise StateMismatch(f"what was saved here is not the state of a {type(self).__name__}") from error
+            raise StateMismatch(f"the saved state is not that of a {type(self).__name__}") from error
         position, dealt = take_over(saved, self.describe(), position, state.get("dealt", 0))
         self.seed = whole(seed, "seed")
         self.epoch, self.position, self.dealt = epoch, position, dealt
@@ -212,8 +212,8 @@ def check_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             f"{_WORDS.get(key, key)}: {saved.get(key)} when saved, {own.get(key)} now" for key in different
         )
         raise StateMismatch(
-            f"the saved position is in another order of samples ({listed}). Build dataset and loader as they "
-            "were. To go on with other ones from the start of an epoch, leave the loader out of the restored "
-            "state and set its `epoch`. The loader has not been changed",
+            f"the saved position belongs to another order of samples ({listed}). Build dataset and loader as "
+            "before. To start an epoch with different ones, leave the loader out of the restored state and "
+            "set its `epoch`. The loader has not been changed",
             wrong=different,
         )

@@ -1,17 +1,16 @@
-"""Locks on directories: one writer per run, and a checkpoint that is written by one or read by many.
+"""Locks on directories: a run has one writer; a checkpoint has one writer or many readers.
 
-Directories are held by their descriptors, so that a path that comes to lead elsewhere leads no writer astray.
+A writer holds a directory by its descriptor, so a path that leads elsewhere later does not mislead it. A dead
+process cannot keep the lock of a run, and a live one cannot lose it.
 
-A dead process cannot keep the lock of a run, and a live one cannot lose it.
+A run has two locks. The first is a ``flock`` on the run's directory: no second writer gets it, whatever
+happens to the path and to the files inside. On network file systems it holds on one host only. So there is a
+second lock on the file ``.lock`` in that directory, of the kind that belongs to an open file
+(``F_OFD_SETLK``): code of this process that opens and closes the file does not drop it. That file also says
+who holds the run.
 
-The run's directory itself is locked (``flock``) and held by its descriptor: whatever becomes of its path and
-of the files in it, no second writer gets it. On network file systems such a lock holds on one host only. So
-there is a second lock, on the file ``.lock`` in that directory, of the kind that belongs to an open file
-(``F_OFD_SETLK``): other code of this process that opens and closes the file, to copy it say, does not drop
-it. That file also says who holds the run.
-
-Both exclude a second writer in the same process, too. The kernel drops them when the last descriptor goes, so
-a forked child closes its own at once: data-loader workers that outlive their parent do not hold the run.
+Both exclude a second writer in the same process, too. The kernel drops them with the last descriptor, so a
+forked child closes its own at once: data-loader workers that outlive their parent do not hold the run.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ _WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class RunLock:
-    """Held from construction to `release`, or until nothing refers to it any more.
+    """Held from construction to `release`, or until it is garbage-collected.
 
-    `directory` is the run's, open for as long. The path may be a link to it.
+    `directory` is the run's directory, open for the same time. The path may be a link to it.
     """
 
     def __init__(self, run: str) -> None:
@@ -49,7 +48,7 @@ class RunLock:
         self._directory: HeldDirectory | None = None
         held = fs.hold_directory(run, True, True)
         if held is None:
-            raise Locked(f"run {run} is {_holder_of(run)}; one writer per run")
+            raise Locked(f"run {run} is {_holder_of(run)}; a run has one writer at a time")
         self._directory = held
         try:
             self._file = self._open()
@@ -62,7 +61,7 @@ class RunLock:
                 or error.filename is not None
             ):
                 raise
-            raise Locked(f"run {run} is {_holder_of(run)}; one writer per run") from error
+            raise Locked(f"run {run} is {_holder_of(run)}; a run has one writer at a time") from error
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         # On a full disk the lock holds all the same, only nameless; and a restore must still be possible.
         with contextlib.suppress(OSError):
@@ -119,7 +118,7 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def _holder_of(run: str) -> str:
-    """Who holds a run, as far as its lock file tells."""
+    """Who holds a run, according to its lock file."""
     try:
         file = fs.open_regular(os.path.join(run, LOCK_FILE))
         try:
@@ -128,23 +127,23 @@ def _holder_of(run: str) -> str:
             os.close(file)
         pid, host = int(found["pid"]), found["host"]
         if (pid, host) == (os.getpid(), socket.gethostname()):
-            return "open for writing in this process already: close that Checkpointer first"
+            return "already open for writing in this process: close that Checkpointer first"
         return f"being written by process {pid} on {host} since {found['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "being written by another process"
 
 
 def try_lock_directory(path: fs.Place, *, shared: bool = False) -> HeldDirectory | None:
-    """Holds a directory until it is released; None when somebody else does.
+    """Holds a directory until it is released; None if another process holds it.
 
-    None also when its holder has renamed or removed it just now. Writers hold a checkpoint's directory
-    exclusively while they write into it, and a link is none to them; readers share it.
+    None also if its holder has just renamed or removed it. Writers hold a checkpoint's directory exclusively
+    while they write into it, and follow no link; readers share it.
     """
     return fs.hold_directory(path, not shared)
 
 
 def share_directory(path: fs.Place, timeout: float) -> HeldDirectory | None:
-    """Shares a checkpoint's directory with its readers; None when a writer holds it for so long."""
+    """Shares a checkpoint's directory with its readers; None if a writer holds it longer than `timeout`."""
     deadline = time.monotonic() + timeout
     while True:
         held = try_lock_directory(path, shared=True)
@@ -156,28 +155,28 @@ def share_directory(path: fs.Place, timeout: float) -> HeldDirectory | None:
 def require_current(directory: HeldDirectory) -> None:
     """Raises `RunMoved` unless the path by which a directory was opened still leads to it.
 
-    For writers, before they change names in it: all they do happens in the directory that they hold, and a
-    checkpoint that is not where its path says would be reported durable and not be found.
+    Writers call this before they change names in it. They work in the directory that they hold; if its path
+    led elsewhere, a checkpoint would be reported durable and readers would not find it.
     """
     if directory.is_current():
         return
     path = directory.path
     if os.fstat(directory.fileno()).st_nlink == 0:
         raise StorageMissing(
-            f"the directory {path} was removed since it was opened for writing: create it, or check that its "
+            f"the directory {path} was removed after it was opened for writing: create it, or check that its "
             "volume is mounted, and open it again"
         )
     now = os.readlink(f"/proc/self/fd/{directory.fileno()}")
-    there = "leads to another directory" if os.path.lexists(path) else "does not exist any more"
+    there = "now leads to another directory" if os.path.lexists(path) else "no longer exists"
     raise RunMoved(
-        f"{path} {there} since it was opened for writing. Nothing was changed at that path. What was opened "
-        f"is now at {now}, and what was saved there is untouched. Let the path lead back, or close this "
-        "run and open it by a path that stays"
+        f"{path} was opened for writing, but it {there}. Nothing was changed at that path. The directory "
+        f"that was opened is now at {now}, and its checkpoints are untouched. Restore the path, or close "
+        "this run and open it by another path"
     )
 
 
 def path_to_read(directory: HeldDirectory, name: str = "") -> str:
-    """A path to what has that name in a directory, whatever the directory's own path leads to by now."""
+    """A path to an entry of a held directory, even if the directory's own path now leads elsewhere."""
     return os.path.join(f"/proc/self/fd/{directory.fileno()}", name)
 
 

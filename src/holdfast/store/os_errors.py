@@ -1,4 +1,4 @@
-"""From what the operating system said to what the caller should know."""
+"""Typed errors for failed system calls: what the caller should know and do."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def save_failed(cause: OSError, target: str) -> SaveFailed:
     error: SaveFailed
     if cause.errno in _FULL:
         error = StorageFull(
-            f"no room to save {target}: {what}; {safe}. Free space or keep fewer checkpoints."
+            f"no space to save {target}: {what}; {safe}. Free space or keep fewer checkpoints."
         )
     elif cause.errno in _DENIED:
         advice = (
-            "the filesystem is mounted read-only: choose another directory"
+            "the filesystem is read-only: choose another directory"
             if cause.errno == errno.EROFS
             else f"make it writable for user {os.geteuid()} (chown or chmod), or choose another directory"
         )
@@ -74,7 +74,7 @@ def save_failed(cause: OSError, target: str) -> SaveFailed:
 
 
 def _in_the_way(path: str) -> str | None:
-    """What stands on the way to `path`, or in its place, and is not a directory."""
+    """The part of `path`, or `path` itself, that exists and is not a directory."""
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return None if os.path.isdir(path) else path
@@ -96,7 +96,7 @@ def saving(target: str) -> Iterator[None]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turns any `OSError` of the block into `ReadFailed`, or its kind for what is not allowed."""
+    """Turns any `OSError` of the block into `ReadFailed` or one of its subclasses."""
     try:
         yield
     except HoldfastError:
@@ -110,7 +110,7 @@ def _read_failed(cause: OSError, path: str) -> ReadFailed:
     if cause.errno in _DENIED:
         what += f"; make it readable for user {os.geteuid()} (chown or chmod)"
     elif cause.errno in _LACKING:
-        what += f". This says nothing about the checkpoint: {_remedy(cause.errno)}, and try again"
+        what += f". The checkpoint may be intact: {_remedy(cause.errno)}, and try again"
     return read_error(what, cause.errno, path)
 
 
@@ -130,11 +130,10 @@ def _remedy(code: int | None) -> str:
 
 
 def shows_damage(error: Exception) -> bool:
-    """Whether a checkpoint that cannot be read for this reason is damaged. Else it may be whole.
+    """Whether this error means that the checkpoint is damaged. Otherwise it may be intact.
 
-    Damage is what contradicts a checksum or the format, a file that is missing, and a device or file system
-    that fails to read, however often it is asked (`patiently`). A file on a volume of a host that does not
-    take part is not known to be missing.
+    Damage is a wrong checksum, a violation of the format, a missing file, or a device or file system that
+    fails to read repeatedly (`patiently`). A file on a volume of a host that does not take part may exist.
     """
     if isinstance(error, IncompleteCheckpoint) and error.out_of_reach:
         return False
@@ -144,7 +143,7 @@ def shows_damage(error: Exception) -> bool:
 
 
 def patiently(read: Callable[[], _T]) -> _T:
-    """What `read` returns, which is tried again after an error of the device: one that stays is raised."""
+    """Calls `read`, and retries after an error of the device. A repeated error is raised."""
     for _ in range(READ_ATTEMPTS - 1):
         try:
             return read()
@@ -156,21 +155,21 @@ def patiently(read: Callable[[], _T]) -> _T:
 
 
 def read_up_to(file: BinaryIO, nbytes: int) -> bytearray:
-    """What a file holds, so many bytes at most. They may be changed: a manifest is checked without a copy."""
+    """Reads at most `nbytes` of a file. The result is mutable: a manifest is checked without a copy."""
     data = bytearray(nbytes)
     del data[file.readinto(data) :]  # type: ignore[attr-defined]
     return data
 
 
 def require_regular(path: str, shown: str) -> os.stat_result:
-    """What `stat` says of a plain file. Anything else in its place is damage."""
+    """The `stat` of a plain file. Anything else at this path is damage."""
     return _regular(os.stat(path), shown)
 
 
 def open_stored(path: str, shown: str) -> BinaryIO:
-    """A plain file of a checkpoint, for reading, and never a pipe, which would be waited for.
+    """Opens a plain file of a checkpoint for reading. Never a pipe, which could block.
 
-    A link to one is followed: some caches and archives keep all files so, and checksums tell what is wrong.
+    A link to a plain file is followed: some caches and archives use links, and checksums find wrong bytes.
     """
 
     def opener(path: str, flags: int) -> int:

@@ -1,8 +1,9 @@
-"""How ranks tell each other what went wrong, so that all of them raise, and raise the fitting error.
+"""How ranks tell each other what went wrong, so that all of them raise a fitting error.
 
-What one rank alone has met is an error of its own there, and `RankFailed` on all others. But what is wrong
-with the checkpoint, that there is none, that another process writes to the run, or that ranks disagree, is so
-for all: every rank raises the same kind. So all of them go on to the same older checkpoint, or all stop.
+If one rank alone meets a problem, that rank raises its own error and all others raise `RankFailed`. Some
+problems concern all ranks: a damaged or missing checkpoint, a run that another process writes to, ranks that
+disagree. Then every rank raises the same kind of error, so all go back to the same older checkpoint, or all
+stop.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from holdfast.team import sendable
 
 
 class AnotherCheckpoint(CorruptCheckpoint):
-    """Ranks have found different checkpoints at one path: it was replaced meanwhile, or they do not share
-    it."""
+    """Ranks found different checkpoints at one path: it was replaced meanwhile, or they do not share it."""
 
 
 _MAX_TEXT = 2000
@@ -53,7 +53,7 @@ _SILENCE = "silence"
 class RankError(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="failure"):
     """The error of a rank, as a message. `kind` is one of those above.
 
-    `maybe_committed`: of a save that may have been committed all the same, so what was written must stay.
+    `maybe_committed`: the save may have been committed anyway, so its files must stay.
     """
 
     rank: int
@@ -113,7 +113,7 @@ class RankError(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="fail
 
 @contextmanager
 def failing_the_save() -> Iterator[None]:
-    """A part of a save: what ranks raise here is a `SaveFailed`."""
+    """A block of a save: turns errors of ranks into `SaveFailed`."""
     try:
         yield
     except (RankFailed, RanksDisagree) as error:

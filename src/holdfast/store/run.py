@@ -1,9 +1,9 @@
-"""A run: a directory holding the checkpoints of one training. Listing, recovery, retention, recycling.
+"""A run: a directory with the checkpoints of one training. Recovery, retirement, recycling.
 
 Names in a run: ``step-000000000120`` is a checkpoint, ``….partial`` a save that did not finish, ``….retired``
-a checkpoint that retention has retired and whose files the next save may write over. Only the process that
-holds the run's lock changes anything here. It reaches the run by the descriptor of its directory, and makes
-sure that the run's path still leads there.
+a checkpoint that retention has taken out; the next save may overwrite its files. Only the process that holds
+the run's lock changes anything here. It works through the descriptor of the run's directory, and checks that
+the run's path still leads there.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class WritableRun:
         return self._lock.directory
 
     def require_current(self) -> None:
-        """Raises `RunMoved` when the run's path leads elsewhere by now."""
+        """Raises `RunMoved` if the run's path now leads elsewhere."""
         require_current(self.directory)
 
     def has(self, step: int) -> bool:
@@ -155,9 +155,9 @@ class WritableRun:
     ) -> None:
         """Takes checkpoints out of the run. One becomes a spare, whose files a later save writes over.
 
-        Its new name must be durable before that: were the rename lost in a crash after the files were written
-        over, the run would show a checkpoint with another one's bytes. One that resists does not keep the
-        others; it is named when all have been tried. `durable`: they are gone for good when this returns.
+        Its new name must be durable before that. Otherwise a crash could lose the rename after the files were
+        overwritten, and the run would show a checkpoint with another one's bytes. If one checkpoint cannot be
+        retired, the others still are, and the error names it. `durable`: their removal survives a power cut.
         `ids`: those of checkpoints that may have shards on volumes, by step.
         """
         if not steps and not durable:
@@ -178,7 +178,9 @@ class WritableRun:
                 self._settle_unsynced(always=durable)
         if resisted is not None:
             path, cause = resisted
-            failed = type(save_failed(cause, path))(f"{path} cannot be retired: {cause.strerror or cause}")
+            failed = type(save_failed(cause, path))(
+                f"could not remove {path} from the run: {cause.strerror or cause}"
+            )
             failed.errno, failed.filename = cause.errno, path
             raise failed from cause
 
@@ -197,7 +199,7 @@ class WritableRun:
             return self.free()[0] + spare
 
     def _retire(self, step: int, id: str | None) -> int:
-        """Gives a checkpoint its last name; returns its size."""
+        """Renames a checkpoint to its retired name; returns its size."""
         name = step_name(step)
         retired = name + RETIRED
         self._make_way(retired)
@@ -210,7 +212,7 @@ class WritableRun:
         return any(spare is not None and spare.name == name for spare in (self._spare, *self._unsynced))
 
     def _make_way(self, retired: str) -> None:
-        """Removes a namesake that somebody has been reading since: what readers opened, they keep."""
+        """Removes an older retired directory of that name. Its readers keep the files that they have open."""
         if fs.exists(self._at(retired)):
             if self._spare is not None and retired == self._spare.name:
                 self._spare = None
@@ -241,8 +243,8 @@ class WritableRun:
         self._remove_stuck()
 
     def _remove_stuck(self) -> None:
-        """Removes what nobody needs; tries again what a reader prevented, or a failure: a long training must
-        not collect it."""
+        """Removes unneeded directories. Retries those that a reader or a failure kept, so that a long
+        training does not collect them."""
         if self._stuck:
             self._stuck = [
                 name for name in self._stuck if not self._remove(name) and fs.exists(self._at(name))
@@ -266,7 +268,7 @@ class WritableRun:
                 yield name
 
     def _remove(self, name: str) -> bool:
-        """Removes a directory nobody needs. One that is read, or that resists, is left for the next time."""
+        """Removes an unneeded directory; False if it is being read or cannot be removed now."""
         entry = self._at(name)
         with contextlib.suppress(OSError):
             if fs.is_link(entry):

@@ -1,13 +1,13 @@
-"""The ranks of a world as a team: who they are, and the few things they tell each other.
+"""The ranks of a process group as a team: who they are, and how they exchange small messages.
 
-Rank 0 coordinates: what concerns everybody is collected and decided by it, and read from it. Each such *call*
-has a key, and the next number of that key, counted on every rank: all ranks make the calls of a key in the
-same order. A rank that may leave a call out, because it failed before, needs keys that say what the call is
-about (the step): it would take the verdict it has missed for that of the next call. No call is a collective;
-each has a time-out, after which those that are left get `RankFailed`.
+Rank 0 coordinates: it collects what concerns all ranks, decides, and all read its decision. Each such *call*
+has a key and a number, which every rank counts: all ranks make the calls of a key in the same order. A rank
+that failed may skip a call. Such calls need keys that name their subject (the step): otherwise the rank would
+take the decision it missed for that of the next call. No call is a collective. Each has a time-out, after
+which the remaining ranks get `RankFailed`.
 
-Nothing stays behind in the store: a rank removes its message when it has read what the coordinator made of
-it, and says that it has; the coordinator removes its own when everybody has.
+No messages stay in the store. A rank removes its message when it has read the decision, and says so; the
+coordinator removes its own when all have.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Team:
         if not self.is_coordinator:
             return self._hear(self._next_call(key), timeout)
         if data is None:
-            raise ValueError("the coordinator has to give the data that it tells")
+            raise ValueError("the coordinator must give the data to send")
         call = self._next_call(key)
         self._post(call, _Verdict(data))
         self._retire(_Unread(call, (), True), timeout)
@@ -221,26 +221,26 @@ class Team:
             team.close()
 
     def check_group(self) -> None:
-        """`RankFailed` when the process group was made anew since this team has met.
+        """`RankFailed` if the process group was created again after this team met.
 
-        Ranks may be others now than they were, and arrays lie on meshes of these. A group that was merely
-        destroyed does no harm: the team goes on as long as the store answers.
+        Ranks may have changed places, and so may the arrays on their meshes. A group that was only destroyed
+        does no harm: the team continues while the store answers.
         """
         present = _default_store() if _is_initialized() else None
         met = self.mail.store
         if present is not None and met is not None and present is not met:
             raise RankFailed(
-                f"the process group was made anew since its ranks met here, as rank {self.rank} of "
-                f"{self.world}: who is which rank may have changed. Nothing was written or read. Close this "
+                f"the process group was created again after this Checkpointer joined it as rank {self.rank} "
+                f"of {self.world}; ranks may have changed places. Nothing was written or read. Close this "
                 "Checkpointer and make a new one, on all ranks"
             )
 
     def say(self, what: str) -> None:
-        """What this rank is at, for the error messages of others."""
+        """Reports this rank's present activity, for the error messages of others."""
         self._board.say(self.rank, what)
 
     def whereabouts(self, ranks: Iterable[int]) -> dict[int, str]:
-        """What these ranks said last they were at; those that said nothing are left out."""
+        """The last reports of these ranks; ranks without a report are left out."""
         return self._board.look(tuple(ranks))
 
     def close(self, rest: Iterable[str] = (), wait: float = 0.0) -> None:
@@ -362,7 +362,7 @@ class Team:
             )
         for name, ranks in table.entries:
             if _blob_name(found[name]) != name:
-                raise RankFailed(f"rank {ranks[0]} sent other data than it announced", ranks=ranks[:1])
+                raise RankFailed(f"rank {ranks[0]} sent different data than it announced", ranks=ranks[:1])
         return {found[name]: ranks for name, ranks in table.entries}
 
 
@@ -383,7 +383,7 @@ def join(purpose: str, timeout: float, process_group: Any = None) -> Team | None
         ranks = tuple(distributed.get_process_group_ranks(process_group))
         if rank not in ranks:
             raise ValueError(
-                f"rank {rank} is not in the process_group given, which has the ranks {list(ranks)}"
+                f"rank {rank} is not in the given process_group, which has the ranks {list(ranks)}"
             )
         if ranks != tuple(range(world)):
             subgroup = Subgroup(process_group, ranks)
@@ -423,6 +423,4 @@ def _decode(data: bytes, kind: Any, call: str) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.MsgspecError as error:
-        raise RankFailed(
-            f"rank 0 sent something that makes no sense for {call}: {error}", ranks=(0,)
-        ) from None
+        raise RankFailed(f"cannot decode the message of rank 0 for {call}: {error}", ranks=(0,)) from None

@@ -1,16 +1,16 @@
 """Small messages between the ranks of a torch.distributed world, over the process group's store.
 
-Owns how the store is spoken to: keys and bytes, time-outs, and what it means when the store is gone. Never a
-collective, so any thread may send and wait while the training's own thread is in the middle of one.
+Owns the access to the store: keys and bytes, time-outs, and the error when the store is gone. It never uses a
+collective, so any thread may send and wait while the training's thread is inside one.
 
-A store's client serves one call at a time, and some of its calls have no time-out of their own: a host that
-stopped without closing its connections would keep a caller for ever. Each call therefore runs on a *line*, a
-connection with a thread of its own. Callers wait for the line as long as they said; one that does not answer
-is given up, and threads that call at the same time use different lines.
+A client of the store serves one call at a time, and some of its calls have no time-out: a host that stopped
+without closing its connections would block a caller forever. So each call runs on a *line*, a connection with
+its own thread. Callers wait for the line as long as they said. A line that does not answer is abandoned, and
+threads that call at the same time use different lines.
 
-Lines outlive the mail that needed them: the next one to the same store uses them again. TCPStore looks up the
-name of everybody who connects, and all its clients wait for as long as the name server takes (5 s when one
-packet is lost). So a process connects once or twice, not for every save.
+Lines outlive the mail that needed them; the next mail to the same store uses them again. TCPStore looks up
+the name of every host that connects, and all its clients wait for the name server (5 s if one packet is
+lost). So a process connects once or twice, not for every save.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class _Lines:
     def call(self, function: Callable[[Any], _T], seconds: float) -> _T:
         with self._lock:
             if self._closed:
-                raise RuntimeError("these messages are closed")
+                raise RuntimeError("the mail is closed")
             if self._lost:
                 # Hosts do not come back, and trying to connect to one takes long.
                 raise _unreachable(self._lost)
@@ -359,7 +359,8 @@ def _frame(data: bytes) -> bytes:
         framed = min(framed, _DEFLATED + zlib.compress(data, 1), key=len)
     if len(framed) > MAX_MESSAGE_NBYTES:
         raise ValueError(
-            f"a message of {len(framed):,} bytes; the process group's store takes {MAX_MESSAGE_NBYTES:,}"
+            f"a message of {len(framed):,} bytes is too large: the process group's store takes "
+            f"{MAX_MESSAGE_NBYTES:,}"
         )
     return framed
 
@@ -371,12 +372,12 @@ def _unframe(framed: bytes, key: str) -> bytes:
         if framed[:1] == _PLAIN:
             return bytes(framed[1:])
     except zlib.error as error:
-        raise RankFailed(f"a message that makes no sense, under {key!r}: {error}") from error
-    raise RankFailed(f"a message that makes no sense, under {key!r}: it begins with {framed[:8]!r}")
+        raise RankFailed(f"cannot decode the message {key!r}: {error}") from error
+    raise RankFailed(f"cannot decode the message {key!r}: it begins with {framed[:8]!r}")
 
 
 def _unreachable(reason: str) -> RankFailed:
     return RankFailed(
-        "the process group's store cannot be reached: its host, rank 0 or the launcher, has ended or is cut "
-        f"off ({reason})"
+        "the process group's store cannot be reached: its host (rank 0 or the launcher) has ended or is "
+        f"disconnected ({reason})"
     )

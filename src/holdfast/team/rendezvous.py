@@ -1,16 +1,16 @@
 """How the ranks of a world come together as a team: meetings that the coordinator opens and closes.
 
-Everything is kept by the store, nothing by the processes, so it does not matter what a rank missed before.
-And nothing of a meeting stays in the store when the team that met has left.
+The store keeps everything and the processes nothing, so it does not matter what a rank missed before. When
+the team has left, nothing of its meeting stays in the store.
 
 1. The coordinator opens a meeting: a message with a random token.
-2. A rank that arrives attends the meeting that is open, or waits for the next to be opened. It answers with
-   its card (machine, process, socket).
-3. The coordinator closes the meeting when everybody has answered, or its time is over. It removes the first
-   message, so that nobody attends any more, and leaves another for all: the cards, or who is missing.
-4. A rank that answered too late to be on that list goes on to the next meeting, as long as it has time.
+2. A rank that arrives joins the open meeting, or waits for the next one. It answers with its card (machine,
+   process, socket).
+3. The coordinator closes the meeting when all have answered, or when its time is over. It removes the first
+   message, so that no more ranks join, and leaves another for all: the cards, or who is missing.
+4. A rank that answered too late goes on to the next meeting, while it has time.
 
-Messages of the team go under the token, so no message of an earlier team is ever read.
+The team's messages have the token in their keys, so a message of an earlier team is never read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.team.mail import Mail, Silence, sendable
 
 GRACE_SECONDS = 2.0
 """How much longer others wait than the coordinator, who tells them how it ended."""
-_ADVICE = ". All ranks must call it, with the same path"
+_ADVICE = ". All ranks must make this call, with the same path"
 _OPEN = "open"
 _LOOK_SECONDS = 0.05
 
@@ -101,7 +101,7 @@ class Board:
     def describe(self, ranks: tuple[int, ...]) -> str:
         """A sentence part: what these ranks said last, as far as known; empty if nothing is."""
         some = self.look(ranks[:8])
-        return "".join(f"; rank {rank} said last: {what}" for rank, what in some.items())
+        return "".join(f"; last report of rank {rank}: {what}" for rank, what in some.items())
 
 
 def name_ranks(ranks: tuple[int, ...]) -> str:
@@ -115,7 +115,9 @@ def name_ranks(ranks: tuple[int, ...]) -> str:
 def _hold(mail: Mail, board: Board, world: int, card: Card, purpose: str, timeout: float) -> Met:
     token = secrets.token_hex(8)
     keys = {f"answer/{token}/{rank}": rank for rank in range(1, world)}
-    closing = _Closing(tuple(range(world)), failure=f"rank 0 gave up the meeting for {purpose}", missing=(0,))
+    closing = _Closing(
+        tuple(range(world)), failure=f"rank 0 abandoned the meeting for {purpose}", missing=(0,)
+    )
     try:
         mail.post(_OPEN, msgspec.msgpack.encode(_Opening(token, timeout)))
         answers = {keys[key]: data for key, data in mail.collect(list(keys), timeout).items()}

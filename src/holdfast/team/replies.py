@@ -1,4 +1,4 @@
-"""What a coordinator hears from all ranks, for those decisions that nobody may be left out of."""
+"""What a coordinator hears from all ranks, for decisions that need an answer of every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def all_heard(messages: Sequence[bytes | None], during: str, timeout: float) -> 
     missing = [rank for rank, message in enumerate(messages) if message is None]
     if missing:
         raise RankTimeout(
-            f"{ranks_in_words(missing)} did not come to {during!r} within {timeout:g} s: gone, or busy with "
+            f"{ranks_in_words(missing)} did not come to {during!r} within {timeout:g} s: ended, or busy with "
             "something else",
             ranks=missing,
         )

@@ -1,24 +1,25 @@
 """The commit protocol of several ranks: each writes its share, and one rename commits all of it.
 
-For a checkpoint that shall appear at ``D`` in directory ``P`` (`holdfast.store.commit.single` is the same for
-one process and one file; the messages are those of `holdfast.store.commit.messages`):
+For a checkpoint that is to appear at ``D`` in directory ``P`` (`holdfast.store.commit.single` is the driver
+for one process and one file; `holdfast.store.commit.messages` has the messages):
 
-1. The coordinator makes ``D.partial``, or renames a retired checkpoint to it, and tells where it is
-   (``open``), and which directory that is: a rank may find another one there. Ranks on other hosts look for a
-   mark that it has put there: one that does not share the directory must not write to its own.
-2. Every rank writes the fragments that are its share into shards of its own, on its volumes.
+1. The coordinator makes ``D.partial``, or renames a retired checkpoint to it. It tells the others the path
+   and the identity of the directory (``open``), because a rank may find another directory at that path. It
+   also puts a mark there, which ranks on other hosts look for: a rank that does not share the directory must
+   not write to its own.
+2. Every rank writes its share of the fragments into its own shards, on its volumes.
 3. Every rank but the coordinator writes its part: what it wrote, with checksums.
-4. Every rank syncs its shards, its part, and the directories they are in, and says so with the size and
-   digest of its part (``done``); the coordinator's own part will be in the root manifest.
-5. When all have said so, by the same plan and with equal values, the coordinator writes the root manifest,
+4. Every rank syncs its shards, its part and their directories, and reports size and digest of its part
+   (``done``). The coordinator's own part will be in the root manifest.
+5. When all have reported, with the same plan and equal values, the coordinator writes the root manifest,
    which names every part by its digest, and syncs it and ``D.partial``.
-6. It renames ``D.partial`` to ``D``. **This is the commit.** It syncs ``P``, and says ``end``.
+6. It renames ``D.partial`` to ``D``. **This is the commit.** It syncs ``P`` and says ``end``.
 
-A rank that fails says so instead of ``done``; one that dies is silent, and the coordinator gives up after the
-time-out. Then nothing is committed, and ``D.partial`` is removed, or swept by the next writer. When the
-coordinator dies, nobody can commit any more: what it had renamed is whole, and what not is swept. Late files
-of a rank that was given up can do no harm: it holds the directory that it was told of, and nobody else ever
-writes to that one once it has been given up.
+A rank that fails says so instead of ``done``. A rank that dies is silent, and the coordinator abandons the
+save after the time-out. Then nothing is committed, and ``D.partial`` is removed now or by the next writer. If
+the coordinator dies, no rank can commit: what it had renamed is whole, and the next writer removes the rest.
+Late writes of a rank that was abandoned do no harm: they go to the directory that it holds open, and no other
+save ever uses that directory.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class CoordinatedCommit:
         groups: Sequence[Sequence[LeafSource]] | None = None,
         observer: SaveObserver | None = None,
     ) -> CheckpointInfo:
-        """Returns when it is durable. Else raises, has told the others, and leaves nothing behind."""
+        """Returns when the checkpoint is durable. If it fails, it tells the others, cleans up and raises."""
         began = time.perf_counter()
         lead = self._lead if self.rank == 0 else self._follow
         try:
@@ -213,28 +214,28 @@ class CoordinatedCommit:
             self.ledger.add([self.identity.id])
 
     def _dead(self, transaction: Transaction) -> frozenset[str]:
-        """Whose shards are to go before anything is written: they may take the room that is needed."""
+        """The checkpoints whose shards are removed before anything is written, to free space."""
         if self.ledger is None:
             return frozenset(volumes.left_behind(path_to_read(transaction.parent, transaction.entry.name)))
         return frozenset() if self.live is None else frozenset(self.ledger.read() - self.live)
 
     def _replaced(self, transaction: Transaction) -> tuple[str, ...]:
-        """Whose shards are to go once this one is committed."""
+        """The checkpoint whose shards are removed after this commit."""
         there = self.overwrite and fs.exists(transaction.target_entry)
         found = _id_in(transaction.parent, self.target) if there else None
         return () if found is None else (found,)
 
     def _forget_replaced(self, replaced: tuple[str, ...]) -> None:
-        """What has been replaced for good, and is about to be removed: its shards on volumes are dead."""
+        """The old checkpoint is replaced for good: its shards on volumes are dead."""
         if self.ledger is not None:
             self.ledger.add(replaced)
         volumes.sweep(self.volumes, self.target, replaced)
 
     def _note(self, partial: HeldDirectory, dead: frozenset[str]) -> frozenset[str]:
-        """What is left of this save should it not come to its end, for the next one; the marks it made.
+        """Leaves marks for the next save, in case this one does not finish; returns them.
 
-        A ledger gets to know of this save when that has failed, or by its mark: were it noted now, a kill
-        behind the commit would leave a checkpoint that is taken for dead once it is moved out of its run.
+        The ledger learns of this save only if it fails, or by its mark. If it were noted now, a kill after
+        the commit would leave a checkpoint that counts as dead once it is moved out of its run.
         """
         marks = dead | {self.identity.id}
         if self.ledger is not None:
@@ -302,25 +303,25 @@ class CoordinatedCommit:
         return self._info(end, writer, began)
 
     def _require_same(self, opened: Open, directory: HeldDirectory) -> None:
-        """By now the coordinator may be dead, and another world at work under the same name. And a host that
-        does not share the directory may have one of that name left over."""
+        """The coordinator may have died, and another world may write under the same name. Or a host that does
+        not share the directory may have an old one of that name."""
         host = socket.gethostname()
         if opened.host != host:
             if not volumes.is_marked(directory, self.identity.id):
                 raise self._not_shared(opened)
         elif fs.identity(directory) != opened.identity:
             raise RankFailed(
-                f"the save of step {self.identity.step} was given up: another one has taken its place at "
-                f"{os.fsdecode(opened.directory)} meanwhile",
+                f"the save of step {self.identity.step} was abandoned: another save now writes to "
+                f"{os.fsdecode(opened.directory)}. Nothing of this save is committed",
                 ranks=(0,),
             )
 
     def _not_shared(self, opened: Open) -> StorageMissing:
         where, host = os.fsdecode(opened.directory), socket.gethostname()
         return StorageMissing(
-            f"cannot save {self.target}: what {host} has at {where} is not what rank 0 has there on "
-            f"{opened.host}. All ranks must share this directory (only volumes may be each node's own); or "
-            "the save was given up meanwhile"
+            f"cannot save {self.target}: {where} on {host} is not the directory that rank 0 has on "
+            f"{opened.host}. All ranks must share this directory (only volumes may be node-local). Or "
+            "rank 0 has abandoned this save"
         )
 
     # --- both

@@ -1,21 +1,21 @@
-"""Checkpoints in directories that are there already: the files of others in them stay, whatever happens.
+"""Commits into existing directories: other files in them stay, whatever happens.
 
-Owns what a directory is that a save meets at its path, and two ways to commit into one, beside the rename of
-`holdfast.store.commit.single`. Both give files second names (hard links), so that at no moment a file has
-none.
+Owns what a save finds at its path, and two ways to commit there besides the rename of
+`holdfast.store.commit.transaction`. Both give files second names (hard links), so no file is without a name
+at any moment.
 
-``D`` holds no checkpoint (`settle_in`). ``D`` itself stays; ``D.partial`` is whole and durable:
+If ``D`` holds no checkpoint (`settle_in`), ``D`` itself stays. ``D.partial`` is whole and durable:
 
-1. Sync the directory above: whoever made ``D`` may not have.
+1. Sync the directory above ``D``: its maker may not have done so.
 2. Every file of ``D.partial`` but the manifest gets a second name in ``D``. Sync ``D``.
-3. The manifest gets its name in ``D``. **This is the commit.** (Of a checkpoint of one file, that file.)
+3. The manifest gets its name in ``D``. **This is the commit.** (For a checkpoint of one file, that file.)
 4. Sync ``D``. Remove ``D.partial``.
 
-After a crash before 3 has reached the disk, ``D.partial`` has the manifest and ``D`` has not: the next writer
-knows by the inodes which names in ``D`` are of that save, and takes them out (`take_back`).
+If a crash comes before step 3 reaches the disk, ``D.partial`` has the manifest and ``D`` does not. The next
+writer recognizes the names of that save in ``D`` by their inodes and removes them (`take_back`).
 
-``D`` holds a checkpoint, which is exchanged for ``D.partial`` (`carry_over`). Before that, the files of
-others in ``D`` get second names in ``D.partial``; and once more after it, should they have changed meanwhile.
+If ``D`` holds a checkpoint, it is exchanged for ``D.partial`` (`carry_over`). Before the exchange, the other
+files in ``D`` get second names in ``D.partial``. This is repeated after it, in case they changed meanwhile.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def carry_over(old: HeldDirectory, new: HeldDirectory) -> None:
         info = os.stat(name, dir_fd=old.fileno(), follow_symlinks=False)
         if stat.S_ISDIR(info.st_mode):
             raise CheckpointExists(
-                f"Checkpoint already exists: {old.path}, with the directory {name} in it, which replacing it "
-                "would remove. Move that directory away, or choose another path"
+                f"Checkpoint already exists: {old.path}. It contains the directory {name}, which a "
+                "replacement would remove. Move that directory away, or choose another path"
             )
         if _inode(new, name) == (info.st_dev, info.st_ino):
             continue

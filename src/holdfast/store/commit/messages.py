@@ -1,21 +1,21 @@
-"""The messages of ranks that save together: one numbered call per save, and who has to say what in it.
+"""The messages of ranks that save together: one numbered call per save, and who says what in it.
 
-Owns the conversation, not what it is about. In call number n, under keys that begin with n:
+Owns the conversation, not its subject. Call number n has these messages, under keys that begin with n:
 
-1. ``call``, by the coordinator (rank 0), in the training's thread: which step is saved, or that none is.
-2. ``here/R``, by each other rank, there too: by which plan it can write its share of its state.
-3. ``plan``, by the coordinator, when all are here: whether who writes what is planned anew.
-4. ``open``, by the coordinator: the directory to write into.
-5. ``done/R``, by each other rank: its part is durable, with size and digest; or what went wrong.
-6. ``end``, by the coordinator: committed, or what went wrong.
+1. ``call``, from the coordinator (rank 0), in the training's thread: which step to save, or that none is due.
+2. ``here/R``, from each other rank, in the same thread: which plan it can use for its state.
+3. ``plan``, from the coordinator, when all are here: whether all ranks make a new plan.
+4. ``open``, from the coordinator: the directory to write into.
+5. ``done/R``, from each other rank: its part is durable, with size and digest; or what went wrong.
+6. ``end``, from the coordinator: committed, or what went wrong.
 
-A rank that fails says so in every message of its own that is still to come, so nobody waits for one in vain;
-one that dies is noticed by its silence, after the time-out. All in all a save costs a rank at most ten small
-requests to the store, whatever the size of state and world.
+A rank that fails says so in all its remaining messages, so no rank waits for them in vain. A rank that dies
+is noticed by its silence, after the time-out. A save costs a rank at most ten small requests to the store,
+whatever the size of state and world.
 
-Ranks find together again by the step, whoever missed a call or came to one twice: a rank that is ahead of the
-coordinator says in the older call that it does not take part, and goes on to the next; one that is behind
-raises, and leaves the call for when it gets there; one that comes when a call has failed already learns why.
+Ranks that missed a call, or made one twice, meet again by the step. A rank ahead of the coordinator says in
+the older call that it does not take part, and goes on to the next. A rank behind the coordinator raises, and
+leaves the call for later. A rank that comes to a call that has already failed learns why.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ class Calls:
     def _disagreement(self, mine: Call, leading: Call) -> RanksDisagree:
         rank = self.team.rank
         return RanksDisagree(
-            f"rank {rank} called {mine.what} with step {mine.step}, rank 0 {leading.what} with step "
-            f"{leading.step}. All ranks must save the same steps",
+            f"rank {rank} called {mine.what} with step {mine.step}, but rank 0 called {leading.what} with "
+            f"step {leading.step}. All ranks must save the same steps",
             ranks=(0, rank),
         )
 
@@ -364,7 +364,7 @@ class Conversation:
             f"rank {rank} (last at: {where[rank]})" if rank in where else f"rank {rank}" for rank in ranks[:8]
         )
         more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        fate = "" if committed is False else ", and whether it was committed is not known"
+        fate = "" if committed is False else ". It is not known whether the save was committed"
         return RankTimeout(
             f"{self.what} failed: nothing heard from {some}{more} within {self._calls.timeout:g} s; it has "
             f"ended, hangs, or does not save this step{fate}. Earlier checkpoints are untouched",
@@ -376,5 +376,5 @@ def _numbers(data: bytes) -> tuple[int, int]:
     try:
         ended, kept = map(int, data.split())
     except ValueError as error:
-        raise SaveFailed(f"another rank says nonsense: {data[:40]!r}") from error
+        raise SaveFailed(f"cannot decode a message of another rank: {data[:40]!r}") from error
     return ended, kept

@@ -1,4 +1,4 @@
-"""What a caller wants to know, and to do, while a checkpoint is being written."""
+"""What a caller learns, and may do, while a checkpoint is being written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.plan import ShardPlan
 
 
 class SaveObserver:
-    """This one wants nothing."""
+    """Does nothing; subclasses override what they need."""
 
     def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
         """The engine reads the sources from now on."""

@@ -1,8 +1,8 @@
 """What one rank writes of a checkpoint: its shards, one per volume, and the part that describes them.
 
-Owns what one rank does in steps 2 to 4 of the commit protocol (`holdfast.store.commit.coordinated`): bytes
-out of memory, checksums into records, all of it synced. Who writes what was decided before
-(`holdfast.store.ranks.write_shares`).
+Owns one rank's work in steps 2 to 4 of the commit protocol (`holdfast.store.commit.coordinated`): it moves
+the bytes out of memory, puts the checksums into records, and syncs everything.
+`holdfast.store.ranks.write_shares` decides before which rank writes what.
 """
 
 from __future__ import annotations

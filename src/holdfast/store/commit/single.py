@@ -39,7 +39,7 @@ class SingleCommit(Struct, frozen=True):
         groups: Sequence[Sequence[LeafSource]] | None = None,
         observer: SaveObserver | None = None,
     ) -> CheckpointInfo:
-        """Saves a flattened state; returns when it is durable. Else raises and leaves nothing behind.
+        """Saves a flattened state; returns when it is durable. If it fails, it cleans up and raises.
 
         `groups`: the same leaves in the order in which they are to leave memory.
         """
@@ -145,11 +145,11 @@ class SingleCommit(Struct, frozen=True):
 
 
 def _refuse_parts(leaves: Sequence[LeafSource]) -> None:
-    """One process can store whole arrays only: of others it does not have all."""
+    """A single process can store only arrays that it holds completely."""
     for leaf in leaves:
         if leaf.sharding is not None and leaf.sharding.shape != leaf.shape:
             raise UnsupportedState(
-                f"{leaf.name}: this process has {list(leaf.shape)} of an array of shape "
-                f"{list(leaf.sharding.shape)} that is spread over ranks. Save it on all of them together "
-                '(not with process_group="none")'
+                f"{leaf.name}: this process holds only {list(leaf.shape)} of an array of shape "
+                f"{list(leaf.sharding.shape)}; other ranks hold the rest. Save it on all of them together, "
+                'without process_group="none"'
             )

@@ -88,8 +88,8 @@ class Target:
 class Transaction:
     """One checkpoint on its way to ``D``: `make`, `seal`, `publish`; or `abort`; and `release` in the end.
 
-    Not `settled`: ``D`` and ``D.partial`` have changed names, and which has which on the disk is not certain.
-    Then neither may be removed: it could be the checkpoint that is to be replaced.
+    Not `settled`: ``D`` and ``D.partial`` have exchanged names, and it is not certain which name each has on
+    disk. Then neither may be removed: it could be the checkpoint that is being replaced.
     """
 
     parent: HeldDirectory
@@ -130,7 +130,7 @@ class Transaction:
     @classmethod
     @contextlib.contextmanager
     def begin(cls, to: Target, *, overwrite: bool) -> Iterator[Transaction]:
-        """A block that commits a checkpoint. What fails in it is aborted, and raised as a typed error."""
+        """A block that commits a checkpoint. If it fails, the transaction aborts and raises a typed error."""
         with saving(to.path), to.opened() as parent:
             transaction = cls(parent, to.path, to.spare, overwrite)
             try:
@@ -147,7 +147,7 @@ class Transaction:
                 raise
 
     def refuse_existing(self) -> None:
-        """Raises what `publish` would, before anything large is written."""
+        """Raises the error of `publish` early, before anything large is written."""
         refuse_existing(self.target, overwrite=self.overwrite)
 
     def make(self) -> None:
@@ -207,7 +207,7 @@ class Transaction:
         )
 
     def publish(self, replaced: Callable[[], None] | None = None) -> None:
-        """Steps 5 and 6. A failed sync takes the name back: what has failed must not be found.
+        """Steps 5 and 6. After a failed sync it takes the name back: readers must not find a failed save.
 
         `replaced` is called when the new checkpoint is durable and an old one is about to be removed.
         """
@@ -239,7 +239,7 @@ class Transaction:
             old.release()
 
     def abort(self) -> None:
-        """After a failure. What cannot be removed now is swept by the next writer."""
+        """Cleans up after a failure. If files cannot be removed now, the next writer removes them."""
         if self._lock is not None and self.settled and not self.published:
             with contextlib.suppress(OSError):  # the failure to report is the one before
                 fs.remove_entries(self._lock)
@@ -321,7 +321,7 @@ class Transaction:
         return True
 
     def _remove_leftover(self) -> None:
-        """Removes what a failed or crashed save left. A live one may be at work there: the lock tells."""
+        """Removes the leftover of a failed or crashed save. A live save would hold the lock."""
         try:
             leftover = try_lock_directory(self.entry)
         except FileNotFoundError:
@@ -343,7 +343,7 @@ class Transaction:
             leftover.release()
 
     def _take_back(self, leftover: HeldDirectory) -> None:
-        """Should it have been killed while it settled in a directory that is there."""
+        """Removes the names that a killed save gave to its files in an existing directory."""
         try:
             into = fs.open_directory(self.target_entry, False)
         except (FileNotFoundError, NotADirectoryError):
@@ -354,7 +354,7 @@ class Transaction:
             into.release()
 
     def _locked(self) -> Locked:
-        return Locked(f"another process is saving to {self.target}; one writer per checkpoint")
+        return Locked(f"another process is saving to {self.target}; a checkpoint has one writer at a time")
 
 
 def _files_of_our_own(directory: HeldDirectory) -> frozenset[str] | None:
@@ -373,7 +373,7 @@ def _files_of_our_own(directory: HeldDirectory) -> frozenset[str] | None:
 
 
 def refuse_existing(target: str, *, overwrite: bool) -> None:
-    """Raises what `Transaction.publish` would, in time."""
+    """Raises the error of `Transaction.publish` early."""
     if overwrite or not fs.exists(target):
         return
     if found_at(target, target + PARTIAL) in ("checkpoint", "something else"):
@@ -382,6 +382,6 @@ def refuse_existing(target: str, *, overwrite: bool) -> None:
 
 def _exists(target: str) -> CheckpointExists:
     return CheckpointExists(
-        f"Checkpoint already exists: {target}, and checkpoints are immutable. "
-        "Choose another path, or pass overwrite=True to replace it atomically"
+        f"Checkpoint already exists: {target}. Choose another path, or pass overwrite=True to replace it "
+        "in one step"
     )

@@ -1,16 +1,16 @@
-"""Shards outside of the checkpoint's directory: on several devices of a node, or on directories of its own.
+"""Shards outside of the checkpoint's directory: on several devices of a node, or on node-local directories.
 
-A volume is a directory on one device. The shards of one checkpoint lie there in ``RUN-xxxxxxxx/ID/``: the
-run's name with a digest of its path and directory, and the checkpoint's id, so that no two saves ever write
-to the same place. (One that is not in a run has its own name and path for those of the run.) A checkpoint's
-manifest says where its shards are.
+A volume is a directory on one device. The shards of one checkpoint are there in ``RUN-xxxxxxxx/ID/``: the
+run's name with a digest of its path and directory, and the checkpoint's id. So no two saves ever write to the
+same place. (A checkpoint outside of a run uses its own name and path instead.) The checkpoint's manifest says
+where its shards are.
 
-Removed is what is known to be dead, never what is not known to live: a checkpoint may be moved out of its
-run, or be renamed, and its shards stay. Dead are saves that were not committed, and checkpoints that were
-retired or replaced. A save names itself in its ``D.partial``; a run has a `Ledger`, too, of all that is dead.
-When the next save begins, all ranks are told, and each removes what its own volumes have of them.
+Only shards known to be dead are removed; unknown files stay. A checkpoint may be moved out of its run, or be
+renamed, and keeps its shards. Shards are dead if their save was not committed, or their checkpoint was
+retired or replaced. A save leaves its id in its ``D.partial``, and a run has a `Ledger` of all dead ids. When
+the next save begins, all ranks get these ids, and each removes the dead shards from its own volumes.
 
-A volume must be there: one that is not mounted is not made in its place on another device.
+A volume must exist: if its device is not mounted, no directory is made in its place on another device.
 """
 
 from __future__ import annotations
@@ -100,16 +100,16 @@ def locations(volumes: Sequence[str], target: str, id: str) -> list[ShardLocatio
 def _require(volume: str) -> None:
     if not os.path.isdir(volume):
         raise StorageMissing(
-            f"there is no volume {volume} on {socket.gethostname()}: create this directory, or check that "
-            "its device is mounted"
+            f"the volume {volume} does not exist on {socket.gethostname()}: create this directory, or check "
+            "that its device is mounted"
         )
 
 
 class Ledger:
     """The ids of a run's checkpoints whose shards are to go, until all ranks have been told.
 
-    Only the run's writer changes it. It is not synced: what is lost of it costs room on the volumes. And it
-    may be older than the run: whoever reads it leaves out what is live.
+    Only the run's writer changes it. It is not synced: a lost entry only costs space on the volumes. It may
+    be older than the run, so readers of it leave out live checkpoints.
     """
 
     def __init__(self, run: HeldDirectory) -> None:
@@ -208,15 +208,15 @@ def homes_of(path: str) -> tuple[str | None, set[str]]:
 
 
 def sweep(volumes: Sequence[str], target: str, dead: Iterable[str]) -> None:
-    """Removes the shards of checkpoints that are no more. What resists stays."""
+    """Removes the shards of dead checkpoints. Files that cannot be removed stay."""
     for id in dead:
         for volume in volumes:
             remove(os.path.join(volume, home(target), id))
 
 
 def remove_files_of(directory: str, rank: int, *, last: bool) -> None:
-    """Removes what one rank wrote, after a failure. `last`: and the directory, if nothing else is there; as
-    long as others may be about to write to it, it is left to a later save."""
+    """Removes the files of one rank after a failure. `last`: also the directory, if it is empty. While other
+    ranks may still write to it, it is left to a later save."""
     with contextlib.suppress(OSError):
         held = fs.open_directory(directory, False)
         try:

@@ -1,14 +1,14 @@
-"""Memory that goes from rank to rank: a gloo process group, and messages over it in one order for all.
+"""Bytes from rank to rank: a gloo process group, and messages over it in one order for all.
 
 Owns the transfer only. The maker of a message says what it holds, and where its bytes come from and go to.
 
-Why this never blocks for good, whatever the messages are. Both ends of a message give it the same number:
-first its place among all from this sender to this receiver, then sender and receiver. That is a total order
-of all messages of the world. Every rank posts its own in this order, sends and receives alike, and waits for
-the oldest that it has posted. Take the first message of that order which is not done: all before it are, so
-neither of its ends waits for another, and both have posted it or are about to. Then it is transferred, since
-the process group moves what both ends have posted without their help. What goes from one rank to another is
-posted in the same order by both, so it also meets its like.
+This never deadlocks, whatever the messages are. Both ends of a message give it the same number: first its
+position among all messages from this sender to this receiver, then sender and receiver. That is a total order
+of all messages of the world. Every rank posts its own messages in this order, sends and receives alike, and
+waits for the oldest that it has posted. Consider the first message of the order that is not done. All before
+it are done, so neither of its ends waits for another message, and both have posted it or are about to. Then
+it is transferred, because the process group moves what both ends have posted without their help. Both ends
+post the messages between them in the same order, so each meets its counterpart.
 """
 
 from __future__ import annotations
@@ -222,14 +222,14 @@ class _Flow:
 
     def _lose(self, message: Message, error: RuntimeError) -> None:
         what = (
-            f"handing bytes to rank {message.receiver}"
+            f"sending bytes to rank {message.receiver}"
             if message.outward
             else f"receiving bytes that rank {message.sender} has read"
         )
         said = str(error).strip().splitlines() or [type(error).__name__]
         failed = RankTimeout(
-            f"{what} failed ({said[0]}). It is gone, or did not come so far within {self._timeout:g} s; the "
-            "state is only partly restored: launch again"
+            f"{what} failed ({said[0]}). That rank has ended, or was not ready within {self._timeout:g} s. "
+            "The state is only partly restored: launch again"
         )
         failed.__cause__ = error
         self._lost[message.peer] = failed

@@ -1,13 +1,12 @@
-"""Handing memory around among the ranks of one node, after each of them has read its share from storage.
+"""Passing bytes between the ranks of one node, after each has read its share from storage.
 
-Who reads what, and where it lies in everybody's arrays, is in the groups of `holdfast.plan.read_sharing`. The
-caller has made sure that every reader has read, and read well. `holdfast.store.ranks.channel` transfers the
+The groups of `holdfast.plan.read_sharing` say which rank reads what, and where it goes in everybody's arrays.
+The caller has made sure that every reader has read successfully. `holdfast.store.ranks.channel` transfers the
 messages.
 
-Bytes travel straight out of and into the arrays' own memory where that is contiguous. Small pieces travel
-packed together, and pieces with strides or in device memory through buffers, of which there are few at a
-time. How pieces are cut into messages depends on their sizes only, so that both ends know it without a word,
-however the arrays lie in their memory.
+Bytes travel straight out of and into the memory of the arrays where that is contiguous. Small pieces travel
+packed together. Pieces with strides or in device memory go through a few buffers. How pieces are cut into
+messages depends on their sizes only, so both ends know it without asking.
 """
 
 from __future__ import annotations
@@ -175,7 +174,7 @@ def _fetched(where: Consumed, span: Span) -> Produced:
     """Bytes back out of device memory."""
     fetch = where.fetch
     if fetch is None:
-        raise UnsupportedState("device memory that cannot be read back cannot be handed to other ranks")
+        raise UnsupportedState("device memory that cannot be read back cannot be sent to other ranks")
     # Fetching runs of bytes is like draining them, in the other direction.
     both = Consumed(where.nbytes, fetch)
     part = part_of_destination(both, span.place.shape, span.place.itemsize, span.box)

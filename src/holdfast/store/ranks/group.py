@@ -1,9 +1,9 @@
-"""The ranks that save and load one thing together, from one rank's point of view.
+"""The ranks that save and load together, from one rank's point of view.
 
-Owns the order in which a rank joins the others, takes its state apart, learns its share, and writes it; and
-that whatever goes wrong on the way is told to the others. The messages are `calls`', the plan is `shares`',
-the commit `together`'s, loading `loading`'s. A process by itself that writes to several volumes is a group of
-one.
+Owns the order of a save on one rank: join the others, take the state apart, learn the write share, write it.
+If anything fails on the way, the others are told. The messages belong to `holdfast.store.commit.messages`,
+the plan to `write_shares`, the commit to `holdfast.store.commit.coordinated`, loading to `shared_load`. A
+single process that writes to several volumes is a group of one.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RankGroup:
 
     @property
     def patience(self) -> float:
-        """Seconds in which a save ends, unless the device hangs: of silent ranks it has told by then."""
+        """Seconds in which a save ends, unless the device hangs; silent ranks have been reported by then."""
         return self.timeout + (0.0 if self._calls is None else self._calls.grace + STRAGGLER_SECONDS)
 
     @property
@@ -252,7 +252,7 @@ class RankGroup:
             raise
 
     def failed(self, talk: Conversation | None, error: BaseException) -> None:
-        """Tells the others that nothing comes of a call, and plans anew next time."""
+        """Tells the others that a call has failed. The next save makes a new plan."""
         self._plan_anew()
         if talk is not None:
             talk.failed(error)
@@ -274,7 +274,7 @@ class RankGroup:
             self.team.close(rest, min(_LEAVING_SECONDS, self.timeout) if wait else 0.0)
 
     def _check_settings(self) -> bool:
-        """All ranks must write in the same way. Their volumes may be different ones: whether any has some."""
+        """Checks that all ranks have the same settings. Volumes may differ; returns whether any has some."""
         if self.team is None:
             return bool(self.settings.volumes)
 
@@ -292,13 +292,13 @@ class RankGroup:
         leading, has_volumes = agreed
         if mine != leading:
             raise RanksDisagree(
-                f"rank {self.rank} has Options({mine}), rank 0 Options({leading}): they must be the same",
+                f"rank {self.rank} has Options({mine}), rank 0 has Options({leading}): they must be equal",
                 ranks=(0, self.rank),
             )
         return has_volumes
 
     def _anew(self, flat: Flat, talk: Conversation | None) -> bool:
-        """Whether to plan anew: the plan at hand does not serve some rank's state as it is now."""
+        """Whether a new plan is needed: the present one does not fit the state of some rank."""
         here = self.shares.look(flat)
         if talk is None:
             return not self.shares.serves([here])

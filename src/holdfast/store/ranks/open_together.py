@@ -26,7 +26,7 @@ def open_together(
 ) -> StoredCheckpoint:
     """The checkpoint that rank 0 finds at `path`, on every rank. Damage that one rank sees all raise.
 
-    `check` may refuse it. Where a rank's directory of that name holds another checkpoint, nobody goes on.
+    `check` may reject it. If a rank finds another checkpoint at that path, all raise.
     """
     opened: StoredCheckpoint | None = None
     error: Exception | None = None
@@ -39,7 +39,7 @@ def open_together(
     id = b"" if opened is None else opened.id.encode()
     leading = team.tell("opened", id if team.is_coordinator else None, timeout)
     if error is None and leading and leading != id:
-        error = AnotherCheckpoint("another checkpoint than the one that rank 0 has at this path", path=path)
+        error = AnotherCheckpoint("not the checkpoint that rank 0 found at this path", path=path)
     try:
         settle(team, "open", error, timeout)
     except BaseException:

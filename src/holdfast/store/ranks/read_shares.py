@@ -1,8 +1,8 @@
-"""What ranks want of a checkpoint in common, so that each byte of it is read once per node.
+"""What several ranks want from a checkpoint, so that each byte is read once per node.
 
-Every rank tells how it wants each leaf: as a whole array, as a box, or distributed over a mesh. Leaves that
-several ranks want in the very same way are shared (`holdfast.plan.read_sharing`); whatever a rank wants in a
-way of its own it reads itself. Pure arithmetic on what was told: every rank finds the same.
+Every rank says how it wants each leaf: as a whole array, as a box, or placed on a mesh. Leaves that several
+ranks want in exactly the same way are shared (`holdfast.plan.read_sharing`). A rank reads everything else by
+itself. This is pure arithmetic on the same input, so every rank gets the same result.
 """
 
 from __future__ import annotations

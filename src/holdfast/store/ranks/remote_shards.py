@@ -1,14 +1,14 @@
-"""Shards that a rank wants bytes of and does not see: they lie on volumes of other nodes.
+"""Shards that a rank needs but does not see: they are on volumes of other nodes.
 
-What counts is whether a rank sees the file, not what its host is called: hosts are renamed, volumes are moved
-to another host, and containers may share a name.
+Ranks look for the file; the name of the host does not count. Hosts are renamed, volumes are moved to other
+hosts, and containers may share a name.
 
-1. Ranks tell which files they want and do not see. As a rule there are none, and that is all.
-2. All learn of these files, and tell which of them they see. Of those that see a file, one becomes its
-   reader. A file that no rank sees makes all raise `IncompleteCheckpoint`, with its host and its volume.
-3. Each rank tells the readers which bytes it wants: the very requests that it would have made of the file.
-4. The readers read them, verify them and send them, over gloo, a message at a time. A reader that fails sends
-   on, so that nobody waits for it, and all ranks raise when the transfer is over.
+1. Ranks say which files they need and do not see. Usually there are none, and this is all.
+2. All learn of these files, and say which of them they see. One rank that sees a file becomes its reader. If
+   no rank sees a file, all raise `IncompleteCheckpoint`, with its host and its volume.
+3. Each rank tells the readers which bytes it needs: the requests that it would have made of the file.
+4. The readers read, verify and send these bytes over gloo, one message at a time. A reader that fails keeps
+   sending, so that no rank waits for it, and all ranks raise when the transfer is over.
 """
 
 from __future__ import annotations
@@ -236,7 +236,9 @@ class _Desk:
                 span = ByteRange(start, start + item.nbytes)
                 return request_range(item.leaf, fragment, span, part.chunk_nbytes, where)
         raise CorruptCheckpoint(
-            "another rank asks for bytes of it that are not there", path=self._checkpoint.path, leaf=item.leaf
+            "another rank asked for bytes that this leaf does not have",
+            path=self._checkpoint.path,
+            leaf=item.leaf,
         )
 
 
@@ -294,12 +296,12 @@ def _out_of_reach(gone: Sequence[Shard], hosts: Sequence[str]) -> IncompleteChec
     shown = ", ".join(hosts[:_SHOWN]) + (f" and {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else "")
     more = f" (and {len(gone) - 1} more files)" if len(gone) > 1 else ""
     if shard.host in hosts:
-        advice = f"no rank on {shown} sees it{more}: mount that volume there again, or put the file back"
+        advice = f"no rank on {shown} sees it{more}: mount that volume again, or put the file back"
     else:
         advice = (
-            f"the ranks run on {shown}, where it is not seen{more}: restore with a rank on {shard.host}, or "
-            f"make what was in {volume} there available in the same directory of one of these hosts. To give "
-            "it up, restore an older step by its number, if that does not need this host"
+            f"the ranks run on {shown} and do not see it{more}: restore with a rank on {shard.host}, or make "
+            f"the files of {volume} available in the same directory on one of these hosts. To do without "
+            "this checkpoint, restore an older step by its number, if that step does not need this host"
         )
     where = f"volume {volume} of host {shard.host}"
     error = IncompleteCheckpoint(f"{MISSING}: it was written to {where}; {advice}", path=sendable(shard.path))

@@ -1,19 +1,18 @@
 """Restoring a checkpoint on all ranks together: each byte is read from storage once per node.
 
-1. Every rank compares its target with the checkpoint, and all learn whether it fits everywhere. A leaf that
-   is not in the target of one rank is nothing wrong, but one that no rank has a place for is.
-2. Ranks tell how they want each leaf. What several of a node want alike is shared out among them
+1. Every rank compares its target with the checkpoint, and all learn whether it fits everywhere. A rank may
+   lack a leaf, but a leaf that no rank has a place for is a mismatch.
+2. Ranks say how they want each leaf. What several ranks of a node want alike is shared among them
    (`holdfast.store.ranks.read_shares`).
-3. Every rank reads its share, and what only it wants, straight into its arrays. Of shards that it does not
-   see, because they lie on a volume of another node, a rank that sees them sends it the bytes
-   (`holdfast.store.ranks.remote_shards`). None goes on before all have read well.
-4. Shares are handed around (`holdfast.store.ranks.exchange`), and everything that is not an array is put
-   back.
+3. Every rank reads its share, and what only it wants, straight into its arrays. If it does not see a shard
+   (a volume of another node), a rank that sees it sends the bytes (`holdfast.store.ranks.remote_shards`). All
+   wait until all have read successfully.
+4. Ranks pass their shares on (`holdfast.store.ranks.exchange`), and put back everything that is not an array.
 5. All ranks know that all are done.
 
-Whenever one rank fails, all raise (`holdfast.store.ranks.consensus`). State that belongs to one rank alone
-goes back to the rank of the same number; ranks that the saving world did not have keep what they have, and
-what ranks beyond the present world had saved is left out. Both is said in a warning.
+If one rank fails, all raise (`holdfast.store.ranks.consensus`). State of one rank goes back to the rank of
+the same number. New ranks keep their present state, and state of ranks that no longer exist is left out; a
+warning reports both.
 """
 
 from __future__ import annotations
@@ -186,8 +185,8 @@ class _Load:
         others = sorted(other for plan, ranks in told if plan.strict != first for other in ranks)
         if others:
             raise RanksDisagree(
-                f"rank 0 loads with strict={first}, {ranks_in_words(others)} with strict={not first}: it has "
-                "to be the same on all ranks. Nothing has been restored",
+                f"rank 0 loads with strict={first}, but {ranks_in_words(others)} with strict={not first}. It "
+                "must be the same on all ranks. Nothing has been restored",
                 ranks=(0, *others),
             )
         return [plan for plan, _ in told]

@@ -1,7 +1,7 @@
-"""Ranks of a subgroup: meshes name ranks of the world, and a checkpoint has ranks from 0 on.
+"""Ranks of a subgroup: meshes count the ranks of the world, and a checkpoint counts ranks from 0.
 
-Plans, messages and parts count the ranks of the process group that saves or loads. A mesh of torch has the
-numbers of the world. Here one becomes the other; a group of all ranks needs none of it.
+Plans, messages and parts count the ranks of the process group that saves or loads. A mesh of torch counts the
+ranks of the world. This module converts between the two; a group of all ranks needs no conversion.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _sharding(sharding: Sharding, numbers: Mapping[int, int], name: str) -> Shar
     outside = [rank for rank in sharding.mesh_ranks if rank not in numbers]
     if outside:
         raise UnsupportedState(
-            f"{name}: its device mesh includes ranks {outside[:8]} of the world, which are not in the "
-            f"process_group given ({sorted(numbers)[:8]}). Save and load it with a group of all its ranks"
+            f"{name}: its device mesh includes ranks {outside[:8]} of the world, which are not in the given "
+            f"process_group ({sorted(numbers)[:8]}). Save and load it with a group of all its ranks"
         )
     return dataclasses.replace(sharding, mesh_ranks=tuple(numbers[rank] for rank in sharding.mesh_ranks))

@@ -1,9 +1,9 @@
-"""Which fragments of a state this rank writes: planned once per layout, together, and kept.
+"""Which fragments of a state this rank writes: all ranks plan together, once per layout, and keep the plan.
 
-Ranks exchange what each sees of the state (`holdfast.store.ranks.checks.views`), and from the same views each
-computes the same plan. As long as all leaves stay what they were, nothing is said about them again. When
-those of any rank change, or a rank's state is no longer of the same structure as that of the one who speaks
-for it, all plan anew.
+Ranks exchange their views of the state (`holdfast.store.ranks.checks.views`), and from the same views each
+computes the same plan. While all leaves stay the same, ranks exchange nothing more about them. All ranks make
+a new plan when the leaves of any rank change, or when the structure of a rank's state no longer matches the
+rank that speaks for it.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class WriteShares:
         self._known = _signature(flat), self._planned(layouts, others, speakers)
 
     def check_replicas(self, flat: Flat) -> None:
-        """Raises `RanksDisagree` when ranks hold different bytes of what they should hold the same of."""
+        """Raises `RanksDisagree` if ranks hold different values of replicated arrays."""
         if self._team is None:
             return
         self._team.check_group()
@@ -231,7 +231,8 @@ def _check(plan: str, speakers: tuple[int, ...], dones: Sequence[Done]) -> None:
     for done in dones:
         if done.plan != plan:
             raise RanksDisagree(
-                f"rank {done.ref.rank} wrote by another plan than rank 0. The next save makes a new plan",
+                f"rank {done.ref.rank} and rank 0 used different plans; the save was rejected. The next save "
+                "makes a new plan",
                 ranks=(0, done.ref.rank),
             )
     check_values(

@@ -9,9 +9,9 @@
 DCP's planners decide what is saved and who writes it, and its process group carries what ranks tell each
 other. The files, and how they become durable, are Holdfast's: what is written is a checkpoint like any other.
 
-The rooms: `writer` and `reader` (DCP's two protocols), `underway` (a save between DCP's calls), `record`
-(what DCP wants to know of a checkpoint, in its tree), `values` (objects that are no tensors), `paths`.
-Importing this does not import torch.
+The modules: `writer` and `reader` (DCP's two protocols), `underway` (a save between DCP's calls), `record`
+(DCP's metadata, in the tree), `values` (objects that are not tensors), `paths`. Importing this does not
+import torch.
 """
 
 from __future__ import annotations

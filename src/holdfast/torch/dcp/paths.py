@@ -9,7 +9,7 @@ def path_of(checkpoint_id: str | os.PathLike[str]) -> str:
     """The directory that is meant; `ValueError` for an address of something else than a file system."""
     path = os.fspath(checkpoint_id)
     if "://" in path:
-        raise ValueError(f"{path}: Holdfast writes to file systems; give the path of a directory")
+        raise ValueError(f"{path}: Holdfast writes to file systems only; give the path of a directory")
     return os.path.abspath(path)
 
 

@@ -1,7 +1,7 @@
-"""DCP's ``StorageReader``: what its planner wants, out of whichever shards hold it, verified.
+"""DCP's ``StorageReader``: reads what the planner wants from the shards that hold it, verified.
 
-Tensors are filled in place. Where that cannot be (another element type, memory that torch has to copy to, or
-that two names share), a part is read beside and copied by torch.
+Tensors are filled in place. If that is impossible (another element type, memory that torch has to copy to, or
+memory that two names share), a part is read into a buffer and torch copies it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if len({plan.storage_data for plan in plans}) > 1:
             # One that is replaced right now, or a directory that ranks do not share.
-            raise CorruptCheckpoint("ranks have opened different checkpoints at this path", path=self._path)
+            raise CorruptCheckpoint("ranks opened different checkpoints at this path", path=self._path)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -164,8 +164,8 @@ class Reader(StorageReader):
 
     def _another(self) -> ReadFailed:
         return ReadFailed(
-            f"this Reader has begun another load, from {self._path}, in the middle of this one: "
-            "use one for each"
+            f"this Reader has started another load, from {self._path}, during this one: use one Reader for "
+            "each"
         )
 
     def _close(self) -> None:

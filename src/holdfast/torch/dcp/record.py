@@ -1,10 +1,10 @@
-"""DCP's `Metadata`, as a Holdfast tree and back.
+"""DCP's `Metadata` as a Holdfast tree, and back.
 
-Arrays need no record: DCP's chunks are a leaf's fragments, and its names are the leaves'. Their places in the
-state, which DCP's planner knows as paths, are their places in the tree. What is left is in a `Record` that
-stands where torch keeps the ``_metadata`` of a state dict: which entries are values and which are bytes, and
-what tensors are beside their type. A tree without a record, of any other Holdfast checkpoint, is read by
-DCP's rules for taking a state apart.
+Arrays need no record: DCP's chunks are a leaf's fragments, and its names are the names of leaves. DCP's
+planner knows their places in the state as paths; these are their places in the tree. The rest is in a
+`Record` where torch keeps the ``_metadata`` of a state dict: which entries are values, which are bytes, and
+the properties of tensors. A tree without a record, from any other Holdfast checkpoint, is read by DCP's rules
+for flattening a state.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def compose(nodes: Mapping[str, Node], record: Record, values: frozenset[str], p
     """
     for name in nodes:
         if not is_text(name):
-            raise UnsupportedState(f"the name {name!r} has no UTF-8")
+            raise UnsupportedState(f"the name {name!r} is not valid UTF-8")
     paths = _paths(planner_data)
     flat: dict[str, Path] = {name: (name,) for name in nodes}
     placed = flat if paths is None else {name: paths.get(name, (name,)) for name in nodes}
@@ -118,8 +118,8 @@ def compose(nodes: Mapping[str, Node], record: Record, values: frozenset[str], p
         except NotPlain:
             kind = type(planner_data).__name__
             raise UnsupportedState(
-                f"the planner's planner_data (a {kind}) is not a mapping of names to paths, nor made of "
-                "plain values, and Holdfast stores no pickles of its own"
+                f"cannot store the planner's planner_data (a {kind}): it is neither a mapping of names to "
+                "paths nor made of plain values, and Holdfast stores no pickles of its own"
             ) from None
         record = msgspec.structs.replace(record, planner="value", planner_data=kept)
     listed = tuple((name, placed[name]) for name in nodes if name in values)
@@ -199,7 +199,7 @@ def entries_of(tree: Node, where: str) -> Entries:
             values[name] = node
         paths[name or leaf_of(node) or ""] = path
     if len(values) != len(record.values):
-        raise CorruptCheckpoint("values that DCP has saved are not in the tree", path=where)
+        raise CorruptCheckpoint("the tree lacks values that DCP saved", path=where)
     planner_data: Any = None
     if record.planner == "value":
         planner_data = decode_value(record.planner_data)
@@ -217,7 +217,7 @@ def _record_of(tree: Node, where: str) -> Record | None:
     try:
         return msgspec.convert(metadata[_KEY], Record)
     except msgspec.ValidationError as error:
-        raise CorruptCheckpoint(f"what the tree says to DCP is malformed: {error}", path=where) from None
+        raise CorruptCheckpoint(f"DCP's record in the tree is malformed: {error}", path=where) from None
 
 
 def _places(node: Node, path: Path, stops: Container[Path]) -> Iterator[tuple[Path, Node]]:

@@ -1,7 +1,7 @@
-"""The arguments that tune DCP's own ``FileSystemWriter``: taken, so that a program moves over by one word.
+"""The arguments that tune DCP's own ``FileSystemWriter``: accepted, so that a program only changes one name.
 
-They say in how many threads and files to write, what to copy ahead, and whether to sync. None of this is a
-choice here: one file per rank, straight from the tensors' memory, always synced.
+They choose the number of threads and files, copies ahead, and whether to sync. Here none of this is a choice:
+one file per rank, straight from the memory of the tensors, always synced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def ignore_tuning(arguments: Mapping[str, object]) -> None:
         _said.set()
         warnings.warn(
             f"holdfast.torch.dcp.Writer ignores {', '.join(sorted(arguments))}: it writes one file per rank, "
-            "straight from the tensors, and always syncs it. holdfast.Options has what can be tuned",
+            "straight from the tensors, and always syncs it. Tune it with holdfast.Options",
             UserWarning,
             stacklevel=3,
         )

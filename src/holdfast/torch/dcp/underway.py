@@ -1,8 +1,8 @@
-"""A save between DCP's calls: where it writes, and what becomes of it when DCP does not call again.
+"""A save between DCP's calls: where it writes, and what happens if DCP does not call again.
 
-When a rank fails, DCP raises on all of them without a word to the storage. What the coordinator holds then is
-given up when its writer is let go of or used again, or when another save to the same path begins; or it dies
-with its process, and the next save to that path sweeps it.
+When a rank fails, DCP raises on all ranks without telling the storage. The coordinator then aborts its save
+when its writer is used again or garbage-collected, or when another save to the same path begins. If its
+process dies first, the next save to that path removes the leftovers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Underway:
         with _lock:
             other = _saves.get(target)
             if other is not None and other._forks == self._forks and other._at_work:
-                raise Locked(f"this process is saving to {target} already; wait for that save")
+                raise Locked(f"this process is already saving to {target}; wait for that save")
             _saves[target] = self
         if other is not None:
             other.abort()
@@ -84,8 +84,8 @@ class Underway:
             directory = fs.open_directory(self.parent.at(os.path.basename(partial)), False)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise SaveFailed(
-                f"there is no {partial} here, which the coordinator has made: all ranks must save to the "
-                "same path, in a file system that they share"
+                f"this rank does not see {partial}, which the coordinator created. All ranks must save to "
+                "the same path in a shared file system"
             ) from error
         try:
             yield directory
@@ -97,9 +97,7 @@ class Underway:
         """While it lasts, no other save of this process may have the directory."""
         with _lock:
             if _saves.get(self.target) is not self:
-                raise SaveFailed(
-                    f"another save to {self.target} has begun meanwhile, and this one was given up"
-                )
+                raise SaveFailed(f"another save to {self.target} has started, so this one was abandoned")
             self._at_work = True
         try:
             yield

@@ -1,8 +1,8 @@
-"""Objects in a state that are no tensors, as DCP hands them over and wants them back: bytes.
+"""Objects in a state that are not tensors, as bytes that DCP gives and wants back.
 
-DCP pickles every number and string of a state (`torch.save`). What Holdfast can hold exactly as a value is
-stored as one instead, without pickle, and pickled in memory when DCP asks for its bytes. All else is stored
-byte for byte.
+DCP pickles every number and string of a state (`torch.save`). If Holdfast can store an object exactly as a
+value, it does so, without pickle, and pickles it in memory when DCP asks for its bytes. All other objects are
+stored byte for byte.
 """
 
 from __future__ import annotations

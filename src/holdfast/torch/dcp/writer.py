@@ -113,7 +113,7 @@ class Writer(StorageWriter):
         options = options or Options()
         if options.volumes or options.writers != "all":
             raise ValueError(
-                "with DCP its planner decides who writes what, and shards lie in the checkpoint's directory: "
+                "DCP's planner decides which rank writes what, and shards are in the checkpoint's directory. "
                 "Options(volumes=..., writers=...) are for holdfast.save and Checkpointer"
             )
         self._path = None if path is None else path_of(path)
@@ -215,8 +215,8 @@ class Writer(StorageWriter):
         number: int = plan.storage_data
         if type(number) is not int:
             raise SaveFailed(
-                "the planner hands over a plan that it has kept of another kind of storage writer: planners "
-                "with enable_plan_caching=True keep theirs by class. Derive one for each kind of writer"
+                "the planner returned a plan that it cached for another kind of storage writer. Planners "
+                "with enable_plan_caching=True cache by class: derive a class for each kind of writer"
             )
         ref: PartRef | None = None
         with underway.opened() as directory:
@@ -285,8 +285,8 @@ class Writer(StorageWriter):
         underway = self._underway
         if underway is None or underway.thread != threading.get_ident():
             raise SaveFailed(
-                "this Writer has begun another save meanwhile, and this one was given up: use one for each "
-                "of several saves at a time"
+                "this Writer has started another save, so this one was abandoned. Use one Writer for each of "
+                "several saves at a time"
             )
         return underway
 
@@ -363,7 +363,7 @@ def _tensor_source(item: WriteItem, planner: SavePlanner, index: int) -> tuple[L
     dtype, shape, source = describer()(tensor, name)
     if shape != tuple(chunk.sizes):
         raise UnsupportedState(
-            f"{name}: the planner announced a part of shape {list(chunk.sizes)} and hands over {list(shape)}"
+            f"{name}: the planner announced a part of shape {list(chunk.sizes)} but gave {list(shape)}"
         )
     slot = Slot(tuple(chunk.offsets), tuple(item.tensor_data.size), index)
     piece = Piece(dtype, slot.whole, Box(slot.start, shape))
@@ -379,9 +379,9 @@ def _require(directory: HeldDirectory, ref: PartRef) -> None:
         nbytes = -1
     if nbytes != ref.nbytes:
         raise SaveFailed(
-            f"rank {ref.rank} reports that it has written {path}, but "
+            f"rank {ref.rank} reports that it wrote {path}, but "
             + ("it is not there" if nbytes < 0 else f"it has {nbytes} bytes and not {ref.nbytes}")
-            + ": all ranks must save to the same path, in a file system that they share"
+            + ". All ranks must save to the same path in a shared file system"
         )
 
 
@@ -408,7 +408,7 @@ def _tree(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Node:
     for name in dict.fromkeys((*order, *described)):
         what = described[name]
         if name not in written:
-            raise SaveFailed(f"no rank has written {name!r}, which is in the planner's metadata")
+            raise SaveFailed(f"no rank wrote {name!r}, which is in the planner's metadata")
         if isinstance(what, TensorStorageMetadata):
             own = Properties.of(what.properties)
             if own != Properties():
@@ -429,8 +429,8 @@ def _require_whole(name: str, pieces: Sequence[tuple[int, Piece]]) -> None:
     for rank, piece in pieces:
         if (piece.dtype, piece.shape) != (first.dtype, first.shape):
             raise RanksDisagree(
-                f"rank {first_rank} saves a part of {first.dtype}{list(first.shape)}, "
-                f"rank {rank} one of {piece.dtype}{list(piece.shape)}",
+                f"rank {first_rank} saves a part of {first.dtype}{list(first.shape)}, but "
+                f"rank {rank} a part of {piece.dtype}{list(piece.shape)}",
                 leaf=name,
                 ranks=(first_rank, rank),
             )
@@ -438,9 +438,9 @@ def _require_whole(name: str, pieces: Sequence[tuple[int, Piece]]) -> None:
     held, whole = sum(box.volume for box in boxes), math.prod(first.shape)
     if held != whole or (len(boxes) > 1 and not disjoint(boxes)):
         raise UnsupportedState(
-            f"{name}: what ranks save of it has {held} of its {whole} elements"
+            f"{name}: the ranks save {held} of its {whole} elements"
             + (", some of them twice" if held >= whole else "")
-            + ". A Holdfast checkpoint holds whole arrays: save on all ranks that have a part of it, together"
+            + ". A Holdfast checkpoint holds whole arrays: save together on all ranks that hold a part"
         )
 
 

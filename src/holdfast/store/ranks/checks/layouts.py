@@ -1,12 +1,12 @@
-"""Whether ranks that hold the same leaf in different ways hold the same of it.
+"""Whether ranks that hold one leaf in different layouts hold the same values.
 
-A leaf may lie whole on one rank and in shards on others, or in rows on one mesh and in columns on another.
-One of these ways is written, the others are not (`holdfast.plan.world`): what they hold must be the same, bit
-by bit. Shards of different ways are not cut alike, so digests of them cannot be compared. Sums can: every
-element adds a number that follows from its bits and from its place in the leaf, so that the sum over a box is
-the same however the box was cut. Collisions are as rare as with any digest of 64 bits.
+A leaf may be whole on one rank and in shards on others, or in rows on one mesh and in columns on another.
+Only one of these layouts is written (`holdfast.plan.world`), so the others must hold the same bits. Shards of
+different layouts are cut differently, so their digests cannot be compared. Sums can: every element adds a
+number that follows from its bits and its position in the leaf, so the sum over a box is the same however the
+box was cut. Collisions are as rare as with any digest of 64 bits.
 
-All elements are summed up when it is planned who writes what. In every save a few of them are compared.
+All elements are summed when ranks make a plan. Every save compares a few of them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def check_layouts(
     rank, leaf, trouble, found = msgspec.msgpack.decode(verdict, type=tuple[int, str, str, list[_Finding]])
     if trouble:
         raise RanksDisagree(
-            f"rank {rank} holds it in another layout than others, and {trouble}", leaf=leaf, ranks=(rank,)
+            f"rank {rank} holds it in a different layout than other ranks, and {trouble}",
+            leaf=leaf,
+            ranks=(rank,),
         )
     if found:
         raise _disagreement(found)
@@ -272,17 +274,17 @@ def _findings(
 
 def _disagreement(findings: Sequence[_Finding]) -> RanksDisagree:
     lines = [
-        f"{finding.leaf}: on {ranks_in_words(finding.beside)} it is not what it is on "
+        f"{finding.leaf}: the values on {ranks_in_words(finding.beside)} differ from those on "
         f"{ranks_in_words(finding.written)}"
         for finding in findings
     ]
     if len(findings) == _MAX_LEAVES:
         lines.append("... and perhaps others")
     return RanksDisagree(
-        "ranks hold the same leaf in different layouts, and not the same values in it:\n    "
+        "ranks hold the same leaf in different layouts and with different values:\n    "
         + "\n    ".join(lines)
-        + "\n  One copy is stored. Mark state that is meant to differ with holdfast.per_rank; make all else "
-        "equal",
+        + "\n  Only one copy can be stored. Mark state that is meant to differ with holdfast.per_rank; make "
+        "everything else equal",
         leaf=findings[0].leaf,
         ranks=sorted({rank for finding in findings for rank in finding.beside})[:_MAX_RANKS],
     )

@@ -1,11 +1,11 @@
-"""Whether ranks that should hold equal copies of arrays do. Plain values are `values`' business.
+"""Whether ranks that should hold equal copies of arrays do. `values` compares plain values.
 
-Copies are written in shares, one by each holder: if they are not equal, what is stored is none of them. So
-they are compared, bit by bit, by digests. One small message per rank tells whether all is well; only where it
-is not, the ranks concerned send the digests of single leaves, and everybody gets the same error.
+Each holder writes a share of the replicated arrays. If the copies differed, the stored array would equal none
+of them. So ranks compare digests of them. One small message per rank says whether all copies are equal. Only
+if they are not, the ranks concerned send the digests of single leaves, and all ranks raise the same error.
 
-Hashing all bytes takes its time, so that is done when it is planned who writes what. Copies may part later:
-statistics that every rank gathers for itself, say. A sample of them is compared in every save.
+Hashing all bytes takes time, so it happens only when ranks make a plan. Copies may diverge later (statistics
+that every rank collects for itself), so every save compares a sample.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ def check_samples(by_rank: Mapping[int, Mapping[str, str]]) -> None:
             other, known = first.setdefault(stream, (rank, its))
             if known != its:
                 raise RanksDisagree(
-                    f"rank {rank} has other copies than rank {other} of arrays that they should hold the "
-                    "same of, and one copy is stored. The next save, or Checkpointer.check_replicas, names "
-                    "them. Mark state that is meant to differ with holdfast.per_rank; make all else equal",
+                    f"ranks {other} and {rank} hold different values of replicated arrays; the save was "
+                    "rejected. The next save, or Checkpointer.check_replicas(), names them. Mark state that "
+                    "is meant to differ with holdfast.per_rank; make everything else equal",
                     ranks=(other, rank),
                 )
 
@@ -193,10 +193,10 @@ def check_ties(
             other, known = first.setdefault(name, (ranks[0], of))
             if known == of and name not in leaves:
                 continue
-            there = "an array of its own" if known == of else f"the array of {known}"
+            there = "a separate array" if known == of else f"tied to {known}"
             whose = "another rank" if known == of else f"rank {other}"
             raise RanksDisagree(
-                f"{name} is the same array as {of} on {ranks_in_words(ranks)}, but {whose} has {there}. "
+                f"{name} is tied to {of} on {ranks_in_words(ranks)}, but on {whose} it is {there}. "
                 "Tie it on all ranks that have it, or on none",
                 leaf=name,
                 ranks=sorted({other, ranks[0]}),
@@ -279,10 +279,10 @@ def _disagreement(findings: Sequence[_Finding]) -> RanksDisagree:
     if len(findings) == _MAX_LEAVES:
         lines.append("... and perhaps others")
     return RanksDisagree(
-        "ranks that should hold equal copies do not:\n    "
+        "ranks hold different values of replicated arrays:\n    "
         + "\n    ".join(lines)
-        + "\n  Mark state that is meant to differ with holdfast.per_rank; make all else equal, by "
-        "torch.distributed.broadcast from rank 0, for instance",
+        + "\n  Mark state that is meant to differ with holdfast.per_rank; make everything else equal, for "
+        "example by torch.distributed.broadcast from rank 0",
         leaf=findings[0].leaf if findings else None,
         ranks=sorted(different)[:_MAX_RANKS],
     )

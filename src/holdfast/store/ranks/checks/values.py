@@ -1,9 +1,9 @@
 """Whether the plain values of ranks agree, so that one copy of them can be stored.
 
 Ranks whose states have the same structure (containers, keys, names of leaves) must have the same values in
-it: each tells digests of its own, and the first of them speaks for all. Where structures differ, as between
-the stages of a pipeline, the trees of all speakers are stored, and made one when they are loaded
-(`holdfast.state.merging`). That must lose nothing: no two speakers may contradict each other at any place.
+it. Each sends digests of its own, and the first of these ranks speaks for all. If structures differ, as
+between the stages of a pipeline, the trees of all speakers are stored and merged by readers
+(`holdfast.state.merging`). The merge must lose nothing: no two speakers may contradict each other anywhere.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def check_structures(team: Team, structure: Mapping[str, str], timeout: float, k
     verdict = team.agree(key, msgspec.msgpack.encode(structure), compare, timeout)
     found = msgspec.msgpack.decode(verdict, type=list[tuple[str, int, int]])
     if found:
-        raise _contradiction(found, "something else stands there than on")
+        raise _contradiction(found, "different structures here")
 
 
 def check_values(
@@ -250,7 +250,7 @@ def check_values(
             raise _other_values(different, first, rank)
     found = contradictions(facts)
     if found:
-        raise _contradiction(found, "the value is another than on")
+        raise _contradiction(found, "different values here")
 
 
 def contradictions(facts: Mapping[int, Mapping[str, str]]) -> list[tuple[str, int, int]]:
@@ -267,21 +267,23 @@ def contradictions(facts: Mapping[int, Mapping[str, str]]) -> list[tuple[str, in
 
 def _other_values(places: Sequence[str], first: int, rank: int) -> RanksDisagree:
     return RanksDisagree(
-        f"rank {rank} has other values than rank {first} at {', '.join(map(repr, places[:_SHOWN]))}, "
-        f"and one copy is stored. {_ADVICE}",
+        f"ranks {first} and {rank} have different values at {', '.join(map(repr, places[:_SHOWN]))}. Only "
+        f"one can be stored. {_ADVICE}",
         ranks=(first, rank),
     )
 
 
 def _contradiction(found: Sequence[tuple[str, int, int]], how: str) -> RanksDisagree:
-    lines = [f"{_in_words(place)!r}: on rank {rank} {how} rank {other}" for place, other, rank in found]
+    lines = [f"{_in_words(place)!r}: ranks {other} and {rank} have {how}" for place, other, rank in found]
     return RanksDisagree(
-        "the states of the ranks cannot be stored as one:\n    " + "\n    ".join(lines) + f"\n  {_ADVICE}",
+        "the states of the ranks contradict each other and cannot be stored as one:\n    "
+        + "\n    ".join(lines)
+        + f"\n  {_ADVICE}",
         ranks=sorted({rank for _, *ranks in found for rank in ranks}),
     )
 
 
-_ADVICE = "Mark what is meant to differ with holdfast.per_rank, or make them equal"
+_ADVICE = "Mark state that is meant to differ with holdfast.per_rank; make everything else equal"
 
 
 def _in_words(place: str) -> str:

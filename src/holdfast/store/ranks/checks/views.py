@@ -1,7 +1,7 @@
-"""What a rank sees of the state (`holdfast.plan.world.View`) as bytes, and the exchange of all views.
+"""A rank's view of the state (`holdfast.plan.world.View`) as bytes, and the exchange of all views.
 
-Equal views have equal bytes, so that those of a data-parallel world travel once. Meshes and placements are
-listed once and referred to by number: the size is that of the names.
+Equal views have equal bytes, so those of a data-parallel world travel once. Meshes and placements are listed
+once and referred to by number, so the names make up the size.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def exchange_views(team: Team, view: View, timeout: float, key: str = "views") -
             its = view if data == mine else decode_view(data)
         except ValueError as error:
             raise RankFailed(
-                f"rank {ranks[0]} sent something else than what it sees of the state ({error}); "
-                "do all ranks run the same version of Holdfast?",
+                f"cannot decode the view that rank {ranks[0]} sent ({error}). Do all ranks run the same "
+                "version of Holdfast?",
                 ranks=ranks[:8],
             ) from None
         found[its] = ranks
