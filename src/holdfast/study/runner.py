@@ -196,7 +196,7 @@ def _others_share(rows: Sequence[Row]) -> float | None:
         ]
         if pairs:
             shares.append(statistics.median(others / (seconds * cpu_count()) for others, seconds in pairs))
-    return min(shares) if shares else None
+    return min(1.0, *shares) if shares else None
 
 
 @contextmanager
