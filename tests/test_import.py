@@ -36,12 +36,12 @@ def test_errors_can_be_caught_without_importing_anything() -> None:
     assert loaded_after(script, SELDOM) == []
 
 
-FLOORS = ["engine", "format", "state", "plan", "store", "checkpointer"]
+LAYERS = ["engine", "format", "state", "plan", "store", "checkpointer"]
 ABOVE = ["torch.dcp", "inspect", "drill", "study", "cli"]
 
 
-@pytest.mark.parametrize("module", [*FLOORS, *ABOVE])
-def test_no_floor_imports_a_framework(module: str) -> None:
+@pytest.mark.parametrize("module", [*LAYERS, *ABOVE])
+def test_no_layer_imports_a_framework(module: str) -> None:
     frameworks = [name for name in HEAVY if name != "numpy"]
     assert loaded_after(f"import holdfast.{module}", frameworks) == []
 
@@ -63,8 +63,8 @@ def test_every_module_can_be_imported_without_a_framework() -> None:
     assert loaded_after(script, ["torch"]) == []
 
 
-def test_no_floor_imports_one_above_it() -> None:
+def test_no_layer_imports_one_above_it() -> None:
     """Import contracts check the source; this checks what happens."""
-    for number, floor in enumerate(FLOORS):
-        above = [f"holdfast.{name}" for name in FLOORS[number + 1 :]]
-        assert loaded_after(f"import holdfast.{floor}", above) == [], floor
+    for number, layer in enumerate(LAYERS):
+        above = [f"holdfast.{name}" for name in LAYERS[number + 1 :]]
+        assert loaded_after(f"import holdfast.{layer}", above) == [], layer

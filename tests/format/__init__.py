@@ -1,1 +1,1 @@
-"""Tests of the format floor: what is written can be read, and nothing else can."""
+"""Tests of the format layer: what is written can be read, and nothing else can."""

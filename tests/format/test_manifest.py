@@ -29,7 +29,7 @@ from holdfast.format.manifest import (
 )
 from support import handmade_checkpoints as making
 
-# What JSON can carry without loss: the tree's own grammar is the state floor's.
+# What JSON can carry without loss: the tree's own grammar is the state layer's.
 nodes = st.recursive(
     st.none()
     | st.booleans()

@@ -1,4 +1,4 @@
-"""Checkpoints made by hand for the tests of this floor: records, bytes of shards, whole directories."""
+"""Checkpoints made by hand for the tests of this layer: records, bytes of shards, whole directories."""
 
 from __future__ import annotations
 
