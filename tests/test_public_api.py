@@ -12,7 +12,7 @@ import pytest
 import holdfast
 from holdfast import errors
 
-MODULES = {"data", "inspect"}
+MODULES = {"data", "inspect", "universal"}
 CALLS = {"load", "open", "per_rank", "rng", "save", "stable", "verify"}
 TYPES = {
     "Checkpoint",
@@ -38,6 +38,8 @@ ERRORS = {
     "LeafNotFound": KeyError,
     "StateMismatch": ValueError,
     "UnsupportedState": TypeError,
+    "UnsupportedSource": ValueError,
+    "SpecError": ValueError,
     "Locked": BlockingIOError,
     "RunInUse": FileExistsError,
     "RunMoved": OSError,

@@ -113,6 +113,24 @@ class UnsupportedState(HoldfastError, TypeError):
     """
 
 
+class UnsupportedSource(HoldfastError, ValueError):
+    """A foreign checkpoint that Holdfast does not recognise, or that holds what it does not read.
+
+    The message names the file and what was found in it. Nothing was written.
+    """
+
+
+class SpecError(HoldfastError, ValueError):
+    """A layout rule is wrong, does not fit a parameter, or leaves one out. The message lists the names.
+
+    `names` are the parameters concerned. ``holdfast spec check FILE SRC`` says which rule takes which.
+    """
+
+    def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
 class SaveFailed(HoldfastError, OSError):
     """A save did not become durable. Earlier checkpoints are untouched; the cause is chained.
 
