@@ -12,7 +12,7 @@ import pytest
 import holdfast
 from holdfast import errors
 
-MODULES = {"data", "inspect"}
+MODULES = {"data", "inspect", "universal"}
 CALLS = {"load", "open", "per_rank", "rng", "save", "stable", "verify"}
 TYPES = {
     "Checkpoint",
@@ -37,6 +37,7 @@ ERRORS = {
     "CheckpointClosed": ValueError,
     "LeafNotFound": KeyError,
     "StateMismatch": ValueError,
+    "UnsupportedSource": ValueError,
     "UnsupportedState": TypeError,
     "Locked": BlockingIOError,
     "RunInUse": FileExistsError,

@@ -1,6 +1,7 @@
 # Every public name, once: type checkers read this file, and so does `holdfast.__getattr__`.
 from holdfast import data as data
 from holdfast import inspect as inspect
+from holdfast import universal as universal
 from holdfast.checkpointer import Checkpointer as Checkpointer
 from holdfast.checkpointer import Keep as Keep
 from holdfast.checkpointer import PendingSave as PendingSave
@@ -34,6 +35,7 @@ from holdfast.errors import StorageDenied as StorageDenied
 from holdfast.errors import StorageFull as StorageFull
 from holdfast.errors import StorageMissing as StorageMissing
 from holdfast.errors import UnsupportedCheckpoint as UnsupportedCheckpoint
+from holdfast.errors import UnsupportedSource as UnsupportedSource
 from holdfast.errors import UnsupportedState as UnsupportedState
 from holdfast.state.per_rank import per_rank as per_rank
 from holdfast.state.rng import rng as rng
