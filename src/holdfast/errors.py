@@ -106,17 +106,17 @@ class StateMismatch(HoldfastError, ValueError):
         self.wrong = tuple(wrong)
 
 
+class UnsupportedSource(HoldfastError, ValueError):
+    """A foreign checkpoint that Holdfast does not know how to read: its files, a class in it, or its layout.
+
+    The message says what was looked for and found. Name the kind (``--from``), or convert it to a known one.
+    """
+
+
 class UnsupportedState(HoldfastError, TypeError):
     """A value in the state has a type Holdfast does not store. The message names its place and type.
 
     Convert it to a supported type, or give the object ``state_dict``/``load_state_dict`` methods.
-    """
-
-
-class UnsupportedSource(HoldfastError, ValueError):
-    """A foreign checkpoint that Holdfast does not recognise, or that holds what it does not read.
-
-    The message names the file and what was found in it. Nothing was written.
     """
 
 

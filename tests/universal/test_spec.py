@@ -104,7 +104,7 @@ def test_a_tie_leads_to_a_stored_parameter() -> None:
     ("make", "message"),
     [
         (lambda: rule("re:("), "not a regular expression"),
-        (lambda: rule(""), "not empty"),
+        (lambda: rule(""), "not be empty"),
         (lambda: rule("a", shard(0), replicated()), "at most one layout"),
         (lambda: rule("a", tied("b"), shard(0)), "laid out as the one"),
         (lambda: rule("a", tied("b"), pad(0, 5)), "padded as the one"),

@@ -61,6 +61,7 @@ def _document(found: Description) -> dict[str, object]:
         "stored_nbytes": found.stored_nbytes,
         "files": [_file(file) for file in found.files],
         "values": stored_values(found.values),
+        **({"facts": dict(found.facts)} if found.facts else {}),
         "leaves": [{"name": name, **to_builtins(info)} for name, info in found.leaves.items()],
     }
 
@@ -101,6 +102,7 @@ def _print_facts(out: Session, found: Description) -> None:
         ),
         ("size", f"{words.size(found.nbytes)}, {words.size(found.stored_nbytes)} in shards"),
         *_ranks(found),
+        *((words.plain(name), words.plain(fact)) for name, fact in found.facts.items()),
         ("format", found.format),
     ]
     out.console.print(facts(rows))

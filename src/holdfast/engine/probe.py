@@ -59,10 +59,17 @@ def capabilities(directory: str | os.PathLike[str] | _native.HeldDirectory) -> C
     return found
 
 
-def choose_read_backend(path: str | os.PathLike[str], forced: str | None = None) -> Backend:
-    """The backend for reading an existing file. Works in directories that cannot be written."""
+def choose_read_backend(
+    path: str | os.PathLike[str], forced: str | None = None, *, may_write: bool = True
+) -> Backend:
+    """The backend for reading an existing file. Works in directories that cannot be written.
+
+    `may_write`: whether a trial may write beside it; what is found out serves all files of the directory.
+    """
     try:
-        return choose_backend(os.path.dirname(path), forced)
+        if may_write:
+            return choose_backend(os.path.dirname(path), forced)
+        best = _read_trial(path)
     except OSError:
         best = _read_trial(path)
     forced = _forced(forced)

@@ -20,7 +20,7 @@ class Description:
     """A checkpoint as `describe` found it.
 
     `leaves` are those that were asked for, `all_leaves` is the number of all. `world` is the number of ranks
-    that wrote it. `values` are Python objects.
+    that wrote it. `values` are Python objects. `facts`: of a checkpoint of another system, what it says of itself.
     """
 
     path: str
@@ -36,6 +36,7 @@ class Description:
     values: Mapping[str, object]
     leaves: Mapping[str, LeafInfo]
     all_leaves: int
+    facts: Mapping[str, str]
 
 
 def describe(path: str | os.PathLike[str], *, leaves: str | None = None) -> Description:
@@ -60,6 +61,7 @@ def describe(path: str | os.PathLike[str], *, leaves: str | None = None) -> Desc
                 if matching is None or name in matching
             },
             all_leaves=len(checkpoint),
+            facts=dict(checkpoint.facts),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.engine import READING, Tuning
 from holdfast.state import Framework
 from holdfast.store.read.lazy_leaf import LazyLeaf
-from holdfast.store.read.stored_checkpoint import LeafInfo, StoredCheckpoint
+from holdfast.store.read.stored_checkpoint import LeafInfo, open_any
 
 
 class Checkpoint:
@@ -21,7 +21,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str, tuning: Tuning = READING) -> None:
-        self._stored = StoredCheckpoint(path, tuning)
+        self._stored = open_any(path, tuning)
 
     @property
     def path(self) -> str:

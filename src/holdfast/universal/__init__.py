@@ -1,22 +1,63 @@
-"""universal: foreign checkpoints, described in the records of our own format, and the language for them.
+"""universal: checkpoints of other systems, read and written.
 
-- `rules`, `patterns`, `spec`, `spec_file`, `presets`: the language, which says how parameters are laid out.
-- `cuts`, `union`, `split`: the arithmetic. From the tensors of ranks to whole leaves, and back.
-- `source`: what a foreign checkpoint is to its readers. `sources`: one module per system.
+    from holdfast import universal
+
+    universal.recognise("bert/")                                     # "hf"
+    universal.convert("bert/", "runs/bert")                          # to a Holdfast checkpoint
+    universal.convert("runs/gpt", "gpt/", to="hf", select="model.*") # what from_pretrained opens
+
+| module | what it owns |
+|---|---|
+| `source` | the records that describe a foreign checkpoint |
+| `sources` | one module per system: where its bytes lie |
+| `rules`, `patterns`, `spec`, `spec_file`, `presets` | the language for layouts: `Spec` and its rules |
+| `cuts`, `union`, `split`, `joining` | from the tensors of ranks to whole leaves, and back |
+| `recognition` | which system wrote a checkpoint |
+| `opening`, `tree`, `reduction` | a description as a checkpoint that the native path reads |
+| `conversion`, `items` | `convert`: which leaves go where, and under which names |
+| `targets`, `atomic_output` | one module per system that is written; all or nothing |
 """
 
 from __future__ import annotations
 
-from holdfast.universal.rules import Rule as Rule
-from holdfast.universal.rules import flat as flat
-from holdfast.universal.rules import fused as fused
-from holdfast.universal.rules import pad as pad
-from holdfast.universal.rules import part as part
-from holdfast.universal.rules import partial as partial
-from holdfast.universal.rules import rename as rename
-from holdfast.universal.rules import replicated as replicated
-from holdfast.universal.rules import rule as rule
-from holdfast.universal.rules import shard as shard
-from holdfast.universal.rules import tied as tied
-from holdfast.universal.rules import unique as unique
-from holdfast.universal.spec import Spec as Spec
+from holdfast.universal.recognition import describe, kinds, recognise
+from holdfast.universal.rules import (
+    Rule,
+    flat,
+    fused,
+    pad,
+    part,
+    partial,
+    rename,
+    replicated,
+    rule,
+    shard,
+    tied,
+    unique,
+)
+from holdfast.universal.source import Computed, Source, SourceLeaf, Stretch, flat_stretches
+from holdfast.universal.spec import Spec
+
+__all__ = [
+    "Computed",
+    "Rule",
+    "Source",
+    "SourceLeaf",
+    "Spec",
+    "Stretch",
+    "describe",
+    "flat",
+    "flat_stretches",
+    "fused",
+    "kinds",
+    "pad",
+    "part",
+    "partial",
+    "recognise",
+    "rename",
+    "replicated",
+    "rule",
+    "shard",
+    "tied",
+    "unique",
+]

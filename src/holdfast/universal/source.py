@@ -1,17 +1,26 @@
-"""What a foreign checkpoint is to its readers: leaves, each a set of boxes in files, and values."""
+"""What a foreign checkpoint holds, and where its bytes lie: the records that every reader of a system makes.
+
+A reader (`holdfast.universal.sources`) reads the metadata of a checkpoint and describes it with these
+records. It reads no arrays. `holdfast.universal.opening` turns the description into the records of our own
+format, so one path reads native and foreign checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import BinaryIO, Literal
 
-from holdfast.format.geometry import Box
+from holdfast.format.geometry import Box, boxes_of_range
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Elements of a box of a leaf (C order) that lie one after another in a file."""
+    """Elements of a box of a leaf (in C order) that lie one after another in a file.
+
+    `file` is an absolute path, `offset` counts bytes from its start.
+    """
 
     file: str
     offset: int
@@ -19,7 +28,26 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """The bytes of a leaf that lie in no file as they are, such as compressed ones.
+
+    `write` writes exactly all of them, in C order. It is called when the leaf is read, and the result is kept
+    in memory until another such leaf is read.
+    """
+
+    write: Callable[[BinaryIO], None]
+
+
+@dataclass(frozen=True, slots=True)
 class SourceLeaf:
+    """A named array: `stretches` are together all of it, and disjoint.
+
+    Names are ours: ``model.<parameter>``, ``optimizer.<parameter>.<state name>``. Types have the names of
+    safetensors. `copies` are further complete copies, which must be equal: `convert` compares them. `terms`
+    are further complete copies with other values: the leaf is the mean, or the sum, of all. A leaf that is
+    `computed` has no stretches.
+    """
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -28,10 +56,19 @@ class SourceLeaf:
     terms: tuple[tuple[Stretch, ...], ...] = ()
     reduce: Literal["", "mean", "sum"] = ""
     framework: Literal["torch", "numpy"] = "torch"
+    computed: Computed | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
+    """A foreign checkpoint. `path` is what the user named, `step` the optimizer's steps, 0 if not known.
+
+    `values` are plain values by dotted name. ``optimizer.param_groups`` is a list of dicts whose ``params``
+    are names of parameters. `aliases` are tied names, and the leaf that each means. `facts` are shown to the
+    user: parallel degrees, versions. `carried` are small files that belong to the model, such as
+    ``config.json``; a Hugging Face target gets copies of them.
+    """
+
     path: str
     kind: str
     step: int
@@ -39,3 +76,19 @@ class Source:
     values: Mapping[str, object] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
+    carried: tuple[str, ...] = ()
+
+
+def flat_stretches(
+    file: str, offset: int, start: int, stop: int, shape: tuple[int, ...], itemsize: int
+) -> tuple[Stretch, ...]:
+    """Elements `start` to `stop` of a flattened leaf, which lie from `offset` on in a file.
+
+    >>> flat_stretches("/run/rank0.pt", 100, 1, 5, (2, 3), 4)[1]
+    Stretch(file='/run/rank0.pt', offset=108, box=Box(start=(1, 0), shape=(1, 2)))
+    """
+    found: list[Stretch] = []
+    for box in boxes_of_range(shape, start, stop):
+        found.append(Stretch(file, offset, box))
+        offset += itemsize * math.prod(box.shape)
+    return tuple(found)

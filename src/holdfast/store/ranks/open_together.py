@@ -10,7 +10,7 @@ from holdfast.errors import CheckpointNotFound
 from holdfast.store.rank_errors import AnotherCheckpoint
 from holdfast.store.ranks.consensus import all_or_none, settle
 from holdfast.store.read.open import resolve
-from holdfast.store.read.stored_checkpoint import StoredCheckpoint
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_any
 from holdfast.team import Team
 
 _MAX_REPLACED = 100
@@ -31,7 +31,7 @@ def open_together(
     opened: StoredCheckpoint | None = None
     error: Exception | None = None
     try:
-        opened = StoredCheckpoint(path, tuning)
+        opened = open_any(path, tuning)
         if check is not None:
             check(opened)
     except Exception as raised:

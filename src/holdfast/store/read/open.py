@@ -20,6 +20,7 @@ from holdfast.format.records import Root
 from holdfast.format.shard import header_nbytes
 from holdfast.store.names import MANIFEST, PARTIAL, RETIRED, SHARD, step_name
 from holdfast.store.os_errors import open_stored, patiently, read_up_to, reading
+from holdfast.store.read import foreign
 from holdfast.store.read.listing import list_steps
 from holdfast.store.read.reader_lock import ReaderLock
 
@@ -33,7 +34,10 @@ of ranks on both sides, a shared file system would get requests for every pair o
 
 
 def resolve(path: str | os.PathLike[str]) -> str:
-    """The checkpoint a path means: itself, or the newest committed one of a run."""
+    """The checkpoint a path means: itself, or the newest committed one of a run.
+
+    Where there is neither, also one of another system.
+    """
     where = os.path.abspath(os.fspath(path))
     if where.endswith((PARTIAL, RETIRED)):
         raise IncompleteCheckpoint("this is not a committed checkpoint: the save did not finish", path=where)
@@ -41,14 +45,22 @@ def resolve(path: str | os.PathLike[str]) -> str:
         return where
     require_reachable(where)
     if not os.path.isdir(where):
+        if os.path.isfile(where):
+            if foreign.recognises(where):
+                return where
+            raise CheckpointNotFound(f"there is no checkpoint at {where}: {foreign.looked_for(where)}")
         hint = "; a save to it did not finish" if os.path.isdir(where + PARTIAL) else ""
         raise CheckpointNotFound(f"there is no checkpoint at {where}{hint}")
     with reading(where):
         steps = list_steps(where)
     if steps:
         return os.path.join(where, step_name(steps[-1]))
+    if foreign.recognises(where):
+        return where
     raise IncompleteCheckpoint(
-        "no manifest and no checkpoints inside: not a checkpoint, nor a run with one", path=where
+        "no manifest and no checkpoints inside: not a checkpoint, nor a run with one. "
+        + foreign.looked_for(where),
+        path=where,
     )
 
 

@@ -25,7 +25,7 @@ from holdfast.state import LeafMeta, Node
 from holdfast.state.merging import merge_trees
 from holdfast.state.node import leaf_names
 from holdfast.store.os_errors import open_stored, patiently, read_up_to, reading
-from holdfast.store.read.reader_lock import ReaderLock
+from holdfast.store.read.file_access import FileAccess
 
 _MAX_PINNED = 128
 """Parts whose shards stay within reach even if the checkpoint is replaced: each takes a file descriptor."""
@@ -36,7 +36,7 @@ _MAX_SOURCES = 1 << 22
 class Parts:
     """The parts of the checkpoint that `hold` holds. `where` is the path of its manifest."""
 
-    def __init__(self, root: Root, hold: ReaderLock, where: str) -> None:
+    def __init__(self, root: Root, hold: FileAccess, where: str) -> None:
         self._root = root
         self._hold = hold
         self._where = where

@@ -19,7 +19,7 @@ from holdfast.format.embedded import check_header
 from holdfast.format.records import EMBEDDED, Fragment, Leaf, Part, ShardFile
 from holdfast.plan import ByteRange
 from holdfast.store.os_errors import open_stored, patiently, reading, require_regular
-from holdfast.store.read.reader_lock import ReaderLock
+from holdfast.store.read.file_access import FileAccess
 
 
 class FragmentRequest(Struct, frozen=True, gc=False):
@@ -81,7 +81,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 class ShardReader:
     """The shards of one part, in the directory that `hold` holds for as long as anything can be read."""
 
-    def __init__(self, part: Part, hold: ReaderLock, tuning: Tuning = READING) -> None:
+    def __init__(self, part: Part, hold: FileAccess, tuning: Tuning = READING) -> None:
         self._part = part
         self._hold = hold
         self._tuning = tuning
@@ -228,9 +228,7 @@ class ShardReader:
     ) -> list[engine.Damage]:
         path = self.path(file)
         with reading(self.shown_path(file)):
-            # By name: what holds a file open by descriptor does not say on which device it is.
-            beside = os.path.join(file.volume or self._hold.directory, file.name)
-            tuning = replace(self._tuning, backend=engine.choose_read_backend(beside, self._tuning.backend))
+            tuning = replace(self._tuning, backend=self.backend(file))
             return engine.read(
                 path,
                 pieces,
@@ -276,6 +274,12 @@ class ShardReader:
         elif digest(header) != file.header_xxh3:
             return [Problem(self.shown_path(file), "the shard's header does not match its checksum", None)]
         return []
+
+    def backend(self, file: ShardFile) -> engine.Backend:
+        """How to read it."""
+        # By name: what holds a file open by descriptor does not say on which device it is.
+        beside = os.path.join(file.volume or self._hold.directory, file.name)
+        return engine.choose_read_backend(beside, self._tuning.backend)
 
     def path(self, file: ShardFile) -> str:
         """The path to open a shard by."""

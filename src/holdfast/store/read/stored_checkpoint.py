@@ -20,10 +20,18 @@ from typing import Any
 from msgspec import structs
 
 from holdfast.engine import ALIGNMENT, READING, Memory, Tuning
-from holdfast.errors import CorruptCheckpoint, LeafNotFound, ReadFailed, StateMismatch, UnsupportedState
+from holdfast.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    LeafNotFound,
+    ReadFailed,
+    StateMismatch,
+    UnsupportedState,
+)
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import whole
-from holdfast.format.records import EMBEDDED, Leaf, Part
+from holdfast.format.records import EMBEDDED, Leaf, Part, Root
 from holdfast.state import (
     Framework,
     FreshArrays,
@@ -39,6 +47,8 @@ from holdfast.state import (
 from holdfast.state.node import localized
 from holdfast.store.names import MANIFEST, SHARD, is_step_name, step_name
 from holdfast.store.os_errors import shows_damage
+from holdfast.store.read.file_access import FileAccess
+from holdfast.store.read.foreign import open_foreign
 from holdfast.store.read.gather import FileReads, fetch, plan_fetch
 from holdfast.store.read.lazy_leaf import LazyLeaf
 from holdfast.store.read.open import newest, open_checkpoint
@@ -69,12 +79,18 @@ class StoredCheckpoint:
     """
 
     def __init__(self, path: str, tuning: Tuning = READING) -> None:
-        self.path = path
+        hold, root = open_checkpoint(path)
+        embedded = any(file.header_xxh3 == EMBEDDED for file in root.part.files)
+        self._begin(hold, root, os.path.join(path, SHARD if embedded else MANIFEST), tuning)
+
+    def _begin(self, hold: FileAccess, root: Root, manifest_path: str, tuning: Tuning) -> None:
+        """From records that have been checked, to files that `hold` gives access to."""
+        self.path = hold.path
+        self._hold = hold
+        self.root = root
+        self.manifest_path = manifest_path
         self._tuning = tuning
-        self._hold, self.root = open_checkpoint(path)
-        embedded = any(file.header_xxh3 == EMBEDDED for file in self.root.part.files)
-        self.manifest_path = os.path.join(path, SHARD if embedded else MANIFEST)
-        self.parts = Parts(self.root, self._hold, self.manifest_path)
+        self.parts = Parts(root, hold, manifest_path)
 
     @property
     def step(self) -> int:
@@ -97,6 +113,11 @@ class StoredCheckpoint:
     @property
     def metrics(self) -> dict[str, float]:
         return dict(self.root.metrics)
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Of a foreign checkpoint: what else is known of it, to be shown. None of one of ours."""
+        return {}
 
     @property
     def tree(self) -> Node:
@@ -517,7 +538,18 @@ def _info(meta: LeafMeta, alias_of: str | None) -> LeafInfo:
 
 def open_newest(path: str | os.PathLike[str], tuning: Tuning = READING) -> StoredCheckpoint:
     """The checkpoint that a path means: itself, or the newest one of a run."""
-    return newest(path, functools.partial(StoredCheckpoint, tuning=tuning))
+    return newest(path, functools.partial(open_any, tuning=tuning))
+
+
+def open_any(path: str, tuning: Tuning = READING) -> StoredCheckpoint:
+    """The checkpoint at a path: one of ours, or else one of another system."""
+    try:
+        return StoredCheckpoint(path, tuning)
+    except (CheckpointNotFound, IncompleteCheckpoint):
+        found: StoredCheckpoint | None = open_foreign(path, tuning)
+        if found is None:
+            raise
+        return found
 
 
 def refuse_fresh(framework: Framework | None, device: Any) -> None:

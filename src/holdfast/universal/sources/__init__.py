@@ -1,1 +1,23 @@
-"""One module per system."""
+"""One module per system: it knows where the bytes of that system's checkpoints lie, and reads no arrays.
+
+Each module has
+
+- ``KIND``: its name, as ``--from`` takes it; ``WANTED``: the files it looks for, in words,
+- ``looks_like(path)``: what was found that says that the checkpoint is of this system, or None. It must be
+  quick, and must not raise for anything that exists,
+- ``describe(path, spec)``: the `holdfast.universal.source.Source`.
+
+`SOURCES` are asked in their order: the more particular ones first.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from holdfast.universal.sources import hf, npz, safetensors
+
+SOURCES: tuple[ModuleType, ...] = (
+    hf,
+    safetensors,
+    npz,
+)

@@ -1,0 +1,52 @@
+"""Floating-point elements from one type to another, rounded to nearest, ties to even. Needs numpy only."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Floats = np.ndarray[Any, np.dtype[Any]]
+
+FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+"""The types that can be cast to each other."""
+_CODES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+
+
+def cast(data: Bytes, dtype: str, to: str) -> Bytes:
+    """The bytes of elements of type `dtype` as those of type `to`."""
+    return data if dtype == to else from_floats(to_floats(data, dtype), to)
+
+
+def to_floats(data: Bytes, dtype: str) -> Floats:
+    """The elements in a type of numpy that has all their values."""
+    if dtype == "BF16":
+        return (data.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
+    return data.view(_CODES[dtype])
+
+
+def from_floats(values: Floats, dtype: str) -> Bytes:
+    """The bytes of the elements in a type, each rounded once."""
+    if dtype != "BF16":
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, as everywhere
+            return np.ascontiguousarray(values, _CODES[dtype]).view(np.uint8).reshape(-1)
+    narrow = np.ascontiguousarray(values, "<f4") if values.dtype.itemsize <= 4 else _to_odd(values)
+    bits = narrow.view("<u4")
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    found = np.where(np.isnan(narrow), quiet, rounded).astype("<u2")
+    return found.view(np.uint8).reshape(-1)
+
+
+def _to_odd(values: Floats) -> Floats:
+    """Doubles as floats that round on as the doubles would: what is not exact gets an odd last bit."""
+    with np.errstate(over="ignore"):
+        narrow = np.ascontiguousarray(values, "<f4")
+    back = narrow.astype("<f8")
+    inexact = (back != values) & np.isfinite(narrow)
+    bits = narrow.view("<u4").copy()
+    # Towards zero first, then the last bit says that something was cut off.
+    bits[inexact & (np.abs(back) > np.abs(values))] -= np.uint32(1)
+    bits[inexact] |= np.uint32(1)
+    return bits.view("<f4")

@@ -1,0 +1,33 @@
+"""Checkpoints that other systems wrote. They are looked for only where there is none of ours.
+
+The readers of foreign checkpoints are a layer above this one, which this one must not import. So they are
+known by the name of a module, which is imported when a path holds no checkpoint of ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_READERS = "holdfast.universal.opening"
+"""Has ``recognises(path)``, ``open_foreign(path, tuning)`` and ``looked_for(path)``."""
+
+
+def _readers() -> Any:
+    return importlib.import_module(_READERS)
+
+
+def recognises(path: str) -> bool:
+    """Whether there is a checkpoint of another system."""
+    return bool(_readers().recognises(path))
+
+
+def open_foreign(path: str, tuning: Any) -> Any:
+    """A `StoredCheckpoint` of what another system wrote; None if there is nothing that is known."""
+    readers = _readers()
+    return readers.open_foreign(path, tuning) if readers.recognises(path) else None
+
+
+def looked_for(path: str) -> str:
+    """For an error message: what was looked for in vain, and what was found instead."""
+    return str(_readers().looked_for(path))

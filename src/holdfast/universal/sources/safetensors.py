@@ -1,0 +1,86 @@
+"""Safetensors files, of any writer.
+
+Most hold the weights of a model, so their names get the prefix ``model.``. A file that Holdfast exported says
+in its metadata which prefix its names have lost, which leaves are tied, and the types that safetensors lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
+from holdfast.format.dtypes import carrier, is_known
+from holdfast.format.geometry import whole
+from holdfast.format.shard import LENGTH_NBYTES, Header, HeaderEntry, header_nbytes, is_pad, parse_header
+from holdfast.store.os_errors import open_stored, reading
+from holdfast.universal.source import Source, SourceLeaf, Stretch
+
+KIND = "safetensors"
+WANTED = "a file that ends in .safetensors"
+PREFIX = "model."
+
+
+def looks_like(path: str) -> str | None:
+    return "a .safetensors file" if path.endswith(".safetensors") and os.path.isfile(path) else None
+
+
+def describe(path: str, spec: object) -> Source:
+    header = read_header(path)
+    names = Names(header.metadata, path)
+    leaves = tuple(leaf_of(path, header, entry, names) for entry in header.entries if not is_pad(entry.name))
+    facts = {"writer": "holdfast export"} if names.exported else {}
+    return Source(path, KIND, names.step, leaves, aliases=names.aliases, facts=facts)
+
+
+def read_header(path: str) -> Header:
+    """The header of a file. `CorruptCheckpoint` if the file is not what it says."""
+    try:
+        with reading(path), open_stored(path, path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            data = file.read(LENGTH_NBYTES)
+            data += file.read(header_nbytes(data, nbytes, path) - LENGTH_NBYTES)
+    except OSError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise IncompleteCheckpoint("the file is missing", path=path) from error
+        raise
+    return parse_header(data, nbytes, path)
+
+
+class Names:
+    """What the metadata of a file says about names; of a file that Holdfast did not export, nothing."""
+
+    def __init__(self, metadata: Mapping[str, str], path: str) -> None:
+        self.exported = "holdfast.id" in metadata
+        self.prefix = metadata.get("holdfast.prefix", "") if self.exported else PREFIX
+        step = metadata.get("holdfast.step", "0") if self.exported else "0"
+        self.step = int(step) if step.isascii() and step.isdigit() and len(step) <= 12 else 0
+        self.dtypes = self._table(metadata, "holdfast.dtypes", path)
+        tied = self._table(metadata, "holdfast.tied", path)
+        self.aliases = {self.prefix + name: self.prefix + of for name, of in tied.items()}
+
+    def _table(self, metadata: Mapping[str, str], key: str, path: str) -> dict[str, str]:
+        if not self.exported or key not in metadata:
+            return {}
+        try:
+            found = json.loads(metadata[key])
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+            raise CorruptCheckpoint(f"metadata {key!r} is not a table of names", path=path)
+        return found
+
+
+def leaf_of(path: str, header: Header, entry: HeaderEntry, names: Names) -> SourceLeaf:
+    """The leaf that an entry of a file is."""
+    name = entry.name.removeprefix("leaf:") if names.exported else entry.name
+    dtype, shape = names.dtypes.get(name, entry.dtype), entry.shape
+    if dtype != entry.dtype:
+        tail = carrier(dtype).tail if is_known(dtype) else None
+        if tail is None or carrier(dtype).name != entry.dtype or shape[len(shape) - len(tail) :] != tail:
+            raise CorruptCheckpoint(f"type {dtype[:40]!r} does not fit the entry", path=path, leaf=name)
+        shape = shape[: len(shape) - len(tail)]
+    framework = "numpy" if header.metadata.get("format") == "np" else "torch"
+    stretch = Stretch(path, header.data_start + entry.begin, whole(shape))
+    return SourceLeaf(names.prefix + name, dtype, shape, (stretch,), framework=framework)  # type: ignore[arg-type]
