@@ -37,6 +37,7 @@ ERRORS = {
     "CheckpointClosed": ValueError,
     "LeafNotFound": KeyError,
     "StateMismatch": ValueError,
+    "UnsupportedSource": ValueError,
     "UnsupportedState": TypeError,
     "Locked": BlockingIOError,
     "RunInUse": FileExistsError,

@@ -34,6 +34,7 @@ from holdfast.errors import StorageDenied as StorageDenied
 from holdfast.errors import StorageFull as StorageFull
 from holdfast.errors import StorageMissing as StorageMissing
 from holdfast.errors import UnsupportedCheckpoint as UnsupportedCheckpoint
+from holdfast.errors import UnsupportedSource as UnsupportedSource
 from holdfast.errors import UnsupportedState as UnsupportedState
 from holdfast.state.per_rank import per_rank as per_rank
 from holdfast.state.rng import rng as rng

@@ -73,6 +73,13 @@ class UnsupportedCheckpoint(HoldfastError, NotImplementedError):
     """An intact checkpoint that this version of Holdfast cannot read. Upgrade Holdfast."""
 
 
+class UnsupportedSource(HoldfastError, ValueError):
+    """A foreign checkpoint that is not recognised, or is laid out in a way that is not known.
+
+    The message says what was looked for and found. Nothing of the file was run and nothing was written.
+    """
+
+
 class CheckpointClosed(HoldfastError, ValueError):
     """Something was to be read from a checkpoint after its `close`. Read inside of the ``with`` block."""
 

@@ -1,0 +1,1 @@
+"""Foreign checkpoints: what other systems wrote, described so that the native path reads it."""

@@ -1,0 +1,1 @@
+"""One module per system, which says where the bytes of its checkpoints lie."""
