@@ -1,0 +1,65 @@
+"""Reads the leaves of a foreign checkpoint by hand, the slow and obvious way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from holdfast.format import dtypes
+from holdfast.universal.source import Source, SourceLeaf, Stretch
+
+_TORCH = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "C128": torch.complex128,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+def assembled(leaf: SourceLeaf, stretches: Sequence[Stretch] | None = None) -> torch.Tensor:
+    """A leaf as a tensor. Fails if its stretches overlap or leave something out."""
+    size = dtypes.itemsize(leaf.dtype)
+    found = np.zeros((*leaf.shape, size), dtype=np.uint8)
+    times = np.zeros(leaf.shape, dtype=np.int64)
+    for stretch in leaf.stretches if stretches is None else stretches:
+        nbytes = stretch.box.volume * size
+        with open(stretch.file, "rb") as file:
+            file.seek(stretch.offset)
+            data = file.read(nbytes)
+        assert len(data) == nbytes, f"{leaf.name}: {stretch} reaches past the end of the file"
+        where = tuple(slice(a, b) for a, b in zip(stretch.box.start, stretch.box.stop, strict=True))
+        found[where] = np.frombuffer(data, dtype=np.uint8).reshape((*stretch.box.shape, size))
+        times[where] += 1
+    assert (times == 1).all(), f"{leaf.name}: elements are missing or doubled"
+    flat = torch.frombuffer(bytearray(found.tobytes()), dtype=torch.uint8) if found.size else torch.empty(0)
+    kind = _TORCH[leaf.dtype]
+    return flat.view(kind).reshape(leaf.shape) if found.size else torch.empty(leaf.shape, dtype=kind)
+
+
+def by_name(source: Source) -> dict[str, torch.Tensor]:
+    """Every leaf of a source, aliases included."""
+    leaves = {leaf.name: assembled(leaf) for leaf in source.leaves}
+    assert len(leaves) == len(source.leaves), "two leaves have one name"
+    return {**leaves, **{name: leaves[leaf] for name, leaf in source.aliases.items()}}
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, name: str = "") -> None:
+    """Equal in type, shape and every bit."""
+    expected = expected.detach().contiguous()
+    assert found.dtype == expected.dtype, name
+    assert found.shape == expected.shape, name
+    a = found.contiguous().flatten().view(torch.uint8) if found.numel() else found
+    b = expected.flatten().view(torch.uint8) if expected.numel() else expected
+    assert torch.equal(a, b), f"{name} differs"
