@@ -1,0 +1,335 @@
+"""Megatron-LM: a directory ``mp_rank_TT[_PPP]`` for each tensor- and pipeline-parallel rank.
+
+Each holds ``model_optim_rng.pt`` (or ``model_rng.pt``). A pipeline stage numbers its layers from 0, so names get the
+number of the layers before it. With interleaved stages a file has ``model0``, ``model1`` and so on; the first of all
+stages come before the second. Which parameter is cut how over tensor-parallel ranks is told by a spec; without one,
+by the preset ``megatron-gpt`` with the arguments that the files have.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
+from holdfast.universal.joining import Holders, join, join_one, replicated_rule
+from holdfast.universal.source import Source, SourceLeaf
+from holdfast.universal.sources.megatron_optimizer import OptimizerState, read_optimizer
+from holdfast.universal.spec import Assigned, Spec
+from holdfast.universal.torch_file import StoredTensor, read_torch_file
+
+KIND = "megatron"
+WANTED = "mp_rank_XX[_YYY]/model_optim_rng.pt, or latest_checkpointed_iteration.txt beside such directories"
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_LAYER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(\..*)", re.DOTALL)
+_CHUNK = re.compile(r"model(\d*)")
+_INERT = (
+    "megatron.core.enums.ModelType",
+    "megatron.model.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunState",
+)
+"""Classes of Megatron that its arguments mention. Their objects are read by name only and are not used."""
+
+
+def looks_like(path: str) -> str | None:
+    """The directories of ranks that were found."""
+    try:
+        found = _rank_files(_directory(path))
+    except UnsupportedSource:
+        return "directories mp_rank_* with expert-parallel ranks"
+    except (OSError, ValueError):
+        return None
+    return f"{len(found)} directories mp_rank_*" if found else None
+
+
+def parameters(path: str) -> list[str]:
+    """The names that a spec is asked for, in the order of the model."""
+    return list(_read(path).tensors)
+
+
+def describe(path: str, spec: Spec | None = None) -> Source:
+    """Where the parameters and the optimizer's state of a checkpoint lie."""
+    found = _read(path)
+    taken = (spec or found.preset()).assign(found.tensors)
+    model = join(taken, found.tensors)
+    leaves, aliases = list(model.leaves), dict(model.aliases)
+    values: dict[str, object] = {"iteration": found.step}
+    optimizer = _join_optimizer(found, taken, leaves, aliases, values)
+    for name, value in found.args.items():
+        if _is_plain(value):
+            values[f"args.{name}"] = value
+    first = found.ranks[0, 0].content
+    if _is_plain(first.get("opt_param_scheduler")) and first.get("opt_param_scheduler"):
+        values["opt_param_scheduler"] = first["opt_param_scheduler"]
+    facts = {
+        "tensor parallel": str(found.tp),
+        "pipeline parallel": str(found.pp),
+        "optimizer state": optimizer,
+        "checkpoint version": str(first.get("checkpoint_version", 0)),
+    }
+    return Source(path, KIND, found.step, tuple(leaves), values, aliases, facts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """The file of one rank. `chunks` are its parts of the model: local name -> tensor, in order."""
+
+    file: str
+    content: Mapping[str, Any]
+    chunks: tuple[Mapping[str, StoredTensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    tp: int
+    pp: int
+    step: int
+    ranks: Mapping[tuple[int, int], _Rank]
+    first_layers: Mapping[tuple[int, int], int]
+    tensors: Mapping[str, Holders]
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        found = self.ranks[0, 0].content.get("args")
+        return found if isinstance(found, Mapping) else {}
+
+    def preset(self) -> Spec:
+        args = self.args
+        vocabulary = args.get("vocab_size")
+        version = self.ranks[0, 0].content.get("checkpoint_version", 0)
+        return Spec.preset(
+            "megatron-gpt",
+            vocab_size=vocabulary if isinstance(vocabulary, int) else None,
+            swiglu=bool(args.get("swiglu")),
+            checkpoint_version=version if isinstance(version, (int, float)) else 0,
+            tied_output=not args.get("untie_embeddings_and_output_weights", False),
+        )
+
+
+def _directory(path: str) -> str:
+    """The directory that holds those of the ranks."""
+    latest = os.path.join(path, _LATEST)
+    if not os.path.isfile(latest):
+        return path
+    with open(latest, encoding="utf-8", errors="replace") as file:
+        text = file.read(64).strip()
+    if text == "release":
+        return os.path.join(path, text)
+    if not text.isdecimal():
+        raise CorruptCheckpoint(f"it has {text!r}, which is no iteration", path=latest)
+    return os.path.join(path, f"iter_{int(text):07d}")
+
+
+def _rank_files(directory: str) -> dict[tuple[int, int], str]:
+    """The file of every rank, by tensor- and pipeline-parallel rank."""
+    found: dict[tuple[int, int], str] = {}
+    if not os.path.isdir(directory):
+        return found
+    for name in sorted(os.listdir(directory)):
+        matched = _RANK.fullmatch(name)
+        if matched is None:
+            continue
+        if matched[3]:
+            raise UnsupportedSource(f"{directory}: {name}: expert-parallel ranks are not read")
+        files = [os.path.join(directory, name, file) for file in _FILES]
+        present = next((file for file in files if os.path.isfile(file)), files[0])
+        found[int(matched[1]), int(matched[2] or 0)] = present
+    return found if any(map(os.path.isfile, found.values())) else {}
+
+
+def _read(path: str) -> _Checkpoint:
+    directory = _directory(path)
+    files = _rank_files(directory)
+    if not files:
+        raise IncompleteCheckpoint("it has no directory mp_rank_* with a checkpoint", path=directory)
+    tp, pp = (max(numbers) + 1 for numbers in zip(*files, strict=True))
+    ranks: dict[tuple[int, int], _Rank] = {}
+    for key in ((t, p) for p in range(pp) for t in range(tp)):
+        if key not in files:
+            name = f"mp_rank_{key[0]:02d}" + (f"_{key[1]:03d}" if pp > 1 else "")
+            raise IncompleteCheckpoint("the file of this rank is missing", path=os.path.join(directory, name))
+        ranks[key] = _read_rank(files[key])
+    step = _common_step(ranks)
+    _require_degrees(ranks[0, 0], tp, pp)
+    first_layers = _first_layers(ranks, pp)
+    return _Checkpoint(tp, pp, step, ranks, first_layers, _tensors(ranks, first_layers, tp))
+
+
+def _read_rank(file: str) -> _Rank:
+    content = read_torch_file(file, allowed=_INERT)
+    if not isinstance(content, Mapping):
+        raise UnsupportedSource(f"{file}: a {type(content).__name__}, not the dictionary that Megatron saves")
+    chunks: list[tuple[int, Any]] = []
+    for key, value in content.items():
+        matched = _CHUNK.fullmatch(key) if isinstance(key, str) else None
+        if matched is not None and isinstance(value, Mapping):
+            chunks.append((int(matched[1] or 0), value))
+    if not chunks:
+        raise UnsupportedSource(
+            f"{file}: it has no 'model'; it has {', '.join(map(str, list(content)[:20]))}"
+        )
+    chunks.sort(key=lambda pair: pair[0])
+    return _Rank(file, content, tuple(dict(_flatten(file, value)) for _, value in chunks))
+
+
+def _flatten(file: str, tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, StoredTensor]]:
+    """Nested dictionaries of older versions, by dotted names. State of transformer-engine is left out."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name.endswith("_extra_state") or value is None:
+            continue
+        if isinstance(value, StoredTensor):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _flatten(file, value, f"{name}.")
+        else:
+            raise UnsupportedSource(f"{file}: {name!r} is a {type(value).__name__}, not a tensor")
+
+
+def _common_step(ranks: Mapping[tuple[int, int], _Rank]) -> int:
+    steps = {rank.file: rank.content.get("iteration", 0) for rank in ranks.values()}
+    first = next(iter(steps.values()))
+    for file, step in steps.items():
+        if step != first:
+            raise CorruptCheckpoint(f"it is of iteration {step}, but other ranks are of {first}", path=file)
+    return first if isinstance(first, int) else 0
+
+
+def _require_degrees(rank: _Rank, tp: int, pp: int) -> None:
+    args = rank.content.get("args")
+    for name, found in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
+        said = args.get(name) if isinstance(args, Mapping) else None
+        if isinstance(said, int) and said != found:
+            raise IncompleteCheckpoint(
+                f"{name} is {said}, but there are directories for {found}", path=rank.file
+            )
+
+
+def _first_layers(ranks: Mapping[tuple[int, int], _Rank], pp: int) -> dict[tuple[int, int], int]:
+    """The number of the first layer of each (chunk, stage)."""
+    chunks = {len(ranks[0, stage].chunks) for stage in range(pp)}
+    if len(chunks) > 1:
+        raise CorruptCheckpoint("stages have different numbers of model chunks", path=ranks[0, 0].file)
+    first: dict[tuple[int, int], int] = {}
+    total = 0
+    for chunk in range(chunks.pop()):
+        for stage in range(pp):
+            first[chunk, stage] = total
+            rank = ranks[0, stage]
+            matched = [_LAYER.fullmatch(name) for name in rank.chunks[chunk]]
+            numbers = {int(found[2]) for found in matched if found is not None}
+            if numbers != set(range(len(numbers))):
+                raise UnsupportedSource(
+                    f"{rank.file}: its layers are numbered {sorted(numbers)[:20]}, not from 0"
+                )
+            total += len(numbers)
+    return first
+
+
+def _global_name(name: str, first: int) -> str:
+    matched = _LAYER.fullmatch(name)
+    return name if matched is None else f"{matched[1]}{int(matched[2]) + first}{matched[3]}"
+
+
+def _tensors(
+    ranks: Mapping[tuple[int, int], _Rank], first_layers: Mapping[tuple[int, int], int], tp: int
+) -> dict[str, list[list[StoredTensor]]]:
+    """Every parameter by its name in the whole model; stages that hold the same one hold copies."""
+    found: dict[str, list[list[StoredTensor]]] = {}
+    for (chunk, stage), first in first_layers.items():
+        leader = ranks[0, stage]
+        for local in leader.chunks[chunk]:
+            holders = found.setdefault(_global_name(local, first), [[] for _ in range(tp)])
+            for number in range(tp):
+                rank = ranks[number, stage]
+                if local not in rank.chunks[chunk]:
+                    raise CorruptCheckpoint(
+                        f"it is missing; {leader.file} has it", path=rank.file, leaf=local
+                    )
+                holders[number].append(rank.chunks[chunk][local])
+        for number in range(1, tp):
+            rank = ranks[number, stage]
+            extra = next((name for name in rank.chunks[chunk] if name not in leader.chunks[chunk]), None)
+            if extra is not None:
+                raise CorruptCheckpoint(f"{leader.file} does not have it", path=rank.file, leaf=extra)
+    return found
+
+
+def _join_optimizer(
+    found: _Checkpoint,
+    taken: tuple[Assigned, ...],
+    leaves: list[SourceLeaf],
+    aliases: dict[str, str],
+    values: dict[str, object],
+) -> str:
+    """Adds what the optimizer holds of each parameter; says what was found."""
+    states: dict[tuple[int, int], OptimizerState] = {}
+    for (tensor, stage), rank in found.ranks.items():
+        names = {
+            _global_name(name, found.first_layers[chunk, stage]): stored.shape
+            for chunk, held in enumerate(rank.chunks)
+            for name, stored in held.items()
+        }
+        state = read_optimizer(rank.file, rank.content.get("optimizer"), names)
+        if state is None:
+            beside = os.path.join(os.path.dirname(rank.file), "distrib_optim.pt")
+            return "of a distributed optimizer, not read" if os.path.exists(beside) else "none"
+        states[tensor, stage] = state
+    kinds = sorted({kind for state in states.values() for held in state.tensors.values() for kind in held})
+    for kind in kinds:
+        held: dict[str, list[list[StoredTensor]]] = {}
+        for (tensor, _), state in states.items():
+            for name, kept in state.tensors.items():
+                if kind in kept:
+                    held.setdefault(name, [[] for _ in range(found.tp)])[tensor].append(kept[kind])
+        alike = {
+            name: holders
+            for name, holders in held.items()
+            if _shapes(holders) == _shapes(found.tensors[name])
+        }
+        joined = join(taken, alike, "optimizer.", f".{kind}")
+        leaves.extend(joined.leaves)
+        for assigned in taken:
+            name = assigned.name
+            if name in held and name not in alike and assigned.tied_to is None:
+                leaf = f"optimizer.{assigned.new_name}.{kind}"
+                leaves.append(join_one(name, leaf, replicated_rule(assigned.rule), held[name]))
+    new_names = {assigned.name: assigned.new_name for assigned in taken if assigned.tied_to is None}
+    for state in states.values():
+        for name, numbers in state.values.items():
+            for kind, value in numbers.items():
+                if name in new_names:
+                    values[f"optimizer.{new_names[name]}.{kind}"] = value
+    groups: list[dict[str, object]] = []
+    for stage in range(found.pp):
+        for number, group in enumerate(states[0, stage].groups):
+            if number == len(groups):
+                groups.append({**group.options, "params": []})
+            params = groups[number]["params"]
+            assert isinstance(params, list)
+            params.extend(new_names[name] for name in group.names if name in new_names)
+    values["optimizer.param_groups"] = groups
+    return ", ".join(kinds) or "none"
+
+
+def _shapes(holders: Holders) -> list[list[tuple[int, ...]]]:
+    return [[stored.shape for stored in copies] for copies in holders]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(
+            isinstance(k, (str, int)) and _is_plain(v) for k, v in value.items()
+        )
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
