@@ -1,6 +1,7 @@
 """Writes a small model as Megatron does: tensor-parallel x pipeline-parallel rank files, with torch.save.
 
-The layouts are written out by hand here and not by `holdfast.universal.split`: they are what is tested against.
+The layouts are written out by hand here and not by `holdfast.universal.split`: they are what is tested
+against.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Megatron directories: every rule of the preset, tensor x pipeline parallel, and everything that can be wrong."""
+"""Megatron directories: every rule of the preset, tensor x pipeline parallel, and what can be wrong."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_spec_of_the_user_takes_the_place_of_the_preset(tmp_path: Path) -> Non
     with pytest.raises(SpecError, match="no rule matches") as caught:
         megatron.describe(path, own)
     assert len(caught.value.names) == len(model.whole) - 2 + 1
-    with pytest.raises(SpecError, match="'language_model.embedding.word_embeddings.weight'.*does not fit"):
+    with pytest.raises(SpecError, match=r"'language_model.embedding.word_embeddings.weight'.*does not fit"):
         megatron.describe(path, Spec([rule("*embedding*", shard(5)), rule("*", replicated())]))
 
 

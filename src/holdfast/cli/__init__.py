@@ -1,9 +1,9 @@
 """cli: the command ``holdfast``. It parses options and prints; `holdfast.inspect` and others do the work.
 
-A module per command (`ls`, `show`, `verify`, `diff`, `stats`, `export`, `prune`, `drill`, `doctor`, `bench`)
-holds its options and prints its result. They share `session` (consoles, ``--json``, progress), `errors` (how
-an error becomes a message and an exit code) and `words` (numbers as people read them). `stats_plot` draws
-what `stats` prints.
+A module per command (`ls`, `show`, `verify`, `diff`, `stats`, `export`, `prune`, `spec`, `drill`, `doctor`,
+`bench`) holds its options and prints its result. They share `session` (consoles, ``--json``, progress),
+`errors` (how an error becomes a message and an exit code) and `words` (numbers as people read them).
+`stats_plot` draws what `stats` prints.
 
 Modules of commands import what they need when they are called, so that ``holdfast --help`` answers at once.
 """

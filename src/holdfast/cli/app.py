@@ -19,6 +19,7 @@ from holdfast.cli.ls import ls
 from holdfast.cli.prune import prune
 from holdfast.cli.session import close_output
 from holdfast.cli.show import show
+from holdfast.cli.spec import spec
 from holdfast.cli.stats import stats
 from holdfast.cli.verify import verify
 
@@ -43,6 +44,8 @@ for _panel, _commands in (
 ):
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
+
+app.add_typer(spec, name="spec", rich_help_panel=_LOOK)
 
 # What follows the first word of the drilled command is that command's, also where it looks like an option.
 app.command(rich_help_panel=_TRAINING, context_settings={"allow_interspersed_args": False})(drill)

@@ -1,7 +1,7 @@
 """All parameters of a checkpoint by a spec: the tensors of ranks to leaves and tied names.
 
-`union` joins one parameter. This module does it for all of them, and keeps the promises about tied ones: what a tied
-name holds in the files becomes a further copy of the leaf, so that a difference is found.
+`union` joins one parameter. This module does it for all of them, and keeps the promises about tied ones: what
+a tied name holds in the files becomes a further copy of the leaf, so that a difference is found.
 """
 
 from __future__ import annotations

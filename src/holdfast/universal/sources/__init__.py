@@ -7,7 +7,8 @@ Each module has
   quick, and must not raise for anything that exists,
 - ``describe(path, spec)``: the `holdfast.universal.source.Source`.
 
-A module whose parameters a spec lays out also has ``parameters(path)``: the names that its rules are asked for.
+A module whose parameters a spec lays out also has ``parameters(path)``: the names that its rules are asked
+for.
 
 `SOURCES` are asked in their order: the more particular ones first.
 """

@@ -1,9 +1,9 @@
 """Megatron-LM: a directory ``mp_rank_TT[_PPP]`` for each tensor- and pipeline-parallel rank.
 
-Each holds ``model_optim_rng.pt`` (or ``model_rng.pt``). A pipeline stage numbers its layers from 0, so names get the
-number of the layers before it. With interleaved stages a file has ``model0``, ``model1`` and so on; the first of all
-stages come before the second. Which parameter is cut how over tensor-parallel ranks is told by a spec; without one,
-by the preset ``megatron-gpt`` with the arguments that the files have.
+Each holds ``model_optim_rng.pt`` (or ``model_rng.pt``). A pipeline stage numbers its layers from 0, so names
+get the number of the layers before it. With interleaved stages a file has ``model0``, ``model1`` and so on;
+the first of all stages come before the second. Which parameter is cut how over tensor-parallel ranks is told
+by a spec; without one, by the preset ``megatron-gpt`` with the arguments that the files have.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Megatron's optimizer state, which is kept by number: which parameter each number means.
 
-Parameters are numbered group by group, in the order of the model. Megatron makes one group of all parameters, or one
-of those with weight decay (matrices) and one of those without (biases and vectors). Shapes decide which it is; if
-none fits, the layout is not known.
+Parameters are numbered group by group, in the order of the model. Megatron makes one group of all parameters,
+or one of those with weight decay (matrices) and one of those without (biases and vectors). Shapes decide
+which it is; if none fits, the layout is not known.
 """
 
 from __future__ import annotations

@@ -1,0 +1,56 @@
+"""`check_spec`: does a spec fit a checkpoint, and which rule takes which parameter."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from holdfast.errors import CheckpointNotFound, SpecError
+from holdfast.universal.recognition import describe, find_kind, recognise
+from holdfast.universal.spec import Explanation, Spec
+
+_MODEL = "model."
+
+
+@dataclass(frozen=True, slots=True)
+class SpecCheck:
+    """`parameters` says which rule takes each. `problem` is the first thing that does not fit, if any."""
+
+    kind: str
+    parameters: tuple[Explanation, ...]
+    problem: str | None
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        return tuple(found.name for found in self.parameters if found.rule is None)
+
+    def unused(self, spec: Spec) -> tuple[int, ...]:
+        """The numbers of the rules that take nothing."""
+        used = {found.number for found in self.parameters}
+        return tuple(number for number in range(1, len(spec.rules) + 1) if number not in used)
+
+
+def check_spec(spec: Spec, path: str | os.PathLike[str]) -> SpecCheck:
+    """Tries a spec on a foreign checkpoint: its names, and the shapes if all names have a rule."""
+    where = os.path.abspath(os.fspath(path))
+    if not os.path.exists(where):
+        raise CheckpointNotFound(f"there is no checkpoint at {where}")
+    kind = recognise(where)
+    explained = spec.explain(parameter_names(where))
+    problem: str | None = None
+    try:
+        spec.assign(found.name for found in explained)
+        describe(where, spec=spec)
+    except SpecError as error:
+        problem = str(error)
+    return SpecCheck(kind, explained, problem)
+
+
+def parameter_names(path: str) -> list[str]:
+    """The names that rules are asked for: those of the system's own files."""
+    module = find_kind(path)
+    if module is not None and hasattr(module, "parameters"):
+        return list(module.parameters(path))
+    names = [leaf.name for leaf in describe(path).leaves]
+    models = [name.removeprefix(_MODEL) for name in names if name.startswith(_MODEL)]
+    return models or names
