@@ -11,7 +11,7 @@
 | `source` | the records that describe a foreign checkpoint |
 | `sources` | one module per system: where its bytes lie |
 | `rules`, `patterns`, `spec`, `spec_file`, `presets` | the language for layouts: `Spec` and its rules |
-| `cuts`, `union`, `split`, `joining` | from the tensors of ranks to whole leaves, and back |
+| `cuts`, `union`, `split`, `joining`, `whole_source` | from the tensors of ranks to whole leaves, and back |
 | `recognition` | which system wrote a checkpoint |
 | `opening`, `tree`, `reduction` | a description as a checkpoint that the native path reads |
 | `conversion`, `items` | `convert`: which leaves go where, and under which names |

@@ -9,6 +9,8 @@ from holdfast.errors import CheckpointNotFound, UnsupportedSource
 from holdfast.store.names import PARTIAL, RETIRED
 from holdfast.universal.source import Source
 from holdfast.universal.sources import SOURCES
+from holdfast.universal.spec import Spec
+from holdfast.universal.whole_source import apply_spec
 
 _SHOWN = 6
 
@@ -36,7 +38,7 @@ def find_kind(path: str) -> ModuleType | None:
     return next((module for module in SOURCES if module.looks_like(path) is not None), None)
 
 
-def describe(path: str | os.PathLike[str], kind: str = "auto", spec: object = None) -> Source:
+def describe(path: str | os.PathLike[str], kind: str = "auto", spec: Spec | None = None) -> Source:
     """The description of a foreign checkpoint. `kind`: the system that wrote it, if that is known."""
     where = os.path.abspath(os.fspath(path))
     if kind == "auto":
@@ -46,7 +48,8 @@ def describe(path: str | os.PathLike[str], kind: str = "auto", spec: object = No
             if not os.path.exists(where):
                 raise CheckpointNotFound(f"there is no checkpoint at {where}")
             found: Source = module.describe(where, spec)
-            return found
+            # A module without `parameters` describes whole parameters; the spec is applied to those.
+            return found if spec is None or hasattr(module, "parameters") else apply_spec(found, spec)
     raise UnsupportedSource(f"unknown kind of checkpoint {kind!r}: known are {', '.join(kinds())}")
 
 

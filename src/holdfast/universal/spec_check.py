@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from holdfast.errors import CheckpointNotFound, SpecError
 from holdfast.universal.recognition import describe, find_kind, recognise
 from holdfast.universal.spec import Explanation, Spec
-
-_MODEL = "model."
+from holdfast.universal.whole_source import parameters_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,4 @@ def parameter_names(path: str) -> list[str]:
     module = find_kind(path)
     if module is not None and hasattr(module, "parameters"):
         return list(module.parameters(path))
-    names = [leaf.name for leaf in describe(path).leaves]
-    models = [name.removeprefix(_MODEL) for name in names if name.startswith(_MODEL)]
-    return models or names
+    return parameters_of(describe(path))

@@ -111,7 +111,7 @@ def _union(
                     continue
                 shift = tuple(a - b for a, b in zip(found.local.start, found.start, strict=True))
                 local = Box(tuple(map(sum, zip(inside.start, shift, strict=True))), inside.shape)
-                stretches = tuple(_stretches(held, local, inside.start, itemsize))
+                stretches = tuple(stretches_of_box(held, local, inside.start, itemsize))
                 alternatives.setdefault((inside.start, inside.shape), []).append(stretches)
     number = max(map(len, alternatives.values()), default=1)
     versions = [
@@ -213,7 +213,9 @@ def _join_flat(ranks: Sequence[LocalTensor], shape: tuple[int, ...], itemsize: i
     return tuple(stretches)
 
 
-def _stretches(held: LocalTensor, inner: Box, start: tuple[int, ...], itemsize: int) -> Iterator[Stretch]:
+def stretches_of_box(
+    held: LocalTensor, inner: Box, start: tuple[int, ...], itemsize: int
+) -> Iterator[Stretch]:
     """Where a box of a rank's tensor lies in files. Its first element is element `start` of the leaf."""
     runs = contiguous_runs(inner, whole(held.shape))
     if runs.number > _MAX_RUNS:

@@ -7,8 +7,8 @@ Each module has
   quick, and must not raise for anything that exists,
 - ``describe(path, spec)``: the `holdfast.universal.source.Source`.
 
-A module whose parameters a spec lays out also has ``parameters(path)``: the names that its rules are asked
-for.
+A module of a system with several ranks joins them by a spec. It also has ``parameters(path)``: the names that
+rules are asked for. Without it, the spec is applied to what `describe` gives.
 
 `SOURCES` are asked in their order: the more particular ones first.
 """

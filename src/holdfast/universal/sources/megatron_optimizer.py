@@ -74,8 +74,9 @@ def read_optimizer(file: str, saved: object, parameters: Shapes) -> OptimizerSta
 
 def _shape(state: Mapping[Any, Any], index: object, master: Sequence[Any], at: int) -> tuple[int, ...] | None:
     """The shape of a parameter as its state tells; None if it has no state (never stepped)."""
-    if at < len(master) and isinstance(master[at], StoredTensor):
-        return master[at].shape
+    first = master[at] if at < len(master) else None
+    if isinstance(first, StoredTensor):
+        return first.shape
     kept = state.get(index)
     shapes = (
         [v.shape for v in kept.values() if isinstance(v, StoredTensor)] if isinstance(kept, Mapping) else []
