@@ -10,6 +10,7 @@ from typing import Literal
 
 from holdfast.errors import CheckpointExists
 from holdfast.inspect.progress import Progress, no_progress
+from holdfast.state.node import blob_names, localized
 from holdfast.store import Options, checked_options
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 from holdfast.universal.atomic_output import sweep
@@ -90,17 +91,17 @@ def convert(
         sweep(target)
     with _open(src, kind, settings) as checkpoint:
         _refuse_source(checkpoint, target)
-        native = writer.KIND == "holdfast"
-        names = choose(checkpoint, select, only_model=writer.ONLY_MODEL, local=native)
-        items, tied = items_of(checkpoint, names, cast)
-        everything = select is None and not writer.ONLY_MODEL
+        names = choose(checkpoint, select, only_model=writer.ONLY_MODEL, local=not writer.ONLY_MODEL)
+        tree = tree_of(checkpoint, names, whole=select is None and not writer.ONLY_MODEL)
+        inlined = set(blob_names(localized(tree, checkpoint.local(0)))) if writer.INLINES_BYTES else set()
+        items, tied = items_of(checkpoint, [name for name in names if name not in inlined], cast)
         foreign = isinstance(checkpoint, ForeignCheckpoint)
         job = Job(
             checkpoint=checkpoint,
             path=target,
             items=items,
             tied=tied,
-            tree=tree_of(checkpoint, names, whole=everything),
+            tree=tree,
             overwrite=overwrite,
             max_shard_nbytes=max_shard_nbytes,
             carried=checkpoint.source.carried if isinstance(checkpoint, ForeignCheckpoint) else (),
@@ -122,7 +123,7 @@ def convert(
             leaves=len(items),
             nbytes=job.nbytes,
             files=tuple(files),
-            left_out=len(checkpoint.leaves) - len(items) - len(tied),
+            left_out=len(checkpoint.leaves) - len(items) - len(tied) - len(inlined),
             tied=len(tied),
             casts=sum(checkpoint.leaves[item.stored].dtype != item.dtype for item in items),
             verified=verify and not dry_run,

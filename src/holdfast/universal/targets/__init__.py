@@ -2,7 +2,8 @@
 
 Each module has
 
-- ``KIND``: its name, as ``--to`` takes it; ``ONLY_MODEL``: whether it holds weights alone, as a rule,
+- ``KIND``: its name, as ``--to`` takes it; ``ONLY_MODEL``: whether it holds weights alone, as a rule;
+  ``INLINES_BYTES``: large ``bytes`` of the state are no arrays there,
 - ``plan(job)``: the files that it will write, and their sizes,
 - ``write(job)``: writes them, all or nothing, durable on return,
 - ``check(job)``: reads everything back and compares it; raises if anything differs.

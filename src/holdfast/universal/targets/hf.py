@@ -15,6 +15,7 @@ from holdfast.universal.sources.hf import FILE, INDEX
 from holdfast.universal.targets.safetensors import file_of
 
 KIND = "hf"
+INLINES_BYTES = False
 ONLY_MODEL = True
 
 

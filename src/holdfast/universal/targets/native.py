@@ -15,6 +15,7 @@ from holdfast.universal.items import Item, Job, OutputFile, advance, framework_o
 from holdfast.universal.readback import compare_with
 
 KIND = "holdfast"
+INLINES_BYTES = False
 ONLY_MODEL = False
 _POLL_SECONDS = 0.1
 

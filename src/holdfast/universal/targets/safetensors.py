@@ -8,6 +8,7 @@ from holdfast.universal.items import Item, Job, OutputFile, advance
 from holdfast.universal.readback import compare_with
 
 KIND = "safetensors"
+INLINES_BYTES = False
 ONLY_MODEL = True
 
 

@@ -24,6 +24,7 @@ from holdfast.universal.readback import compare_arrays
 
 KIND = "torch"
 ONLY_MODEL = False
+INLINES_BYTES = True
 _ALIGNMENT = 64
 _BLOCK_NBYTES = 4 << 20
 _LOCAL_HEADER, _ZIP64_EXTRA, _EXTRA_HEADER = 30, 20, 4
