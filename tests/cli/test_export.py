@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 import holdfast
 from holdfast.engine import faults
-from holdfast.inspect import safetensors_export
+from holdfast.inspect import leaf_stream
 from holdfast.inspect.leaf_windows import windows
 from support.command import SHARD, command, damage_leaf, make_run, make_state
 
@@ -282,7 +282,7 @@ def test_leaves_larger_than_a_window_and_sizes_that_are_no_blocks(
     if backend not in _possible(tmp_path):
         pytest.skip(f"{backend} is not available here")
     monkeypatch.setenv("HOLDFAST_BACKEND", backend)
-    monkeypatch.setattr(safetensors_export, "windows", lambda extents: windows(extents, 1 << 20))
+    monkeypatch.setattr(leaf_stream, "windows", lambda extents: windows(extents, 1 << 20))
     rng = np.random.default_rng(1)
     state = {"w": rng.integers(0, 256, 5_000_001, dtype=np.uint8), "v": rng.standard_normal(300_001)}
     state |= {f"s{i}": rng.standard_normal(i) for i in range(200)}

@@ -293,7 +293,13 @@ class Checkpointer:
 
     # --- restoring
 
-    def restore(self, step: int | None = None, *, strict: bool = True) -> int:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        start_from: str | os.PathLike[str] | None = None,
+    ) -> int:
         """Puts the newest intact checkpoint back into the state and returns its step; 0 for a new run.
 
         In a run that holds checkpoints the first save needs it to have been called: see `RunInUse`.
@@ -307,6 +313,11 @@ class Checkpointer:
         rank is still an error. All goes into the objects that are in the state already; one that cannot take
         it and is held by no dict, list or object of the state, such as a number in a tuple, is a
         `StateMismatch`, too, in a new run as well.
+
+        `start_from`: where a run without checkpoints begins: a checkpoint or run, of Holdfast or of another
+        system. It fills those entries of the state that it has something for, such as ``"model"``; each of
+        them must fit, and the others stay as they are. Returns its step: 0 if it does not say one. Later
+        launches find checkpoints in the run, and do not look at `start_from`.
         """
         self._check_usable()
         if step is not None:
@@ -318,7 +329,7 @@ class Checkpointer:
             )
         self._release(None)
         self.wait()
-        return restore(self._context, self.state, step, strict=strict)
+        return restore(self._context, self.state, step, strict=strict, start_from=start_from)
 
     # --- the end
 

@@ -8,6 +8,7 @@ state that cannot be restored in place is an error, whether there is anything to
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -28,12 +29,13 @@ from holdfast.errors import (
     IncompleteCheckpoint,
     ReadFailed,
 )
+from holdfast.state.node import pairs_of
 from holdfast.store import RankGroup, list_steps
 from holdfast.store.os_errors import shows_damage
 from holdfast.store.ranks.consensus import all_or_none
-from holdfast.store.ranks.open_together import open_together
+from holdfast.store.ranks.open_together import open_newest_together, open_together
 from holdfast.store.ranks.shared_load import load_together
-from holdfast.store.read.stored_checkpoint import StoredCheckpoint
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 from holdfast.team import Team
 
 
@@ -55,17 +57,28 @@ class _Target:
     strict: bool
 
 
-def restore(context: RunContext, state: object, step: int | None, *, strict: bool) -> int:
+def restore(
+    context: RunContext,
+    state: object,
+    step: int | None,
+    *,
+    strict: bool,
+    start_from: str | os.PathLike[str] | None = None,
+) -> int:
     """Fills the state from the newest checkpoint that is intact, or from that of `step`; returns its step.
 
-    Returns 0 when the run holds no checkpoint.
+    When the run holds no checkpoint, fills it from `start_from` and returns the step of that; else returns 0.
     """
     context.observers.tell(Restoring())
     found = _load_newest(context, _Target(state, strict), step)
     if found is None:
         context.observers.tell(NothingToRestore())
         context.retention.resumed(None)
-        return 0
+        if start_from is None:
+            return 0
+        begun = _begin_from(context, _Target(state, strict), start_from)
+        context.schedule.resumed(begun)
+        return begun
     context.observers.tell(Restored(found.step, time.time(), found.nbytes, found.seconds))
     context.schedule.resumed(found.step)
     context.retention.resumed(found.step)
@@ -105,6 +118,51 @@ def _load_newest(context: RunContext, into: _Target, only: int | None) -> _Found
         if failures:
             raise _none_intact(run.path, failures) from failures[0]
         return None
+
+
+def _begin_from(context: RunContext, into: _Target, path: str | os.PathLike[str]) -> int:
+    """Fills what the checkpoint at `path` has something for; the other entries of the state stay."""
+    group = context.group
+    with group.again(f"start from {os.fspath(path)}") as team:
+        if team is None:
+            with open_newest(path) as checkpoint:
+                part = _entries_in(into.state, checkpoint)
+                restored = checkpoint.load(part, strict=into.strict)
+                refuse_replaced(part, restored, checkpoint.path)
+                _put_back(into.state, restored)
+                return checkpoint.step
+        group.restart(team)
+        with open_newest_together(team, path, group.timeout) as checkpoint:
+            part = _entries_in(into.state, checkpoint)
+            restored = load_together(
+                team,
+                checkpoint,
+                part,
+                select=None,
+                verify=True,
+                strict=into.strict,
+                timeout=group.timeout,
+                channel=group.channel,
+            )
+            with _all_or_none(group, team, "in place"):
+                refuse_replaced(part, restored, checkpoint.path)
+            _put_back(into.state, restored)
+            return checkpoint.step
+
+
+def _entries_in(state: object, checkpoint: StoredCheckpoint) -> object:
+    """The entries of a state that a checkpoint has something for; all of a state that is no dict."""
+    pairs = pairs_of(checkpoint.tree)
+    if not isinstance(state, dict) or pairs is None:
+        return state
+    there = {key for key, _ in pairs if isinstance(key, str)}
+    return {key: item for key, item in state.items() if key in there}
+
+
+def _put_back(state: object, restored: object) -> None:
+    """Plain values are no objects that can be filled: they go back into the dict that holds them."""
+    if isinstance(state, dict) and isinstance(restored, dict) and state is not restored:
+        state.update(restored)
 
 
 def _none_intact(run: str, failures: Sequence[HoldfastError]) -> CorruptCheckpoint:

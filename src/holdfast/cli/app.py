@@ -10,6 +10,7 @@ import typer
 
 from holdfast import __version__
 from holdfast.cli.bench import bench
+from holdfast.cli.convert import convert
 from holdfast.cli.diff import diff
 from holdfast.cli.doctor import doctor
 from holdfast.cli.drill import drill
@@ -39,7 +40,7 @@ _TRAINING = "Your training"
 
 for _panel, _commands in (
     (_LOOK, (ls, show, stats, verify, diff)),
-    (_CHANGE, (export, prune)),
+    (_CHANGE, (export, convert, prune)),
     (_MACHINE, (doctor, bench)),
 ):
     for _command in _commands:

@@ -24,6 +24,10 @@ def export(
         list[str] | None,
         typer.Option("--select", metavar="GLOB", help="Only the leaves that match; may be given again."),
     ] = None,
+    strip: Annotated[
+        str,
+        typer.Option("--strip", metavar="PREFIX", help="Take this off all names, such as model. with its dot."),
+    ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -39,7 +43,7 @@ def export(
 
         began = time.perf_counter()
         with out.progress("exporting") as progress:
-            done = inspect.export(path, output, select=select, force=force, progress=progress)
+            done = inspect.export(path, output, select=select, strip=strip, force=force, progress=progress)
         if as_json:
             out.emit(done)
         else:

@@ -16,7 +16,9 @@
 | `safetensors_export` | `export`: leaves as one file that other tools read |
 | `pruning` | `prune`: remove the checkpoints that no rule keeps |
 | `machine` | `diagnose`: what this machine and a directory's filesystem can do |
-| `leaf_windows`, `element_values` | leaves in bounded memory; elements of every type as numbers |
+| `safetensors_writer` | one safetensors file out of leaves, for `export` and conversions |
+| `leaf_windows`, `leaf_stream` | leaves in bounded memory, at random or in the order of a writer |
+| `element_values`, `element_casts` | elements of every type as numbers; one floating-point type to another |
 
 A function that moves many bytes takes ``progress``, which it calls with the bytes done and the bytes in all.
 """

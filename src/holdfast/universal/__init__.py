@@ -14,12 +14,13 @@
 | `cuts`, `union`, `split`, `joining`, `whole_source` | from the tensors of ranks to whole leaves, and back |
 | `recognition` | which system wrote a checkpoint |
 | `opening`, `tree`, `reduction` | a description as a checkpoint that the native path reads |
-| `conversion`, `items` | `convert`: which leaves go where, and under which names |
+| `conversion`, `items`, `readback` | `convert`: which leaves go where, under which names; `verify` |
 | `targets`, `atomic_output` | one module per system that is written; all or nothing |
 """
 
 from __future__ import annotations
 
+from holdfast.universal.conversion import Converted, convert, target_kinds
 from holdfast.universal.recognition import describe, kinds, recognise
 from holdfast.universal.rules import (
     Rule,
@@ -40,11 +41,13 @@ from holdfast.universal.spec import Spec
 
 __all__ = [
     "Computed",
+    "Converted",
     "Rule",
     "Source",
     "SourceLeaf",
     "Spec",
     "Stretch",
+    "convert",
     "describe",
     "flat",
     "flat_stretches",
@@ -58,6 +61,7 @@ __all__ = [
     "replicated",
     "rule",
     "shard",
+    "target_kinds",
     "tied",
     "unique",
 ]

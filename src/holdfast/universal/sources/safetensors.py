@@ -18,12 +18,23 @@ from holdfast.store.os_errors import open_stored, reading
 from holdfast.universal.source import Source, SourceLeaf, Stretch
 
 KIND = "safetensors"
-WANTED = "a file that ends in .safetensors"
+WANTED = "a file with a header of JSON behind its length"
 PREFIX = "model."
 
 
 def looks_like(path: str) -> str | None:
-    return "a .safetensors file" if path.endswith(".safetensors") and os.path.isfile(path) else None
+    if not os.path.isfile(path):
+        return None
+    if path.endswith(".safetensors"):
+        return "a .safetensors file"
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(LENGTH_NBYTES + 2)
+    except OSError:
+        return None
+    length = int.from_bytes(begin[:LENGTH_NBYTES], "little")
+    fits = 2 <= length <= os.path.getsize(path) - LENGTH_NBYTES
+    return "a header of safetensors" if fits and begin[LENGTH_NBYTES:] in (b'{"', b"{}") else None
 
 
 def describe(path: str, spec: object) -> Source:

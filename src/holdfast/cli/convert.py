@@ -1,0 +1,119 @@
+"""``holdfast convert SRC DST``: a checkpoint of one system as one of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.session import Json, Session, session
+
+if TYPE_CHECKING:
+    from holdfast.universal import Converted
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def convert(
+    src: Annotated[
+        Path, typer.Argument(readable=False, metavar="SRC", help="A checkpoint of any known system, or a run.")
+    ],
+    dst: Annotated[Path, typer.Argument(readable=False, metavar="DST", help="The file or directory to write.")],
+    kind: Annotated[
+        str, typer.Option("--from", metavar="KIND", help="The system that wrote SRC; auto: by its files.")
+    ] = "auto",
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="KIND",
+            help="holdfast, safetensors, hf or torch; by default what the end of DST says, else holdfast.",
+        ),
+    ] = None,
+    select: Annotated[
+        list[str] | None,
+        typer.Option("--select", metavar="GLOB", help="Only the leaves that match; may be given again."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="TYPE", help="Cast floating-point leaves, such as to bf16."),
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read both sides again and compare them.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; show what would be written.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a Holdfast checkpoint or a file.")] = False,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a Hugging Face target, such as 5GB.")
+    ] = "5GB",
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint of one system as one of another.
+
+    DST appears whole or not at all, and every leaf passes through bounded memory. Names of a model lose their
+    prefix model. where other tools expect them without it.
+    """
+    nbytes = _parse_size(max_shard_size)
+    with session(as_json) as out:
+        import time
+
+        from holdfast import universal
+
+        began = time.perf_counter()
+        try:
+            with out.progress("converting") as progress:
+                done = universal.convert(
+                    src,
+                    dst,
+                    kind=kind,
+                    to=to,
+                    select=select,
+                    dtype=dtype,
+                    verify=verify,
+                    dry_run=dry_run,
+                    overwrite=force,
+                    max_shard_nbytes=nbytes,
+                    progress=progress,
+                )
+        except ValueError as error:
+            from holdfast.errors import HoldfastError
+
+            if isinstance(error, HoldfastError):
+                raise
+            raise typer.BadParameter(str(error)) from None
+        if as_json:
+            out.emit(done)
+        else:
+            _print(out, done, time.perf_counter() - began)
+        out.finish(problem=False)
+
+
+def _parse_size(text: str) -> int:
+    digits = text.strip().upper().removesuffix("B")
+    unit = digits.lstrip("0123456789.")
+    try:
+        nbytes = int(float(digits[: len(digits) - len(unit)]) * _UNITS[unit.strip()])
+    except (KeyError, ValueError, OverflowError):
+        nbytes = 0
+    if nbytes <= 0:
+        raise typer.BadParameter(f"{text!r} is not a size such as 5GB or 500MiB", param_hint="--max-shard-size")
+    return nbytes
+
+
+def _print(out: Session, done: Converted, seconds: float) -> None:
+    from holdfast.cli import words
+
+    amount = f"{words.count(done.leaves, 'leaf', 'leaves')}, {words.size(done.nbytes)}"
+    speed = f", {words.speed(done.nbytes, seconds)}" if done.nbytes > 100_000_000 and not done.dry_run else ""
+    verified = ", verified" if done.verified else ""
+    would = "would be " if done.dry_run else ""
+    out.say(f"{words.plain(done.path)}: {would}{done.to}, {amount} from {done.kind}{speed}{verified}")
+    if done.dry_run:
+        for file in done.files:
+            out.say(f"  {words.plain(file.name) or '(itself)'}: {words.size(file.nbytes)}")
+    for count, what in (
+        (done.casts, "cast to another type"),
+        (done.tied, "tied to others and written once"),
+        (done.left_out, "left out"),
+    ):
+        if count:
+            out.say(f"{words.count(count, 'leaf', 'leaves')} {what}", style="dim")

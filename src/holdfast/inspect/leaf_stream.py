@@ -1,0 +1,126 @@
+"""The bytes of many leaves, in the order in which a writer asks for them: streamed through bounded memory.
+
+Leaves are read in windows (`leaf_windows`), the next one while the writer takes this one. On the way elements
+may be cast to another type. A writer should ask in the order of the leaves: any other order works, too, but
+reads windows again.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from holdfast.engine import Produced
+from holdfast.format.dtypes import itemsize
+from holdfast.inspect.element_casts import cast
+from holdfast.inspect.leaf_windows import Bytes, Extent, Span, WindowReader, windows
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedLeaf:
+    """A stored leaf, and the type that its elements get on the way."""
+
+    stored: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Where the bytes from `start` to `stop` of a leaf are: from `at` on, in a window."""
+
+    start: int
+    stop: int
+    window: int
+    at: int
+
+
+class LeafStream:
+    """Leaves of one checkpoint to be written. Use it as a context manager: it owns a thread."""
+
+    def __init__(self, checkpoint: StoredCheckpoint, leaves: Sequence[StreamedLeaf]) -> None:
+        self._reader = WindowReader(checkpoint)
+        self._names = [leaf.stored for leaf in leaves]
+        self._types = [(checkpoint.leaves[leaf.stored].dtype, leaf.dtype) for leaf in leaves]
+        infos = [checkpoint.leaves[leaf.stored] for leaf in leaves]
+        extents = [Extent(info.nbytes, itemsize(info.dtype)) for info in infos]
+        self.sizes = [self._cast_nbytes(index, info.nbytes) for index, info in enumerate(infos)]
+        self._windows = list(windows(extents))
+        self._pieces: list[list[_Piece]] = [[] for _ in leaves]
+        for number, spans in enumerate(self._windows):
+            at = 0
+            for span in spans:
+                start, stop = (self._cast_nbytes(span.index, nbytes) for nbytes in (span.start, span.stop))
+                self._pieces[span.index].append(_Piece(start, stop, number, at))
+                at += stop - start
+        self._current: tuple[int, Bytes] | None = None
+        self._next: tuple[int, Future[Bytes]] | None = None
+        self._pool = ThreadPoolExecutor(1, "holdfast-stream")
+
+    def source(self, index: int) -> Produced:
+        """The bytes of a leaf, as the engine takes them."""
+        return Produced(self.sizes[index], lambda window, offset: self.fill(index, window, offset))
+
+    def fill(self, index: int, window: memoryview, offset: int) -> None:
+        """Bytes of a leaf, from `offset` on: as many as there is room for."""
+        pieces = self._pieces[index]
+        number = bisect.bisect_right(pieces, offset, key=lambda piece: piece.start) - 1
+        done = 0
+        while done < len(window):
+            piece = pieces[number]
+            begin = offset + done - piece.start
+            nbytes = min(len(window) - done, piece.stop - piece.start - begin)
+            data = self._window(piece.window)
+            window[done : done + nbytes] = data[piece.at + begin : piece.at + begin + nbytes].data
+            done += nbytes
+            number += 1
+
+    def _window(self, number: int) -> Bytes:
+        if self._current is not None and self._current[0] == number:
+            return self._current[1]
+        self._current = None  # free before the next one is taken
+        if self._next is not None and self._next[0] == number:
+            data = self._next[1].result()
+        else:
+            data = self._read(number)
+        self._next = None
+        if number + 1 < len(self._windows):
+            self._next = number + 1, self._pool.submit(self._read, number + 1)
+        self._current = number, data
+        return data
+
+    def _read(self, number: int) -> Bytes:
+        spans = self._windows[number]
+        data = self._reader.read(spans, self._names)
+        if all(self._types[span.index][0] == self._types[span.index][1] for span in spans):
+            return data
+        return np.concatenate(list(self._cast(spans, data)))
+
+    def _cast(self, spans: Sequence[Span], data: Bytes) -> list[Bytes]:
+        found: list[Bytes] = []
+        at = 0
+        for span in spans:
+            found.append(cast(data[at : at + span.nbytes], *self._types[span.index]))
+            at += span.nbytes
+        return found
+
+    def _cast_nbytes(self, index: int, nbytes: int) -> int:
+        dtype, to = self._types[index]
+        return nbytes if dtype == to else nbytes // itemsize(dtype) * itemsize(to)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._current = self._next = None
+
+    def __enter__(self) -> LeafStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,157 @@
+"""`convert`: a checkpoint of any known system as one of another, streamed, all or nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal
+
+from holdfast.errors import CheckpointExists
+from holdfast.inspect.progress import Progress, no_progress
+from holdfast.state.node import blob_names, localized
+from holdfast.store import Options, checked_options
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from holdfast.universal.atomic_output import sweep
+from holdfast.universal.items import Job, OutputFile, choose, items_of, tree_of, type_named
+from holdfast.universal.opening import ForeignCheckpoint
+from holdfast.universal.readback import compare_copies
+from holdfast.universal.recognition import describe
+from holdfast.universal.targets import TARGETS
+
+TargetKind = Literal["holdfast", "safetensors", "hf", "torch"]
+_BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What `convert` wrote, or would write (`dry_run`).
+
+    `nbytes` counts the leaves. `left_out` are leaves of the source that were not written, `tied` further names
+    of leaves that were, `casts` leaves whose type was changed.
+    """
+
+    source: str
+    kind: str
+    path: str
+    to: str
+    step: int
+    leaves: int
+    nbytes: int
+    files: tuple[OutputFile, ...]
+    left_out: int
+    tied: int
+    casts: int
+    verified: bool
+    dry_run: bool
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    kind: str = "auto",
+    to: str | None = None,
+    select: str | Iterable[str] | None = None,
+    dtype: str | None = None,
+    verify: bool = False,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    max_shard_nbytes: int = 5_000_000_000,
+    options: Options | None = None,
+    progress: Progress = no_progress,
+) -> Converted:
+    """Writes the checkpoint at `src` as one of another system at `dst`, durable on return.
+
+    `kind`: the system that wrote `src`; by default it is recognised by its files. `to`: ``holdfast``,
+    ``safetensors``, ``hf`` or ``torch``; by default what the end of `dst` says, else ``holdfast``. `select`:
+    globs of leaves; by default all, and of a target for weights alone those of the model. Names of a model
+    lose ``model.`` there. `dtype`: casts floating-point leaves, except an optimizer's. `verify`: reads both
+    sides again and compares them. `dry_run`: writes nothing, and tells what would be written.
+
+    Memory is bounded by `options.memory_nbytes` and the largest computed leaf, however large the checkpoint.
+    `dst` appears whole or not at all. `overwrite` replaces a Holdfast checkpoint or a file, not a directory.
+
+    >>> import holdfast, numpy, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> numpy.savez(f"{folder}/a.npz", w=numpy.arange(3))
+    >>> holdfast.universal.convert(f"{folder}/a.npz", f"{folder}/a").leaves
+    1
+    >>> holdfast.load(f"{folder}/a")
+    {'w': array([0, 1, 2])}
+    """
+    target = os.path.abspath(os.fspath(dst))
+    writer = _target(to, target)
+    cast = type_named(dtype)
+    settings = checked_options(options) or Options()
+    if max_shard_nbytes <= 0:
+        raise ValueError(f"max_shard_nbytes must be positive, not {max_shard_nbytes}")
+    if not dry_run:
+        sweep(target)
+    with _open(src, kind, settings) as checkpoint:
+        _refuse_source(checkpoint, target)
+        names = choose(checkpoint, select, only_model=writer.ONLY_MODEL, local=not writer.ONLY_MODEL)
+        tree = tree_of(checkpoint, names, whole=select is None and not writer.ONLY_MODEL)
+        inlined = set(blob_names(localized(tree, checkpoint.local(0)))) if writer.INLINES_BYTES else set()
+        items, tied = items_of(checkpoint, [name for name in names if name not in inlined], cast)
+        foreign = isinstance(checkpoint, ForeignCheckpoint)
+        job = Job(
+            checkpoint=checkpoint,
+            path=target,
+            items=items,
+            tied=tied,
+            tree=tree,
+            overwrite=overwrite,
+            max_shard_nbytes=max_shard_nbytes,
+            carried=checkpoint.source.carried if isinstance(checkpoint, ForeignCheckpoint) else (),
+            tuning=settings.tuning(),
+            progress=progress,
+        )
+        files = writer.plan(job)
+        if not dry_run:
+            compare_copies(checkpoint)
+            writer.write(job)
+            if verify:
+                writer.check(job)
+        return Converted(
+            source=checkpoint.path,
+            kind=checkpoint.root.format if foreign else "holdfast",
+            path=target,
+            to=writer.KIND,
+            step=checkpoint.step,
+            leaves=len(items),
+            nbytes=job.nbytes,
+            files=tuple(files),
+            left_out=len(checkpoint.leaves) - len(items) - len(tied) - len(inlined),
+            tied=len(tied),
+            casts=sum(checkpoint.leaves[item.stored].dtype != item.dtype for item in items),
+            verified=verify and not dry_run,
+            dry_run=dry_run,
+        )
+
+
+def target_kinds() -> list[str]:
+    """The names of the systems that can be written."""
+    return [module.KIND for module in TARGETS]
+
+
+def _target(to: str | None, path: str) -> ModuleType:
+    kind = to or _BY_SUFFIX.get(os.path.splitext(path)[1], "holdfast")
+    for module in TARGETS:
+        if kind == module.KIND:
+            return module
+    raise ValueError(f"unknown target {kind!r}: known are {', '.join(target_kinds())}")
+
+
+def _open(src: str | os.PathLike[str], kind: str, options: Options) -> StoredCheckpoint:
+    if kind in ("auto", "holdfast"):
+        return open_newest(src, options.reading())
+    return ForeignCheckpoint(describe(src, kind), options.reading())
+
+
+def _refuse_source(checkpoint: StoredCheckpoint, target: str) -> None:
+    """The target must not be a part of the source, nor hold it."""
+    source, wanted = os.path.realpath(checkpoint.path), os.path.realpath(target)
+    if wanted == source or wanted.startswith(source + os.sep) or source.startswith(wanted + os.sep):
+        raise CheckpointExists(f"{target} and the source {checkpoint.path} contain each other: choose another path")

@@ -1,0 +1,97 @@
+"""Whether what was written is what was read: both sides are read again and compared, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import CorruptCheckpoint
+from holdfast.inspect.leaf_stream import LeafStream, StreamedLeaf
+from holdfast.state.torch_arrays import load_torch
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from holdfast.universal.items import Item, Job
+from holdfast.universal.opening import ForeignCheckpoint
+from holdfast.universal.recognition import describe
+from holdfast.universal.source import Source, SourceLeaf
+
+_BLOCK_NBYTES = 8 << 20
+
+
+def compare_with(job: Job, path: str, kind: str = "") -> None:
+    """`CorruptCheckpoint` unless the checkpoint at `path`, of this foreign kind, has the items of a job."""
+    with ForeignCheckpoint(describe(path, kind)) if kind else open_newest(path) as written:
+        leaves = written.leaves
+        for item in job.items:
+            info = leaves.get(item.name)
+            if info is None or (info.dtype, info.shape) != (item.dtype, item.shape):
+                raise CorruptCheckpoint("it was not written as it should", path=path, leaf=item.name)
+        _compare(job, job.items, written)
+
+
+def _compare(job: Job, items: tuple[Item, ...], written: StoredCheckpoint) -> None:
+    mine = [StreamedLeaf(item.stored, item.dtype) for item in items]
+    stored = [written.leaves[item.name].alias_of or item.name for item in items]
+    its = [StreamedLeaf(name, item.dtype) for name, item in zip(stored, items, strict=True)]
+    with LeafStream(job.checkpoint, mine) as left, LeafStream(written, its) as right:
+        blocks = memoryview(bytearray(_BLOCK_NBYTES)), memoryview(bytearray(_BLOCK_NBYTES))
+        done = 0
+        for number, item in enumerate(items):
+            for start in range(0, item.nbytes, _BLOCK_NBYTES):
+                nbytes = min(_BLOCK_NBYTES, item.nbytes - start)
+                left.fill(number, blocks[0][:nbytes], start)
+                right.fill(number, blocks[1][:nbytes], start)
+                if blocks[0][:nbytes] != blocks[1][:nbytes]:
+                    raise CorruptCheckpoint("it differs from its source", path=written.path, leaf=item.name)
+                done += nbytes
+                job.progress(done, job.nbytes)
+
+
+def compare_arrays(job: Job, arrays: Mapping[str, Any]) -> None:
+    """As `compare_with`, of tensors that another library has loaded."""
+    torch = load_torch()
+    block = memoryview(bytearray(_BLOCK_NBYTES))
+    with LeafStream(job.checkpoint, [StreamedLeaf(item.stored, item.dtype) for item in job.items]) as stream:
+        for number, item in enumerate(job.items):
+            tensor = arrays[item.name].detach()
+            data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0)
+            if tuple(tensor.shape) != item.shape or data.nbytes != item.nbytes:
+                raise CorruptCheckpoint("it was not written as it should", path=job.path, leaf=item.name)
+            for start in range(0, item.nbytes, _BLOCK_NBYTES):
+                part = block[: min(_BLOCK_NBYTES, item.nbytes - start)]
+                stream.fill(number, part, start)
+                if part != memoryview(data[start : start + len(part)]):
+                    raise CorruptCheckpoint("it differs from its source", path=job.path, leaf=item.name)
+
+
+def compare_copies(checkpoint: StoredCheckpoint) -> None:
+    """`CorruptCheckpoint` if copies of a leaf differ that should be equal."""
+    if not isinstance(checkpoint, ForeignCheckpoint):
+        return
+    source = checkpoint.source
+    most = max((len(leaf.copies) for leaf in source.leaves), default=0)
+    for number in range(most):
+        having = [leaf for leaf in source.leaves if number < len(leaf.copies)]
+        copies = tuple(
+            SourceLeaf(leaf.name, leaf.dtype, leaf.shape, leaf.copies[number], framework=leaf.framework)
+            for leaf in having
+        )
+        with ForeignCheckpoint(Source(source.path, source.kind, source.step, copies)) as other:
+            _compare_copy(checkpoint, other, having, number)
+
+
+def _compare_copy(
+    checkpoint: StoredCheckpoint, other: StoredCheckpoint, leaves: list[SourceLeaf], number: int
+) -> None:
+    streamed = [StreamedLeaf(leaf.name, leaf.dtype) for leaf in leaves]
+    with LeafStream(checkpoint, streamed) as left, LeafStream(other, streamed) as right:
+        blocks = memoryview(bytearray(_BLOCK_NBYTES)), memoryview(bytearray(_BLOCK_NBYTES))
+        for index, leaf in enumerate(leaves):
+            for start in range(0, left.sizes[index], _BLOCK_NBYTES):
+                nbytes = min(_BLOCK_NBYTES, left.sizes[index] - start)
+                left.fill(index, blocks[0][:nbytes], start)
+                right.fill(index, blocks[1][:nbytes], start)
+                if blocks[0][:nbytes] != blocks[1][:nbytes]:
+                    copy = leaf.copies[number][0].file if leaf.copies[number] else checkpoint.path
+                    raise CorruptCheckpoint("replicas of it differ", path=copy, leaf=leaf.name)

@@ -1,0 +1,23 @@
+"""One module per system that can be written. The mirror image of `holdfast.universal.sources`.
+
+Each module has
+
+- ``KIND``: its name, as ``--to`` takes it; ``ONLY_MODEL``: whether it holds weights alone, as a rule;
+  ``INLINES_BYTES``: large ``bytes`` of the state are no arrays there,
+- ``plan(job)``: the files that it will write, and their sizes,
+- ``write(job)``: writes them, all or nothing, durable on return,
+- ``check(job)``: reads everything back and compares it; raises if anything differs.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from holdfast.universal.targets import hf, native, safetensors, torch_save
+
+TARGETS: tuple[ModuleType, ...] = (
+    native,
+    safetensors,
+    hf,
+    torch_save,
+)

@@ -1,0 +1,88 @@
+"""Holdfast checkpoints: one commit, with checksums, of leaves that stream out of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.engine import Produced, WriteJob
+from holdfast.errors import EngineTimeout
+from holdfast.inspect.leaf_stream import LeafStream, StreamedLeaf
+from holdfast.plan import ShardPlan, arrange
+from holdfast.state import Flat, LeafSource
+from holdfast.store import SaveObserver, SingleCommit, Target
+from holdfast.store.api import check_target, make_parent
+from holdfast.universal.items import Item, Job, OutputFile, advance, framework_of
+from holdfast.universal.readback import compare_with
+
+KIND = "holdfast"
+INLINES_BYTES = False
+ONLY_MODEL = False
+_POLL_SECONDS = 0.1
+
+
+def plan(job: Job) -> list[OutputFile]:
+    check_target(job.path)
+    return [OutputFile("", job.nbytes)]
+
+
+def write(job: Job) -> None:
+    check_target(job.path)
+    make_parent(job.path)
+    # The engine goes through a file from its start, so the source is read in the order of the leaves there.
+    by_name = {item.name: item for item in job.items}
+    order = [by_name[leaf.name] for leaf in arrange([[_leaf(job, item, _nothing) for item in job.items]]).leaves]
+    streamed = [StreamedLeaf(item.stored, item.dtype) for item in order]
+    with LeafStream(job.checkpoint, streamed) as stream:
+        leaves = {item.name: _leaf(job, item, stream.source(number)) for number, item in enumerate(order)}
+        flat = _flat(job, [leaves[item.name] for item in job.items])
+        commit = SingleCommit(
+            Target(job.path), job.checkpoint.step, job.checkpoint.metrics, job.tuning, overwrite=job.overwrite
+        )
+        commit.run(flat, observer=_Progress(job))
+
+
+def check(job: Job) -> None:
+    compare_with(job, job.path)
+
+
+def _nothing(window: memoryview, offset: int) -> None:
+    raise AssertionError("this stands for a leaf whose place is not known yet")
+
+
+def _leaf(job: Job, item: Item, source: object) -> LeafSource:
+    found = source if isinstance(source, Produced) else Produced(item.nbytes, _nothing)
+    return LeafSource(item.name, item.dtype, item.shape, framework_of(job, item), found)
+
+
+def _flat(job: Job, leaves: Sequence[LeafSource]) -> Flat:
+    local = [leaf for leaf in leaves if leaf.name.startswith("@")]
+    if not local:
+        return Flat(job.tree, tuple(leaves), tuple(job.tied.items()), dict(job.checkpoint.local(0)))
+    return Flat(
+        job.tree,
+        tuple(leaf for leaf in leaves if not leaf.name.startswith("@")),
+        tuple((name, of) for name, of in job.tied.items() if not name.startswith("@")),
+        dict(job.checkpoint.local(0)),
+        tuple(local),
+        tuple((name, of) for name, of in job.tied.items() if name.startswith("@")),
+    )
+
+
+class _Progress(SaveObserver):
+    """Tells how much has been written, until all has."""
+
+    def __init__(self, job: Job) -> None:
+        self._advance = advance(job, 0)
+
+    def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
+        for _, job in files:
+            while not _finished(job):
+                self._advance(job.progress)
+
+
+def _finished(job: WriteJob) -> bool:
+    try:
+        job.wait(_POLL_SECONDS)
+    except EngineTimeout:
+        return False
+    return True

@@ -1,0 +1,38 @@
+"""One safetensors file. The names of a model lose the prefix ``model.``, as other tools expect."""
+
+from __future__ import annotations
+
+from holdfast.inspect.safetensors_writer import FileEntry, SafetensorsFile
+from holdfast.universal.atomic_output import output_file, refuse_file
+from holdfast.universal.items import Item, Job, OutputFile, advance
+from holdfast.universal.readback import compare_with
+
+KIND = "safetensors"
+INLINES_BYTES = False
+ONLY_MODEL = True
+
+
+def plan(job: Job) -> list[OutputFile]:
+    refuse_file(job.path, overwrite=job.overwrite)
+    return [OutputFile("", _file(job).nbytes)]
+
+
+def write(job: Job) -> None:
+    with output_file(job.path, overwrite=job.overwrite) as path:
+        _file(job).write(path, advance(job, 0))
+
+
+def check(job: Job) -> None:
+    compare_with(job, job.path, KIND)
+
+
+def _file(job: Job) -> SafetensorsFile:
+    return file_of(job, job.items, job.tied.items())
+
+
+def file_of(job: Job, items: tuple[Item, ...], tied: object) -> SafetensorsFile:
+    """A file with some of the items, whose names have lost their prefix."""
+    cut = len(job.prefix)
+    entries = [FileEntry(item.stored, item.name[cut:], item.dtype) for item in items]
+    other = {name[cut:]: of[cut:] for name, of in dict(tied).items()}  # type: ignore[call-overload]
+    return SafetensorsFile(job.checkpoint, entries, other, job.prefix)
