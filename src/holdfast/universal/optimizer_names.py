@@ -1,8 +1,9 @@
 """Which parameter each entry of a torch optimizer's state belongs to.
 
-An optimizer's state dict counts its parameters, in the order in which the optimizer got them; it has their names only
-if it was made of `named_parameters`. Otherwise they follow from the order of the model's parameters, if all shapes
-agree with exactly one of the usual ways to group them. When in doubt, the numbers stay.
+An optimizer's state dict counts its parameters, in the order in which the optimizer got them; it has their
+names only if it was made of `named_parameters`. Otherwise they follow from the order of the model's
+parameters, if all shapes agree with exactly one of the usual ways to group them. When in doubt, the numbers
+stay.
 """
 
 from __future__ import annotations

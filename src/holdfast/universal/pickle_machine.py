@@ -1,13 +1,13 @@
 """Reads pickles without running code.
 
-A pickle is a program that may call anything Python can import. This machine imports and calls nothing: a class or
-function in a pickle is only a `Name`, and the caller gives a table of what each name makes of its arguments. Names
-of a second list become inert `Record`s. Any other name is an error that says which.
+A pickle is a program that may call anything Python can import. This machine imports and calls nothing: a
+class or function in a pickle is only a `Name`, and the caller gives a table of what each name makes of its
+arguments. Names of a second list become inert `Record`s. Any other name is an error that says which.
 
-Owns the opcodes of protocols 2 to 5, and limits: the number of opcodes (and with it of objects, since none makes
-more than one), the numbers of the memo, the length of integers, and what may be a key (hashing nested tuples that
-share their parts could take forever). Objects in pickles may share parts or contain themselves, so a caller that
-walks them needs limits of its own: `plain_values` has them.
+Owns the opcodes of protocols 2 to 5, and limits: the number of opcodes (and with it of objects, since none
+makes more than one), the numbers of the memo, the length of integers, and what may be a key (hashing nested
+tuples that share their parts could take forever). Objects in pickles may share parts or contain themselves,
+so a caller that walks them needs limits of its own: `trees` has them.
 """
 
 from __future__ import annotations
@@ -337,6 +337,12 @@ class PickleMachine:
         if protocol > 5:
             raise UnsupportedSource(f"{self.path}: pickle protocol {protocol} is newer than this reader")
 
+    def _frame(self) -> None:
+        self._take(8)  # a hint for readers of streams
+
+    def _pop_mark(self) -> None:
+        self._to_mark()
+
     def _pop_any(self) -> None:
         self._stack.pop()
 
@@ -379,10 +385,10 @@ def _steps() -> list[_Step | None]:
     m = PickleMachine
     steps: dict[bytes, _Step] = {
         b"\x80": m._protocol,
-        b"\x95": lambda m: m._take(8) and None,  # FRAME: a hint for readers of streams
+        b"\x95": m._frame,
         b"(": push(lambda: _MARK),
         b"0": m._pop_any,
-        b"1": lambda m: m._to_mark() and None,
+        b"1": m._pop_mark,
         b"2": m._dup,
         b"N": push(lambda: None),
         b"\x88": push(lambda: True),

@@ -1,8 +1,8 @@
 """Files of `torch.save`, read without torch and without running code.
 
-`read_torch_file` gives the saved object with a `StoredTensor` in place of each tensor: where its elements lie in
-the file, not the elements. The file is a zip archive (`zip_records`) with a pickle (`pickle_machine`) and one record
-for each storage. This module owns what torch's names in that pickle mean.
+`read_torch_file` gives the saved object with a `StoredTensor` in place of each tensor: where its elements
+lie in the file, not the elements. The file is a zip archive (`zip_records`) with a pickle
+(`pickle_machine`) and one record for each storage. This module owns what torch's names in that pickle mean.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def read_torch_file(
     """The object in a file of `torch.save`, with a `StoredTensor` in place of each tensor.
 
     Objects of the classes in `allowed` become `Record`s. `start` and `nbytes` give a part of the file. Raises
-    `UnsupportedSource` for a class that is not known, `CorruptCheckpoint` for damage and `IncompleteCheckpoint` if
-    there is no such file.
+    `UnsupportedSource` for a class that is not known, `CorruptCheckpoint` for damage and
+    `IncompleteCheckpoint` if there is no such file.
     """
     path = os.path.abspath(path)
     try:

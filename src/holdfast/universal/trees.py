@@ -1,7 +1,7 @@
 """From the objects of a foreign file to named tensors and plain values.
 
-Owns names: a tensor or value is named by its place, keys joined with dots. Objects from files may share parts or
-contain themselves, so walking them is limited in depth and number.
+Owns names: a tensor or value is named by its place, keys joined with dots. Objects from files may share
+parts or contain themselves, so walking them is limited in depth and number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.universal.source import SourceLeaf
 from holdfast.universal.torch_file import StoredTensor
 
 MAX_DEPTH = 100
-MAX_NODES = 8_000_000
+MAX_NODES = 4_000_000
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """Where the records of an uncompressed zip archive lie, as `torch.save` writes them.
 
-Owns the zip format, zip64 included, and trusts no number in it: every record lies inside of the archive, or the
-archive is reported as corrupt. An archive may be a part of a file (torch DCP stores many in one). Reads the
-central directory at once, and a record's local header when that record is asked for.
+Owns the zip format, zip64 included, and trusts no number in it: every record lies inside of the archive, or
+the archive is reported as corrupt. An archive may be a part of a file (torch DCP stores many in one). Reads
+the central directory at once, and a record's local header when that record is asked for.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.universal.optimizer_names import collect_optimizer, is_optimizer_state
@@ -19,9 +19,6 @@ from holdfast.universal.safetensors_file import read_safetensors_file
 from holdfast.universal.source import Source
 from holdfast.universal.torch_file import StoredTensor, is_torch_file, read_torch_file
 from holdfast.universal.trees import Collected, step_of
-
-if TYPE_CHECKING:
-    from holdfast.universal.spec import Spec
 
 KIND = "torch"
 _MODEL_WORDS = ("model", "model_state_dict", "state_dict", "module", "net")
@@ -50,7 +47,7 @@ def looks_like(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def describe(path: str | os.PathLike[str], spec: Spec | None = None) -> Source:
+def describe(path: str | os.PathLike[str], spec: object = None) -> Source:
     """The leaves and values of a file of `torch.save`, or of a Trainer's directory."""
     path = os.path.abspath(path)
     if os.path.isdir(path):
