@@ -13,7 +13,7 @@ import pytest
 from holdfast import __version__
 from support.command import SHARD, command, damage_manifest, make_run, step_path
 
-COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "drill", "doctor", "bench")
+COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "spec", "drill", "doctor", "bench")
 
 
 def python(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:

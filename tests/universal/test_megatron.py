@@ -39,6 +39,7 @@ def test_every_parameter_and_moment_is_whole_again(tmp_path: Path, tp: int, pp: 
         assert source.values[f"optimizer.{name}.step"] == 7
     assert source.step == 100
     assert source.values["args.vocab_size"] == 21
+    assert source.values["args.params_dtype"] == "torch.float32"
     assert source.facts["tensor parallel"] == str(tp)
     assert source.facts["pipeline parallel"] == str(pp)
     groups: Any = source.values["optimizer.param_groups"]
@@ -61,6 +62,23 @@ def test_the_native_path_reads_it(tmp_path: Path) -> None:
         np.testing.assert_array_equal(words, model.whole[EMBEDDING].numpy())
     inside = path / "iter_0000100"
     assert universal.recognise(inside) == "megatron"
+
+
+def test_it_converts_and_differing_replicas_stop_it(tmp_path: Path) -> None:
+    model = Model()
+    universal.convert(write_megatron(tmp_path / "run", model), tmp_path / "out")
+    with holdfast.open(tmp_path / "out") as checkpoint:
+        for name, whole in model.whole.items():
+            np.testing.assert_array_equal(np.asarray(checkpoint[f"model.{name}"][...]), whole.numpy())
+
+    def changed(content: dict[str, Any], rank: int, stage: int) -> None:
+        if (rank, stage) == (1, 0):
+            content["model"]["language_model"]["embedding"]["position_embeddings"]["weight"][0, 0] += 1
+
+    path = write_megatron(tmp_path / "differs", model, change=changed)
+    with pytest.raises(CorruptCheckpoint, match=r"position_embeddings\.weight"):
+        universal.convert(path, tmp_path / "not")
+    assert not (tmp_path / "not").exists()
 
 
 def test_a_spec_of_the_user_takes_the_place_of_the_preset(tmp_path: Path) -> None:
@@ -162,6 +180,32 @@ class _Bomb:
         import os
 
         return os.system, ("touch executed",)
+
+
+@pytest.mark.parametrize("place", ["model", "args"])
+def test_objects_that_contain_themselves_end_in_an_error(tmp_path: Path, place: str) -> None:
+    def cyclic(content: dict[str, Any], rank: int, stage: int) -> None:
+        inner = content["model"] if place == "model" else vars(content["args"])
+        inner["again"] = {}
+        inner["again"]["again"] = inner["again"]
+
+    path = write_megatron(tmp_path, Model(), optimizer=False, change=cyclic)
+    with pytest.raises(UnsupportedSource, match=r"mp_rank_00_000.*contain themselves"):
+        megatron.describe(str(path), None)
+
+
+def test_what_is_not_a_tensor_is_named_unless_it_is_extra_state(tmp_path: Path) -> None:
+    def with_extra(content: dict[str, Any], rank: int, stage: int) -> None:
+        content["model"]["layer._extra_state"] = b"fp8"
+
+    def with_text(content: dict[str, Any], rank: int, stage: int) -> None:
+        content["model"]["note"] = "hello"
+
+    path = write_megatron(tmp_path / "extra", Model(), optimizer=False, change=with_extra)
+    assert "layer._extra_state" not in megatron.parameters(str(path))
+    path = write_megatron(tmp_path / "text", Model(), optimizer=False, change=with_text)
+    with pytest.raises(UnsupportedSource, match="'note' is a str, not a tensor"):
+        megatron.describe(str(path), None)
 
 
 def test_a_parameter_that_one_rank_lacks_is_named(tmp_path: Path) -> None:

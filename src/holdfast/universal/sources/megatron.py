@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from holdfast.universal.source import Source, SourceLeaf
 from holdfast.universal.sources.megatron_optimizer import OptimizerState, read_optimizer
 from holdfast.universal.spec import Assigned, Spec
 from holdfast.universal.torch_file import StoredTensor, read_torch_file
+from holdfast.universal.trees import Collected
 
 KIND = "megatron"
 WANTED = "mp_rank_XX[_YYY]/model_optim_rng.pt, or latest_checkpointed_iteration.txt beside such directories"
@@ -64,12 +65,12 @@ def describe(path: str, spec: Spec | None = None) -> Source:
     leaves, aliases = list(model.leaves), dict(model.aliases)
     values: dict[str, object] = {"iteration": found.step}
     optimizer = _join_optimizer(found, taken, leaves, aliases, values)
-    for name, value in found.args.items():
-        if _is_plain(value):
-            values[f"args.{name}"] = value
     first = found.ranks[0, 0].content
-    if _is_plain(first.get("opt_param_scheduler")) and first.get("opt_param_scheduler"):
-        values["opt_param_scheduler"] = first["opt_param_scheduler"]
+    plain = Collected(found.ranks[0, 0].file)
+    for name, value in found.args.items():
+        values[f"args.{name}"] = plain.plain(value)
+    if first.get("opt_param_scheduler"):
+        values["opt_param_scheduler"] = plain.plain(first["opt_param_scheduler"])
     facts = {
         "tensor parallel": str(found.tp),
         "pipeline parallel": str(found.pp),
@@ -178,21 +179,17 @@ def _read_rank(file: str) -> _Rank:
             f"{file}: it has no 'model'; it has {', '.join(map(str, list(content)[:20]))}"
         )
     chunks.sort(key=lambda pair: pair[0])
-    return _Rank(file, content, tuple(dict(_flatten(file, value)) for _, value in chunks))
+    return _Rank(file, content, tuple(_flatten(file, value) for _, value in chunks))
 
 
-def _flatten(file: str, tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, StoredTensor]]:
+def _flatten(file: str, tree: Mapping[Any, Any]) -> dict[str, StoredTensor]:
     """Nested dictionaries of older versions, by dotted names. State of transformer-engine is left out."""
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if name.endswith("_extra_state") or value is None:
-            continue
-        if isinstance(value, StoredTensor):
-            yield name, value
-        elif isinstance(value, Mapping):
-            yield from _flatten(file, value, f"{name}.")
-        else:
+    found = Collected(file)
+    found.add(tree)
+    for name, value in found.values.items():
+        if not name.endswith("_extra_state") and value not in (None, {}):
             raise UnsupportedSource(f"{file}: {name!r} is a {type(value).__name__}, not a tensor")
+    return {name: stored for name, stored in found.tensors.items() if not name.endswith("_extra_state")}
 
 
 def _common_step(ranks: Mapping[tuple[int, int], _Rank]) -> int:
@@ -323,13 +320,3 @@ def _join_optimizer(
 
 def _shapes(holders: Holders) -> list[list[tuple[int, ...]]]:
     return [[stored.shape for stored in copies] for copies in holders]
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return type(value) is dict and all(
-            isinstance(k, (str, int)) and _is_plain(v) for k, v in value.items()
-        )
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))

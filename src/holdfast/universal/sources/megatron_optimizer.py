@@ -42,13 +42,15 @@ def read_optimizer(file: str, saved: object, parameters: Shapes) -> OptimizerSta
     state, groups = inner.get("state"), inner.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
         return None
-    masters = saved.get(_MASTER) or []
+    masters = saved.get(_MASTER)
+    if not isinstance(masters, list) or not all(isinstance(master, list) for master in masters):
+        masters = []
     tensors: dict[str, dict[str, StoredTensor]] = {}
     values: dict[str, dict[str, object]] = {}
     found: list[Group] = []
     for number, group in enumerate(groups):
         indices = group.get("params") if isinstance(group, Mapping) else None
-        if not isinstance(indices, (list, tuple)):
+        if not isinstance(indices, (list, tuple)) or not all(isinstance(index, int) for index in indices):
             return None
         master = masters[number] if number < len(masters) else []
         taken = {name for known in found for name in known.names}
