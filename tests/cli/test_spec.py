@@ -47,6 +47,19 @@ def test_every_parameter_is_listed_with_its_rule(tmp_path: Path, source: Path) -
     assert found["unused"]
 
 
+def test_convert_takes_the_spec(tmp_path: Path, source: Path) -> None:
+    norm = "language_model.encoder.final_layernorm.weight"
+    file = spec_file(tmp_path, PRESET + f'[[rule]]\nmatch = "{norm}"\nreplicated = true\nrename = "norm"\n')
+    outcome = command("convert", source, tmp_path / "out", "--spec", file)
+    assert outcome.code == 0, outcome.out + outcome.err
+    leaves = command("show", tmp_path / "out", "--json").document["leaves"]
+    assert "model.norm" in {leaf["name"] for leaf in leaves}
+    refused = command("convert", tmp_path / "out", tmp_path / "other", "--from", "holdfast", "--spec", file)
+    assert refused.code == 1
+    assert "other systems" in refused.err
+    assert not (tmp_path / "other").exists()
+
+
 def test_parameters_without_a_rule_are_named(tmp_path: Path, source: Path) -> None:
     file = spec_file(tmp_path, '[[rule]]\nmatch = "*.weight"\nshard = 0\n')
     outcome = command("spec", "check", file, source)

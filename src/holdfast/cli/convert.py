@@ -31,6 +31,10 @@ def convert(
             help="holdfast, safetensors, hf or torch; by default what the end of DST says, else holdfast.",
         ),
     ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option("--spec", readable=False, metavar="FILE", help="Layout rules for SRC; see spec check."),
+    ] = None,
     select: Annotated[
         list[str] | None,
         typer.Option("--select", metavar="GLOB", help="Only the leaves that match; may be given again."),
@@ -65,6 +69,7 @@ def convert(
                     src,
                     dst,
                     kind=kind,
+                    spec=spec,
                     to=to,
                     select=select,
                     dtype=dtype,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
 
-from holdfast.errors import CheckpointExists
+from holdfast.errors import CheckpointExists, SpecError
 from holdfast.inspect.progress import Progress, no_progress
 from holdfast.state.node import blob_names, localized
 from holdfast.store import Options, checked_options
@@ -18,6 +18,7 @@ from holdfast.universal.items import Job, OutputFile, choose, items_of, tree_of,
 from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.readback import compare_copies
 from holdfast.universal.recognition import describe
+from holdfast.universal.spec import Spec
 from holdfast.universal.targets import TARGETS
 
 TargetKind = Literal["holdfast", "safetensors", "hf", "torch"]
@@ -52,6 +53,7 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     kind: str = "auto",
+    spec: Spec | str | os.PathLike[str] | None = None,
     to: str | None = None,
     select: str | Iterable[str] | None = None,
     dtype: str | None = None,
@@ -64,7 +66,8 @@ def convert(
 ) -> Converted:
     """Writes the checkpoint at `src` as one of another system at `dst`, durable on return.
 
-    `kind`: the system that wrote `src`; by default it is recognised by its files. `to`: ``holdfast``,
+    `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how
+    `src` lays out its parameters, or the path of such a file (docs/universal-spec.md). `to`: ``holdfast``,
     ``safetensors``, ``hf`` or ``torch``; by default what the end of `dst` says, else ``holdfast``. `select`:
     globs of leaves; by default all, and of a target for weights alone those of the model. Names of a model
     lose ``model.`` there. `dtype`: casts floating-point leaves, except an optimizer's. `verify`: reads both
@@ -89,7 +92,7 @@ def convert(
         raise ValueError(f"max_shard_nbytes must be positive, not {max_shard_nbytes}")
     if not dry_run:
         sweep(target)
-    with _open(src, kind, settings) as checkpoint:
+    with _open(src, kind, spec, settings) as checkpoint:
         _refuse_source(checkpoint, target)
         names = choose(checkpoint, select, only_model=writer.ONLY_MODEL, local=not writer.ONLY_MODEL)
         tree = tree_of(checkpoint, names, whole=select is None and not writer.ONLY_MODEL)
@@ -144,7 +147,17 @@ def _target(to: str | None, path: str) -> ModuleType:
     raise ValueError(f"unknown target {kind!r}: known are {', '.join(target_kinds())}")
 
 
-def _open(src: str | os.PathLike[str], kind: str, options: Options) -> StoredCheckpoint:
+def _open(
+    src: str | os.PathLike[str],
+    kind: str,
+    spec: Spec | str | os.PathLike[str] | None,
+    options: Options,
+) -> StoredCheckpoint:
+    if spec is not None:
+        if kind == "holdfast":
+            raise SpecError("a spec is for checkpoints of other systems; Holdfast's own need none")
+        rules = spec if isinstance(spec, Spec) else Spec.load(spec)
+        return ForeignCheckpoint(describe(src, kind, rules), options.reading())
     if kind in ("auto", "holdfast"):
         return open_newest(src, options.reading())
     return ForeignCheckpoint(describe(src, kind), options.reading())
