@@ -15,7 +15,7 @@ def make_model(seed: int = 0) -> torch.nn.Sequential:
 
 
 def write_hf(directory: Path, model: torch.nn.Module, *, shards: int = 1) -> Path:
-    """As `save_pretrained` leaves it: weights, `config.json`, a tokenizer; with an index if there are shards."""
+    """As `save_pretrained` leaves it: weights, `config.json`, a tokenizer; with several shards an index."""
     directory.mkdir(parents=True)
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if shards == 1:

@@ -12,14 +12,27 @@ from holdfast.cli.session import Json, Session, session
 if TYPE_CHECKING:
     from holdfast.universal import Converted
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
 
 
 def convert(
     src: Annotated[
-        Path, typer.Argument(readable=False, metavar="SRC", help="A checkpoint of any known system, or a run.")
+        Path,
+        typer.Argument(readable=False, metavar="SRC", help="A checkpoint of any known system, or a run."),
     ],
-    dst: Annotated[Path, typer.Argument(readable=False, metavar="DST", help="The file or directory to write.")],
+    dst: Annotated[
+        Path, typer.Argument(readable=False, metavar="DST", help="The file or directory to write.")
+    ],
     kind: Annotated[
         str, typer.Option("--from", metavar="KIND", help="The system that wrote SRC; auto: by its files.")
     ] = "auto",
@@ -44,7 +57,9 @@ def convert(
         typer.Option("--dtype", metavar="TYPE", help="Cast floating-point leaves, such as to bf16."),
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read both sides again and compare them.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; show what would be written.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing; show what would be written.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a Holdfast checkpoint or a file.")] = False,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a Hugging Face target, such as 5GB.")
@@ -100,7 +115,9 @@ def _parse_size(text: str) -> int:
     except (KeyError, ValueError, OverflowError):
         nbytes = 0
     if nbytes <= 0:
-        raise typer.BadParameter(f"{text!r} is not a size such as 5GB or 500MiB", param_hint="--max-shard-size")
+        raise typer.BadParameter(
+            f"{text!r} is not a size such as 5GB or 500MiB", param_hint="--max-shard-size"
+        )
     return nbytes
 
 

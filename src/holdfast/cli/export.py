@@ -26,7 +26,9 @@ def export(
     ] = None,
     strip: Annotated[
         str,
-        typer.Option("--strip", metavar="PREFIX", help="Take this off all names, such as model. with its dot."),
+        typer.Option(
+            "--strip", metavar="PREFIX", help="Take this off all names, such as model. with its dot."
+        ),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     as_json: Json = False,

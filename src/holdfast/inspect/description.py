@@ -20,7 +20,8 @@ class Description:
     """A checkpoint as `describe` found it.
 
     `leaves` are those that were asked for, `all_leaves` is the number of all. `world` is the number of ranks
-    that wrote it. `values` are Python objects. `facts`: of a checkpoint of another system, what it says of itself.
+    that wrote it. `values` are Python objects. `facts`: of a checkpoint of another
+    system, what it says of itself.
     """
 
     path: str

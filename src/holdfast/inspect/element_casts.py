@@ -22,7 +22,8 @@ def cast(data: Bytes, dtype: str, to: str) -> Bytes:
 def to_floats(data: Bytes, dtype: str) -> Floats:
     """The elements in a type of numpy that has all their values."""
     if dtype == "BF16":
-        return (data.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
+        wide: Floats = (data.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
+        return wide
     return data.view(_CODES[dtype])
 
 
@@ -35,8 +36,8 @@ def from_floats(values: Floats, dtype: str) -> Bytes:
     bits = narrow.view("<u4")
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    found = np.where(np.isnan(narrow), quiet, rounded).astype("<u2")
-    return found.view(np.uint8).reshape(-1)
+    found: Bytes = np.where(np.isnan(narrow), quiet, rounded).astype("<u2").view(np.uint8).reshape(-1)
+    return found
 
 
 def _to_odd(values: Floats) -> Floats:
@@ -49,4 +50,5 @@ def _to_odd(values: Floats) -> Floats:
     # Towards zero first, then the last bit says that something was cut off.
     bits[inexact & (np.abs(back) > np.abs(values))] -= np.uint32(1)
     bits[inexact] |= np.uint32(1)
-    return bits.view("<f4")
+    odd: Floats = bits.view("<f4")
+    return odd

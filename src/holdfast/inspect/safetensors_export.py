@@ -48,7 +48,9 @@ def export(
 
     `select`: globs; only the leaves that match any of them are written. Tied leaves are written once, under
     their first name; the others are listed in the file's metadata, next to the step. Every byte is verified
-    on the way. `strip`: a prefix that all names lose, such as ``model.``. `holdfast.CheckpointExists` if `output` exists, unless `force`.
+    on the way.
+    `strip`: a prefix that all names lose, such as ``model.``. `holdfast.CheckpointExists` if `output` exists,
+    unless `force`.
     """
     target = os.path.abspath(output)
     with open_newest(path) as checkpoint:
@@ -83,7 +85,9 @@ def chosen_entries(
     return [FileEntry(stored, name, checkpoint.leaves[stored].dtype) for stored, name in names.items()], tied
 
 
-def _write(file: SafetensorsFile, checkpoint: StoredCheckpoint, path: str, force: bool, progress: Progress) -> None:
+def _write(
+    file: SafetensorsFile, checkpoint: StoredCheckpoint, path: str, force: bool, progress: Progress
+) -> None:
     with saving(path):
         _refuse(path, force)
         _refuse_own(path, checkpoint)

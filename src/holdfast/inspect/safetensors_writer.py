@@ -1,4 +1,4 @@
-"""One safetensors file out of leaves of a checkpoint: streamed through bounded memory, synced when it returns.
+"""One safetensors file out of leaves of a checkpoint: streamed through bounded memory, and synced.
 
 The name that the file gets in the end, and when, is the caller's business.
 """
@@ -78,7 +78,7 @@ class SafetensorsFile:
                     pieces.append(WritePiece(at, stream.source(index)))
                 at += nbytes
             tuning = replace(SAVING, backend=engine.choose_backend(os.path.dirname(path)))
-            # Direct I/O wants whole blocks, and readers the exact size: the zeros at the end are cut off again.
+            # Direct I/O wants whole blocks, and readers the exact size: the end is cut off again.
             job = engine.write(path, -(-at // ALIGNMENT) * ALIGNMENT, pieces, tuning=tuning)
             try:
                 while not _finished(job):

@@ -2,8 +2,8 @@
 
 For a target ``P/NAME``:
 
-1. Make the directory ``P/.NAME.holdfast-convert.partial`` and lock it. If it exists, a killed process left it:
-   remove what is in it. If another process holds it, that is `Locked`.
+1. Make the directory ``P/.NAME.holdfast-convert.partial`` and lock it. If it exists, a killed process left
+   it: remove what is in it. If another process holds it, that is `Locked`.
 2. The caller writes into it, and syncs every file.
 3. Of a directory: sync it, and rename it to ``NAME``. Of a file: rename the file to ``NAME``.
 4. Sync ``P``. Of a file: remove the empty directory.
@@ -60,7 +60,9 @@ def refuse_file(path: str, *, overwrite: bool) -> None:
     if os.path.isdir(path) or not os.path.isfile(path):
         raise CheckpointExists(f"{path} exists and is not a file: name another path")
     if not overwrite:
-        raise CheckpointExists(f"{path} exists: choose another name, or overwrite=True (--force) to replace it")
+        raise CheckpointExists(
+            f"{path} exists: choose another name, or overwrite=True (--force) to replace it"
+        )
 
 
 def refuse_directory(path: str) -> None:

@@ -22,15 +22,21 @@ from holdfast.universal.spec import Spec
 from holdfast.universal.targets import TARGETS
 
 TargetKind = Literal["holdfast", "safetensors", "hf", "torch"]
-_BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+_BY_SUFFIX = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "torch",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
     """What `convert` wrote, or would write (`dry_run`).
 
-    `nbytes` counts the leaves. `left_out` are leaves of the source that were not written, `tied` further names
-    of leaves that were, `casts` leaves whose type was changed.
+    `nbytes` counts the leaves. `left_out` are leaves of the source that were not written, `tied` further
+    names of leaves that were, `casts` leaves whose type was changed.
     """
 
     source: str
@@ -94,9 +100,11 @@ def convert(
         sweep(target)
     with _open(src, kind, spec, settings) as checkpoint:
         _refuse_source(checkpoint, target)
-        names = choose(checkpoint, select, only_model=writer.ONLY_MODEL, local=not writer.ONLY_MODEL)
-        tree = tree_of(checkpoint, names, whole=select is None and not writer.ONLY_MODEL)
-        inlined = set(blob_names(localized(tree, checkpoint.local(0)))) if writer.INLINES_BYTES else set()
+        whole = select is None and not writer.ONLY_MODEL
+        names = choose(checkpoint, select, only_model=writer.ONLY_MODEL, local=whole)
+        tree = tree_of(checkpoint, names, whole=whole)
+        local = checkpoint.local(0) if whole else {}
+        inlined = set(blob_names(localized(tree, local))) if writer.INLINES_BYTES else set()
         items, tied = items_of(checkpoint, [name for name in names if name not in inlined], cast)
         foreign = isinstance(checkpoint, ForeignCheckpoint)
         job = Job(
@@ -105,6 +113,7 @@ def convert(
             items=items,
             tied=tied,
             tree=tree,
+            local=local,
             overwrite=overwrite,
             max_shard_nbytes=max_shard_nbytes,
             carried=checkpoint.source.carried if isinstance(checkpoint, ForeignCheckpoint) else (),
@@ -167,4 +176,6 @@ def _refuse_source(checkpoint: StoredCheckpoint, target: str) -> None:
     """The target must not be a part of the source, nor hold it."""
     source, wanted = os.path.realpath(checkpoint.path), os.path.realpath(target)
     if wanted == source or wanted.startswith(source + os.sep) or source.startswith(wanted + os.sep):
-        raise CheckpointExists(f"{target} and the source {checkpoint.path} contain each other: choose another path")
+        raise CheckpointExists(
+            f"{target} and the source {checkpoint.path} contain each other: choose another path"
+        )

@@ -37,13 +37,16 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One conversion. `tied`: further names, and the item's name that each means. `tree` has them all."""
+    """One conversion. `tied`: further names, and the item's name that each means. `tree` has them all,
+    with `local`, the trees of what belongs to rank 0 alone.
+    """
 
     checkpoint: StoredCheckpoint
     path: str
     items: tuple[Item, ...]
     tied: Mapping[str, str]
     tree: Node
+    local: Mapping[str, Node]
     overwrite: bool
     max_shard_nbytes: int
     carried: tuple[str, ...]

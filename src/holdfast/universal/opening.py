@@ -1,8 +1,8 @@
 """From a `Source` to a checkpoint that every reader of this library takes for one of its own.
 
 The description is turned into the records of our format: every stretch is a fragment. The files of a foreign
-checkpoint lie anywhere, have no checksums and are not locked. All else (slices, union of pieces, restores into
-any layout and on any number of ranks) is the same as for a native checkpoint.
+checkpoint lie anywhere, have no checksums and are not locked. All else (slices, union of pieces, restores
+into any layout and on any number of ranks) is the same as for a native checkpoint.
 
 `holdfast.store.read.foreign` calls the three functions of this module that take a path.
 """
@@ -303,7 +303,8 @@ def _in_bytes(leaf: SourceLeaf) -> Iterator[_Place]:
 def _lanes(places: Sequence[_Place]) -> list[int]:
     """A number for each place: places of one file and one number do not overlap. It is 0 as a rule.
 
-    Readers take the bytes of a file for those of one leaf, but leaves that are views of one storage share them.
+    Readers take the bytes of a file for those of one leaf, but leaves that are views of one storage share
+    them.
     """
     found = [0] * len(places)
     lanes: dict[str, list[tuple[int, int]]] = {}  # of each file a heap: where the lane ends, its number

@@ -18,8 +18,8 @@ def reduced(leaf: SourceLeaf) -> Computed:
     """The mean or sum of a leaf's copies, computed in double precision and rounded once."""
     if leaf.dtype not in FLOATS or leaf.reduce not in ("mean", "sum"):
         raise UnsupportedSource(
-            f"leaf {leaf.name!r} of type {leaf.dtype} cannot be reduced with {leaf.reduce!r}: only the mean or "
-            "sum of floating-point leaves is defined"
+            f"leaf {leaf.name!r} of type {leaf.dtype} cannot be reduced with {leaf.reduce!r}: only the mean "
+            "or sum of floating-point leaves is defined"
         )
 
     def write(file: BinaryIO) -> None:

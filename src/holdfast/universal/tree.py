@@ -1,8 +1,8 @@
 """The state tree of a foreign checkpoint: from dotted names to the containers that a target expects.
 
 The first component of a name is a key of the state. What follows is one key below it, because the state dict
-of a module has flat keys (``h.0.attn.weight``). An optimizer's state is by parameter, then by state name, next
-to its ``param_groups``.
+of a module has flat keys (``h.0.attn.weight``). An optimizer's state is by parameter, then by state name,
+next to its ``param_groups``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def build_tree(source: Source) -> Node:
             others[rest] = node
     if optimizer or others:
         top[_OPTIMIZER] = _optimizer_node(optimizer, others, parameters)
-    return _mapping({key: _mapping(item.entries) if isinstance(item, _Below) else item for key, item in top.items()})
+    return _mapping(
+        {key: _mapping(item.entries) if isinstance(item, _Below) else item for key, item in top.items()}
+    )
 
 
 class _Below:

@@ -1,4 +1,4 @@
-"""How the files of an open checkpoint are reached: what `parts` and `shard_reader` need of whoever holds them."""
+"""How the files of an open checkpoint are reached: what `parts` and `shard_reader` need."""
 
 from __future__ import annotations
 

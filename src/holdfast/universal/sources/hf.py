@@ -67,10 +67,16 @@ def _sharded(path: str) -> tuple[tuple[SourceLeaf, ...], list[Names], int]:
                 header = read_header(file)
             except IncompleteCheckpoint as error:
                 raise IncompleteCheckpoint(error.reason, path=file, leaf=name) from error
-            found[shard] = header, {entry.name: entry for entry in header.entries}, Names(header.metadata, file)
+            found[shard] = (
+                header,
+                {entry.name: entry for entry in header.entries},
+                Names(header.metadata, file),
+            )
         header, entries, names = found[shard]
         if name not in entries:
-            raise CorruptCheckpoint("the index says that it is in this file, but it is not", path=file, leaf=name)
+            raise CorruptCheckpoint(
+                "the index says that it is in this file, but it is not", path=file, leaf=name
+            )
         leaves.append(leaf_of(file, header, entries[name], names))
     return tuple(leaves), [names for _, _, names in found.values()], len(found)
 

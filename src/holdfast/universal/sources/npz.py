@@ -27,7 +27,15 @@ WANTED = "a file that ends in .npz"
 
 _LOCAL_HEADER = 30
 _BLOCK_NBYTES = 1 << 20
-_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError, OverflowError)
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+    OverflowError,
+)
 
 
 class _Head(NamedTuple):
@@ -78,7 +86,9 @@ def _leaf(path: str, file: BinaryIO, archive: zipfile.ZipFile, member: zipfile.Z
         )
     if member.compress_type == zipfile.ZIP_STORED and not head.fortran:
         offset = _data_offset(path, file, member) + head.nbytes
-        return SourceLeaf(name, dtype, head.shape, (Stretch(path, offset, whole(head.shape)),), framework="numpy")
+        return SourceLeaf(
+            name, dtype, head.shape, (Stretch(path, offset, whole(head.shape)),), framework="numpy"
+        )
     computed = Computed(partial(_inflate, path, member.filename, head, nbytes))
     return SourceLeaf(name, dtype, head.shape, (), framework="numpy", computed=computed)
 

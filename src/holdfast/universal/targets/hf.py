@@ -1,4 +1,4 @@
-"""Hugging Face directories: shards with an index, as ``from_pretrained`` opens them, and the carried files."""
+"""Hugging Face directories: shards with an index, as ``from_pretrained`` opens them, and carried files."""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ def write(job: Job) -> None:
     make_parent(job.path)
     # The engine goes through a file from its start, so the source is read in the order of the leaves there.
     by_name = {item.name: item for item in job.items}
-    order = [by_name[leaf.name] for leaf in arrange([[_leaf(job, item, _nothing) for item in job.items]]).leaves]
+    order = [
+        by_name[leaf.name] for leaf in arrange([[_leaf(job, item, _nothing) for item in job.items]]).leaves
+    ]
     streamed = [StreamedLeaf(item.stored, item.dtype) for item in order]
     with LeafStream(job.checkpoint, streamed) as stream:
         leaves = {item.name: _leaf(job, item, stream.source(number)) for number, item in enumerate(order)}
@@ -57,12 +59,12 @@ def _leaf(job: Job, item: Item, source: object) -> LeafSource:
 def _flat(job: Job, leaves: Sequence[LeafSource]) -> Flat:
     local = [leaf for leaf in leaves if leaf.name.startswith("@")]
     if not local:
-        return Flat(job.tree, tuple(leaves), tuple(job.tied.items()), dict(job.checkpoint.local(0)))
+        return Flat(job.tree, tuple(leaves), tuple(job.tied.items()), dict(job.local))
     return Flat(
         job.tree,
         tuple(leaf for leaf in leaves if not leaf.name.startswith("@")),
         tuple((name, of) for name, of in job.tied.items() if not name.startswith("@")),
-        dict(job.checkpoint.local(0)),
+        dict(job.local),
         tuple(local),
         tuple((name, of) for name, of in job.tied.items() if name.startswith("@")),
     )

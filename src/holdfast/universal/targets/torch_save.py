@@ -1,7 +1,7 @@
 """Files as ``torch.save`` writes them, which ``torch.load(weights_only=True)`` reads.
 
-The weights of a model alone become a state dict, which ``load_state_dict`` takes. Anything else is a dict with
-the keys of the state. Tensors stream into the archive: no more than a window of them is in memory.
+The weights of a model alone become a state dict, which ``load_state_dict`` takes. Anything else is a dict
+with the keys of the state. Tensors stream into the archive: no more than a window of them is in memory.
 """
 
 from __future__ import annotations
@@ -81,7 +81,13 @@ def _write_storages(job: Job, archive: zipfile.ZipFile) -> None:
 def _padding(archive: zipfile.ZipFile, member: zipfile.ZipInfo, *, large: bool) -> bytes:
     """So much that the bytes of the member are aligned, as those of torch are: they can be mapped."""
     assert archive.fp is not None
-    at = archive.fp.tell() + _LOCAL_HEADER + len(member.filename) + (_ZIP64_EXTRA if large else 0) + _EXTRA_HEADER
+    at = (
+        archive.fp.tell()
+        + _LOCAL_HEADER
+        + len(member.filename)
+        + (_ZIP64_EXTRA if large else 0)
+        + _EXTRA_HEADER
+    )
     nbytes = -at % _ALIGNMENT
     return _PADDING + nbytes.to_bytes(2, "little") + b"Z" * nbytes
 
@@ -94,12 +100,14 @@ def _is_state_dict(job: Job) -> bool:
 def _tensors(job: Job) -> dict[str, Any]:
     """For every name a tensor without memory, which stands for the bytes to come."""
     torch = load_torch()
-    found = {item.name: torch.empty(item.shape, dtype=torch_dtype(item.dtype), device="meta") for item in job.items}
+    found = {
+        item.name: torch.empty(item.shape, dtype=torch_dtype(item.dtype), device="meta") for item in job.items
+    }
     return {**found, **{name: found[of] for name, of in job.tied.items()}}
 
 
 def _state(job: Job, tensors: dict[str, Any]) -> Any:
-    tree = localized(job.tree, job.checkpoint.local(0))
+    tree = localized(job.tree, job.local)
     held = list(blob_names(tree))
     arrays = {**tensors, **(job.checkpoint.read(held) if held else {})}
     state = unflatten(tree, arrays, where=job.checkpoint.path)
@@ -158,8 +166,8 @@ def _refuse_strange(value: Any, place: str, path: str) -> None:
             _refuse_strange(item, f"{place}.{number}", path)
     else:
         raise UnsupportedState(
-            f"{place}: torch.load(weights_only=True) refuses {type(value).__name__}, so {path} cannot hold it: "
-            "select leaves, or convert to holdfast"
+            f"{place}: torch.load(weights_only=True) refuses {type(value).__name__}, so {path} cannot hold "
+            "it: select leaves, or convert to holdfast"
         )
 
 
