@@ -367,9 +367,10 @@ class _Checkpoint:
         if self._stage == 3:
             aliases[f"{place}.fp32"] = master
         states = [flat.states[group] for flat in self._flats]
-        for key in states[0]:
+        keys = {key: None for state in states for key in state}
+        for key in keys:
             entries = [state.get(key) for state in states]
-            if isinstance(entries[0], StoredTensor) and entries[0].count > 1:
+            if isinstance(entries[0], StoredTensor) and _is_vector(entries[0], masters[0]):
                 leaf = self._leaf(f"{place}.{key}", name, shape, entries, pieces)
                 leaves[leaf.name] = leaf
             elif isinstance(entries[0], StoredTensor):
@@ -490,6 +491,11 @@ class _Checkpoint:
         if isinstance(version, str):
             facts["deepspeed"] = version
         return facts
+
+
+def _is_vector(entry: StoredTensor, master: StoredTensor) -> bool:
+    """Whether a state has an element for each of a group's, and not one number for the whole group."""
+    return bool(entry.shape) and (entry.count > 1 or master.count <= 1)
 
 
 def _is_shape(value: object) -> bool:

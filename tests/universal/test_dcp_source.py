@@ -1,0 +1,114 @@
+"""Directories that torch's own DCP wrote are read with any sharding."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.launcher import launch, values
+from support.source_leaves import assert_same, by_name
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
+from holdfast.universal.sources import dcp as source_dcp
+
+
+def save_alone(path: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 5)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states, "step": 12, "extra": {"note": "hi"}}, checkpoint_id=path, no_dist=True)
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_directory_of_one_process(tmp_path: Path) -> None:
+    model, optimizer = save_alone(tmp_path / "d")
+    assert "torch.distributed.checkpoint" in str(source_dcp.looks_like(tmp_path / "d"))
+    source = source_dcp.describe(tmp_path / "d")
+    found = by_name(source)
+    for name, parameter in model.named_parameters():
+        assert_same(found[f"model.{name}"], parameter, name)
+        for key, value in optimizer.state[parameter].items():
+            assert_same(found[f"optimizer.{name}.{key}"], value, name)
+    assert source.step == 12
+    assert source.values["extra.note"] == "hi"
+
+
+def full(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def save_sharded(path: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (3,))
+    state: dict[str, Any] = {
+        "rows": distribute_tensor(full((7, 4)), mesh, [Shard(0)]),
+        "columns": distribute_tensor(full((4, 8)), mesh, [Shard(1)]),
+        "few": distribute_tensor(full((2, 3)), mesh, [Shard(0)]),
+        "same": distribute_tensor(full((3, 3)).bfloat16(), mesh, [Replicate()]),
+        "plain": full((5,)),
+        "step": 3,
+    }
+    dcp.save(state, checkpoint_id=path)
+
+
+def test_shards_of_three_ranks(tmp_path: Path) -> None:
+    values(launch(3, save_sharded, str(tmp_path / "d")))
+    source = source_dcp.describe(tmp_path / "d")
+    found = by_name(source)
+    assert_same(found["rows"], full((7, 4)))
+    assert_same(found["columns"], full((4, 8)))
+    assert_same(found["few"], full((2, 3)))
+    assert_same(found["same"], full((3, 3)).bfloat16())
+    assert_same(found["plain"], full((5,)))
+    assert source.step == 3
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_missing_cut_and_hostile_files(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    save_alone(path)
+    metadata = (path / ".metadata").read_bytes()
+    for length in range(0, len(metadata), 37):
+        (path / ".metadata").write_bytes(metadata[:length])
+        with pytest.raises((CorruptCheckpoint, UnsupportedSource)):
+            source_dcp.describe(path)
+    (path / ".metadata").write_bytes(pickle.dumps(print))
+    with pytest.raises(UnsupportedSource, match=r"builtins\.print"):
+        source_dcp.describe(path)
+    (path / ".metadata").write_bytes(metadata)
+    file = next(path.glob("*.distcp"))
+    data = file.read_bytes()
+    for length in (0, 100, len(data) // 2, len(data) - 1):
+        file.write_bytes(data[:length])
+        with pytest.raises(CorruptCheckpoint) as error:
+            source_dcp.describe(path)
+        assert file.name in str(error.value)
+    file.unlink()
+    with pytest.raises(IncompleteCheckpoint, match="missing"):
+        source_dcp.describe(path)
+    (path / ".metadata").unlink()
+    with pytest.raises(IncompleteCheckpoint):
+        source_dcp.describe(path)
+    assert source_dcp.looks_like(path) is None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_path_out_of_the_directory_is_not_followed(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    save_alone(path)
+    metadata = (path / ".metadata").read_bytes()
+    assert b"__0_0.distcp" in metadata
+    (path / ".metadata").write_bytes(metadata.replace(b"__0_0.distcp", b"../../0.disc"))
+    with pytest.raises(CorruptCheckpoint, match="outside of the directory"):
+        source_dcp.describe(path)
