@@ -19,6 +19,7 @@ from holdfast.checkpointer.drilling import Drill, Kill, Mark, Observed, contents
 from holdfast.checkpointer.run_observer import Durable
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.topology import Topology
+from holdfast.store.read.stored_checkpoint import open_newest
 from support.several_ranks import Own, write_several
 
 TRAIN = """
@@ -160,7 +161,7 @@ def test_a_drill_writes_nothing_to_the_volumes_of_the_real_run(tmp_path: Path) -
 
 def contents(tmp_path: Path, state: object) -> drilling.Contents:
     holdfast.save(tmp_path / "checkpoint", state, overwrite=True)
-    with holdfast.open(tmp_path / "checkpoint") as opened:
+    with open_newest(tmp_path / "checkpoint") as opened:
         return contents_of(opened)
 
 
@@ -181,7 +182,7 @@ def test_contents_see_what_every_rank_has_for_itself(tmp_path: Path) -> None:
         plan = WritePlan([], Topology.regular(2), block_nbytes=64)
         own = {rank: Own(local={"rng": {"drawn": drawn}}) for rank, drawn in enumerate(counts)}
         write_several(path, plan, {}, tree={"rng": {"$per_rank": "rng"}}, own=own, step=1)
-        with holdfast.open(path) as opened:
+        with open_newest(path) as opened:
             return contents_of(opened).values
 
     first, second, third = seen(3, 4), seen(3, 5), seen(2, 4)
@@ -212,7 +213,7 @@ holdfast.save(sys.argv[1], {"seen": {"a", "b", "c", "d", ("e", frozenset({"f", "
         path = tmp_path / str(seed)
         environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
         subprocess.run([sys.executable, "-c", code, str(path)], env=environment, timeout=240, check=True)
-        with holdfast.open(path) as opened:
+        with open_newest(path) as opened:
             found.append(contents_of(opened))
     assert found[1:] == found[:-1]
 

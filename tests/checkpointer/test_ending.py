@@ -238,7 +238,7 @@ def test_a_forked_child_that_has_its_parents_old_id_is_still_a_child(tmp_path: P
             ckpt.close()
             code = 0 if "forked child" in str(error) else 2
         try:
-            saving.wait()  # its thread is not in this process
+            saving.result()  # its thread is not in this process
         except RuntimeError as error:
             code = code if "forked child" in str(error) else 3
         else:

@@ -132,7 +132,7 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: any(entry.damage is None for entry in self.model.entries.values()))
     @rule(data=st.data(), kind=st.sampled_from(["shard", "manifest", "missing", "truncated"]))
     def damage(self, data: st.DataObject, kind: str) -> None:
-        held = {reader.root.id for reader, _ in self.readers}
+        held = {reader.id for reader, _ in self.readers}
         whole = [step for step, entry in self.model.entries.items() if entry.damage is None]
         step = data.draw(st.sampled_from(whole))
         with holdfast.open(self.run / step_name(step)) as opened:

@@ -128,10 +128,10 @@ def test_what_says_nothing_about_the_bytes_is_raised_and_never_taken_for_damage(
 
 
 BY_PYTHON = [
-    "opening.open_stored",
-    "hold.share_directory",
-    "shards.require_regular",
-    "shards.open_stored",
+    "open.open_stored",
+    "reader_lock.share_directory",
+    "shard_reader.require_regular",
+    "shard_reader.open_stored",
 ]
 """Calls of a restore that do not go through the seam."""
 
@@ -143,7 +143,7 @@ def test_calls_of_pythons_own_are_no_exception(
     run: Path, wide: int, call: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, name = call.split(".")
-    home = importlib.import_module(f"holdfast.store.{module}")
+    home = importlib.import_module(f"holdfast.store.read.{module}")
     real = getattr(home, name)
     failed: list[str] = []
 

@@ -106,7 +106,7 @@ def test_an_interrupt_anywhere_in_a_save_leaves_no_lease_and_no_lock(
             interrupt = Interrupt(nth)
             try:
                 with interrupt:
-                    checkpointer.save(step).wait()
+                    checkpointer.save(step).result()
             except KeyboardInterrupt as error:
                 kept = error  # with its traceback, and all that its frames hold
             struck = bool(interrupt.where)

@@ -20,7 +20,7 @@ from holdfast.plan.topology import Topology
 from holdfast.store.ranks import channel as channel_module
 from holdfast.store.ranks import exchange
 from holdfast.store.ranks.channel import Channel
-from holdfast.store.ranks.exchange import Place, hand_out
+from holdfast.store.ranks.exchange import LocalArray, hand_out
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
 
@@ -73,7 +73,7 @@ class _Local:
                 np.frombuffer(window, np.uint8)[:] = flat[offset : offset + len(window)]
 
             self.where = Consumed(self.array.nbytes, drain, fetch)
-        self.place = Place(self.where, shape, 4)
+        self.place = LocalArray(self.where, shape, 4)
 
 
 def _exchange(topology: Topology, kinds: tuple[Kind, ...], block_nbytes: int) -> dict[str, int]:
@@ -153,7 +153,7 @@ def _stops(victim: int, how: str) -> tuple[int, ...]:
     link = Channel.open()
     leaves = [LeafLayout("x", "U32", (1 << 20,), (MeshPlacement(Mesh.grid(3)),))]
     array = np.zeros(1 << 20, np.uint32)
-    place = Place(Memory(array.ctypes.data, array.nbytes, array), array.shape, 4)
+    place = LocalArray(Memory(array.ctypes.data, array.nbytes, array), array.shape, 4)
     groups = SharePlan(leaves, Topology.regular(3), block_nbytes=1024).groups(rank)
     hand_out(link, rank, groups, lambda _: place, timeout=PATIENCE_SECONDS)
     if rank == victim:

@@ -78,7 +78,7 @@ def test_one_rank_raises(tmp_path: Path, mode: Mode, failing: int) -> None:
     run = tmp_path / "run"
     found = launch(WORLD, _raise_on_one, run, mode, failing)
     assert [outcome.timed_out for outcome in found] == [False] * WORLD
-    expected = ["KeyError" if rank == failing else "RankFailed" for rank in range(WORLD)]
+    expected = ["KeyError" if rank == failing else "SaveTimedOut" for rank in range(WORLD)]
     assert [outcome.error for outcome in found] == expected, "\n".join(map(str, found))
     assert check_alone(run, 4) == 4
 

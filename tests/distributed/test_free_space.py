@@ -19,7 +19,7 @@ def _on_a_full_device(folder: Path) -> list[Any]:
     state: Any = {"w": np.zeros(100_000)}
 
     def free(run: WritableRun) -> tuple[int, int]:
-        """Room for two."""
+        """Space for two."""
         return (2 - len(list_steps(run.path))) * 1_200_000, 1 << 30
 
     WritableRun.free = free  # type: ignore[method-assign]
@@ -33,7 +33,7 @@ def _on_a_full_device(folder: Path) -> list[Any]:
             c.save(step)
         state["w"][:] = 0
         restored = c.restore()
-    return [restored, float(state["w"][0]), len([item for item in caught if "room" in str(item.message)])]
+    return [restored, float(state["w"][0]), len([item for item in caught if "space" in str(item.message)])]
 
 
 def test_several_ranks_go_on_when_the_device_is_full(tmp_path: Path) -> None:

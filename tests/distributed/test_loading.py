@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import holdfast
 from holdfast import engine
+from holdfast.engine import Tuning
 from holdfast.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMismatch, UnsupportedState
 from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement
 from holdfast.plan.ranks import WritePlan
@@ -523,7 +524,10 @@ def _overtaken(folder: str) -> list[list[int]]:
         opened: list[str] = []
 
         def open_late(
-            path: str, opened: list[str] = opened, meanwhile: Callable[[str], None] = meanwhile
+            path: str,
+            tuning: Tuning,
+            opened: list[str] = opened,
+            meanwhile: Callable[[str], None] = meanwhile,
         ) -> StoredCheckpoint:
             opened.append(path)
             if len(opened) > 1:

@@ -27,7 +27,7 @@ def _two_of_four(folder: Path) -> Any:
     members = dist.new_group(MEMBERS)
     mesh = DeviceMesh.from_group(members, "cpu") if dist.get_rank() in MEMBERS else None
     if mesh is None:
-        with pytest.raises(ValueError, match="is not in the process_group"):
+        with pytest.raises(ValueError, match="is not in the given process_group"):
             holdfast.save(
                 folder / "one", {}, process_group=dist.distributed_c10d.GroupMember.NON_GROUP_MEMBER
             )
@@ -39,6 +39,7 @@ def _two_of_four(folder: Path) -> Any:
         ckpt.save(1)
         state["same"].add_(1)
         ckpt.save(2)
+        ckpt.check_replicas()
     target = {"w": torch.zeros(6, 4), "same": torch.zeros(1000), "n": 0}
     local = {**target, "w": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)])}
     holdfast.load(folder / "one", local, process_group=members)

@@ -370,7 +370,7 @@ class TestStateful:
         assert loader.buffer.tolist() == [0, 1, 2]
 
     def test_a_refusal_names_the_place(self) -> None:
-        with pytest.raises(StateMismatch, match=r"data\.main.*refused.*'at'"):
+        with pytest.raises(StateMismatch, match=r"data\.main.*failed with the saved state.*'at'"):
             restore({"data": {"main": self.Loader()}}, save({"data": {"main": {"other": 1}}}))
 
     def test_a_missing_object_is_listed(self) -> None:

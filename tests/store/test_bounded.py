@@ -14,7 +14,7 @@ from support.memory_use import MEASURE, in_own_process, needs_peak
 
 BUDGET = 16
 """MiB, of `Options.memory_nbytes`; each state has 128."""
-SLACK = 32
+SLACK = 36
 """MiB: what the allocators of Python, numpy and torch keep for themselves."""
 
 SAVES = """

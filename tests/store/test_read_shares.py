@@ -7,7 +7,7 @@ from holdfast.format.geometry import Box
 from holdfast.plan.placement import Mesh, MeshPlacement, Split
 from holdfast.plan.topology import Topology
 from holdfast.plan.world import Seen
-from holdfast.store.ranks.exchange import Place
+from holdfast.store.ranks.exchange import LocalArray
 from holdfast.store.ranks.read_shares import Sharing, common_wishes
 
 _GRID = Mesh.grid(2, 2)
@@ -26,7 +26,7 @@ def _reads(views: dict[tuple[Seen, ...], tuple[int, ...]], world: int) -> dict[i
     found = {}
     for view, ranks in views.items():
         for rank in ranks:
-            places = {seen: Place(Memory(4096, 1 << 20, None), _local(seen), 4) for seen in view}
+            places = {seen: LocalArray(Memory(4096, 1 << 20, None), _local(seen), 4) for seen in view}
             sharing = Sharing(common_wishes(views), Topology.regular(world), rank, places)
             found[rank] = [(want.leaf, want.box) for want in sharing.reads()]
     return found
@@ -88,7 +88,7 @@ def test_equal_boxes_are_shared_and_keep_their_place_in_the_leaf() -> None:
 
 
 def test_nodes_do_not_share() -> None:
-    places = {_whole("a"): Place(Memory(4096, 128, None), (8, 4), 4)}
+    places = {_whole("a"): LocalArray(Memory(4096, 128, None), (8, 4), 4)}
     commons = common_wishes({(_whole("a"),): (0, 1, 2, 3)})
     readers = [
         rank for rank in range(4) if list(Sharing(commons, Topology.regular(4, 2), rank, places).reads())

@@ -48,10 +48,10 @@ def verdicts(found: Result) -> dict[str, str]:
 @pytest.mark.timeout(600)
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     picture = tmp_path / "ranks.svg"
-    room = tmp_path / "room"
-    room.mkdir()
+    folder = tmp_path / "folder"
+    folder.mkdir()
     options = ("--ranks", "2,1", "--size", "4M", "--rounds", "1", "--plot", picture, "--json")
-    outcome = command("bench", room, *options)
+    outcome = command("bench", folder, *options)
     assert outcome.code == 0, outcome.err + outcome.out
     found = from_json(outcome.out.encode())
     assert {(row.status, row.reason) for row in found.rows} == {("measured", "")}
@@ -70,7 +70,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     assert alone is not None
     assert alone.median("writing_ranks") == 1
     assert picture.stat().st_size > 0
-    assert list(room.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.timeout(300)

@@ -101,8 +101,8 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_suite_that_breaks_off_keeps_what_was_measured(tmp_path: Path) -> None:
     class Breaking(ScriptedSuite):
-        def groups(self, room: Path) -> Iterator[Group]:
-            yield from super().groups(room)
+        def groups(self, folder: Path) -> Iterator[Group]:
+            yield from super().groups(folder)
             raise OSError("gone")
 
     found = runner.run(Breaking([Scripted("a", [])]), tmp_path, quiet())

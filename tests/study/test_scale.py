@@ -14,8 +14,8 @@ from holdfast.study.suites.scale import LAYOUTS, ScaleSuite
 from support.bench_results import quiet, result, row, text_of
 
 
-def simulate(room: Path, worlds: tuple[int, ...], leaves: int, rounds: int = 2) -> Result:
-    found = runner.run(ScaleSuite(worlds, leaves, rounds=rounds), room, quiet(), check=True)
+def simulate(folder: Path, worlds: tuple[int, ...], leaves: int, rounds: int = 2) -> Result:
+    found = runner.run(ScaleSuite(worlds, leaves, rounds=rounds), folder, quiet(), check=True)
     assert {(r.status, r.reason) for r in found.rows} == {("measured", "")}
     return found
 

@@ -229,7 +229,7 @@ class Clock:
 
 
 class OneCase(TrainingSuite):
-    def groups(self, room: Path) -> Iterator[Group]:
+    def groups(self, folder: Path) -> Iterator[Group]:
         self._nbytes, self._load = 1, LOAD
         yield Group("steps", [self.case], self.rounds, warm_up=0)
 
@@ -243,10 +243,10 @@ class TestSteps:
         trainer.optimizer.register_step_post_hook(lambda *_: clock.pass_by(0.2))
         return clock
 
-    def run(self, peer: TrainingPeer, trainer: Trainer, room: Path) -> Row:
+    def run(self, peer: TrainingPeer, trainer: Trainer, folder: Path) -> Row:
         suite = OneCase(nbytes=2 * MIB, rounds=2)
         suite.case = Steps(peer, trainer, LOAD, 2, "step")  # type: ignore[attr-defined]
-        return runner.run(suite, room, quiet()).rows[0]
+        return runner.run(suite, folder, quiet()).rows[0]
 
     def test_each_part_of_a_step_is_timed(self, trainer: Trainer, clock: Clock, tmp_path: Path) -> None:
         peer, first = Timed(clock), trainer.steps + 1

@@ -100,7 +100,7 @@ class ScriptedSuite(Suite):
     def needs(self) -> Needs:
         return Needs()
 
-    def groups(self, room: Path) -> Iterator[Group]:
+    def groups(self, folder: Path) -> Iterator[Group]:
         yield Group("all", self.cases, self.rounds, settle=self.settle)
 
     def subject(self) -> str:

@@ -48,19 +48,19 @@ class Span:
 def windows(leaves: Iterable[Extent], limit: int = WINDOW_NBYTES) -> Iterator[tuple[Span, ...]]:
     """Cuts leaves into windows of at most `limit` bytes, in order, between elements. Empty leaves: none."""
     gathered: list[Span] = []
-    room = limit
+    left = limit
     for index, leaf in enumerate(leaves):
-        if leaf.nbytes > room and gathered:
+        if leaf.nbytes > left and gathered:
             yield tuple(gathered)
-            gathered, room = [], limit
+            gathered, left = [], limit
         step = max(limit // leaf.itemsize, 1) * leaf.itemsize if leaf.itemsize else limit
         for start in range(0, leaf.nbytes, step):
             stop = min(start + step, leaf.nbytes)
             gathered.append(Span(index, start, stop, whole=stop - start == leaf.nbytes))
-            room -= stop - start
-            if room <= 0 or stop < leaf.nbytes:
+            left -= stop - start
+            if left <= 0 or stop < leaf.nbytes:
                 yield tuple(gathered)
-                gathered, room = [], limit
+                gathered, left = [], limit
     if gathered:
         yield tuple(gathered)
 

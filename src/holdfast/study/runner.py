@@ -64,9 +64,9 @@ class _Run:
     def cache_method(self) -> str:
         return self.caches[-1][1] if self.caches else "nothing was loaded"
 
-    def group(self, group: Group, room: Path) -> list[Row]:
-        logs = [_Log(case, room / case.key) for case in group.cases]
-        room.mkdir()
+    def group(self, group: Group, folder: Path) -> list[Row]:
+        logs = [_Log(case, folder / case.key) for case in group.cases]
+        folder.mkdir()
         try:
             for round_index in range(1 - group.warm_up, group.rounds + 1):
                 when = f"round {round_index} of {group.rounds}" if round_index > 0 else "warm-up"
@@ -87,7 +87,7 @@ class _Run:
             for log in logs:
                 if log.started:
                     log.case.close()
-            shutil.rmtree(room, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         return [row for log in logs for row in log.rows(group.name)]
 
     def _start(self, log: _Log) -> bool:
@@ -128,7 +128,7 @@ def run(suite: Suite, directory: Path, console: Console, *, check: bool = False)
     needs = suite.needs()
     look_for_room(directory, needs.disk_nbytes, needs.memory_nbytes)
     created, begin, load_before = time.time(), time.monotonic(), os.getloadavg()[0]
-    room = Path(tempfile.mkdtemp(prefix=".holdfast-bench-", dir=directory))
+    folder = Path(tempfile.mkdtemp(prefix=".holdfast-bench-", dir=directory))
     rows: list[Row] = []
     problems: list[str] = []
     reserved = ReservedMemory(needs.reserved_nbytes)
@@ -138,15 +138,15 @@ def run(suite: Suite, directory: Path, console: Console, *, check: bool = False)
             task = progress.add_task("getting ready", total=None)
             run = _Run(reserved, lambda said: progress.update(task, description=f"{suite.name}: {said}"))
             try:
-                for number, group in enumerate(suite.groups(room)):
-                    rows += run.group(group, room / f"group{number}")
+                for number, group in enumerate(suite.groups(folder)):
+                    rows += run.group(group, folder / f"group{number}")
             except Exception as error:
                 if not rows:
                     raise
                 problems.append(f"stopped early: {reason(error)}")  # what was measured is not lost to that
     finally:
         reserved.close()
-        shutil.rmtree(room, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     order = list(dict.fromkeys(row.section for row in rows))
     rows.sort(key=lambda row: order.index(row.section))
     result = Result(

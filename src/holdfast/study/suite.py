@@ -138,7 +138,7 @@ class Suite(ABC):
         """Raises ValueError for options that make no sense; nothing has been built yet."""
 
     @abstractmethod
-    def groups(self, room: Path) -> Iterator[Group]:
+    def groups(self, folder: Path) -> Iterator[Group]:
         """The groups in their order; code between two yields runs between them, unmeasured."""
 
     @abstractmethod

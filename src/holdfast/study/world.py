@@ -160,9 +160,9 @@ def seconds_of(answers: Sequence[Answer]) -> float:
 class RestartedWorld:
     """A world that is started when it is first needed, and again after a rank has failed."""
 
-    def __init__(self, size: int, nbytes: int, room: Path, timeout: float) -> None:
+    def __init__(self, size: int, nbytes: int, folder: Path, timeout: float) -> None:
         self.size = size
-        self._nbytes, self._room, self._timeout = nbytes, room, timeout
+        self._nbytes, self._folder, self._timeout = nbytes, folder, timeout
         self._world: World | None = None
         self._prepared: set[str] = set()
         self._starts = 0
@@ -211,7 +211,7 @@ class RestartedWorld:
         return self._world
 
     def _directory(self, name: str) -> Path:
-        directory = self._room / f"{name}-of-{self.size}-{self._starts}"
+        directory = self._folder / f"{name}-of-{self.size}-{self._starts}"
         directory.mkdir()
         self._made.append(directory)
         return directory

@@ -34,7 +34,7 @@ PACKED_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LocalArray:
     """An array of this rank that takes part: where its bytes are, its shape and the size of an element."""
 
     where: Destination
@@ -46,7 +46,7 @@ def hand_out(
     channel: Channel,
     rank: int,
     groups: Sequence[Group],
-    place_of: Callable[[int], Place],
+    place_of: Callable[[int], LocalArray],
     timeout: float,
 ) -> int:
     """Give the others of each group what this rank has read for them, and take what they have read.
@@ -62,7 +62,7 @@ def hand_out(
 class Span:
     """Bytes `start` to `stop` of a piece: of a box of an array, in C order."""
 
-    place: Place
+    place: LocalArray
     box: Box
     start: int
     stop: int
@@ -92,9 +92,9 @@ class Spans(Message):
         _scatter(self.spans, buffer)
 
 
-def _messages(rank: int, groups: Sequence[Group], place_of: Callable[[int], Place]) -> list[Spans]:
+def _messages(rank: int, groups: Sequence[Group], place_of: Callable[[int], LocalArray]) -> list[Spans]:
     """All messages that this rank sends or receives."""
-    channels: dict[tuple[int, int], list[tuple[Place, Box, int]]] = {}
+    channels: dict[tuple[int, int], list[tuple[LocalArray, Box, int]]] = {}
     for group in groups:
         others = [other for other in group.ranks if other != rank]
         for stretch in group.stretches:
@@ -111,7 +111,7 @@ def _messages(rank: int, groups: Sequence[Group], place_of: Callable[[int], Plac
 
 
 def _spans(
-    pieces: Sequence[tuple[Place, Box, int]], part: Iterable[tuple[int, int, int]]
+    pieces: Sequence[tuple[LocalArray, Box, int]], part: Iterable[tuple[int, int, int]]
 ) -> tuple[Span, ...]:
     return tuple(Span(*pieces[index][:2], start, stop) for index, start, stop in part)
 

@@ -18,7 +18,7 @@ from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, local_sizes
 from holdfast.plan.read_sharing import Group, SharePlan
 from holdfast.plan.topology import Topology
 from holdfast.plan.world import Seen, View
-from holdfast.store.ranks.exchange import Place
+from holdfast.store.ranks.exchange import LocalArray
 from holdfast.store.read.requests import BoxRequest
 
 
@@ -38,7 +38,7 @@ class Sharing:
     """
 
     def __init__(
-        self, commons: Sequence[Common], topology: Topology, rank: int, places: Mapping[Seen, Place]
+        self, commons: Sequence[Common], topology: Topology, rank: int, places: Mapping[Seen, LocalArray]
     ) -> None:
         self._commons = commons
         self._places = places
@@ -47,7 +47,7 @@ class Sharing:
         plan = SharePlan([common.layout for common in commons], topology)
         self.groups: tuple[Group, ...] = plan.groups(rank)
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> LocalArray:
         """The array of a leaf's number in the groups."""
         return self._places[self._commons[number].seen]
 

@@ -25,7 +25,7 @@ from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
 from holdfast.format.geometry import whole
 from holdfast.plan import ByteRange
 from holdfast.store.ranks.channel import Channel, Message, carry
-from holdfast.store.ranks.exchange import MESSAGE_NBYTES, Place, Span, Spans, cut
+from holdfast.store.ranks.exchange import MESSAGE_NBYTES, LocalArray, Span, Spans, cut
 from holdfast.store.read.gather import FileReads
 from holdfast.store.read.shard_reader import MISSING, FragmentRequest, request_range, volume_of
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
@@ -269,14 +269,14 @@ def _messages(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield [index for index, _, _ in message]
 
 
-def _place(request: FragmentRequest) -> Place | None:
+def _place(request: FragmentRequest) -> LocalArray | None:
     """Where the bytes of a request go; None when only their checksum matters."""
     where = request.piece.destination
     if isinstance(where, Unkept | Padding):
         return None
     if isinstance(where, Strided):
-        return Place(where, where.shape, where.itemsize)
-    return Place(where, (where.nbytes,), 1)
+        return LocalArray(where, where.shape, where.itemsize)
+    return LocalArray(where, (where.nbytes,), 1)
 
 
 def _may_see(path: str) -> bool:

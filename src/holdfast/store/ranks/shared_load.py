@@ -34,7 +34,7 @@ from holdfast.store.rank_errors import RankError, raise_worst
 from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.checks.views import exchange_views
 from holdfast.store.ranks.consensus import all_or_none, settle
-from holdfast.store.ranks.exchange import Place, hand_out
+from holdfast.store.ranks.exchange import LocalArray, hand_out
 from holdfast.store.ranks.read_shares import Sharing, common_wishes
 from holdfast.store.ranks.remote_shards import RemoteShards
 from holdfast.store.ranks.subgroup import renumber_targets
@@ -88,7 +88,7 @@ class _Wish:
 
     key: str
     seen: Seen
-    place: Place
+    place: LocalArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +198,14 @@ class _Load:
             meta = self._meta(key)
             sharding, shape = restore.parts.get(key, (None, meta.shape))
             wanted = seen(meta.name, meta.dtype, shape, meta.framework, sharding)
-            into_place.append(_Wish(key, wanted, Place(where, shape, itemsize(meta.dtype))))
+            into_place.append(_Wish(key, wanted, LocalArray(where, shape, itemsize(meta.dtype))))
         fresh, fills = self._checkpoint.fresh(restore.fresh)
         into_fresh: list[_Wish] = []
         for fill in fills:
             meta = self._meta(fill.leaf)
             wanted = seen(meta.name, meta.dtype, meta.shape, meta.framework, None)
             assert not isinstance(fill.destination, Unkept)
-            place = Place(fill.destination, meta.shape, itemsize(meta.dtype))
+            place = LocalArray(fill.destination, meta.shape, itemsize(meta.dtype))
             into_fresh.append(_Wish(fill.leaf, wanted, place))
         return _Wishes(tuple(into_place), tuple(into_fresh), fresh)
 

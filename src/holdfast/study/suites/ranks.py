@@ -150,10 +150,10 @@ class RanksSuite(Suite):
         disk = (2 * (most + 1) + _OTHER_DISK_COPIES) * self._total
         return Needs(disk, (most + _OTHER_MEMORY_COPIES) * self._total, self._total)
 
-    def groups(self, room: Path) -> Iterator[Group]:
+    def groups(self, folder: Path) -> Iterator[Group]:
         chosen = peers.choose(self.systems, SYSTEMS)
         for number_, visit in enumerate(visits(self.ranks)):
-            own = room / f"world{number_}"
+            own = folder / f"world{number_}"
             own.mkdir()
             world = RestartedWorld(visit.world, self.nbytes, own, self.timeout)
             done = False
@@ -165,9 +165,9 @@ class RanksSuite(Suite):
                     cases = [RankSave(world, key, self._total) for key in keys]
                     yield Group(f"{visit.world}", cases, self.rounds)
                     if visit.world in (min(self.ranks), max(self.ranks)):
-                        self._save_for_loads(world, room, [key for key in LOADING if key in chosen])
+                        self._save_for_loads(world, folder, [key for key in LOADING if key in chosen])
                 for source in visit.loads:
-                    saved = {key: _saved(room, key, source) for key in LOADING if key in chosen}
+                    saved = {key: _saved(folder, key, source) for key in LOADING if key in chosen}
                     loads = [RankLoad(world, key, path) for key, path in saved.items()]
                     yield Group(f"{source} {ARROW} {visit.world}", loads, self.rounds)
                 done = True
@@ -177,9 +177,9 @@ class RanksSuite(Suite):
                 except RankEnded as error:  # all has been measured, and is not lost to that
                     self._problems.append(f"{visit.world} ranks did not end well: {error}")
 
-    def _save_for_loads(self, world: RestartedWorld, room: Path, keys: Sequence[str]) -> None:
+    def _save_for_loads(self, world: RestartedWorld, folder: Path, keys: Sequence[str]) -> None:
         for key in keys:
-            path = _saved(room, key, world.size)
+            path = _saved(folder, key, world.size)
             try:
                 world.prepare(key)
                 world.tell(Order("save", key, str(path)))
@@ -326,5 +326,5 @@ def _limit_section(row: Row) -> str:
     return "save" if row.section == "writers" else row.section
 
 
-def _saved(room: Path, key: str, world: int) -> Path:
-    return room / f"saved-{key}-{world}"
+def _saved(folder: Path, key: str, world: int) -> Path:
+    return folder / f"saved-{key}-{world}"

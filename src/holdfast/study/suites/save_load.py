@@ -169,7 +169,7 @@ class SaveLoadSuite(Suite):
         self._total = sum(4 * math.prod(dims) for dims in self._shapes.values())
         return Needs(_DISK_COPIES * self._total, _MEMORY_COPIES * self._total, _RESERVED_COPIES * self._total)
 
-    def groups(self, room: Path) -> Iterator[Group]:
+    def groups(self, folder: Path) -> Iterator[Group]:
         # Small files first: file systems are slower to make files while many have just been deleted.
         small = [SmallSave(key) for key in SmallSave.titles]
         yield Group("small saves", small, self.small_rounds, warm_up=3, settle=False)

@@ -145,7 +145,7 @@ class ScaleSuite(Suite):
             raise ValueError("a simulation has at least 1 rank and 6 leaves")
         return Needs()
 
-    def groups(self, room: Path) -> Iterator[Group]:
+    def groups(self, folder: Path) -> Iterator[Group]:
         """Every layout in every world; half the leaves in the last but one world, for growth with leaves."""
         for layout in self.layouts:
             sizes = [

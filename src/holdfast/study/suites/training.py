@@ -310,7 +310,7 @@ class TrainingSuite(Suite):
             raise RuntimeError(f"a training needs torch: {absent}")
         return Needs(_DISK_COPIES * self.nbytes, _MEMORY_COPIES * self.nbytes, 2 * self.nbytes)
 
-    def groups(self, room: Path) -> Iterator[Group]:
+    def groups(self, folder: Path) -> Iterator[Group]:
         with model.kept_memory():
             self._trainer = trainer = Trainer(self._shape)
             if self.batch is None:

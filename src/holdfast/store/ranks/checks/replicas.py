@@ -206,7 +206,7 @@ def check_ties(
 def array_digest(leaf: LeafSource, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
     """A digest of an array's C-order bytes; the same wherever and however they lie.
 
-    `buffer` has room for `WINDOW_NBYTES`, unless the array lies in one row in host memory.
+    `buffer` holds `WINDOW_NBYTES`, unless the array lies in one row in host memory.
     """
     nbytes = leaf.nbytes
     sums = [

@@ -74,11 +74,11 @@ def _places(tree: Node, depth: int = 2) -> dict[str, Node]:
     places: dict[str, Node] = {"": tree}
     for _ in range(depth):
         inner = {place: list(_children(node, place)) for place, node in places.items()}
-        room = _MAX_PLACES - len(places)
+        spare_count = _MAX_PLACES - len(places)
         for place in sorted(inner, key=lambda place: len(inner[place])):
             more = inner[place]
-            if more and len(more) - 1 <= room:
-                room -= len(more) - 1
+            if more and len(more) - 1 <= spare_count:
+                spare_count -= len(more) - 1
                 del places[place]
                 places.update(more)
     return places
