@@ -1,4 +1,5 @@
-"""Conversions: what is written is what other libraries open, it equals the source, and it is all or nothing."""
+"""Conversions: what is written is what other libraries open, it equals the source, and it is all or
+nothing."""
 
 from __future__ import annotations
 

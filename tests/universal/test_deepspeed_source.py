@@ -1,8 +1,8 @@
 """Checkpoints that DeepSpeed wrote (0.19.8, CPU, gloo): described by us, equal to what its own tools give.
 
-The fixtures are small runs of one model with tied and frozen parameters, a buffer, a parameter that no step used
-and two groups. ``truth.pt`` beside each holds what `zero_to_fp32` (``fp32``) and `ds_to_universal` (``universal``)
-made of it.
+The fixtures are small runs of one model with tied and frozen parameters, a buffer, a parameter that no step
+used and two groups. ``truth.pt`` beside each holds what `zero_to_fp32` (``fp32``) and `ds_to_universal`
+(``universal``) made of it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.source_leaves import assert_same, by_name
 
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.universal.sources import deepspeed
+from support.source_leaves import assert_same, by_name
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())

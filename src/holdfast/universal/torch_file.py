@@ -76,7 +76,8 @@ _TENSOR_TYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file: element (i, j, ...) lies ``i * strides[0] + j * strides[1] + ...`` elements after `offset`."""
+    """A tensor of a file: element (i, j, ...) lies ``i * strides[0] + j * strides[1] + ...`` elements after
+    `offset`."""
 
     file: str
     offset: int
