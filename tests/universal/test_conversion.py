@@ -1,5 +1,4 @@
-"""Conversions: what is written is what other libraries open, it equals the source, and it is all or
-nothing."""
+"""Conversions: other libraries open what is written, it equals the source, and it is all or nothing."""
 
 from __future__ import annotations
 

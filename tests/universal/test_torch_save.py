@@ -65,9 +65,12 @@ def test_optimizer_state_gets_the_names_of_parameters(
 ) -> None:
     model, optimizer, scheduler = trained(groups)
     state = {
-        model_key: model.state_dict(), optimizer_key: optimizer.state_dict(), "scheduler": scheduler.state_dict(),
-        "step": 17, "args": {"lr": 0.5, "layers": [1, 2]},
-    }  # fmt: skip
+        model_key: model.state_dict(),
+        optimizer_key: optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "step": 17,
+        "args": {"lr": 0.5, "layers": [1, 2]},
+    }
     torch.save(state, tmp_path / "s.pt")
     source = torch_save.describe(tmp_path / "s.pt")
     found = by_name(source)
@@ -105,10 +108,15 @@ def test_tied_weights_are_aliases(tmp_path: Path) -> None:
 def test_lightning(tmp_path: Path) -> None:
     model, optimizer, scheduler = trained()
     content = {
-        "epoch": 2, "global_step": 40, "pytorch-lightning_version": "2.5.0", "state_dict": model.state_dict(),
-        "optimizer_states": [optimizer.state_dict()], "lr_schedulers": [scheduler.state_dict()],
-        "callbacks": {"ModelCheckpoint{'monitor': 'x'}": {"best_model_score": torch.tensor(0.5)}}, "loops": {"a": {"b": 1}},
-    }  # fmt: skip
+        "epoch": 2,
+        "global_step": 40,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [scheduler.state_dict()],
+        "callbacks": {"ModelCheckpoint{'monitor': 'x'}": {"best_model_score": torch.tensor(0.5)}},
+        "loops": {"a": {"b": 1}},
+    }
     torch.save(content, tmp_path / "l.ckpt")
     source = torch_save.describe(tmp_path / "l.ckpt")
     found = by_name(source)

@@ -55,8 +55,10 @@ def compare_arrays(job: Job, arrays: Mapping[str, Any]) -> None:
     with LeafStream(job.checkpoint, [StreamedLeaf(item.stored, item.dtype) for item in job.items]) as stream:
         for number, item in enumerate(job.items):
             tensor = arrays[item.name].detach()
-            data = (
-                tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0)
+            data: Any = (
+                tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                if tensor.numel()
+                else np.empty(0, np.uint8)
             )
             if tuple(tensor.shape) != item.shape or data.nbytes != item.nbytes:
                 raise CorruptCheckpoint("it was not written as it should", path=job.path, leaf=item.name)

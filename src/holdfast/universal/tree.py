@@ -79,7 +79,8 @@ def _optimizer_node(entries: Mapping[str, Node], others: dict[str, Node], parame
         state.setdefault(parameter, {})[key] = node
     groups = others.pop(_GROUPS, None)
     if groups is None:
-        groups = [{"params": sorted(parameters)}]
+        names: list[Node] = [*sorted(parameters)]
+        groups = [{"params": names}]
     by_name = {parameter: _mapping(fields) for parameter, fields in state.items()}
     return _mapping({"state": _mapping(by_name), _GROUPS: groups, **others})
 

@@ -17,11 +17,14 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from holdfast.universal.sources import hf, megatron, npz, safetensors
+from holdfast.universal.sources import dcp, deepspeed, hf, megatron, npz, safetensors, torch_save
 
 SOURCES: tuple[ModuleType, ...] = (
-    hf,
+    deepspeed,
+    dcp,
     megatron,
+    torch_save,
+    hf,
     safetensors,
     npz,
 )

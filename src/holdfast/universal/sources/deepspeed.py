@@ -183,12 +183,12 @@ class _Checkpoint:
         for rank in range(self._world):
             if rank not in self._optimizers:
                 raise IncompleteCheckpoint(
-                    f"the optimizer file of rank {rank} is missing: the checkpoint was written by {self._world} ranks",
+                    f"the optimizer file of rank {rank} is missing: {self._world} ranks wrote the checkpoint",
                     path=self._folder,
                 )
         if len(self._optimizers) > self._world:
             raise CorruptCheckpoint(
-                f"{len(self._optimizers)} optimizer files, but the model file says {self._world} ranks: files of two "
+                f"{len(self._optimizers)} optimizer files, but {self._world} ranks wrote it: files of two "
                 "checkpoints are mixed",
                 path=self._folder,
             )
@@ -315,7 +315,7 @@ class _Checkpoint:
         for name, shape in self._shapes[group].items():
             if done[name] != math.prod(shape):
                 raise CorruptCheckpoint(
-                    f"the files of all ranks hold {done[name]} elements, but the parameter has {math.prod(shape)}: "
+                    f"all ranks hold {done[name]} elements, but the parameter has {math.prod(shape)}: "
                     "a file is of another checkpoint",
                     path=self._folder,
                     leaf=name,
@@ -449,7 +449,7 @@ class _Checkpoint:
             steps.setdefault(model.get("global_steps", 0), self._models[rank])
         if len(steps) > 1:
             raise CorruptCheckpoint(
-                f"the model files are of steps {', '.join(map(str, steps))}: files of several steps are mixed",
+                f"the model files are of steps {', '.join(map(str, steps))}: several steps are mixed",
                 path=self._folder,
             )
 

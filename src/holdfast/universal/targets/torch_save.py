@@ -214,7 +214,7 @@ def _pickler(out: io.BytesIO, numbers: dict[int, int]) -> pickle.Pickler:
                 return NotImplemented
             storage = _Storage(numbers[_key(value)], value.dtype, value.numel())
             shape, stride = tuple(value.shape), tuple(value.stride())
-            common = storage, 0, shape, stride, value.requires_grad, OrderedDict()
+            common: tuple[Any, ...] = storage, 0, shape, stride, value.requires_grad, OrderedDict()
             if value.dtype in typed:
                 return torch._utils._rebuild_tensor_v2, common
             return torch._utils._rebuild_tensor_v3, (*common, value.dtype)
