@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.launcher import launch, values
-from support.source_leaves import assert_same, by_name
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.universal.sources import dcp as source_dcp
+from support.launcher import launch, values
+from support.source_leaves import assert_same, by_name
 
 
 def save_alone(path: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -24,7 +24,11 @@ def save_alone(path: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model(torch.randn(2, 5)).sum().backward()
     optimizer.step()
     weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states, "step": 12, "extra": {"note": "hi"}}, checkpoint_id=path, no_dist=True)
+    dcp.save(
+        {"model": weights, "optimizer": states, "step": 12, "extra": {"note": "hi"}},
+        checkpoint_id=path,
+        no_dist=True,
+    )
     return model, optimizer
 
 

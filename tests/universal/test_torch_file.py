@@ -40,9 +40,21 @@ def tensor_of(stored: object) -> torch.Tensor:
 
 
 KINDS = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.uint16, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -85,20 +97,47 @@ def test_parameters_and_state_dicts(tmp_path: Path) -> None:
 def test_plain_objects(tmp_path: Path) -> None:
     moment = datetime.datetime(2024, 5, 6, 7, 8, 9, tzinfo=datetime.timezone.utc)
     values = {
-        "text": "é", "bytes": b"\x00\xff", "big": 2**100, "negative": -5, "float": 1.5, "none": None, "yes": True,
-        "list": [1, [2]], "tuple": (1, (2, 3)), "set": {1, 2}, "complex": 1 + 2j, "bytearray": bytearray(b"ab"),
-        "ordered": collections.OrderedDict(a=1), "default": collections.defaultdict(list, {"a": [1]}),
-        "counter": collections.Counter("aab"), "size": torch.Size([2, 3]), "device": torch.device("cuda", 1),
-        "dtype": torch.bfloat16, "scalar": np.float32(1.25), "int": np.int64(-3), "array": np.arange(6).reshape(2, 3),
-        "big_endian": np.array([1, 2], dtype=">i4"), "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        "arguments": argparse.Namespace(lr=0.1, names=["a"]), "path": pathlib.Path("/a/b"), "moment": moment,
+        "text": "é",
+        "bytes": b"\x00\xff",
+        "big": 2**100,
+        "negative": -5,
+        "float": 1.5,
+        "none": None,
+        "yes": True,
+        "list": [1, [2]],
+        "tuple": (1, (2, 3)),
+        "set": {1, 2},
+        "complex": 1 + 2j,
+        "bytearray": bytearray(b"ab"),
+        "ordered": collections.OrderedDict(a=1),
+        "default": collections.defaultdict(list, {"a": [1]}),
+        "counter": collections.Counter("aab"),
+        "size": torch.Size([2, 3]),
+        "device": torch.device("cuda", 1),
+        "dtype": torch.bfloat16,
+        "scalar": np.float32(1.25),
+        "int": np.int64(-3),
+        "array": np.arange(6).reshape(2, 3),
+        "big_endian": np.array([1, 2], dtype=">i4"),
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "arguments": argparse.Namespace(lr=0.1, names=["a"]),
+        "path": pathlib.Path("/a/b"),
+        "moment": moment,
         "span": datetime.timedelta(days=1, seconds=2),
-    }  # fmt: skip
+    }
     found: Any = Collected("f").plain(read_torch_file(saved(tmp_path, values)))
     expected = {
-        **values, "set": [1, 2], "bytearray": b"ab", "size": (2, 3), "device": "cuda:1", "dtype": "torch.bfloat16",
-        "arguments": {"lr": 0.1, "names": ["a"]}, "path": "/a/b", "moment": moment.isoformat(), "span": 86402.0,
-    }  # fmt: skip
+        **values,
+        "set": [1, 2],
+        "bytearray": b"ab",
+        "size": (2, 3),
+        "device": "cuda:1",
+        "dtype": "torch.bfloat16",
+        "arguments": {"lr": 0.1, "names": ["a"]},
+        "path": "/a/b",
+        "moment": moment.isoformat(),
+        "span": 86402.0,
+    }
     for name in ("array", "big_endian", "fortran"):
         np.testing.assert_array_equal(found.pop(name), expected.pop(name))
     assert found == expected

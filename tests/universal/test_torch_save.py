@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.source_leaves import assert_same, by_name
 
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.universal.sources import torch_save
+from support.source_leaves import assert_same, by_name
 
 
 def trained(groups: str = "one") -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
@@ -39,7 +39,9 @@ def assert_model(found: dict[str, torch.Tensor], model: torch.nn.Module, place: 
         assert_same(found[f"{place}.{name}"], tensor, name)
 
 
-def assert_optimizer(found: dict[str, torch.Tensor], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def assert_optimizer(
+    found: dict[str, torch.Tensor], model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             assert_same(found[f"optimizer.{name}.{key}"], value, name)
@@ -55,15 +57,20 @@ def test_a_bare_state_dict_is_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", ["one", "decay", "named"])
-@pytest.mark.parametrize(("model_key", "optimizer_key"), [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict")])
+@pytest.mark.parametrize(
+    ("model_key", "optimizer_key"), [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict")]
+)
 def test_optimizer_state_gets_the_names_of_parameters(
     tmp_path: Path, groups: str, model_key: str, optimizer_key: str
 ) -> None:
     model, optimizer, scheduler = trained(groups)
     state = {
-        model_key: model.state_dict(), optimizer_key: optimizer.state_dict(), "scheduler": scheduler.state_dict(),
-        "step": 17, "args": {"lr": 0.5, "layers": [1, 2]},
-    }  # fmt: skip
+        model_key: model.state_dict(),
+        optimizer_key: optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "step": 17,
+        "args": {"lr": 0.5, "layers": [1, 2]},
+    }
     torch.save(state, tmp_path / "s.pt")
     source = torch_save.describe(tmp_path / "s.pt")
     found = by_name(source)
@@ -74,7 +81,9 @@ def test_optimizer_state_gets_the_names_of_parameters(
     assert source.values["args.layers"] == [1, 2]
     assert source.values["scheduler.last_epoch"] == 1
     grouped: Any = source.values["optimizer.param_groups"]
-    assert {name for group in grouped for name in group["params"]} == {name for name, _ in model.named_parameters()}
+    assert {name for group in grouped for name in group["params"]} == {
+        name for name, _ in model.named_parameters()
+    }
 
 
 def test_without_the_models_names_the_numbers_stay(tmp_path: Path) -> None:
@@ -99,10 +108,15 @@ def test_tied_weights_are_aliases(tmp_path: Path) -> None:
 def test_lightning(tmp_path: Path) -> None:
     model, optimizer, scheduler = trained()
     content = {
-        "epoch": 2, "global_step": 40, "pytorch-lightning_version": "2.5.0", "state_dict": model.state_dict(),
-        "optimizer_states": [optimizer.state_dict()], "lr_schedulers": [scheduler.state_dict()],
-        "callbacks": {"ModelCheckpoint{'monitor': 'x'}": {"best_model_score": torch.tensor(0.5)}}, "loops": {"a": {"b": 1}},
-    }  # fmt: skip
+        "epoch": 2,
+        "global_step": 40,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [scheduler.state_dict()],
+        "callbacks": {"ModelCheckpoint{'monitor': 'x'}": {"best_model_score": torch.tensor(0.5)}},
+        "loops": {"a": {"b": 1}},
+    }
     torch.save(content, tmp_path / "l.ckpt")
     source = torch_save.describe(tmp_path / "l.ckpt")
     found = by_name(source)
@@ -123,7 +137,9 @@ def test_trainer_directory(tmp_path: Path, kind: str) -> None:
         save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     torch.save(scheduler.state_dict(), tmp_path / "scheduler.pt")
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 9, "epoch": 0.5, "log_history": [{"loss": 1.0}]}))
+    (tmp_path / "trainer_state.json").write_text(
+        json.dumps({"global_step": 9, "epoch": 0.5, "log_history": [{"loss": 1.0}]})
+    )
     assert "Trainer" in str(torch_save.looks_like(tmp_path))
     source = torch_save.describe(tmp_path)
     found = by_name(source)

@@ -129,7 +129,7 @@ class ZipRecords:
         extent = self.extent(name)
         if extent.nbytes > limit:
             raise UnsupportedSource(
-                f"{self._file.path}: record {name!r} has {extent.nbytes} bytes, more than the limit of {limit}"
+                f"{self._file.path}: record {name!r} has {extent.nbytes} bytes; the limit is {limit}"
             )
         return self._file.read(extent.offset - self._file.start, extent.nbytes)
 
@@ -192,8 +192,8 @@ class ZipRecords:
             if at + _ENTRY.size > len(data):
                 raise self._corrupt("the archive's directory ends in the middle of a record")
             (
-                magic, _, _, flags, method, _, _, _, stored, nbytes, name_nbytes, extra_nbytes, comment_nbytes,
-                _, _, _, header,
+                magic, _, _, flags, method, _, _, _, stored, nbytes, name_nbytes, extra_nbytes,
+                comment_nbytes, _, _, _, header,
             ) = _ENTRY.unpack_from(data, at)  # fmt: skip
             if magic != b"PK\x01\x02":
                 raise self._corrupt("the archive's directory is damaged")

@@ -124,7 +124,9 @@ class _Directory:
     def _dictionary(self, metadata: dict[str, Any], name: str) -> dict[Any, Any]:
         found = metadata.get(name)
         if not isinstance(found, dict):
-            raise UnsupportedSource(f"{self._metadata_path}: there is no {name}; another writer made this directory")
+            raise UnsupportedSource(
+                f"{self._metadata_path}: there is no {name}; another writer made this directory"
+            )
         return found
 
     def _place(self, name: str, at: tuple[int, ...] | None) -> tuple[str, int, int]:
@@ -163,7 +165,9 @@ class _Directory:
             file, offset, nbytes = self._place(name, box.start)
             tensor = read_torch_file(file, start=offset, nbytes=nbytes)
             if not isinstance(tensor, StoredTensor) or tensor.shape != box.shape or tensor.dtype != dtype:
-                raise CorruptCheckpoint("the stored piece is not what the metadata says", path=file, leaf=name)
+                raise CorruptCheckpoint(
+                    "the stored piece is not what the metadata says", path=file, leaf=name
+                )
             stretches.extend(tensor.stretches(box, leaf=name))
         self._require_all(name, shape, boxes)
         return SourceLeaf(renamed, dtype, shape, tuple(stretches))
@@ -186,7 +190,8 @@ class _Directory:
     def _require_all(self, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
         all_of_it = whole(shape)
         if any(
-            len(box.shape) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)) for box in boxes
+            len(box.shape) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True))
+            for box in boxes
         ):
             raise self._corrupt("a piece reaches past the tensor", name)
         try:

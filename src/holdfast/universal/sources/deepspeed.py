@@ -48,9 +48,7 @@ _ALLOWED = frozenset(
 )
 # What DeepSpeed itself puts into a model file; everything else is the client's.
 _OWN = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
-    "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
-    "mp_world_size checkpoint_parallel_dimensions ds_config ds_version universal_checkpoint_info num_experts".split()
+    ["module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "num_experts"]
 )
 
 
@@ -147,7 +145,9 @@ class _Checkpoint:
                     f"{where}: pipeline and expert-parallel checkpoints of DeepSpeed are not read yet"
                 )
         if len(parallel) > 1:
-            raise UnsupportedSource(f"{self._folder}: {len(parallel)} model-parallel ranks; only 1 is read yet")
+            raise UnsupportedSource(
+                f"{self._folder}: {len(parallel)} model-parallel ranks; only 1 is read yet"
+            )
         if not self._optimizers:
             raise IncompleteCheckpoint("there is no *_optim_states.pt file", path=self._folder)
         if not self._models:
@@ -199,7 +199,9 @@ class _Checkpoint:
             if isinstance(found, dict):
                 states = [found.get(index, {}) for index in range(count)]
                 if not set(found) <= set(range(count)):
-                    raise UnsupportedSource(f"{path}: the optimizer counts more groups than there are weights")
+                    raise UnsupportedSource(
+                        f"{path}: the optimizer counts more groups than there are weights"
+                    )
             else:
                 states = [None] * count
         elif isinstance(base, list):  # elastic_checkpoint
@@ -227,10 +229,14 @@ class _Checkpoint:
             if type(stage) is not int or not 1 <= stage <= 3:
                 raise UnsupportedSource(f"{flat.path}: ZeRO stage {stage!r} is not known")
             if (stage == 3) != ("fp32_flat_groups" in flat.content):
-                raise UnsupportedSource(f"{flat.path}: the weights are not laid out as ZeRO stage {stage} does")
+                raise UnsupportedSource(
+                    f"{flat.path}: the weights are not laid out as ZeRO stage {stage} does"
+                )
             stages.add(stage)
         if len(stages) != 1:
-            raise CorruptCheckpoint(f"the files of ranks have ZeRO stages {sorted(stages)}", path=self._folder)
+            raise CorruptCheckpoint(
+                f"the files of ranks have ZeRO stages {sorted(stages)}", path=self._folder
+            )
         return stages.pop()
 
     def _find_shapes(self) -> list[dict[str, tuple[int, ...]]]:
@@ -247,7 +253,8 @@ class _Checkpoint:
         for flat in self._flats:
             if len(flat.masters) != len(shapes):
                 raise CorruptCheckpoint(
-                    f"{len(flat.masters)} groups of weights, but the model file has {len(shapes)}", path=flat.path
+                    f"{len(flat.masters)} groups of weights, but the model file has {len(shapes)}",
+                    path=flat.path,
                 )
         return shapes
 
@@ -263,13 +270,17 @@ class _Checkpoint:
         for rank, flat in enumerate(self._flats):
             mappings = flat.content.get("param_slice_mappings")
             if not isinstance(mappings, list) or len(mappings) != len(flat.masters):
-                raise UnsupportedSource(f"{flat.path}: 'param_slice_mappings' is missing; DeepSpeed is too old")
+                raise UnsupportedSource(
+                    f"{flat.path}: 'param_slice_mappings' is missing; DeepSpeed is too old"
+                )
             mapping = mappings[group]
             if not isinstance(mapping, dict):
                 raise UnsupportedSource(f"{flat.path}: 'param_slice_mappings' is in a form that is not known")
             for name, address in mapping.items():
                 if name not in found:
-                    raise CorruptCheckpoint("the model file does not have this parameter", path=flat.path, leaf=str(name))
+                    raise CorruptCheckpoint(
+                        "the model file does not have this parameter", path=flat.path, leaf=str(name)
+                    )
                 known = address.attributes if isinstance(address, Record) else {}
                 count, first = known.get("numel"), known.get("start")
                 if type(count) is not int or type(first) is not int or count < 0 or first < 0:
@@ -296,31 +307,41 @@ class _Checkpoint:
             part = -(-count // self._world)
             cuts = [(min(count, rank * part), min(count, (rank + 1) * part)) for rank in range(self._world)]
             found[name] = [
-                _Piece(rank, group, first, start, stop) for rank, (start, stop) in enumerate(cuts) if start < stop
+                _Piece(rank, group, first, start, stop)
+                for rank, (start, stop) in enumerate(cuts)
+                if start < stop
             ]
             first += part
         return found
 
-    def _leaf(self, name: str, parameter: str, shape: tuple[int, ...], vectors: list[Any], pieces: list[_Piece]) -> SourceLeaf:
+    def _leaf(
+        self, name: str, parameter: str, shape: tuple[int, ...], vectors: list[Any], pieces: list[_Piece]
+    ) -> SourceLeaf:
         """A leaf of pieces of the flat vectors of ranks (`vectors`, by rank)."""
         stretches: list[Stretch] = []
         kinds: set[str] = set()
         for piece in pieces:
             vector, path = vectors[piece.rank], self._flats[piece.rank].path
             if not isinstance(vector, StoredTensor):
-                raise CorruptCheckpoint(f"{name!r} is missing in the file of this rank", path=path, leaf=parameter)
+                raise CorruptCheckpoint(
+                    f"{name!r} is missing in the file of this rank", path=path, leaf=parameter
+                )
             if len(vector.shape) != 1 or not vector.contiguous:
                 raise UnsupportedSource(f"{path}: {name!r} is not a flat vector but has shape {vector.shape}")
             end = piece.first + piece.stop - piece.start
             if end > vector.count:
                 raise CorruptCheckpoint(
-                    f"elements up to {end} are needed of a flat vector with {vector.count}", path=path, leaf=parameter
+                    f"elements up to {end} are needed of a flat vector with {vector.count}",
+                    path=path,
+                    leaf=parameter,
                 )
             kinds.add(vector.dtype)
             offset = vector.offset + piece.first * vector.itemsize
             stretches += flat_stretches(vector.file, offset, piece.start, piece.stop, shape, vector.itemsize)
         if len(kinds) > 1:
-            raise CorruptCheckpoint(f"ranks have {name!r} in types {sorted(kinds)}", path=self._folder, leaf=parameter)
+            raise CorruptCheckpoint(
+                f"ranks have {name!r} in types {sorted(kinds)}", path=self._folder, leaf=parameter
+            )
         return SourceLeaf(name, kinds.pop() if kinds else "F32", shape, tuple(stretches))
 
     # --- leaves and values
@@ -386,7 +407,9 @@ class _Checkpoint:
         contents: set[bytes] = set()
         for entry, flat in zip(entries, self._flats, strict=True):
             if not isinstance(entry, StoredTensor):
-                raise CorruptCheckpoint(f"{key!r} is missing in the file of this rank", path=flat.path, leaf=name)
+                raise CorruptCheckpoint(
+                    f"{key!r} is missing in the file of this rank", path=flat.path, leaf=name
+                )
             with open(entry.file, "rb") as file:
                 file.seek(entry.offset)
                 contents.add(file.read(entry.itemsize * entry.count))
@@ -427,7 +450,9 @@ class _Checkpoint:
             leaves.update({f"model.{name}": leaf for name, leaf in frozen.items()})
         for name, other in shared.items():
             if f"model.{other}" not in leaves:
-                raise CorruptCheckpoint(f"it is tied to {other!r}, which is missing", path=path, leaf=str(name))
+                raise CorruptCheckpoint(
+                    f"it is tied to {other!r}, which is missing", path=path, leaf=str(name)
+                )
             aliases[f"model.{name}"] = f"model.{other}"
         for name in trained:
             if f"model.{name}" not in leaves:
@@ -451,7 +476,9 @@ class _Checkpoint:
         leaves: dict[str, SourceLeaf] = {}
         for name, shape in shapes.items():
             if not _is_shape(shape):
-                raise CorruptCheckpoint("the shape of a parameter is damaged", path=parts[0][0], leaf=str(name))
+                raise CorruptCheckpoint(
+                    "the shape of a parameter is damaged", path=parts[0][0], leaf=str(name)
+                )
             count = math.prod(shape)
             part = -(-count // self._world)
             stretches: list[Stretch] = []
@@ -460,7 +487,9 @@ class _Checkpoint:
                 start, stop = min(count, rank * part), min(count, (rank + 1) * part)
                 piece = fragments.get(name)
                 if not isinstance(piece, StoredTensor) or not piece.contiguous or piece.count < stop - start:
-                    raise CorruptCheckpoint("the piece of a frozen parameter is missing", path=path, leaf=name)
+                    raise CorruptCheckpoint(
+                        "the piece of a frozen parameter is missing", path=path, leaf=name
+                    )
                 dtype = piece.dtype
                 stretches += flat_stretches(piece.file, piece.offset, start, stop, shape, piece.itemsize)
             leaves[name] = SourceLeaf(f"model.{name}", dtype, shape, tuple(stretches))

@@ -1,9 +1,10 @@
-"""Files of `torch.save`: state dicts, training states made of them, Lightning checkpoints; and Trainer directories.
+"""Files of `torch.save`: state dicts, training states of them, Lightning checkpoints; Trainer directories.
 
-Names: a bare state dict is a model, ``model.<parameter>``. In a dictionary of several, each tensor is named by its
-place, where the usual words for the model and the optimizer (``model_state_dict``, ``optimizer_state_dict``, ...)
-become ``model`` and ``optimizer``. An optimizer's state is ``optimizer.<parameter>.<state>`` where the file tells which
-parameter is which (`optimizer_names`), else ``optimizer.<number>.<state>``. What is not a tensor becomes a value.
+Names: a bare state dict is a model, ``model.<parameter>``. In a dictionary of several, each tensor is named
+by its place, where the usual words for the model and the optimizer (``model_state_dict``,
+``optimizer_state_dict``, ...) become ``model`` and ``optimizer``. An optimizer's state is
+``optimizer.<parameter>.<state>`` where the file tells which parameter is which (`optimizer_names`), else
+``optimizer.<number>.<state>``. What is not a tensor becomes a value.
 """
 
 from __future__ import annotations
