@@ -34,8 +34,7 @@ def is_optimizer_state(tree: object) -> bool:
 def collect_optimizer(
     into: Collected, tree: Mapping[str, Any], place: str, model: Mapping[str, StoredTensor]
 ) -> None:
-    """Adds an optimizer's state as ``<place>.<parameter>.<state>``, and its groups as the value
-    ``<place>.param_groups``.
+    """Adds an optimizer's state as ``<place>.<parameter>.<state>``, its groups as ``<place>.param_groups``.
 
     `model` has the model's tensors by the names of their parameters, in the model's order.
     """
@@ -83,8 +82,7 @@ def _names_of(group: Mapping[str, Any]) -> list[str]:
 
 
 def _parameters(model: Mapping[str, StoredTensor], *, buffers: bool) -> list[str]:
-    """The model's tensors without second names of the same memory, with or without what looks like a
-    buffer."""
+    """The model's tensors without second names of one memory, with or without what looks like a buffer."""
     seen: set[StoredTensor] = set()
     names: list[str] = []
     for name, tensor in model.items():

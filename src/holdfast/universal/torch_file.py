@@ -76,8 +76,7 @@ _TENSOR_TYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file: element (i, j, ...) lies ``i * strides[0] + j * strides[1] + ...`` elements after
-    `offset`."""
+    """A tensor of a file. Element (i, j) lies ``i * strides[0] + j * strides[1]`` elements after `offset`."""
 
     file: str
     offset: int
@@ -126,8 +125,8 @@ class StoredTensor:
         if runs > MAX_RUNS:
             what = f"tensor {leaf!r}" if leaf else "a tensor"
             raise UnsupportedSource(
-                f"{self.file}: {what} of shape {self.shape} has strides {self.strides}, in {runs} pieces "
-                f"(at most {MAX_RUNS} are read). Save it again with .contiguous()"
+                f"{self.file}: {what} of shape {self.shape} is stored with strides {self.strides}, "
+                f"in {runs} pieces (at most {MAX_RUNS} are read). Save it again with .contiguous()"
             )
         found: list[Stretch] = []
         ones = (1,) * axis
@@ -177,7 +176,8 @@ def read_torch_file(
             if file.nbytes >= len(_LEGACY_MAGIC) and file.read(0, len(_LEGACY_MAGIC)) == _LEGACY_MAGIC:
                 raise UnsupportedSource(
                     f"{path}: the file has the old format of torch.save (before torch 1.6, or "
-                    "_use_new_zipfile_serialization=False). Save it again: torch.save(torch.load(path), new)"
+                    "_use_new_zipfile_serialization=False). Re-save it: "
+                    "torch.save(torch.load(path), new_path)"
                 )
             raise CorruptCheckpoint(
                 "this is not a file of torch.save: it does not begin as a zip archive", path=path

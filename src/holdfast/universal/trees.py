@@ -43,8 +43,7 @@ class Collected:
         self.values[name] = self.plain(value)
 
     def plain(self, value: object) -> object:
-        """A value made of Python's own types and numpy arrays. Objects known only by name give their
-        attributes."""
+        """A value made of Python's own types and numpy arrays. A record gives its attributes."""
         return self._plain(value, 0)
 
     def leaves(self) -> tuple[tuple[SourceLeaf, ...], dict[str, str]]:

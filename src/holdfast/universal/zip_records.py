@@ -191,9 +191,25 @@ class ZipRecords:
         for _ in range(count):
             if at + _ENTRY.size > len(data):
                 raise self._corrupt("the archive's directory ends in the middle of a record")
-            fields = _ENTRY.unpack_from(data, at)
-            magic, flags, method, stored, nbytes = fields[0], *fields[3:5], *fields[8:10]
-            name_nbytes, extra_nbytes, comment_nbytes, header = *fields[10:13], fields[16]
+            (
+                magic,
+                _,
+                _,
+                flags,
+                method,
+                _,
+                _,
+                _,
+                stored,
+                nbytes,
+                name_nbytes,
+                extra_nbytes,
+                comment_nbytes,
+                _,
+                _,
+                _,
+                header,
+            ) = _ENTRY.unpack_from(data, at)
             if magic != b"PK\x01\x02":
                 raise self._corrupt("the archive's directory is damaged")
             at += _ENTRY.size

@@ -1,5 +1,4 @@
-"""Files of `torch.save`: state dicts, training states made of them, Lightning checkpoints; and Trainer
-directories.
+"""Files of `torch.save`: state dicts, training states of them, Lightning checkpoints; Trainer directories.
 
 Names: a bare state dict is a model, ``model.<parameter>``. In a dictionary of several, each tensor is named
 by its place, where the usual words for the model and the optimizer (``model_state_dict``,
