@@ -23,8 +23,8 @@ SOURCES: tuple[ModuleType, ...] = (
     deepspeed,
     dcp,
     megatron,
+    npz,
     torch_save,
     hf,
     safetensors,
-    npz,
 )
