@@ -15,6 +15,7 @@ from typing import overload
 from msgspec import Struct
 
 from holdfast.errors import (
+    CheckpointExists,
     CheckpointNotFound,
     CorruptCheckpoint,
     HoldfastError,
@@ -24,6 +25,7 @@ from holdfast.errors import (
     RanksDisagree,
     RankTimeout,
     ReadFailed,
+    RunInUse,
     as_save_failure,
 )
 from holdfast.store.os_errors import read_error, shows_damage
@@ -43,6 +45,8 @@ _KINDS: tuple[tuple[str, type[HoldfastError]], ...] = (
     ("refused", ReadFailed),
     ("absent", CheckpointNotFound),
     ("locked", Locked),
+    ("exists", CheckpointExists),
+    ("in use", RunInUse),
     ("disagree", RanksDisagree),
 )
 _OWN = ""
@@ -103,6 +107,10 @@ class RankError(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="fail
             return CheckpointNotFound(found)
         if self.kind == "locked":
             return Locked(found)
+        if self.kind == "exists":
+            return CheckpointExists(found)
+        if self.kind == "in use":
+            return RunInUse(found)
         if self.kind == "disagree":
             return RanksDisagree(self.text, ranks=self.ranks)
         failed = RankTimeout if self.kind == _SILENCE else RankFailed
