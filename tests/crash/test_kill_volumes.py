@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import holdfast
 from holdfast.engine import faults
@@ -45,15 +46,15 @@ def _replace(place: Path, *steps: int) -> None:
         holdfast.save(place / "model", _state(step), step=step, overwrite=True, options=_options(place))
 
 
-def _check_killed(work: Callable[..., None], checkpoint: str, root: Path, most: int) -> int:
-    """Kills `work` one call later each time; what is there is whole, and `most` saves lie on the volume once
-    it has been done again. Returns the number of kills."""
+def _check_killed(work: Callable[..., None], checkpoint: str, root: Path, most: int, stride: int) -> int:
+    """Kills `work` `stride` calls later each time. What is there is whole, and `most` saves lie on the volume
+    once it has been done again. Returns the number of calls."""
 
     def child(pipe: Pipe, place: Path, fault: str) -> None:
         faults.install(*faults.parse(fault))
         work(place, 1, 2, 2)
 
-    for nth in range(1, 1000):
+    for nth in range(1, 1000, stride):
         place = root / str(nth)
         (place / "volume").mkdir(parents=True)
         with forked(child, place, f"any:{nth}:kill") as killed:
@@ -75,13 +76,18 @@ def _check_killed(work: Callable[..., None], checkpoint: str, root: Path, most: 
     raise AssertionError("it never gets through")
 
 
-def test_killed_at_each_call_of_a_run(ram: Path) -> None:
+STRIDES = pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.crash_large)])
+
+
+@STRIDES
+def test_killed_at_calls_of_a_run(ram: Path, stride: int) -> None:
     # The one that is kept, and the one that has made place for it: that goes with the next save.
-    assert _check_killed(_train, "run", ram, KEPT + 1) > 50
+    assert _check_killed(_train, "run", ram, KEPT + 1, stride) > 50
 
 
-def test_killed_at_each_call_of_a_save_that_replaces(ram: Path) -> None:
-    assert _check_killed(_replace, "model", ram, 1) > 50
+@STRIDES
+def test_killed_at_calls_of_a_save_that_replaces(ram: Path, stride: int) -> None:
+    assert _check_killed(_replace, "model", ram, 1, stride) > 50
 
 
 def test_what_a_killed_run_has_committed_keeps_its_shards_when_it_is_moved_away(ram: Path) -> None:

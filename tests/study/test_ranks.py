@@ -45,6 +45,7 @@ def verdicts(found: Result) -> dict[str, str]:
     return {bar.key: bar.verdict for bar in RanksSuite().bars(found)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     picture = tmp_path / "ranks.svg"
