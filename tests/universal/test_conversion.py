@@ -26,9 +26,10 @@ from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.source import Source, SourceLeaf, Stretch
 from support.child_processes import Pipe, forked
 from support.command import command
+from support.dcp_directories import load_all
 from support.foreign_checkpoints import make_model, same_weights, write_hf
 
-KINDS = ["holdfast", "safetensors", "hf", "torch"]
+KINDS = ["holdfast", "safetensors", "hf", "torch", "dcp"]
 
 
 def weights_in(path: Path, to: str) -> dict[str, torch.Tensor]:
@@ -39,6 +40,9 @@ def weights_in(path: Path, to: str) -> dict[str, torch.Tensor]:
         return load_file(path)
     if to == "torch":
         return torch.load(path, weights_only=True)
+    if to == "dcp":
+        found = load_all(path)
+        return found.get("model", found)
     index = path / "model.safetensors.index.json"
     if not index.exists():
         return load_file(path / "model.safetensors")
@@ -198,7 +202,7 @@ def test_what_exists_is_not_replaced_unless_asked_and_directories_never(tmp_path
     universal.convert(path, tmp_path / "out", to=to)
     with pytest.raises(CheckpointExists):
         universal.convert(path, tmp_path / "out", to=to)
-    if to == "hf":
+    if to in ("hf", "dcp"):
         with pytest.raises(CheckpointExists):
             universal.convert(path, tmp_path / "out", to=to, overwrite=True)
     else:
@@ -237,7 +241,8 @@ def test_verify_notices_a_changed_byte(tmp_path: Path, monkeypatch: pytest.Monke
         def write_wrong(job: object, write: object = module.write, to: str = to) -> None:
             write(job)  # type: ignore[operator]
             out = tmp_path / to
-            file = {"holdfast": out / "r00000.v0.safetensors", "hf": out / "model.safetensors"}.get(to, out)
+            names = {"holdfast": "r00000.v0.safetensors", "hf": "model.safetensors", "dcp": "__0_0.distcp"}
+            file = out / names[to] if to in names else out
             data = bytearray(file.read_bytes())
             place = data.find(make_model()[0].weight.detach().numpy().tobytes())
             assert place > 0
