@@ -177,6 +177,21 @@ def test_a_leaf_of_many_windows_streams_through_every_target(tmp_path: Path) -> 
         assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.parametrize("to", KINDS)
+def test_a_target_of_whole_parameters_refuses_parallel_degrees(tmp_path: Path, to: str) -> None:
+    path = write_hf(tmp_path / "hf", make_model())
+    for degrees in ({"tp": 2}, {"pp": 2}):
+        with pytest.raises(ValueError, match=f"{to} holds whole parameters"):
+            universal.convert(path, tmp_path / "out", to=to, **degrees)
+    with pytest.raises(ValueError, match="tp must be at least 1"):
+        universal.convert(path, tmp_path / "out", to=to, tp=0)
+    with pytest.raises(ValueError, match="zero_stage is for targets that DeepSpeed loads"):
+        universal.convert(path, tmp_path / "out", to=to, zero_stage=3)
+    done = command("convert", path, tmp_path / "out", "--to", to, "--tp", "2")
+    assert done.code == 2
+    assert os.listdir(tmp_path) == ["hf"]
+
+
 def test_dry_run_tells_the_files_and_writes_nothing(tmp_path: Path) -> None:
     path = write_hf(tmp_path / "hf", make_model())
     for to in KINDS:

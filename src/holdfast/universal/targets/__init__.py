@@ -4,6 +4,8 @@ Each module has
 
 - ``KIND``: its name, as ``--to`` takes it; ``ONLY_MODEL``: whether it holds weights alone, as a rule;
   ``INLINES_BYTES``: large ``bytes`` of the state are no arrays there,
+- if need be, ``CUTS_PARAMETERS = True``: it cuts parameters over the ranks of ``job.layout`` (``--tp``,
+  ``--pp``), by the rules of ``job.spec``; ``HAS_ZERO_STAGE = True``: it takes ``--zero-stage``,
 - ``plan(job)``: the files that it will write, and their sizes,
 - ``write(job)``: writes them, all or nothing, durable on return,
 - ``check(job)``: reads everything back and compares it; raises if anything differs.
