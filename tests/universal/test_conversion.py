@@ -242,27 +242,29 @@ def test_replicas_that_differ_are_an_error_and_the_target_is_untouched(
     assert not (tmp_path / "out").exists()
 
 
-def test_verify_notices_a_changed_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("to", KINDS)
+def test_verify_notices_a_changed_byte_and_the_target_does_not_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
     path = write_hf(tmp_path / "source", make_model())
-    real = conversion._target
+    module = conversion._target(to, "")
+    check = module.check
 
-    for to in KINDS:
-        module = real(to, "")
+    def change_and_check(job: object, written: str) -> None:
+        assert not (tmp_path / "out").exists()
+        place = Path(written)
+        file = next(place.glob("*.safetensors")) if place.is_dir() else place
+        data = bytearray(file.read_bytes())
+        found = data.find(make_model()[0].weight.detach().numpy().tobytes())
+        assert found > 0
+        data[found + 5] ^= 1
+        file.write_bytes(data)
+        check(job, written)
 
-        def write_wrong(job: object, write: object = module.write, to: str = to) -> None:
-            write(job)  # type: ignore[operator]
-            out = tmp_path / to
-            file = {"holdfast": out / "r00000.v0.safetensors", "hf": out / "model.safetensors"}.get(to, out)
-            data = bytearray(file.read_bytes())
-            place = data.find(make_model()[0].weight.detach().numpy().tobytes())
-            assert place > 0
-            data[place + 5] ^= 1
-            file.write_bytes(data)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(module, "write", write_wrong)
-            with pytest.raises((CorruptCheckpoint, RuntimeError)):
-                universal.convert(path, tmp_path / to, to=to, verify=True)
+    monkeypatch.setattr(module, "check", change_and_check)
+    with pytest.raises(CorruptCheckpoint):
+        universal.convert(path, tmp_path / "out", to=to, verify=True)
+    assert os.listdir(tmp_path) == ["source"]
 
 
 @pytest.mark.timeout(900)

@@ -81,9 +81,9 @@ def convert(
     ``safetensors``, ``hf`` or ``torch``; by default what the end of `dst` says, else ``holdfast``. `select`:
     globs of leaves; by default all, and of a target for weights alone those of the model. Names of a model
     lose ``model.`` there. `dtype`: casts floating-point leaves, except an optimizer's. `verify`: reads both
-    sides again and compares them. `dry_run`: writes nothing, and tells what would be written. `tp`, `pp`:
-    into how many tensor-parallel ranks and pipeline stages a target cuts the parameters, if it is one that
-    does. `zero_stage`: the stage of ZeRO that DeepSpeed is to load the result with.
+    sides again and compares them, before `dst` appears. `dry_run`: writes nothing, and tells what would be
+    written. `tp`, `pp`: into how many tensor-parallel ranks and pipeline stages a target cuts the parameters,
+    if it is one that does. `zero_stage`: the stage of ZeRO that DeepSpeed is to load the result with.
 
     Memory is bounded by `options.memory_nbytes` and the largest computed leaf, however large the checkpoint.
     `dst` appears whole or not at all. `overwrite` replaces a Holdfast checkpoint or a file, not a directory.
@@ -123,6 +123,7 @@ def convert(
             tree=tree,
             local=local,
             overwrite=overwrite,
+            verify=verify,
             max_shard_nbytes=max_shard_nbytes,
             carried=checkpoint.source.carried if isinstance(checkpoint, ForeignCheckpoint) else (),
             layout=layout,
@@ -135,8 +136,6 @@ def convert(
         if not dry_run:
             compare_copies(checkpoint)
             writer.write(job)
-            if verify:
-                writer.check(job)
         return Converted(
             source=checkpoint.path,
             kind=checkpoint.root.format if foreign else "holdfast",

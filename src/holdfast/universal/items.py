@@ -42,7 +42,7 @@ class Job:
     """One conversion. `tied`: further names, and the item's name that each means. `tree` has them all,
     with `local`, the trees of what belongs to rank 0 alone. `layout` and `spec`: into how many ranks a target
     cuts the parameters, and the rules that the user gave for that, if any. `zero_stage`: what DeepSpeed is to
-    load the result with, if the user said.
+    load the result with, if the user said. `verify`: the result is read and compared before it gets its name.
     """
 
     checkpoint: StoredCheckpoint
@@ -52,6 +52,7 @@ class Job:
     tree: Node
     local: Mapping[str, Node]
     overwrite: bool
+    verify: bool
     max_shard_nbytes: int
     carried: tuple[str, ...]
     layout: Target

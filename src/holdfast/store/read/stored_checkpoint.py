@@ -42,7 +42,7 @@ from holdfast.store.read.file_access import FileAccess
 from holdfast.store.read.foreign import open_foreign
 from holdfast.store.read.lazy_leaf import LazyLeaf
 from holdfast.store.read.leaf_reader import LeafReader, nbytes_of
-from holdfast.store.read.open import newest, open_checkpoint
+from holdfast.store.read.open import newest, open_checkpoint, open_uncommitted
 from holdfast.store.read.parts import Parts, local_rank
 from holdfast.store.read.requests import box_requests
 from holdfast.store.read.restore_warnings import Unrestored
@@ -67,7 +67,16 @@ class StoredCheckpoint(LeafReader):
     """
 
     def __init__(self, path: str, tuning: Tuning = READING) -> None:
-        hold, root = open_checkpoint(path)
+        self._begin_own(path, *open_checkpoint(path), tuning)
+
+    @classmethod
+    def uncommitted(cls, path: str, tuning: Tuning = READING) -> StoredCheckpoint:
+        """What its writer has sealed and not yet committed. Only for that writer, to verify it."""
+        made = cls.__new__(cls)
+        made._begin_own(path, *open_uncommitted(path), tuning)
+        return made
+
+    def _begin_own(self, path: str, hold: FileAccess, root: Root, tuning: Tuning) -> None:
         embedded = any(file.header_xxh3 == EMBEDDED for file in root.part.files)
         self._begin(hold, root, os.path.join(path, SHARD if embedded else MANIFEST), tuning)
 

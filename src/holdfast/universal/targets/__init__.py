@@ -7,8 +7,9 @@ Each module has
 - if need be, ``CUTS_PARAMETERS = True``: it cuts parameters over the ranks of ``job.layout`` (``--tp``,
   ``--pp``), by the rules of ``job.spec``; ``HAS_ZERO_STAGE = True``: it takes ``--zero-stage``,
 - ``plan(job)``: the files that it will write, and their sizes,
-- ``write(job)``: writes them, all or nothing, durable on return,
-- ``check(job)``: reads everything back and compares it; raises if anything differs.
+- ``write(job)``: writes them, all or nothing, durable on return; if ``job.verify``, it calls ``check`` before
+  anything gets the name that the user asked for,
+- ``check(job, path)``: reads back what was written to this hidden path, and raises if anything differs.
 """
 
 from __future__ import annotations
