@@ -73,20 +73,22 @@ def plan(job: Job) -> list[OutputFile]:
 def write(job: Job) -> None:
     with output_directory(job.path) as directory:
         _Writer(job, directory).write()
+        if job.verify:
+            check(job, directory)
 
 
-def check(job: Job) -> None:
+def check(job: Job, path: str) -> None:
     """With torch's own reader."""
     entries = _entries(job)
     names = _tensor_names(job, entries)
     for group in _read_groups(job):
         wanted = [item for item in group if names.get(item.name)]
-        arrays = _load(job.path, {names[item.name][0]: item for item in wanted})
+        arrays = _load(path, {names[item.name][0]: item for item in wanted})
         compare_arrays(job, arrays, wanted)
-    found = _load_bytes(job.path, [*entries.values, *entries.bytes])
+    found = _load_bytes(path, [*entries.values, *entries.bytes])
     for name, data in (*_values(job, entries), *_stored_bytes(job, entries)):
         if found.get(name) != data:
-            raise CorruptCheckpoint("it differs from its source", path=job.path, leaf=name)
+            raise CorruptCheckpoint("it differs from its source", path=path, leaf=name)
 
 
 def _entries(job: Job) -> Entries:
@@ -325,9 +327,14 @@ def _load_bytes(path: str, names: list[str]) -> dict[str, bytes]:
 
 
 def _load_state(path: str, state: dict[str, Any], planner: Any) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the missing process group, which is not needed
-        load(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the missing process group, which is not needed
+            load(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+    except CheckpointException as error:
+        why = next(iter(error.failures.values()))[0]
+        raise CorruptCheckpoint(f"torch cannot read what was written: {why}", path=path) from error

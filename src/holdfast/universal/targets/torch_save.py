@@ -35,21 +35,24 @@ def plan(job: Job) -> list[OutputFile]:
 def write(job: Job) -> None:
     data = _pickled(job, _tensors(job))
     leaves = [StreamedLeaf(item.stored, item.dtype) for item in job.items]
-    with output_file(job.path, overwrite=job.overwrite) as path, open(path, "wb") as file:
-        with LeafStream(job.checkpoint, leaves) as stream:
-            storages = [
-                StorageBytes(item.nbytes, functools.partial(stream.fill, number))
-                for number, item in enumerate(job.items)
-            ]
-            write_archive(file, data, storages, progress_of(job))
-        file.flush()
-        os.fsync(file.fileno())
+    with output_file(job.path, overwrite=job.overwrite) as path:
+        with open(path, "wb") as file:
+            with LeafStream(job.checkpoint, leaves) as stream:
+                storages = [
+                    StorageBytes(item.nbytes, functools.partial(stream.fill, number))
+                    for number, item in enumerate(job.items)
+                ]
+                write_archive(file, data, storages, progress_of(job))
+            file.flush()
+            os.fsync(file.fileno())
+        if job.verify:
+            check(job, path)
 
 
-def check(job: Job) -> None:
+def check(job: Job, path: str) -> None:
     """With torch's own reader."""
     torch = load_torch()
-    loaded = torch.load(job.path, map_location="cpu", weights_only=True, mmap=True)
+    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     root = {"model": loaded} if _is_state_dict(job) else loaded
     found = iter(_tensors_in(root, set()))
     arrays = {item.name: tensor for item, tensor in zip(_in_order(job), found, strict=False)}
