@@ -17,11 +17,23 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from holdfast.universal.sources import dcp, deepspeed, hf, megatron, npz, safetensors, torch_save
+from holdfast.universal.sources import (
+    dcp,
+    dcp_hf,
+    deepspeed,
+    hf,
+    megatron,
+    megatron_core,
+    npz,
+    safetensors,
+    torch_save,
+)
 
 SOURCES: tuple[ModuleType, ...] = (
     deepspeed,
+    megatron_core,
     dcp,
+    dcp_hf,
     megatron,
     npz,
     torch_save,
