@@ -39,20 +39,23 @@ def plan(job: Job) -> list[OutputFile]:
 
 def write(job: Job) -> None:
     data = _pickled(job, _tensors(job))
-    with output_file(job.path, overwrite=job.overwrite) as path, open(path, "wb") as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-            archive.writestr("archive/data.pkl", data)
-            archive.writestr("archive/byteorder", b"little")
-            _write_storages(job, archive)
-            archive.writestr("archive/version", b"3\n")
-        file.flush()
-        os.fsync(file.fileno())
+    with output_file(job.path, overwrite=job.overwrite) as path:
+        with open(path, "wb") as file:
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+                archive.writestr("archive/data.pkl", data)
+                archive.writestr("archive/byteorder", b"little")
+                _write_storages(job, archive)
+                archive.writestr("archive/version", b"3\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if job.verify:
+            check(job, path)
 
 
-def check(job: Job) -> None:
+def check(job: Job, path: str) -> None:
     """With torch's own reader."""
     torch = load_torch()
-    loaded = torch.load(job.path, map_location="cpu", weights_only=True, mmap=True)
+    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     root = {"model": loaded} if _is_state_dict(job) else loaded
     found = iter(_tensors_in(root, set()))
     arrays = {item.name: tensor for item, tensor in zip(_in_order(job), found, strict=False)}
