@@ -77,8 +77,8 @@ _FAMILIES = (
         "opt",
         "model",
         "decoder",
-        "model decoder embed_tokens embed_positions layers self_attn k_proj v_proj q_proj out_proj "
-        "self_attn_layer_norm fc1 fc2 final_layer_norm lm_head weight bias",
+        "model decoder embed_tokens embed_positions self_attn k_proj v_proj q_proj out_proj "
+        "self_attn_layer_norm fc1 fc2 final_layer_norm layers lm_head weight bias",
     ),
     _family("bloom falcon", "transformer", "word_embeddings"),
     _family("mpt", "transformer", "wte"),
