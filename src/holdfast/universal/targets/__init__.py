@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from holdfast.universal.targets import hf, native, safetensors, torch_save
+from holdfast.universal.targets import dcp, hf, native, safetensors, torch_save
 
 TARGETS: tuple[ModuleType, ...] = (
     native,
     safetensors,
     hf,
     torch_save,
+    dcp,
 )
