@@ -1,4 +1,4 @@
-"""Promise: rank 0's value of what is marked `rank_zero` comes back on every rank, in a run and on a new world."""
+"""Promise: rank 0's value of what is marked `rank_zero` comes back on every rank."""
 
 from __future__ import annotations
 

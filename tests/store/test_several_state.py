@@ -117,7 +117,7 @@ def test_selected_leaves_of_several_ranks(path: Path) -> None:
     assert into["m"]["last"].tobytes() == STATE["m.last"].tobytes()  # type: ignore[index]
     assert into["step"] == 0
     assert holdfast.load(path, select="mine.*")["mine"]["draws"].tolist() == [0]
-    with pytest.raises(holdfast.StateMismatch, match="no leaf of .* matches 'mind"):
+    with pytest.raises(holdfast.StateMismatch, match=r"no leaf of .* matches 'mind"):
         holdfast.load(path, select="mind.*")
 
 

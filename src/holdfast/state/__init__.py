@@ -17,7 +17,8 @@
 | `sharded`, `fsdp1` | arrays of which a part is here |
 | `rng`, `marks` | random number generators as one object; the marks on state that differs between ranks |
 
-Import `rng` from its module: the function has the module's name. Nothing here imports torch until a state holds a torch object, or a leaf saved from torch is built.
+Import `rng` from its module: the function has the module's name. Nothing here imports torch until
+a state holds a torch object, or a leaf saved from torch is built.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`per_rank` and `rank_zero`: the marks on state that differs between ranks.
 
-Owns the marks only. `flatten` keeps what is marked out of the state that all ranks share; `restore` gives what
-is `per_rank` back to the rank that saved it, and what is `rank_zero` to every rank.
+Owns the marks only. `flatten` keeps what is marked out of the state that all ranks share; `restore` gives
+what is `per_rank` back to the rank that saved it, and what is `rank_zero` to every rank.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import numpy as np
 from holdfast.engine.buffers import Consumed, Destination, Memory
 from holdfast.errors import StateMismatch, UnsupportedState
 from holdfast.state import arrays, numpy_arrays, sharded, torch_arrays, torch_objects
-from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, blob_of, items_of, leaf_of, pairs_of, shorten
 from holdfast.state.marks import Mark
+from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, blob_of, items_of, leaf_of, pairs_of, shorten
 from holdfast.state.value_encoder import is_value, type_name, unfillable
 
 MAPPINGS = (dict, OrderedDict, Counter)

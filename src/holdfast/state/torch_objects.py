@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.state import fsdp1
-from holdfast.state.node import MAX_DEPTH
 from holdfast.state.marks import Mark
+from holdfast.state.node import MAX_DEPTH
 from holdfast.state.value_encoder import unsupported
 
 _CONTAINERS = (list, tuple, deque)
