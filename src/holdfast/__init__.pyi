@@ -46,7 +46,8 @@ from holdfast.errors import UnsupportedSource as UnsupportedSource
 from holdfast.errors import UnsupportedState as UnsupportedState
 from holdfast.shelf import Shelf as Shelf
 from holdfast.shelf import ShelfWarning as ShelfWarning
-from holdfast.state.per_rank import per_rank as per_rank
+from holdfast.state.marks import per_rank as per_rank
+from holdfast.state.marks import rank_zero as rank_zero
 from holdfast.state.rng import rng as rng
 from holdfast.store import Checkpoint as Checkpoint
 from holdfast.store import CheckpointInfo as CheckpointInfo
