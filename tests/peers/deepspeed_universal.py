@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+
 class Model(nn.Module):
     """Two groups, a tied head, a frozen parameter, a buffer, and a parameter that no step uses."""
 
