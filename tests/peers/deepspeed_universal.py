@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node=N deepspeed_universal.py JOBS
 
-JOBS is JSON: a list of jobs. ``{"do": "train", "out": DIRECTORY, ...}`` trains three steps and saves. ``{"do":
-"load", "path": DIRECTORY, "out": DIRECTORY, ...}`` loads with ``load_universal``, and saves ZeRO checkpoints:
-``loaded``, and ``continued`` after two more steps. Both take ``stage`` and ``dtype``. This file imports nothing
-of holdfast.
+JOBS is JSON: a list of jobs. ``{"do": "train", "out": DIRECTORY, ...}`` trains three steps and saves.
+``{"do": "load", "path": DIRECTORY, "out": DIRECTORY, ...}`` loads with ``load_universal``, and saves ZeRO
+checkpoints: ``loaded``, and ``continued`` after two more steps. Both take ``stage`` and ``dtype``. This file
+imports nothing of holdfast.
 """
 
 from __future__ import annotations
