@@ -537,6 +537,8 @@ class _Checkpoint:
         for key in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"):
             if self._flats[0].content.get(key) is not None:
                 into.add_value(f"deepspeed.{key}", self._flats[0].content[key])
+        if isinstance(self._model.get("universal_checkpoint_info"), dict):
+            into.add_value("deepspeed.universal_checkpoint_info", self._model["universal_checkpoint_info"])
 
     def _facts(self) -> dict[str, str]:
         facts = {"zero stage": str(self._stage), "data parallel": str(self._world)}
