@@ -17,7 +17,7 @@ from pathlib import Path
 TORCH = "torch==2.13.0"
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "deepspeed": (TORCH, "deepspeed==0.19.8 numpy==2.4.6 setuptools ninja"),
-    "transformers": (TORCH, "transformers==5.23.0 accelerate==1.15.0 numpy==2.4.6"),
+    "transformers": (TORCH, "transformers==5.23.0 accelerate==1.15.0 lightning==2.6.6 numpy==2.4.6"),
 }
 """What `pip install` gets, by name: one call for each entry, which keeps the versions of those before it.
 

@@ -64,6 +64,25 @@ def convert(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a Hugging Face target, such as 5GB.")
     ] = "5GB",
+    carry: Annotated[
+        Path | None,
+        typer.Option(
+            "--carry",
+            readable=False,
+            metavar="PATH",
+            help="config.json, or a directory with it and a tokenizer, for a Hugging Face target.",
+        ),
+    ] = None,
+    tp: Annotated[
+        int, typer.Option("--tp", metavar="N", help="Cut the parameters over N tensor-parallel ranks.")
+    ] = 1,
+    pp: Annotated[int, typer.Option("--pp", metavar="N", help="Cut the layers over N pipeline stages.")] = 1,
+    zero_stage: Annotated[
+        int | None,
+        typer.Option(
+            "--zero-stage", metavar="1|2|3", help="The ZeRO stage that DeepSpeed is to load it with."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint of one system as one of another.
@@ -92,6 +111,10 @@ def convert(
                     dry_run=dry_run,
                     overwrite=force,
                     max_shard_nbytes=nbytes,
+                    carry=carry,
+                    tp=tp,
+                    pp=pp,
+                    zero_stage=zero_stage,
                     progress=progress,
                 )
         except ValueError as error:
@@ -139,3 +162,5 @@ def _print(out: Session, done: Converted, seconds: float) -> None:
     ):
         if count:
             out.say(f"{words.count(count, 'leaf', 'leaves')} {what}", style="dim")
+    for note in done.notes:
+        out.say(f"note: {words.plain(note)}")

@@ -22,12 +22,12 @@ import os
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.universal.source import Source
-from holdfast.universal.sources.deepspeed_layout.files import list_files, tag_folder
-from holdfast.universal.sources.deepspeed_layout.joined import KIND, Checkpoint
+from holdfast.universal.sources.deepspeed_layout.files import CLASSES, list_files, tag_folder
+from holdfast.universal.sources.deepspeed_layout.joined import KIND, OWN_KEYS, Checkpoint
 from holdfast.universal.spec import Spec
 from holdfast.universal.whole_source import apply_spec, parameters_of
 
-__all__ = ["KIND", "WANTED", "describe", "looks_like", "parameters"]
+__all__ = ["CLASSES", "KIND", "OWN_KEYS", "WANTED", "describe", "looks_like", "parameters"]
 
 WANTED = (
     "*_model_states.pt with *_optim_states.pt or layer_*-model_states.pt, or 'latest' beside their directory"
@@ -46,7 +46,8 @@ def looks_like(path: str | os.PathLike[str]) -> str | None:
         return f"a DeepSpeed pipeline checkpoint ({tag})"
     if files.optimizers:
         return f"a DeepSpeed ZeRO checkpoint ({tag})"
-    if files.models:
+    # The universal layout has such files, too, and is read by another module.
+    if files.models and not os.path.isdir(os.path.join(folder, "zero")):
         return f"a DeepSpeed checkpoint without ZeRO ({tag})"
     return None
 

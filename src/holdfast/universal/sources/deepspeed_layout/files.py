@@ -17,7 +17,7 @@ from holdfast.universal.torch_file import StoredTensor, read_torch_file
 
 FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
 STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
-ALLOWED = frozenset(
+CLASSES = frozenset(
     {
         FRAGMENT,
         STAGE,
@@ -118,7 +118,7 @@ class Folder:
 
     def read(self, path: str) -> dict[Any, Any]:
         if path not in self._content:
-            content = read_torch_file(path, ALLOWED)
+            content = read_torch_file(path, CLASSES)
             if not isinstance(content, dict):
                 raise UnsupportedSource(f"{path}: a {type(content).__name__}, not what DeepSpeed saves")
             self._content[path] = content

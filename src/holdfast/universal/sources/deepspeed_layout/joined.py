@@ -21,7 +21,7 @@ KIND = "deepspeed"
 _INFO = "universal_checkpoint_info"
 _REFUSED = "autotp_unsupported_parameter_patterns"
 # What DeepSpeed itself puts into a model file; everything else is the client's.
-_OWN = frozenset(
+OWN_KEYS = frozenset(
     [
         "module",
         "buffer_names",
@@ -233,7 +233,7 @@ class Checkpoint:
         self._add_groups(into, names)
         model, first = self._folder.model(0), self._optimizers[0]
         for key, value in model.items():
-            if key not in _OWN:
+            if key not in OWN_KEYS:
                 into.add(value, str(key))
         for key in ("global_steps", "global_samples", "skipped_steps"):
             if type(model.get(key)) is int:
