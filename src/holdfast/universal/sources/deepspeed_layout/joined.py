@@ -242,6 +242,8 @@ class Checkpoint:
             into.add(model["lr_scheduler"], "lr_scheduler")
         for key, value in first.scaling.items():
             into.add_value(f"deepspeed.{key}", value)
+        if isinstance(model.get(_INFO), dict):
+            into.add_value(f"deepspeed.{_INFO}", model[_INFO])
 
     def _add_groups(self, into: Collected, names: Mapping[str, str]) -> None:
         """The groups of the first tensor-parallel rank, with the parameters of all pipeline stages."""
