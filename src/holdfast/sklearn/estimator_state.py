@@ -18,6 +18,7 @@ from sklearn.base import BaseEstimator
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 
 Array = np.ndarray[Any, Any]
+_SPARSE = ("csr_matrix", "csc_matrix", "csr_array", "csc_array")
 _PLAIN = (bool, int, float, complex, str, bytes)
 _REBUILT = ("sklearn.linear_model._sgd_fast.", "sklearn._loss.")
 """Compiled classes: made again by a call with the arguments that `__reduce__` gives."""
@@ -83,10 +84,9 @@ class _Writer:
             kind, key, *rest = value.get_state(legacy=True)
             state = [kind, self.node(key, f"{place}.key"), *(self.node(v, place) for v in rest)]
             return ["random state", self._parameters.get(id(value)), state]
-        if sparse.issparse(value) and value.format in ("csr", "csc"):
+        if sparse.issparse(value) and type(value).__name__ in _SPARSE:
             parts = [self.node(getattr(value, n), f"{place}.{n}") for n in ("data", "indices", "indptr")]
-            kind = f"{value.format}_array" if isinstance(value, sparse.sparray) else f"{value.format}_matrix"
-            return ["sparse", kind, list(value.shape), parts]
+            return ["sparse", type(value).__name__, list(value.shape), parts]
         return self._object(value, place)
 
     def _array(self, value: Array, place: str) -> Any:
@@ -145,7 +145,8 @@ class _Reader:
             return found
         if kind == "sparse":
             form, shape, parts = rest
-            return getattr(sparse, form)(tuple(self.value(v) for v in parts), shape=tuple(shape))
+            made = {name: getattr(sparse, name, None) for name in _SPARSE}[form]
+            return made(tuple(self.value(v) for v in parts), shape=tuple(shape))
         if kind == "rebuilt":
             return _class(rest[0], _REBUILT)(*(self.value(v) for v in rest[1]))
         if kind == "object":
