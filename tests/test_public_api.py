@@ -13,7 +13,7 @@ import holdfast
 from holdfast import errors
 
 MODULES = {"data", "inspect", "sklearn", "universal"}
-CALLS = {"load", "open", "per_rank", "rng", "save", "stable", "verify"}
+CALLS = {"load", "open", "per_rank", "rank_zero", "rng", "save", "stable", "verify"}
 TYPES = {
     "Checkpoint",
     "CheckpointInfo",

@@ -40,7 +40,8 @@ from holdfast.errors import UnsupportedCheckpoint as UnsupportedCheckpoint
 from holdfast.errors import UnsupportedSource as UnsupportedSource
 from holdfast.errors import UnsupportedState as UnsupportedState
 from holdfast.errors import UnsupportedVersion as UnsupportedVersion
-from holdfast.state.per_rank import per_rank as per_rank
+from holdfast.state.marks import per_rank as per_rank
+from holdfast.state.marks import rank_zero as rank_zero
 from holdfast.state.rng import rng as rng
 from holdfast.store import Checkpoint as Checkpoint
 from holdfast.store import CheckpointInfo as CheckpointInfo

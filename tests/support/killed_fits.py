@@ -3,8 +3,8 @@
     python -m support.killed_fits KIND SHELF RESULT SEED KILLS
 
 It imports scikit-learn once and forks for every attempt, so that a kill costs milliseconds. Attempts are
-killed in turn before a commit, at a random moment from outside, and after a commit. The attributes of the last
-one go to RESULT, a ``.npz`` file. It prints the number of kills.
+killed in turn before a commit, at a random moment from outside, and after a commit. The attributes of the
+last one go to RESULT, a ``.npz`` file. It prints the number of kills.
 """
 
 from __future__ import annotations

@@ -26,9 +26,10 @@ from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.source import Source, SourceLeaf, Stretch
 from support.child_processes import Pipe, forked
 from support.command import command
+from support.dcp_directories import load_all
 from support.foreign_checkpoints import make_model, same_weights, write_hf
 
-KINDS = ["holdfast", "safetensors", "hf", "torch"]
+KINDS = ["holdfast", "safetensors", "hf", "torch", "dcp"]
 
 
 def weights_in(path: Path, to: str) -> dict[str, torch.Tensor]:
@@ -39,6 +40,9 @@ def weights_in(path: Path, to: str) -> dict[str, torch.Tensor]:
         return load_file(path)
     if to == "torch":
         return torch.load(path, weights_only=True)
+    if to == "dcp":
+        found = load_all(path)
+        return found.get("model", found)
     index = path / "model.safetensors.index.json"
     if not index.exists():
         return load_file(path / "model.safetensors")
@@ -213,7 +217,7 @@ def test_what_exists_is_not_replaced_unless_asked_and_directories_never(tmp_path
     universal.convert(path, tmp_path / "out", to=to)
     with pytest.raises(CheckpointExists):
         universal.convert(path, tmp_path / "out", to=to)
-    if to == "hf":
+    if to in ("hf", "dcp"):
         with pytest.raises(CheckpointExists):
             universal.convert(path, tmp_path / "out", to=to, overwrite=True)
     else:
@@ -253,7 +257,8 @@ def test_verify_notices_a_changed_byte_and_the_target_does_not_appear(
     def change_and_check(job: object, written: str) -> None:
         assert not (tmp_path / "out").exists()
         place = Path(written)
-        file = next(place.glob("*.safetensors")) if place.is_dir() else place
+        pattern = "*.distcp" if to == "dcp" else "*.safetensors"
+        file = next(place.glob(pattern)) if place.is_dir() else place
         data = bytearray(file.read_bytes())
         found = data.find(make_model()[0].weight.detach().numpy().tobytes())
         assert found > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,12 +53,13 @@ def _compare(job: Job, items: tuple[Item, ...], written: StoredCheckpoint) -> No
                 job.progress(done, job.nbytes)
 
 
-def compare_arrays(job: Job, arrays: Mapping[str, Any]) -> None:
-    """As `compare_with`, of tensors that another library has loaded."""
+def compare_arrays(job: Job, arrays: Mapping[str, Any], items: Sequence[Item] | None = None) -> None:
+    """As `compare_with`, of tensors that another library has loaded: those of some items, or of all."""
+    items = job.items if items is None else items
     torch = load_torch()
     block = memoryview(bytearray(_BLOCK_NBYTES))
-    with LeafStream(job.checkpoint, [StreamedLeaf(item.stored, item.dtype) for item in job.items]) as stream:
-        for number, item in enumerate(job.items):
+    with LeafStream(job.checkpoint, [StreamedLeaf(item.stored, item.dtype) for item in items]) as stream:
+        for number, item in enumerate(items):
             tensor = arrays[item.name].detach()
             data: Any = (
                 tensor.contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -40,7 +40,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt", r
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", re.ASCII)
 _FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
-_ALLOWED = frozenset(
+CLASSES = frozenset(
     {
         _FRAGMENT,
         _STAGE,
@@ -49,7 +49,7 @@ _ALLOWED = frozenset(
     }
 )
 # What DeepSpeed itself puts into a model file; everything else is the client's.
-_OWN = frozenset(
+OWN_KEYS = frozenset(
     [
         "module",
         "buffer_names",
@@ -194,13 +194,13 @@ class _Checkpoint:
             )
 
     def _read_model(self, path: str) -> dict[str, Any]:
-        content = read_torch_file(path, _ALLOWED)
+        content = read_torch_file(path, CLASSES)
         if not isinstance(content, dict) or "param_shapes" not in content:
             raise UnsupportedSource(f"{path}: there is no 'param_shapes'; this is not a model file of ZeRO")
         return content
 
     def _read_optimizer(self, path: str) -> _Flat:
-        content = read_torch_file(path, _ALLOWED)
+        content = read_torch_file(path, CLASSES)
         inner = content.get("optimizer_state_dict") if isinstance(content, dict) else None
         if not isinstance(inner, dict):
             raise UnsupportedSource(f"{path}: there is no 'optimizer_state_dict'")
@@ -527,7 +527,7 @@ class _Checkpoint:
         elif groups:
             into.add_value("optimizer.param_groups", groups)
         for key, value in self._model.items():
-            if key not in _OWN:
+            if key not in OWN_KEYS:
                 into.add(value, str(key))
         for key in ("global_steps", "global_samples", "skipped_steps"):
             if type(self._model.get(key)) is int:
