@@ -1,9 +1,9 @@
 """KMeans that goes on after a crash.
 
-What is stored, and when: at the start of every iteration its centers, in the older of two places. So the
-shelf holds the centers of this iteration and of the one before it. To go on, scikit-learn's loop starts at the
-iteration before: its labels follow from its centers, and its result is stored. A checkpoint is as small as the
-centers. Elkan's bounds depend on all iterations before, so ``algorithm="elkan"`` stores them, too.
+What is stored, and when: at the start of every iteration its centers, in the older of two places. So the shelf
+holds the centers of this iteration and of the one before it. To go on, scikit-learn's loop starts at the one
+before: its labels follow from its centers, and its result is stored. A checkpoint is as small as the centers.
+Elkan's bounds depend on all iterations before, so ``algorithm="elkan"`` stores them, too.
 When a run is complete and others follow (``n_init``), its result is kept: scikit-learn then picks the best.
 """
 
@@ -35,8 +35,8 @@ class KMeans(Resumable, sklearn.cluster.KMeans):  # type: ignore[misc]
     """scikit-learn's `KMeans`, and `shelf`: where each iteration is made durable.
 
     `shelf` is the path of a shelf file, a directory (one shelf file for each fit), or an open
-    `holdfast.Shelf`. If it is None, this is scikit-learn's estimator. ``fit`` with the same data and parameters goes on where the
-    last one ended, and returns the stored result if that was at its end.
+    `holdfast.Shelf`. If it is None, this is scikit-learn's estimator. ``fit`` with the same data and
+    parameters goes on where the last one ended, or returns the stored result if that was complete.
 
     >>> import tempfile, numpy as np
     >>> X = np.random.default_rng(0).normal(size=(200, 2))
