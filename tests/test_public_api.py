@@ -24,6 +24,8 @@ TYPES = {
     "PendingSave",
     "Problem",
     "Report",
+    "Shelf",
+    "ShelfWarning",
 }
 
 # Every error, and the builtin that a caller who knows nothing of Holdfast would catch.
@@ -59,6 +61,12 @@ ERRORS = {
     "SaveFailedOnRank": ConnectionError,
     "SaveRejected": ValueError,
     "SaveTimedOut": TimeoutError,
+    "CorruptShelf": ValueError,
+    "UnsupportedShelf": NotImplementedError,
+    "ShelfNotFound": FileNotFoundError,
+    "ShelfFull": OSError,
+    "ShelfClosed": ValueError,
+    "TransactionError": RuntimeError,
     "EngineTimeout": TimeoutError,
     "EngineUnavailable": RuntimeError,
 }
