@@ -10,6 +10,14 @@ does the same for every estimator with ``partial_fit``. Names, and scikit-learn,
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.sklearn.kmeans import KMeans as KMeans
+    from holdfast.sklearn.minibatch import MiniBatchKMeans as MiniBatchKMeans
+    from holdfast.sklearn.mixture import GaussianMixture as GaussianMixture
+    from holdfast.sklearn.streams import stream as stream
+
 _HOME_OF = {
     "KMeans": "holdfast.sklearn.kmeans",
     "MiniBatchKMeans": "holdfast.sklearn.minibatch",

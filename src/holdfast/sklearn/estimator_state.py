@@ -145,8 +145,9 @@ class _Reader:
             return found
         if kind == "sparse":
             form, shape, parts = rest
-            made = {name: getattr(sparse, name, None) for name in _SPARSE}[form]
-            return made(tuple(self.value(v) for v in parts), shape=tuple(shape))
+            if form not in _SPARSE:
+                raise CorruptCheckpoint(f"an estimator does not hold sparse data of type {form}")
+            return getattr(sparse, form)(tuple(self.value(v) for v in parts), shape=tuple(shape))
         if kind == "rebuilt":
             return _class(rest[0], _REBUILT)(*(self.value(v) for v in rest[1]))
         if kind == "object":

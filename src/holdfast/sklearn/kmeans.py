@@ -1,6 +1,6 @@
 """KMeans that goes on after a crash.
 
-What is stored, and when: at the start of every iteration its centers, in the older of two places. So the shelf
+What is stored: at the start of every iteration its centers, in the older of two places. So the shelf
 holds the centers of this iteration and of the one before it. To go on, scikit-learn's loop starts at the one
 before: its labels follow from its centers, and its result is stored. A checkpoint is as small as the centers.
 Elkan's bounds depend on all iterations before, so ``algorithm="elkan"`` stores them, too.

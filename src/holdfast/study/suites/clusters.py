@@ -11,9 +11,11 @@ import pickle
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -66,6 +68,10 @@ def mixture_state(data: Array, k: int) -> dict[str, Array]:
     }
 
 
+def _any(state: Mapping[str, Array]) -> Mapping[str, Any]:
+    return state
+
+
 def _torch_save(state: Mapping[str, Array], file: IO[bytes]) -> None:
     import torch
 
@@ -79,8 +85,12 @@ def _joblib(state: Mapping[str, Array], file: IO[bytes]) -> None:
 
 
 WRITERS: dict[str, tuple[str, str, Callable[[Mapping[str, Array], IO[bytes]], object]]] = {
-    "savez": ("np.savez", "numpy", lambda state, file: np.savez(file, **state)),
-    "compressed": ("np.savez_compressed", "numpy", lambda state, file: np.savez_compressed(file, **state)),
+    "savez": ("np.savez", "numpy", lambda state, file: np.savez(file, **_any(state))),
+    "compressed": (
+        "np.savez_compressed",
+        "numpy",
+        lambda state, file: np.savez_compressed(file, **_any(state)),
+    ),
     "pickle": ("pickle", "numpy", lambda state, file: pickle.dump(state, file, protocol=5)),
     "joblib": ("joblib", "joblib", _joblib),
     "torch": ("torch.save", "torch", _torch_save),
@@ -110,9 +120,8 @@ class Checkpoint(Case):
         return missing_modules(WRITERS[name][1]) if name in WRITERS else None
 
     def setup(self, directory: Path) -> None:
-        self._folder = (
-            Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=MEMORY)) if self._in_memory else None
-        )
+        if self._in_memory:
+            self._folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=MEMORY))
         folder = self._folder or directory
         if self.key == "shelf":
             import holdfast
@@ -185,7 +194,8 @@ class Fit(Case):
 
     def measure(self, turn: Turn) -> None:
         spent = [0.0]
-        with _counted(spent):
+        with _counted(spent), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the number of iterations is limited on purpose
             shelf = {"shelf": turn.directory / "fit.shelf"} if self.key == "shelf" else {}
             model, readings = turn.time(lambda: self._make(**shelf).fit(self._data))
         share = spent[0] / readings[SECONDS]
@@ -279,16 +289,16 @@ class ClustersSuite(Suite):
         return Needs(2_000_000 * max(self.megabytes), 6 * pixels)
 
     def groups(self, folder: Path) -> Iterator[Group]:
-        pixels = (
-            synthetic(self.rows, MNIST_LIKE[1], _CONSTANT_COLUMNS) if self.data is None else load(self.data)
-        )
+        if self.data is None:
+            pixels = synthetic(self.rows, MNIST_LIKE[1], _CONSTANT_COLUMNS)
+        else:
+            pixels = load(self.data)
         notes = synthetic(self.rows, MUSICNET_LIKE[1])
         self._shapes = f"{_shape(pixels)} and {_shape(notes)}"
         for media, in_memory in (("memory", True), ("disk", False)):
             for k in self.ks:
-                yield self._checkpoints(
-                    f"KMeans, {media}", k, kmeans_state(pixels, k), in_memory, self.rounds
-                )
+                state = kmeans_state(pixels, k)
+                yield self._checkpoints(f"KMeans, {media}", k, state, in_memory, self.rounds)
         for k in (min(self.ks), max(self.ks)):
             yield self._checkpoints("KMeans, 128 features", k, kmeans_state(notes, k), False, self.rounds)
         for k in self.mixture_ks:
@@ -303,16 +313,13 @@ class ClustersSuite(Suite):
             yield Group(name, [Fit("plain", make, data), Fit("shelf", make, data)], self.fit_rounds)
 
     def _fits(self, pixels: Array, notes: Array) -> Iterator[tuple[str, Callable[..., Any], Array]]:
-        from functools import partial
-
         from holdfast.sklearn import GaussianMixture, KMeans
 
         for k in (min(self.ks), max(self.ks)):
             yield f"KMeans, {pixels.shape[1]} features, k={k}", partial(KMeans, k, **_SEEDED), pixels
         yield f"KMeans, {notes.shape[1]} features, k=10", partial(KMeans, 10, **_SEEDED), notes
-        mixture = partial(
-            GaussianMixture, 4, init_params="random_from_data", max_iter=8, tol=0, random_state=0
-        )
+        few: dict[str, Any] = {"init_params": "random_from_data", "max_iter": 8, "tol": 0}
+        mixture = partial(GaussianMixture, 4, random_state=0, **few)
         yield f"mixture, {notes.shape[1]} features, k=4", mixture, notes
 
     @staticmethod
@@ -326,9 +333,8 @@ class ClustersSuite(Suite):
 
     def views(self, result: Result) -> list[View]:
         found = []
-        for section in dict.fromkeys(
-            row.section for row in result.rows if row.section not in ("fit", "size")
-        ):
+        checkpoints = [row.section for row in result.rows if row.section not in ("fit", "size")]
+        for section in dict.fromkeys(checkpoints):
             for kind, ending in (("durable", "-durable"), ("without fsync", "")):
                 columns: Columns = {
                     title: (lambda row, key=name + ending: _times(result, row, key))  # type: ignore[misc]
@@ -354,10 +360,10 @@ class ClustersSuite(Suite):
 
     def notes(self, result: Result) -> list[str]:
         return [
-            "Durable: temporary file, fsync, rename, fsync of the directory. Ratios have the 95 % interval of "
-            "a bootstrap over the rounds. 'memory' is tmpfs: what is written there does not outlive a power "
-            "cut, so only the work beside the device is compared. 'on the shelf' is the share of a fit that "
-            "fingerprints and commits take."
+            "Durable: temporary file, fsync, rename, fsync of the directory. Ratios have the 95 % interval "
+            "of a bootstrap over the rounds. 'memory' is tmpfs: what is written there does not outlive a "
+            "power cut, so only the work beside the device is compared. 'on the shelf' is the share of a "
+            "fit that fingerprints and commits take."
         ]
 
     def bars(self, result: Result) -> list[Bar]:
@@ -384,7 +390,7 @@ class ClustersSuite(Suite):
         return found
 
 
-_SEEDED = {"n_init": 1, "random_state": 0, "max_iter": 30}
+_SEEDED: dict[str, Any] = {"n_init": 1, "random_state": 0, "max_iter": 30}
 
 
 def _shape(array: Array) -> str:
@@ -400,8 +406,6 @@ def _median(row: Row | None) -> float | None:
 
 
 def _named_by_group(view: View) -> View:
-    from dataclasses import replace
-
     return replace(view, named_by=lambda row: row.group.rpartition(", ")[2])
 
 
@@ -415,7 +419,7 @@ def _interval(result: Result, shelf: Row, key: str) -> Interval | None:
 
 def _times(result: Result, shelf: Row, key: str) -> str | None:
     found = _interval(result, shelf, key)
-    return found and f"{found.value:.1f} ({found.low:.1f}-{found.high:.1f})"
+    return None if found is None else f"{found.value:.1f} ({found.low:.1f}-{found.high:.1f})"
 
 
 def _least(result: Result, section: str, name: str, limit: float) -> Bar:
