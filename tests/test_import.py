@@ -57,7 +57,8 @@ def test_every_module_can_be_imported_without_a_framework() -> None:
         sys.meta_path.insert(0, Refuse())
         import holdfast
         for module in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
-            if not module.name.endswith("__main__"):
+            # The modules below holdfast.sklearn hold subclasses of scikit-learn's estimators.
+            if not module.name.endswith("__main__") and not module.name.startswith("holdfast.sklearn."):
                 importlib.import_module(module.name)
     """
     assert loaded_after(script, ["torch"]) == []
