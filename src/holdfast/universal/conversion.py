@@ -79,11 +79,11 @@ def convert(
 ) -> Converted:
     """Writes the checkpoint at `src` as one of another system at `dst`, durable on return.
 
-    `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how
-    `src` lays out its parameters, or the path of such a file (docs/universal-spec.md). `to`: ``holdfast``,
-    ``safetensors``, ``hf``, ``torch``, ``dcp`` or ``ds-universal``; by default what the end of `dst`
-    says, else ``holdfast``. `select`: globs of leaves; by default all, and of a target for weights alone
-    those of the model. Names of a model lose ``model.`` there. `dtype`: casts floating-point leaves, except an optimizer's. `verify`:
+    `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how `src` lays out
+    its parameters, or the path of such a file (docs/universal-spec.md). `to`: ``holdfast``, ``safetensors``,
+    ``hf``, ``torch``, ``dcp`` or ``ds-universal``; by default what the end of `dst` says, else ``holdfast``.
+    `select`: globs of leaves; by default all, and of a target for weights alone those of the model. Names of
+    a model lose ``model.`` there. `dtype`: casts floating-point leaves, except an optimizer's. `verify`:
     reads both sides again and compares them, before `dst` appears. `dry_run`: writes nothing, and tells what
     would be written. `carry`: a ``config.json``, or a directory with it and a tokenizer, for a Hugging Face
     target; those of a Hugging Face source are carried along anyway. `tp`, `pp`: into how many tensor-parallel
