@@ -17,13 +17,25 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from holdfast.universal.sources import dcp, deepspeed, hf, megatron, npz, safetensors, torch_save
+from holdfast.universal.sources import (
+    dcp,
+    deepspeed,
+    ds_universal,
+    hdf5,
+    hf,
+    megatron,
+    npz,
+    safetensors,
+    torch_save,
+)
 
 SOURCES: tuple[ModuleType, ...] = (
+    ds_universal,
     deepspeed,
     dcp,
     megatron,
     npz,
+    hdf5,
     torch_save,
     hf,
     safetensors,
