@@ -21,6 +21,8 @@ from holdfast.universal.sources import (
     dcp,
     dcp_hf,
     deepspeed,
+    ds_universal,
+    hdf5,
     hf,
     megatron,
     megatron_core,
@@ -30,12 +32,14 @@ from holdfast.universal.sources import (
 )
 
 SOURCES: tuple[ModuleType, ...] = (
+    ds_universal,
     deepspeed,
     megatron_core,
     dcp,
     dcp_hf,
     megatron,
     npz,
+    hdf5,
     torch_save,
     hf,
     safetensors,
