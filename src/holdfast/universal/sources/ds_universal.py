@@ -129,7 +129,7 @@ class _Checkpoint:
         known = self._model.get("checkpoint_parallel_dimensions")
         count = len(self._models)
         tp, pp = count, 1
-        if isinstance(known, dict) and count > 1:
+        if isinstance(known, dict):
             tp, pp = known.get("tp_degree", count), known.get("pp_degree", 1)
         if type(tp) is not int or type(pp) is not int or not 0 < tp < _MAX_DEGREE or not 0 < pp < _MAX_DEGREE:
             raise CorruptCheckpoint(f"parallel degrees {tp!r} and {pp!r}", path=self._models[0][0])
