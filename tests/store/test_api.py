@@ -314,7 +314,10 @@ def test_nothing_at_a_path(tmp_path: Path) -> None:
         with pytest.raises(holdfast.CheckpointNotFound, match="no checkpoint"):
             call(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(holdfast.IncompleteCheckpoint, match="not a checkpoint, nor a run"):
+    with pytest.raises(holdfast.CheckpointNotFound, match="not a checkpoint, nor a run"):
+        holdfast.load(tmp_path / "empty")
+    (tmp_path / "empty" / "r00000.json").write_text("{}")
+    with pytest.raises(holdfast.IncompleteCheckpoint, match="the manifest is missing"):
         holdfast.load(tmp_path / "empty")
     (tmp_path / "file").write_text("")
     with pytest.raises(holdfast.CheckpointNotFound):

@@ -18,7 +18,15 @@ from holdfast.format.embedded import PEEK_NBYTES, embeds_root, extract_root
 from holdfast.format.manifest import MAX_ROOT_NBYTES, decode_root, shard_name
 from holdfast.format.records import Root
 from holdfast.format.shard import header_nbytes
-from holdfast.store.names import MANIFEST, PARTIAL, RETIRED, SHARD, step_name
+from holdfast.store.names import (
+    MANIFEST,
+    PARTIAL,
+    RETIRED,
+    SHARD,
+    is_checkpoint_file,
+    is_step_name,
+    step_name,
+)
 from holdfast.store.os_errors import open_stored, patiently, read_up_to, reading
 from holdfast.store.read import foreign
 from holdfast.store.read.listing import list_steps
@@ -57,10 +65,13 @@ def resolve(path: str | os.PathLike[str]) -> str:
         return os.path.join(where, step_name(steps[-1]))
     if foreign.recognises(where):
         return where
-    raise IncompleteCheckpoint(
-        "no manifest and no checkpoints inside: not a checkpoint, nor a run with one. "
-        + foreign.looked_for(where),
-        path=where,
+    with reading(where):
+        ours = is_step_name(os.path.basename(where)) or any(map(is_checkpoint_file, os.listdir(where)))
+    if ours:
+        raise IncompleteCheckpoint("the manifest is missing", path=where)
+    raise CheckpointNotFound(
+        f"{where} is not a checkpoint, nor a run with one: it has no manifest and no checkpoints inside. "
+        + foreign.looked_for(where)
     )
 
 
