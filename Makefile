@@ -6,6 +6,7 @@
 #   make format   let ruff and clang-format rewrite the files
 #   make build    rebuild the native module after a change in native/ (seconds)
 #   make compat   what needs no torch, on another Python: PYTHON=python3.10 WITH="numpy==1.24.0 msgspec==0.21.0"
+#   make peers    build environments with DeepSpeed, transformers, ... in build/peers; run the tests that need them
 #   make cross    compile the engine's core for arm64;  make arm  runs it, too (qemu)
 #   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
 #   make benchmarks  measure everything and write docs/benchmarks.md (about half an hour; ARGS="--quick" for less)
@@ -42,7 +43,7 @@ CORE_FLAGS := -std=c++20 -O2 -g -pthread -Wall -Wextra -Wshadow -Wconversion -Wn
   -D_FILE_OFFSET_BITS=64 -DHOLDFAST_HAVE_URING=0 -Inative/src -isystem $(VENV)/include
 CROSS_CXX := aarch64-linux-gnu-g++
 
-.PHONY: help setup build demo test compat check format cross arm bench benchmarks clean distclean
+.PHONY: help setup build demo test compat peers check format cross arm bench benchmarks clean distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
@@ -86,6 +87,11 @@ compat:
 	@build/compat/bin/python -m pip --disable-pip-version-check --no-input install --quiet . $(WITH) \
 	  pytest hypothesis pytest-timeout pytest-xdist safetensors ml_dtypes xxhash
 	TESTS_WITHOUT="torch matplotlib PIL" build/compat/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider $(PYTEST_ARGS)
+
+# The systems whose checkpoints we read and write, each in an environment of its own (the table is in tools/peers.py).
+peers: setup
+	$(BIN)/python tools/peers.py
+	$(BIN)/python -m pytest -q -m peers $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .

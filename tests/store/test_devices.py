@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.store.read import stored_checkpoint
+from holdfast.store.read import leaf_reader
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_tensors_go_to_the_device_and_arrays_and_values_stay(path: Path) -> None
 def test_batches_of_any_size_give_the_same(
     path: Path, batch_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_checkpoint, "_BATCH_NBYTES", batch_nbytes)
+    monkeypatch.setattr(leaf_reader, "_BATCH_NBYTES", batch_nbytes)
     loaded = holdfast.load(path, device=torch.device("cpu"))
     assert torch.equal(loaded["a"], torch.arange(1000.0))
     assert loaded["a"].data_ptr() == loaded["b"].data_ptr()

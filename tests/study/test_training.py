@@ -18,8 +18,9 @@ from holdfast.study.peers.training import TrainingPeer
 from holdfast.study.results import Bar, Result, Row
 from holdfast.study.states import Gpt2
 from holdfast.study.suite import Group, Turn
-from holdfast.study.suites import training, training_child
-from holdfast.study.suites.training import Restart, Steps, TrainingSuite, places, predicted_stall
+from holdfast.study.suites import restarts, training, training_child
+from holdfast.study.suites.restarts import Restart
+from holdfast.study.suites.training import Steps, TrainingSuite, places, predicted_stall
 from holdfast.study.training_model import Load, Trainer
 from support.bench_results import quiet, result, row, text_of
 
@@ -383,7 +384,7 @@ class TestRestart:
     def test_a_training_that_cannot_start_is_an_error_with_its_last_words(self, tmp_path: Path) -> None:
         order = training_child.Order(str(tmp_path), "unheard-of", TINY, 1, 8)
         with pytest.raises(RuntimeError, match=r"ended by itself.*unheard-of"):
-            training.live(order)
+            restarts.live(order)
 
     def test_torch_goes_on_from_the_newer_file_and_from_the_other_when_that_is_torn(
         self, trainer: Trainer, tmp_path: Path

@@ -26,9 +26,10 @@ from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.source import Source, SourceLeaf, Stretch
 from support.child_processes import Pipe, forked
 from support.command import command
+from support.dcp_directories import load_all
 from support.foreign_checkpoints import make_model, same_weights, write_hf
 
-KINDS = ["holdfast", "safetensors", "hf", "torch"]
+KINDS = ["holdfast", "safetensors", "hf", "torch", "dcp"]
 
 
 def weights_in(path: Path, to: str) -> dict[str, torch.Tensor]:
@@ -39,6 +40,9 @@ def weights_in(path: Path, to: str) -> dict[str, torch.Tensor]:
         return load_file(path)
     if to == "torch":
         return torch.load(path, weights_only=True)
+    if to == "dcp":
+        found = load_all(path)
+        return found.get("model", found)
     index = path / "model.safetensors.index.json"
     if not index.exists():
         return load_file(path / "model.safetensors")
@@ -177,6 +181,21 @@ def test_a_leaf_of_many_windows_streams_through_every_target(tmp_path: Path) -> 
         assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.parametrize("to", KINDS)
+def test_a_target_of_whole_parameters_refuses_parallel_degrees(tmp_path: Path, to: str) -> None:
+    path = write_hf(tmp_path / "hf", make_model())
+    for degrees in ({"tp": 2}, {"pp": 2}):
+        with pytest.raises(ValueError, match=f"{to} holds whole parameters"):
+            universal.convert(path, tmp_path / "out", to=to, **degrees)
+    with pytest.raises(ValueError, match="tp must be at least 1"):
+        universal.convert(path, tmp_path / "out", to=to, tp=0)
+    with pytest.raises(ValueError, match="zero_stage is for targets that DeepSpeed loads"):
+        universal.convert(path, tmp_path / "out", to=to, zero_stage=3)
+    done = command("convert", path, tmp_path / "out", "--to", to, "--tp", "2")
+    assert done.code == 2
+    assert os.listdir(tmp_path) == ["hf"]
+
+
 def test_dry_run_tells_the_files_and_writes_nothing(tmp_path: Path) -> None:
     path = write_hf(tmp_path / "hf", make_model())
     for to in KINDS:
@@ -198,7 +217,7 @@ def test_what_exists_is_not_replaced_unless_asked_and_directories_never(tmp_path
     universal.convert(path, tmp_path / "out", to=to)
     with pytest.raises(CheckpointExists):
         universal.convert(path, tmp_path / "out", to=to)
-    if to == "hf":
+    if to in ("hf", "dcp"):
         with pytest.raises(CheckpointExists):
             universal.convert(path, tmp_path / "out", to=to, overwrite=True)
     else:
@@ -227,27 +246,30 @@ def test_replicas_that_differ_are_an_error_and_the_target_is_untouched(
     assert not (tmp_path / "out").exists()
 
 
-def test_verify_notices_a_changed_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("to", KINDS)
+def test_verify_notices_a_changed_byte_and_the_target_does_not_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
     path = write_hf(tmp_path / "source", make_model())
-    real = conversion._target
+    module = conversion._target(to, "")
+    check = module.check
 
-    for to in KINDS:
-        module = real(to, "")
+    def change_and_check(job: object, written: str) -> None:
+        assert not (tmp_path / "out").exists()
+        place = Path(written)
+        pattern = "*.distcp" if to == "dcp" else "*.safetensors"
+        file = next(place.glob(pattern)) if place.is_dir() else place
+        data = bytearray(file.read_bytes())
+        found = data.find(make_model()[0].weight.detach().numpy().tobytes())
+        assert found > 0
+        data[found + 5] ^= 1
+        file.write_bytes(data)
+        check(job, written)
 
-        def write_wrong(job: object, write: object = module.write, to: str = to) -> None:
-            write(job)  # type: ignore[operator]
-            out = tmp_path / to
-            file = {"holdfast": out / "r00000.v0.safetensors", "hf": out / "model.safetensors"}.get(to, out)
-            data = bytearray(file.read_bytes())
-            place = data.find(make_model()[0].weight.detach().numpy().tobytes())
-            assert place > 0
-            data[place + 5] ^= 1
-            file.write_bytes(data)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(module, "write", write_wrong)
-            with pytest.raises((CorruptCheckpoint, RuntimeError)):
-                universal.convert(path, tmp_path / to, to=to, verify=True)
+    monkeypatch.setattr(module, "check", change_and_check)
+    with pytest.raises(CorruptCheckpoint):
+        universal.convert(path, tmp_path / "out", to=to, verify=True)
+    assert os.listdir(tmp_path) == ["source"]
 
 
 @pytest.mark.timeout(900)

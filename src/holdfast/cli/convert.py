@@ -64,6 +64,16 @@ def convert(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a Hugging Face target, such as 5GB.")
     ] = "5GB",
+    tp: Annotated[
+        int, typer.Option("--tp", metavar="N", help="Cut the parameters over N tensor-parallel ranks.")
+    ] = 1,
+    pp: Annotated[int, typer.Option("--pp", metavar="N", help="Cut the layers over N pipeline stages.")] = 1,
+    zero_stage: Annotated[
+        int | None,
+        typer.Option(
+            "--zero-stage", metavar="1|2|3", help="The ZeRO stage that DeepSpeed is to load it with."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint of one system as one of another.
@@ -92,6 +102,9 @@ def convert(
                     dry_run=dry_run,
                     overwrite=force,
                     max_shard_nbytes=nbytes,
+                    tp=tp,
+                    pp=pp,
+                    zero_stage=zero_stage,
                     progress=progress,
                 )
         except ValueError as error:

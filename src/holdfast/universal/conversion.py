@@ -17,11 +17,12 @@ from holdfast.universal.atomic_output import sweep
 from holdfast.universal.items import Job, OutputFile, choose, items_of, tree_of, type_named
 from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.readback import compare_copies
-from holdfast.universal.recognition import describe
+from holdfast.universal.recognition import describe, find_kind
 from holdfast.universal.spec import Spec
+from holdfast.universal.split import Target
 from holdfast.universal.targets import TARGETS
 
-TargetKind = Literal["holdfast", "safetensors", "hf", "torch"]
+TargetKind = Literal["holdfast", "safetensors", "hf", "torch", "dcp"]
 _BY_SUFFIX = {
     ".safetensors": "safetensors",
     ".pt": "torch",
@@ -67,6 +68,9 @@ def convert(
     dry_run: bool = False,
     overwrite: bool = False,
     max_shard_nbytes: int = 5_000_000_000,
+    tp: int = 1,
+    pp: int = 1,
+    zero_stage: int | None = None,
     options: Options | None = None,
     progress: Progress = no_progress,
 ) -> Converted:
@@ -74,10 +78,13 @@ def convert(
 
     `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how
     `src` lays out its parameters, or the path of such a file (docs/universal-spec.md). `to`: ``holdfast``,
-    ``safetensors``, ``hf`` or ``torch``; by default what the end of `dst` says, else ``holdfast``. `select`:
-    globs of leaves; by default all, and of a target for weights alone those of the model. Names of a model
-    lose ``model.`` there. `dtype`: casts floating-point leaves, except an optimizer's. `verify`: reads both
-    sides again and compares them. `dry_run`: writes nothing, and tells what would be written.
+    ``safetensors``, ``hf``, ``torch`` or ``dcp``; by default what the end of `dst` says, else ``holdfast``.
+    `select`: globs of leaves; by default all, and of a target for weights alone those of the model. Names of
+    a model lose ``model.`` there. `dtype`: casts floating-point leaves, except an optimizer's. `verify`:
+    reads both sides again and compares them, before `dst` appears. `dry_run`: writes nothing, and tells what
+    would be written. `tp`, `pp`: into how many tensor-parallel ranks and pipeline stages a target cuts the
+    parameters, if it is one that does. `zero_stage`: the stage of ZeRO that DeepSpeed is to load the result
+    with.
 
     Memory is bounded by `options.memory_nbytes` and the largest computed leaf, however large the checkpoint.
     `dst` appears whole or not at all. `overwrite` replaces a Holdfast checkpoint or a file, not a directory.
@@ -93,12 +100,14 @@ def convert(
     target = os.path.abspath(os.fspath(dst))
     writer = _target(to, target)
     cast = type_named(dtype)
+    layout = _layout(writer, tp, pp, zero_stage)
     settings = checked_options(options) or Options()
     if max_shard_nbytes <= 0:
         raise ValueError(f"max_shard_nbytes must be positive, not {max_shard_nbytes}")
     if not dry_run:
         sweep(target)
-    with _open(src, kind, spec, settings) as checkpoint:
+    rules = Spec.load(spec) if spec is not None and not isinstance(spec, Spec) else spec
+    with _open(src, kind, rules, settings, cuts=writer in _cutting()) as checkpoint:
         _refuse_source(checkpoint, target)
         whole = select is None and not writer.ONLY_MODEL
         names = choose(checkpoint, select, only_model=writer.ONLY_MODEL, local=whole)
@@ -115,8 +124,12 @@ def convert(
             tree=tree,
             local=local,
             overwrite=overwrite,
+            verify=verify,
             max_shard_nbytes=max_shard_nbytes,
             carried=checkpoint.source.carried if isinstance(checkpoint, ForeignCheckpoint) else (),
+            layout=layout,
+            spec=rules,
+            zero_stage=zero_stage,
             tuning=settings.tuning(),
             progress=progress,
         )
@@ -124,8 +137,6 @@ def convert(
         if not dry_run:
             compare_copies(checkpoint)
             writer.write(job)
-            if verify:
-                writer.check(job)
         return Converted(
             source=checkpoint.path,
             kind=checkpoint.root.format if foreign else "holdfast",
@@ -156,20 +167,42 @@ def _target(to: str | None, path: str) -> ModuleType:
     raise ValueError(f"unknown target {kind!r}: known are {', '.join(target_kinds())}")
 
 
+def _cutting() -> list[ModuleType]:
+    """The targets that cut parameters over ranks; all others hold whole ones."""
+    return [module for module in TARGETS if getattr(module, "CUTS_PARAMETERS", False)]
+
+
+def _layout(writer: ModuleType, tp: int, pp: int, zero_stage: int | None) -> Target:
+    for name, number in (("tp", tp), ("pp", pp)):
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
+    if (tp, pp) != (1, 1) and writer not in _cutting():
+        known = ", ".join(module.KIND for module in _cutting()) or "none"
+        raise ValueError(
+            f"{writer.KIND} holds whole parameters, so tp and pp must be 1; targets that cut them: {known}"
+        )
+    if zero_stage is not None and not getattr(writer, "HAS_ZERO_STAGE", False):
+        raise ValueError(f"zero_stage is for targets that DeepSpeed loads, not for {writer.KIND}")
+    if zero_stage not in (None, 1, 2, 3):
+        raise ValueError(f"zero_stage must be 1, 2 or 3, not {zero_stage}")
+    return Target(tp=tp, pp=pp)
+
+
 def _open(
-    src: str | os.PathLike[str],
-    kind: str,
-    spec: Spec | str | os.PathLike[str] | None,
-    options: Options,
+    src: str | os.PathLike[str], kind: str, spec: Spec | None, options: Options, *, cuts: bool
 ) -> StoredCheckpoint:
-    if spec is not None:
+    """The source. A spec tells how a foreign one is laid out; for a target that cuts, also how to cut."""
+    if spec is not None and not (cuts and _is_native(src, kind)):
         if kind == "holdfast":
             raise SpecError("a spec is for checkpoints of other systems; Holdfast's own need none")
-        rules = spec if isinstance(spec, Spec) else Spec.load(spec)
-        return ForeignCheckpoint(describe(src, kind, rules), options.reading())
+        return ForeignCheckpoint(describe(src, kind, spec), options.reading())
     if kind in ("auto", "holdfast"):
         return open_newest(src, options.reading())
     return ForeignCheckpoint(describe(src, kind), options.reading())
+
+
+def _is_native(src: str | os.PathLike[str], kind: str) -> bool:
+    return kind == "holdfast" or (kind == "auto" and find_kind(os.path.abspath(os.fspath(src))) is None)
 
 
 def _refuse_source(checkpoint: StoredCheckpoint, target: str) -> None:

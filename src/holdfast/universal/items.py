@@ -13,6 +13,8 @@ from holdfast.inspect.progress import Progress
 from holdfast.state import Node, prune
 from holdfast.state.node import localized
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
+from holdfast.universal.spec import Spec
+from holdfast.universal.split import Target
 
 MODEL: Final = "model."
 _OPTIMIZER = "optimizer."
@@ -38,7 +40,9 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Job:
     """One conversion. `tied`: further names, and the item's name that each means. `tree` has them all,
-    with `local`, the trees of what belongs to rank 0 alone.
+    with `local`, the trees of what belongs to rank 0 alone. `layout` and `spec`: into how many ranks a target
+    cuts the parameters, and the rules that the user gave for that, if any. `zero_stage`: what DeepSpeed is to
+    load the result with, if the user said. `verify`: the result is read and compared before it gets its name.
     """
 
     checkpoint: StoredCheckpoint
@@ -48,8 +52,12 @@ class Job:
     tree: Node
     local: Mapping[str, Node]
     overwrite: bool
+    verify: bool
     max_shard_nbytes: int
     carried: tuple[str, ...]
+    layout: Target
+    spec: Spec | None
+    zero_stage: int | None
     tuning: Tuning
     progress: Progress
 
@@ -132,3 +140,15 @@ def framework_of(job: Job, item: Item) -> Any:
 def advance(job: Job, done: int) -> Callable[[int], None]:
     """Progress of one file, behind `done` bytes of others."""
     return lambda nbytes: job.progress(min(done + nbytes, job.nbytes), job.nbytes)
+
+
+def progress_of(job: Job) -> Callable[[int], None]:
+    """Progress, told in bytes that were written since the last call."""
+    done = 0
+
+    def more(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        job.progress(min(done, job.nbytes), job.nbytes)
+
+    return more

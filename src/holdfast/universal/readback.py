@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from holdfast.errors import CorruptCheckpoint
 from holdfast.inspect.leaf_stream import LeafStream, StreamedLeaf
 from holdfast.state.torch_arrays import load_torch
-from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.universal.items import Item, Job
 from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.recognition import describe
@@ -19,15 +19,20 @@ from holdfast.universal.source import Source, SourceLeaf
 _BLOCK_NBYTES = 8 << 20
 
 
-def compare_with(job: Job, path: str, kind: str = "") -> None:
+def compare_with(job: Job, path: str, kind: str) -> None:
     """`CorruptCheckpoint` unless the checkpoint at `path`, of this foreign kind, has the items of a job."""
-    with ForeignCheckpoint(describe(path, kind)) if kind else open_newest(path) as written:
-        leaves = written.leaves
-        for item in job.items:
-            info = leaves.get(item.name)
-            if info is None or (info.dtype, info.shape) != (item.dtype, item.shape):
-                raise CorruptCheckpoint("it was not written as it should", path=path, leaf=item.name)
-        _compare(job, job.items, written)
+    with ForeignCheckpoint(describe(path, kind)) as written:
+        compare_written(job, written)
+
+
+def compare_written(job: Job, written: StoredCheckpoint) -> None:
+    """`CorruptCheckpoint` unless a checkpoint that was written has the items of a job."""
+    leaves = written.leaves
+    for item in job.items:
+        info = leaves.get(item.name)
+        if info is None or (info.dtype, info.shape) != (item.dtype, item.shape):
+            raise CorruptCheckpoint("it was not written as it should", path=job.path, leaf=item.name)
+    _compare(job, job.items, written)
 
 
 def _compare(job: Job, items: tuple[Item, ...], written: StoredCheckpoint) -> None:
@@ -43,17 +48,18 @@ def _compare(job: Job, items: tuple[Item, ...], written: StoredCheckpoint) -> No
                 left.fill(number, blocks[0][:nbytes], start)
                 right.fill(number, blocks[1][:nbytes], start)
                 if blocks[0][:nbytes] != blocks[1][:nbytes]:
-                    raise CorruptCheckpoint("it differs from its source", path=written.path, leaf=item.name)
+                    raise CorruptCheckpoint("it differs from its source", path=job.path, leaf=item.name)
                 done += nbytes
                 job.progress(done, job.nbytes)
 
 
-def compare_arrays(job: Job, arrays: Mapping[str, Any]) -> None:
-    """As `compare_with`, of tensors that another library has loaded."""
+def compare_arrays(job: Job, arrays: Mapping[str, Any], items: Sequence[Item] | None = None) -> None:
+    """As `compare_with`, of tensors that another library has loaded: those of some items, or of all."""
+    items = job.items if items is None else items
     torch = load_torch()
     block = memoryview(bytearray(_BLOCK_NBYTES))
-    with LeafStream(job.checkpoint, [StreamedLeaf(item.stored, item.dtype) for item in job.items]) as stream:
-        for number, item in enumerate(job.items):
+    with LeafStream(job.checkpoint, [StreamedLeaf(item.stored, item.dtype) for item in items]) as stream:
+        for number, item in enumerate(items):
             tensor = arrays[item.name].detach()
             data: Any = (
                 tensor.contiguous().reshape(-1).view(torch.uint8).numpy()

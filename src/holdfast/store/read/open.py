@@ -93,6 +93,16 @@ def open_checkpoint(path: str) -> tuple[ReaderLock, Root]:
     return patiently(lambda: _open(path))
 
 
+def open_uncommitted(path: str) -> tuple[ReaderLock, Root]:
+    """What a writer has sealed and not yet committed, for that writer itself."""
+    hold = ReaderLock(path, uncommitted=True)
+    try:
+        return hold, _read_root(hold.directory, path)
+    except BaseException:
+        hold.close()
+        raise
+
+
 def _open(path: str) -> tuple[ReaderLock, Root]:
     for _ in range(_MAX_REPLACED):
         hold = ReaderLock(path)

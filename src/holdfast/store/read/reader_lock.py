@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Iterable
 
+from holdfast.engine import fs
 from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import CheckpointClosed, CheckpointNotFound
 from holdfast.store.locks import LOCK_SECONDS, share_directory
@@ -16,13 +17,16 @@ _LEFT = 64
 
 
 class ReaderLock:
-    """Held from construction to `close`, or until nothing refers to it any more."""
+    """Held from construction to `close`, or until nothing refers to it any more.
 
-    def __init__(self, path: str) -> None:
+    `uncommitted`: by its own writer, which holds the lock already and reads what it wrote.
+    """
+
+    def __init__(self, path: str, *, uncommitted: bool = False) -> None:
         self.path = path
         self._files: dict[str, int] = {}
         self._held: HeldDirectory | None = None
-        self._held = _lock(path)
+        self._held = fs.open_directory(path) if uncommitted else _lock(path)
 
     @property
     def directory(self) -> str:

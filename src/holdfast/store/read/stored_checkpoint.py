@@ -12,34 +12,25 @@ from __future__ import annotations
 import fnmatch
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from msgspec import structs
-
-from holdfast.engine import ALIGNMENT, READING, Memory, Tuning
+from holdfast.engine import READING, Tuning
 from holdfast.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
     IncompleteCheckpoint,
-    LeafNotFound,
     ReadFailed,
     StateMismatch,
-    UnsupportedState,
 )
-from holdfast.format.dtypes import itemsize
-from holdfast.format.geometry import whole
-from holdfast.format.records import EMBEDDED, Leaf, Part, Root
+from holdfast.format.records import EMBEDDED, Part, Root
 from holdfast.state import (
     Framework,
-    FreshArrays,
     LeafMeta,
     Node,
     Restore,
-    check_framework,
-    empty,
     prune,
     unflatten,
     values,
@@ -49,16 +40,13 @@ from holdfast.store.names import MANIFEST, SHARD, is_step_name, step_name
 from holdfast.store.os_errors import shows_damage
 from holdfast.store.read.file_access import FileAccess
 from holdfast.store.read.foreign import open_foreign
-from holdfast.store.read.gather import FileReads, fetch, plan_fetch
 from holdfast.store.read.lazy_leaf import LazyLeaf
-from holdfast.store.read.open import newest, open_checkpoint
+from holdfast.store.read.leaf_reader import LeafReader, nbytes_of
+from holdfast.store.read.open import newest, open_checkpoint, open_uncommitted
 from holdfast.store.read.parts import Parts, local_rank
-from holdfast.store.read.requests import BoxRequest, box_requests
+from holdfast.store.read.requests import box_requests
 from holdfast.store.read.restore_warnings import Unrestored
-from holdfast.store.read.shard_reader import Problem, ShardReader, whole_leaf
-
-_BATCH_NBYTES = 256 << 20
-"""Host memory that tensors pass through on their way to a device. A larger tensor takes its own size."""
+from holdfast.store.read.shard_reader import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +60,31 @@ class LeafInfo:
     alias_of: str | None = None
 
 
-class StoredCheckpoint:
+class StoredCheckpoint(LeafReader):
     """One committed checkpoint, with all that the layers of this library need of it.
 
     `holdfast.store.checkpoint.Checkpoint` is the part of it that users see.
     """
 
     def __init__(self, path: str, tuning: Tuning = READING) -> None:
-        hold, root = open_checkpoint(path)
+        self._begin_own(path, *open_checkpoint(path), tuning)
+
+    @classmethod
+    def uncommitted(cls, path: str, tuning: Tuning = READING) -> StoredCheckpoint:
+        """What its writer has sealed and not yet committed. Only for that writer, to verify it."""
+        made = cls.__new__(cls)
+        made._begin_own(path, *open_uncommitted(path), tuning)
+        return made
+
+    def _begin_own(self, path: str, hold: FileAccess, root: Root, tuning: Tuning) -> None:
         embedded = any(file.header_xxh3 == EMBEDDED for file in root.part.files)
         self._begin(hold, root, os.path.join(path, SHARD if embedded else MANIFEST), tuning)
 
     def _begin(self, hold: FileAccess, root: Root, manifest_path: str, tuning: Tuning) -> None:
         """From records that have been checked, to files that `hold` gives access to."""
-        self.path = hold.path
-        self._hold = hold
+        super().__init__(hold, Parts(root, hold, manifest_path), tuning)
         self.root = root
         self.manifest_path = manifest_path
-        self._tuning = tuning
-        self.parts = Parts(root, hold, manifest_path)
 
     @property
     def step(self) -> int:
@@ -166,7 +160,7 @@ class StoredCheckpoint:
     @property
     def nbytes(self) -> int:
         """The size of the arrays that one process loads; where every rank has its own, those of rank 0."""
-        return sum(_info(meta, None).nbytes for meta in self.metas_for(0).values())
+        return sum(map(nbytes_of, self.metas_for(0).values()))
 
     @property
     def stored_nbytes(self) -> int:
@@ -287,65 +281,6 @@ class StoredCheckpoint:
         unrestored.warn(self.path, rank=0, world=1, saved_world=self.world)
         return restored
 
-    def fetch(
-        self,
-        wanted: Sequence[BoxRequest],
-        *,
-        verify: bool = True,
-        progress: Callable[[int], None] | None = None,
-    ) -> None:
-        """Reads boxes of leaves into their destinations, from the files that hold them.
-
-        Every byte read is verified by default. `CorruptCheckpoint` names file and leaf.
-        """
-        if self.parts.stored_whole and self._fetch_whole(wanted, verify=verify, progress=progress):
-            return
-        self.carry_out(self.reads(wanted, verify=verify), verify=verify, progress=progress)
-
-    def reads(self, wanted: Sequence[BoxRequest], *, verify: bool = True) -> list[FileReads]:
-        """What has to be read, file by file, to fill the destinations of boxes of leaves."""
-        metas = {name: self._meta(name) for name in dict.fromkeys(want.leaf for want in wanted)}
-        wanted = [structs.replace(want, leaf=metas[want.leaf].name) for want in wanted if want.box.volume]
-        metas = {meta.name: meta for meta in metas.values()}
-        boxes = [(want.leaf, want.box) for want in wanted]
-        return plan_fetch(self.parts.holding(boxes), wanted, metas, self.path, verify=verify)
-
-    def carry_out(
-        self,
-        reads: Sequence[FileReads],
-        *,
-        verify: bool = True,
-        progress: Callable[[int], None] | None = None,
-    ) -> None:
-        """Reads out of files what `reads` says."""
-        fetch(reads, self.reader, verify=verify, progress=progress)
-
-    def _fetch_whole(
-        self, wanted: Sequence[BoxRequest], *, verify: bool, progress: Callable[[int], None] | None
-    ) -> bool:
-        """Whole leaves of one process go straight from its files; False when this is something else."""
-        stored = self.parts.leaves_of(0)
-        leaves: dict[str, Leaf] = {}
-        for want in wanted:
-            leaf = stored.get(want.leaf)
-            if leaf is None or want.box.shape != leaf.shape or want.leaf in leaves:
-                return False
-            leaves[want.leaf] = leaf
-        reader, whole = self.reader(0), len(leaves) == len(stored)
-        if all(
-            type(want.destination) is Memory
-            and want.destination.nbytes == leaves[want.leaf].fragments[0].nbytes
-            for want in wanted
-        ):
-            addresses = [want.destination.address for want in wanted]
-            reader.read_whole_leaves(
-                [*leaves.values()], addresses, verify=verify, whole=whole, progress=progress
-            )
-        else:
-            requests = [whole_leaf(leaves[want.leaf], want.destination) for want in wanted]
-            reader.read(requests, verify=verify, whole=whole, progress=progress)
-        return True
-
     def misplaced(self) -> str | None:
         """What is wrong with its name: a run's checkpoint is named by its step."""
         name = os.path.basename(self.path)
@@ -375,134 +310,6 @@ class StoredCheckpoint:
                 return problem
         return None
 
-    def fresh(
-        self, names: Iterable[str], framework: Framework | None = None
-    ) -> tuple[dict[str, Any], list[BoxRequest]]:
-        """New arrays for leaves, of the framework each was saved from or of this one; what to fetch for them.
-
-        The other framework need not be installed.
-        """
-        if framework is not None:
-            check_framework(framework)
-        metas = {name: self._meta(name) for name in names}
-        residues = self.parts.residues(metas.values(), ALIGNMENT)
-        arrays: dict[str, Any] = {}
-        wanted: list[BoxRequest] = []
-        for name, meta in metas.items():
-            kind = framework or meta.framework
-            try:
-                arrays[name], memory = empty(meta.dtype, meta.shape, kind, residues.get(name, 0))
-            except UnsupportedState as error:
-                raise UnsupportedState(f"{meta.name}: {error}") from error
-            wanted.append(BoxRequest(meta.name, whole(meta.shape), memory))
-        return arrays, wanted
-
-    def _read_fresh(
-        self,
-        names: Sequence[str],
-        framework: Framework | None,
-        *,
-        verify: bool,
-        progress: Callable[[int], None] | None = None,
-    ) -> dict[str, Any]:
-        if self.parts.stored_whole:
-            return self._read_whole(names, framework, verify=verify, progress=progress)
-        stored = {name: self._meta(name).name for name in names}
-        arrays, wanted = self.fresh(dict.fromkeys(stored.values()), framework)
-        self.fetch(wanted, verify=verify, progress=progress)
-        return {name: arrays[stored[name]] for name in names}
-
-    def _read_whole(
-        self,
-        names: Sequence[str],
-        framework: Framework | None,
-        *,
-        verify: bool,
-        progress: Callable[[int], None] | None,
-    ) -> dict[str, Any]:
-        """`_read_fresh` where one process stored every leaf in one piece: with little work for each."""
-        if framework is not None:
-            check_framework(framework)
-        stored = self.parts.leaves_of(0)
-        aliases = {**self.parts.aliases, **self.parts.local_aliases(0)}
-        arrays: dict[str, Any] = {}
-        leaves: list[Leaf] = []
-        addresses: list[int] = []
-        fresh = FreshArrays()
-        for name in names:
-            leaf = stored.get(aliases.get(name, name) if aliases else name)
-            if leaf is None:
-                raise self._no_leaf(name)
-            if leaf.name not in arrays:
-                (fragment,) = leaf.fragments
-                try:
-                    arrays[leaf.name], address = fresh.make(
-                        leaf.dtype,
-                        leaf.shape,
-                        framework or leaf.framework,
-                        fragment.nbytes,
-                        fragment.offset % ALIGNMENT,
-                    )
-                except UnsupportedState as error:
-                    raise UnsupportedState(f"{leaf.name}: {error}") from error
-                leaves.append(leaf)
-                addresses.append(address)
-        self.reader(0).read_whole_leaves(
-            leaves, addresses, verify=verify, whole=len(leaves) == len(stored), progress=progress
-        )
-        if not aliases:
-            return arrays
-        return {name: arrays[aliases.get(name, name)] for name in names}
-
-    def _read_to_device(
-        self, names: Sequence[str], framework: Framework | None, device: Any, *, verify: bool
-    ) -> dict[str, Any]:
-        """Fresh arrays whose tensors are on a device. Host memory holds one batch at a time."""
-        if framework == "numpy":
-            raise TypeError('device= is for torch tensors, and framework="numpy" asks for none')
-        arrays: dict[str, Any] = {}
-        moved: dict[str, Any] = {}
-        for batch in self._batches(names):
-            for name, array in self._read_fresh(batch, framework, verify=verify).items():
-                meta = self._meta(name)
-                if meta.name not in moved:  # names of one leaf stay one tensor
-                    is_torch = (framework or meta.framework) == "torch"
-                    moved[meta.name] = array.to(device) if is_torch else array
-                arrays[name] = moved[meta.name]
-        return {name: arrays[name] for name in names}
-
-    def _batches(self, names: Sequence[str]) -> Iterator[list[str]]:
-        batch: list[str] = []
-        nbytes = 0
-        for name in names:
-            size = _info(self._meta(name), None).nbytes
-            if batch and nbytes + size > _BATCH_NBYTES:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(name)
-            nbytes += size
-        if batch:
-            yield batch
-
-    def _no_leaf(self, name: str) -> LeafNotFound:
-        return LeafNotFound(f"{self.path} has no leaf {name!r}; `holdfast show` lists them")
-
-    def reader(self, rank: int) -> ShardReader:
-        """The shards of a rank."""
-        return ShardReader(self.parts[rank], self._hold, self._tuning)
-
-    def _meta(self, name: str) -> LeafMeta:
-        """Of a leaf, under any of its names."""
-        if not isinstance(name, str):
-            raise TypeError(f"leaves are named by strings, not by {type(name).__name__}: {name!r}")
-        found = self.parts.metas.get(self.parts.aliases.get(name, name))
-        rank = local_rank(name)
-        if found is None and rank is not None:
-            found = self.parts.local_metas(rank).get(self.parts.local_aliases(rank).get(name, name))
-        if found is None:
-            raise self._no_leaf(name)
-        return found
-
     def close(self) -> None:
         """Lets go of the files. What was read stays; leaves that are still to be read are out of reach."""
         self._hold.close()
@@ -530,10 +337,7 @@ def _patterns(select: object) -> list[str]:
 
 
 def _info(meta: LeafMeta, alias_of: str | None) -> LeafInfo:
-    nbytes = itemsize(meta.dtype)
-    for size in meta.shape:
-        nbytes *= size
-    return LeafInfo(meta.dtype, meta.shape, nbytes, meta.framework, alias_of)
+    return LeafInfo(meta.dtype, meta.shape, nbytes_of(meta), meta.framework, alias_of)
 
 
 def open_newest(path: str | os.PathLike[str], tuning: Tuning = READING) -> StoredCheckpoint:

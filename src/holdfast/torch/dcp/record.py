@@ -185,8 +185,8 @@ def _branch_node(branch: _Branch | str, nodes: Mapping[str, Node]) -> Node:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def entries_of(tree: Node, where: str) -> Entries:
-    """What a tree says to DCP; `where` is its file, for the error message."""
+def entries_of(tree: Node, where: str, *, pruned: bool = False) -> Entries:
+    """What a tree says to DCP; `where` is its file, for messages. `pruned`: some may be left out of it."""
     record = _record_of(tree, where)
     if record is None:
         return _entries_by_rule(tree)
@@ -198,14 +198,17 @@ def entries_of(tree: Node, where: str) -> Entries:
         if name is not None:
             values[name] = node
         paths[name or leaf_of(node) or ""] = path
-    if len(values) != len(record.values):
+    if len(values) != len(record.values) and not pruned:
         raise CorruptCheckpoint("the tree lacks values that DCP saved", path=where)
     planner_data: Any = None
     if record.planner == "value":
         planner_data = decode_value(record.planner_data)
     elif record.planner == "paths":
         planner_data = paths
-    return Entries(record, tuple(paths), values, frozenset(record.bytes), planner_data, {})
+    stored = frozenset(record.bytes)
+    return Entries(
+        record, tuple(paths), values, stored & paths.keys() if pruned else stored, planner_data, {}
+    )
 
 
 def _record_of(tree: Node, where: str) -> Record | None:

@@ -40,10 +40,12 @@ def write(job: Job) -> None:
             with reading(path), open_stored(path, path) as carried:
                 data = carried.read()
             _write_small(os.path.join(directory, os.path.basename(path)), data)
+        if job.verify:
+            check(job, directory)
 
 
-def check(job: Job) -> None:
-    compare_with(job, job.path, KIND)
+def check(job: Job, path: str) -> None:
+    compare_with(job, path, KIND)
 
 
 def _write_small(path: str, data: bytes) -> None:

@@ -11,8 +11,10 @@ from holdfast.plan import ShardPlan, arrange
 from holdfast.state import Flat, LeafSource
 from holdfast.store import SaveObserver, SingleCommit, Target
 from holdfast.store.api import check_target, make_parent
+from holdfast.store.names import PARTIAL
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.universal.items import Item, Job, OutputFile, advance, framework_of
-from holdfast.universal.readback import compare_with
+from holdfast.universal.readback import compare_written
 
 KIND = "holdfast"
 INLINES_BYTES = False
@@ -43,8 +45,9 @@ def write(job: Job) -> None:
         commit.run(flat, observer=_Progress(job))
 
 
-def check(job: Job) -> None:
-    compare_with(job, job.path)
+def check(job: Job, path: str) -> None:
+    with StoredCheckpoint.uncommitted(path) as written:
+        compare_written(job, written)
 
 
 def _nothing(window: memoryview, offset: int) -> None:
@@ -71,15 +74,20 @@ def _flat(job: Job, leaves: Sequence[LeafSource]) -> Flat:
 
 
 class _Progress(SaveObserver):
-    """Tells how much has been written, until all has."""
+    """Tells how much has been written, until all has; then verifies it, if that is asked for."""
 
     def __init__(self, job: Job) -> None:
+        self._job = job
         self._advance = advance(job, 0)
 
     def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
         for _, job in files:
             while not _finished(job):
                 self._advance(job.progress)
+
+    def committing(self) -> None:
+        if self._job.verify:
+            check(self._job, self._job.path + PARTIAL)
 
 
 def _finished(job: WriteJob) -> bool:

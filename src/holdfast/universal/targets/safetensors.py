@@ -20,10 +20,12 @@ def plan(job: Job) -> list[OutputFile]:
 def write(job: Job) -> None:
     with output_file(job.path, overwrite=job.overwrite) as path:
         _file(job).write(path, advance(job, 0))
+        if job.verify:
+            check(job, path)
 
 
-def check(job: Job) -> None:
-    compare_with(job, job.path, KIND)
+def check(job: Job, path: str) -> None:
+    compare_with(job, path, KIND)
 
 
 def _file(job: Job) -> SafetensorsFile:

@@ -1,0 +1,1 @@
+"""Tests against other systems, which run in the environments of `make peers`."""

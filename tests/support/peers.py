@@ -1,0 +1,84 @@
+"""Runs scripts in the environments of other systems, which `make peers` builds.
+
+HOLDFAST_PEERS may name another folder that has the environments, by the names of `tools/peers.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+FOLDER = Path(os.environ.get("HOLDFAST_PEERS") or PROJECT / "build" / "peers")
+"""Read when the tests start: each of them runs without variables HOLDFAST_*."""
+TIMEOUT_SECONDS = 300.0
+
+
+def interpreter(name: str) -> Path:
+    """The Python of an environment; the test fails if it has not been built."""
+    python = FOLDER / name / "bin" / "python"
+    if not python.exists():
+        pytest.fail(f"{python} is missing: run `make peers` or `python tools/peers.py {name}`", pytrace=False)
+    return python
+
+
+def run(
+    name: str,
+    *arguments: str | os.PathLike[str],
+    ranks: int = 0,
+    timeout: float = TIMEOUT_SECONDS,
+    cwd: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> str:
+    """Runs ``python ARGUMENTS`` in an environment, under torchrun if `ranks` are given; returns its output.
+
+    If it fails or takes too long, the test fails with the end of the output, and no process stays behind.
+    """
+    python = interpreter(name)
+    command = [str(python)]
+    if ranks:
+        command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--nnodes=1"]
+        command += ["--master_addr=127.0.0.1", f"--master_port={_free_port()}"]
+    command += [os.fspath(argument) for argument in arguments]
+    environment = {
+        **os.environ,
+        # Some systems compile small libraries with tools that they look for in PATH.
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+        "TORCH_EXTENSIONS_DIR": str(FOLDER / name / "torch-extensions"),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": "",
+        **(env or {}),
+    }
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{' '.join(command)} took more than {timeout:g} s:\n{output[-4000:]}", pytrace=False)
+    if process.returncode:
+        pytest.fail(f"{' '.join(command)} ended with {process.returncode}:\n{output[-6000:]}", pytrace=False)
+    return output
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
