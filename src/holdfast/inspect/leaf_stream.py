@@ -15,7 +15,7 @@ from types import TracebackType
 
 import numpy as np
 
-from holdfast.engine import Produced
+from holdfast.engine import READING, Produced
 from holdfast.format.dtypes import itemsize
 from holdfast.inspect.element_casts import cast
 from holdfast.inspect.leaf_windows import WINDOW_NBYTES, Bytes, Extent, Span, WindowReader, windows
@@ -24,6 +24,8 @@ from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 _AHEAD = 3
 """Windows that are read before the writer asks for them: a device is busy only with several reads at once."""
 _READERS = 2
+_LEAST_NBYTES = READING.window_nbytes * READING.depth
+"""Of a read. Who bounds memory below that gets one window ahead, and one reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,9 @@ class LeafStream:
         self._current: _Window | None = None
         self._ahead: dict[int, Future[_Window]] = {}
         self._buffers: list[Bytes] = []  # to be used again: fresh memory costs as much as reading into it
-        self._pool = ThreadPoolExecutor(_READERS, "holdfast-stream")
+        roomy = checkpoint.window_nbytes >= _LEAST_NBYTES
+        self._most_ahead = _AHEAD if roomy else 1
+        self._pool = ThreadPoolExecutor(_READERS if roomy else 1, "holdfast-stream")
 
     def source(self, index: int) -> Produced:
         """The bytes of a leaf, as the engine takes them."""
@@ -101,7 +105,7 @@ class LeafStream:
         if self._current is not None:
             self._buffers.append(self._current.buffer)
             self._current = None
-        wanted = range(number, min(number + 1 + _AHEAD, len(self._windows)))
+        wanted = range(number, min(number + 1 + self._most_ahead, len(self._windows)))
         for other in [other for other in self._ahead if other not in wanted]:
             self._ahead.pop(other).cancel()  # asked for in another order
         for coming in wanted:
