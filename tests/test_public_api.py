@@ -12,8 +12,8 @@ import pytest
 import holdfast
 from holdfast import errors
 
-MODULES = {"data", "inspect", "universal"}
-CALLS = {"load", "open", "per_rank", "rng", "save", "stable", "verify"}
+MODULES = {"data", "inspect", "sklearn", "universal"}
+CALLS = {"load", "open", "per_rank", "rank_zero", "rng", "save", "stable", "verify"}
 TYPES = {
     "Checkpoint",
     "CheckpointInfo",
@@ -24,6 +24,8 @@ TYPES = {
     "PendingSave",
     "Problem",
     "Report",
+    "Shelf",
+    "ShelfWarning",
 }
 
 # Every error, and the builtin that a caller who knows nothing of Holdfast would catch.
@@ -39,6 +41,7 @@ ERRORS = {
     "StateMismatch": ValueError,
     "UnsupportedSource": ValueError,
     "UnsupportedState": TypeError,
+    "UnsupportedVersion": ImportError,
     "SpecError": ValueError,
     "Locked": BlockingIOError,
     "RunInUse": FileExistsError,
@@ -58,6 +61,12 @@ ERRORS = {
     "SaveFailedOnRank": ConnectionError,
     "SaveRejected": ValueError,
     "SaveTimedOut": TimeoutError,
+    "CorruptShelf": ValueError,
+    "UnsupportedShelf": NotImplementedError,
+    "ShelfNotFound": FileNotFoundError,
+    "ShelfFull": OSError,
+    "ShelfClosed": ValueError,
+    "TransactionError": RuntimeError,
     "EngineTimeout": TimeoutError,
     "EngineUnavailable": RuntimeError,
 }

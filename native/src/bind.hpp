@@ -59,5 +59,6 @@ class Released {
 
 void bind_jobs(nb::module_& m);    // bind_jobs.cpp: transfers, and syncing what they wrote
 void bind_system(nb::module_& m);  // bind_system.cpp: directories, probing, the fault seam
+void bind_shelf(nb::module_& m);   // bind_shelf.cpp: shelves
 
 }  // namespace holdfast

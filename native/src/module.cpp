@@ -78,4 +78,5 @@ NB_MODULE(_native, m) {
   m.def("xxh3_64_each", &xxh3_64_each);
   bind_jobs(m);
   bind_system(m);
+  bind_shelf(m);
 }

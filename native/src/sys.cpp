@@ -15,12 +15,14 @@
 #include <mutex>
 #include <thread>
 
+#include "persist.hpp"
+
 namespace holdfast::sys {
 namespace {
 
-constexpr std::array<std::string_view, kCallCount> kNames = {"open", "lease", "fallocate", "truncate", "write",
-                                                             "read", "sync",  "sync_dir",  "rename",   "exchange",
-                                                             "link", "mkdir", "rmdir",     "unlink"};
+constexpr std::array<std::string_view, kCallCount> kNames = {
+    "open",     "lease", "fallocate", "truncate", "write",  "read", "sync",  "sync_dir",   "rename",
+    "exchange", "link",  "mkdir",     "rmdir",    "unlink", "map",  "store", "write_back", "fence"};
 
 struct Seam {
   std::atomic<bool> active{false};
@@ -444,6 +446,31 @@ ssize_t pwritev(const File& file, const iovec* iov, int count, uint64_t offset) 
 ssize_t preadv(const File& file, const iovec* iov, int count, uint64_t offset) {
   return transfer(Call::read, iov, count,
                   [&](const iovec* v, int n) { return ::preadv(file.fd(), v, n, static_cast<off_t>(offset)); });
+}
+
+void fail_store(const File& file) { fail_if_told(Call::store, file.path()); }
+
+void observe_store(const File& file, const void* data, uint64_t nbytes, uint64_t offset) {
+  if (!seam().active.load(std::memory_order_relaxed)) return;
+  record({Call::store,
+          file.path(),
+          {},
+          offset,
+          nbytes,
+          std::string(static_cast<const char*>(data), nbytes),
+          0,
+          false});
+}
+
+void observe_write_back(const File& file, uint64_t nbytes, uint64_t offset) {
+  if (!seam().active.load(std::memory_order_relaxed)) return;
+  record({Call::write_back, file.path(), {}, offset, nbytes, {}, 0, false});
+}
+
+void fence(const File& file) {
+  fail_if_told(Call::fence, file.path());
+  persist_fence();
+  if (seam().active.load(std::memory_order_relaxed)) record({Call::fence, file.path(), {}, 0, 0, {}, 0, false});
 }
 
 void set_faults(std::vector<Fault> faults) {

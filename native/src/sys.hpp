@@ -31,9 +31,13 @@ enum class Call {
   link,
   mkdir,
   rmdir,
-  unlink
+  unlink,
+  map,
+  store,
+  write_back,
+  fence
 };
-inline constexpr int kCallCount = 14;
+inline constexpr int kCallCount = 18;
 std::string_view name(Call call);
 
 // An operating-system error that carries what was being done and to what; becomes OSError in Python.
@@ -158,6 +162,13 @@ ssize_t preadv(const File& file, const iovec* iov, int count, uint64_t offset);
 // "pretend the call returned this"), `observe` after the completion.
 std::optional<ssize_t> intercept(Call call, uint64_t nbytes);
 void observe_write(const File& file, const iovec* iov, int count, uint64_t offset, ssize_t result);
+
+// Stores through a mapping of a file pass the seam in halves, too. `fence` orders them: after it, what was written
+// back from the processor's caches before is on the medium.
+void fail_store(const File& file);
+void observe_store(const File& file, const void* data, uint64_t nbytes, uint64_t offset);
+void observe_write_back(const File& file, uint64_t nbytes, uint64_t offset);
+void fence(const File& file);
 
 // --- for tests -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 # Every public name, once: type checkers read this file, and so does `holdfast.__getattr__`.
 from holdfast import data as data
 from holdfast import inspect as inspect
+from holdfast import sklearn as sklearn
 from holdfast import universal as universal
 from holdfast.checkpointer import Checkpointer as Checkpointer
 from holdfast.checkpointer import Keep as Keep
@@ -10,6 +11,7 @@ from holdfast.errors import CheckpointClosed as CheckpointClosed
 from holdfast.errors import CheckpointExists as CheckpointExists
 from holdfast.errors import CheckpointNotFound as CheckpointNotFound
 from holdfast.errors import CorruptCheckpoint as CorruptCheckpoint
+from holdfast.errors import CorruptShelf as CorruptShelf
 from holdfast.errors import DeviceTimeout as DeviceTimeout
 from holdfast.errors import EngineTimeout as EngineTimeout
 from holdfast.errors import EngineUnavailable as EngineUnavailable
@@ -30,15 +32,24 @@ from holdfast.errors import SaveFailed as SaveFailed
 from holdfast.errors import SaveFailedOnRank as SaveFailedOnRank
 from holdfast.errors import SaveRejected as SaveRejected
 from holdfast.errors import SaveTimedOut as SaveTimedOut
+from holdfast.errors import ShelfClosed as ShelfClosed
+from holdfast.errors import ShelfFull as ShelfFull
+from holdfast.errors import ShelfNotFound as ShelfNotFound
 from holdfast.errors import SpecError as SpecError
 from holdfast.errors import StateMismatch as StateMismatch
 from holdfast.errors import StorageDenied as StorageDenied
 from holdfast.errors import StorageFull as StorageFull
 from holdfast.errors import StorageMissing as StorageMissing
+from holdfast.errors import TransactionError as TransactionError
 from holdfast.errors import UnsupportedCheckpoint as UnsupportedCheckpoint
+from holdfast.errors import UnsupportedShelf as UnsupportedShelf
 from holdfast.errors import UnsupportedSource as UnsupportedSource
 from holdfast.errors import UnsupportedState as UnsupportedState
-from holdfast.state.per_rank import per_rank as per_rank
+from holdfast.errors import UnsupportedVersion as UnsupportedVersion
+from holdfast.shelf import Shelf as Shelf
+from holdfast.shelf import ShelfWarning as ShelfWarning
+from holdfast.state.marks import per_rank as per_rank
+from holdfast.state.marks import rank_zero as rank_zero
 from holdfast.state.rng import rng as rng
 from holdfast.store import Checkpoint as Checkpoint
 from holdfast.store import CheckpointInfo as CheckpointInfo

@@ -254,12 +254,80 @@ class OutOfResources(ReadFailed):
     """
 
 
+class CorruptShelf(HoldfastError, ValueError):
+    """A shelf is damaged: a file cut short, or bytes that are not what was stored. `name` is the entry.
+
+    ``holdfast shelf verify FILE`` lists what is damaged. Other entries can still be read and exported.
+    """
+
+    def __init__(self, reason: str, *, path: str | None = None, name: str | None = None) -> None:
+        self.reason = reason
+        self.path = path
+        self.name = name
+        where = "".join(
+            [f" {path}" if path is not None else "", f", entry {name!r}" if name is not None else ""]
+        )
+        super().__init__(f"corrupt shelf{where}: {reason}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _corrupt_shelf, (self.reason, self.path, self.name)
+
+
+def _corrupt_shelf(reason: str, path: str | None, name: str | None) -> CorruptShelf:
+    return CorruptShelf(reason, path=path, name=name)
+
+
+class UnsupportedShelf(HoldfastError, NotImplementedError):
+    """A file that is not a shelf, or a shelf of a newer version of Holdfast. Check the path, or upgrade."""
+
+
+class ShelfNotFound(HoldfastError, FileNotFoundError):
+    """There is no shelf at that path to read. Only a writer makes a new one."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.ENOENT
+
+
+class ShelfFull(HoldfastError, OSError):
+    """The change does not fit the shelf's `size`. Nothing is lost: the last commit is as it was.
+
+    Open the shelf with a larger ``size``, delete entries, or let readers go of old arrays: the space of what
+    was replaced is free again once no reader uses it.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_errno(self)
+
+
+class ShelfClosed(HoldfastError, ValueError):
+    """The shelf was closed, or belongs to the process that this one was forked from. Open it again."""
+
+
+class TransactionError(HoldfastError, RuntimeError):
+    """A shelf was to be changed where it cannot be: the message says why, and what to do instead.
+
+    A second transaction while one is under way, a change by another thread meanwhile, `writable` outside of a
+    transaction, a change to a shelf that was opened for reading.
+    """
+
+
 class EngineTimeout(HoldfastError, TimeoutError):
     """A job did not finish in the time given to `wait`. It goes on in the background."""
 
 
 class EngineUnavailable(HoldfastError, RuntimeError):
     """The requested backend cannot be used here. ``holdfast doctor DIR`` says which can, and why."""
+
+
+class UnsupportedVersion(HoldfastError, ImportError):
+    """The installed version of another library is not one that Holdfast was tested with.
+
+    The message names the version and those that are supported. Install one of these, or a newer Holdfast.
+    """
 
 
 class RankFailed(HoldfastError, ConnectionError):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -23,6 +21,7 @@ from holdfast import Checkpointer, Keep, Options
 from holdfast.checkpointer import preemption
 from holdfast.checkpointer.save_task import SaveTask
 from holdfast.engine import WriteJob, faults
+from support import warm_python
 
 TIMEOUT = 240
 
@@ -45,14 +44,8 @@ train()
 """
 
 
-def run(script: str, folder: Path, **extra: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(script), os.fspath(folder)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        **extra,
-    )
+def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return warm_python.run(PRELUDE + textwrap.dedent(script), folder, timeout=TIMEOUT)
 
 
 SLOW = 'faults.install(*faults.parse("write:1:slow100+"))\n'

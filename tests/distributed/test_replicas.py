@@ -16,7 +16,7 @@ from holdfast.plan.fragments import seen
 from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
 from holdfast.plan.world import merge_views
 from holdfast.state import LeafSource, flatten
-from holdfast.state.per_rank import per_rank
+from holdfast.state.marks import per_rank
 from holdfast.store.ranks.checks import replicas
 from holdfast.store.ranks.checks.replicas import array_digest, check_replicas
 from holdfast.store.ranks.checks.values import differing, structure_digest, values_digest

@@ -263,6 +263,32 @@ def test_torch_is_not_imported_for_a_save() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=240)
 
 
+# --- held back ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_held_back_continues_when_it_is_released() -> None:
+    rng = holdfast.rng(hold=True)
+    saved = save({"rng": rng})
+    wanted = random.random(), np.random.random(), torch.rand(()).item()
+    restore({"rng": rng}, saved)
+    skipped = random.random()
+    assert skipped != wanted[0]
+    again = save({"rng": rng})  # a save in between has what is held back
+    assert {name: bytes(data) for name, data in again.data.items()} == {
+        name: bytes(data) for name, data in saved.data.items()
+    }
+    rng.release()
+    assert (random.random(), np.random.random(), torch.rand(()).item()) == wanted
+    rng.release()  # there is nothing to release any more
+    assert random.random() != wanted[0]
+
+
+def test_what_does_not_fit_is_found_before_it_is_held_back() -> None:
+    saved = save({"rng": holdfast.rng(random.Random(3))})
+    with pytest.raises(StateMismatch, match="1 further generator"):
+        restore({"rng": holdfast.rng(hold=True)}, saved)
+
+
 # --- accelerators, played by an object with the interface of torch.cuda -------------------------------------
 
 

@@ -116,8 +116,27 @@ def test_selected_leaves_of_several_ranks(path: Path) -> None:
     holdfast.load(path, into, select="m.last")
     assert into["m"]["last"].tobytes() == STATE["m.last"].tobytes()  # type: ignore[index]
     assert into["step"] == 0
-    with pytest.raises(holdfast.StateMismatch, match=r"try '@\*\.mine\*'"):
-        holdfast.load(path, select="mine*")
+    assert holdfast.load(path, select="mine.*")["mine"]["draws"].tolist() == [0]
+    with pytest.raises(holdfast.StateMismatch, match=r"no leaf of .* matches 'mind"):
+        holdfast.load(path, select="mind.*")
+
+
+def test_one_pattern_selects_what_is_every_ranks_own(path: Path) -> None:
+    with open_newest(path) as opened:
+        for rank in range(4):
+            assert opened.select("mine.*", rank=rank) == [f"@{rank}.mine.draws"]
+            into = {"mine": holdfast.per_rank({"draws": np.full(rank + 1, -1), "rank": -1, "again": None})}
+            restore = opened.plan_restore(into, "mine.*", rank=rank, strict=False)
+            assert restore.fills
+        # A rank that is new has nothing of its own; that is no mistake in the pattern.
+        assert opened.select(["mine.*", "shared"], rank=7) == ["shared"]
+
+
+def test_selecting_ones_own_opens_the_parts_of_no_others(tmp_path: Path) -> None:
+    write_several(tmp_path / "c", PLAN, STATE, tree=FIRST, own={rank: own(rank) for rank in (0, 2)})
+    (tmp_path / "c" / "r00003.json").unlink()
+    with open_newest(tmp_path / "c") as opened:
+        assert opened.select("mine.draws", rank=2) == ["@2.mine.draws"]
 
 
 def target() -> dict[str, Any]:

@@ -10,8 +10,8 @@ from collections import deque
 from typing import Any
 
 from holdfast.errors import StateMismatch
+from holdfast.state.marks import PerRank
 from holdfast.state.node import NAMELESS
-from holdfast.state.per_rank import PerRank
 from holdfast.state.targets import MAPPINGS, is_array
 from holdfast.state.torch_objects import is_stateful
 

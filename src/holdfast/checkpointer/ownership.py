@@ -23,7 +23,7 @@ import numpy as np
 
 from holdfast.engine import Memory, Strided, forks
 from holdfast.state import LeafSource
-from holdfast.state.per_rank import PerRank
+from holdfast.state.marks import Mark
 from holdfast.state.sharded import local_tensor
 from holdfast.state.torch_objects import is_module, is_optimizer, is_zero, modules_in, optimizers_in
 
@@ -235,7 +235,7 @@ def _arrays(x: object) -> Iterator[Any]:
     elif isinstance(x, (list, tuple)):
         for item in x:
             yield from _arrays(item)
-    elif isinstance(x, PerRank):
+    elif isinstance(x, Mark):
         yield from _arrays(x.value)
     elif is_module(x):
         yield from x.parameters()  # type: ignore[attr-defined]
@@ -267,7 +267,7 @@ def _tensors(value: object) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-    elif isinstance(value, PerRank):
+    elif isinstance(value, Mark):
         yield from _tensors(value.value)
 
 

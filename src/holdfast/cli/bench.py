@@ -101,6 +101,14 @@ def bench(
             help="Of an environment with DeepSpeed. Default: that of make peers.",
         ),
     ] = None,
+    clusters: Annotated[
+        bool,
+        typer.Option("--clusters", help="A checkpoint per iteration of KMeans and mixtures, on a shelf."),
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", readable=False, help="Rows to cluster (.npy, .npz); only with --clusters."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds.")] = False,
     training: Annotated[
         bool, _train("--training", help="What a checkpoint after every step costs a training.")
@@ -152,8 +160,13 @@ def bench(
                 "--no-sweep" if value is False else f"--{name}" for name, value in only_training.items()
             )
             raise typer.BadParameter(f"{names} only with --training")
-        if markdown is None and training + scale + convert + bool(ranks and not scale) + bool(shape) > 1:
-            raise typer.BadParameter("choose one of --training, --ranks, --scale, --convert and --shape")
+        chosen = training + scale + clusters + convert + bool(ranks and not scale) + bool(shape)
+        if markdown is None and chosen > 1:
+            raise typer.BadParameter(
+                "choose one of --training, --ranks, --scale, --clusters, --convert and --shape"
+            )
+        if data is not None and not clusters:
+            raise typer.BadParameter("--data only with --clusters")
         if (convert and (markdown or system or size)) or (deepspeed and not convert):
             raise typer.BadParameter(
                 "--convert goes with neither --markdown, --system nor --size; --deepspeed only with --convert"
@@ -161,7 +174,7 @@ def bench(
         try:
             nbytes = None if size is None else parse_size(size)
             suites: list[Suite] = []
-            if markdown is not None or not (training or ranks or scale or convert):
+            if markdown is not None or not (training or ranks or scale or clusters or convert):
                 suites.append(_save_load(quick, nbytes=nbytes, shape=shape and shape.value, **common))
             other_nbytes = (
                 nbytes if markdown is None else None
@@ -172,6 +185,8 @@ def bench(
                 suites.append(_ranks(quick, ranks, nbytes=other_nbytes, **common))
             if scale:
                 suites.append(_scale(quick, ranks, rounds=repeat))
+            if clusters:
+                suites.append(_clusters(quick, data=data, rounds=repeat))
             if convert:
                 suites.append(_convert(quick, rounds=repeat, python=deepspeed))
             if plot is not None:
@@ -249,6 +264,12 @@ def _convert(quick: bool, **options: Any) -> Suite:
 
     usual = ConvertSuite(rounds=3, compared=16, sizes=(16, 67)) if quick else ConvertSuite()
     return replace(usual, **_given(options))
+
+
+def _clusters(quick: bool, **options: Any) -> Suite:
+    from holdfast.study.suites.clusters import ClustersSuite
+
+    return replace(ClustersSuite.quick() if quick else ClustersSuite(), **_given(options))
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:

@@ -41,7 +41,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="KIND",
-            help="holdfast, safetensors, hf or torch; by default what the end of DST says, else holdfast.",
+            help="holdfast, safetensors, hf, torch, dcp, ds-universal; by default as DST ends, or holdfast.",
         ),
     ] = None,
     spec: Annotated[
@@ -64,6 +64,15 @@ def convert(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a Hugging Face target, such as 5GB.")
     ] = "5GB",
+    carry: Annotated[
+        Path | None,
+        typer.Option(
+            "--carry",
+            readable=False,
+            metavar="PATH",
+            help="config.json, or a directory with it and a tokenizer, for a Hugging Face target.",
+        ),
+    ] = None,
     tp: Annotated[
         int, typer.Option("--tp", metavar="N", help="Cut the parameters over N tensor-parallel ranks.")
     ] = 1,
@@ -102,6 +111,7 @@ def convert(
                     dry_run=dry_run,
                     overwrite=force,
                     max_shard_nbytes=nbytes,
+                    carry=carry,
                     tp=tp,
                     pp=pp,
                     zero_stage=zero_stage,
@@ -152,3 +162,5 @@ def _print(out: Session, done: Converted, seconds: float) -> None:
     ):
         if count:
             out.say(f"{words.count(count, 'leaf', 'leaves')} {what}", style="dim")
+    for note in done.notes:
+        out.say(f"note: {words.plain(note)}")

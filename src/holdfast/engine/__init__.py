@@ -7,7 +7,22 @@ backend (`choose_backend`), durable file-system operations (`fs`) and the fault 
 
 from __future__ import annotations
 
-from holdfast._native import array_memory, forks, huge_pages_given, page_sizes, xxh3_64, xxh3_64_each
+from holdfast._native import (
+    NativeShelf,
+    NativeShelfDamaged,
+    NativeShelfForeign,
+    NativeShelfFull,
+    NativeShelfNewer,
+    array_memory,
+    empty_shelf,
+    forks,
+    huge_pages_given,
+    page_sizes,
+    shelf_medium,
+    write_back_instruction,
+    xxh3_64,
+    xxh3_64_each,
+)
 from holdfast.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
 from holdfast.engine.probe import (
     BACKENDS,
@@ -50,6 +65,11 @@ __all__ = [
     "Damage",
     "Destination",
     "Memory",
+    "NativeShelf",
+    "NativeShelfDamaged",
+    "NativeShelfForeign",
+    "NativeShelfFull",
+    "NativeShelfNewer",
     "Packed",
     "Padding",
     "Produced",
@@ -66,6 +86,7 @@ __all__ = [
     "choose_backend",
     "choose_read_backend",
     "copy",
+    "empty_shelf",
     "fingerprints",
     "forks",
     "fresh_bytes",
@@ -75,7 +96,9 @@ __all__ = [
     "raw_read",
     "raw_write",
     "read",
+    "shelf_medium",
     "write",
+    "write_back_instruction",
     "xxh3_64",
     "xxh3_64_each",
 ]

@@ -31,6 +31,10 @@ CALLS = (
     "mkdir",
     "rmdir",
     "unlink",
+    "map",
+    "store",
+    "write_back",
+    "fence",
 )
 
 

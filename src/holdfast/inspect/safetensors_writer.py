@@ -35,7 +35,8 @@ class FileEntry:
 class SafetensorsFile:
     """A file to be written. `tied`: names that are left out, and the one that has the same bytes.
 
-    `prefix`: what the names have lost; a reader of ours puts it back.
+    `prefix`: what the names have lost; a reader of ours puts it back. `made_for`: the framework that the file
+    is said to be for; by default that of the leaves.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class SafetensorsFile:
         entries: Sequence[FileEntry],
         tied: Mapping[str, str],
         prefix: str = "",
+        made_for: str | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         # Wide elements first: then each tensor is aligned to its own size, as readers that map files like it.
         self._entries = sorted(entries, key=lambda entry: itemsize(carrier(entry.dtype).name), reverse=True)
         self._tied = dict(tied)
         self._prefix = prefix
+        self._made_for = made_for
         self._sizes = [self._nbytes(entry) for entry in self._entries]
         self._header = self._build_header()
 
@@ -113,7 +116,7 @@ class SafetensorsFile:
         from_torch = any(found.leaves[entry.stored].framework == "torch" for entry in self._entries)
         metadata = {
             # Tools of the Hugging Face family ask for it.
-            "format": "pt" if from_torch or not self._entries else "np",
+            "format": self._made_for or ("pt" if from_torch or not self._entries else "np"),
             "holdfast.step": str(found.step),
             "holdfast.id": found.id,
         }

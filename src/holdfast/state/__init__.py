@@ -15,10 +15,10 @@
 | `destinations`, `overlaps`, `targets`, `mismatch` | memory to fill, arrays that share it, misfits |
 | `arrays`, `numpy_arrays`, `torch_arrays`, `torch_objects` | the two frameworks |
 | `sharded`, `fsdp1` | arrays of which a part is here |
-| `rng`, `per_rank` | random number generators as one object; the mark on state of one rank |
+| `rng`, `marks` | random number generators as one object; the marks on state that differs between ranks |
 
-Import `rng` and `per_rank` from their modules: the functions have the modules' names. Nothing here imports
-torch until a state holds a torch object, or a leaf saved from torch is built.
+Import `rng` from its module: the function has the module's name. Nothing here imports torch until
+a state holds a torch object, or a leaf saved from torch is built.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from holdfast.errors import UnsupportedState
 from holdfast.state import numpy_arrays, sharded, torch_arrays, torch_objects, value_encoder
 from holdfast.state.leaf_table import LeafTable, component
 from holdfast.state.leaves import Flat, LeafSource, Sharding
+from holdfast.state.marks import Mark, PerRank, RankZero
 from holdfast.state.node import (
     COUNTER,
     DEQUE,
@@ -39,7 +40,6 @@ from holdfast.state.node import (
     Node,
     collide,
 )
-from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import ENCODERS, is_text, type_name, unsupported
 
 BLOB_NBYTES = 64 << 10
@@ -49,7 +49,8 @@ BLOB_NBYTES = 64 << 10
 def flatten(state: object, rank: int = 0) -> Flat:
     """Take a state apart. Raises `UnsupportedState`, naming the place, for what cannot be stored exactly.
 
-    `rank` is that of this process: what is marked `per_rank` is named after it.
+    `rank` is that of this process: what is marked `per_rank` is named after it, and what is marked
+    `rank_zero` is left out on all others.
 
     >>> import numpy as np
     >>> flat = flatten({"model": {"w": np.zeros((2, 3), np.float32)}, "step": 7})
@@ -87,7 +88,7 @@ def names_in(part: object, place: str, state: object) -> list[str]:
     """
     walk = _Walk(state)
     try:
-        walk.node(part, place, 0)
+        walk.node(part.value if type(part) is RankZero else part, place, 0)
         walk.finish()
     except UnsupportedState:
         return [place or NAMELESS]
@@ -101,6 +102,8 @@ def key_node(key: object, place: str) -> Node:
 
 
 Walker = Callable[["_Walk", Any, str, int], Node]
+_LEFT_OUT = object()
+"""Instead of the value of an entry that other ranks have."""
 
 
 class _Walk:
@@ -173,8 +176,10 @@ class _Walk:
             encoder = encoders.get(kind)
             if encoder is not None:
                 found[key] = encoder(item, prefix + key)
-            else:
+            elif kind is not RankZero:
                 found[key] = self._other(item, prefix + key, depth)
+            elif (its := self._rank_zero(item, prefix + key)) is not _LEFT_OUT:
+                found[key] = self.node(its, prefix + key, depth)
         return found
 
     def _pairs(self, items: Collection[tuple[Any, Any]], place: str, depth: int) -> list[Node]:
@@ -184,6 +189,10 @@ class _Walk:
             _check_hashes([key for key, _ in items], place)
         found: list[Node] = []
         for key, item in items:
+            if type(item) is RankZero:
+                item = self._rank_zero(item, prefix + component(key))
+                if item is _LEFT_OUT:
+                    continue
             if type(key) is str and key.isascii():
                 found.append([key, self.node(item, prefix + key, depth)])
             else:
@@ -308,6 +317,8 @@ class _Walk:
             raise unsupported(
                 place, f"its type is {type_name(value)}, more than an array. Store its plain arrays instead"
             )
+        if type(value) is RankZero:
+            raise unsupported(place, "rank_zero marks entries of dicts. Put it in one")
         if torch_objects.is_optimizer(value):
             return self._optimizer(value, place, depth)
         if torch_objects.is_module(value):
@@ -335,6 +346,12 @@ class _Walk:
             key = f"{wanted}~{count}"
         self.local[key] = self.own.node(mark.value, f"@{self._rank}.{key}", depth)
         return {PER_RANK: key}
+
+    def _rank_zero(self, mark: RankZero[Any], place: str) -> Any:
+        """The value of an entry of a dict, or `_LEFT_OUT` on ranks that say nothing about it."""
+        if self._outer is not None or isinstance(mark.value, Mark):
+            raise unsupported(place, "rank_zero and per_rank within each other: mark it once")
+        return mark.value if self._rank == 0 else _LEFT_OUT
 
     def _ask_last(self, value: Any, place: str, depth: int) -> Node:
         """For what is restored last (`holdfast.rng`): its node is filled when all others have been asked."""

@@ -22,6 +22,7 @@ from holdfast.state.destinations import Lookup, Plan, never_alike
 from holdfast.state.flatten import key_node
 from holdfast.state.leaf_table import component
 from holdfast.state.leaves import Sharding
+from holdfast.state.marks import Mark
 from holdfast.state.mismatch import LeafMeta
 from holdfast.state.node import (
     MAX_DEPTH,
@@ -35,7 +36,6 @@ from holdfast.state.node import (
     pairs_of,
     per_rank_of,
 )
-from holdfast.state.per_rank import PerRank
 from holdfast.state.restore_context import RestoreContext
 from holdfast.state.restore_modules import plan_module
 from holdfast.state.restore_optimizers import plan_optimizer
@@ -125,8 +125,8 @@ def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: i
     if mark is not None:
         context.kept[mark] = None
         return lambda lookup: target
-    if type(target) is PerRank:
-        return _plan_per_rank(context, target, node, place, depth)
+    if isinstance(target, Mark):
+        return _plan_marked(context, target, node, place, depth)
     if is_array(target):
         return _plan_array(context, target, node, place)
     if type(target) in MAPPINGS or type(target) in SEQUENCES:
@@ -156,7 +156,7 @@ def _plan_other(context: RestoreContext, target: Any, node: Node, place: str) ->
     return context.wrong(place, f"holds {held}", target, f"of type {type_name(target)}, which cannot take it")
 
 
-def _plan_per_rank(context: RestoreContext, target: PerRank[Any], node: Node, place: str, depth: int) -> Plan:
+def _plan_marked(context: RestoreContext, target: Mark[Any], node: Node, place: str, depth: int) -> Plan:
     inner = _plan(context, target.value, node, place, depth + 1)
 
     def fill(lookup: Lookup) -> Any:

@@ -30,7 +30,7 @@ _WORDS = 625
 """624 words of the Mersenne twister, and the position among them."""
 
 
-def rng(*generators: object, **named: object) -> Rng:
+def rng(*generators: object, hold: bool = False, **named: object) -> Rng:
     """Every random number generator of this process, to be saved and restored with the rest of the state.
 
     Covers Python's ``random``, NumPy's global generator, torch's on the CPU and on every accelerator device,
@@ -50,29 +50,37 @@ def rng(*generators: object, **named: object) -> Rng:
     Generators must be the same in number, name and kind as when the state was saved. Accelerator devices need
     not be: a saved device that this process does not have is skipped with a warning, and one that was not
     saved keeps its state. A library that had not been imported when the state was saved is left alone.
+
+    With `hold`, what is restored waits for `Rng.release`: for loops that still draw numbers between the
+    restore and the first step, to skip the batches that were seen before, say.
     """
-    return Rng({**{str(position): found for position, found in enumerate(generators)}, **named})
+    return Rng({**{str(position): found for position, found in enumerate(generators)}, **named}, hold=hold)
 
 
 class Rng:
     """What `rng` returns: ``state_dict`` and ``load_state_dict`` over all generators of the process."""
 
-    __slots__ = ("_generators",)
+    __slots__ = ("_generators", "_held", "_hold")
 
     restore_last = True
     """For `Restore`: other objects may draw random numbers while they load."""
 
-    def __init__(self, generators: Mapping[str, object]) -> None:
+    def __init__(self, generators: Mapping[str, object], *, hold: bool = False) -> None:
         for name, generator in generators.items():
             _kind_of(generator, name)  # an unknown kind is reported here, not at the first save
         self._generators = dict(generators)
+        self._hold = hold
+        self._held: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}: {type_name(found)}" for name, found in self._generators.items())
         return f"<holdfast.rng of this process{' and ' + given if given else ''}>"
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every generator, as arrays and plain values of its own."""
+        """The state of every generator, as arrays and plain values of its own; that which is held, if any."""
+        return self._present() if self._held is None else dict(self._held)
+
+    def _present(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "python": _get_python(random),
             "numpy": np.random.get_state(legacy=False),
@@ -89,7 +97,19 @@ class Rng:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue every generator where it was saved. If not: `StateMismatch`, and none is changed."""
         given = self._matched(state)
-        before = self.state_dict()
+        if self._hold:
+            self._held = state
+            return
+        self._set(state, given)
+
+    def release(self) -> None:
+        """With `hold`: continues every generator where it was saved, if a state has been restored since."""
+        state, self._held = self._held, None
+        if state is not None:
+            self._set(state, self._matched(state))
+
+    def _set(self, state: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        before = self._present()
         try:
             self._load(state, given)
         except Exception as error:

@@ -15,8 +15,8 @@ import numpy as np
 from holdfast.engine.buffers import Consumed, Destination, Memory
 from holdfast.errors import StateMismatch, UnsupportedState
 from holdfast.state import arrays, numpy_arrays, sharded, torch_arrays, torch_objects
+from holdfast.state.marks import Mark
 from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, blob_of, items_of, leaf_of, pairs_of, shorten
-from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import is_value, type_name, unfillable
 
 MAPPINGS = (dict, OrderedDict, Counter)
@@ -154,7 +154,7 @@ def has_arrays(value: Any, depth: int) -> bool:
         return any(has_arrays(item, depth + 1) for item in value.values())
     if type(value) in SEQUENCES:
         return any(has_arrays(item, depth + 1) for item in value)
-    return is_array(value) or type(value) is PerRank or torch_objects.is_stateful(value)
+    return is_array(value) or isinstance(value, Mark) or torch_objects.is_stateful(value)
 
 
 def is_value_target(value: object) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.state import fsdp1
+from holdfast.state.marks import Mark
 from holdfast.state.node import MAX_DEPTH
-from holdfast.state.per_rank import PerRank
 from holdfast.state.value_encoder import unsupported
 
 _CONTAINERS = (list, tuple, deque)
@@ -132,7 +132,7 @@ def _objects(value: object, place: str, depth: int) -> Iterator[tuple[str, Any]]
     elif type(value) in _CONTAINERS:
         for index, item in enumerate(value):  # type: ignore[arg-type]
             yield from _objects(item, f"{prefix}{index}", depth + 1)
-    elif type(value) is PerRank:
+    elif isinstance(value, Mark):
         yield from _objects(value.value, place, depth + 1)
     else:
         yield place, value

@@ -99,7 +99,10 @@ class Checkpoint:
         return self._stored.read(select, framework=framework, verify=verify, progress=progress)
 
     def select(self, patterns: str | Iterable[str]) -> list[str]:
-        """Names of the leaves that match a glob, or any of several. A pattern must match something."""
+        """Names of the leaves that match a glob, or any of several. A pattern must match something.
+
+        Of what belongs to single ranks, that of rank 0 is also matched by its name without ``@0.``.
+        """
         return self._stored.select(patterns)
 
     def load(

@@ -18,11 +18,12 @@ from holdfast.universal.items import Job, OutputFile, choose, items_of, tree_of,
 from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.readback import compare_copies
 from holdfast.universal.recognition import describe, find_kind
+from holdfast.universal.sources.hf import carried_files
 from holdfast.universal.spec import Spec
 from holdfast.universal.split import Target
 from holdfast.universal.targets import TARGETS
 
-TargetKind = Literal["holdfast", "safetensors", "hf", "torch", "dcp"]
+TargetKind = Literal["holdfast", "safetensors", "hf", "torch", "dcp", "ds-universal"]
 _BY_SUFFIX = {
     ".safetensors": "safetensors",
     ".pt": "torch",
@@ -37,7 +38,7 @@ class Converted:
     """What `convert` wrote, or would write (`dry_run`).
 
     `nbytes` counts the leaves. `left_out` are leaves of the source that were not written, `tied` further
-    names of leaves that were, `casts` leaves whose type was changed.
+    names of leaves that were, `casts` leaves whose type was changed. `notes`: what the user should know.
     """
 
     source: str
@@ -53,6 +54,7 @@ class Converted:
     casts: int
     verified: bool
     dry_run: bool
+    notes: tuple[str, ...] = ()
 
 
 def convert(
@@ -68,6 +70,7 @@ def convert(
     dry_run: bool = False,
     overwrite: bool = False,
     max_shard_nbytes: int = 5_000_000_000,
+    carry: str | os.PathLike[str] | None = None,
     tp: int = 1,
     pp: int = 1,
     zero_stage: int | None = None,
@@ -76,15 +79,16 @@ def convert(
 ) -> Converted:
     """Writes the checkpoint at `src` as one of another system at `dst`, durable on return.
 
-    `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how
-    `src` lays out its parameters, or the path of such a file (docs/universal-spec.md). `to`: ``holdfast``,
-    ``safetensors``, ``hf``, ``torch`` or ``dcp``; by default what the end of `dst` says, else ``holdfast``.
+    `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how `src` lays out
+    its parameters, or the path of such a file (docs/universal-spec.md). `to`: ``holdfast``, ``safetensors``,
+    ``hf``, ``torch``, ``dcp`` or ``ds-universal``; by default what the end of `dst` says, else ``holdfast``.
     `select`: globs of leaves; by default all, and of a target for weights alone those of the model. Names of
     a model lose ``model.`` there. `dtype`: casts floating-point leaves, except an optimizer's. `verify`:
     reads both sides again and compares them, before `dst` appears. `dry_run`: writes nothing, and tells what
-    would be written. `tp`, `pp`: into how many tensor-parallel ranks and pipeline stages a target cuts the
-    parameters, if it is one that does. `zero_stage`: the stage of ZeRO that DeepSpeed is to load the result
-    with.
+    would be written. `carry`: a ``config.json``, or a directory with it and a tokenizer, for a Hugging Face
+    target; those of a Hugging Face source are carried along anyway. `tp`, `pp`: into how many tensor-parallel
+    ranks and pipeline stages a target cuts the parameters, if it is one that does. `zero_stage`: the stage of
+    ZeRO that DeepSpeed is to load the result with.
 
     Memory is bounded by `options.memory_nbytes` and the largest computed leaf, however large the checkpoint.
     `dst` appears whole or not at all. `overwrite` replaces a Holdfast checkpoint or a file, not a directory.
@@ -126,13 +130,16 @@ def convert(
             overwrite=overwrite,
             verify=verify,
             max_shard_nbytes=max_shard_nbytes,
-            carried=checkpoint.source.carried if isinstance(checkpoint, ForeignCheckpoint) else (),
+            carried=_carried(checkpoint, carry),
             layout=layout,
             spec=rules,
             zero_stage=zero_stage,
             tuning=settings.tuning(),
             progress=progress,
         )
+        notes: tuple[str, ...] = ()
+        if hasattr(writer, "prepare"):
+            job, notes = writer.prepare(job)
         files = writer.plan(job)
         if not dry_run:
             compare_copies(checkpoint)
@@ -143,14 +150,15 @@ def convert(
             path=target,
             to=writer.KIND,
             step=checkpoint.step,
-            leaves=len(items),
+            leaves=len(job.items),
             nbytes=job.nbytes,
             files=tuple(files),
-            left_out=len(checkpoint.leaves) - len(items) - len(tied) - len(inlined),
-            tied=len(tied),
-            casts=sum(checkpoint.leaves[item.stored].dtype != item.dtype for item in items),
+            left_out=len(checkpoint.leaves) - len(job.items) - len(job.tied) - len(inlined),
+            tied=len(job.tied),
+            casts=sum(checkpoint.leaves[item.stored].dtype != item.dtype for item in job.items),
             verified=verify and not dry_run,
             dry_run=dry_run,
+            notes=notes,
         )
 
 
@@ -203,6 +211,18 @@ def _open(
 
 def _is_native(src: str | os.PathLike[str], kind: str) -> bool:
     return kind == "holdfast" or (kind == "auto" and find_kind(os.path.abspath(os.fspath(src))) is None)
+
+
+def _carried(checkpoint: StoredCheckpoint, carry: str | os.PathLike[str] | None) -> tuple[str, ...]:
+    """The files to carry along, by name: those that the user named come before those of the source."""
+    given = checkpoint.source.carried if isinstance(checkpoint, ForeignCheckpoint) else ()
+    found = {os.path.basename(path): path for path in given}
+    if carry is not None:
+        where = os.path.abspath(os.fspath(carry))
+        if not os.path.exists(where):
+            raise ValueError(f"carry: there is no {where}")
+        found.update({os.path.basename(path): path for path in carried_files(where)})
+    return tuple(found.values())
 
 
 def _refuse_source(checkpoint: StoredCheckpoint, target: str) -> None:

@@ -33,10 +33,11 @@ def is_optimizer_state(tree: object) -> bool:
 
 def collect_optimizer(
     into: Collected, tree: Mapping[str, Any], place: str, model: Mapping[str, StoredTensor]
-) -> None:
+) -> bool:
     """Adds an optimizer's state as ``<place>.<parameter>.<state>``, its groups as ``<place>.param_groups``.
 
-    `model` has the model's tensors by the names of their parameters, in the model's order.
+    `model` has the model's tensors by the names of their parameters, in the model's order. False if the
+    parameters keep their numbers, because their names are not known.
     """
     state, groups = tree["state"], tree["param_groups"]
     names = parameter_names(state, groups, model)
@@ -47,6 +48,7 @@ def collect_optimizer(
     for key, value in tree.items():
         if key not in ("state", "param_groups"):
             into.add(value, f"{place}.{key}")
+    return all(isinstance(names.get(key, key), str) for key in state)
 
 
 def parameter_names(

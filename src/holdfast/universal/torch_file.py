@@ -30,7 +30,7 @@ _MAX_DIMENSIONS = 64
 _MAX_INT = 2**63 - 1
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
-_DTYPES = {
+DTYPES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -54,7 +54,7 @@ _DTYPES = {
     "float8_e8m0fnu": "F8_E8M0",
     "float4_e2m1fn_x2": "F4_E2M1_X2",
 }
-_STORAGES = {
+STORAGES = {
     "torch.DoubleStorage": "F64",
     "torch.FloatStorage": "F32",
     "torch.HalfStorage": "F16",
@@ -233,7 +233,7 @@ class _TorchArchive:
         _, kind, name, _, count = key[:5]
         if not isinstance(kind, Name) or not isinstance(name, str) or type(count) is not int or count < 0:
             raise self._corrupt("the pickle refers to a storage in a way torch does not")
-        dtype = _STORAGES.get(kind.text)
+        dtype = STORAGES.get(kind.text)
         if dtype is None and kind.text not in _UNTYPED:
             raise UnsupportedSource(f"{self._path}: storages of type {kind.text!r} are not known")
         known = self._storages.get(name)
@@ -301,7 +301,7 @@ class _TorchArchive:
 
 def _dtype_of(value: object) -> str:
     if isinstance(value, Name) and value.text.startswith("torch."):
-        found = _DTYPES.get(value.text.removeprefix("torch."))
+        found = DTYPES.get(value.text.removeprefix("torch."))
         if found is not None:
             return found
     raise ValueError(f"not an element type: {value!r}")
@@ -458,8 +458,8 @@ def _layout(name: str) -> str:
 
 
 PLAIN_MAKERS: Mapping[str, Maker] = {
-    **{name: _not_called(name) for name in (*_STORAGES, *_UNTYPED, *_TENSOR_TYPES)},
-    **{f"torch.{name}": _not_called(f"torch.{name}") for name in _DTYPES},
+    **{name: _not_called(name) for name in (*STORAGES, *_UNTYPED, *_TENSOR_TYPES)},
+    **{f"torch.{name}": _not_called(f"torch.{name}") for name in DTYPES},
     **{f"builtins.{kind.__name__}": _not_called(kind.__name__) for kind in (int, float, bool, str, object)},
     **NUMPY_MAKERS,
     "builtins.set": _set,

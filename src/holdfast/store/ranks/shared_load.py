@@ -145,7 +145,7 @@ class _Load:
 
     def _compare(self, into: object, select: str | Iterable[str] | None) -> Restore:
         checkpoint, rank = self._checkpoint, self._team.rank
-        only = None if select is None else set(checkpoint.select(select))
+        only = None if select is None else set(checkpoint.select(select, rank=rank))
         self._metas = checkpoint.metas_for(rank)
         self._aliases = {**checkpoint.aliases, **checkpoint.parts.local_aliases(rank)}
         restore = Restore(

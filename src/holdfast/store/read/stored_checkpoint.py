@@ -199,25 +199,35 @@ class StoredCheckpoint(LeafReader):
         chosen = self.select(select)
         return self._read_fresh(chosen, framework, verify=verify, progress=progress)
 
-    def select(self, patterns: str | Iterable[str]) -> list[str]:
+    def select(self, patterns: str | Iterable[str], *, rank: int = 0) -> list[str]:
         """Names of the leaves that match. A pattern that matches nothing is an error: a typing mistake.
 
-        A leaf whose name has brackets or stars is matched by that name, whatever it means as a pattern.
-        What belongs to single ranks is matched by ``*``, and by patterns that begin with their ``@``.
+        A leaf whose name has brackets or stars is matched by that name, whatever it means as a pattern. What
+        belongs to single ranks is matched by ``*``, and by patterns that begin with their ``@``. That of
+        `rank` is also matched by its name without ``@N.``, so that one pattern does for all ranks.
         """
         chosen: dict[str, None] = {}
         for pattern in _patterns(patterns):
-            # All leaves are in all parts, which none of many ranks should have to open.
-            alone = pattern == "*" or pattern.startswith("@")
-            names = self.leaves if alone else [*self.parts.metas, *self.parts.aliases]
-            matching = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
-            if not matching and pattern != "*":
-                text = f"no leaf of {self.path} matches {pattern!r}; `holdfast show` lists them"
-                if self.world > 1 and not alone:
-                    text += f". Names of what belongs to single ranks begin with @: try '@*.{pattern}'"
-                raise StateMismatch(text, missing=[pattern])
+            if pattern == "*" or pattern.startswith("@"):
+                names = {name: name for name in self.leaves}
+            else:  # all leaves are in all parts, which none of many ranks should have to open
+                names = {name: name for name in (*self.parts.metas, *self.parts.aliases)}
+                names.update(self._own_names(rank))
+            matching = [name for name, as_said in names.items() if _matches(as_said, pattern)]
+            # A rank that did not take part in the save has no state of its own to select. Rank 0 always has.
+            known = matching or any(_matches(as_said, pattern) for as_said in self._own_names(0).values())
+            if not known and pattern != "*":
+                raise StateMismatch(
+                    f"no leaf of {self.path} matches {pattern!r}; `holdfast show` lists them",
+                    missing=[pattern],
+                )
             chosen.update(dict.fromkeys(matching))
         return list(chosen)
+
+    def _own_names(self, rank: int) -> dict[str, str]:
+        """The names of what belongs to a rank alone, and the same without the rank."""
+        own = {**self.parts.local_metas(rank), **self.parts.local_aliases(rank)}
+        return {name: name.removeprefix(f"@{rank}.") for name in own}
 
     def load(
         self,
@@ -252,7 +262,7 @@ class StoredCheckpoint(LeafReader):
 
         Read `box_requests` it and `fresh` arrays for what it wants fresh, and hand these to its `finish`.
         """
-        only = None if select is None else set(self.select(select))
+        only = None if select is None else set(self.select(select, rank=rank))
         aliases = {**self.aliases, **self.parts.local_aliases(rank)}
         local = self.local(rank)
         metas = self.metas_for(rank)
@@ -330,6 +340,10 @@ class StoredCheckpoint(LeafReader):
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path} step {self.step}, {len(self)} leaves, {self.nbytes} bytes>"
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def _patterns(select: object) -> list[str]:

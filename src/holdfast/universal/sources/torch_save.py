@@ -9,15 +9,14 @@ by its place, where the usual words for the model and the optimizer (``model_sta
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.universal.optimizer_names import collect_optimizer, is_optimizer_state
-from holdfast.universal.safetensors_file import read_safetensors_file
 from holdfast.universal.source import Source
+from holdfast.universal.sources.trainer import TRAINER_STATE, collect_trainer
 from holdfast.universal.torch_file import StoredTensor, is_torch_file, read_torch_file
 from holdfast.universal.trees import Collected, step_of
 
@@ -25,8 +24,6 @@ KIND = "torch"
 _MODEL_WORDS = ("model", "model_state_dict", "state_dict", "module", "net")
 _OPTIMIZER_WORDS = ("optimizer", "optimizer_state_dict", "optim", "opt")
 _STEP_WORDS = ("global_step", "global_steps", "step", "steps", "iteration", "iter")
-_TRAINER_STATE = "trainer_state.json"
-_MAX_JSON_NBYTES = 256 << 20
 # The classes of Lightning whose objects its files hold, and of a Trainer's arguments.
 _ALLOWED = frozenset(
     {
@@ -41,8 +38,8 @@ _ALLOWED = frozenset(
 def looks_like(path: str | os.PathLike[str]) -> str | None:
     """What was found, or None if this is nothing that `describe` reads."""
     path = os.fspath(path)
-    if os.path.isfile(os.path.join(path, _TRAINER_STATE)):
-        return f"a Hugging Face Trainer checkpoint ({_TRAINER_STATE})"
+    if os.path.isfile(os.path.join(path, TRAINER_STATE)):
+        return f"a Hugging Face Trainer checkpoint ({TRAINER_STATE})"
     if os.path.isfile(path) and is_torch_file(path):
         return "a file of torch.save"
     return None
@@ -52,7 +49,9 @@ def describe(path: str | os.PathLike[str], spec: object = None) -> Source:
     """The leaves and values of a file of `torch.save`, or of a Trainer's directory."""
     path = os.path.abspath(path)
     if os.path.isdir(path):
-        return _describe_trainer(path)
+        into = Collected(path)
+        facts, carried = collect_trainer(path, into)
+        return replace(_source(path, into, facts), carried=carried)
     tree = read_torch_file(path, _ALLOWED)
     into = Collected(path)
     facts = {"format": "torch.save"}
@@ -146,90 +145,3 @@ def _collect_lightning(into: Collected, tree: Mapping[Any, Any]) -> None:
     for key, value in tree.items():
         if key not in ("state_dict", "optimizer_states"):
             into.add(value, str(key))
-
-
-# --- directories of the Trainer
-
-
-def _describe_trainer(path: str) -> Source:
-    into = Collected(path)
-    state = _read_json(os.path.join(path, _TRAINER_STATE))
-    model = _trainer_model(path)
-    # safetensors files and indexes sort the names, so they do not tell the order of the model's parameters.
-    order = model if all(tensor.file.endswith("pytorch_model.bin") for tensor in model.values()) else {}
-    for name, tensor in model.items():
-        into.add_tensor(f"model.{name}", tensor)
-    optimizer = os.path.join(path, "optimizer.pt")
-    if os.path.exists(optimizer):
-        tree = read_torch_file(optimizer)
-        if not is_optimizer_state(tree):
-            raise UnsupportedSource(f"{optimizer}: this is not the state of a torch optimizer")
-        collect_optimizer(into, tree, "optimizer", order)
-    for file, place in (("scheduler.pt", "lr_scheduler"), ("scaler.pt", "scaler")):
-        where = os.path.join(path, file)
-        if os.path.exists(where):
-            into.add(read_torch_file(where), place)
-    if not isinstance(state, dict):
-        raise CorruptCheckpoint("the file is not a JSON object", path=os.path.join(path, _TRAINER_STATE))
-    for key, value in state.items():
-        if key in ("global_step", "epoch"):
-            into.add_value(key, value)
-        else:
-            into.add_value(f"trainer.{key}", value)
-    return _source(path, into, {"format": "Hugging Face Trainer"})
-
-
-def _trainer_model(path: str) -> dict[str, StoredTensor]:
-    """The tensors of the model's file or files."""
-    for single in ("model.safetensors", "adapter_model.safetensors"):
-        if os.path.exists(os.path.join(path, single)):
-            return read_safetensors_file(os.path.join(path, single))
-    for single in ("pytorch_model.bin", "adapter_model.bin"):
-        if os.path.exists(os.path.join(path, single)):
-            return _tensors_of(read_torch_file(os.path.join(path, single)))
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        where = os.path.join(path, index)
-        if os.path.exists(where):
-            return _sharded_model(path, where)
-    raise IncompleteCheckpoint(
-        "the directory has no model.safetensors, pytorch_model.bin or index of several of them", path=path
-    )
-
-
-def _sharded_model(path: str, index: str) -> dict[str, StoredTensor]:
-    content = _read_json(index)
-    places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise CorruptCheckpoint("the index has no weight_map", path=index)
-    files: dict[str, dict[str, StoredTensor]] = {}
-    found: dict[str, StoredTensor] = {}
-    for name, file in places.items():
-        if file != os.path.basename(file) or file in (".", ".."):
-            raise CorruptCheckpoint(f"the index names a file outside of the directory: {file!r}", path=index)
-        if file not in files:
-            where = os.path.join(path, file)
-            files[file] = (
-                read_safetensors_file(where)
-                if file.endswith(".safetensors")
-                else _tensors_of(read_torch_file(where))
-            )
-        if name not in files[file]:
-            raise CorruptCheckpoint(
-                f"the index says that the tensor is in {file}, but it is not", path=index, leaf=name
-            )
-        found[name] = files[file][name]
-    return found
-
-
-def _read_json(path: str) -> Any:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_JSON_NBYTES + 1)
-    except FileNotFoundError:
-        raise IncompleteCheckpoint("the file is missing", path=path) from None
-    if len(data) > _MAX_JSON_NBYTES:
-        raise UnsupportedSource(f"{path}: more than {_MAX_JSON_NBYTES} bytes of JSON")
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"the file is not JSON: {error}", path=path) from error

@@ -6,6 +6,7 @@ Each module has
   ``INLINES_BYTES``: large ``bytes`` of the state are no arrays there,
 - if need be, ``CUTS_PARAMETERS = True``: it cuts parameters over the ranks of ``job.layout`` (``--tp``,
   ``--pp``), by the rules of ``job.spec``; ``HAS_ZERO_STAGE = True``: it takes ``--zero-stage``,
+- if need be, ``prepare(job)``: the job with other names or items, and what the user should know of it,
 - ``plan(job)``: the files that it will write, and their sizes,
 - ``write(job)``: writes them, all or nothing, durable on return; if ``job.verify``, it calls ``check`` before
   anything gets the name that the user asked for,
@@ -16,12 +17,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from holdfast.universal.targets import dcp, hf, native, safetensors, torch_save
+from holdfast.universal.targets import dcp, ds_universal, hf, native, safetensors, torch_save
 
 TARGETS: tuple[ModuleType, ...] = (
     native,
     safetensors,
     hf,
+    ds_universal,
     torch_save,
     dcp,
 )

@@ -32,9 +32,9 @@ def _file(job: Job) -> SafetensorsFile:
     return file_of(job, job.items, job.tied.items())
 
 
-def file_of(job: Job, items: tuple[Item, ...], tied: object) -> SafetensorsFile:
+def file_of(job: Job, items: tuple[Item, ...], tied: object, made_for: str | None = None) -> SafetensorsFile:
     """A file with some of the items, whose names have lost their prefix."""
     cut = len(job.prefix)
     entries = [FileEntry(item.stored, item.name[cut:], item.dtype) for item in items]
     other = {name[cut:]: of[cut:] for name, of in dict(tied).items()}  # type: ignore[call-overload]
-    return SafetensorsFile(job.checkpoint, entries, other, job.prefix)
+    return SafetensorsFile(job.checkpoint, entries, other, job.prefix, made_for)

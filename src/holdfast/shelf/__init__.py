@@ -1,0 +1,18 @@
+"""shelf: named arrays and values that live in a mapped file, changed under transactions.
+
+`Shelf` is all that users need. The file, its directory, its space and the commit are in C++
+(``native/src/shelf.hpp`` has the protocol as numbered steps; docs/shelf-format.md is the grammar).
+
+| module | what it owns |
+|---|---|
+| `shelf` | `Shelf`: names, transactions, shadow copies, which thread may change what |
+| `entries` | values and arrays to the bytes of an entry, and back onto the mapping |
+| `creation` | a new, empty file, complete or not there at all |
+| `contents` | list, describe, verify and export, for the command |
+"""
+
+from __future__ import annotations
+
+from holdfast.shelf.shelf import Shelf, ShelfWarning, Usage
+
+__all__ = ["Shelf", "ShelfWarning", "Usage"]

@@ -1,0 +1,28 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+LEAST_NBYTES = 64 << 10
+
+
+def to_nbytes(size: int | str) -> int:
+    """Bytes of a size such as 65536, "64MiB" or "1.5 GB".
+
+    >>> to_nbytes("64MiB")
+    67108864
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f"a size is a number of bytes or text such as '64MiB', not {type(size).__name__}")
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f"cannot read the size {size!r}: write it as '64MiB' or '1GB'")
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < LEAST_NBYTES:
+        raise ValueError(f"a shelf needs at least {LEAST_NBYTES} bytes, not {size}")
+    return size
