@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from holdfast.universal.targets import dcp, hf, native, safetensors, torch_save
+from holdfast.universal.targets import dcp, hf, megatron, native, safetensors, torch_save
 
 TARGETS: tuple[ModuleType, ...] = (
     native,
@@ -25,4 +25,5 @@ TARGETS: tuple[ModuleType, ...] = (
     hf,
     torch_save,
     dcp,
+    megatron,
 )
