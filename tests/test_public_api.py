@@ -12,7 +12,7 @@ import pytest
 import holdfast
 from holdfast import errors
 
-MODULES = {"data", "inspect", "universal"}
+MODULES = {"data", "inspect", "sklearn", "universal"}
 CALLS = {"load", "open", "per_rank", "rank_zero", "rng", "save", "stable", "verify"}
 TYPES = {
     "Checkpoint",
@@ -41,6 +41,7 @@ ERRORS = {
     "StateMismatch": ValueError,
     "UnsupportedSource": ValueError,
     "UnsupportedState": TypeError,
+    "UnsupportedVersion": ImportError,
     "SpecError": ValueError,
     "Locked": BlockingIOError,
     "RunInUse": FileExistsError,

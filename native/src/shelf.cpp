@@ -26,7 +26,7 @@ constexpr uint64_t kMostGenerations = uint64_t{1} << 59;
 constexpr uint64_t kMostEntries = 1 << 20;
 constexpr uint64_t kMostNodeNbytes = 1 << 30;
 constexpr uint64_t kLeastGrowth = 256 << 10, kMostGrowth = 64 << 20;
-constexpr int kTries = 200;
+constexpr int kTries = 1000, kTriesOfDamaged = 4;  // of a reader that a writer overtakes; of a file that stays bad
 
 uint64_t pages(uint64_t nbytes) { return (nbytes + Shelf::kPage - 1) / Shelf::kPage * Shelf::kPage; }
 
@@ -174,7 +174,9 @@ Shelf::Shelf(const std::string& path, bool writable, std::optional<Medium> force
     return;
   }
   open_newest();
-  if (writable) find_free_space();
+  if (!writable) return;
+  settle();
+  find_free_space();
 }
 
 Shelf::~Shelf() { close(); }
@@ -329,7 +331,7 @@ void Shelf::open_newest() {
   std::string why;
   for (int attempt = 0; attempt < kTries; ++attempt) {
     // A writer may be at work meanwhile: then what a reader sees is judged again.
-    if (attempt > 0) std::this_thread::sleep_for(std::chrono::microseconds(50 * std::min(attempt, 20)));
+    if (attempt > 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
     why.clear();
     const std::vector<Root> found = roots(why);
     const uint64_t newest = found.empty() ? 0 : found.front().generation;
@@ -371,13 +373,43 @@ void Shelf::open_newest() {
       }
       return;
     }
-    if (!again && (writable_ || attempt > 20)) break;
+    if (!again && (writable_ || attempt >= kTriesOfDamaged)) break;
   }
   throw ShelfDamaged(why.empty() ? "it has no root" : why);
 }
 
+// What a killed process has stored is seen here, and yet a power cut may lose it: then the root before is the
+// newest, and its space must not have been used for anything else. Stored again, not only synced: after a sync
+// that failed, the kernel takes the pages for clean.
+void Shelf::settle() {
+  std::string page(kPage, '\0');
+  const uint64_t slot = kPage * (1 + state_.generation % 2);
+  if (!file_->read(slot, page.data(), kPage)) throw ShelfDamaged("the file ends inside of its roots");
+  if (get_number<uint64_t>(page.data() + 40) != kOrdered) {
+    std::string bytes;
+    const auto again = [&](const Extent& extent) {
+      if (extent.nbytes == 0 || extent.born != state_.generation) return;
+      bytes.resize(extent.nbytes);
+      if (!file_->read(extent.offset, bytes.data(), bytes.size())) throw ShelfDamaged("the file is cut off");
+      file_->store(extent.offset, bytes.data(), bytes.size());
+    };
+    for (const Bucket& bucket : state_.buckets) {
+      again(bucket.node);
+      for (const auto& [name, entry] : bucket.entries) again(entry.data);
+    }
+  }
+  file_->store(slot, page.data(), kPage);
+  file_->order();
+}
+
 bool Shelf::refresh() {
   const uint64_t before = state_.generation;
+  // A glance at the other slot, before everything is read again.
+  std::string page(kPage, '\0'), why;
+  if (file_->read(kPage * (1 + (before + 1) % 2), page.data(), kPage)) {
+    const auto other = parse_root(page, why);
+    if (other && other->generation < before) return false;
+  }
   open_newest();
   return state_.generation != before;
 }

@@ -9,6 +9,9 @@
 //   4. The root is stored over the older of two slots, then ordered. With that the transaction is committed.
 //   5. What the new root does not use becomes free, once no reader uses it.
 //
+// Whoever opens a shelf to write stores its newest root again, with what is not known to be on the medium, before
+// anything else: a killed process, or a failed sync, may have left it where only this machine sees it.
+//
 // So the root before always stays whole until the new one is on the medium, and a root that does not verify is
 // passed over. A failed sync leaves it open which of the two a crash would leave: the shelf takes no more changes.
 //
@@ -169,6 +172,7 @@ class Shelf {
   State load(const Root& root);
   void open_newest();
   void find_free_space();
+  void settle();
   void reclaim();
   uint64_t allocate(uint64_t nbytes);
   void release(uint64_t offset, uint64_t nbytes);

@@ -182,14 +182,25 @@ void ShelfFile::unlock_writer() {
   ::fcntl(file_.fd(), F_OFD_SETLK, &lock);
 }
 
-bool ShelfFile::lock_generation(uint64_t generation) const {
-  struct flock lock = lock_of(F_RDLCK, kReaderBytes + static_cast<int64_t>(generation), 1);
-  if (::fcntl(file_.fd(), F_OFD_SETLK, &lock) == 0) return true;
-  throw sys::Error{errno, sys::Call::open, file_.path()};
+void ShelfFile::lock_generation(uint64_t generation) {
+  const std::lock_guard guard(mutex_);
+  uint64_t& count = locked_[generation];
+  if (count == 0) {
+    struct flock lock = lock_of(F_RDLCK, kReaderBytes + static_cast<int64_t>(generation), 1);
+    if (::fcntl(file_.fd(), F_OFD_SETLK, &lock) != 0) {
+      locked_.erase(generation);
+      throw sys::Error{errno, sys::Call::open, file_.path()};
+    }
+  }
+  ++count;
 }
 
-void ShelfFile::unlock_generation(uint64_t generation) const {
+void ShelfFile::unlock_generation(uint64_t generation) {
   if (!file_.is_open() || forks_ != forks()) return;
+  const std::lock_guard guard(mutex_);
+  const auto found = locked_.find(generation);
+  if (--found->second != 0) return;
+  locked_.erase(found);
   struct flock lock = lock_of(F_UNLCK, kReaderBytes + static_cast<int64_t>(generation), 1);
   ::fcntl(file_.fd(), F_OFD_SETLK, &lock);
 }

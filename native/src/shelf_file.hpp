@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -65,8 +66,9 @@ class ShelfFile {
   // Locks. The kernel drops them with the last descriptor; a forked child shares them until it calls `abandon`.
   bool lock_writer();
   void unlock_writer();
-  bool lock_generation(uint64_t generation) const;
-  void unlock_generation(uint64_t generation) const;
+  // Counted: the kernel would drop the lock with the first of several that let go of it.
+  void lock_generation(uint64_t generation);
+  void unlock_generation(uint64_t generation);
   // What readers use. Nothing if there are too many to list.
   [[nodiscard]] std::optional<std::vector<Pinned>> pinned() const;
   // In a forked child: the file is the parent's.
@@ -80,7 +82,8 @@ class ShelfFile {
   bool writable_;
   Medium medium_ = Medium::page_cache;
   uint64_t forks_;
-  std::mutex mutex_;  // of `read_`
+  std::mutex mutex_;  // of the next two
+  std::map<uint64_t, uint64_t> locked_;
   std::shared_ptr<const Mapping> read_;
   std::shared_ptr<const Mapping> write_;
 };

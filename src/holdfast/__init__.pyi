@@ -1,6 +1,7 @@
 # Every public name, once: type checkers read this file, and so does `holdfast.__getattr__`.
 from holdfast import data as data
 from holdfast import inspect as inspect
+from holdfast import sklearn as sklearn
 from holdfast import universal as universal
 from holdfast.checkpointer import Checkpointer as Checkpointer
 from holdfast.checkpointer import Keep as Keep
@@ -44,6 +45,7 @@ from holdfast.errors import UnsupportedCheckpoint as UnsupportedCheckpoint
 from holdfast.errors import UnsupportedShelf as UnsupportedShelf
 from holdfast.errors import UnsupportedSource as UnsupportedSource
 from holdfast.errors import UnsupportedState as UnsupportedState
+from holdfast.errors import UnsupportedVersion as UnsupportedVersion
 from holdfast.shelf import Shelf as Shelf
 from holdfast.shelf import ShelfWarning as ShelfWarning
 from holdfast.state.marks import per_rank as per_rank

@@ -323,6 +323,13 @@ class EngineUnavailable(HoldfastError, RuntimeError):
     """The requested backend cannot be used here. ``holdfast doctor DIR`` says which can, and why."""
 
 
+class UnsupportedVersion(HoldfastError, ImportError):
+    """The installed version of another library is not one that Holdfast was tested with.
+
+    The message names the version and those that are supported. Install one of these, or a newer Holdfast.
+    """
+
+
 class RankFailed(HoldfastError, ConnectionError):
     """Another rank failed, or was not heard of in time; `ranks` are those concerned.
 

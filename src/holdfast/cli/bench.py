@@ -88,6 +88,14 @@ def bench(
             "--scale", help="Planning for thousands of simulated ranks; --ranks says how many. No I/O."
         ),
     ] = False,
+    clusters: Annotated[
+        bool,
+        typer.Option("--clusters", help="A checkpoint per iteration of KMeans and mixtures, on a shelf."),
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", readable=False, help="Rows to cluster (.npy, .npz); only with --clusters."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds.")] = False,
     training: Annotated[
         bool, _train("--training", help="What a checkpoint after every step costs a training.")
@@ -139,12 +147,15 @@ def bench(
                 "--no-sweep" if value is False else f"--{name}" for name, value in only_training.items()
             )
             raise typer.BadParameter(f"{names} only with --training")
-        if markdown is None and training + scale + bool(ranks and not scale) + bool(shape) > 1:
-            raise typer.BadParameter("choose one of --training, --ranks, --scale and --shape")
+        chosen = training + scale + clusters + bool(ranks and not scale) + bool(shape)
+        if markdown is None and chosen > 1:
+            raise typer.BadParameter("choose one of --training, --ranks, --scale, --clusters and --shape")
+        if data is not None and not clusters:
+            raise typer.BadParameter("--data only with --clusters")
         try:
             nbytes = None if size is None else parse_size(size)
             suites: list[Suite] = []
-            if markdown is not None or not (training or ranks or scale):
+            if markdown is not None or not (training or ranks or scale or clusters):
                 suites.append(_save_load(quick, nbytes=nbytes, shape=shape and shape.value, **common))
             other_nbytes = (
                 nbytes if markdown is None else None
@@ -155,6 +166,8 @@ def bench(
                 suites.append(_ranks(quick, ranks, nbytes=other_nbytes, **common))
             if scale:
                 suites.append(_scale(quick, ranks, rounds=repeat))
+            if clusters:
+                suites.append(_clusters(quick, data=data, rounds=repeat))
             if plot is not None:
                 from holdfast.study.picture import check_suffix
 
@@ -223,6 +236,12 @@ def _scale(quick: bool, ranks: str | None, **options: Any) -> Suite:
 
     usual = ScaleSuite(worlds=(256, 1024), rounds=3) if quick else ScaleSuite()
     return replace(usual, **_given({"worlds": _numbers(ranks), **options}))
+
+
+def _clusters(quick: bool, **options: Any) -> Suite:
+    from holdfast.study.suites.clusters import ClustersSuite
+
+    return replace(ClustersSuite.quick() if quick else ClustersSuite(), **_given(options))
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:

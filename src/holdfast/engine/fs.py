@@ -67,7 +67,7 @@ Place: TypeAlias = str | os.PathLike[str] | Entry
 
 
 def write_file(
-    path: Place, data: bytes | bytearray, more: bytes = b"", *, recycle: bool = False
+    path: Place, data: bytes | bytearray | memoryview, more: bytes = b"", *, recycle: bool = False
 ) -> PendingFile:
     """Writes a small file whole: `data`, and `more` behind it.
 

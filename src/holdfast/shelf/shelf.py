@@ -36,6 +36,7 @@ from holdfast.errors import (
     ShelfClosed,
     ShelfFull,
     ShelfNotFound,
+    StorageFull,
     TransactionError,
     UnsupportedShelf,
 )
@@ -90,6 +91,7 @@ class Shelf:
         "__weakref__",
         "_checked",
         "_core",
+        "_lock",
         "_owner",
         "_path",
         "_shadows",
@@ -100,6 +102,7 @@ class Shelf:
 
     _checked: dict[str, tuple[int, int]]
     _core: engine.NativeShelf | None
+    _lock: threading.Lock
     _owner: int
     _path: str
     _shadows: dict[str, Any]
@@ -126,6 +129,7 @@ class Shelf:
         _set(self, "_verify", verify)
         _set(self, "_transaction", None)
         _set(self, "_owner", 0)
+        _set(self, "_lock", threading.Lock())
         _set(self, "_shadows", {})
         # What this process has verified: name -> (offset, generation) of its data.
         _set(self, "_checked", {})
@@ -139,6 +143,7 @@ class Shelf:
             warnings.warn(
                 f"the newest commit of the shelf {where} is not complete or is damaged ({core.warning}); "
                 "the one before it is used",
+                ShelfWarning,
                 stacklevel=2,
             )
         if limit is not None and mode == "w":
@@ -196,7 +201,7 @@ class Shelf:
         return iter(self._names())
 
     def __len__(self) -> int:
-        return len(self._names())
+        return len(self._names()) if self._transaction is not None else self._opened().usage()[0]
 
     def __bool__(self) -> bool:
         return True  # an empty shelf is one, too
@@ -342,6 +347,8 @@ class Shelf:
                     self._put_other(core, key, value)
         except engine.NativeShelfFull as error:
             raise self._full(error) from None
+        except OSError as error:
+            raise self._failed(error) from error
         transaction.assigned.add(name)
         transaction.removed.discard(name)
 
@@ -358,7 +365,7 @@ class Shelf:
         core = self._opened()
         if not self._writable:
             raise TransactionError(f"the shelf {self._path} was opened for reading; open it without mode='r'")
-        if self._transaction is not None:
+        if not self._lock.acquire(blocking=False):
             mine = self._owner == threading.get_ident()
             raise TransactionError(
                 f"a transaction on the shelf {self._path} is already under way "
@@ -369,6 +376,7 @@ class Shelf:
                 )
             )
         if core.failure:
+            self._lock.release()
             raise SaveFailed(
                 f"an earlier commit to the shelf {self._path} failed ({core.failure}), and whether it is on "
                 "the medium is not known. Close the shelf and open it again: it then has that commit, "
@@ -386,16 +394,12 @@ class Shelf:
             core.commit()
         except engine.NativeShelfFull as error:
             raise self._full(error) from None
+        except (ShelfFull, SaveFailed):
+            raise
         except OSError as error:
-            if isinstance(error, ShelfFull):
-                raise
-            state = "whether it is on the medium is not known" if core.failure else "nothing was changed"
-            raise SaveFailed(f"a commit to the shelf {self._path} failed: {error}; {state}") from error
+            raise self._failed(error) from error
         finally:
             self._end()
-        if self._verify:
-            for name in transaction.assigned:  # stored by this process: no need to read it again
-                self._checked.pop(name, None)
 
     def _end(self) -> None:
         """Whatever was not committed is undone."""
@@ -405,6 +409,7 @@ class Shelf:
         self._shadows.clear()
         _set(self, "_transaction", None)
         _set(self, "_owner", 0)
+        self._lock.release()
 
     def _full(self, error: Exception) -> ShelfFull:
         full = ShelfFull(
@@ -413,6 +418,23 @@ class Shelf:
         )
         full.errno = errno.ENOSPC
         return full
+
+    def _failed(self, cause: OSError) -> SaveFailed:
+        """The typed error of a store or sync that failed."""
+        core = self._core
+        unknown = core is not None and core.failure
+        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        failed = (StorageFull if full and not unknown else SaveFailed)(
+            f"a change to the shelf {self._path} failed: {cause.strerror or cause}. "
+            + (
+                "Whether it is on the medium is not known: open the shelf again, it then has this change or "
+                "the commit before"
+                if unknown
+                else "The last commit is as it was"
+            )
+        )
+        failed.errno = cause.errno
+        return failed
 
     def _require_owner(self) -> None:
         if self._owner != threading.get_ident():

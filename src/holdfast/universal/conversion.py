@@ -23,7 +23,7 @@ from holdfast.universal.spec import Spec
 from holdfast.universal.split import Target
 from holdfast.universal.targets import TARGETS
 
-TargetKind = Literal["holdfast", "safetensors", "hf", "torch", "dcp"]
+TargetKind = Literal["holdfast", "safetensors", "hf", "torch", "dcp", "ds-universal"]
 _BY_SUFFIX = {
     ".safetensors": "safetensors",
     ".pt": "torch",
@@ -81,10 +81,11 @@ def convert(
 
     `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how `src` lays out
     its parameters, or the path of such a file (docs/universal-spec.md); of a target that cuts parameters, how
-    it does. `to`: ``holdfast``, ``safetensors``, ``hf``, ``torch``, ``dcp`` or ``megatron``; by default what
-    the end of `dst` says, else ``holdfast``. `select`: globs of leaves; by default all, and of a target for
-    weights alone those of the model. Names of a model lose ``model.`` there. `dtype`: casts floating-point
-    leaves, except an optimizer's. `verify`: reads both sides again and compares them, before `dst` appears.
+    it does. `to`: ``holdfast``, ``safetensors``, ``hf``, ``torch``, ``dcp``, ``ds-universal`` or
+    ``megatron``; by default what the end of `dst` says, else ``holdfast``. `select`: globs of leaves; by
+    default all, and of a target for weights alone those of the model. Names of a model lose ``model.`` there.
+    `dtype`: casts floating-point leaves, except an optimizer's. `verify`: reads both sides again and compares
+    them, before `dst` appears.
     `dry_run`: writes nothing, and tells what would be written. `carry`: a ``config.json``, or a directory
     with it and a tokenizer, for a Hugging Face target; those of a Hugging Face source are carried along
     anyway. `tp`, `pp`: into how many tensor-parallel ranks and pipeline stages a target cuts the parameters,

@@ -17,11 +17,26 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from holdfast.universal.sources import dcp, deepspeed, hdf5, hf, megatron, npz, safetensors, torch_save
+from holdfast.universal.sources import (
+    dcp,
+    dcp_hf,
+    deepspeed,
+    ds_universal,
+    hdf5,
+    hf,
+    megatron,
+    megatron_core,
+    npz,
+    safetensors,
+    torch_save,
+)
 
 SOURCES: tuple[ModuleType, ...] = (
+    ds_universal,
     deepspeed,
+    megatron_core,
     dcp,
+    dcp_hf,
     megatron,
     npz,
     hdf5,

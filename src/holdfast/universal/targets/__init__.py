@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from holdfast.universal.targets import dcp, hf, megatron, native, safetensors, torch_save
+from holdfast.universal.targets import dcp, ds_universal, hf, megatron, native, safetensors, torch_save
 
 TARGETS: tuple[ModuleType, ...] = (
     native,
     safetensors,
     hf,
+    ds_universal,
     torch_save,
     dcp,
     megatron,
