@@ -8,7 +8,20 @@ import textwrap
 
 import pytest
 
-HEAVY = ["torch", "numpy", "jax", "tensorflow", "sklearn", "ml_dtypes", "safetensors", "matplotlib"]
+INTEGRATIONS = ["holdfast.lightning"]
+HEAVY = [
+    "lightning",
+    "transformers",
+    "accelerate",
+    "torch",
+    "numpy",
+    "jax",
+    "tensorflow",
+    "sklearn",
+    "ml_dtypes",
+    "safetensors",
+    "matplotlib",
+]
 SELDOM = [*HEAVY, "msgspec", "typer", "rich", "holdfast._native", "holdfast.store", "holdfast.engine"]
 
 
@@ -46,19 +59,20 @@ def test_no_layer_imports_a_framework(module: str) -> None:
     assert loaded_after(f"import holdfast.{module}", frameworks) == []
 
 
-def test_every_module_can_be_imported_without_a_framework() -> None:
-    script = """
+def test_every_module_but_integrations_can_be_imported_without_a_framework() -> None:
+    script = f"""
         import importlib, pkgutil, sys
         REFUSED = ("torch", "jax", "tensorflow", "sklearn", "ml_dtypes", "safetensors", "matplotlib")
         class Refuse:
             def find_spec(self, name, path=None, target=None):
                 if name.partition(".")[0] in REFUSED:
-                    raise ImportError(f"{name} was imported")
+                    raise ImportError(name + " was imported")
         sys.meta_path.insert(0, Refuse())
         import holdfast
         for module in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
-            # The modules below holdfast.sklearn hold subclasses of scikit-learn's estimators.
-            if not module.name.endswith("__main__") and not module.name.startswith("holdfast.sklearn."):
+            # Modules named after a framework import it, and so do those below holdfast.sklearn.
+            named = module.name in {INTEGRATIONS!r} or module.name.startswith("holdfast.sklearn.")
+            if not module.name.endswith("__main__") and not named:
                 importlib.import_module(module.name)
     """
     assert loaded_after(script, ["torch"]) == []

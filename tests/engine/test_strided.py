@@ -50,7 +50,7 @@ def bytes_of(view: Any) -> Bytes:
     return np.frombuffer(np.ascontiguousarray(view).tobytes(), np.uint8)
 
 
-@settings(shared_folder, max_examples=200)
+@settings(shared_folder, max_examples=80)
 @given(view=views(writable=False), offset=st.integers(0, 2 * PAGE))
 def test_gathering_equals_numpy(folder: Path, view: Any, offset: int) -> None:
     """Windows of one page cut items and rows anywhere."""
@@ -66,7 +66,7 @@ def test_gathering_equals_numpy(folder: Path, view: Any, offset: int) -> None:
     path.unlink()
 
 
-@settings(shared_folder, max_examples=200)
+@settings(shared_folder, max_examples=80)
 @given(view=views(writable=True), offset=st.integers(0, 2 * PAGE), seed=st.integers(0, 99))
 def test_scattering_equals_numpy_and_touches_nothing_else(
     folder: Path, view: Any, offset: int, seed: int

@@ -78,7 +78,7 @@ def mutated(draw: st.DrawFn, original: bytes) -> bytes:
 
 
 @given(mutated(VALID_ROOT) | mutated(making.seal(many(honest()))))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_fuzz_mutated_manifests(data: bytes) -> None:
     decodes_or_is_refused(data)
     if data.startswith(b'{"xxh3":"'):
@@ -86,7 +86,7 @@ def test_fuzz_mutated_manifests(data: bytes) -> None:
 
 
 @given(mutated(VALID_SHARD))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_fuzz_mutated_headers(data: bytes) -> None:
     parses_or_is_refused(data)
     parses_or_is_refused(len(data[8:4096]).to_bytes(8, "little") + data[8:])
@@ -119,7 +119,7 @@ ODD = st.sampled_from(
     st.lists(st.tuples(st.sampled_from(HONEST_PATHS), ODD | json_values), min_size=1, max_size=3),
     st.booleans(),
 )
-@settings(max_examples=600)
+@settings(max_examples=200)
 def test_fuzz_any_value_in_any_field(changes: list[tuple[tuple[Any, ...], Any]], alone: bool) -> None:
     value = honest() if alone else many(honest())
     for path, new in changes:

@@ -57,7 +57,7 @@ def complaint(work: Callable[[], object], kind: type[Exception]) -> str:
     return ""
 
 
-@settings(max_examples=800)
+@settings(max_examples=150)
 @given(json_values)
 def test_any_json_decodes_or_is_corrupt(tree: Any) -> None:
     arrays = {"w": np.zeros(2), "a": np.zeros(1)}
@@ -69,7 +69,7 @@ def test_any_json_decodes_or_is_corrupt(tree: Any) -> None:
         assert len(complaint(use, CorruptCheckpoint)) < 2000
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(json_values)
 def test_any_json_restores_or_is_a_holdfast_error(tree: Any) -> None:
     leaves = {"w": LeafMeta("w", "F64", (2,), "numpy"), "a": LeafMeta("a", "F64", (1,), "numpy")}

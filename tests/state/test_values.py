@@ -149,7 +149,7 @@ any_value = st.recursive(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(any_value)
 @example({"$leaf": "model.w"})
 @example({"$": 1, "a": 2})

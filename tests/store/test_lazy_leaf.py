@@ -42,7 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[holdfast.C
         yield opened, arrays
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_any_index_gives_what_numpy_gives(
     saved: tuple[holdfast.Checkpoint, dict[str, Any]], data: st.DataObject

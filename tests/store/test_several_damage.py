@@ -211,7 +211,7 @@ def test_a_layout_that_lies_gives_no_wrong_bytes(path: Path, what: str) -> None:
             opened["a"][:4]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(data=st.data())
 def test_a_layout_with_any_number_changed(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

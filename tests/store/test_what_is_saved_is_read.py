@@ -177,7 +177,7 @@ def nested(value: object, depth: int, kinds: tuple[int, ...]) -> object:
     way=st.sampled_from(["one file", "two files", "volume"]),
     per_rank=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 def test_whatever_is_saved_can_be_loaded(
     inner: Any, depth: int, kinds: tuple[int, ...], way: str, per_rank: bool
 ) -> None:

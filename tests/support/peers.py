@@ -5,6 +5,7 @@ HOLDFAST_PEERS may name another folder that has the environments, by the names o
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
@@ -35,10 +36,12 @@ def run(
     timeout: float = TIMEOUT_SECONDS,
     cwd: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
+    dies: bool = False,
 ) -> str:
     """Runs ``python ARGUMENTS`` in an environment, under torchrun if `ranks` are given; returns its output.
 
     If it fails or takes too long, the test fails with the end of the output, and no process stays behind.
+    With `dies`, it must fail.
     """
     python = interpreter(name)
     command = [str(python)]
@@ -72,9 +75,26 @@ def run(
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         pytest.fail(f"{' '.join(command)} took more than {timeout:g} s:\n{output[-4000:]}", pytrace=False)
-    if process.returncode:
+    if bool(process.returncode) != dies:
         pytest.fail(f"{' '.join(command)} ended with {process.returncode}:\n{output[-6000:]}", pytrace=False)
     return output
+
+
+def with_holdfast(folder: Path) -> dict[str, str]:
+    """Variables with which an environment finds the Holdfast of this test run, and what it needs.
+
+    The environments have Python and numpy as here, but not msgspec and no Holdfast.
+    """
+    import msgspec
+
+    native = importlib.import_module("holdfast._native").__file__
+    assert native is not None
+    package = folder / "holdfast"
+    package.mkdir(parents=True)
+    for found in [*(PROJECT / "src" / "holdfast").iterdir(), Path(native)]:
+        (package / found.name).symlink_to(found)
+    (folder / "msgspec").symlink_to(Path(msgspec.__file__).parent)
+    return {"PYTHONPATH": str(folder)}
 
 
 def _free_port() -> int:

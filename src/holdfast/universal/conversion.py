@@ -23,7 +23,7 @@ from holdfast.universal.spec import Spec
 from holdfast.universal.split import Target
 from holdfast.universal.targets import TARGETS
 
-TargetKind = Literal["holdfast", "safetensors", "hf", "torch", "dcp"]
+TargetKind = Literal["holdfast", "safetensors", "hf", "torch", "dcp", "ds-universal"]
 _BY_SUFFIX = {
     ".safetensors": "safetensors",
     ".pt": "torch",
@@ -79,9 +79,9 @@ def convert(
 ) -> Converted:
     """Writes the checkpoint at `src` as one of another system at `dst`, durable on return.
 
-    `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how
-    `src` lays out its parameters, or the path of such a file (docs/universal-spec.md). `to`: ``holdfast``,
-    ``safetensors``, ``hf``, ``torch`` or ``dcp``; by default what the end of `dst` says, else ``holdfast``.
+    `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how `src` lays out
+    its parameters, or the path of such a file (docs/universal-spec.md). `to`: ``holdfast``, ``safetensors``,
+    ``hf``, ``torch``, ``dcp`` or ``ds-universal``; by default what the end of `dst` says, else ``holdfast``.
     `select`: globs of leaves; by default all, and of a target for weights alone those of the model. Names of
     a model lose ``model.`` there. `dtype`: casts floating-point leaves, except an optimizer's. `verify`:
     reads both sides again and compares them, before `dst` appears. `dry_run`: writes nothing, and tells what

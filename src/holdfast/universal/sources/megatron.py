@@ -30,7 +30,7 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(\..*)", re.DOTALL)
 _CHUNK = re.compile(r"model(\d*)")
-_INERT = (
+INERT = (
     "megatron.core.enums.ModelType",
     "megatron.model.enums.ModelType",
     "megatron.core.transformer.enums.AttnBackend",
@@ -44,7 +44,7 @@ _INERT = (
 def looks_like(path: str) -> str | None:
     """The directories of ranks that were found."""
     try:
-        found = _rank_files(_directory(path))
+        found = _rank_files(checkpoint_directory(path))
     except UnsupportedSource:
         return "directories mp_rank_* with expert-parallel ranks"
     except (OSError, ValueError):
@@ -116,7 +116,7 @@ class _Checkpoint:
         )
 
 
-def _directory(path: str) -> str:
+def checkpoint_directory(path: str) -> str:
     """The directory that holds those of the ranks."""
     latest = os.path.join(path, _LATEST)
     if not os.path.isfile(latest):
@@ -148,7 +148,7 @@ def _rank_files(directory: str) -> dict[tuple[int, int], str]:
 
 
 def _read(path: str) -> _Checkpoint:
-    directory = _directory(path)
+    directory = checkpoint_directory(path)
     files = _rank_files(directory)
     if not files:
         raise IncompleteCheckpoint("it has no directory mp_rank_* with a checkpoint", path=directory)
@@ -166,7 +166,7 @@ def _read(path: str) -> _Checkpoint:
 
 
 def _read_rank(file: str) -> _Rank:
-    content = read_torch_file(file, allowed=_INERT)
+    content = read_torch_file(file, allowed=INERT)
     if not isinstance(content, Mapping):
         raise UnsupportedSource(f"{file}: a {type(content).__name__}, not the dictionary that Megatron saves")
     chunks: list[tuple[int, Any]] = []

@@ -1,0 +1,30 @@
+"""The version of a framework that an integration is built for, checked before anything of it is used."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+
+def require(package: str, oldest: str, below: str, *, extra: str) -> None:
+    """`ImportError` unless the package is installed in a version of at least `oldest` and below `below`."""
+    supported = f"{package} from {oldest} up to, not including, {below}"
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"holdfast.{extra} needs {package}, which is not installed: pip install 'holdfast[{extra}]' "
+            f"({supported})"
+        ) from None
+    if not _numbers(oldest) <= _numbers(found) < _numbers(below):
+        older = _numbers(found) < _numbers(oldest)
+        raise ImportError(
+            f"holdfast.{extra} does not know {package} {found}, which is too {'old' if older else 'new'}: it "
+            f"supports {supported}. Install one of these versions: pip install 'holdfast[{extra}]'"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: those of 2.6.0rc1 are 2, 6, 0."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()

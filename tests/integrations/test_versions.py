@@ -1,0 +1,41 @@
+"""What a user reads whose framework is missing, too old or too new."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from importlib import metadata
+
+import pytest
+
+from holdfast.integrations.versions import require
+
+
+def found(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(metadata, "version", lambda package: version)
+
+
+@pytest.mark.parametrize("version", ["2.6", "2.6.0", "2.6.6", "2.6.6.post1", "2.6.99rc1"])
+def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    found(monkeypatch, version)
+    require("lightning", "2.6", "2.7", extra="lightning")
+
+
+@pytest.mark.parametrize(
+    ("version", "how"), [("2.5.9", "old"), ("1.9", "old"), ("2.7.0", "new"), ("3.0a1", "new")]
+)
+def test_other_versions_are_named_with_those_supported(
+    monkeypatch: pytest.MonkeyPatch, version: str, how: str
+) -> None:
+    found(monkeypatch, version)
+    wanted = rf"lightning {version}, which is too {how}: it supports lightning from 2\.6 up to.* 2\.7"
+    with pytest.raises(ImportError, match=wanted):
+        require("lightning", "2.6", "2.7", extra="lightning")
+
+
+@pytest.mark.parametrize("name", ["lightning"])
+def test_a_missing_framework_says_what_to_install(name: str) -> None:
+    if importlib.util.find_spec(name) is not None:
+        pytest.fail(f"{name} is installed here; the tests that need it run in an environment of `make peers`")
+    with pytest.raises(ImportError, match=rf"pip install 'holdfast\[{name}\]'"):
+        importlib.import_module(f"holdfast.{name}")
