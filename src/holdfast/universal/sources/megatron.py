@@ -75,6 +75,9 @@ def describe(path: str, spec: Spec | None = None) -> Source:
     model = join(taken, found.tensors)
     leaves, aliases = list(model.leaves), dict(model.aliases)
     values: dict[str, object] = {"iteration": found.step}
+    version = found.ranks[0, 0].content.get("checkpoint_version", 0)
+    if isinstance(version, (int, float)):
+        values["checkpoint_version"] = version
     optimizer = _join_optimizer(found, taken, leaves, aliases, values)
     first = found.ranks[0, 0].content
     plain = Collected(found.ranks[0, 0].file)
