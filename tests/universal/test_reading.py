@@ -138,6 +138,16 @@ def test_npz_arrays_keep_names_types_and_order(tmp_path: Path, save: object) -> 
         assert np.array_equal(checkpoint["fortran"][1:, 2], arrays["fortran"][1:, 2])
 
 
+def test_computed_and_stored_arrays_are_read_at_once(tmp_path: Path) -> None:
+    """A file on the disk that comes behind a computed one is read from the disk."""
+    stored, computed = np.arange(6.0), np.asfortranarray(np.arange(6.0).reshape(2, 3) + 50)
+    for names in (("a", "b"), ("b", "a")):
+        arrays = dict(zip(names, (computed, stored), strict=True))
+        np.savez(tmp_path / "x.npz", **arrays)
+        found = holdfast.load(tmp_path / "x.npz")
+        assert all(np.array_equal(found[name], array) for name, array in arrays.items())
+
+
 def test_npz_with_objects_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", bad=np.array([{}], dtype=object))
     with pytest.raises(UnsupportedSource, match=r"'bad' has Python objects"):

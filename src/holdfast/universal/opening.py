@@ -137,7 +137,10 @@ class _SourceReader(ShardReader):
         if not self._files.is_computed(file.name):
             return super()._problems(index, columns, owner, **how)
         with self._files.made(file.name, file.nbytes) as self._made:
-            return super()._problems(index, columns, owner, **how)
+            try:
+                return super()._problems(index, columns, owner, **how)
+            finally:
+                self._made = None  # the next file may lie on the disk
 
     def backend(self, file: ShardFile) -> engine.Backend:
         if self._made is not None:
