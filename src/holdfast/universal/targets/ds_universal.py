@@ -33,6 +33,7 @@ from holdfast.universal.presets import deepspeed_rules
 from holdfast.universal.readback import compare_with
 from holdfast.universal.rules import Rule, replicated, rule
 from holdfast.universal.sources.ds_universal import (
+    BUFFERS,
     FP32,
     GLOBAL_STATE,
     INFO,
@@ -101,6 +102,7 @@ class _Layout:
         self._tp, self._pp = job.layout.tp, job.layout.pp
         self._stage = job.zero_stage
         self._info = self._training.deepspeed.get(INFO)
+        self._buffers = self._find_buffers()
         self._rules = self._find_rules()
 
     def files(self) -> list[TorchFile]:
@@ -108,16 +110,34 @@ class _Layout:
         files += [file for name in self._training.trained for file in self._parameter_files(name)]
         return [*files, TorchFile(f"{ZERO}/{OPTIMIZER_STATE}", self._optimizer_state())]
 
+    def _find_buffers(self) -> list[str]:
+        """As the source says; else all that the optimizer does not update."""
+        training = self._training
+        known = training.deepspeed.get(BUFFERS)
+        if isinstance(known, list):
+            return known
+        return [
+            name
+            for name, value in training.model.items()
+            if name not in training.trained
+            and name not in training.shared
+            and isinstance(value, PendingTensor)
+        ]
+
     # --- how parameters are cut
 
     def _find_rules(self) -> dict[str, Rule]:
         known = list(self._job.spec.rules) if self._job.spec is not None else []
+        default: Rule | None = None
         if isinstance(self._info, dict):
             known += deepspeed_rules(self._info)
+            default = known[-1]
         found: dict[str, Rule] = {}
         missing: list[str] = []
         for name, value in self._training.model.items():
             match = next((one for one in known if one.match.matches(name)), None)
+            if match is not None and match is default and name in self._buffers:
+                match = None  # the patterns are for parameters: every rank has the same
             if match is not None:
                 found[name] = match
             elif name in self._training.trained:
@@ -206,16 +226,9 @@ class _Layout:
             OrderedDict((name, Size(self._local_shape(name, rank))) for name in (group if stage == 0 else ()))
             for group in training.param_shapes
         ]
-        others = [
-            name
-            for name, value in training.model.items()
-            if name not in training.trained
-            and name not in training.shared
-            and isinstance(value, PendingTensor)
-        ]
         state: dict[str, object] = {
             "module": None,
-            "buffer_names": others if stage == 0 else [],
+            BUFFERS: self._buffers if stage == 0 else [],
             "optimizer": None,
             "param_shapes": shapes,
             "frozen_param_shapes": None,

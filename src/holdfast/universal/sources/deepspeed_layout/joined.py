@@ -267,6 +267,8 @@ class Checkpoint:
             into.add_value(f"deepspeed.{key}", value)
         if isinstance(model.get(_INFO), dict):
             into.add_value(f"deepspeed.{_INFO}", model[_INFO])
+        if isinstance(model.get("buffer_names"), list):
+            into.add_value("deepspeed.buffer_names", model["buffer_names"])
 
     def _add_groups(self, into: Collected, names: Mapping[str, str]) -> None:
         """The groups of the first tensor-parallel rank, with the parameters of all pipeline stages."""
