@@ -110,7 +110,7 @@ class _Layout:
         self._padded = self._pads_vocabulary()
         if self._padded and self._stage == 3:
             raise SpecError(
-                "the vocabulary is padded over tensor-parallel ranks, and DeepSpeed's ZeRO-3 cannot load that: "
+                "the vocabulary is padded over tensor-parallel ranks, and ZeRO-3 cannot load that: "
                 "use stage 1 or 2"
             )
 
