@@ -12,6 +12,9 @@ One layout serves ZeRO-1, 2 and 3 (of DeepSpeed 0.19; what older ones load into 
   with ``zero_pp_rank_0_`` before its name. It does not load the weights in them.
 - ``latest_universal``: the directory, relative to this one. Here it is this one.
 
+ZeRO-3 does not pad a vocabulary when it loads one, and would shift all that follows without a word. So where
+a rule says that one is padded, there are no model files for ZeRO-3, and loading fails there.
+
 A parameter without moments beside others that have some gets zeros: that is what ZeRO keeps for it.
 """
 
@@ -104,6 +107,12 @@ class _Layout:
         self._info = self._training.deepspeed.get(INFO)
         self._buffers = self._find_buffers()
         self._rules = self._find_rules()
+        self._padded = self._pads_vocabulary()
+        if self._padded and self._stage == 3:
+            raise SpecError(
+                "the vocabulary is padded over tensor-parallel ranks, and ZeRO-3 cannot load that: "
+                "use stage 1 or 2"
+            )
 
     def files(self) -> list[TorchFile]:
         files = self._model_files()
@@ -123,6 +132,13 @@ class _Layout:
             and name not in training.shared
             and isinstance(value, PendingTensor)
         ]
+
+    def _pads_vocabulary(self) -> bool:
+        info = self._info if isinstance(self._info, dict) else {}
+        known = info.get("padded_vocab_size"), info.get("original_vocab_size")
+        if known[0] is not None and known[0] == known[1]:
+            return False
+        return any(name in self._rules and self._rules[name].pads for name in self._training.trained)
 
     # --- how parameters are cut
 
@@ -214,7 +230,7 @@ class _Layout:
                 if self._stage != 3:
                     whole = {**content, "module": modules[rank]}
                     files.append(TorchFile(f"mp_rank_{number:02d}_model_states.pt", whole))
-                if self._stage in (None, 3):
+                if self._stage in (None, 3) and not self._padded:
                     empty = self._emptied(modules[rank] if self._stage == 3 else {})
                     name = f"zero_pp_rank_0_mp_rank_{number:02d}_model_states.pt"
                     files.append(TorchFile(name, {**content, "module": empty}))
