@@ -8,6 +8,7 @@ loads them, ``OUT/model.pt`` the state dict of the model, if it is not cut (TP i
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -128,7 +129,10 @@ def main(out: str, form: str, tp: int) -> None:
             named = {name: value for name, value in model.state_dict().items() if value is not None}
             torch.save(named, os.path.join(out, "model.pt"))
     dist.barrier()
-    os._exit(0)  # helper processes of the writer would be waited for
+    dist.destroy_process_group()
+    for helper in multiprocessing.active_children():  # of the writer; they would keep this process waiting
+        helper.terminate()
+        helper.join()
 
 
 if __name__ == "__main__":

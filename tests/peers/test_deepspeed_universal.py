@@ -73,6 +73,33 @@ def test_what_its_converter_writes_is_the_zero_checkpoint(folder: Path, name: st
     assert dict(zero.values) == dict(its.values)
 
 
+def test_a_tensor_parallel_run_goes_on_without(tmp_path: Path) -> None:
+    case = {"name": "cut", "model": "cut", "tp": 2, "stage": 1, "dtype": "bf16"}
+    peers.run("deepspeed", SCRIPT.with_name("deepspeed_training.py"), tmp_path, json.dumps([case]), ranks=2)
+    for tp in (1, 2):
+        universal.convert(tmp_path / "cut", tmp_path / f"ours{tp}", to="ds-universal", tp=tp, verify=True)
+    peers.run(
+        "deepspeed",
+        *("-m", "deepspeed.checkpoint.ds_to_universal", "--no_strict"),
+        *("--input_folder", tmp_path / "cut" / "global_step3"),
+        *("--output_folder", tmp_path / "its" / "global_step3_universal"),
+        *("--num_extract_workers", "1", "--num_merge_workers", "1"),
+    )
+    names = ["its", "ours1", "ours2"]
+    common = {"do": "load_cut", "tp": 1, "dtype": "bf16"}
+    places = {(name, stage): tmp_path / f"{name}-{stage}" for name in names for stage in (1, 2)}
+    run(
+        [
+            {**common, "path": str(tmp_path / name), "out": str(out), "stage": stage}
+            for (name, stage), out in places.items()
+        ],
+        ranks=2,
+    )
+    for (name, stage), out in places.items():
+        if name != "its":
+            assert_same_training(deepspeed.describe(places["its", stage]), deepspeed.describe(out))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_deepspeed_loads_ours_into_every_stage_and_goes_on_as_with_its_own(folder: Path, ranks: int) -> None:
     jobs = []

@@ -217,6 +217,10 @@ def test_tensor_parallel_ranks_get_their_shards_and_the_reader_joins_them(tmp_pa
     assert_same(modules[1]["gate_up"], halves[1])
     assert_same(torch.cat([module["down"] for module in modules], 1), weights["down"])
     assert all(torch.equal(module["norm"], weights["norm"]) for module in modules)
+    # ZeRO-3 would load a padded vocabulary wrongly, so it finds no model file.
+    assert not list(out.glob("zero_pp_rank_*"))
+    with pytest.raises(SpecError, match="padded"):
+        universal.convert(tmp_path / "run", tmp_path / "no", to="ds-universal", zero_stage=3, spec=SPEC)
     # What DeepSpeed cuts the whole parameters by.
     assert load(out / "zero" / "word" / "fp32.pt")["vocab_tensor"] is True
     assert load(out / "zero" / "down" / "fp32.pt")["cat_dim"] == 1

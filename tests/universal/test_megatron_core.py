@@ -123,6 +123,24 @@ def test_flattened_ranges_of_older_versions_are_put_back(
         megatron_core.describe(path)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_newer_versions_have_their_values_as_an_object(tmp_path: Path) -> None:
+    state = {
+        "common_state/shard_0_1": [{"iteration": 9, "args": {"num_layers": 1}}],
+        "rng_state/shard_0.0_1.1": [{"seed": 1}],
+        "decoder.final_layernorm.weight": torch.arange(4.0),
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg": torch.zeros(4),
+    }
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    source = megatron_core.describe(tmp_path)
+    assert [leaf.name for leaf in source.leaves] == ["model.decoder.final_layernorm.weight"]
+    assert (source.step, source.values["args.num_layers"]) == (9, 1)
+    assert "not read" in source.facts["optimizer state"]
+    assert source.facts["objects left out"] == "1, such as rng_state"
+
+
 def test_other_backends_and_classes_are_refused_by_name(real: Path) -> None:
     path = real / "iter_0000007"
     metadata = (path / ".metadata").read_bytes()

@@ -41,7 +41,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="KIND",
-            help="holdfast, safetensors, hf, torch, dcp, ds-universal; by default as DST ends, or holdfast.",
+            help="holdfast, safetensors, hf, torch, dcp, ds-universal, megatron; default: as DST ends.",
         ),
     ] = None,
     spec: Annotated[

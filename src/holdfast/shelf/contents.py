@@ -21,7 +21,8 @@ from holdfast.engine import fs
 from holdfast.errors import CorruptShelf, UnsupportedState
 from holdfast.format.dtypes import carrier
 from holdfast.shelf import entries
-from holdfast.shelf.shelf import Shelf, ShelfWarning, Usage
+from holdfast.shelf.shelf import Shelf
+from holdfast.shelf.usage import ShelfWarning, Usage
 from holdfast.state.numpy_arrays import Array
 
 FORMATS = (".npz", ".safetensors")
