@@ -18,7 +18,9 @@ TORCH = "torch==2.13.0"
 _TESTING = "pytest==9.2.0 hypothesis pytest-timeout msgspec"  # for our own tests inside of an environment
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "deepspeed": (TORCH, "deepspeed==0.19.8 numpy==2.4.6 setuptools ninja"),
+    "megatron-core": (TORCH, "megatron-core==0.16.1 numpy==2.4.6 packaging einops psutil"),
     "transformers": (TORCH, "transformers==5.23.0 accelerate==1.15.0 lightning==2.6.6 numpy==2.4.6"),
+    "keras": ("keras==3.15.1 jax==0.10.2 h5py==3.16.0 numpy==2.4.6",),
     "sklearn-oldest": ("scikit-learn==1.3.0 numpy==1.24.4 scipy==1.10.1", _TESTING),
     "sklearn-newest": ("scikit-learn==1.9.1 numpy==2.4.6 scipy==1.17.1", _TESTING),
 }

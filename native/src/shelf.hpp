@@ -161,7 +161,10 @@ class Shelf {
     uint64_t entry_count = 0;
     std::vector<Bucket> buckets;
   };
-  struct Root;
+  struct Root {
+    uint64_t generation, limit, end, flags, entry_count;
+    std::vector<Extent> nodes;
+  };
   struct Freed {
     Extent extent;
     uint64_t died;

@@ -182,6 +182,11 @@ void ShelfFile::unlock_writer() {
   ::fcntl(file_.fd(), F_OFD_SETLK, &lock);
 }
 
+bool ShelfFile::has_writer() const {
+  struct flock lock = lock_of(F_WRLCK, kWriterByte, 1);
+  return ::fcntl(file_.fd(), F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
+}
+
 void ShelfFile::lock_generation(uint64_t generation) {
   const std::lock_guard guard(mutex_);
   uint64_t& count = locked_[generation];

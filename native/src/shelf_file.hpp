@@ -66,6 +66,8 @@ class ShelfFile {
   // Locks. The kernel drops them with the last descriptor; a forked child shares them until it calls `abandon`.
   bool lock_writer();
   void unlock_writer();
+  // Whether another one has it open for writing.
+  [[nodiscard]] bool has_writer() const;
   // Counted: the kernel would drop the lock with the first of several that let go of it.
   void lock_generation(uint64_t generation);
   void unlock_generation(uint64_t generation);

@@ -33,7 +33,7 @@ def test_json_schema(tmp_path: Path, quick: None) -> None:
     assert set(document) == {
         *("directory", "holdfast", "python", "kernel", "cpus", "memory_nbytes", "torch", "nvidia", "mount"),
         *("device", "free_nbytes", "capabilities", "huge_pages", "choice", "hash_nbytes_per_second", "speed"),
-        *("problems", "advice"),
+        *("problems", "advice", "shelf_medium"),
     }
     assert document["directory"] == str(tmp_path)
     assert set(document["capabilities"]) == {

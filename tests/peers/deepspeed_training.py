@@ -412,7 +412,7 @@ def live(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             continue
-        held = {"fp32": mapping.hp_fragment, **(mapping.optim_fragment or {})}
+        held = {"fp32": mapping.hp_fragment, **(mapping.optim_fragment or moments(engine, parameter))}
         start = mapping.lp_fragment_address.start
         pieces[name] = {key: (start, value.detach().clone()) for key, value in held.items() if value.dim()}
     if case["stage"] == 3:
@@ -429,6 +429,17 @@ def live(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
     if case["stage"] < 3:
         weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     return {"pieces": pieces, "weights": weights}
+
+
+def moments(engine: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of experts, which DeepSpeed does not link to their states: from the flat vectors of their group."""
+    zero, address = engine.optimizer, parameter._hp_mapping.hp_fragment_address
+    for number, group in enumerate(getattr(zero, "bit16_groups", ())):
+        if any(one is parameter for one in group):
+            state = zero.optimizer.state.get(zero.single_partition_of_fp32_groups[number], {})
+            flat = {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim()}
+            return {key: value.narrow(0, address.start, address.numel) for key, value in flat.items()}
+    return {}
 
 
 def main() -> None:

@@ -4,8 +4,8 @@
 
 JOBS is JSON: a list of jobs. ``{"do": "train", "out": DIRECTORY, ...}`` trains three steps and saves.
 ``{"do": "load", "path": DIRECTORY, "out": DIRECTORY, ...}`` loads with ``load_universal``, and saves ZeRO
-checkpoints: ``loaded``, and ``continued`` after two more steps. Both take ``stage`` and ``dtype``. This file
-imports nothing of holdfast.
+checkpoints: ``loaded``, and ``continued`` after two more steps. ``load_cut`` loads a tensor-parallel model,
+and saves it. All take ``stage`` and ``dtype``. This file imports nothing of holdfast.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed_training import DEFAULTS, Cut, Grid, settings
 from torch import nn
 
 
@@ -97,11 +98,32 @@ def load(job: dict[str, Any]) -> None:
     engine.save_checkpoint(os.path.join(job["out"], "continued"), client_state={"losses": losses})
 
 
+def load_cut(job: dict[str, Any]) -> None:
+    """As `load`, of the model that `deepspeed_training` cuts over tensor-parallel ranks; `tp` of them."""
+    grid = Grid(job["tp"])
+    model = Cut(job["tp"], grid.get_model_parallel_rank())
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    config = settings({**DEFAULTS, "stage": job["stage"], "dtype": job["dtype"]})
+    config["checkpoint"] = {"load_universal": True}
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, model_parameters=groups, mpu=grid, dist_init_required=False
+    )
+    path, _ = engine.load_checkpoint(job["path"])
+    assert path is not None
+    engine.save_checkpoint(job["out"])
+
+
 def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     for job in json.loads(sys.argv[1]):
-        {"train": train, "load": load}[job["do"]](job)
+        {"train": train, "load": load, "load_cut": load_cut}[job["do"]](job)
         dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

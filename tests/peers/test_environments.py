@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -58,3 +59,24 @@ def test_a_script_that_hangs_or_fails_is_a_failure(tmp_path: Path, monkeypatch: 
         peers.run("fake", "-c", "print('bye'); raise SystemExit(3)")
     with pytest.raises(pytest.fail.Exception, match="took more than"):
         peers.run("fake", "-c", "import time; time.sleep(60)", timeout=0.5)
+
+
+def test_a_killed_build_leaves_no_lock_and_that_of_others_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fake" / "bin").mkdir(parents=True)
+    (tmp_path / "fake" / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    other = tmp_path / "fake" / "torch-extensions" / "other" / "lock"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    os.utime(other, (1, 1))
+    mine = tmp_path / "fake" / "torch-extensions" / "mine" / "lock"
+    build = (
+        f"import pathlib, time; p = pathlib.Path({str(mine)!r}); p.parent.mkdir(); p.touch(); time.sleep(60)"
+    )
+    with pytest.raises(pytest.fail.Exception, match="took more than"):
+        peers.run("fake", "-c", build, timeout=3)
+    assert mine.parent.exists()
+    assert not mine.exists()
+    assert other.exists()

@@ -73,9 +73,10 @@ def test_transactions_that_are_synced_in_two_steps_hold_as_well(memory: Path) ->
 
 
 @pytest.mark.crash_large
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("medium", UNITS)
 def test_thousands_of_crash_states(memory: Path, medium: str) -> None:
-    outcomes = [shelf_outcome(memory, medium, seed, transactions=12, per_point=24) for seed in range(40)]
+    outcomes = [shelf_outcome(memory, medium, seed, transactions=12, per_point=24) for seed in range(20)]
     assert merged(outcomes).torn == 0, [outcome.examples for outcome in outcomes if outcome.torn]
     assert merged(outcomes).states > 10_000
 
@@ -181,6 +182,7 @@ def test_random_histories_against_a_dictionary(memory: Path, medium: str) -> Non
 
 
 @pytest.mark.crash_large
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("medium", UNITS)
 def test_many_random_histories_against_a_dictionary(memory: Path, medium: str) -> None:
     _run(memory, medium, examples=60, steps=20, per_point=8)

@@ -252,7 +252,11 @@ def test_nested_and_concurrent_transactions_are_errors(tmp_path: Path) -> None:
 
         def other() -> None:
             seen.append(shelf.a)  # a reader in another thread: the committed state
-            for change in (lambda: shelf.transaction().__enter__(), lambda: shelf.__setitem__("a", 3)):
+            for change in (
+                lambda: shelf.transaction().__enter__(),
+                lambda: shelf.__setitem__("a", 3),
+                shelf.close,
+            ):
                 try:
                     change()
                 except holdfast.TransactionError as error:
@@ -267,7 +271,7 @@ def test_nested_and_concurrent_transactions_are_errors(tmp_path: Path) -> None:
             thread.join()
         assert shelf.a == 2
         assert seen == [1]
-        assert len(raised) == 2
+        assert len(raised) == 3
         assert "another thread" in str(raised[0])
 
 
@@ -339,6 +343,15 @@ def test_a_second_writer_is_refused_also_in_another_process(tmp_path: Path) -> N
             Shelf(path)
     with Shelf(path) as shelf:
         assert shelf.a == 1
+
+
+def test_a_place_that_cannot_hold_a_shelf_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.StorageMissing, match="does not exist"):
+        Shelf(tmp_path / "none" / "a.shelf")
+    for size in (10, "10", "x", "64QiB", True):
+        with pytest.raises((ValueError, TypeError)):
+            Shelf(tmp_path / "a.shelf", size)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_thousands_of_names(tmp_path: Path) -> None:

@@ -68,8 +68,16 @@ KMEANS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ["lloyd", "elkan"])
-@pytest.mark.parametrize("case", KMEANS)
+def combined(cases: dict[str, Any], variants: tuple[str, ...], often: tuple[str, ...]) -> list[Any]:
+    """All combinations; for most cases, all variants but the first are among the slow tests."""
+    return [
+        pytest.param(case, variant, marks=[] if case in often or variant == variants[0] else pytest.mark.slow)
+        for case in cases
+        for variant in variants
+    ]
+
+
+@pytest.mark.parametrize(("case", "algorithm"), combined(KMEANS, ("lloyd", "elkan"), ("several runs",)))
 def test_kmeans_resumed_at_every_iteration(case: str, algorithm: str, tmp_path: Path) -> None:
     if case == "one cluster" and algorithm == "elkan":
         algorithm = "lloyd"  # scikit-learn warns, and does that
@@ -95,7 +103,7 @@ def test_kmeans_of_weighted_dense_and_sparse_data(
 def test_kmeans_where_points_are_as_near_to_two_centers(algorithm: str, tmp_path: Path) -> None:
     """Elkan keeps such a point where it is, so what it has bounds for decides; new bounds would differ."""
     grid = np.stack(np.meshgrid(np.arange(16.0), np.arange(16.0)), -1).reshape(-1, 2)
-    for seed in range(4):
+    for seed in range(2):
         folder = tmp_path / str(seed)
         folder.mkdir()
         parameters = {"n_clusters": 6, "init": "random", "n_init": 1, "random_state": seed, "tol": 0.0}
@@ -118,9 +126,8 @@ MINIBATCH = {
 }
 
 
-@pytest.mark.parametrize("case", MINIBATCH)
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_minibatch_kmeans_resumed_at_every_step(case: str, dtype: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "dtype"), combined(MINIBATCH, ("float64", "float32"), ("usual",)))
+def test_minibatch_kmeans_resumed_at_every_step(case: str, dtype: str, tmp_path: Path) -> None:
     usual = {"n_clusters": 4, "n_init": 1, "batch_size": 30, "random_state": 7, "max_no_improvement": 5}
     check("minibatch", tmp_path, blobs(dtype), **{**usual, **MINIBATCH[case]})
 
@@ -142,8 +149,9 @@ MIXTURE = {
 }
 
 
-@pytest.mark.parametrize("covariance_type", ["full", "tied", "diag", "spherical"])
-@pytest.mark.parametrize("case", MIXTURE)
+@pytest.mark.parametrize(
+    ("case", "covariance_type"), combined(MIXTURE, ("full", "tied", "diag", "spherical"), ("usual",))
+)
 def test_mixture_resumed_at_every_iteration(case: str, covariance_type: str, tmp_path: Path) -> None:
     usual = {"n_components": 3, "covariance_type": covariance_type, "random_state": 1, "max_iter": 20}
     every = 3 if case == "several runs" else 1

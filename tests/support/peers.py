@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def run(
         "PYTHONPATH": "",
         **(env or {}),
     }
+    started = time.time()
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -74,6 +76,7 @@ def run(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
+        _release_builds(Path(environment["TORCH_EXTENSIONS_DIR"]), started)
         pytest.fail(f"{' '.join(command)} took more than {timeout:g} s:\n{output[-4000:]}", pytrace=False)
     if bool(process.returncode) != dies:
         pytest.fail(f"{' '.join(command)} ended with {process.returncode}:\n{output[-6000:]}", pytrace=False)
@@ -95,6 +98,13 @@ def with_holdfast(folder: Path) -> dict[str, str]:
         (package / found.name).symlink_to(found)
     (folder / "msgspec").symlink_to(Path(msgspec.__file__).parent)
     return {"PYTHONPATH": str(folder)}
+
+
+def _release_builds(folder: Path, since: float) -> None:
+    """Removes the lock files that a killed build has left, for which every later one would wait for ever."""
+    for lock in folder.glob("*/lock"):
+        if lock.stat().st_mtime >= since - 1:
+            lock.unlink(missing_ok=True)
 
 
 def _free_port() -> int:

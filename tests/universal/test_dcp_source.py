@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from holdfast import universal
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.universal.sources import dcp as source_dcp
 from support.launcher import launch, values
@@ -64,10 +65,17 @@ def save_sharded(path: str) -> None:
         "step": 3,
     }
     dcp.save(state, checkpoint_id=path)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    for consolidated in (False, True):
+        writer = dcp.HuggingFaceStorageWriter(
+            f"{path}-{consolidated}", save_distributed=True, enable_consolidation=consolidated
+        )
+        dcp.save(tensors, storage_writer=writer)
 
 
 def test_shards_of_three_ranks(tmp_path: Path) -> None:
     values(launch(3, save_sharded, str(tmp_path / "d")))
+    check_hugging_face(tmp_path)
     source = source_dcp.describe(tmp_path / "d")
     found = by_name(source)
     assert_same(found["rows"], full((7, 4)))
@@ -76,6 +84,30 @@ def test_shards_of_three_ranks(tmp_path: Path) -> None:
     assert_same(found["same"], full((3, 3)).bfloat16())
     assert_same(found["plain"], full((5,)))
     assert source.step == 3
+
+
+def check_hugging_face(tmp_path: Path) -> None:
+    """What torch's writer for Hugging Face left: shards without an index, or consolidated files."""
+    for folder, kind in (("d-False", "dcp-hf"), ("d-True/sharded", "dcp-hf"), ("d-True", "hf")):
+        source = universal.describe(tmp_path / folder)
+        assert source.kind == kind
+        found = by_name(source)
+        assert set(found) == {"model.rows", "model.columns", "model.few", "model.same", "model.plain"}
+        assert_same(found["model.rows"], full((7, 4)))
+        assert_same(found["model.columns"], full((4, 8)))
+        assert_same(found["model.few"], full((2, 3)))
+        assert_same(found["model.same"], full((3, 3)).bfloat16())
+    shards = sorted((tmp_path / "d-False").iterdir())
+    data = shards[1].read_bytes()
+    shards[1].unlink()
+    with pytest.raises(IncompleteCheckpoint, match="shard-00002"):
+        universal.describe(tmp_path / "d-False")
+    shards[1].write_bytes(data.replace(b"saved_offsets", b"saved_0ffsets"))
+    with pytest.raises(CorruptCheckpoint, match="where the piece belongs"):
+        universal.describe(tmp_path / "d-False")
+    shards[1].write_bytes(data.replace(b"[3, 0]", b"[2, 0]"))
+    with pytest.raises(CorruptCheckpoint, match="do not make up"):
+        universal.describe(tmp_path / "d-False")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -242,7 +242,8 @@ def test_a_distributed_optimizer_is_said_not_to_be_read(tmp_path: Path) -> None:
     path = write_megatron(tmp_path, Model(), optimizer=False)
     (path / "iter_0000100/mp_rank_00_000/distrib_optim.pt").write_bytes(b"")
     assert (
-        megatron.describe(str(path), None).facts["optimizer state"] == "of a distributed optimizer, not read"
+        megatron.describe(str(path), None).facts["optimizer state"]
+        == "of a distributed optimizer (distrib_optim.pt), not read"
     )
 
 
@@ -252,6 +253,16 @@ def test_expert_parallel_ranks_are_refused_by_name(tmp_path: Path) -> None:
     (inside / "mp_rank_00_000").rename(inside / "mp_rank_00_000_000")
     assert universal.recognise(path) == "megatron"
     with pytest.raises(UnsupportedSource, match="mp_rank_00_000_000: expert-parallel"):
+        megatron.describe(str(path), None)
+
+
+def test_expert_parallel_ranks_are_not_taken_for_stages(tmp_path: Path) -> None:
+    def experts(content: dict[str, Any], rank: int, stage: int) -> None:
+        content["args"].pipeline_model_parallel_size = 1
+        content["args"].expert_model_parallel_size = 2
+
+    path = write_megatron(tmp_path, Model(), change=experts)
+    with pytest.raises(UnsupportedSource, match=r"expert_model_parallel_size is 2.*torch_dist"):
         megatron.describe(str(path), None)
 
 

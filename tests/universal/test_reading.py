@@ -93,6 +93,21 @@ def test_a_run_starts_from_a_native_checkpoint_at_its_step(tmp_path: Path) -> No
         assert ckpt.steps == [42]
 
 
+def test_start_from_leaves_out_what_only_the_source_has(tmp_path: Path) -> None:
+    first = {"model": make_model(), "epoch": 3, "other": {"a": np.zeros(2)}, "steps": 4}
+    holdfast.save(tmp_path / "first", first, step=41)
+    state = {"model": make_model(1), "epoch": 0}
+    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+        assert ckpt.restore(start_from=tmp_path / "first") == 41
+    assert state["epoch"] == 3
+    assert same_weights(state["model"], make_model())
+    with (
+        holdfast.Checkpointer(tmp_path / "run2", {"weights": make_model(1)}, mode="sync") as ckpt,
+        pytest.raises(holdfast.StateMismatch, match=r"not in the target"),
+    ):
+        ckpt.restore(start_from=tmp_path / "first")
+
+
 def test_start_from_fails_when_an_entry_does_not_fit(tmp_path: Path) -> None:
     path = write_hf(tmp_path / "hf", make_model())
     larger = torch.nn.Sequential(*make_model(), torch.nn.Linear(6, 2))
@@ -121,6 +136,16 @@ def test_npz_arrays_keep_names_types_and_order(tmp_path: Path, save: object) -> 
         assert np.array_equal(loaded[name], array)
     with holdfast.open(tmp_path / "a.npz") as checkpoint:
         assert np.array_equal(checkpoint["fortran"][1:, 2], arrays["fortran"][1:, 2])
+
+
+def test_computed_and_stored_arrays_are_read_at_once(tmp_path: Path) -> None:
+    """A file on the disk that comes behind a computed one is read from the disk."""
+    stored, computed = np.arange(6.0), np.asfortranarray(np.arange(6.0).reshape(2, 3) + 50)
+    for names in (("a", "b"), ("b", "a")):
+        arrays = dict(zip(names, (computed, stored), strict=True))
+        np.savez(tmp_path / "x.npz", **arrays)
+        found = holdfast.load(tmp_path / "x.npz")
+        assert all(np.array_equal(found[name], array) for name, array in arrays.items())
 
 
 def test_npz_with_objects_is_refused(tmp_path: Path) -> None:

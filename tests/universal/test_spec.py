@@ -267,6 +267,17 @@ def test_deepspeed_info_keeps_its_order_of_precedence() -> None:
     ]
 
 
+def test_deepspeed_sub_params_by_number_and_with_even_widths() -> None:
+    info = {
+        "parameter_with_sub_params": [
+            {"patterns": ["old"], "shape": (3, -1), "partition_dim": 0},
+            {"patterns": ["new"], "shape": ((4, 3), -1), "partition_dim": 0},
+        ],
+        "sub_param_shard_widths": {"new": [[2, 2], [2, 1]]},
+    }
+    assert layouts(Spec.deepspeed(info), "old", "new") == ["fused(0, shares 1, 1, 1)", "fused(0, parts 4, 3)"]
+
+
 def test_deepspeed_patterns_match_at_the_start_and_the_vocabulary_keeps_its_layout() -> None:
     info = {
         "original_vocab_size": 9,
@@ -290,6 +301,10 @@ def test_deepspeed_patterns_match_at_the_start_and_the_vocabulary_keeps_its_layo
         {"tp_replicated_parameter_patterns": ["("]},
         {"parameter_with_sub_params": [{"patterns": ["a"]}]},
         {"parameter_with_sub_params": [{"patterns": ["a"], "shape": (3,), "partition_dim": 1}]},
+        {"parameter_with_sub_params": [{"patterns": ["a"], "shape": (None,), "partition_dim": 0}]},
+        {"sub_param_shard_widths": {"a": [[3, 1]]}},
+        {"sub_param_shard_widths": {"a": [3, 1]}},
+        {"sub_param_shard_widths": [1]},
         {"vocabulary_parameter_patterns": ["a"], "original_vocab_size": "many"},
     ],
 )

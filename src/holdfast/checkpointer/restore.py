@@ -151,12 +151,19 @@ def _begin_from(context: RunContext, into: _Target, path: str | os.PathLike[str]
 
 
 def _entries_in(state: object, checkpoint: StoredCheckpoint) -> object:
-    """The entries of a state that a checkpoint has something for; all of a state that is no dict."""
+    """The entries of a state that a checkpoint has something for; all of a state that is no dict.
+
+    What only the checkpoint has, such as the counters of another system, is left out.
+    """
     pairs = pairs_of(checkpoint.tree)
     if not isinstance(state, dict) or pairs is None:
         return state
     there = {key for key, _ in pairs if isinstance(key, str)}
-    return {key: item for key, item in state.items() if key in there}
+    common: dict[str, object] = {key: item for key, item in state.items() if key in there}
+    if not common:
+        return state  # the error that follows lists both sides
+    checkpoint.keep_entries(common)
+    return common
 
 
 def _put_back(state: object, restored: object) -> None:

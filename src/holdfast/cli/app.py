@@ -19,6 +19,7 @@ from holdfast.cli.export import export
 from holdfast.cli.ls import ls
 from holdfast.cli.prune import prune
 from holdfast.cli.session import close_output
+from holdfast.cli.shelf import shelf
 from holdfast.cli.show import show
 from holdfast.cli.spec import spec
 from holdfast.cli.stats import stats
@@ -47,6 +48,7 @@ for _panel, _commands in (
         app.command(rich_help_panel=_panel)(_command)
 
 app.add_typer(spec, name="spec", rich_help_panel=_LOOK)
+app.add_typer(shelf, name="shelf", rich_help_panel=_LOOK)
 
 # What follows the first word of the drilled command is that command's, also where it looks like an option.
 app.command(rich_help_panel=_TRAINING, context_settings={"allow_interspersed_args": False})(drill)

@@ -88,6 +88,19 @@ def bench(
             "--scale", help="Planning for thousands of simulated ranks; --ranks says how many. No I/O."
         ),
     ] = False,
+    convert: Annotated[
+        bool,
+        typer.Option("--convert", help="Convert checkpoints of DeepSpeed, beside its own converter."),
+    ] = False,
+    deepspeed: Annotated[
+        Path | None,
+        typer.Option(
+            "--deepspeed",
+            readable=False,
+            metavar="PYTHON",
+            help="Of an environment with DeepSpeed. Default: that of make peers.",
+        ),
+    ] = None,
     clusters: Annotated[
         bool,
         typer.Option("--clusters", help="A checkpoint per iteration of KMeans and mixtures, on a shelf."),
@@ -147,15 +160,21 @@ def bench(
                 "--no-sweep" if value is False else f"--{name}" for name, value in only_training.items()
             )
             raise typer.BadParameter(f"{names} only with --training")
-        chosen = training + scale + clusters + bool(ranks and not scale) + bool(shape)
+        chosen = training + scale + clusters + convert + bool(ranks and not scale) + bool(shape)
         if markdown is None and chosen > 1:
-            raise typer.BadParameter("choose one of --training, --ranks, --scale, --clusters and --shape")
+            raise typer.BadParameter(
+                "choose one of --training, --ranks, --scale, --clusters, --convert and --shape"
+            )
         if data is not None and not clusters:
             raise typer.BadParameter("--data only with --clusters")
+        if (convert and (markdown or system or size)) or (deepspeed and not convert):
+            raise typer.BadParameter(
+                "--convert goes with neither --markdown, --system nor --size; --deepspeed only with --convert"
+            )
         try:
             nbytes = None if size is None else parse_size(size)
             suites: list[Suite] = []
-            if markdown is not None or not (training or ranks or scale or clusters):
+            if markdown is not None or not (training or ranks or scale or clusters or convert):
                 suites.append(_save_load(quick, nbytes=nbytes, shape=shape and shape.value, **common))
             other_nbytes = (
                 nbytes if markdown is None else None
@@ -168,6 +187,8 @@ def bench(
                 suites.append(_scale(quick, ranks, rounds=repeat))
             if clusters:
                 suites.append(_clusters(quick, data=data, rounds=repeat))
+            if convert:
+                suites.append(_convert(quick, rounds=repeat, python=deepspeed))
             if plot is not None:
                 from holdfast.study.picture import check_suffix
 
@@ -236,6 +257,13 @@ def _scale(quick: bool, ranks: str | None, **options: Any) -> Suite:
 
     usual = ScaleSuite(worlds=(256, 1024), rounds=3) if quick else ScaleSuite()
     return replace(usual, **_given({"worlds": _numbers(ranks), **options}))
+
+
+def _convert(quick: bool, **options: Any) -> Suite:
+    from holdfast.study.suites.convert import ConvertSuite
+
+    usual = ConvertSuite(rounds=3, compared=16, sizes=(16, 67)) if quick else ConvertSuite()
+    return replace(usual, **_given(options))
 
 
 def _clusters(quick: bool, **options: Any) -> Suite:

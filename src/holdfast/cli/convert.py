@@ -41,7 +41,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="KIND",
-            help="holdfast, safetensors, hf or torch; by default what the end of DST says, else holdfast.",
+            help="holdfast, safetensors, hf, torch, dcp, ds-universal, megatron; default: as DST ends.",
         ),
     ] = None,
     spec: Annotated[

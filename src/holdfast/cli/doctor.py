@@ -62,6 +62,7 @@ def _print(out: Session, found: Diagnosis) -> None:
         ("filesystem", f"{mount.kind} at {words.plain(mount.point)}{_device(found)}, {free} free"),
         *_abilities(found),
         ("backend", f"{found.choice.backend or 'none'}: {found.choice.why}"),
+        *([] if found.shelf_medium is None else [("shelves", found.shelf_medium)]),
         ("checksums", f"{found.hash_nbytes_per_second / 1e9:.1f} GB/s on one core"),
         *_speeds(found),
     ]

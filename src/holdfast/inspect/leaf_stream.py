@@ -1,8 +1,8 @@
 """The bytes of many leaves, in the order in which a writer asks for them: streamed through bounded memory.
 
-Leaves are read in windows (`leaf_windows`), the next one while the writer takes this one. On the way elements
-may be cast to another type. A writer should ask in the order of the leaves: any other order works, too, but
-reads windows again.
+Leaves are read in windows (`leaf_windows`), the next ones while the writer takes this one. On the way,
+elements may be cast to another type. A writer should ask in the order of the leaves: any other order works,
+too, but reads windows again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ from types import TracebackType
 
 import numpy as np
 
-from holdfast.engine import Produced
+from holdfast.engine import READING, Produced
 from holdfast.format.dtypes import itemsize
 from holdfast.inspect.element_casts import cast
-from holdfast.inspect.leaf_windows import Bytes, Extent, Span, WindowReader, windows
+from holdfast.inspect.leaf_windows import WINDOW_NBYTES, Bytes, Extent, Span, WindowReader, windows
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
+
+_AHEAD = 3
+"""Windows that are read before the writer asks for them: a device is busy only with several reads at once."""
+_READERS = 2
+_LEAST_NBYTES = READING.window_nbytes * READING.depth
+"""Of a read. Who bounds memory below that gets one window ahead, and one reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +46,17 @@ class _Piece:
     at: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The bytes of a window, and the memory that they were read into."""
+
+    number: int
+    data: Bytes
+    buffer: Bytes
+
+
 class LeafStream:
-    """Leaves of one checkpoint to be written. Use it as a context manager: it owns a thread."""
+    """Leaves of one checkpoint to be written. Use it as a context manager: it owns threads."""
 
     def __init__(self, checkpoint: StoredCheckpoint, leaves: Sequence[StreamedLeaf]) -> None:
         self._reader = WindowReader(checkpoint)
@@ -58,9 +73,12 @@ class LeafStream:
                 start, stop = (self._cast_nbytes(span.index, nbytes) for nbytes in (span.start, span.stop))
                 self._pieces[span.index].append(_Piece(start, stop, number, at))
                 at += stop - start
-        self._current: tuple[int, Bytes] | None = None
-        self._next: tuple[int, Future[Bytes]] | None = None
-        self._pool = ThreadPoolExecutor(1, "holdfast-stream")
+        self._current: _Window | None = None
+        self._ahead: dict[int, Future[_Window]] = {}
+        self._buffers: list[Bytes] = []  # to be used again: fresh memory costs as much as reading into it
+        roomy = checkpoint.window_nbytes >= _LEAST_NBYTES
+        self._most_ahead = _AHEAD if roomy else 1
+        self._pool = ThreadPoolExecutor(_READERS if roomy else 1, "holdfast-stream")
 
     def source(self, index: int) -> Produced:
         """The bytes of a leaf, as the engine takes them."""
@@ -70,36 +88,39 @@ class LeafStream:
         """Bytes of a leaf, from `offset` on: as many as there is room for."""
         pieces = self._pieces[index]
         number = bisect.bisect_right(pieces, offset, key=lambda piece: piece.start) - 1
+        room: Bytes = np.frombuffer(window, np.uint8)  # numpy copies without holding up other threads
         done = 0
-        while done < len(window):
+        while done < len(room):
             piece = pieces[number]
             begin = offset + done - piece.start
-            nbytes = min(len(window) - done, piece.stop - piece.start - begin)
+            nbytes = min(len(room) - done, piece.stop - piece.start - begin)
             data = self._window(piece.window)
-            window[done : done + nbytes] = data[piece.at + begin : piece.at + begin + nbytes].data
+            room[done : done + nbytes] = data[piece.at + begin : piece.at + begin + nbytes]
             done += nbytes
             number += 1
 
     def _window(self, number: int) -> Bytes:
-        if self._current is not None and self._current[0] == number:
-            return self._current[1]
-        self._current = None  # free before the next one is taken
-        if self._next is not None and self._next[0] == number:
-            data = self._next[1].result()
-        else:
-            data = self._read(number)
-        self._next = None
-        if number + 1 < len(self._windows):
-            self._next = number + 1, self._pool.submit(self._read, number + 1)
-        self._current = number, data
-        return data
+        if self._current is not None and self._current.number == number:
+            return self._current.data
+        if self._current is not None:
+            self._buffers.append(self._current.buffer)
+            self._current = None
+        wanted = range(number, min(number + 1 + self._most_ahead, len(self._windows)))
+        for other in [other for other in self._ahead if other not in wanted]:
+            self._ahead.pop(other).cancel()  # asked for in another order
+        for coming in wanted:
+            if coming not in self._ahead:
+                self._ahead[coming] = self._pool.submit(self._read, coming)
+        self._current = self._ahead.pop(number).result()
+        return self._current.data
 
-    def _read(self, number: int) -> Bytes:
+    def _read(self, number: int) -> _Window:
         spans = self._windows[number]
-        data = self._reader.read(spans, self._names)
-        if all(self._types[span.index][0] == self._types[span.index][1] for span in spans):
-            return data
-        return np.concatenate(list(self._cast(spans, data)))
+        buffer = self._buffers.pop() if self._buffers else np.empty(WINDOW_NBYTES, np.uint8)
+        data = self._reader.read(spans, self._names, buffer)
+        if any(self._types[span.index][0] != self._types[span.index][1] for span in spans):
+            data = np.concatenate(list(self._cast(spans, data)))
+        return _Window(number, data, buffer)
 
     def _cast(self, spans: Sequence[Span], data: Bytes) -> list[Bytes]:
         found: list[Bytes] = []
@@ -115,7 +136,9 @@ class LeafStream:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._current = self._next = None
+        self._current = None
+        self._ahead.clear()
+        self._buffers.clear()
 
     def __enter__(self) -> LeafStream:
         return self

@@ -71,9 +71,15 @@ class WindowReader:
     def __init__(self, checkpoint: StoredCheckpoint) -> None:
         self._checkpoint = checkpoint
 
-    def read(self, spans: Sequence[Span], names: Sequence[str]) -> Bytes:
-        """The spans' bytes, one after the other; `names` are the stored leaves that their indexes mean."""
-        buffer: Bytes = np.empty(sum(span.nbytes for span in spans), np.uint8)
+    def read(self, spans: Sequence[Span], names: Sequence[str], memory: Bytes | None = None) -> Bytes:
+        """The spans' bytes, one after the other; `names` are the stored leaves that their indexes mean.
+
+        They are at the start of `memory`, if that has the room, else in memory of their own.
+        """
+        nbytes = sum(span.nbytes for span in spans)
+        if memory is None or len(memory) < nbytes:
+            memory = np.empty(nbytes, np.uint8)
+        buffer = memory[:nbytes]
         wanted: list[BoxRequest] = []
         first: dict[tuple[str, int], int] = {}  # leaf, start -> its place in the buffer: none is read twice
         again: list[tuple[slice, int]] = []

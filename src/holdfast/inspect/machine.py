@@ -17,6 +17,7 @@ from holdfast import __version__, engine
 from holdfast.engine import READING, SAVING
 from holdfast.errors import EngineUnavailable
 from holdfast.inspect.progress import Progress, no_progress
+from holdfast.shelf.creation import medium_of_directory
 
 SPEED_NBYTES = 256 << 20
 """Enough to see a device's speed, written and read `_REPEATS` times."""
@@ -100,6 +101,7 @@ class Diagnosis:
     huge_pages: bool
     choice: Choice
     hash_nbytes_per_second: float
+    shelf_medium: str | None
     speed: Speed | None
     problems: tuple[str, ...]
     advice: tuple[str, ...]
@@ -153,6 +155,7 @@ def diagnose(
         huge_pages=huge_pages,
         choice=choice,
         hash_nbytes_per_second=_hash_speed(),
+        shelf_medium=None if able is None else medium_of_directory(where),
         speed=speed,
         problems=tuple(problems),
         advice=tuple(_advice(mount, device, able, huge_pages, choice, speed)),

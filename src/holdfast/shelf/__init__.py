@@ -5,7 +5,9 @@
 
 | module | what it owns |
 |---|---|
-| `shelf` | `Shelf`: names, transactions, shadow copies, which thread may change what |
+| `shelf`, `transaction` | `Shelf`: reading, changing, shadow copies, which thread may change what |
+| `opening` | a file to a shelf, typed errors, forked children |
+| `naming`, `sizes`, `usage` | names of entries; sizes as people write them; what a shelf says of itself |
 | `entries` | values and arrays to the bytes of an entry, and back onto the mapping |
 | `creation` | a new, empty file, complete or not there at all |
 | `contents` | list, describe, verify and export, for the command |
@@ -13,6 +15,7 @@
 
 from __future__ import annotations
 
-from holdfast.shelf.shelf import Shelf, ShelfWarning, Usage
+from holdfast.shelf.shelf import Shelf
+from holdfast.shelf.usage import ShelfWarning, Usage
 
 __all__ = ["Shelf", "ShelfWarning", "Usage"]

@@ -25,3 +25,23 @@ def create(path: str, limit_nbytes: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             fs.unlink(partial)
     fs.anchor(directory, once=True)
+
+
+def medium_of_directory(directory: str) -> str:
+    """The medium that a shelf in a directory would have, found by trying it.
+
+    With the instruction that writes processor caches back, where that is what commits do.
+    """
+    trial = os.path.join(directory, f".holdfast-{secrets.token_hex(8)}.partial")
+    try:
+        with open(trial, "xb") as file:
+            file.write(bytes(4096))
+        medium = engine.shelf_medium(trial)
+    except OSError as error:
+        return f"unknown: {error.strerror or error}"
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(trial)
+    if medium == "persistent memory":
+        return f"{medium} (MAP_SYNC, {engine.write_back_instruction()})"
+    return f"{medium} ({'not durable' if medium == 'memory' else 'written and synced'})"

@@ -256,3 +256,8 @@ def copy_of(array: Any) -> Any:
 def is_tensor(value: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
+
+
+def encode_tree(values: dict[str, Any]) -> str:
+    """The JSON tree of values; arrays in them appear as references."""
+    return _json.encode(flatten(values).tree).decode()

@@ -19,9 +19,7 @@ import errno
 import os
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -31,40 +29,20 @@ from holdfast import engine
 from holdfast.errors import (
     CorruptCheckpoint,
     CorruptShelf,
-    Locked,
     SaveFailed,
     ShelfClosed,
     ShelfFull,
-    ShelfNotFound,
     StorageFull,
     TransactionError,
-    UnsupportedShelf,
 )
-from holdfast.shelf import creation, entries
+from holdfast.shelf import entries
+from holdfast.shelf.naming import require_attribute, to_key
+from holdfast.shelf.opening import open_core, open_shelves
 from holdfast.shelf.sizes import to_nbytes
+from holdfast.shelf.transaction import Transaction
+from holdfast.shelf.usage import ShelfWarning, Usage
 
-DEFAULT_SIZE = 64 << 20
-MAX_NAME_NBYTES = 1024
 _S = TypeVar("_S", bound="Shelf")
-
-
-class ShelfWarning(UserWarning):
-    """The newest commit of a shelf was not complete or is damaged, so the one before it is used."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Bytes of a shelf. `used`: the committed state; `waiting`: replaced, but readers still use it.
-
-    `file` is the size of the file now, `limit` what it may grow to. `generation` counts the commits.
-    """
-
-    entries: int
-    used: int
-    file: int
-    limit: int
-    waiting: int
-    generation: int
 
 
 class Shelf:
@@ -133,12 +111,7 @@ class Shelf:
         _set(self, "_shadows", {})
         # What this process has verified: name -> (offset, generation) of its data.
         _set(self, "_checked", {})
-        core = _open(where, mode == "w", DEFAULT_SIZE if limit is None else limit, _medium)
-        if core.locked_by_another:
-            raise Locked(
-                f"the shelf {where} is open for writing elsewhere; it has one writer at a time. "
-                "Readers open it with mode='r'"
-            )
+        core = open_core(where, mode == "w", limit, _medium)
         if core.warning:
             warnings.warn(
                 f"the newest commit of the shelf {where} is not complete or is damaged ({core.warning}); "
@@ -146,17 +119,15 @@ class Shelf:
                 ShelfWarning,
                 stacklevel=2,
             )
-        if limit is not None and mode == "w":
-            core.set_limit(limit)
         _set(self, "_core", core)
-        _open_shelves.add(self)
+        open_shelves.add(self)
 
     # --- reading
 
     def __getitem__(self, name: str) -> Any:
         """The value, or the array on the mapping. In the transaction that changed it, the shadow copy."""
         core = self._opened()
-        key = _key(name)
+        key = to_key(name)
         if self._transaction is not None and self._owner == threading.get_ident():
             shadow = self._shadows.get(name)
             if shadow is not None:
@@ -267,7 +238,7 @@ class Shelf:
     # --- changing
 
     def __setitem__(self, name: str, value: Any) -> None:
-        key = _key(name)
+        key = to_key(name)
         transaction = self._transaction
         if transaction is None:
             with self.transaction() as transaction:
@@ -277,11 +248,11 @@ class Shelf:
             self._put(name, key, value, transaction)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _require_plain(name)
+        require_attribute(name, _RESERVED)
         self[name] = value
 
     def __delitem__(self, name: str) -> None:
-        key = _key(name)
+        key = to_key(name)
         if self._transaction is None:
             with self.transaction():
                 del self[name]
@@ -295,7 +266,7 @@ class Shelf:
         self._shadows.pop(name, None)
 
     def __delattr__(self, name: str) -> None:
-        _require_plain(name)
+        require_attribute(name, _RESERVED)
         try:
             del self[name]
         except KeyError:
@@ -390,7 +361,7 @@ class Shelf:
         try:
             for name in list(self._shadows):
                 shadow = self._shadows.pop(name)
-                self._put(name, _key(name), shadow, transaction)
+                self._put(name, to_key(name), shadow, transaction)
             core.commit()
         except engine.NativeShelfFull as error:
             raise self._full(error) from None
@@ -495,11 +466,19 @@ class Shelf:
         core = self._core
         if core is None:
             return
-        if self._writable and self._transaction is not None:
+        if self._transaction is not None:
+            self._require_owner()
             self._end()
         _set(self, "_core", None)
-        _open_shelves.discard(self)
+        open_shelves.discard(self)
         core.close()
+
+    def _abandon(self) -> None:
+        """In a forked child: the shelf is the parent's."""
+        core = self._core
+        if core is not None:
+            core.abandon()
+            _set(self, "_core", None)
 
     def _opened(self) -> engine.NativeShelf:
         core = self._core
@@ -530,82 +509,6 @@ class Shelf:
         raise TypeError("a shelf cannot be pickled: send its path, and open it there with mode='r'")
 
 
-class Transaction:
-    """The block of `Shelf.transaction`."""
-
-    __slots__ = ("_shelf", "assigned", "removed")
-
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
-        self.assigned: set[str] = set()
-        self.removed: set[str] = set()
-
-    def __enter__(self) -> Transaction:
-        self._shelf._begin(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        shelf = self._shelf
-        if shelf._transaction is not self:
-            if kind is None:
-                raise ShelfClosed(
-                    f"the shelf {shelf._path} was closed inside of a transaction, which is undone"
-                )
-            return
-        if kind is None:
-            shelf._commit(self)
-        else:
-            shelf._end()
-
-
 _set = object.__setattr__
 _NO_BYTES = np.empty(0, np.uint8)
-_open_shelves: weakref.WeakSet[Shelf] = weakref.WeakSet()
-
-
-def _leave_to_the_parent() -> None:
-    for shelf in list(_open_shelves):
-        core = shelf._core
-        if core is not None:
-            core.abandon()  # a lock belongs to the open file, which the parent shares
-            _set(shelf, "_core", None)
-    _open_shelves.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_the_parent)
-
 _RESERVED = frozenset(name for name in dir(Shelf) if not name.startswith("_"))
-
-
-def _require_plain(name: str) -> None:
-    if name.startswith("_") or name in _RESERVED:
-        raise AttributeError(f"{name!r} is not a name for attribute access: use shelf[{name!r}]")
-
-
-def _key(name: str) -> bytes:
-    if type(name) is not str:
-        raise TypeError(f"the names of a shelf are text, not {type(name).__name__}")
-    try:
-        key = name.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name!r} cannot be a name: it is not text") from None
-    if not 0 < len(key) <= MAX_NAME_NBYTES:
-        raise ValueError(f"a name has 1 to {MAX_NAME_NBYTES} bytes, not {len(key)}")
-    return key
-
-
-def _open(path: str, writable: bool, limit: int, medium: str) -> engine.NativeShelf:
-    if writable and not os.path.lexists(path):
-        creation.create(path, limit)
-    try:
-        return engine.NativeShelf(path, writable, medium)
-    except FileNotFoundError:
-        raise ShelfNotFound(f"there is no shelf at {path}") from None
-    except engine.NativeShelfForeign as error:
-        raise UnsupportedShelf(f"{path} is not a shelf: {error}") from None
-    except engine.NativeShelfNewer as error:
-        raise UnsupportedShelf(f"{path} cannot be read: {error}") from None
-    except engine.NativeShelfDamaged as error:
-        raise CorruptShelf(str(error), path=path) from None

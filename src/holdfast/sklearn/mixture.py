@@ -191,8 +191,9 @@ class _Runs(Progress):
         """The present run has these iterations; its parameters are the estimator's."""
         self.stored = [*self.stored[: self.run], [number_entry(bound) for bound in bounds]]
         self.iteration = len(bounds)
-        # Initial precisions may be the user's own, from which no covariances follow.
-        names = (*_PARAMETERS, _CHOLESKY) if initial else _PARAMETERS
+        # From initial precisions of the user no covariances follow; otherwise the factors are computed again.
+        given = initial and self.estimator.precisions_init is not None
+        names = (*_PARAMETERS, _CHOLESKY) if given else _PARAMETERS
         held = {name: getattr(self.estimator, name, None) for name in names}
         changes = {name: np.asarray(value) for name, value in held.items() if value is not None}
         if initial and self.random_state is not None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from holdfast.state.node import DEQUE, STATE_DICT, Node, items_of, pairs_of, reference_of, tag_of
+from holdfast.state.node import (
+    DEQUE,
+    DICT,
+    ORDERED,
+    STATE_DICT,
+    Node,
+    items_of,
+    pairs_of,
+    reference_of,
+    tag_of,
+)
 
 
 def prune(tree: Node, keep: Collection[str]) -> Node:
@@ -14,6 +24,15 @@ def prune(tree: Node, keep: Collection[str]) -> Node:
     what was left out.
     """
     return _prune(tree, keep) if _holds(tree, keep) else {}
+
+
+def with_keys(tree: Node, keys: Collection[str]) -> Node:
+    """A mapping with only the entries of these keys; any other tree as it is."""
+    if type(tree) is not dict or tag_of(tree) not in (None, DICT, ORDERED):
+        return tree
+    tag = tag_of(tree)
+    entries = [(key, value) for key, value in pairs_of(tree) or () if isinstance(key, str) and key in keys]
+    return dict(entries) if tag is None else {tag: [[key, value] for key, value in entries]}
 
 
 def _holds(node: Node, keep: Collection[str]) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 
 Status = Literal["measured", "not installed", "failed"]
 Temperature = Literal["cold", "warm"]
+Sense = Literal[">=", "<="]
 Verdict = Literal["PASS", "FAIL", "within noise", "not measured"]
 Readings = Mapping[str, float]
 
@@ -109,7 +110,7 @@ class Bar(msgspec.Struct, frozen=True):
 
     key: str
     promise: str
-    sense: Literal[">=", "<="]
+    sense: Sense
     limit: float
     unit: str
     verdict: Verdict
@@ -226,7 +227,7 @@ def exactly(value: float | None) -> Interval | None:
 def judge(
     key: str,
     promise: str,
-    sense: Literal[">=", "<="],
+    sense: Sense,
     limit: float,
     unit: str,
     measured: Interval | None,

@@ -15,6 +15,8 @@
 | `recognition` | which system wrote a checkpoint |
 | `opening`, `tree`, `reduction` | a description as a checkpoint that the native path reads |
 | `conversion`, `items`, `readback` | `convert`: which leaves go where, under which names; `verify` |
+| `ds_training`, `ds_cuts` | a state in DeepSpeed's terms, for its universal layout |
+| `torch_zip`, `torch_pickles`, `torch_archive`, `torch_files` | files of ``torch.save``, written |
 | `targets`, `atomic_output` | one module per system that is written; all or nothing |
 """
 

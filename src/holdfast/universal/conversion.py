@@ -17,13 +17,13 @@ from holdfast.universal.atomic_output import sweep
 from holdfast.universal.items import Job, OutputFile, choose, items_of, tree_of, type_named
 from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.readback import compare_copies
-from holdfast.universal.recognition import describe, find_kind
+from holdfast.universal.recognition import describe, find_kind, module_of
 from holdfast.universal.sources.hf import carried_files
 from holdfast.universal.spec import Spec
 from holdfast.universal.split import Target
 from holdfast.universal.targets import TARGETS
 
-TargetKind = Literal["holdfast", "safetensors", "hf", "torch", "dcp"]
+TargetKind = Literal["holdfast", "safetensors", "hf", "torch", "dcp", "ds-universal"]
 _BY_SUFFIX = {
     ".safetensors": "safetensors",
     ".pt": "torch",
@@ -79,16 +79,17 @@ def convert(
 ) -> Converted:
     """Writes the checkpoint at `src` as one of another system at `dst`, durable on return.
 
-    `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how
-    `src` lays out its parameters, or the path of such a file (docs/universal-spec.md). `to`: ``holdfast``,
-    ``safetensors``, ``hf``, ``torch`` or ``dcp``; by default what the end of `dst` says, else ``holdfast``.
-    `select`: globs of leaves; by default all, and of a target for weights alone those of the model. Names of
-    a model lose ``model.`` there. `dtype`: casts floating-point leaves, except an optimizer's. `verify`:
-    reads both sides again and compares them, before `dst` appears. `dry_run`: writes nothing, and tells what
-    would be written. `carry`: a ``config.json``, or a directory with it and a tokenizer, for a Hugging Face
-    target; those of a Hugging Face source are carried along anyway. `tp`, `pp`: into how many tensor-parallel
-    ranks and pipeline stages a target cuts the parameters, if it is one that does. `zero_stage`: the stage of
-    ZeRO that DeepSpeed is to load the result with.
+    `kind`: the system that wrote `src`; by default it is recognised by its files. `spec`: how `src` lays out
+    its parameters, or the path of such a file (docs/universal-spec.md); of a target that cuts parameters, how
+    it does. `to`: ``holdfast``, ``safetensors``, ``hf``, ``torch``, ``dcp``, ``ds-universal`` or
+    ``megatron``; by default what the end of `dst` says, else ``holdfast``. `select`: globs of leaves; by
+    default all, and of a target for weights alone those of the model. Names of a model lose ``model.`` there.
+    `dtype`: casts floating-point leaves, except an optimizer's. `verify`: reads both sides again and compares
+    them, before `dst` appears.
+    `dry_run`: writes nothing, and tells what would be written. `carry`: a ``config.json``, or a directory
+    with it and a tokenizer, for a Hugging Face target; those of a Hugging Face source are carried along
+    anyway. `tp`, `pp`: into how many tensor-parallel ranks and pipeline stages a target cuts the parameters,
+    if it is one that does. `zero_stage`: the stage of ZeRO that DeepSpeed is to load the result with.
 
     Memory is bounded by `options.memory_nbytes` and the largest computed leaf, however large the checkpoint.
     `dst` appears whole or not at all. `overwrite` replaces a Holdfast checkpoint or a file, not a directory.
@@ -200,7 +201,7 @@ def _open(
     src: str | os.PathLike[str], kind: str, spec: Spec | None, options: Options, *, cuts: bool
 ) -> StoredCheckpoint:
     """The source. A spec tells how a foreign one is laid out; for a target that cuts, also how to cut."""
-    if spec is not None and not (cuts and _is_native(src, kind)):
+    if spec is not None and not (cuts and _is_whole(src, kind)):
         if kind == "holdfast":
             raise SpecError("a spec is for checkpoints of other systems; Holdfast's own need none")
         return ForeignCheckpoint(describe(src, kind, spec), options.reading())
@@ -209,8 +210,10 @@ def _open(
     return ForeignCheckpoint(describe(src, kind), options.reading())
 
 
-def _is_native(src: str | os.PathLike[str], kind: str) -> bool:
-    return kind == "holdfast" or (kind == "auto" and find_kind(os.path.abspath(os.fspath(src))) is None)
+def _is_whole(src: str | os.PathLike[str], kind: str) -> bool:
+    """Whether a source has whole parameters: its own layout is no question, and a spec is for the target."""
+    module = find_kind(os.path.abspath(os.fspath(src))) if kind == "auto" else module_of(kind)
+    return module is None or not hasattr(module, "parameters")
 
 
 def _carried(checkpoint: StoredCheckpoint, carry: str | os.PathLike[str] | None) -> tuple[str, ...]:

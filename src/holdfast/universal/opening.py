@@ -61,6 +61,7 @@ class SourceFiles:
         self._lock = threading.Lock()
         self._made: tuple[str, int] | None = None
         self._closed = False
+        self._backends: dict[str, engine.Backend] = {}
 
     @property
     def path(self) -> str:
@@ -80,6 +81,13 @@ class SourceFiles:
 
     def require_current(self) -> None:
         """There is no other checkpoint of that path: nobody but its owner writes to it."""
+
+    def backend(self, name: str, forced: str | None) -> engine.Backend:
+        """How to read a file. Finding out takes a read of its own, so it is done once."""
+        found = self._backends.get(name)
+        if found is None:
+            found = self._backends[name] = engine.choose_read_backend(name, forced, may_write=False)
+        return found
 
     def is_computed(self, name: str) -> bool:
         return name in self._computed
@@ -129,12 +137,15 @@ class _SourceReader(ShardReader):
         if not self._files.is_computed(file.name):
             return super()._problems(index, columns, owner, **how)
         with self._files.made(file.name, file.nbytes) as self._made:
-            return super()._problems(index, columns, owner, **how)
+            try:
+                return super()._problems(index, columns, owner, **how)
+            finally:
+                self._made = None  # the next file may lie on the disk
 
     def backend(self, file: ShardFile) -> engine.Backend:
         if self._made is not None:
             return "buffered"
-        return engine.choose_read_backend(file.name, self._tuning.backend, may_write=False)
+        return self._files.backend(file.name, self._tuning.backend)
 
     def path(self, file: ShardFile) -> str:
         return super().path(file) if self._made is None else self._made

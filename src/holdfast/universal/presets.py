@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import SpecError
+from holdfast.universal.cuts import even
 from holdfast.universal.rules import (
     Layout,
     Pad,
@@ -143,6 +144,7 @@ def deepspeed_rules(info: Mapping[str, object]) -> tuple[Rule, ...]:
     )
     for key, layout in simple:
         layouts += [(pattern, layout) for pattern in _patterns(info, key)]
+    _require_even_widths(info)
     for entry in _list(info, "parameter_with_sub_params"):
         layouts += _sub_params(entry)
     layouts += [(pattern, shard(1)) for pattern in _patterns(info, "parameter_with_row_parallelism_patterns")]
@@ -175,8 +177,27 @@ def _sub_params(entry: object) -> list[tuple[str, Layout]]:
     ):
         raise SpecError(f"parameter_with_sub_params: {entry!r} lacks patterns, shape or partition_dim")
     sizes = shape[dim]
-    layout = fused(dim, list(sizes) if isinstance(sizes, (list, tuple)) else [sizes])
+    if not isinstance(sizes, (list, tuple)) and (type(sizes) is not int or sizes < 1):
+        raise SpecError(f"parameter_with_sub_params: {entry!r} has no sizes, nor a number of equal parts")
+    # Sizes are a tuple. One number, as older versions wrote, is how many equal parts there are.
+    layout = fused(dim, sizes if isinstance(sizes, int) else list(sizes))
     return [(_checked(pattern), layout) for pattern in patterns]
+
+
+def _require_even_widths(info: Mapping[str, object]) -> None:
+    """Version 0.4 tells how long each rank's piece of each part is; `fused` knows only even pieces."""
+    widths = info.get("sub_param_shard_widths") or {}
+    if not isinstance(widths, Mapping):
+        raise SpecError(f"sub_param_shard_widths is {type(widths).__name__}, not a dictionary")
+    for pattern, parts in widths.items():
+        for part in parts if isinstance(parts, (list, tuple)) else [None]:
+            if not isinstance(part, (list, tuple)) or not all(type(width) is int for width in part):
+                raise SpecError(f"sub_param_shard_widths of {pattern!r} are {parts!r}, not lists of lengths")
+            if list(part) != even(sum(part), len(part)):
+                raise SpecError(
+                    f"sub_param_shard_widths: the ranks hold {list(part)} of a part of {pattern!r}, which no "
+                    "rule can say yet; only parts that are cut evenly are read"
+                )
 
 
 def _patterns(info: Mapping[str, object], key: str) -> list[str]:

@@ -38,6 +38,11 @@ def find_kind(path: str) -> ModuleType | None:
     return next((module for module in SOURCES if module.looks_like(path) is not None), None)
 
 
+def module_of(kind: str) -> ModuleType | None:
+    """The reader of a kind; None if there is none of this name."""
+    return next((module for module in SOURCES if _kind(module) == kind), None)
+
+
 def describe(path: str | os.PathLike[str], kind: str = "auto", spec: Spec | None = None) -> Source:
     """The description of a foreign checkpoint. `kind`: the system that wrote it, if that is known."""
     where = os.path.abspath(os.fspath(path))

@@ -208,6 +208,11 @@ class LeafReader:
     def _no_leaf(self, name: str) -> LeafNotFound:
         return LeafNotFound(f"{self.path} has no leaf {name!r}; `holdfast show` lists them")
 
+    @property
+    def window_nbytes(self) -> int:
+        """What one read has in memory at most, beside its destinations."""
+        return self._tuning.window_nbytes * self._tuning.depth
+
     def reader(self, rank: int) -> ShardReader:
         """The shards of a rank."""
         return ShardReader(self.parts[rank], self._hold, self._tuning)

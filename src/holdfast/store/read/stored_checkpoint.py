@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -36,6 +36,7 @@ from holdfast.state import (
     values,
 )
 from holdfast.state.node import localized
+from holdfast.state.select import with_keys
 from holdfast.store.names import MANIFEST, SHARD, is_step_name, step_name
 from holdfast.store.os_errors import shows_damage
 from holdfast.store.read.file_access import FileAccess
@@ -85,6 +86,7 @@ class StoredCheckpoint(LeafReader):
         super().__init__(hold, Parts(root, hold, manifest_path), tuning)
         self.root = root
         self.manifest_path = manifest_path
+        self._entries: Collection[str] | None = None
 
     @property
     def step(self) -> int:
@@ -116,7 +118,11 @@ class StoredCheckpoint(LeafReader):
     @property
     def tree(self) -> Node:
         """The state with its arrays taken out, of all ranks together."""
-        return self.parts.tree
+        return self.parts.tree if self._entries is None else with_keys(self.parts.tree, self._entries)
+
+    def keep_entries(self, keys: Collection[str]) -> None:
+        """Leaves out all other entries of the state, as if they had not been saved."""
+        self._entries = keys
 
     @property
     def aliases(self) -> Mapping[str, str]:

@@ -19,11 +19,13 @@ from types import ModuleType
 
 from holdfast.universal.sources import (
     dcp,
+    dcp_hf,
     deepspeed,
     ds_universal,
     hdf5,
     hf,
     megatron,
+    megatron_core,
     npz,
     safetensors,
     torch_save,
@@ -32,7 +34,9 @@ from holdfast.universal.sources import (
 SOURCES: tuple[ModuleType, ...] = (
     ds_universal,
     deepspeed,
+    megatron_core,
     dcp,
+    dcp_hf,
     megatron,
     npz,
     hdf5,

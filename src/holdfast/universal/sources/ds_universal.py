@@ -35,7 +35,7 @@ LATEST = "latest_universal"
 ZERO, OPTIMIZER_STATE, FP32, STEP = "zero", "optimizer_state.pt", "fp32", "step"
 GLOBAL_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """Of the optimizer, beside its param_groups; values ``deepspeed.<name>`` here."""
-INFO = "universal_checkpoint_info"
+INFO, BUFFERS = "universal_checkpoint_info", "buffer_names"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt", re.ASCII)
 _MAX_DEGREE = 1 << 16
 _CLASSES = CLASSES | {SIZES_CLASS}
@@ -129,7 +129,7 @@ class _Checkpoint:
         known = self._model.get("checkpoint_parallel_dimensions")
         count = len(self._models)
         tp, pp = count, 1
-        if isinstance(known, dict) and count > 1:
+        if isinstance(known, dict):
             tp, pp = known.get("tp_degree", count), known.get("pp_degree", 1)
         if type(tp) is not int or type(pp) is not int or not 0 < tp < _MAX_DEGREE or not 0 < pp < _MAX_DEGREE:
             raise CorruptCheckpoint(f"parallel degrees {tp!r} and {pp!r}", path=self._models[0][0])
@@ -321,9 +321,12 @@ class _Checkpoint:
                 if not empty:
                     held.setdefault(name, [[] for _ in range(self._tp)])[rank % self._tp].append(tensor)
         info = self._model.get(INFO)
+        buffers = self._model.get(BUFFERS) or ()
         known = deepspeed_rules(info) if isinstance(info, dict) and self._tp > 1 else ()
         for name, holders in held.items():
             found = rules.get(name) or next((one for one in known if one.match.matches(name)), None)
+            if found is not None and known and found is known[-1] and name in buffers:
+                found = None  # the patterns are for parameters: every rank has the same
             if found is None or _all_alike(holders, masters.get(name)):
                 found = rule("*", replicated())
             leaf = join_one(name, f"model.{name}", found, holders)
@@ -397,6 +400,8 @@ class _Checkpoint:
                 into.add_value(f"deepspeed.{key}", self._common[key])
         if isinstance(self._model.get(INFO), dict):
             into.add_value(f"deepspeed.{INFO}", self._model[INFO])
+        if isinstance(self._model.get(BUFFERS), list):
+            into.add_value(f"deepspeed.{BUFFERS}", self._model[BUFFERS])
 
     def _facts(self) -> dict[str, str]:
         facts = {}

@@ -30,13 +30,24 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(\..*)", re.DOTALL)
 _CHUNK = re.compile(r"model(\d*)")
-_INERT = (
+INERT = (
     "megatron.core.enums.ModelType",
     "megatron.model.enums.ModelType",
+    "megatron.core.enums.Fp8Recipe",
+    "megatron.core.enums.Fp4Recipe",
+    "megatron.core.transformer.enums.ModelType",
+    "megatron.core.transformer.enums.LayerType",
+    "megatron.core.transformer.enums.AttnType",
+    "megatron.core.transformer.enums.AttnMaskType",
     "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphModule",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.InferenceCudaGraphScope",
     "megatron.core.rerun_state_machine.RerunMode",
     "megatron.core.rerun_state_machine.RerunDiagnostic",
     "megatron.core.rerun_state_machine.RerunState",
+    "megatron.core.rerun_state_machine.RerunValidationStatus",
+    "signal.Signals",
 )
 """Classes of Megatron that its arguments mention. Their objects are read by name only and are not used."""
 
@@ -44,7 +55,7 @@ _INERT = (
 def looks_like(path: str) -> str | None:
     """The directories of ranks that were found."""
     try:
-        found = _rank_files(_directory(path))
+        found = _rank_files(checkpoint_directory(path))
     except UnsupportedSource:
         return "directories mp_rank_* with expert-parallel ranks"
     except (OSError, ValueError):
@@ -64,6 +75,9 @@ def describe(path: str, spec: Spec | None = None) -> Source:
     model = join(taken, found.tensors)
     leaves, aliases = list(model.leaves), dict(model.aliases)
     values: dict[str, object] = {"iteration": found.step}
+    version = found.ranks[0, 0].content.get("checkpoint_version", 0)
+    if isinstance(version, (int, float)):
+        values["checkpoint_version"] = version
     optimizer = _join_optimizer(found, taken, leaves, aliases, values)
     first = found.ranks[0, 0].content
     plain = Collected(found.ranks[0, 0].file)
@@ -116,7 +130,7 @@ class _Checkpoint:
         )
 
 
-def _directory(path: str) -> str:
+def checkpoint_directory(path: str) -> str:
     """The directory that holds those of the ranks."""
     latest = os.path.join(path, _LATEST)
     if not os.path.isfile(latest):
@@ -140,7 +154,10 @@ def _rank_files(directory: str) -> dict[tuple[int, int], str]:
         if matched is None:
             continue
         if matched[3]:
-            raise UnsupportedSource(f"{directory}: {name}: expert-parallel ranks are not read")
+            raise UnsupportedSource(
+                f"{directory}: {name}: expert-parallel ranks, or data-parallel ones of old versions, are not "
+                "read. Megatron can save them with --ckpt-format torch_dist"
+            )
         files = [os.path.join(directory, name, file) for file in _FILES]
         present = next((file for file in files if os.path.isfile(file)), files[0])
         found[int(matched[1]), int(matched[2] or 0)] = present
@@ -148,7 +165,7 @@ def _rank_files(directory: str) -> dict[tuple[int, int], str]:
 
 
 def _read(path: str) -> _Checkpoint:
-    directory = _directory(path)
+    directory = checkpoint_directory(path)
     files = _rank_files(directory)
     if not files:
         raise IncompleteCheckpoint("it has no directory mp_rank_* with a checkpoint", path=directory)
@@ -166,7 +183,7 @@ def _read(path: str) -> _Checkpoint:
 
 
 def _read_rank(file: str) -> _Rank:
-    content = read_torch_file(file, allowed=_INERT)
+    content = read_torch_file(file, allowed=INERT)
     if not isinstance(content, Mapping):
         raise UnsupportedSource(f"{file}: a {type(content).__name__}, not the dictionary that Megatron saves")
     chunks: list[tuple[int, Any]] = []
@@ -203,6 +220,13 @@ def _common_step(ranks: Mapping[tuple[int, int], _Rank]) -> int:
 
 def _require_degrees(rank: _Rank, tp: int, pp: int) -> None:
     args = rank.content.get("args")
+    experts = args.get("expert_model_parallel_size") if isinstance(args, Mapping) else None
+    if isinstance(experts, int) and experts > 1:
+        # Without pipeline parallelism, directories of expert-parallel ranks look like those of stages.
+        raise UnsupportedSource(
+            f"{rank.file}: expert_model_parallel_size is {experts}; expert-parallel ranks are not read. "
+            "Megatron can save them with --ckpt-format torch_dist"
+        )
     for name, found in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
         said = args.get(name) if isinstance(args, Mapping) else None
         if isinstance(said, int) and said != found:
@@ -279,7 +303,9 @@ def _join_optimizer(
         state = read_optimizer(rank.file, rank.content.get("optimizer"), names)
         if state is None:
             beside = os.path.join(os.path.dirname(rank.file), "distrib_optim.pt")
-            return "of a distributed optimizer, not read" if os.path.exists(beside) else "none"
+            if os.path.exists(beside):
+                return "of a distributed optimizer (distrib_optim.pt), not read"
+            return "of a form that is not known, not read" if rank.content.get("optimizer") else "none"
         states[tensor, stage] = state
     kinds = sorted({kind for state in states.values() for held in state.tensors.values() for kind in held})
     for kind in kinds:

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import UnsupportedSource
+from holdfast.errors import CorruptCheckpoint, UnsupportedSource
 from holdfast.universal.torch_file import StoredTensor
 
 _MASTER = "fp32_from_fp16_params"
+NAMES = "parameter_names"
+"""In a group that Holdfast wrote: the parameters, with the layers' numbers in the whole model."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -54,12 +56,14 @@ def read_optimizer(file: str, saved: object, parameters: Shapes) -> OptimizerSta
             return None
         master = masters[number] if number < len(masters) else []
         taken = {name for known in found for name in known.names}
-        names = _names(
-            file,
-            number,
-            [_shape(state, index, master, at) for at, index in enumerate(indices)],
-            {name: shape for name, shape in parameters.items() if name not in taken},
-        )
+        names = _given_names(file, group, parameters, len(indices))
+        if names is None:
+            names = _names(
+                file,
+                number,
+                [_shape(state, index, master, at) for at, index in enumerate(indices)],
+                {name: shape for name, shape in parameters.items() if name not in taken},
+            )
         for at, (name, index) in enumerate(zip(names, indices, strict=True)):
             kept = dict(state[index]) if isinstance(state.get(index), Mapping) else {}
             if at < len(master):
@@ -69,7 +73,9 @@ def read_optimizer(file: str, saved: object, parameters: Shapes) -> OptimizerSta
                     tensors.setdefault(name, {})[str(kind)] = value
                 elif isinstance(value, (bool, int, float)):
                     values.setdefault(name, {})[str(kind)] = value
-        options = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str))}
+        options = {
+            key: value for key, value in group.items() if key not in ("params", NAMES) and _is_plain(value)
+        }
         found.append(Group(tuple(names), options))
     return OptimizerState(tensors, values, tuple(found))
 
@@ -84,6 +90,26 @@ def _shape(state: Mapping[Any, Any], index: object, master: Sequence[Any], at: i
         [v.shape for v in kept.values() if isinstance(v, StoredTensor)] if isinstance(kept, Mapping) else []
     )
     return max(shapes, key=len, default=None)
+
+
+def _given_names(file: str, group: Mapping[Any, Any], parameters: Shapes, number: int) -> list[str] | None:
+    """The names that a group says, if it does."""
+    given = group.get(NAMES)
+    if given is None:
+        return None
+    if not isinstance(given, list) or len(given) != number or len(set(map(str, given))) != number:
+        raise CorruptCheckpoint(f"{NAMES} does not fit the parameters of the group", path=file)
+    unknown = [name for name in given if not isinstance(name, str) or name not in parameters]
+    if unknown:
+        raise CorruptCheckpoint(f"{NAMES} has {unknown[0]!r}, which the file does not", path=file)
+    return given
+
+
+def _is_plain(value: object) -> bool:
+    """Numbers and text, and tuples of them such as Adam's betas."""
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(one, (bool, int, float, str)) for one in value)
+    return isinstance(value, (bool, int, float, str))
 
 
 def _names(file: str, number: int, shapes: list[tuple[int, ...] | None], parameters: Shapes) -> list[str]:

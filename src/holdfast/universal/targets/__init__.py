@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from holdfast.universal.targets import dcp, ds_universal, hf, native, safetensors, torch_save
+from holdfast.universal.targets import dcp, ds_universal, hf, megatron, native, safetensors, torch_save
 
 TARGETS: tuple[ModuleType, ...] = (
     native,
@@ -26,4 +26,5 @@ TARGETS: tuple[ModuleType, ...] = (
     ds_universal,
     torch_save,
     dcp,
+    megatron,
 )

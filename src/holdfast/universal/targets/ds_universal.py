@@ -12,6 +12,9 @@ One layout serves ZeRO-1, 2 and 3 (of DeepSpeed 0.19; what older ones load into 
   with ``zero_pp_rank_0_`` before its name. It does not load the weights in them.
 - ``latest_universal``: the directory, relative to this one. Here it is this one.
 
+ZeRO-3 does not pad a vocabulary when it loads one, and would shift all that follows without a word. So where
+a rule says that one is padded, there are no model files for ZeRO-3, and loading fails there.
+
 A parameter without moments beside others that have some gets zeros: that is what ZeRO keeps for it.
 """
 
@@ -33,6 +36,7 @@ from holdfast.universal.presets import deepspeed_rules
 from holdfast.universal.readback import compare_with
 from holdfast.universal.rules import Rule, replicated, rule
 from holdfast.universal.sources.ds_universal import (
+    BUFFERS,
     FP32,
     GLOBAL_STATE,
     INFO,
@@ -101,23 +105,55 @@ class _Layout:
         self._tp, self._pp = job.layout.tp, job.layout.pp
         self._stage = job.zero_stage
         self._info = self._training.deepspeed.get(INFO)
+        self._buffers = self._find_buffers()
         self._rules = self._find_rules()
+        self._padded = self._pads_vocabulary()
+        if self._padded and self._stage == 3:
+            raise SpecError(
+                "the vocabulary is padded over tensor-parallel ranks, and ZeRO-3 cannot load that: "
+                "use stage 1 or 2"
+            )
 
     def files(self) -> list[TorchFile]:
         files = self._model_files()
         files += [file for name in self._training.trained for file in self._parameter_files(name)]
         return [*files, TorchFile(f"{ZERO}/{OPTIMIZER_STATE}", self._optimizer_state())]
 
+    def _find_buffers(self) -> list[str]:
+        """As the source says; else all that the optimizer does not update."""
+        training = self._training
+        known = training.deepspeed.get(BUFFERS)
+        if isinstance(known, list):
+            return known
+        return [
+            name
+            for name, value in training.model.items()
+            if name not in training.trained
+            and name not in training.shared
+            and isinstance(value, PendingTensor)
+        ]
+
+    def _pads_vocabulary(self) -> bool:
+        info = self._info if isinstance(self._info, dict) else {}
+        known = info.get("padded_vocab_size"), info.get("original_vocab_size")
+        if known[0] is not None and known[0] == known[1]:
+            return False
+        return any(name in self._rules and self._rules[name].pads for name in self._training.trained)
+
     # --- how parameters are cut
 
     def _find_rules(self) -> dict[str, Rule]:
         known = list(self._job.spec.rules) if self._job.spec is not None else []
+        default: Rule | None = None
         if isinstance(self._info, dict):
             known += deepspeed_rules(self._info)
+            default = known[-1]
         found: dict[str, Rule] = {}
         missing: list[str] = []
         for name, value in self._training.model.items():
             match = next((one for one in known if one.match.matches(name)), None)
+            if match is not None and match is default and name in self._buffers:
+                match = None  # the patterns are for parameters: every rank has the same
             if match is not None:
                 found[name] = match
             elif name in self._training.trained:
@@ -194,7 +230,7 @@ class _Layout:
                 if self._stage != 3:
                     whole = {**content, "module": modules[rank]}
                     files.append(TorchFile(f"mp_rank_{number:02d}_model_states.pt", whole))
-                if self._stage in (None, 3):
+                if self._stage in (None, 3) and not self._padded:
                     empty = self._emptied(modules[rank] if self._stage == 3 else {})
                     name = f"zero_pp_rank_0_mp_rank_{number:02d}_model_states.pt"
                     files.append(TorchFile(name, {**content, "module": empty}))
@@ -206,16 +242,9 @@ class _Layout:
             OrderedDict((name, Size(self._local_shape(name, rank))) for name in (group if stage == 0 else ()))
             for group in training.param_shapes
         ]
-        others = [
-            name
-            for name, value in training.model.items()
-            if name not in training.trained
-            and name not in training.shared
-            and isinstance(value, PendingTensor)
-        ]
         state: dict[str, object] = {
             "module": None,
-            "buffer_names": others if stage == 0 else [],
+            BUFFERS: self._buffers if stage == 0 else [],
             "optimizer": None,
             "param_shapes": shapes,
             "frozen_param_shapes": None,

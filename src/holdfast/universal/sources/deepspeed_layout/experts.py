@@ -43,6 +43,12 @@ class Experts:
         match = _NAME.fullmatch(name)
         return -1 if match is None else int(match[2])
 
+    @staticmethod
+    def prefix(name: str) -> str:
+        """What stands before the number, which is another text for every layer."""
+        match = _NAME.fullmatch(name)
+        return "" if match is None else match[1]
+
     def global_name(self, name: str, expert_rank: int) -> str:
         """The name of a parameter that an expert-parallel rank calls `name`."""
         match = _NAME.fullmatch(name)

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from holdfast.errors import CorruptCheckpoint, SpecError, UnsupportedSource
+from holdfast.format import dtypes
 from holdfast.universal.rules import Replicated, Rule, rule, unique
-from holdfast.universal.source import Source, SourceLeaf
+from holdfast.universal.source import Source, SourceLeaf, flat_stretches
 from holdfast.universal.sources.deepspeed_layout.files import Folder, content_of
 from holdfast.universal.sources.deepspeed_layout.optimizer_files import Held, State, read_zero
 from holdfast.universal.sources.deepspeed_layout.unsharded import read_unsharded
@@ -157,8 +158,30 @@ class Checkpoint:
             raise CorruptCheckpoint(
                 f"ranks have {leaf!r} in types {sorted(kinds)}", path=self._folder.path, leaf=found.name
             )
+        if found.rule is _WHOLE:
+            return self._whole(found, leaf, held[0])
         tensors = [[one.local for one in copies] for copies in held]
         return union(found.name, kinds.pop(), found.rule, tensors, leaf=leaf)
+
+    def _whole(self, found: Assigned, leaf: str, copies: Sequence[Held]) -> SourceLeaf:
+        """What `union` gives for a parameter that is not cut, without its arithmetic of boxes."""
+        dtype, shape = copies[0].dtype, copies[0].local.shape
+        if any(one.local.shape != shape for one in copies):
+            raise CorruptCheckpoint(
+                f"pipeline stages have {leaf!r} in different shapes", path=self._folder.path, leaf=found.name
+            )
+        size = dtypes.itemsize(dtype)
+        versions = [
+            tuple(
+                stretch
+                for extent in one.local.extents
+                for stretch in flat_stretches(
+                    extent.file, extent.offset, extent.start, extent.stop, shape, size
+                )
+            )
+            for one in copies
+        ]
+        return SourceLeaf(leaf, dtype, shape, versions[0], copies=tuple(versions[1:]))
 
     # --- the optimizer
 
@@ -244,6 +267,8 @@ class Checkpoint:
             into.add_value(f"deepspeed.{key}", value)
         if isinstance(model.get(_INFO), dict):
             into.add_value(f"deepspeed.{_INFO}", model[_INFO])
+        if isinstance(model.get("buffer_names"), list):
+            into.add_value("deepspeed.buffer_names", model["buffer_names"])
 
     def _add_groups(self, into: Collected, names: Mapping[str, str]) -> None:
         """The groups of the first tensor-parallel rank, with the parameters of all pipeline stages."""

@@ -225,7 +225,8 @@ def _pieces(
 ) -> dict[str, list[_Piece]]:
     if stage == 3:
         return _whole_pieces(members, named)
-    return _cut_pieces(folder, flats, members, group, named)
+    found = _cut_pieces(folder, flats, members, group, named)
+    return found if _in_order(found, named) else _walked_pieces(flats, members, group, named)
 
 
 def _cut_pieces(
@@ -261,6 +262,37 @@ def _cut_pieces(
                 path=folder.path,
                 leaf=name,
             )
+    return found
+
+
+def _in_order(pieces: Mapping[str, list[_Piece]], named: Mapping[str, Shape]) -> bool:
+    """Whether the slice mappings have the parameters in the order in which the model file lists them.
+
+    With ``round_robin_gradients`` DeepSpeed (0.19.8) makes the mappings in the order of the model, but lays
+    the parameters out in that of the model file: then the mappings, and what `ds_to_universal` makes of
+    them, are wrong.
+    """
+    places = [(pieces[name][0].rank, pieces[name][0].first) for name in named if pieces[name]]
+    return places == sorted(places)
+
+
+def _walked_pieces(
+    flats: Sequence[_Flat], members: Sequence[int], group: int, named: Mapping[str, Shape]
+) -> dict[str, list[_Piece]]:
+    """ZeRO-1 and 2, from the order of parameters: end to end, cut into parts as long as the first."""
+    paddings = flats[members[0]].content.get("param_alignment_paddings")
+    after = paddings[group] if isinstance(paddings, list) and group < len(paddings) else [0] * len(named)
+    length = max(1, flats[members[0]].masters[group].count)
+    found: dict[str, list[_Piece]] = {}
+    begin = 0
+    for (name, shape), padding in zip(named.items(), after, strict=True):
+        end = begin + math.prod(shape)
+        found[name] = [
+            _Piece(members[number], max(begin - number * length, 0), low - begin, high - begin)
+            for number in range(begin // length, min(-(-end // length), len(members)))
+            if (low := max(begin, number * length)) < (high := min(end, (number + 1) * length))
+        ]
+        begin = end + padding
     return found
 
 

@@ -6,6 +6,7 @@ parameter each number means follows from the order and the shapes of the model's
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,20 +26,34 @@ def read_unsharded(folder: Folder, mp: int) -> OptimizerState:
     if not files:
         _add(made, folder.model_file(mp), folder.model(mp).get("optimizer"), _dense(folder, mp), {})
         return made
-    made.expert_degree = len(files)
     experts = _experts(folder, mp)
-    numbers = sorted({Experts.number(name) for name in experts})
-    each = len(numbers) // len(files)
+    numbers = Experts.of(folder, [experts]).local  # of whole layers: the files have the experts of all ranks
     for rank in range(len(files)):
         if rank not in files:
             raise IncompleteCheckpoint(
                 f"the optimizer file of expert-parallel rank {rank} is missing", path=folder.path
             )
+        tree = folder.read(files[rank]).get("optimizer")
+        made.expert_degree = degree = _degree(files[rank], tree)
         mine = {
-            name: stored for name, stored in experts.items() if Experts.number(name) // max(each, 1) == rank
+            name: stored
+            for name, stored in experts.items()
+            if Experts.number(name) * degree // numbers[Experts.prefix(name)] == rank % degree
         }
-        _add(made, files[rank], folder.read(files[rank]).get("optimizer"), _dense(folder, mp), mine)
+        _add(made, files[rank], tree, _dense(folder, mp), mine)
     return made
+
+
+def _degree(path: str, tree: Any) -> int:
+    """How many ranks share the experts of a layer: the groups of experts are called ``ep_size_N``."""
+    groups = tree.get("param_groups") if isinstance(tree, dict) else None
+    named = [group.get("name") for group in groups or () if isinstance(group, dict) and group.get("moe")]
+    found = {int(name[8:]) for name in named if isinstance(name, str) and re.fullmatch(r"ep_size_\d+", name)}
+    if len(found) != 1 or 0 in found:
+        raise UnsupportedSource(
+            f"{path}: groups of experts {named}; only one size of expert parallelism is read"
+        )
+    return found.pop()
 
 
 def _dense(folder: Folder, mp: int) -> dict[str, StoredTensor]:

@@ -1,0 +1,208 @@
+"""What a shelf holds, for people and other tools: list, verify, export.
+
+Listing reads the directory only. Verifying reads every byte. An export is complete under its name, or not
+there at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from holdfast.engine import fs
+from holdfast.errors import CorruptShelf, UnsupportedState
+from holdfast.format.dtypes import carrier
+from holdfast.shelf import entries
+from holdfast.shelf.shelf import Shelf
+from holdfast.shelf.usage import ShelfWarning, Usage
+from holdfast.state.numpy_arrays import Array
+
+FORMATS = (".npz", ".safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """One entry. `type` is "array", "value" or "packed": a large value, or a container with arrays."""
+
+    name: str
+    type: str
+    nbytes: int
+    generation: int
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    framework: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    path: str
+    medium: str
+    usage: Usage
+    entries: tuple[EntryInfo, ...]
+    warning: str
+    """Why the newest commit was passed over; empty if it was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """`damaged`: names of entries, and what is wrong with each. `warning`: as in `Listing`."""
+
+    path: str
+    entries: int
+    nbytes: int
+    damaged: tuple[tuple[str, str], ...]
+    warning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """`left_out` are entries that the format cannot hold."""
+
+    output: str
+    arrays: int
+    nbytes: int
+    left_out: tuple[str, ...]
+
+
+def listing(path: str | os.PathLike[str]) -> Listing:
+    """The entries of a shelf, without reading their data."""
+    with _opened(path) as shelf:
+        found = tuple(_describe(shelf, name) for name in shelf)
+        return Listing(shelf.path, shelf.medium, shelf.usage, found, shelf._opened().warning)
+
+
+def _opened(path: str | os.PathLike[str]) -> Shelf:
+    """A shelf to look at. What is said of a commit that was passed over is part of the result."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShelfWarning)
+        return Shelf(path, mode="r")
+
+
+def _describe(shelf: Shelf, name: str) -> EntryInfo:
+    found = shelf._opened().find(name.encode())
+    assert found is not None
+    kind, meta, nbytes, _, born = found
+    if kind == entries.ARRAY:
+        try:
+            array = entries.array_meta(meta, nbytes)
+        except entries.Malformed as error:
+            raise CorruptShelf(str(error), path=shelf.path, name=name) from None
+        return EntryInfo(name, "array", nbytes, born, array.dtype, array.shape, array.framework)
+    return EntryInfo(name, "packed" if nbytes else "value", nbytes or len(meta), born)
+
+
+def verify(path: str | os.PathLike[str]) -> Verification:
+    """Reads and checks every byte."""
+    with _opened(path) as shelf:
+        damaged = tuple((error.name or "", error.reason) for error in shelf.verify())
+        found = [_describe(shelf, name).nbytes for name in shelf]
+        return Verification(shelf.path, len(shelf), sum(found), damaged, shelf._opened().warning)
+
+
+def export(path: str | os.PathLike[str], output: str | os.PathLike[str], *, force: bool = False) -> Export:
+    """Writes the arrays, and what values the format can hold, to a ``.npz`` or ``.safetensors`` file.
+
+    Arrays in containers are named ``entry.place``. ``.npz`` has numbers and text as arrays without
+    dimensions; ``.safetensors`` has all values as JSON in its metadata.
+    """
+    target = os.fspath(output)
+    kind = os.path.splitext(target)[1]
+    if kind not in FORMATS:
+        raise ValueError(f"cannot export to {target}: its name must end with one of {', '.join(FORMATS)}")
+    if not force and os.path.lexists(target):
+        raise FileExistsError(None, "the file exists (--force replaces it)", target)
+    with Shelf(path, mode="r") as shelf:
+        arrays: dict[str, tuple[entries.ArrayMeta, Array]] = {}
+        values: dict[str, Any] = {}
+        for name in shelf:
+            arrays.update(_arrays(shelf, name))
+            if name not in arrays:
+                values[name] = shelf[name]
+        with _atomic(target, force) as file:
+            left_out = (_write_npz if kind == ".npz" else _write_safetensors)(file, arrays, values)
+            nbytes = file.tell()
+    return Export(target, len(arrays), nbytes, tuple(left_out))
+
+
+def _arrays(shelf: Shelf, name: str) -> Iterator[tuple[str, tuple[entries.ArrayMeta, Array]]]:
+    _ = shelf[name]  # verifies it
+    core = shelf._opened()
+    key = name.encode()
+    found = core.find(key)
+    assert found is not None
+    kind, meta, nbytes, _, _ = found
+    if kind == entries.ARRAY:
+        data = core.view(key) if nbytes else np.empty(0, np.uint8)
+        yield name, (entries.array_meta(meta, nbytes), data)
+    elif kind == entries.PACKED:
+        data = core.view(key)
+        for leaf in entries.packed_meta(meta, nbytes).leaves:
+            part = data[leaf.offset : leaf.offset + leaf.array.nbytes]
+            yield f"{name}.{leaf.name}", (leaf.array, part)
+
+
+def _write_npz(
+    file: BinaryIO, arrays: dict[str, tuple[entries.ArrayMeta, Array]], values: dict[str, Any]
+) -> list[str]:
+    whole = {}
+    for name, (meta, data) in arrays.items():
+        array = entries.numpy_on(data, meta)
+        if array.dtype.kind == "V" and meta.dtype[:3] != "NP:":
+            raise UnsupportedState(
+                f"a .npz file cannot hold {name!r}, of type {meta.dtype}: use .safetensors"
+            )
+        whole[name] = array
+    plain = {name: value for name, value in values.items() if _is_plain(value)}
+    np.savez(file, **whole, **plain)  # type: ignore[arg-type]
+    return [name for name in values if name not in plain]
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    return type(value) in (float, complex, bool, str)
+
+
+def _write_safetensors(
+    file: BinaryIO, arrays: dict[str, tuple[entries.ArrayMeta, Array]], values: dict[str, Any]
+) -> list[str]:
+    header: dict[str, Any] = {"__metadata__": {"values": entries.encode_tree(values)}}
+    offset = 0
+    for name, (meta, data) in arrays.items():
+        stored = carrier(meta.dtype)
+        header[name] = {
+            "dtype": stored.name,
+            "shape": [*meta.shape, *stored.tail],
+            "data_offsets": [offset, offset + data.size],
+        }
+        offset += data.size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, data in arrays.values():
+        file.write(data.data)
+    return []
+
+
+@contextlib.contextmanager
+def _atomic(target: str, force: bool) -> Iterator[BinaryIO]:
+    directory = os.path.dirname(os.path.abspath(target))
+    partial = f"{target}.{secrets.token_hex(8)}.partial"
+    try:
+        with open(partial, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        (fs.rename if force else fs.rename_new)(partial, target)
+        fs.sync_dir(directory)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
