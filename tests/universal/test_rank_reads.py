@@ -63,3 +63,20 @@ def test_every_rank_reads_only_its_own_shards_of_a_zero_3_checkpoint(tmp_path: P
         assert all(rank[way][2] for rank in outcome), "weights"
         assert sum(rank[way][1] for rank in outcome) == total
         assert [rank[way][0] for rank in outcome] == [rank[way][1] for rank in outcome]
+
+
+def test_weights_and_moments_of_zero_3_start_a_run(tmp_path: Path) -> None:
+    truth = _model(0)
+    path = write_zero3(
+        tmp_path / "zero", {name: one.detach() for name, one in truth.named_parameters()}, ranks=2
+    )
+    model = _model(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with holdfast.Checkpointer(tmp_path / "run", {"model": model, "optimizer": optimizer}) as ckpt:
+        assert ckpt.restore(start_from=path) == 5
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for one, other in zip(model.parameters(), truth.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(optimizer.state[one]["exp_avg"], 2 * other)
+        assert torch.equal(optimizer.state[one]["exp_avg_sq"], 3 * other)
+        assert optimizer.state[one]["step"] == 5

@@ -93,6 +93,7 @@ def read_zero(folder: Folder, mp: int) -> OptimizerState:
             )
     made = OptimizerState(stage, {}, {}, [], _scaling(flats[0]))
     experts = Experts.of(folder, shapes)
+    every: list[str] = []
     for group, named in enumerate(shapes):
         listed: list[str] = []
         for members, expert_rank in _members(flats, group, named, experts):
@@ -104,8 +105,11 @@ def read_zero(folder: Folder, mp: int) -> OptimizerState:
         # ZeRO-3 counts sub-groups, which are no groups of the optimizer.
         if stage != 3 and len(flats[0].groups) == len(shapes):
             made.groups.append(Group(flats[0].groups[group], listed))
+        every += listed
     if not made.groups:
-        made.groups = [Group(options, ()) for options in flats[0].groups]
+        # Which of several groups a parameter of ZeRO-3 is in, the files do not say. All are in the only one.
+        alone = every if len(flats[0].groups) == 1 else ()
+        made.groups = [Group(options, alone) for options in flats[0].groups]
     return made
 
 
