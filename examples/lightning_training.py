@@ -39,11 +39,10 @@ class Regression(lightning.LightningModule):
 def main(run: str, epochs: int) -> None:
     lightning.seed_everything(3)
     model = Regression()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = lightning.Trainer(
         max_epochs=epochs,
         accelerator="cpu",
-        devices=world,
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
         callbacks=[HoldfastCallback(run)],  # the one line
         logger=False,
         enable_checkpointing=False,

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-INTEGRATIONS = ["holdfast.lightning"]
+INTEGRATIONS = ["holdfast.lightning", "holdfast.transformers", "holdfast.accelerate"]
 HEAVY = [
     "lightning",
     "transformers",

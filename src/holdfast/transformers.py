@@ -1,0 +1,251 @@
+"""Holdfast under the Trainer of transformers: `HoldfastTrainer`, and `HoldfastMixin` for other trainers.
+
+Where Trainer writes optimizer, scheduler, scaler and random numbers into ``checkpoint-N``, a Holdfast
+checkpoint of the whole training goes instead, into ``checkpoint-N/holdfast``, beside the files that others
+read (weights, ``config.json``, tokenizer, ``trainer_state.json``). A directory without it is not complete,
+and not resumed from. With `every`, a `Checkpointer` saves between these as well, into the run
+``output_dir/holdfast``.
+
+Methods of Trainer that are replaced, most of them private: ``train``, ``_load_from_checkpoint``,
+``_load_optimizer_and_scheduler``, ``_load_scaler``, ``_load_rng_state``, ``_save_checkpoint``,
+``_save_optimizer_and_scheduler``, ``_save_scaler``, ``_save_rng_state``, ``_maybe_log_save_evaluate``,
+``_load_best_model``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from holdfast.integrations.versions import require
+
+require("transformers", "5.23", "5.24", extra="transformers")
+
+from accelerate.utils import broadcast_object_list
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState, TrainerState
+
+from holdfast.caller import stack_level
+from holdfast.checkpointer import Checkpointer
+from holdfast.checkpointer.drilling import DIRECTORY
+from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
+from holdfast.state.marks import per_rank, rank_zero
+from holdfast.state.rng import rng
+from holdfast.store import load, save, step_name, verify
+from holdfast.store import open as open_checkpoint
+
+FOLDER = "holdfast"
+"""In `output_dir`, the run of what is saved between checkpoints; in each of those, our checkpoint."""
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+
+class HoldfastMixin(_Base):
+    """In front of a Trainer class: ``class MyTrainer(HoldfastMixin, SFTTrainer): ...``.
+
+    `holdfast`: arguments of a `holdfast.Checkpointer` that saves between Trainer's own checkpoints, such as
+    ``{"every": 1}`` for every step. Without it, there are only Trainer's own checkpoints.
+    """
+
+    def __init__(self, *args: Any, holdfast: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._options = holdfast
+        self._run: Checkpointer | None = None
+        self._source: str | None = None
+        self._state: dict[str, Any] = {}
+        self._rng = rng(hold=True)
+        self._saved_step = self._epoch_step = -1
+
+    # --- resuming
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """As Trainer's. ``resume_from_checkpoint="auto"``: from the newest, or else from the beginning."""
+        if self.is_deepspeed_enabled:
+            raise NotImplementedError("HoldfastTrainer does not support DeepSpeed, which saves its own files")
+        new = resume_from_checkpoint is None or resume_from_checkpoint is False
+        self._source, self._saved_step, self._epoch_step = None, -1, -1
+        if self._options is not None:
+            run = os.path.join(self.args.output_dir, FOLDER)
+            self._run = Checkpointer(run, self._state, start_over=new, **self._options)
+        try:
+            output = self._train(None if new else resume_from_checkpoint, kwargs)
+        except BaseException as error:
+            if self._run is not None:
+                self._run.__exit__(type(error), error, error.__traceback__)
+            raise
+        if self._run is not None:
+            self._run.close()
+        return output
+
+    def _train(self, wanted: str | bool | None, kwargs: dict[str, Any]) -> Any:
+        path = wanted
+        if wanted is True or wanted == "auto":
+            path = self._newest()
+            if path is None and wanted is True:
+                raise ValueError(f"{self.args.output_dir} has no complete checkpoint to resume from")
+        source = None if path is None else _complete(str(path))
+        if source is None:  # from the beginning, or from a checkpoint that Trainer wrote by itself
+            return super().train(resume_from_checkpoint=path, **kwargs)
+        self._source, state = source
+        with tempfile.TemporaryDirectory() as folder:  # Trainer reads its state from a file of this name
+            with open(os.path.join(folder, "trainer_state.json"), "w") as file:
+                file.write(state)
+            return super().train(resume_from_checkpoint=folder, **kwargs)
+
+    def _newest(self) -> str | None:
+        """Of Trainer's checkpoints and those between them, the newest that is intact. Rank 0 looks."""
+        found = [next(self._intact(), None) if self.args.process_index == 0 else None]
+        path: str | None = broadcast_object_list(found)[0]
+        return path
+
+    def _intact(self) -> Iterator[str]:
+        """From the newest on. That none is intact, but some are damaged, is an error, no new beginning."""
+        there: list[tuple[int, str]] = []
+        if os.path.isdir(self.args.output_dir) and not _drilled():
+            for name in os.listdir(self.args.output_dir):
+                if re.fullmatch(r"checkpoint-\d+", name):
+                    there.append((int(name.partition("-")[2]), os.path.join(self.args.output_dir, name)))
+        if self._run is not None:
+            there += [(step, os.path.join(self._run.path, step_name(step))) for step in self._run.steps]
+        damage = ""
+        for step, path in sorted(there, reverse=True):
+            try:
+                found = _complete(path)
+                if found is None:
+                    continue
+                problems = verify(found[0]).problems
+                if not problems:
+                    yield path
+                damage = "; ".join(f"{problem.file}: {problem.reason}" for problem in problems)
+            except CorruptCheckpoint as error:
+                damage = str(error)
+            text = f"passing over step {step}: {damage}"
+            warnings.warn(text, RuntimeWarning, stacklevel=stack_level())
+        if damage:
+            raise CorruptCheckpoint(f"no checkpoint is intact: {damage}", path=self.args.output_dir)
+
+    def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        if self._source is None:
+            super()._load_from_checkpoint(checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._source is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self._collect()
+        step = self.state.global_step
+        self._saved_step = step
+        if self._run is not None:
+            earlier = [there for there in self._run.steps if there <= step]
+            if self._run.restore(step=earlier[-1] if earlier else None) == step:
+                self._source = self._run.path
+        if self._run is None or self._source != self._run.path:
+            load(self._source, into=self._state)
+        self.current_flos = self._state["flos"].value["current"]
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self._source is None:
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Called when the batches that had been seen are skipped."""
+        if self._source is None:
+            super()._load_rng_state(checkpoint)
+        else:
+            self._rng.release()
+
+    def _load_best_model(self) -> None:
+        best = _complete(self.state.best_model_checkpoint)
+        if best is None:
+            super()._load_best_model()
+            return
+        if self._run is not None:
+            self._run.wait()  # a save under way may read the weights
+        load(best[0], into={"model": self.model_wrapped}, select="model.*")
+
+    # --- saving
+
+    def _collect(self) -> None:
+        """The state of the training as it is now."""
+        parts = [*self.callback_handler.callbacks, self.control]
+        exported = TrainerState(
+            stateful_callbacks=[part for part in parts if isinstance(part, ExportableState)]
+        )
+        trainer = {**dataclasses.asdict(self.state), "stateful_callbacks": exported.stateful_callbacks}
+        self._state.update(
+            model=self.model_wrapped,
+            optimizer=getattr(self.optimizer, "optimizer", self.optimizer),
+            scheduler=self.lr_scheduler,
+            scaler=self.accelerator.scaler,
+            trainer=rank_zero({"json": json.dumps(trainer, indent=2, sort_keys=True)}),
+            flos=per_rank({"current": self.current_flos}),
+            rng=per_rank(self._rng),
+        )
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if not _drilled():
+            super()._save_checkpoint(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """`_save_rng_state` does it, as the last of them."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """`_save_rng_state` does it."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            for name in os.listdir(output_dir):
+                _sync(os.path.join(output_dir, name))
+        self._collect()
+        path = os.path.join(output_dir, FOLDER)
+        save(path, self._state, step=self.state.global_step, overwrite=True)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        step = self.state.global_step
+        if self._run is None or step == self._saved_step:
+            return
+        if float(self.state.epoch).is_integer() and self._epoch_step != step:
+            self._epoch_step = step  # this is called once more, after what belongs to the end of the epoch
+            return
+        self._saved_step = step
+        self._collect()
+        self._run.save(step)
+
+
+class HoldfastTrainer(HoldfastMixin, Trainer):
+    """``Trainer`` with durable checkpoints and exact resume. `HoldfastMixin` explains `holdfast`."""
+
+
+def _drilled() -> bool:
+    """Whether this is a drill, which has a run of its own and leaves the `output_dir` alone."""
+    return DIRECTORY in os.environ
+
+
+def _complete(path: str) -> tuple[str, str] | None:
+    """Where our checkpoint in a directory is, and what it has for ``trainer_state.json``; None if nowhere."""
+    for place in (os.path.join(path, FOLDER), path):
+        try:
+            with open_checkpoint(place) as found:
+                return found.path, str(found.values["trainer.json"])
+        except (CheckpointNotFound, IncompleteCheckpoint, UnsupportedSource, KeyError):
+            continue
+    return None
+
+
+def _sync(path: str) -> None:
+    if os.path.isfile(path):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)

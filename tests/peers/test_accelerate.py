@@ -1,0 +1,60 @@
+"""`holdfast.accelerate` with the real accelerate: what its users do, and resuming bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import peers
+
+pytestmark = pytest.mark.peers
+
+SCRIPT = Path(__file__).with_name("accelerate_training.py")
+EXAMPLE = peers.PROJECT / "examples" / "accelerate_training.py"
+SECONDS = 390.0
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    return {**peers.with_holdfast(tmp_path / "site"), "HF_HUB_OFFLINE": "1"}
+
+
+def reports(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
+
+
+def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, env: dict[str, str]) -> None:
+    kills = (2, 4, 5, 10, 14)  # batches: 5 and 10 are the ends of epochs, and 5 is in the middle of a step
+    output = peers.run("transformers", SCRIPT, "exact", tmp_path, *map(str, kills), env=env, timeout=SECONDS)
+    whole, *resumed = reports(output)
+    assert whole["batches"] == 15, output
+    assert resumed == [whole] * len(kills), output
+
+
+@pytest.mark.timeout(1200)
+def test_a_lost_rank_changes_no_bit(tmp_path: Path, env: dict[str, str]) -> None:
+    def train(output: str, *rest: str, dies: bool = False) -> list[dict[str, Any]]:
+        arguments = ["train", tmp_path / output, *rest]
+        said = peers.run("transformers", SCRIPT, *arguments, ranks=2, env=env, dies=dies, timeout=SECONDS)
+        return sorted(reports(said), key=lambda report: report["rank"])
+
+    whole = train("whole")
+    assert [report["batches"] for report in whole] == [15, 15]
+    assert whole[0]["random"] != whole[1]["random"]  # random numbers are each rank's own
+    assert train("killed", "8", dies=True) == []
+    assert train("killed") == whole
+
+
+def test_single_saves_and_what_does_not_fit(tmp_path: Path, env: dict[str, str]) -> None:
+    assert "own: ok" in peers.run("transformers", SCRIPT, "own", tmp_path / "own", env=env, timeout=SECONDS)
+
+
+@pytest.mark.timeout(1200)
+def test_the_example_passes_the_drill(tmp_path: Path, env: dict[str, str]) -> None:
+    command = ["-m", "holdfast.cli", "drill", "--times", "2", "--workdir", tmp_path / "drill", "--"]
+    python = peers.interpreter("transformers")
+    output = peers.run("transformers", *command, python, EXAMPLE, env=env, cwd=tmp_path, timeout=900)
+    assert "32 checkpoints seen in both, all equal" in output, output
