@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from holdfast.errors import ShelfClosed
 
-if TYPE_CHECKING:
-    from holdfast.shelf.shelf import Shelf
+
+class Changeable(Protocol):
+    """What a transaction needs of its shelf."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def _transaction(self) -> Transaction | None: ...
+    def _begin(self, transaction: Transaction) -> None: ...
+    def _commit(self, transaction: Transaction) -> None: ...
+    def _end(self) -> None: ...
 
 
 class Transaction:
@@ -19,7 +28,7 @@ class Transaction:
 
     __slots__ = ("_shelf", "assigned", "removed")
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: Changeable) -> None:
         self._shelf = shelf
         self.assigned: set[str] = set()
         self.removed: set[str] = set()
@@ -35,7 +44,7 @@ class Transaction:
         if shelf._transaction is not self:
             if kind is None:
                 raise ShelfClosed(
-                    f"the shelf {shelf._path} was closed inside of a transaction, which is undone"
+                    f"the shelf {shelf.path} was closed inside of a transaction, which is undone"
                 )
             return
         if kind is None:
