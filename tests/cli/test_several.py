@@ -124,9 +124,9 @@ def test_export_joins_what_ranks_wrote(run: Path, tmp_path: Path) -> None:
 
 
 def test_export_streams_what_is_larger_than_a_window(tmp_path: Path) -> None:
-    shape = (2048, 6000)  # 48 MiB
+    shape = (4096, 6000)  # 96 MiB
     leaf = LeafLayout("w", "F32", shape, (MeshPlacement(Mesh.grid(3), (Split(1, 0),)),), "numpy")
-    array = np.arange(2048 * 6000, dtype=np.float32).reshape(shape)
+    array = np.arange(4096 * 6000, dtype=np.float32).reshape(shape)
     write_several(tmp_path / "c", WritePlan([leaf], Topology.regular(3)), {"w": array})
     # Once before: modules that are imported would be traced, too.
     assert command("export", tmp_path / "c", tmp_path / "first.safetensors").code == 0
@@ -134,7 +134,7 @@ def test_export_streams_what_is_larger_than_a_window(tmp_path: Path) -> None:
     assert command("export", tmp_path / "c", tmp_path / "out.safetensors").code == 0
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 40 << 20  # numpy's memory is traced: two windows of the leaf, not the leaf
+    assert peak < 72 << 20  # numpy's memory is traced: four windows of the leaf, not the leaf
     assert np.array_equal(load_file(tmp_path / "out.safetensors")["w"], array)
 
 
