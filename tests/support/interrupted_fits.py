@@ -22,7 +22,7 @@ class Interruption(BaseException):
 @contextmanager
 def ends_at(commit: int, before: bool) -> Iterator[list[int]]:
     """The commit of this number does not happen (`before`), or is the last that does."""
-    original, count = FitRecord.commit, [0]
+    original, count = FitRecord._commit, [0]
 
     def counted(self: FitRecord, *args: Any, **options: Any) -> None:
         count[0] += 1
@@ -33,7 +33,7 @@ def ends_at(commit: int, before: bool) -> Iterator[list[int]]:
             raise Interruption
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FitRecord, "commit", counted)
+        patch.setattr(FitRecord, "_commit", counted)
         yield count
 
 

@@ -73,7 +73,7 @@ def public_attributes(model: Any) -> dict[str, Any]:
 def _kill_at(commit: int, before: bool) -> None:
     from holdfast.sklearn.record import FitRecord
 
-    original, count = FitRecord.commit, [0]
+    original, count = FitRecord._commit, [0]
 
     def counted(self: FitRecord, *args: Any, **options: Any) -> None:
         count[0] += 1
@@ -83,7 +83,7 @@ def _kill_at(commit: int, before: bool) -> None:
         if count[0] == commit:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    FitRecord.commit = counted  # type: ignore[method-assign]
+    FitRecord._commit = counted  # type: ignore[method-assign]
 
 
 def main(kind: str, shelf: str, result: str, seed: str, kills: str) -> None:

@@ -209,7 +209,7 @@ class _Runs(Progress):
         changes = {_SLOTS[self.iteration % 2]: centers, "place": (self.run, self.iteration), **bounds}
         if self.iteration == 0:
             changes |= self.random_entries(self.random_state)
-        self.record.commit(changes)
+        self.record.commit_soon(changes)
 
 
 def _nothing(*args: Any, **options: Any) -> None:

@@ -134,7 +134,7 @@ class _Steps(Progress):
     def commit(self, step: int) -> None:
         """So many steps are complete, and none of them was the last."""
         counters = [getattr(self.estimator, name) for name in _COUNTERS]
-        self.record.commit(
+        self.record.commit_soon(
             {
                 "step": step,
                 "centers": self.centers,

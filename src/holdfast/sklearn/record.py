@@ -1,6 +1,7 @@
 """One fit on a shelf: which fit it is, how far it is, and its arrays.
 
-A `FitRecord` opens the shelf, compares identities, and commits. The loops (`kmeans`, `minibatch`, `mixture`,
+A `FitRecord` opens the shelf, compares identities, and commits: at once, or beside the next iteration, in a
+thread that mostly waits for the device. The loops (`kmeans`, `minibatch`, `mixture`,
 `streams`) decide what a fit stores and where it goes on.
 
 A shelf file holds one fit. A directory holds one shelf file per fit, named by its fingerprint: for clones
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ class FitRecord:
         self._shelf: Shelf | None = None
         self._identity: dict[str, str] = {}
         self._stored = False
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
 
     def open(self, identity: Mapping[str, str], nbytes: int) -> None:
         """Opens the shelf for the fit with this identity, whose state takes about `nbytes`.
@@ -54,10 +58,16 @@ class FitRecord:
         self._stored = found is not None
 
     def close(self) -> None:
-        """Closes the shelf, unless it is the user's own."""
-        if self._shelf is not None and self._shelf is not self._where:
-            self._shelf.close()
-        self._shelf = None
+        """Waits for a commit under way, and closes the shelf unless it is the user's own."""
+        try:
+            self._settle()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+            if self._shelf is not None and self._shelf is not self._where:
+                self._shelf.close()
+            self._shelf = None
 
     def get(self, name: str) -> Any:
         """A value, or an array on the mapping, read-only; None if there is none."""
@@ -69,7 +79,23 @@ class FitRecord:
 
     def commit(self, changes: Mapping[str, Any], remove: Iterable[str] = ()) -> None:
         """Makes all changes durable together. The identity goes with the first ones."""
+        self._commit(self._opened, changes, remove)
+
+    def commit_soon(self, changes: Mapping[str, Any]) -> None:
+        """`commit`, beside what the caller does next: arrays are copied. One commit is under way at a time.
+
+        What goes wrong is raised by the next use of this record.
+        """
         shelf = self._opened
+        taken = {
+            name: np.array(value) if isinstance(value, np.ndarray) else value
+            for name, value in changes.items()
+        }
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-fit")
+        self._pending = self._thread.submit(self._commit, shelf, taken)
+
+    def _commit(self, shelf: Shelf, changes: Mapping[str, Any], remove: Iterable[str] = ()) -> None:
         with shelf.transaction():
             if not self._stored:
                 shelf[self._prefix + "identity"] = self._identity
@@ -79,6 +105,12 @@ class FitRecord:
             for name, value in changes.items():
                 shelf[self._prefix + name] = value
         self._stored = True
+
+    def _settle(self) -> None:
+        """Waits for the commit under way; raises what went wrong with it, once."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def names(self) -> list[str]:
         """All names of this fit."""
@@ -105,6 +137,7 @@ class FitRecord:
     def _opened(self) -> Shelf:
         if self._shelf is None:
             raise RuntimeError("the record of a fit is used before it is open")
+        self._settle()
         return self._shelf
 
     def _path(self) -> Path:

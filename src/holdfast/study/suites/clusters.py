@@ -228,7 +228,7 @@ def _counted(spent: list[float]) -> Iterator[None]:
 
         return call
 
-    places = [(Progress, "begin"), (FitRecord, "commit"), (FitRecord, "close")]
+    places = [(Progress, "begin"), (FitRecord, "commit"), (FitRecord, "commit_soon"), (FitRecord, "close")]
     kept = [(owner, name, getattr(owner, name)) for owner, name in places]
     try:
         for owner, name, function in kept:
