@@ -8,13 +8,14 @@ import textwrap
 
 import pytest
 
-INTEGRATIONS = ["holdfast.lightning", "holdfast.transformers", "holdfast.accelerate"]
+INTEGRATIONS = ["holdfast.lightning", "holdfast.transformers", "holdfast.accelerate", "holdfast.deepspeed"]
 SCRIPTS = ["holdfast.study.zero_writer"]
 """Run in the environment of another system; nothing imports them."""
 HEAVY = [
     "lightning",
     "transformers",
     "accelerate",
+    "deepspeed",
     "torch",
     "numpy",
     "jax",
