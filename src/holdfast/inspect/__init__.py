@@ -8,7 +8,7 @@
 
 | module | what it owns |
 |---|---|
-| `run_listing` | `list_run`: the checkpoints and the leftovers in a run's directory |
+| `run_listing` | `list_run`: the checkpoints and leftovers in a directory, or the runs below it |
 | `description` | `describe`: what one checkpoint holds, without reading its arrays |
 | `comparison` | `compare`: which leaves and values of two checkpoints differ |
 | `verification` | `verify_all`: every byte of a checkpoint, or of all checkpoints of a run |
@@ -40,7 +40,7 @@ from holdfast.inspect.event_summary import (
 from holdfast.inspect.machine import Choice, Device, Diagnosis, Mount, Speed, Torch, diagnose
 from holdfast.inspect.progress import Progress
 from holdfast.inspect.pruning import Pruned, Removed, prune
-from holdfast.inspect.run_listing import Entry, Leftover, Listing, list_run
+from holdfast.inspect.run_listing import Entry, Leftover, Listing, RunEntry, list_run
 from holdfast.inspect.safetensors_export import Exported, export
 from holdfast.inspect.verification import verify_all
 
@@ -64,6 +64,7 @@ __all__ = [
     "Pruned",
     "Removed",
     "Restores",
+    "RunEntry",
     "RunEvents",
     "Saves",
     "Side",

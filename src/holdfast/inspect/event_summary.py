@@ -22,7 +22,7 @@ from holdfast.checkpointer.events import (
     read_events,
 )
 from holdfast.errors import HoldfastError
-from holdfast.store import is_checkpoint, list_steps
+from holdfast.store import is_checkpoint, list_steps, locate
 
 _S = TypeVar("_S", bound=Saved | Failed)
 
@@ -121,7 +121,7 @@ def summarize(run: str | os.PathLike[str]) -> RunEvents:
 
     `NoEvents` if there are none, `holdfast.CheckpointNotFound` if there is no such directory.
     """
-    where = os.path.abspath(run)
+    where = locate(run)
     events, skipped = read_events(where)
     if not events:
         raise NoEvents(_why_none(where, skipped), where)

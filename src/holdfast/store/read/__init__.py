@@ -2,7 +2,8 @@
 
 | module | what it owns |
 |---|---|
-| `listing` | the checkpoints of a run |
+| `listing` | the checkpoints of a run, and others in a directory |
+| `references` | short names of a run's checkpoints, such as ``RUN@30`` |
 | `open` | which checkpoint a path means, and its manifest |
 | `reader_lock` | a reader's lock: no writer overwrites what it reads |
 | `parts` | what each rank wrote |
