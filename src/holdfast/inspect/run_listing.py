@@ -86,7 +86,7 @@ class Listing:
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in (*self.checkpoints, *self.runs))
+        return sum(entry.nbytes for entry in self.checkpoints) + sum(run.nbytes for run in self.runs)
 
 
 def list_run(path: str | os.PathLike[str]) -> Listing:
@@ -166,6 +166,7 @@ def _run_entry(path: str) -> RunEntry:
     inside = _inside(path)
     steps = list_steps(path)
     entries = [_entry(found, None) for found in inside if not is_step_name(os.path.basename(found))]
+    newest: Entry | None
     if steps:
         newest = _entry(os.path.join(path, step_name(steps[-1])), steps[-1])
     else:

@@ -115,8 +115,9 @@ def load(
     ``runs/a@-2`` for the one before the newest.
 
     Without `into` the tree comes back in fresh memory: torch tensors for what was saved from torch, numpy
-    arrays otherwise, or all of one kind with ``framework="torch" | "numpy"``. `select`, a glob or several,
-    takes only the leaves that match; with `into`, all else in the target stays as it is. `device`: where
+    arrays otherwise, or all of one kind with ``framework="torch" | "numpy"``. `select` takes only
+    part of it: a subtree by its name (``"model"``, values included), leaves by a glob, or several of these;
+    with `into`, all else in the target stays as it is. `device`: where
     fresh tensors go, such as ``"cuda:0"``; they pass through host memory in batches.
 
     With `into` the state is restored in place, straight from the device into the memory of its tensors;

@@ -13,6 +13,7 @@
 | `scatter` | one fragment that goes to several places |
 | `leaf_reader` | reads of leaves into fresh arrays or given memory |
 | `lazy_leaf` | a leaf that is read as far as it is indexed |
+| `subtree` | all leaves whose names begin alike |
 | `stored_checkpoint` | a checkpoint: what it holds, and loads of it |
 | `verify`, `tree_check` | the full check of a checkpoint |
 """
