@@ -30,6 +30,8 @@ from holdfast.inspect.description import Description, describe
 from holdfast.inspect.event_summary import (
     Distribution,
     EventSummary,
+    MetricPoint,
+    MetricSummary,
     NoEvents,
     PhaseDistributions,
     Restores,
@@ -57,6 +59,8 @@ __all__ = [
     "LeafChange",
     "Leftover",
     "Listing",
+    "MetricPoint",
+    "MetricSummary",
     "Mount",
     "NoEvents",
     "PhaseDistributions",
