@@ -88,7 +88,7 @@ def _print(out: Session, found: RunEvents, latest: tuple[Event, ...]) -> None:
     from holdfast.cli.session import facts
 
     skipped = found.skipped_lines
-    out.console.print(facts(_facts(found.path, found.summary)))
+    out.show(facts(_facts(found.path, found.summary)))
     out.console.print()
     if found.summary.metrics:
         out.tabulate(_metric_table(found.summary.metrics))

@@ -11,6 +11,7 @@
 | `run_listing` | `list_run`: the checkpoints and leftovers in a directory, or the runs below it |
 | `description` | `describe`: what one checkpoint holds, without reading its arrays |
 | `comparison` | `compare`: which leaves and values of two checkpoints differ |
+| `subtrees` | totals per subtree |
 | `verification` | `verify_all`: every byte of a checkpoint, or of all checkpoints of a run |
 | `event_summary` | `summarize`: how the saves and restores of a run went |
 | `safetensors_export` | `export`: leaves as one file that other tools read |
@@ -25,7 +26,7 @@ A function that moves many bytes takes ``progress``, which it calls with the byt
 
 from __future__ import annotations
 
-from holdfast.inspect.comparison import Difference, LeafChange, Side, ValueChange, compare
+from holdfast.inspect.comparison import Difference, LeafChange, Side, SubtreeChange, ValueChange, compare
 from holdfast.inspect.description import Description, describe
 from holdfast.inspect.event_summary import (
     Distribution,
@@ -44,6 +45,7 @@ from holdfast.inspect.progress import Progress
 from holdfast.inspect.pruning import Pruned, Removed, prune
 from holdfast.inspect.run_listing import Entry, Leftover, Listing, RunEntry, list_run
 from holdfast.inspect.safetensors_export import Exported, export
+from holdfast.inspect.subtrees import Subtotal
 from holdfast.inspect.verification import verify_all
 
 __all__ = [
@@ -73,6 +75,8 @@ __all__ = [
     "Saves",
     "Side",
     "Speed",
+    "Subtotal",
+    "SubtreeChange",
     "Torch",
     "ValueChange",
     "compare",
