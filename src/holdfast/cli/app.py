@@ -24,6 +24,7 @@ from holdfast.cli.show import show
 from holdfast.cli.spec import spec
 from holdfast.cli.stats import stats
 from holdfast.cli.verify import verify
+from holdfast.cli.view import view
 
 app = typer.Typer(
     name="holdfast",
@@ -40,7 +41,7 @@ _MACHINE = "This machine"
 _TRAINING = "Your training"
 
 for _panel, _commands in (
-    (_LOOK, (ls, show, stats, verify, diff)),
+    (_LOOK, (ls, show, stats, view, verify, diff)),
     (_CHANGE, (export, convert, prune)),
     (_MACHINE, (doctor, bench)),
 ):
