@@ -1,6 +1,6 @@
 """Runs scripts in the environments of other systems, which `make peers` builds.
 
-HOLDFAST_PEERS may name another folder that has the environments, by the names in `holdfast.study.environments`.
+HOLDFAST_PEERS may name another folder that has the environments of `holdfast.study.environments`.
 """
 
 from __future__ import annotations
