@@ -125,9 +125,9 @@ def run(directory: Path, options: Options, console: Console, say: Callable[[str]
                 result = runner.run(suite, directory, console, say=tell)
                 found.append(Entry(part, suite.versions, result))
                 progress.advance(task)
-                for row in result.rows:
-                    if row.status != "measured":
-                        say(f"{part}: {row.title}, {row.section}: {row.status}. {row.reason}")
+                troubles = {(row.title, row.status, row.reason): None for row in result.rows if row.reason}
+                for title, status, reason in troubles:
+                    say(f"{part}: {title}: {status}. {reason}")
     finally:
         found.close()
     return found

@@ -48,7 +48,7 @@ def notes(entries: Sequence[Entry]) -> list[str]:
     for entry in entries:
         for row in entry.result.rows:
             if row.status != "measured":
-                found[f"{name_of(entry)}: {row.title}, {row.section}: {row.status}. {row.reason}"] = None
+                found[f"{name_of(entry)}: {row.title}: {row.status}. {row.reason}"] = None
         for problem in entry.result.problems:
             found[f"{name_of(entry)}: {problem}"] = None
     return list(found)
