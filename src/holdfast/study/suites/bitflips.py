@@ -56,7 +56,7 @@ class Loaded(MechanismCase):
     def measure(self, turn: Turn) -> None:
         directory = str(turn.directory)
         self.process.ask("save", mechanism=self.key, directory=directory)
-        readings = {}
+        readings: dict[str, float] = {}
         for bit in range(BITS):
             found = self.process.ask(
                 "flip_in_file", mechanism=self.key, directory=directory, bit=bit, seed=self._seed

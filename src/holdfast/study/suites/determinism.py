@@ -28,7 +28,7 @@ class Resume(Case):
     ) -> None:
         self.key, self.title, self.sections = key, title, ("default" if default else "left out",)
         self._process = process
-        self._order = {"steps": STEPS, "seed": seed, "without": without, "default": default}
+        self._order: dict[str, Any] = {"steps": STEPS, "seed": seed, "without": without, "default": default}
         self.absent: str | None = None
 
     def missing(self) -> str | None:
