@@ -217,6 +217,7 @@ class Page(HTMLParser):
         self.numbers: list[tuple[float, str, str]] = []
         self.words: list[str] = []
         self.addresses: list[str] = []
+        self.sources = 0
         self._number: tuple[float, str] | None = None
         self._style = False
         self.feed(text)
@@ -226,6 +227,10 @@ class Page(HTMLParser):
         self.addresses += [value or "" for name, value in attributes if name in ("src", "href")]
         self._style = tag == "style"
         if source := found.get("data-source"):
+            self.sources += 1
+            if tag == "rect":  # a square: its colour says enough
+                self.numbers.append((float(found["data-value"] or "nan"), source, ""))
+                return
             self._number = (float(found.get("value") or found.get("data-value") or "nan"), source)
 
     def handle_endtag(self, tag: str) -> None:
@@ -253,10 +258,12 @@ def test_every_number_of_the_report_is_in_the_raw_results(whole: Path) -> None:
                         raw.setdefault(key, []).append(value)
     statistic = {"median": statistics.median, "low": min, "high": max}
     page = Page(report_page.html(ResultsDirectory.read(whole)))
-    assert len(page.numbers) > 100
+    assert len(page.numbers) == page.sources > 200
     for value, source, text in page.numbers:
         key, _, name = source.rpartition("|")
         assert value == statistic[name](raw[key]), source
+        if not text:
+            continue
         shown = float(text.replace(",", ""))
         units = (1, 1000, 1 / (1 << 20))
         assert any(abs(shown - value * unit) <= max(0.5, abs(value * unit) / 200) for unit in units), source

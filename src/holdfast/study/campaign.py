@@ -25,6 +25,7 @@ from holdfast.study.suites.by_framework import FrameworkSuite
 from holdfast.study.suites.cost import CostSuite
 from holdfast.study.suites.determinism import DeterminismSuite
 from holdfast.study.suites.formats import FormatsSuite
+from holdfast.study.suites.rank_waiting import ScaleSuite
 
 QUICK_SECONDS = 270.0
 """What `--quick` divides among its parts; the rest of five minutes is for the last of them to end."""
@@ -33,6 +34,7 @@ FORMATS_MODEL, QUICK_FORMATS_MODEL = "gpt2", "mlp"
 _SUITES: dict[str, type[FrameworkSuite]] = {
     "cost": CostSuite,
     "formats": FormatsSuite,
+    "scale": ScaleSuite,
     "determinism": DeterminismSuite,
     "bitflips": BitflipsSuite,
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from holdfast.study.report_parts import Bar, Cell, Chart, Number, Section, Table, Words
+from holdfast.study.report_parts import Bar, Cell, Chart, Number, Section, Strip, Table, Words
 from holdfast.study.report_suites import name_of, sections
 from holdfast.study.results_directory import FILE, ResultsDirectory
 
@@ -114,11 +114,50 @@ def _section(section: Section) -> str:
     for part in section.parts:
         if part.items:
             lines.append(f"<h3>{escape(part.title)}</h3>")
-        lines += [_table(item) if isinstance(item, Table) else _chart(item) for item in part.items]
+        lines += [_item(item) for item in part.items]
     if section.notes:
         items = "".join(f"<li>{escape(note)}</li>" for note in section.notes)
         lines.append(f'<p>Not measured:</p><ul class="quiet">{items}</ul>')
     return "\n".join([*lines, "</section>"])
+
+
+def _item(item: Table | Chart | Strip) -> str:
+    if isinstance(item, Table):
+        return _table(item)
+    return _chart(item) if isinstance(item, Chart) else _strip(item)
+
+
+def _strip(strip: Strip) -> str:
+    lines = []
+    for index, (label, squares, ours) in enumerate(strip.rows):
+        top = index * _ROW
+        kind = ' class="ours"' if ours else ""
+        lines.append(f'<text{kind} x="0" y="{top + _TEXT}">{escape(label)}</text>')
+        width = 100 / max(1, len(squares))
+        for place, (tone, number) in enumerate(squares):
+            source = "" if number is None else f"{_attributes(number, 'data-value')} "
+            lines.append(
+                f'<rect {source}class="square {tone}" x="{place * width:.3f}%" y="{top + _TEXT + 5}" '
+                f'width="{0.85 * width:.3f}%" height="{_BAR}"/>'
+            )
+    foot = len(strip.rows) * _ROW + _TEXT
+    for place, words in enumerate(strip.below):
+        anchor = "start" if not place else "end"
+        at = 100 * place / max(1, len(strip.below) - 1)
+        lines.append(
+            f'<text class="foot" x="{at:.0f}%" y="{foot}" text-anchor="{anchor}">{escape(words)}</text>'
+        )
+    keys = "".join(f'<span class="key {tone}"></span>{escape(words)}' for tone, words in strip.legend)
+    return (
+        f'<figure><figcaption>{escape(strip.title)}</figcaption><div class="quiet">{keys}</div>'
+        f'<svg height="{foot + 6}" role="img" aria-label="{escape(strip.title, quote=True)}">'
+        f"{''.join(lines)}</svg></figure>"
+    )
+
+
+def _attributes(number: Number, value: str) -> str:
+    source = escape(number.source, quote=True)
+    return f'{value}="{number.value!r}" data-source="{source}"'
 
 
 def _table(table: Table) -> str:
@@ -147,9 +186,9 @@ def _cell(cell: Cell) -> str:
 def _word(part: Number | Words, tag: str = "data") -> str:
     if isinstance(part, Words):
         return escape(part.text)
-    source = escape(part.source, quote=True)
-    value = f' value="{part.value!r}"' if tag == "data" else f' data-value="{part.value!r}"'
-    return f'<{tag}{value} data-source="{source}" title="{source}">{escape(part.text)}</{tag}>'
+    source = _attributes(part, "value" if tag == "data" else "data-value")
+    hint = f' title="{escape(part.source, quote=True)}"' if tag == "data" else ""
+    return f"<{tag} {source}{hint}>{escape(part.text)}</{tag}>"
 
 
 def _chart(chart: Chart) -> str:

@@ -129,11 +129,23 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
+class Strip:
+    """Rows of small squares, one per bit: a colour by tone, and the number behind it, if there is one."""
+
+    title: str
+    legend: tuple[tuple[str, str], ...]
+    """Tone and meaning."""
+    rows: tuple[tuple[str, tuple[tuple[str, Number | None], ...], bool], ...]
+    below: tuple[str, ...] = ()
+    """What stands below the squares, spread over their width."""
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Below one heading: tables and charts of one framework and model."""
 
     title: str
-    items: tuple[Table | Chart, ...]
+    items: tuple[Table | Chart | Strip, ...]
 
 
 @dataclass(slots=True)

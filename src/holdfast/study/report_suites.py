@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.study.frameworks import FRAMEWORKS
 from holdfast.study.frameworks.models import TITLES
+from holdfast.study.frameworks.worker import NOTICED_LOSS
 from holdfast.study.report_parts import (
     NOTHING,
     Bar,
@@ -15,6 +16,7 @@ from holdfast.study.report_parts import (
     Part,
     Section,
     Source,
+    Strip,
     Table,
     Words,
     mebibytes,
@@ -24,7 +26,10 @@ from holdfast.study.report_parts import (
 )
 from holdfast.study.results import PEAK_NBYTES, SECONDS, Row
 from holdfast.study.results_directory import Entry, ResultsDirectory
+from holdfast.study.suites.bitflips import BITS
+from holdfast.study.suites.bitflips import STEPS as FLIP_STEPS
 from holdfast.study.suites.cost import EVERY, STEPS
+from holdfast.study.suites.rank_waiting import PROJECTED, WORLDS
 
 KINDS = ("durable", "not durable")
 CONTENTS = ("weights and optimizer", "weights")
@@ -87,7 +92,7 @@ def cost(entries: Sequence[Entry]) -> Section:
     for entry in entries:
         source = Source(entry)
         split = [row for kind in KINDS[:1] for row in source.rows(f"{kind} split")]
-        items: list[Table | Chart] = []
+        items: list[Table | Chart | Strip] = []
         if split:
             items.append(_split_chart(source, split))
             items.append(_stall_chart(source))
@@ -154,7 +159,8 @@ def formats(entries: Sequence[Entry]) -> Section:
     )
     for entry in entries:
         source = Source(entry)
-        items: list[Table | Chart] = [table for content in CONTENTS if (table := _sizes(source, content))]
+        items: list[Table | Chart | Strip] = []
+        items += [table for content in CONTENTS if (table := _sizes(source, content))]
         if source.rows("flipped bits"):
             items.append(_trouble(source))
         section.parts.append(Part(name_of(entry), tuple(items)))
@@ -247,5 +253,172 @@ def _planted(source: Source, row: Row | None, ran: Number | None) -> Cell:
     return ran, Words(" of "), attacks, Words(where, "bad" if ran.value else "good")
 
 
-_SECTIONS: dict[str, Callable[[Sequence[Entry]], Section]] = {"cost": cost, "formats": formats}
-__all__ = ["name_of", "notes", "sections", "small"]
+def scale(entries: Sequence[Entry]) -> Section:
+    section = Section(
+        "scale",
+        "Several ranks on this machine",
+        [
+            "All ranks hold the same state, as in data-parallel training, and save it together, durably. A "
+            "rank waits inside of messages and collectives, and from its own end until that of the last "
+            "rank; all else is writing. With torch.save, rank 0 writes everything and the others wait.",
+            "The projection is no measurement: it is a straight line through the medians, and it assumes "
+            "that the storage stays the same however many ranks there are.",
+        ],
+    )
+    for entry in entries:
+        source = Source(entry)
+        items: list[Table | Chart | Strip] = []
+        for number in WORLDS:
+            rows = source.rows(f"{number} ranks")
+            if not any(row.samples for row in rows):
+                continue
+            names = ("writing_seconds", "waiting_seconds")
+            bars = tuple(
+                Bar(row.title, tuple(source.number(row, name) for name in names), is_ours(row))
+                for row in rows
+            )
+            ranks = "1 rank" if number == 1 else f"{number} ranks"
+            items.append(Chart(f"{ranks}, mean of the ranks, medians", "ms", ("writing", "waiting"), bars))
+            items.append(_ranks(source, rows, number))
+        projected = source.rows("projection")
+        if projected:
+            items.append(_projection(source, projected))
+        section.parts.append(Part(name_of(entry), tuple(items)))
+    return section
+
+
+def _ranks(source: Source, rows: Sequence[Row], number: int) -> Table:
+    headings = ["until the last has ended, ms"]
+    headings += [f"rank {rank}: {what}, ms" for rank in range(number) for what in ("writing", "waiting")]
+    made = []
+    for row in rows:
+        cells = [source.cell(row, SECONDS)]
+        for rank in range(number):
+            for what in ("writing", "waiting"):
+                cells.append(source.cell(row, f"{what}, rank {rank}", spread=False))
+        made.append((row.title, tuple(cells), is_ours(row)))
+    return Table(f"By rank: medians (lowest{NOTHING}highest)", tuple(headings), tuple(made))
+
+
+def _projection(source: Source, rows: Sequence[Row]) -> Table:
+    made = []
+    for row in rows:
+        cells = [source.cell(row, "seconds_fixed"), source.cell(row, "seconds_per_rank")]
+        cells += [source.cell(row, f"seconds, {number} ranks") for number in PROJECTED]
+        made.append((row.title, tuple(cells), is_ours(row)))
+    headings = ("fixed, ms", "per rank, ms", *(f"{number} ranks, ms" for number in PROJECTED))
+    return Table("Projection, not measured", headings, tuple(made))
+
+
+def determinism(entries: Sequence[Entry]) -> Section:
+    section = Section(
+        "determinism",
+        "Is a resumed training the same training?",
+        [
+            "A training of 2N steps is compared with N steps, a restore into a new process-wide state with "
+            "another seed, and N more steps. The probe has dropout, noise and mirroring of its images, "
+            "momentum, a scheduler, shuffled data and BatchNorm. First everything is restored; then all but "
+            "one ingredient; then what the framework's documentation shows as its checkpoint.",
+        ],
+    )
+    for entry in entries:
+        source = Source(entry)
+        made = [("left out", "Restored, but for this"), ("default", "Restored from the usual checkpoint")]
+        tables = [_resumes(source, kind, title) for kind, title in made if source.rows(kind)]
+        section.parts.append(Part(name_of(entry), tuple(tables)))
+    return section
+
+
+def _resumes(source: Source, section: str, title: str) -> Table:
+    rows = []
+    for row in source.rows(section):
+        equal = source.number(row, "equal", whole)
+        first = source.number(row, "first_differing_step", whole)
+        verdict: Cell = Words(NOTHING if row.samples else row.status)
+        if equal is not None:
+            verdict = Words("the same bits", "good") if equal.value else Words("differs", "bad")
+        step: Cell = Words(NOTHING) if first is None or not first.value else (first,)
+        cells = (
+            verdict,
+            step,
+            source.cell(row, "steps", whole),
+            source.cell(row, "largest_loss_difference", small),
+            source.cell(row, "largest_weight_difference", small),
+        )
+        rows.append((row.title, cells, is_ours(row)))
+    headings = ("result", "first differing step", "of steps", "largest difference of a loss", "of a weight")
+    return Table(title, headings, tuple(rows))
+
+
+_BITS_BELOW = ("0, least of the fraction", "23 to 30: exponent, 31: sign")
+
+
+def bitflips(entries: Sequence[Entry]) -> Section:
+    section = Section(
+        "bitflips",
+        "One flipped bit in a weight: who notices?",
+        [
+            "Each bit position of fp32 weights is flipped, from the least of the fraction to the sign. "
+            "Training: the flipped weights are trained on, and the losses compared with a training without "
+            "the flip. Noticed: "
+            f"the loss is off by more than {100 * NOTICED_LOSS:.0f} % within {FLIP_STEPS} steps; broken: it "
+            "is infinite or not a number. Loader: the same bit is flipped inside of the checkpoint's files. "
+            "Where a format compresses, a weight's bits cannot be found in its files.",
+        ],
+    )
+    for entry in entries:
+        source = Source(entry)
+        items: list[Table | Chart | Strip] = []
+        if trained := source.rows("training"):
+            items += [_trained_strip(source, trained), _trained(source, trained)]
+        if loaded := source.rows("loader"):
+            items += [_loaded_strip(source, loaded), _loaded(source, loaded)]
+        section.parts.append(Part(name_of(entry), tuple(items)))
+    return section
+
+
+def _trained_strip(source: Source, rows: Sequence[Row]) -> Strip:
+    def square(row: Row, bit: int) -> tuple[str, Number | None]:
+        worst = source.number(row, f"worst_loss_change, bit {bit}", small, "high")
+        broken = source.number(row, f"broken_step, bit {bit}", whole, "high")
+        noticed = source.number(row, f"noticed_step, bit {bit}", whole, "high")
+        tone = "bad" if broken and broken.value else "p1" if noticed and noticed.value else "none"
+        return tone, worst
+
+    made = tuple((row.title, tuple(square(row, bit) for bit in range(BITS)), False) for row in rows)
+    legend = (("none", "unnoticed"), ("p1", "noticed in the loss"), ("bad", "loss broken"))
+    return Strip("Training on flipped weights, worst of all rounds, by bit", legend, made, _BITS_BELOW)
+
+
+def _trained(source: Source, rows: Sequence[Row]) -> Table:
+    names = ("noticed_bits", "broken_bits", "lowest_noticed_bit")
+    made = [(row.title, tuple(source.cell(row, name, whole) for name in names), False) for row in rows]
+    headings = ("bits noticed in the loss", "bits that break it", "lowest bit noticed")
+    return Table(f"Training, of {BITS} bits: medians (lowest{NOTHING}highest)", headings, tuple(made))
+
+
+def _loaded_strip(source: Source, rows: Sequence[Row]) -> Strip:
+    def square(row: Row, bit: int) -> tuple[str, Number | None]:
+        refused = source.number(row, f"refused, bit {bit}", whole)
+        if refused is None:
+            return "none", None
+        return ("good" if refused.value else "bad"), refused
+
+    made = tuple((row.title, tuple(square(row, bit) for bit in range(BITS)), is_ours(row)) for row in rows)
+    legend = (("good", "the loader refuses"), ("bad", "loaded without a word"), ("none", "not found"))
+    return Strip("Loading a checkpoint with the bit flipped in its file, by bit", legend, made, _BITS_BELOW)
+
+
+def _loaded(source: Source, rows: Sequence[Row]) -> Table:
+    names = ("found", "refused", "silent")
+    made = [(row.title, tuple(source.cell(row, name, whole) for name in names), is_ours(row)) for row in rows]
+    return Table("Loaders", ("bits found in files and flipped", "refused", "loaded"), tuple(made))
+
+
+_SECTIONS: dict[str, Callable[[Sequence[Entry]], Section]] = {
+    "cost": cost,
+    "formats": formats,
+    "scale": scale,
+    "determinism": determinism,
+    "bitflips": bitflips,
+}

@@ -21,6 +21,12 @@ from holdfast.study.frameworks.api import (
     Training,
 )
 from holdfast.study.frameworks.models import size_of
+from holdfast.study.frameworks.torch_probe import (
+    DcpCheckpoint,
+    GeneralCheckpoint,
+    HoldfastCheckpoint,
+    TorchProbe,
+)
 from holdfast.study.peers.base import missing_modules, sync_tree
 from holdfast.study.training_model import flatten
 
@@ -210,6 +216,8 @@ class HoldfastOverlap(HoldfastMechanism):
 class TorchFramework(Framework):
     mechanisms = (TorchSave, TorchSaveLegacy, Dcp, DcpAsync, Safetensors, HoldfastSync, HoldfastOverlap)
 
+    defaults = (GeneralCheckpoint, DcpCheckpoint, HoldfastCheckpoint)
+
     def versions(self) -> dict[str, str]:
         found = {"torch": torch.__version__, "numpy": np.__version__}
         if Safetensors.missing() is None:
@@ -218,6 +226,9 @@ class TorchFramework(Framework):
 
     def build(self, model: str, quick: bool, seed: int) -> Training:
         return TorchTraining(model, quick, seed)
+
+    def probe(self, seed: int) -> TorchProbe:
+        return TorchProbe(seed)
 
 
 def _after(done: Any, call: Any) -> Any:

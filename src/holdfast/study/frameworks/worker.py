@@ -87,13 +87,18 @@ class Worker:
     def train(
         self, mechanism: str, durable: bool, every: int, steps: int, directory: str
     ) -> dict[str, float]:
-        """So many steps without checkpoints, then as many with one after each `every` steps.
+        """So many steps without checkpoints, as many with one after each `every` steps, as many without
+        again.
 
         One more is made before the clock starts: what is measured is the middle of a training, in which a
         save that is due may have to wait for the one before it.
         """
         training = self._require_training()
-        base = _seconds(lambda: [training.step() for _ in range(steps)])
+
+        def train_only() -> float:
+            return _seconds(lambda: [training.step() for _ in range(steps)])
+
+        before = train_only()
         opened = self._open(mechanism, Path(directory), durable=durable)
         try:
             self._save(opened)
@@ -107,6 +112,7 @@ class Worker:
             drained = _seconds(opened.wait)
         finally:
             opened.close()
+        base = (before + train_only()) / 2
         saves = steps // every
         return {
             SECONDS: seconds,

@@ -43,6 +43,11 @@ class Trained(Case):
                 draw=self._seed + turn.round,
             )
             readings |= {f"{name}, bit {bit}": value for name, value in found.items()}
+        noticed = [bit for bit in range(BITS) if readings[f"noticed_step, bit {bit}"]]
+        broken = [bit for bit in range(BITS) if readings[f"broken_step, bit {bit}"]]
+        readings |= {"noticed_bits": len(noticed), "broken_bits": len(broken)}
+        if noticed:
+            readings["lowest_noticed_bit"] = min(noticed)
         turn.record("training", readings)
 
 
