@@ -1,11 +1,10 @@
 """Runs scripts in the environments of other systems, which `make peers` builds.
 
-HOLDFAST_PEERS may name another folder that has the environments, by the names of `tools/peers.py`.
+HOLDFAST_PEERS may name another folder that has the environments of `holdfast.study.environments`.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import socket
@@ -16,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from holdfast.study import environments
 
 PROJECT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("HOLDFAST_PEERS") or PROJECT / "build" / "peers")
@@ -114,16 +115,7 @@ def with_holdfast(folder: Path) -> dict[str, str]:
 
     The environments have Python and numpy as here, but not msgspec and no Holdfast.
     """
-    import msgspec
-
-    native = importlib.import_module("holdfast._native").__file__
-    assert native is not None
-    package = folder / "holdfast"
-    package.mkdir(parents=True)
-    for found in [*(PROJECT / "src" / "holdfast").iterdir(), Path(native)]:
-        (package / found.name).symlink_to(found)
-    (folder / "msgspec").symlink_to(Path(msgspec.__file__).parent)
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": str(environments.bridge(folder))}
 
 
 def _release_builds(folder: Path, since: float) -> None:
