@@ -97,10 +97,10 @@ def list_run(path: str | os.PathLike[str]) -> Listing:
     """
     where = locate(path)
     if is_checkpoint(where):
-        return Listing(where, (_entry(resolve(where), None),), ())
+        return Listing(where, (entry_of(resolve(where), None),), ())
     steps = _steps(where)
-    entries = [_entry(path, step) for step, path in steps.items()]
-    entries += [_entry(os.path.join(where, name), None) for name in inner_checkpoints(where)]
+    entries = [entry_of(path, step) for step, path in steps.items()]
+    entries += [entry_of(os.path.join(where, name), None) for name in inner_checkpoints(where)]
     # Without those that retention took away since the directory was listed.
     present = tuple(entry for entry in entries if not is_gone(entry.path))
     left = leftovers(where)
@@ -165,10 +165,10 @@ def _is_run(directory: str) -> bool:
 def _run_entry(path: str) -> RunEntry:
     inside = _inside(path)
     steps = list_steps(path)
-    entries = [_entry(found, None) for found in inside if not is_step_name(os.path.basename(found))]
+    entries = [entry_of(found, None) for found in inside if not is_step_name(os.path.basename(found))]
     newest: Entry | None
     if steps:
-        newest = _entry(os.path.join(path, step_name(steps[-1])), steps[-1])
+        newest = entry_of(os.path.join(path, step_name(steps[-1])), steps[-1])
     else:
         newest = max(entries, key=lambda entry: entry.created or 0.0, default=None)
     return RunEntry(path, len(inside), sum(map(directory_nbytes, inside)), newest)
@@ -208,7 +208,8 @@ def directory_nbytes(path: str) -> int:
         return 0
 
 
-def _entry(path: str, step: int | None) -> Entry:
+def entry_of(path: str, step: int | None) -> Entry:
+    """The checkpoint at a path, or what shall be one. `step` is the one that its name says."""
     nbytes = directory_nbytes(path)
     try:
         with StoredCheckpoint(path) as checkpoint:
