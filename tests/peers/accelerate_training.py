@@ -75,7 +75,7 @@ def prepared(width: int = 16, **arguments: Any) -> Any:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     model, optimizer, scheduler = accelerator.prepare(net, optimizer, StepLR(optimizer, 3, 0.9))
     rank, world = accelerator.process_index, accelerator.num_processes
-    data = torch.randn(20 * world, 8, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(40 if LAYOUT else 20 * world, 8, generator=torch.Generator().manual_seed(1))
     loader = holdfast.data.Loader(data, batch_size=4, shuffle=True, seed=5, rank=rank, world=world)
     average = Average()
     accelerator.register_for_checkpointing(loader, average)

@@ -127,7 +127,7 @@ class Module(lightning.LightningModule):
 
     def train_dataloader(self) -> Any:
         rank, world = self.trainer.global_rank, self.trainer.world_size
-        data = torch.randn(20 * world, 8, generator=torch.Generator().manual_seed(1))
+        data = torch.randn(40 if LAYOUT else 20 * world, 8, generator=torch.Generator().manual_seed(1))
         return Loader(data, batch_size=4, shuffle=True, seed=5, rank=rank, world=world)
 
     def val_dataloader(self) -> Any:

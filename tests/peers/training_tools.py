@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -32,12 +33,15 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be spread over ranks. (FSDP2 has it together after some forwards.)"""
+    """All of a tensor that may be spread over ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_digest(module: Any, optimizer: Any) -> str:
     """Of weights and optimizer state, whatever the layout: all ranks gather them, the same on all."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # after some forwards, it has its parameters together
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     state = {names[id(parameter)]: entries for parameter, entries in optimizer.state.items()}
     found = hashlib.sha256()

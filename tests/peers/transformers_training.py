@@ -39,6 +39,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
@@ -146,10 +147,11 @@ def train(output: str, kill: int = 0) -> dict[str, Any]:
 
 def restored(output: str) -> dict[str, Any]:
     """On another number of ranks an epoch has another number of steps, so this one has none left."""
-    if LAYOUT == "loaded" and int(os.environ["WORLD_SIZE"]) > 1:  # Trainer itself cannot resume it
-        refused("Resuming is not supported", lambda: trainer_of(f"{output}-own", save_strategy="steps"))
     trainer = trainer_of(output, max_steps=15)
     trainer.train(resume_from_checkpoint=True)
+    if LAYOUT == "loaded" and trainer.args.world_size > 1:  # Trainer itself cannot resume such a model
+        own = TrainingArguments(output_dir=f"{output}-own", use_cpu=True, report_to=[], save_strategy="steps")
+        refused("Resuming is not supported", lambda: Trainer(model=trainer.model, args=own))
     return {
         "rank": trainer.args.process_index,
         "step": trainer.state.global_step,
