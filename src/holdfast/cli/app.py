@@ -25,6 +25,7 @@ from holdfast.cli.spec import spec
 from holdfast.cli.stats import stats
 from holdfast.cli.study import study
 from holdfast.cli.verify import verify
+from holdfast.cli.view import view
 
 app = typer.Typer(
     name="holdfast",
@@ -41,7 +42,7 @@ _MACHINE = "This machine"
 _TRAINING = "Your training"
 
 for _panel, _commands in (
-    (_LOOK, (ls, show, stats, verify, diff)),
+    (_LOOK, (ls, show, stats, view, verify, diff)),
     (_CHANGE, (export, convert, prune)),
     (_MACHINE, (doctor, bench)),
 ):
