@@ -81,9 +81,7 @@ class HoldfastSharded(_Strategy):
             key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
         }
         optimizers = list(self.optimizers) if "optimizer_states" in checkpoint else []
-        # Selecting leaves selects values with them, and the rest may have no other leaf.
-        marked = rank_zero({"checkpoint": rest, "leaf": torch.zeros(1)})
-        state = {"state_dict": self.model, "optimizers": optimizers, "rest": marked}
+        state = {"state_dict": self.model, "optimizers": optimizers, "rest": rank_zero(rest)}
         save(self.broadcast(os.fspath(filepath)), state, step=_step_in(rest), overwrite=True)
 
     def load_checkpoint(
@@ -95,8 +93,8 @@ class HoldfastSharded(_Strategy):
             return native
         state = {"state_dict": self.model, "optimizers": list(self.optimizers), "rest": rank_zero(None)}
         # There are optimizers to restore in `fit` only.
-        load(path, into=state, select=None if self.optimizers else ["state_dict.*", "rest.*"])
-        found: dict[str, Any] = state["rest"].value["checkpoint"]
+        load(path, into=state, select=None if self.optimizers else ["state_dict", "rest"])
+        found: dict[str, Any] = state["rest"].value
         return found
 
 
@@ -104,7 +102,7 @@ def load_from_checkpoint(cls: type[Any], path: str | os.PathLike[str], **argumen
     """``cls.load_from_checkpoint`` for what Holdfast saved: a directory, or a run of `HoldfastCallback`."""
     found = load(path, process_group="none")
     if "rest" in found:
-        found = {**found["rest"]["checkpoint"], "state_dict": found["state_dict"]}
+        found = {**found["rest"], "state_dict": found["state_dict"]}
     elif "state_dict" not in found:
         found = {**found["extras"]["module"], "state_dict": found["model"]}
     # The file is made here, of plain values and tensors: there is nothing in it to beware of.
