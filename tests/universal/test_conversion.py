@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +124,7 @@ def test_export_strips_a_prefix_and_the_reader_puts_it_back(tmp_path: Path) -> N
     with holdfast.open(output) as checkpoint:
         assert set(checkpoint) == {f"model.{name}" for name in model.state_dict()}
     with pytest.raises(StateMismatch, match="stripped"):
-        holdfast.inspect.export(path, tmp_path / "no", strip="model.")
+        holdfast.inspect.export(path, tmp_path / "no.safetensors", strip="model.")
 
 
 @pytest.mark.parametrize("to", KINDS)
@@ -251,7 +252,7 @@ def test_verify_notices_a_changed_byte_and_the_target_does_not_appear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     path = write_hf(tmp_path / "source", make_model())
-    module = conversion._target(to, "")
+    module = sys.modules[conversion._writer(to, "").write.__module__]
     check = module.check
 
     def change_and_check(job: object, written: str) -> None:
