@@ -32,6 +32,8 @@ class Entry:
 
 FRAMEWORKS: dict[str, Entry] = {
     "torch": Entry("PyTorch", "holdfast.study.frameworks.torch_worker", suites=SUITES),
+    "jax": Entry("JAX", "holdfast.study.frameworks.jax_worker", "jax"),
+    "chainer": Entry("Chainer", "holdfast.study.frameworks.chainer_worker", "chainer"),
     "accelerate": Entry(
         "accelerate", "holdfast.study.frameworks.accelerate_worker", "transformers", suites=("cost",)
     ),
