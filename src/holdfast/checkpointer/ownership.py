@@ -26,6 +26,7 @@ from holdfast.state import LeafSource
 from holdfast.state.marks import Mark
 from holdfast.state.sharded import local_tensor
 from holdfast.state.torch_objects import is_module, is_optimizer, is_zero, modules_in, optimizers_in
+from holdfast.state.unchanging import is_unchanging
 
 T = TypeVar("T")
 
@@ -138,7 +139,7 @@ class Owners:
         comes first.
         """
         source = leaf.source
-        if type(source.owner) is bytes:
+        if type(source.owner) is bytes or is_unchanging(source.owner):
             return NOBODY  # it cannot change
         if type(source) is Memory:
             device, start, stop = _HOST, source.address, source.address + source.nbytes
