@@ -10,6 +10,7 @@
 #   make cross    compile the engine's core for arm64;  make arm  runs it, too (qemu)
 #   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
 #   make benchmarks  measure everything and write docs/benchmarks.md (about half an hour; ARGS="--quick" for less)
+#   make study    what checkpoints cost in each framework, into build/study (hours; ARGS="--quick" for five minutes)
 #   make clean    remove what was built;  make distclean  removes .venv too
 #
 # Each of them starts from a bare checkout: it makes .venv and builds first when that is needed.
@@ -43,7 +44,7 @@ CORE_FLAGS := -std=c++20 -O2 -g -pthread -Wall -Wextra -Wshadow -Wconversion -Wn
   -D_FILE_OFFSET_BITS=64 -DHOLDFAST_HAVE_URING=0 -Inative/src -isystem $(VENV)/include
 CROSS_CXX := aarch64-linux-gnu-g++
 
-.PHONY: help setup build demo test compat peers check format cross arm bench benchmarks clean distclean
+.PHONY: help setup build demo test compat peers check format cross arm bench benchmarks study clean distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
@@ -88,7 +89,7 @@ compat:
 	  pytest hypothesis pytest-timeout pytest-xdist safetensors ml_dtypes xxhash
 	TESTS_WITHOUT="torch matplotlib PIL" build/compat/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider $(PYTEST_ARGS)
 
-# The systems whose checkpoints we read and write, each in an environment of its own (the table is in tools/peers.py).
+# The systems whose checkpoints we read and write, each in an environment of its own (the table is in study/environments.py).
 peers: setup
 	$(BIN)/python tools/peers.py
 	$(BIN)/python -m pytest -q -m peers $(PYTEST_ARGS)
@@ -130,6 +131,10 @@ arm: cross setup
 
 bench: setup
 	$(BIN)/holdfast bench $(ARGS)
+
+study: setup
+	$(BIN)/holdfast study run --out build/study $(ARGS)
+	$(BIN)/holdfast study report build/study
 
 benchmarks: setup
 	$(BIN)/holdfast bench --markdown docs/benchmarks.md $(ARGS)

@@ -26,9 +26,9 @@ from tensorflow.python.eager.context import context
 
 from holdfast.errors import UnsupportedState
 from holdfast.integrations import keras_names
+from holdfast.state.boxed import unchanging
 from holdfast.state.mismatch import Mismatch
 from holdfast.state.rng import rng
-from holdfast.state.unchanging import unchanging
 
 _Trackable = tf.__internal__.tracking.Trackable
 

@@ -1,4 +1,4 @@
-"""`holdfast.keras` with the real Keras, on each of its backends: resuming bit for bit, and what is refused."""
+"""`holdfast.keras` with the real Keras, on its backends: resuming bit for bit, and what is refused."""
 
 from __future__ import annotations
 

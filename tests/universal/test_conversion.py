@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -251,7 +252,7 @@ def test_verify_notices_a_changed_byte_and_the_target_does_not_appear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     path = write_hf(tmp_path / "source", make_model())
-    module = conversion._target(to, "")
+    module = sys.modules[conversion._writer(to, "").write.__module__]
     check = module.check
 
     def change_and_check(job: object, written: str) -> None:

@@ -37,7 +37,7 @@ from holdfast.engine import WriteJob
 from holdfast.errors import CheckpointExists, MutatedDuringSave, SaveFailed
 from holdfast.plan import ShardPlan
 from holdfast.state import Flat, LeafSource, flatten
-from holdfast.state.unchanging import is_unchanging
+from holdfast.state.boxed import Immutable
 from holdfast.store import (
     CheckpointInfo,
     Conversation,
@@ -275,6 +275,7 @@ class SaveTask(SaveObserver):
                 stall_seconds=stall,
                 in_place_nbytes=self._memory.in_place_nbytes,
                 copied_nbytes=self._memory.copied_nbytes,
+                metrics=dict(self._metrics),
             )
         )
         context.schedule.finished(Cost(self.step, stall, phases.total, info.nbytes))
@@ -324,4 +325,4 @@ class SaveTask(SaveObserver):
 
 def _owner_in_snapshot(leaf: LeafSource) -> int | None:
     """All leaves are copied, but for those that nobody changes."""
-    return NOBODY if is_unchanging(leaf.source.owner) else None
+    return NOBODY if type(leaf.source.owner) is Immutable else None

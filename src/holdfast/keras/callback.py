@@ -100,7 +100,7 @@ class HoldfastCallback(keras.callbacks.Callback):
         # Arrays instead of objects: so all are compared before the first of them is changed.
         for name in self._parts:
             ready = name in ("model", "optimizer")
-            self._state[name] = self._parts[name].state_dict() if ready else {}
+            self._state[name] = self._parts[name].arrays() if ready else {}
         self._step = self._epoch = self._batch = self._unseen = 0
         self._unsaved = False
         self._checkpointer = Checkpointer(self._run, self._state, **self._options)

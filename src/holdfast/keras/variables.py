@@ -16,7 +16,7 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 
 from holdfast.errors import StateMismatch
 from holdfast.integrations.keras_names import named
-from holdfast.state.unchanging import unchanging
+from holdfast.state.boxed import unchanging
 from holdfast.store import load
 
 
@@ -26,8 +26,12 @@ class Variables:
     def __init__(self, named: Callable[[], Mapping[str, Any]]) -> None:
         self._named = named
 
-    def state_dict(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, Any]:
+        """Read-only arrays, or tensors of torch: what restored ones are compared with."""
         return {name: _array(variable.value) for name, variable in self._named().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: _stored(array) for name, array in self.arrays().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         named = self._named()
@@ -41,11 +45,16 @@ class Variables:
 
 
 def _array(value: Any) -> Any:
-    """The value of a variable, in place. TensorFlow and JAX put the next value elsewhere meanwhile."""
+    """The value of a variable, in place."""
     backend = keras.backend.backend()
     if backend == "torch":
         return value.detach()
-    return unchanging(np.asarray(value.read_value() if backend == "tensorflow" else value))
+    return np.asarray(value.read_value() if backend == "tensorflow" else value)
+
+
+def _stored(array: Any) -> Any:
+    """TensorFlow and JAX put the next value elsewhere while somebody holds the array. Torch does not."""
+    return unchanging(array) if isinstance(array, np.ndarray) else array
 
 
 class GlobalSeed:
@@ -53,7 +62,7 @@ class GlobalSeed:
 
     def state_dict(self) -> dict[str, Any]:
         found = get_global_attribute(GLOBAL_SEED_GENERATOR)
-        return {} if found is None else {"state": _array(found.state.value)}
+        return {} if found is None else {"state": _stored(_array(found.state.value))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
@@ -63,6 +72,6 @@ class GlobalSeed:
 def load_weights(model: Any, path: str | os.PathLike[str]) -> None:
     """Puts the variables of a model into `model`, from a run (its newest checkpoint) or one checkpoint."""
     variables = Variables(lambda: named(model.variables))
-    state = {"model": variables.state_dict()}
+    state = {"model": variables.arrays()}
     load(path, into=state, select="model.*")
     variables.load_state_dict(state["model"])

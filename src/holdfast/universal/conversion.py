@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Literal
 
 from holdfast.errors import CheckpointExists, SpecError
@@ -17,11 +16,11 @@ from holdfast.universal.atomic_output import sweep
 from holdfast.universal.items import Job, OutputFile, choose, items_of, tree_of, type_named
 from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.readback import compare_copies
-from holdfast.universal.recognition import describe, find_kind, module_of
+from holdfast.universal.recognition import describe, find_reader, reader_of
 from holdfast.universal.sources.hf import carried_files
 from holdfast.universal.spec import Spec
 from holdfast.universal.split import Target
-from holdfast.universal.targets import TARGETS
+from holdfast.universal.targets import WRITERS, Writer
 
 TargetKind = Literal["holdfast", "safetensors", "hf", "torch", "dcp", "ds-universal"]
 _BY_SUFFIX = {
@@ -103,7 +102,7 @@ def convert(
     {'w': array([0, 1, 2])}
     """
     target = os.path.abspath(os.fspath(dst))
-    writer = _target(to, target)
+    writer = _writer(to, target)
     cast = type_named(dtype)
     layout = _layout(writer, tp, pp, zero_stage)
     settings = checked_options(options) or Options()
@@ -112,13 +111,13 @@ def convert(
     if not dry_run:
         sweep(target)
     rules = Spec.load(spec) if spec is not None and not isinstance(spec, Spec) else spec
-    with _open(src, kind, rules, settings, cuts=writer in _cutting()) as checkpoint:
+    with _open(src, kind, rules, settings, cuts=writer.cuts_parameters) as checkpoint:
         _refuse_source(checkpoint, target)
-        whole = select is None and not writer.ONLY_MODEL
-        names = choose(checkpoint, select, only_model=writer.ONLY_MODEL, local=whole)
+        whole = select is None and not writer.only_model
+        names = choose(checkpoint, select, only_model=writer.only_model, local=whole)
         tree = tree_of(checkpoint, names, whole=whole)
         local = checkpoint.local(0) if whole else {}
-        inlined = set(blob_names(localized(tree, local))) if writer.INLINES_BYTES else set()
+        inlined = set(blob_names(localized(tree, local))) if writer.inlines_bytes else set()
         items, tied = items_of(checkpoint, [name for name in names if name not in inlined], cast)
         foreign = isinstance(checkpoint, ForeignCheckpoint)
         job = Job(
@@ -139,7 +138,7 @@ def convert(
             progress=progress,
         )
         notes: tuple[str, ...] = ()
-        if hasattr(writer, "prepare"):
+        if writer.prepare is not None:
             job, notes = writer.prepare(job)
         files = writer.plan(job)
         if not dry_run:
@@ -149,7 +148,7 @@ def convert(
             source=checkpoint.path,
             kind=checkpoint.root.format if foreign else "holdfast",
             path=target,
-            to=writer.KIND,
+            to=writer.kind,
             step=checkpoint.step,
             leaves=len(job.items),
             nbytes=job.nbytes,
@@ -165,33 +164,28 @@ def convert(
 
 def target_kinds() -> list[str]:
     """The names of the systems that can be written."""
-    return [module.KIND for module in TARGETS]
+    return [writer.kind for writer in WRITERS]
 
 
-def _target(to: str | None, path: str) -> ModuleType:
+def _writer(to: str | None, path: str) -> Writer:
     kind = to or _BY_SUFFIX.get(os.path.splitext(path)[1], "holdfast")
-    for module in TARGETS:
-        if kind == module.KIND:
-            return module
+    for writer in WRITERS:
+        if writer.kind == kind:
+            return writer
     raise ValueError(f"unknown target {kind!r}: known are {', '.join(target_kinds())}")
 
 
-def _cutting() -> list[ModuleType]:
-    """The targets that cut parameters over ranks; all others hold whole ones."""
-    return [module for module in TARGETS if getattr(module, "CUTS_PARAMETERS", False)]
-
-
-def _layout(writer: ModuleType, tp: int, pp: int, zero_stage: int | None) -> Target:
+def _layout(writer: Writer, tp: int, pp: int, zero_stage: int | None) -> Target:
     for name, number in (("tp", tp), ("pp", pp)):
         if number < 1:
             raise ValueError(f"{name} must be at least 1, not {number}")
-    if (tp, pp) != (1, 1) and writer not in _cutting():
-        known = ", ".join(module.KIND for module in _cutting()) or "none"
+    if (tp, pp) != (1, 1) and not writer.cuts_parameters:
+        known = ", ".join(other.kind for other in WRITERS if other.cuts_parameters)
         raise ValueError(
-            f"{writer.KIND} holds whole parameters, so tp and pp must be 1; targets that cut them: {known}"
+            f"{writer.kind} holds whole parameters, so tp and pp must be 1; targets that cut them: {known}"
         )
-    if zero_stage is not None and not getattr(writer, "HAS_ZERO_STAGE", False):
-        raise ValueError(f"zero_stage is for targets that DeepSpeed loads, not for {writer.KIND}")
+    if zero_stage is not None and not writer.has_zero_stage:
+        raise ValueError(f"zero_stage is for targets that DeepSpeed loads, not for {writer.kind}")
     if zero_stage not in (None, 1, 2, 3):
         raise ValueError(f"zero_stage must be 1, 2 or 3, not {zero_stage}")
     return Target(tp=tp, pp=pp)
@@ -212,8 +206,8 @@ def _open(
 
 def _is_whole(src: str | os.PathLike[str], kind: str) -> bool:
     """Whether a source has whole parameters: its own layout is no question, and a spec is for the target."""
-    module = find_kind(os.path.abspath(os.fspath(src))) if kind == "auto" else module_of(kind)
-    return module is None or not hasattr(module, "parameters")
+    reader = find_reader(os.path.abspath(os.fspath(src))) if kind == "auto" else reader_of(kind)
+    return reader is None or reader.parameters is None
 
 
 def _carried(checkpoint: StoredCheckpoint, carry: str | os.PathLike[str] | None) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from holdfast.store.read.gather import FileReads
 from holdfast.store.read.requests import BoxRequest
 from holdfast.store.read.shard_reader import Problem, ShardReader
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
-from holdfast.universal.recognition import describe, find_kind, findings
+from holdfast.universal.recognition import describe, find_reader, findings
 from holdfast.universal.reduction import reduced
 from holdfast.universal.source import Computed, Source, SourceLeaf, Stretch
 from holdfast.universal.tree import build_tree
@@ -39,7 +39,7 @@ _NO_CHECKSUM = "0" * 16
 
 def recognises(path: str) -> bool:
     """Whether there is a checkpoint of a system that is known."""
-    return find_kind(path) is not None
+    return find_reader(path) is not None
 
 
 def looked_for(path: str) -> str:

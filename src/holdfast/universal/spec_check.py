@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from holdfast.errors import CheckpointNotFound, SpecError
-from holdfast.universal.recognition import describe, find_kind, recognise
+from holdfast.universal.recognition import describe, find_reader, recognise
 from holdfast.universal.spec import Explanation, Spec
 from holdfast.universal.whole_source import parameters_of
 
@@ -47,7 +47,7 @@ def check_spec(spec: Spec, path: str | os.PathLike[str]) -> SpecCheck:
 
 def parameter_names(path: str) -> list[str]:
     """The names that rules are asked for: those of the system's own files."""
-    module = find_kind(path)
-    if module is not None and hasattr(module, "parameters"):
-        return list(module.parameters(path))
+    reader = find_reader(path)
+    if reader is not None and reader.parameters is not None:
+        return list(reader.parameters(path))
     return parameters_of(describe(path))

@@ -1,22 +1,11 @@
-"""One module per system: it knows where the bytes of that system's checkpoints lie, and reads no arrays.
-
-Each module has
-
-- ``KIND``: its name, as ``--from`` takes it; ``WANTED``: the files it looks for, in words,
-- ``looks_like(path)``: what was found that says that the checkpoint is of this system, or None. It must be
-  quick, and must not raise for anything that exists,
-- ``describe(path, spec)``: the `holdfast.universal.source.Source`.
-
-A module of a system with several ranks joins them by a spec. It also has ``parameters(path)``: the names that
-rules are asked for. Without it, the spec is applied to what `describe` gives.
-
-`SOURCES` are asked in their order: the more particular ones first.
-"""
+"""One module per system: it knows where the bytes of that system's checkpoints lie, and reads no arrays."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from holdfast.universal.source import Source
 from holdfast.universal.sources import (
     dcp,
     dcp_hf,
@@ -30,17 +19,39 @@ from holdfast.universal.sources import (
     safetensors,
     torch_save,
 )
+from holdfast.universal.spec import Spec
 
-SOURCES: tuple[ModuleType, ...] = (
-    ds_universal,
-    deepspeed,
-    megatron_core,
-    dcp,
-    dcp_hf,
-    megatron,
-    npz,
-    hdf5,
-    torch_save,
-    hf,
-    safetensors,
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How the checkpoints of a system are known and described.
+
+    `kind` is its name, as ``--from`` takes it, `wanted` the files that it looks for, in words. `looks_like`
+    tells what was found at a path that says that the checkpoint is of this system, or None. It is quick, and
+    does not raise for anything that exists.
+
+    A system with several ranks joins them by a spec: it has `parameters`, the names that rules are asked for.
+    Without it, the spec is applied to the whole parameters that `describe` gives.
+    """
+
+    kind: str
+    wanted: str
+    looks_like: Callable[[str], str | None]
+    describe: Callable[[str, Spec | None], Source]
+    parameters: Callable[[str], list[str]] | None = None
+
+
+READERS: tuple[Reader, ...] = (
+    Reader(ds_universal.KIND, ds_universal.WANTED, ds_universal.looks_like, ds_universal.describe),
+    Reader(deepspeed.KIND, deepspeed.WANTED, deepspeed.looks_like, deepspeed.describe, deepspeed.parameters),
+    Reader(megatron_core.KIND, megatron_core.WANTED, megatron_core.looks_like, megatron_core.describe),
+    Reader(dcp.KIND, dcp.WANTED, dcp.looks_like, dcp.describe),
+    Reader(dcp_hf.KIND, dcp_hf.WANTED, dcp_hf.looks_like, dcp_hf.describe),
+    Reader(megatron.KIND, megatron.WANTED, megatron.looks_like, megatron.describe, megatron.parameters),
+    Reader(npz.KIND, npz.WANTED, npz.looks_like, npz.describe),
+    Reader(hdf5.KIND, hdf5.WANTED, hdf5.looks_like, hdf5.describe),
+    Reader(torch_save.KIND, torch_save.WANTED, torch_save.looks_like, torch_save.describe),
+    Reader(hf.KIND, hf.WANTED, hf.looks_like, hf.describe),
+    Reader(safetensors.KIND, safetensors.WANTED, safetensors.looks_like, safetensors.describe),
 )
+"""In the order in which they are asked: the more particular ones first."""

@@ -21,6 +21,7 @@ from holdfast.universal.torch_file import StoredTensor, is_torch_file, read_torc
 from holdfast.universal.trees import Collected, step_of
 
 KIND = "torch"
+WANTED = "a file of torch.save, or a directory with trainer_state.json"
 _MODEL_WORDS = ("model", "model_state_dict", "state_dict", "module", "net")
 _OPTIMIZER_WORDS = ("optimizer", "optimizer_state_dict", "optim", "opt")
 _STEP_WORDS = ("global_step", "global_steps", "step", "steps", "iteration", "iter")

@@ -1,30 +1,51 @@
-"""One module per system that can be written. The mirror image of `holdfast.universal.sources`.
-
-Each module has
-
-- ``KIND``: its name, as ``--to`` takes it; ``ONLY_MODEL``: whether it holds weights alone, as a rule;
-  ``INLINES_BYTES``: large ``bytes`` of the state are no arrays there,
-- if need be, ``CUTS_PARAMETERS = True``: it cuts parameters over the ranks of ``job.layout`` (``--tp``,
-  ``--pp``), by the rules of ``job.spec``; ``HAS_ZERO_STAGE = True``: it takes ``--zero-stage``,
-- if need be, ``prepare(job)``: the job with other names or items, and what the user should know of it,
-- ``plan(job)``: the files that it will write, and their sizes,
-- ``write(job)``: writes them, all or nothing, durable on return; if ``job.verify``, it calls ``check`` before
-  anything gets the name that the user asked for,
-- ``check(job, path)``: reads back what was written to this hidden path, and raises if anything differs.
-"""
+"""The systems that can be written, one module each. The mirror image of `holdfast.universal.sources`."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from holdfast.universal.items import Job, OutputFile
 from holdfast.universal.targets import dcp, ds_universal, hf, megatron, native, safetensors, torch_save
 
-TARGETS: tuple[ModuleType, ...] = (
-    native,
-    safetensors,
-    hf,
-    ds_universal,
-    torch_save,
-    dcp,
-    megatron,
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """How a system is written.
+
+    `kind` is its name, as ``--to`` takes it. `plan` tells the files that it will write, and their sizes.
+    `write` writes them, all or nothing, durable on return; if ``job.verify``, it reads them back and compares
+    before anything gets the name that the user asked for. `prepare` comes before both: the job with other
+    names or items, and what the user should know of it.
+
+    `only_model`: it holds weights alone, as a rule. `inlines_bytes`: large ``bytes`` of the state are no
+    arrays there. `cuts_parameters`: over the ranks of ``job.layout`` (``--tp``, ``--pp``), by the rules of
+    ``job.spec``. `has_zero_stage`: it takes ``--zero-stage``.
+    """
+
+    kind: str
+    plan: Callable[[Job], list[OutputFile]]
+    write: Callable[[Job], None]
+    prepare: Callable[[Job], tuple[Job, tuple[str, ...]]] | None = None
+    only_model: bool = False
+    inlines_bytes: bool = False
+    cuts_parameters: bool = False
+    has_zero_stage: bool = False
+
+
+WRITERS: tuple[Writer, ...] = (
+    Writer("holdfast", native.plan, native.write),
+    Writer(safetensors.KIND, safetensors.plan, safetensors.write, only_model=True),
+    Writer(hf.KIND, hf.plan, hf.write, hf.prepare, only_model=True),
+    Writer(
+        ds_universal.KIND,
+        ds_universal.plan,
+        ds_universal.write,
+        inlines_bytes=True,
+        cuts_parameters=True,
+        has_zero_stage=True,
+    ),
+    Writer("torch", torch_save.plan, torch_save.write, inlines_bytes=True),
+    Writer("dcp", dcp.plan, dcp.write, inlines_bytes=True),
+    Writer(megatron.KIND, megatron.plan, megatron.write, megatron.prepare, cuts_parameters=True),
 )

@@ -34,9 +34,6 @@ from holdfast.universal.items import Item, Job, OutputFile, progress_of
 from holdfast.universal.readback import compare_arrays
 from holdfast.universal.torch_archive import StorageBytes, pickled, storage_key, write_archive
 
-KIND = "dcp"
-INLINES_BYTES = True
-ONLY_MODEL = False
 _PIECE_NBYTES = 64 << 20
 _READ_NBYTES = 256 << 20
 _ITEM_NBYTES = 1024  # what an archive of one tensor takes beside it, at most

@@ -50,10 +50,6 @@ from holdfast.universal.torch_files import LeafBytes, TorchFile, leaf_tensor, wr
 from holdfast.universal.torch_pickles import Instance, PendingTensor, Size
 
 KIND = "ds-universal"
-INLINES_BYTES = True
-ONLY_MODEL = False
-CUTS_PARAMETERS = True
-HAS_ZERO_STAGE = True
 _HERE = b"."
 _VERSION = "0.19.8"
 """Of DeepSpeed, whose layout this is. It refuses files that say none."""

@@ -23,8 +23,6 @@ from holdfast.universal.targets.safetensors import file_of
 from holdfast.universal.transformers_names import family_of, is_first, published
 
 KIND = "hf"
-INLINES_BYTES = False
-ONLY_MODEL = True
 _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _HEAD = "lm_head.weight"
 

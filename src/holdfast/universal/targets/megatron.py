@@ -35,9 +35,6 @@ from holdfast.universal.torch_pickles import PendingTensor, pickled
 from holdfast.universal.torch_zip import TorchArchive, stream
 
 KIND = "megatron"
-ONLY_MODEL = False
-INLINES_BYTES = False
-CUTS_PARAMETERS = True
 _LATEST = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
 

@@ -16,9 +16,6 @@ from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.universal.items import Item, Job, OutputFile, advance, framework_of
 from holdfast.universal.readback import compare_written
 
-KIND = "holdfast"
-INLINES_BYTES = False
-ONLY_MODEL = False
 _POLL_SECONDS = 0.1
 
 

@@ -8,8 +8,6 @@ from holdfast.universal.items import Item, Job, OutputFile, advance
 from holdfast.universal.readback import compare_with
 
 KIND = "safetensors"
-INLINES_BYTES = False
-ONLY_MODEL = True
 
 
 def plan(job: Job) -> list[OutputFile]:

@@ -21,9 +21,6 @@ from holdfast.universal.items import Item, Job, OutputFile, progress_of
 from holdfast.universal.readback import compare_arrays
 from holdfast.universal.torch_archive import StorageBytes, pickled, storage_key, write_archive
 
-KIND = "torch"
-ONLY_MODEL = False
-INLINES_BYTES = True
 _PLAIN = (type(None), bool, int, float, str, bytes, complex)
 
 
