@@ -60,15 +60,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, env: dict[str, str], backe
 
 @pytest.mark.parametrize("backend", ["jax", "tensorflow"])
 def test_the_example_passes_the_drill(tmp_path: Path, env: dict[str, str], backend: str) -> None:
-    name = ENVIRONMENTS[backend]
-    command = ["-m", "holdfast.cli", "drill", "--times", "3", "--workdir", tmp_path / "drill", "--"]
-    output = peers.run(
-        name,
-        *command,
-        peers.interpreter(name),
-        EXAMPLE,
-        env={**env, "KERAS_BACKEND": backend},
-        cwd=tmp_path,
-        timeout=SECONDS,
-    )
+    env = {**env, "KERAS_BACKEND": backend}
+    output = peers.drill(ENVIRONMENTS[backend], EXAMPLE, tmp_path, env)
     assert "32 checkpoints seen in both, all equal" in output, output

@@ -35,7 +35,5 @@ def test_object_trees_come_back_as_they_were(tmp_path: Path, env: dict[str, str]
 
 
 def test_the_example_passes_the_drill(tmp_path: Path, env: dict[str, str]) -> None:
-    command = ["-m", "holdfast.cli", "drill", "--times", "3", "--workdir", tmp_path / "drill", "--"]
-    python = peers.interpreter("tensorflow")
-    output = peers.run("tensorflow", *command, python, EXAMPLE, env=env, cwd=tmp_path, timeout=SECONDS)
+    output = peers.drill("tensorflow", EXAMPLE, tmp_path, env)
     assert "32 checkpoints seen in both, all equal" in output, output
