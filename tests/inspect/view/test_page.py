@@ -195,6 +195,11 @@ def test_only_this_machine_is_listened_to(run: Path) -> None:
     with inspect.serve_page([run]) as server:
         assert server._server.socket.getsockname()[0] == "127.0.0.1"
         port = server.port
+        kept = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        kept.request("GET", urlsplit(server.url).path)
+        assert kept.getresponse().read()
+    with pytest.raises(ConnectionRefusedError):  # it has to connect again
+        kept.request("GET", urlsplit(server.url).path)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
 
@@ -311,6 +316,22 @@ def test_the_command_writes_a_page(run: Path, tmp_path: Path) -> None:
     written = command("view", run, step_path(run, 5), "--out", tmp_path / "page.html", "--json").document
     assert written["nbytes"] == (tmp_path / "page.html").stat().st_size
     assert len(written["runs"]) == 2
+
+
+def test_the_command_serves_until_it_is_interrupted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def look(server: inspect.PageServer) -> None:
+        seen.append(Browser(server.url).get(urlsplit(server.url).path)[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspect.PageServer, "wait", look)
+    done = command("view", run, "--json")
+    assert (done.code, seen) == (130, [200])
+    address = urlsplit(done.document["url"])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address.hostname, address.port), timeout=5)
+    assert command("view", run, "--serve").out.startswith("http://127.0.0.1:")
 
 
 @pytest.mark.parametrize(
