@@ -11,6 +11,7 @@
 #   make cross    compile the engine's core for arm64;  make arm  runs it, too (qemu)
 #   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
 #   make benchmarks  measure everything and write docs/benchmarks.md (about half an hour; ARGS="--quick" for less)
+#   make study    what checkpoints cost in each framework, into build/study (hours; ARGS="--quick" for five minutes)
 #   make clean    remove what was built;  make distclean  removes .venv too
 #
 # Each of them starts from a bare checkout: it makes .venv and builds first when that is needed.
@@ -44,7 +45,7 @@ CORE_FLAGS := -std=c++20 -O2 -g -pthread -Wall -Wextra -Wshadow -Wconversion -Wn
   -D_FILE_OFFSET_BITS=64 -DHOLDFAST_HAVE_URING=0 -Inative/src -isystem $(VENV)/include
 CROSS_CXX := aarch64-linux-gnu-g++
 
-.PHONY: help setup build demo test compat peers browser check format cross arm bench benchmarks clean distclean
+.PHONY: help setup build demo test compat peers browser check format cross arm bench benchmarks study clean distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
@@ -137,6 +138,10 @@ arm: cross setup
 
 bench: setup
 	$(BIN)/holdfast bench $(ARGS)
+
+study: setup
+	$(BIN)/holdfast study run --out build/study $(ARGS)
+	$(BIN)/holdfast study report build/study
 
 benchmarks: setup
 	$(BIN)/holdfast bench --markdown docs/benchmarks.md $(ARGS)

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,7 +50,7 @@ def run(
     command = [str(python)]
     if ranks:
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--nnodes=1"]
-        command += ["--master_addr=127.0.0.1", f"--master_port={_free_port()}"]
+        command += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     command += [os.fspath(argument) for argument in arguments]
     environment = {
         **os.environ,
@@ -84,6 +85,31 @@ def run(
     return output
 
 
+def drill(name: str, script: Path, folder: Path, env: Mapping[str, str]) -> str:
+    """Drills a script that runs in an environment; the command itself runs here. Returns its report."""
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast.cli",
+        "drill",
+        "--times",
+        "3",
+        "--workdir",
+        str(folder / "drill"),
+    ]
+    done = subprocess.run(
+        [*command, "--", str(interpreter(name)), str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **env},
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
 def with_holdfast(folder: Path) -> dict[str, str]:
     """Variables with which an environment finds the Holdfast of this test run, and what it needs.
 
@@ -99,7 +125,7 @@ def _release_builds(folder: Path, since: float) -> None:
             lock.unlink(missing_ok=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -24,13 +24,16 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "deepspeed": (TORCH, "deepspeed==0.19.8 numpy==2.4.6 setuptools ninja"),
     "megatron-core": (TORCH, "megatron-core==0.16.1 numpy==2.4.6 packaging einops psutil"),
     "transformers": (TORCH, "transformers==5.23.0 accelerate==1.15.0 lightning==2.6.6 numpy==2.4.6"),
+    "jax": ("jax==0.10.2 flax==0.12.8 optax==0.2.8 orbax-checkpoint==0.12.8 numpy==2.4.6",),
+    "chainer": ("setuptools<60 wheel numpy==1.23.5", "--no-build-isolation chainer==7.8.1"),
     "keras": ("keras==3.15.1 jax==0.10.2 h5py==3.16.0 numpy==2.4.6",),
     "sklearn-oldest": ("scikit-learn==1.3.0 numpy==1.24.4 scipy==1.10.1", _TESTING),
     "sklearn-newest": ("scikit-learn==1.9.1 numpy==2.4.6 scipy==1.17.1", _TESTING),
 }
 """What `pip install` gets, by name: one call for each entry, which keeps the versions of those before it.
 
-Torch comes first wherever it is needed, so that nothing else decides which one that is.
+Torch comes first wherever it is needed, so that nothing else decides which one that is. Options of pip may be
+among them: Chainer is built with the old setuptools that it needs, not with a new one.
 """
 STAMP = ".holdfast-peer"
 FOLDER_VARIABLE = "HOLDFAST_PEERS"
