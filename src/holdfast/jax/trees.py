@@ -46,7 +46,7 @@ class Live:
             if isinstance(leaf, jax.Array):
                 if leaf.is_deleted():
                     raise UnsupportedState(
-                        f"{name}: this array is deleted: a step took it as donated. Save what the step returned"
+                        f"{name}: this array is deleted, as donated to a step. Save what that returned"
                     )
                 if arrays.is_key(leaf):
                     keys[name] = arrays.key_name(leaf)
