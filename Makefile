@@ -10,6 +10,7 @@
 #   make cross    compile the engine's core for arm64;  make arm  runs it, too (qemu)
 #   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
 #   make benchmarks  measure everything and write docs/benchmarks.md (about half an hour; ARGS="--quick" for less)
+#   make dist     an sdist and a wheel that needs no compiler, in dist/;  make dist-test  tries both in bare environments
 #   make clean    remove what was built;  make distclean  removes .venv too
 #
 # Each of them starts from a bare checkout: it makes .venv and builds first when that is needed.
@@ -43,7 +44,7 @@ CORE_FLAGS := -std=c++20 -O2 -g -pthread -Wall -Wextra -Wshadow -Wconversion -Wn
   -D_FILE_OFFSET_BITS=64 -DHOLDFAST_HAVE_URING=0 -Inative/src -isystem $(VENV)/include
 CROSS_CXX := aarch64-linux-gnu-g++
 
-.PHONY: help setup build demo test compat peers check format cross arm bench benchmarks clean distclean
+.PHONY: help setup build demo test compat peers check format cross arm bench benchmarks dist dist-test clean distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
@@ -133,6 +134,26 @@ bench: setup
 
 benchmarks: setup
 	$(BIN)/holdfast bench --markdown docs/benchmarks.md $(ARGS)
+
+# The wheel is built from the sdist, so that one that lacks a file fails here.
+DIST_TOOLS := build/dist-tools
+$(DIST_TOOLS)/.stamp: requirements-dist.txt tools/apt.sh tools/system-packages.sh tools/xxhash-headers.sh
+	@PYTHON="$(PYTHON)" tools/system-packages.sh
+	@$(PYTHON) -m venv --clear $(DIST_TOOLS)
+	@tools/xxhash-headers.sh $(DIST_TOOLS)/bin/python
+	@$(DIST_TOOLS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet -r requirements-dist.txt
+	@touch $@
+
+dist: $(DIST_TOOLS)/.stamp
+	@rm -rf dist build/unrepaired
+	CMAKE_INCLUDE_PATH="$(CURDIR)/$(DIST_TOOLS)/include" $(DIST_TOOLS)/bin/python -m build --outdir build/unrepaired \
+	  -Ccmake.define.HOLDFAST_PORTABLE=ON . > build/dist.log 2>&1 || { tail -n 40 build/dist.log; exit 1; }
+	PATH="$(CURDIR)/$(DIST_TOOLS)/bin:$$PATH" auditwheel repair --wheel-dir dist build/unrepaired/*.whl
+	@mv build/unrepaired/*.tar.gz dist/
+	@ls -l dist
+
+dist-test: dist
+	DIST_PYTHON="$(PYTHON)" $(DIST_TOOLS)/bin/python -m pytest -q -p no:cacheprovider -m dist tests/dist $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist build.log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
