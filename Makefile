@@ -89,7 +89,7 @@ compat:
 	  pytest hypothesis pytest-timeout pytest-xdist safetensors ml_dtypes xxhash
 	TESTS_WITHOUT="torch matplotlib PIL" build/compat/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider $(PYTEST_ARGS)
 
-# The systems whose checkpoints we read and write, each in an environment of its own (the table is in tools/peers.py).
+# The systems whose checkpoints we read and write, each in an environment of its own (the table is in study/environments.py).
 peers: setup
 	$(BIN)/python tools/peers.py
 	$(BIN)/python -m pytest -q -m peers $(PYTEST_ARGS)

@@ -8,16 +8,14 @@ import textwrap
 
 import pytest
 
-INTEGRATIONS = ["holdfast.lightning", "holdfast.transformers", "holdfast.accelerate"]
+FRAMEWORKS = ["lightning", "transformers", "accelerate", "jax", "chainer"]
+INTEGRATIONS = [f"holdfast.{name}" for name in FRAMEWORKS]
 SCRIPTS = ["holdfast.study.zero_writer"]
 """Run in the environment of another system; nothing imports them."""
 HEAVY = [
-    "lightning",
-    "transformers",
-    "accelerate",
+    *FRAMEWORKS,
     "torch",
     "numpy",
-    "jax",
     "tensorflow",
     "sklearn",
     "ml_dtypes",
@@ -73,7 +71,7 @@ def test_every_module_but_integrations_can_be_imported_without_a_framework() -> 
         import holdfast
         for module in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
             # Modules named after a framework import it, and so do those below holdfast.sklearn.
-            named = module.name in {INTEGRATIONS + SCRIPTS!r} or module.name.startswith("holdfast.sklearn.")
+            named = module.name.startswith({(*INTEGRATIONS, *SCRIPTS, "holdfast.sklearn.")!r})
             if not module.name.endswith("__main__") and not named:
                 importlib.import_module(module.name)
     """

@@ -33,7 +33,7 @@ def test_other_versions_are_named_with_those_supported(
         require("lightning", "2.6", "2.7", extra="lightning")
 
 
-@pytest.mark.parametrize("name", ["lightning", "transformers", "accelerate"])
+@pytest.mark.parametrize("name", ["lightning", "transformers", "accelerate", "jax", "chainer"])
 def test_a_missing_framework_says_what_to_install(name: str) -> None:
     if importlib.util.find_spec(name) is not None:
         pytest.fail(f"{name} is installed here; the tests that need it run in an environment of `make peers`")

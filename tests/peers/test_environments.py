@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
+from holdfast.study.environments import ENVIRONMENTS
 from support import peers
-
-ENVIRONMENTS: dict[str, tuple[str, ...]] = runpy.run_path(str(peers.PROJECT / "tools" / "peers.py"))[
-    "ENVIRONMENTS"
-]
 
 VERSIONS = """
 import json, sys

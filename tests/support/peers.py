@@ -1,20 +1,22 @@
 """Runs scripts in the environments of other systems, which `make peers` builds.
 
-HOLDFAST_PEERS may name another folder that has the environments, by the names of `tools/peers.py`.
+HOLDFAST_PEERS may name another folder that has the environments of `holdfast.study.environments`.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from holdfast.study import environments
 
 PROJECT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("HOLDFAST_PEERS") or PROJECT / "build" / "peers")
@@ -48,7 +50,7 @@ def run(
     command = [str(python)]
     if ranks:
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--nnodes=1"]
-        command += ["--master_addr=127.0.0.1", f"--master_port={_free_port()}"]
+        command += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     command += [os.fspath(argument) for argument in arguments]
     environment = {
         **os.environ,
@@ -83,21 +85,37 @@ def run(
     return output
 
 
+def drill(name: str, script: Path, folder: Path, env: Mapping[str, str]) -> str:
+    """Drills a script that runs in an environment; the command itself runs here. Returns its report."""
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast.cli",
+        "drill",
+        "--times",
+        "3",
+        "--workdir",
+        str(folder / "drill"),
+    ]
+    done = subprocess.run(
+        [*command, "--", str(interpreter(name)), str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **env},
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
 def with_holdfast(folder: Path) -> dict[str, str]:
     """Variables with which an environment finds the Holdfast of this test run, and what it needs.
 
     The environments have Python and numpy as here, but not msgspec and no Holdfast.
     """
-    import msgspec
-
-    native = importlib.import_module("holdfast._native").__file__
-    assert native is not None
-    package = folder / "holdfast"
-    package.mkdir(parents=True)
-    for found in [*(PROJECT / "src" / "holdfast").iterdir(), Path(native)]:
-        (package / found.name).symlink_to(found)
-    (folder / "msgspec").symlink_to(Path(msgspec.__file__).parent)
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": str(environments.bridge(folder))}
 
 
 def _release_builds(folder: Path, since: float) -> None:
@@ -107,7 +125,7 @@ def _release_builds(folder: Path, since: float) -> None:
             lock.unlink(missing_ok=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

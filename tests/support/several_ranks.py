@@ -121,7 +121,7 @@ def _cut(
         leaf = plan.leaves[item.leaf]
         array = memory[leaf.name, item.placement]
         here = LeafSource(leaf.name, leaf.dtype, array.shape, leaf.framework, _memory(array))
-        (cut,) = sources([item], plan.leaves, {leaf.name: here}, volume)
+        (cut,) = sources([item], plan.leaves, [here], volume)
         index = counts[leaf.name] = counts.get(leaf.name, -1) + 1
         slot = type(cut.slot)(cut.slot.start, leaf.shape, index, volume) if cut.slot is not None else None
         found.append(LeafSource(leaf.name, leaf.dtype, cut.shape, leaf.framework, cut.source, None, slot))

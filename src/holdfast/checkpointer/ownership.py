@@ -23,6 +23,7 @@ import numpy as np
 
 from holdfast.engine import Memory, Strided, forks
 from holdfast.state import LeafSource
+from holdfast.state.boxed import Immutable
 from holdfast.state.marks import Mark
 from holdfast.state.sharded import local_tensor
 from holdfast.state.torch_objects import is_module, is_optimizer, is_zero, modules_in, optimizers_in
@@ -89,11 +90,13 @@ Hook = Callable[[Any, Any, Any], None]
 def _hidden_from_compiler(hook: Hook) -> Hook:
     """Without this, ``torch.compile`` of a step compiles all that a wait goes through, threads and locks.
 
-    Costs no import: making an optimizer has brought all of the compiler that this needs.
+    Costs no import: making an optimizer has brought all of the compiler that this needs. Optimizers of others
+    come without torch.
     """
-    import torch
-
-    hidden: Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return hook
+    hidden: Hook = torch.compiler.disable(hook)
     return hidden
 
 
@@ -138,7 +141,7 @@ class Owners:
         comes first.
         """
         source = leaf.source
-        if type(source.owner) is bytes:
+        if type(source.owner) in (bytes, Immutable):
             return NOBODY  # it cannot change
         if type(source) is Memory:
             device, start, stop = _HOST, source.address, source.address + source.nbytes

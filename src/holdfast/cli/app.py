@@ -23,7 +23,9 @@ from holdfast.cli.shelf import shelf
 from holdfast.cli.show import show
 from holdfast.cli.spec import spec
 from holdfast.cli.stats import stats
+from holdfast.cli.study import study
 from holdfast.cli.verify import verify
+from holdfast.cli.view import view
 
 app = typer.Typer(
     name="holdfast",
@@ -40,7 +42,7 @@ _MACHINE = "This machine"
 _TRAINING = "Your training"
 
 for _panel, _commands in (
-    (_LOOK, (ls, show, stats, verify, diff)),
+    (_LOOK, (ls, show, stats, view, verify, diff)),
     (_CHANGE, (export, convert, prune)),
     (_MACHINE, (doctor, bench)),
 ):
@@ -49,6 +51,7 @@ for _panel, _commands in (
 
 app.add_typer(spec, name="spec", rich_help_panel=_LOOK)
 app.add_typer(shelf, name="shelf", rich_help_panel=_LOOK)
+app.add_typer(study, name="study", rich_help_panel=_MACHINE)
 
 # What follows the first word of the drilled command is that command's, also where it looks like an option.
 app.command(rich_help_panel=_TRAINING, context_settings={"allow_interspersed_args": False})(drill)

@@ -15,8 +15,10 @@
 | `event_summary` | `summarize`: how the saves and restores of a run went |
 | `safetensors_export` | `export`: leaves as one file that other tools read |
 | `pruning` | `prune`: remove the checkpoints that no rule keeps |
+| `view` | `view_runs`, `write_page`, `serve_page`: runs as a web page, and the data behind it |
 | `machine` | `diagnose`: what this machine and a directory's filesystem can do |
 | `safetensors_writer` | one safetensors file out of leaves, for `export` and conversions |
+| `html_page` | one self-contained HTML page: script, style and data inside |
 | `leaf_windows`, `leaf_stream` | leaves in bounded memory, at random or in the order of a writer |
 | `element_values`, `element_casts` | elements of every type as numbers; one floating-point type to another |
 
@@ -24,6 +26,9 @@ A function that moves many bytes takes ``progress``, which it calls with the byt
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from holdfast.inspect.comparison import Difference, LeafChange, Side, ValueChange, compare
 from holdfast.inspect.description import Description, describe
@@ -44,6 +49,9 @@ from holdfast.inspect.run_listing import Entry, Leftover, Listing, list_run
 from holdfast.inspect.safetensors_export import Exported, export
 from holdfast.inspect.verification import verify_all
 
+if TYPE_CHECKING:
+    from holdfast.inspect.view import PageServer, RunView, WrittenPage, serve_page, view_runs, write_page
+
 __all__ = [
     "Choice",
     "Description",
@@ -59,23 +67,38 @@ __all__ = [
     "Listing",
     "Mount",
     "NoEvents",
+    "PageServer",
     "PhaseDistributions",
     "Progress",
     "Pruned",
     "Removed",
     "Restores",
     "RunEvents",
+    "RunView",
     "Saves",
     "Side",
     "Speed",
     "Torch",
     "ValueChange",
+    "WrittenPage",
     "compare",
     "describe",
     "diagnose",
     "export",
     "list_run",
     "prune",
+    "serve_page",
     "summarize",
     "verify_all",
+    "view_runs",
+    "write_page",
 ]
+
+_OF_VIEW = frozenset({"PageServer", "RunView", "WrittenPage", "serve_page", "view_runs", "write_page"})
+
+
+def __getattr__(name: str) -> Any:
+    """Pages bring a web server along, so they are imported on first use."""
+    if name not in _OF_VIEW:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("holdfast.inspect.view"), name)

@@ -137,7 +137,7 @@ def diagnose(
             problems.append("too little free space to measure speed, or to save much")
         else:
             speed = _measure(where, speed_nbytes, choice.backend, progress)
-    mount, device, torch = find_mount(where), _device(where), _torch(import_torch)
+    mount, device, torch = find_mount(where), find_device(where), _torch(import_torch)
     huge_pages = engine.huge_pages_given()
     return Diagnosis(
         directory=where,
@@ -190,12 +190,7 @@ def _advice(
     choice: Choice,
     speed: Speed | None,
 ) -> Iterator[str]:
-    if mount.kind in VOLATILE:
-        yield f"{mount.kind} lives in memory: nothing saved here survives a power cut. Choose a disk."
-    if mount.kind in NETWORK:
-        yield f"{mount.kind} is a network filesystem: durability is what its server makes of a sync."
-    if _UNSAFE_MOUNT.intersection(mount.options):
-        yield "mounted without write barriers: a sync does not reach the device. Remount with barriers."
+    yield from mount_advice(mount)
     # Virtual disks call themselves rotating, whatever they are; the speed tells.
     if device is not None and device.rotational and speed is not None and speed.write_rate < _SLOW_RATE:
         yield "a rotating disk: keep checkpoints on an SSD where there is one."
@@ -210,6 +205,16 @@ def _advice(
         yield f"unset HOLDFAST_BACKEND to use {able.best}, the best that works here."
     if speed is not None and speed.sync_seconds > 0.05:
         yield "a sync takes long here: save less often than every step, or choose another device."
+
+
+def mount_advice(mount: Mount) -> Iterator[str]:
+    """What speaks against a file system, as far as its kind and options tell."""
+    if mount.kind in VOLATILE:
+        yield f"{mount.kind} lives in memory: nothing saved here survives a power cut. Choose a disk."
+    if mount.kind in NETWORK:
+        yield f"{mount.kind} is a network filesystem: durability is what its server makes of a sync."
+    if _UNSAFE_MOUNT.intersection(mount.options):
+        yield "mounted without write barriers: a sync does not reach the device. Remount with barriers."
 
 
 def find_mount(where: str) -> Mount:
@@ -230,7 +235,7 @@ def find_mount(where: str) -> Mount:
     return best
 
 
-def _device(where: str) -> Device | None:
+def find_device(where: str) -> Device | None:
     """None for filesystems without a block device of their own (tmpfs, network)."""
     number = os.stat(where).st_dev
     base = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")

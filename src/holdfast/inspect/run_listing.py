@@ -63,8 +63,8 @@ def list_run(path: str | os.PathLike[str]) -> Listing:
     """
     where = os.path.abspath(path)
     if is_checkpoint(where):
-        return Listing(where, (_entry(resolve(where), None),), ())
-    entries = [_entry(path, step) for step, path in _steps(where).items()]
+        return Listing(where, (entry_of(resolve(where), None),), ())
+    entries = [entry_of(path, step) for step, path in _steps(where).items()]
     # Without those that retention took away since the directory was listed.
     return Listing(where, tuple(entry for entry in entries if not is_gone(entry.path)), leftovers(where))
 
@@ -113,7 +113,8 @@ def directory_nbytes(path: str) -> int:
         return 0
 
 
-def _entry(path: str, step: int | None) -> Entry:
+def entry_of(path: str, step: int | None) -> Entry:
+    """The checkpoint at a path, or what shall be one. `step` is the one that its name says."""
     nbytes = directory_nbytes(path)
     try:
         with StoredCheckpoint(path) as checkpoint:

@@ -7,7 +7,8 @@ plain memory, all others are memory with strides: nothing is copied here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from holdfast.engine import Consumed, Destination, Memory, Produced, Source, Strided
 from holdfast.errors import UnsupportedState
@@ -16,7 +17,7 @@ from holdfast.format.geometry import Box, contiguous_runs, whole
 from holdfast.plan.dtensor import splits_of
 from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement
 from holdfast.plan.replica_groups import Owned
-from holdfast.plan.world import Seen
+from holdfast.plan.world import Seen, View
 from holdfast.state import Framework, LeafSource, Sharding, Slot
 
 
@@ -30,6 +31,16 @@ def seen(
         boxes = () if sharding.box is None else (sharding.box,)
         return Seen(name, dtype, sharding.shape, boxes=boxes, framework=framework)
     return Seen(name, dtype, sharding.shape, mesh_placement(sharding), framework=framework)
+
+
+def view_of(leaves: Iterable[LeafSource]) -> View:
+    """All leaves as this rank sees them. Boxes of one leaf that lie apart are one entry."""
+    found: dict[str, Seen] = {}
+    for leaf in leaves:
+        its = seen(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding)
+        known = found.get(leaf.name)
+        found[leaf.name] = its if known is None else replace(known, boxes=known.boxes + its.boxes)
+    return tuple(found.values())
 
 
 def mesh_placement(sharding: Sharding) -> MeshPlacement:
@@ -55,14 +66,18 @@ _meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], Mesh] = {}
 
 
 def sources(
-    owned: Sequence[Owned], leaves: Sequence[LeafLayout], here: Mapping[str, LeafSource], volume: int = 0
+    owned: Sequence[Owned], leaves: Sequence[LeafLayout], here: Sequence[LeafSource], volume: int = 0
 ) -> list[LeafSource]:
     """What to write for the pieces that a plan gave this rank, out of the arrays that it has `here`."""
+    by_name = {leaf.name: leaf for leaf in here}
+    by_box = {(leaf.name, leaf.sharding.box): leaf for leaf in here if leaf.slot is not None}
     counts: dict[str, int] = {}
     found: list[LeafSource] = []
     for item in owned:
         name = leaves[item.leaf].name
-        leaf = here[name]
+        leaf = by_name[name]
+        if leaf.slot is not None:  # one of several boxes
+            leaf = by_box[name, leaves[item.leaf].placements[item.placement].box]
         if item.piece.within != leaf.shape:
             raise UnsupportedState(
                 f"{name}: this rank has an array of shape {list(leaf.shape)}, but by its placements it "

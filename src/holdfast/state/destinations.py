@@ -13,7 +13,9 @@ from typing import Any
 
 from holdfast.engine.buffers import Consumed, Destination, Memory, Strided
 from holdfast.errors import StateMismatch
+from holdfast.format.geometry import Box
 from holdfast.state import sharded
+from holdfast.state.boxed import BoxedArray
 from holdfast.state.leaves import Sharding
 from holdfast.state.node import corrupt, shorten
 from holdfast.state.overlaps import Host, clash
@@ -88,7 +90,8 @@ class MemoryPlan:
     """The arrays that one restore fills, and from which leaves.
 
     `destinations` is by leaf name; by the alias's name where leaves tied in the checkpoint lie differently in
-    the target, so that each is read by itself. Of those in `parts`, only a part is read.
+    the target, so that each is read by itself. Of those in `parts`, only a part is read. `boxes` are what is
+    read besides: boxes of leaves, each to a place of its own.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class MemoryPlan:
         self._alike = alike
         self.destinations: dict[str, Destination] = {}
         self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = {}
+        self.boxes: list[tuple[str, Box, Destination]] = []
         self._aliases = aliases
         self._shardings = shardings
         self._first: dict[str, FilledArray] = {}
@@ -152,6 +156,16 @@ class MemoryPlan:
         if sharding is not None:
             self.parts[key] = sharding, tuple(array.shape)
         return filled
+
+    def plan_boxes(self, target: BoxedArray, name: str) -> Plan:
+        """The plan for an array of which several boxes are here, in memory that nothing else shares."""
+        self.used = True
+        leaf = self._aliases.get(name, name)
+        for box, array in target.boxes:
+            where = array_destination(array)
+            assert where is not None, "boxes to be filled are writable"
+            self.boxes.append((leaf, box, where))
+        return lambda lookup: target
 
     def _key_of_another(self, first: FilledArray, name: str) -> str:
         """The name under which a leaf is read once more; it was the first's if that is an alias."""

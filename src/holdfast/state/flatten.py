@@ -20,7 +20,7 @@ import numpy as np
 
 from holdfast.engine.buffers import Produced
 from holdfast.errors import UnsupportedState
-from holdfast.state import numpy_arrays, sharded, torch_arrays, torch_objects, value_encoder
+from holdfast.state import boxed, numpy_arrays, sharded, torch_arrays, torch_objects, value_encoder
 from holdfast.state.leaf_table import LeafTable, component
 from holdfast.state.leaves import Flat, LeafSource, Sharding
 from holdfast.state.marks import Mark, PerRank, RankZero
@@ -297,6 +297,12 @@ class _Walk:
         leaf = LeafSource(place, dtype, shape, "numpy", source)
         return {LEAF: self.table.add(array, source.address, place, leaf)}
 
+    def _boxed(self, array: boxed.BoxedArray, place: str, depth: int) -> Node:
+        """The boxes of an array that are here; other ranks have the rest. Such arrays are never tied."""
+        name = self.table.reserve(place)
+        self.table.leaves.extend(boxed.leaves_of(array, name))
+        return {LEAF: name}
+
     def _blob(self, value: bytes | bytearray, place: str, depth: int) -> Node:
         """Bytes: in the tree if they are few, else as a leaf. Equal ones are not tied, as no values are."""
         if len(value) <= BLOB_NBYTES or self._keep_bytes:
@@ -399,6 +405,7 @@ _WALKERS: dict[type, Walker] = {
     deque: _Walk._deque,
     np.memmap: _Walk._array,
     PerRank: _Walk._per_rank,
+    boxed.BoxedArray: _Walk._boxed,
 }
 
 

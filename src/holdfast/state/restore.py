@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.engine.buffers import Destination
 from holdfast.errors import UnsupportedState
+from holdfast.format.geometry import Box
 from holdfast.state import torch_objects
 from holdfast.state.destinations import Lookup, Plan, never_alike
 from holdfast.state.flatten import key_node
@@ -59,7 +60,7 @@ class Restore:
     `finish` with the new arrays. Leaves that are in neither do not fit (see `mismatch`) and need no reading.
     Of a leaf that is in `parts`, only a part goes to its destination: how, and the shape of what is here.
     (Its name may be an alias, where leaves tied in the checkpoint lie differently here; and it may be in
-    `fresh` as well, if another place takes it whole.)
+    `fresh` as well, if another place takes it whole.) `boxes` of leaves are read besides, each to its place.
 
     `local` has the nodes of what was saved of one rank alone; places without them stay as they are, and are
     listed in `kept`. Such state that has no place here is no mismatch, and listed in `left_out`: on another
@@ -90,6 +91,7 @@ class Restore:
         self.state = into
         self.destinations: dict[str, Destination] = memory_plan.destinations
         self.parts: dict[str, tuple[Sharding, tuple[int, ...]]] = memory_plan.parts
+        self.boxes: tuple[tuple[str, Box, Destination], ...] = tuple(memory_plan.boxes)
         self.fresh: tuple[str, ...] = memory_plan.fresh()
         self.kept: tuple[str, ...] = tuple(context.kept)
         self.left_out: tuple[str, ...] = tuple(context.left_out)

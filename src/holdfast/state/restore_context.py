@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from holdfast.state import sharded, torch_objects
+from holdfast.state.boxed import BoxedArray
 from holdfast.state.destinations import Lookup, MemoryPlan, Plan, TiedElsewhere, never_alike
 from holdfast.state.flatten import names_in
 from holdfast.state.mismatch import LeafMeta, Mismatch
@@ -157,6 +158,8 @@ class RestoreContext:
         dtype, shape = array_type(target, place, self.shardings)
         if (meta.dtype, tuple(meta.shape)) != (dtype, shape):
             return self.wrong(name, str(meta), target, describe(dtype, shape))
+        if isinstance(target, BoxedArray):
+            return self.memory_plan.plan_boxes(target, name)
         try:
             return self.memory_plan.plan_array(target, name, place)
         except TiedElsewhere as tied:

@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.engine.buffers import Consumed, Destination, Memory
 from holdfast.errors import StateMismatch, UnsupportedState
-from holdfast.state import arrays, numpy_arrays, sharded, torch_arrays, torch_objects
+from holdfast.state import arrays, boxed, numpy_arrays, sharded, torch_arrays, torch_objects
 from holdfast.state.marks import Mark
 from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, blob_of, items_of, leaf_of, pairs_of, shorten
 from holdfast.state.value_encoder import is_value, type_name, unfillable
@@ -25,7 +25,9 @@ SEQUENCES = (list, tuple, deque)
 
 def is_array(value: object) -> bool:
     torch = sys.modules.get("torch")
-    return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
+    return isinstance(value, (np.ndarray, boxed.BoxedArray)) or (
+        torch is not None and isinstance(value, torch.Tensor)
+    )
 
 
 def array_type(target: Any, place: str, known: sharded.Shardings) -> tuple[str, tuple[int, ...]]:
@@ -33,6 +35,8 @@ def array_type(target: Any, place: str, known: sharded.Shardings) -> tuple[str, 
 
     Of an array that is distributed over ranks: the whole shape.
     """
+    if isinstance(target, boxed.BoxedArray):
+        return boxed.element_type(target, place), target.shape
     if not isinstance(target, np.ndarray):
         part = sharded.held(target, place, known)
         if part is None:

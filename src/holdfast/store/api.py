@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from holdfast.store.ranks.open_together import open_newest_together
 from holdfast.store.ranks.shared_load import load_together
 from holdfast.store.read.open import newest
 from holdfast.store.read.stored_checkpoint import refuse_fresh
+from holdfast.team import Team
 
 _DEFAULT = Options().tuning()
 
@@ -136,7 +137,7 @@ def load(
         refuse_fresh(framework, device)
         with (
             open_newest_together(team, path, timeout, _reading(options)) as opened,
-            closing(Channel.open(timeout, team.subgroup)) as channel,
+            _channel(team, timeout) as channel,
         ):
             return load_together(
                 team,
@@ -148,6 +149,16 @@ def load(
                 timeout=timeout,
                 channel=channel,
             )
+
+
+@contextmanager
+def _channel(team: Team, timeout: float) -> Iterator[Channel | None]:
+    """The way from rank to rank, for one load; None where ranks cannot send arrays to each other."""
+    if not team.by_torch:
+        yield None
+        return
+    with closing(Channel.open(timeout, team.subgroup)) as channel:
+        yield channel
 
 
 def open(path: str | os.PathLike[str], *, options: Options | None = None) -> Checkpoint:

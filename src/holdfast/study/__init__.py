@@ -10,7 +10,10 @@
 | `states`, `training_model` | the state that is saved; the model that is trained |
 | `peers` | the registry of systems that are compared, made equally durable |
 | `world`, `rank` | real ranks in processes of their own, and the orders they follow |
-| `suites` | what is measured: `save_load`, `training`, `ranks`, `scale` |
+| `suites` | what is measured, one file each |
+| `campaign`, `results_directory` | ``holdfast study``: suites over frameworks, and what they found |
+| `frameworks`, `environments` | the frameworks of the study in processes, and environments, of their own |
+| `report_parts`, `report_suites`, `report_page` | the study's report |
 
 No module outside of `study` and `cli` imports this package, and ``import holdfast`` does not either.
 """

@@ -22,6 +22,7 @@ from holdfast.study import peers, states
 from holdfast.study.costs import cpu_seconds
 from holdfast.study.peers.base import Done, Member, Peer
 from holdfast.study.peers.storing import RecycledHoldfast
+from holdfast.study.waiting import WaitingClock
 
 HOST = "127.0.0.1"
 WRITERS = "writers-"
@@ -43,12 +44,14 @@ class Order(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """When it began and ended on this rank, by the clock that all processes of a machine share.
 
-    `path` is where it was saved; `seconds` is set where the system read a clock of its own.
+    `path` is where it was saved; `seconds` is set where the system read a clock of its own. `waiting_seconds`
+    were spent in messages and collectives.
     """
 
     began: float = 0.0
     ended: float = 0.0
     cpu_seconds: float = 0.0
+    waiting_seconds: float = 0.0
     path: str | None = None
     seconds: float | None = None
     failure: str | None = None
@@ -62,6 +65,8 @@ class Rank:
         self._state = state
         self._peers: dict[str, Peer] = {}
         self._kept: dict[str, int] = {}
+        self._waiting = WaitingClock()
+        self._waiting.install()
 
     def follow(self, order: Order) -> Answer:
         import torch.distributed as dist
@@ -74,12 +79,12 @@ class Rank:
         if order.verify:
             self._forget_state()
         dist.barrier()
-        began, cpu = time.monotonic(), cpu_seconds()
+        waited, began, cpu = self._waiting.seconds, time.monotonic(), cpu_seconds()
         done = self._do(peer, order)
-        ended, cpu = time.monotonic(), cpu_seconds() - cpu
+        ended, cpu, waited = time.monotonic(), cpu_seconds() - cpu, self._waiting.seconds - waited
         if order.verify:
             self._verify_state()
-        return Answer(began, ended, cpu, str(done.path), done.seconds)
+        return Answer(began, ended, cpu, waited, str(done.path), done.seconds)
 
     def _make(self, key: str) -> Peer:
         if key.startswith(WRITERS):

@@ -14,7 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,8 +67,13 @@ class _Run:
     def group(self, group: Group, folder: Path) -> list[Row]:
         logs = [_Log(case, folder / case.key) for case in group.cases]
         folder.mkdir()
+        began = time.monotonic()
+        longest = 0.0
         try:
             for round_index in range(1 - group.warm_up, group.rounds + 1):
+                now = time.monotonic()
+                if group.seconds is not None and round_index > 1 and now - began + longest > group.seconds:
+                    break
                 when = f"round {round_index} of {group.rounds}" if round_index > 0 else "warm-up"
                 for position, which in enumerate(turns(len(logs), round_index)):
                     log = logs[which]
@@ -83,6 +88,7 @@ class _Run:
                     except Exception as error:
                         # Any system may fail in its own way: it is shown as failed, and the others go on.
                         log.status, log.reason = "failed", reason(error)
+                longest = max(longest, time.monotonic() - now)
         finally:
             for log in logs:
                 if log.started:
@@ -121,8 +127,15 @@ class _Run:
         self.caches += turn.caches
 
 
-def run(suite: Suite, directory: Path, console: Console, *, check: bool = False) -> Result:
-    """Measures; progress goes to `console`. Nothing is left on the disk, also after Ctrl-C."""
+def run(
+    suite: Suite,
+    directory: Path,
+    console: Console,
+    *,
+    check: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Result:
+    """Measures; progress goes to `say`, or `console`. Nothing is left on the disk, also after Ctrl-C."""
     if suite.rounds < 1:
         raise ValueError(f"a benchmark has at least one round, not {suite.rounds}")
     needs = suite.needs()
@@ -132,11 +145,9 @@ def run(suite: Suite, directory: Path, console: Console, *, check: bool = False)
     rows: list[Row] = []
     problems: list[str] = []
     reserved = ReservedMemory(needs.reserved_nbytes)
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     try:
-        with _quiet_torch(), Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("getting ready", total=None)
-            run = _Run(reserved, lambda said: progress.update(task, description=f"{suite.name}: {said}"))
+        with _quiet_torch(), _saying(console, suite.name) if say is None else nullcontext(say) as tell:
+            run = _Run(reserved, tell)
             try:
                 for number, group in enumerate(suite.groups(folder)):
                     rows += run.group(group, folder / f"group{number}")
@@ -197,6 +208,15 @@ def _others_share(rows: Sequence[Row]) -> float | None:
         if pairs:
             shares.append(statistics.median(others / (seconds * cpu_count()) for others, seconds in pairs))
     return min(1.0, *shares) if shares else None
+
+
+@contextmanager
+def _saying(console: Console, name: str) -> Iterator[Callable[[str], None]]:
+    """A line on the console that says what is measured."""
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("getting ready", total=None)
+        yield lambda said: progress.update(task, description=f"{name}: {said}")
 
 
 @contextmanager

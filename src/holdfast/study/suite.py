@@ -107,7 +107,8 @@ class Group:
     """Cases that take turns. `warm_up` rounds come before the counted ones.
 
     `settle` False leaves out what the runner does around each call to have it alone on the machine (sync,
-    freeing memory, a directory per turn): for hundreds of tiny calls.
+    freeing memory, a directory per turn): for hundreds of tiny calls. With `seconds`, no round begins that
+    would end later than that; the first counted one always does.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Group:
     rounds: int
     warm_up: int = 1
     settle: bool = True
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

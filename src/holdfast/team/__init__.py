@@ -12,12 +12,13 @@ No collectives: every thread may use it while the training is in the middle of o
 
 from __future__ import annotations
 
-from holdfast.team.group import Member, Team, join
+from holdfast.team.group import Member, Ranks, Team, join
 from holdfast.team.mail import Mail, Silence, sendable
 
 __all__ = [
     "Mail",
     "Member",
+    "Ranks",
     "Silence",
     "Team",
     "join",

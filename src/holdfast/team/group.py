@@ -51,6 +51,19 @@ class Subgroup:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a world that is not torch's: which one this is, how many, and what keeps their messages.
+
+    The store has the methods of torch's stores that `holdfast.team.mail` calls. It may lack ``clone``, and
+    raise `NotImplementedError` for ``compare_set``; then its ``get`` returns None for what is not there.
+    """
+
+    rank: int
+    world: int
+    store: Any
+
+
 class _Verdict(msgspec.Struct, frozen=True):
     """What the coordinator says at the end of a call: data, or why there is none."""
 
@@ -93,14 +106,19 @@ class Team:
         *,
         subgroup: Subgroup | None = None,
         within: bool = False,
+        by_torch: bool = True,
     ) -> None:
-        """`within`: it is another team's, which goes on to use the same lines."""
+        """`within`: it is another team's, which goes on to use the same lines.
+
+        `by_torch`: its ranks are those of torch's process group, which can also move arrays between them.
+        """
         machines: dict[str, int] = {}
         nodes = tuple(machines.setdefault(card.machine, len(machines)) for card in met.cards)
         self.rank = rank
         self.world = len(met.cards)
         self.subgroup = subgroup
         """None: the team is all of the default process group."""
+        self.by_torch = by_torch
         self.members = tuple(
             Member(number, card.host, card.pid, card.socket) for number, card in enumerate(met.cards)
         )
@@ -214,7 +232,9 @@ class Team:
         purpose = sendable(purpose)
         home = self.mail.under(purpose_prefix(purpose))
         met = meet(home, self._board, self.rank, self.world, purpose, timeout)
-        team = Team(self.rank, met, home, self._board, subgroup=self.subgroup, within=True)
+        team = Team(
+            self.rank, met, home, self._board, subgroup=self.subgroup, within=True, by_torch=self.by_torch
+        )
         try:
             yield team
         finally:
@@ -226,7 +246,7 @@ class Team:
         Ranks may have changed places, and so may the arrays on their meshes. A group that was only destroyed
         does no harm: the team continues while the store answers.
         """
-        present = _default_store() if _is_initialized() else None
+        present = _default_store() if self.by_torch and _is_initialized() else None
         met = self.mail.store
         if present is not None and met is not None and present is not met:
             raise RankFailed(
@@ -371,8 +391,10 @@ def join(purpose: str, timeout: float, process_group: Any = None) -> Team | None
 
     Without one, it is the default group; then None when there is nobody to meet: without torch, without a
     process group, in a world of one. `RankFailed` on all who came when somebody did not come within `timeout`
-    seconds; those may come again.
+    seconds; those may come again. `process_group` may also be the `Ranks` of another world than torch's.
     """
+    if isinstance(process_group, Ranks):
+        return _join(purpose, timeout, process_group, "holdfast", None, by_torch=False)
     if not _is_initialized():
         return None
     distributed = sys.modules["torch.distributed"]
@@ -389,15 +411,23 @@ def join(purpose: str, timeout: float, process_group: Any = None) -> Team | None
             subgroup = Subgroup(process_group, ranks)
             prefix = f"holdfast/{digest(repr(ranks).encode())}"
             rank, world = ranks.index(rank), len(ranks)
+    ranks_of_torch = Ranks(rank, world, None if world == 1 else _default_store())
+    return _join(purpose, timeout, ranks_of_torch, prefix, subgroup, by_torch=True)
+
+
+def _join(
+    purpose: str, timeout: float, ranks: Ranks, prefix: str, subgroup: Subgroup | None, *, by_torch: bool
+) -> Team | None:
+    rank, world = ranks.rank, ranks.world
     if world == 1:
         return None
     purpose = sendable(purpose)
-    mail = Mail(_default_store(), prefix)
+    mail = Mail(ranks.store, prefix)
     board = Board(mail)
     home = mail.under(purpose_prefix(purpose))
     try:
         met = meet(home, board, rank, world, purpose, timeout)
-        return Team(rank, met, home, board, subgroup=subgroup)
+        return Team(rank, met, home, board, subgroup=subgroup, by_torch=by_torch)
     except BaseException:
         mail.close()
         raise

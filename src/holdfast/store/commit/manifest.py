@@ -27,10 +27,17 @@ class Identity(Struct, frozen=True):
 def leaf_records(
     leaves: Sequence[LeafSource], offsets: Sequence[int], checksums: Sequence[str]
 ) -> Iterator[Leaf]:
-    """The records of leaves that lie whole at these offsets of one shard."""
+    """The records of leaves that lie at these offsets of one shard, whole or in several boxes."""
+    boxed: dict[str, tuple[LeafSource, list[Fragment]]] = {}
     for leaf, offset, chunks in zip(leaves, offsets, checksums, strict=True):
-        fragment = Fragment((0,) * len(leaf.shape), leaf.shape, 0, offset, leaf.source.nbytes, chunks)
-        yield Leaf(leaf.name, leaf.dtype, leaf.shape, leaf.framework, (fragment,))
+        if leaf.slot is None:
+            fragment = Fragment((0,) * len(leaf.shape), leaf.shape, 0, offset, leaf.source.nbytes, chunks)
+            yield Leaf(leaf.name, leaf.dtype, leaf.shape, leaf.framework, (fragment,))
+        else:
+            fragment = Fragment(leaf.slot.start, leaf.shape, 0, offset, leaf.source.nbytes, chunks)
+            boxed.setdefault(leaf.name, (leaf, []))[1].append(fragment)
+    for name, (leaf, fragments) in boxed.items():
+        yield Leaf(name, leaf.dtype, leaf.whole_shape, leaf.framework, tuple(fragments))
 
 
 def part_of(

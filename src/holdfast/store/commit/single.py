@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -91,7 +92,7 @@ class SingleCommit(Struct, frozen=True):
             id=identity.id,
             created=identity.created,
             metrics=identity.metrics,
-            leaves=len(leaves),
+            leaves=len({leaf.name for leaf in leaves}),
             nbytes=sum([leaf.source.nbytes for leaf in leaves]),
             stored_nbytes=plan.nbytes + manifest_nbytes,
             seconds=ended - began,
@@ -145,11 +146,21 @@ class SingleCommit(Struct, frozen=True):
 
 
 def _refuse_parts(leaves: Sequence[LeafSource]) -> None:
-    """A single process can store only arrays that it holds completely."""
+    """A single process can store only arrays that it holds completely, in one array or in several boxes."""
+    boxes: dict[str, list[LeafSource]] = {}
     for leaf in leaves:
-        if leaf.sharding is not None and leaf.sharding.shape != leaf.shape:
-            raise UnsupportedState(
-                f"{leaf.name}: this process holds only {list(leaf.shape)} of an array of shape "
-                f"{list(leaf.sharding.shape)}; other ranks hold the rest. Save it on all of them together, "
-                'without process_group="none"'
-            )
+        if leaf.slot is not None:
+            boxes.setdefault(leaf.name, []).append(leaf)
+        elif leaf.sharding is not None and leaf.sharding.shape != leaf.shape:
+            raise _part(leaf, list(leaf.shape))
+    for parts in boxes.values():
+        held = sum(math.prod(leaf.shape) for leaf in parts)
+        if held != math.prod(parts[0].whole_shape):
+            raise _part(parts[0], f"{held} elements")
+
+
+def _part(leaf: LeafSource, held: object) -> UnsupportedState:
+    return UnsupportedState(
+        f"{leaf.name}: this process holds only {held} of an array of shape {list(leaf.whole_shape)}; other "
+        'ranks hold the rest. Save it on all of them together, without process_group="none"'
+    )

@@ -38,7 +38,10 @@ from holdfast.team.replies import all_heard
 
 _T = TypeVar("_T")
 ProcessGroup = Any
-"""A ``torch.distributed.ProcessGroup``; None for the default one, if there is one; ``"none"`` for none."""
+"""A ``torch.distributed.ProcessGroup``; None for the default one, if there is one; ``"none"`` for none.
+
+Of ranks that torch does not know: `holdfast.team.Ranks`.
+"""
 
 
 def join_group(what: str, process_group: ProcessGroup, timeout: float) -> Team | None:
@@ -122,10 +125,13 @@ class RankGroup:
         return self.timeout + (0.0 if self._calls is None else self._calls.grace + STRAGGLER_SECONDS)
 
     @property
-    def channel(self) -> Channel:
-        """The way from rank to rank for what is read once per node. Made by all at the same time."""
+    def channel(self) -> Channel | None:
+        """The way from rank to rank for what is read once per node. Made by all at the same time.
+
+        None where ranks cannot send arrays to each other: each reads what it needs then.
+        """
         assert self.team is not None
-        if self._channel is None:
+        if self._channel is None and self.team.by_torch:
             self._channel = Channel.open(self.timeout, self.team.subgroup)
         return self._channel
 

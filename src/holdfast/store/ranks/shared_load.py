@@ -39,7 +39,7 @@ from holdfast.store.ranks.read_shares import Sharing, common_wishes
 from holdfast.store.ranks.remote_shards import RemoteShards
 from holdfast.store.ranks.subgroup import renumber_targets
 from holdfast.store.read.gather import FileReads
-from holdfast.store.read.requests import BoxRequest, box_requests
+from holdfast.store.read.requests import BoxRequest, box_requests, boxes_of_targets
 from holdfast.store.read.restore_warnings import Unrestored
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.team import Team
@@ -255,6 +255,7 @@ class _Load:
         for item in box_requests(restore, metas, self._team.rank):
             if item.leaf not in shared:
                 yield msgspec.structs.replace(item, leaf=metas[item.leaf].name)
+        yield from boxes_of_targets(restore)
 
     def restore(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> object:
         """Hand shares around and put everything in order; returns when all ranks have done so."""

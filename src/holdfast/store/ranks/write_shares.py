@@ -18,13 +18,13 @@ from holdfast.errors import RanksDisagree
 from holdfast.format.checksums import digest
 from holdfast.format.dtypes import itemsize
 from holdfast.plan.description import encode_plan
-from holdfast.plan.fragments import seen, sources
+from holdfast.plan.fragments import sources, view_of
 from holdfast.plan.placement import LeafLayout
 from holdfast.plan.ranks import WritePlan
 from holdfast.plan.replica_groups import Owned
 from holdfast.plan.topology import Topology, Writers
 from holdfast.plan.volumes import stripe
-from holdfast.plan.world import Beside, Seen, besides, merge_views
+from holdfast.plan.world import Beside, besides, merge_views
 from holdfast.state import Flat, LeafSource
 from holdfast.store.commit.coordinated import Agreement, WriteShare
 from holdfast.store.commit.messages import Done, Here
@@ -129,7 +129,7 @@ class WriteShares:
         """
         key = f"plan/{call}"
         self._known = None
-        view = tuple(_seen(leaf) for leaf in flat.leaves)
+        view = view_of(flat.leaves)
         if self._team is None:
             layouts, others = merge_views({view: [0]}), tuple[Beside, ...]()
             speakers: tuple[int, ...] = (0,)
@@ -153,7 +153,7 @@ class WriteShares:
             return
         self._team.check_group()
         with self._team.again("comparing replicas", self._timeout) as team:
-            views = exchange_views(team, tuple(map(_seen, flat.leaves)), self._timeout)
+            views = exchange_views(team, view_of(flat.leaves), self._timeout)
             layouts = merge_views(views)
             check_replicas(team, flat.leaves, layouts, self._timeout)
             check_layouts(team, flat.leaves, layouts, besides(views, layouts), self._timeout)
@@ -166,7 +166,7 @@ class WriteShares:
         here = {leaf.name: leaf for leaf in flat.leaves}
         fragments: list[LeafSource] = []
         for volume, owned in enumerate(planned.mine):
-            fragments += sources(owned, planned.leaves, here, volume)
+            fragments += sources(owned, planned.leaves, flat.leaves, volume)
         speaks = planned.speakers[rank] == rank
         description = Description(
             (*(flat.aliases if speaks else ()), *flat.local_aliases),
@@ -217,10 +217,6 @@ class WriteShares:
             for rank in ranks:
                 found[rank] = ranks[0]
         return tuple(found)
-
-
-def _seen(leaf: LeafSource) -> Seen:
-    return seen(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding)
 
 
 def _signature(flat: Flat) -> Any:

@@ -45,6 +45,11 @@ def box_requests(restore: Restore, metas: Mapping[str, LeafMeta], rank: int) -> 
     return found
 
 
+def boxes_of_targets(restore: Restore) -> list[BoxRequest]:
+    """What a restore reads into arrays of which the target has several boxes, each in its own memory."""
+    return [BoxRequest(leaf, box, where) for leaf, box, where in restore.boxes if box.volume]
+
+
 def _pieces(meta: LeafMeta, sharding: Sharding, local: tuple[int, ...], rank: int) -> Iterator[Piece]:
     """The boxes of a leaf that a rank has in an array of shape `local`, and where in it."""
     if sharding.mesh_shape is None:

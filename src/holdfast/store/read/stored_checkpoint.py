@@ -45,7 +45,7 @@ from holdfast.store.read.lazy_leaf import LazyLeaf
 from holdfast.store.read.leaf_reader import LeafReader, nbytes_of
 from holdfast.store.read.open import newest, open_checkpoint, open_uncommitted
 from holdfast.store.read.parts import Parts, local_rank
-from holdfast.store.read.requests import box_requests
+from holdfast.store.read.requests import box_requests, boxes_of_targets
 from holdfast.store.read.restore_warnings import Unrestored
 from holdfast.store.read.shard_reader import Problem
 
@@ -289,7 +289,7 @@ class StoredCheckpoint(LeafReader):
     ) -> object:
         restore = self.plan_restore(into, select, strict=strict)
         arrays, wanted = self.fresh(restore.fresh)
-        wanted += box_requests(restore, self.metas_for(0), 0)
+        wanted += [*box_requests(restore, self.metas_for(0), 0), *boxes_of_targets(restore)]
         self.fetch(wanted, verify=verify)
         restored = restore.finish(arrays)
         beyond = self.local(0) if self.world > 1 and select is None else {}

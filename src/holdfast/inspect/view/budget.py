@@ -1,0 +1,23 @@
+"""How much may be read to show a page: arrays are sampled, and sampling ends in time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Budget:
+    """Seconds from now on, and bytes of files. Both are limits of the whole, however many take from it."""
+
+    seconds: float = 10.0
+    nbytes: int = 4 << 30
+    spent_nbytes: int = 0
+    _began: float = field(default_factory=time.monotonic)
+
+    def take(self, nbytes: int) -> bool:
+        """Whether so many bytes may still be read; they count as read then."""
+        if self.spent_nbytes + nbytes > self.nbytes or time.monotonic() - self._began >= self.seconds:
+            return False
+        self.spent_nbytes += nbytes
+        return True

@@ -1,0 +1,60 @@
+"""Where the checkpoints of a run lie: file systems, the room that is left, and what speaks against them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from holdfast.inspect.machine import Device, find_device, find_mount, mount_advice
+from holdfast.inspect.view.words import shown_path
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The file system below a directory. `fits`: how many checkpoints like the newest have room there.
+
+    `missing`: why nothing is known of it, as of a volume on another host.
+    """
+
+    path: str
+    kind: str = ""
+    point: str = ""
+    source: str = ""
+    device: Device | None = None
+    free_nbytes: int = 0
+    all_nbytes: int = 0
+    free_inodes: int | None = None
+    fits: int | None = None
+    warnings: tuple[str, ...] = ()
+    missing: str | None = None
+
+
+def disks(run: str, volumes: Iterable[str] = (), *, checkpoint_nbytes: int = 0) -> tuple[Disk, ...]:
+    """The file systems of a run and its volumes, as far as they can be reached from here."""
+    return tuple(
+        _disk(path, checkpoint_nbytes if path == run else 0) for path in dict.fromkeys([run, *volumes])
+    )
+
+
+def _disk(path: str, checkpoint_nbytes: int) -> Disk:
+    shown = shown_path(path)
+    try:
+        found = os.statvfs(path)
+        device = find_device(path)
+    except OSError as error:
+        return Disk(shown, missing=error.strerror or str(error))
+    mount = find_mount(path)
+    free = found.f_bavail * found.f_frsize
+    return Disk(
+        path=shown,
+        kind=shown_path(mount.kind),
+        point=shown_path(mount.point),
+        source=shown_path(mount.source),
+        device=device,
+        free_nbytes=free,
+        all_nbytes=found.f_blocks * found.f_frsize,
+        free_inodes=found.f_favail if found.f_files else None,
+        fits=free // checkpoint_nbytes if checkpoint_nbytes else None,
+        warnings=tuple(mount_advice(mount)),
+    )

@@ -1,0 +1,345 @@
+// What happened: numbers in short, the saves, what a crash would have lost, metrics, troubles, and all events.
+
+const PHASES = [
+  ["stage", "stage", "taking the state apart, and copies"],
+  ["write", "write", "bytes to the device"],
+  ["sync", "sync", "until they are durable"],
+  ["commit", "commit", "manifest, rename, retention"],
+];
+const KINDS = {
+  saved: ["saved", "saves", ""], failed: ["failed", "failed saves", "bad"], passed_over: ["passed over", "passed over", "bad"], restored: ["resumed", "resumes", ""],
+  opened: ["opened", "openings", ""], preempted: ["preempted", "preemptions", "warn"], short_of_room: ["little space", "little space", "warn"], gave_up: ["removed early", "removed early", "warn"],
+};
+
+function totals(saves) { return saves.time.map((time, at) => time - saves.captured[at]); }
+
+class Overview {
+  constructor() {
+    this.id = "overview";
+    this.title = "Overview";
+    this.element = el("section", { class: "plain", id: this.id });
+  }
+  show(run) {
+    this.run = run;
+    const { view } = run;
+    const problems = [...view.problems, ...run.problems];
+    if (view.skipped_lines) problems.push(`${plural(view.skipped_lines, "line")} of events.jsonl passed over: torn by a crash, or not of this version`);
+    this.tiles = el("div", { class: "tiles" });
+    this.element.replaceChildren(
+      el("h1", { text: view.name }), el("div", { class: "path", text: view.path }), this.tiles,
+      ...problems.map((text) => el("div", { class: "alert foreign", text })));
+    this.tick();
+  }
+  tick() {
+    const { run } = this;
+    const { view, saves } = run;
+    const now = clockOf(run);
+    const last = saves.step.length - 1;
+    const tile = (what, value, more, tone) => el("div", { class: `tile ${tone || ""}`, "data-tile": what }, el("div", { class: "what", text: what }), el("div", { class: "value", text: value }), el("div", { class: "more", text: more }));
+    const newest = view.checkpoints[view.checkpoints.length - 1];
+    const found = [];
+    if (last >= 0) found.push(tile("Newest durable step", whole(saves.step[last]), ago(now - saves.time[last])));
+    else if (newest) found.push(tile("Newest step", whole(newest.step), newest.created === null ? "" : ago(now - newest.created)));
+    if (last >= 0) {
+      const [usual, worst] = [seconds(median(saves.lost_seconds)), seconds(most(saves.lost_seconds))];
+      if (view.being_written) found.push(tile("A crash now would lose", long(Math.max(0, now - Math.max(saves.captured[last], run.base))), `so far usually ${usual}, at most ${worst}`));
+      else found.push(tile("A crash would have lost", usual, `usually; at most ${worst}`));
+      const spent = totals(saves);
+      found.push(tile("Until durable", seconds(median(spent)), `median; slowest ${seconds(most(spent))}`));
+      const typical = view.summary && view.summary.saves;
+      if (typical) found.push(tile("Speed", `${typical.gb_per_second.median >= 0.095 ? `${typical.gb_per_second.median.toFixed(2)} GB/s` : `${digits(typical.gb_per_second.median * 1000, 2)} MB/s`}`, `median; ${bytes(typical.state_nbytes)} of state`));
+      const stall = view.summary && view.summary.stall_share;
+      if (stall !== null && stall !== undefined) found.push(tile("Stall", share(stall), "of the time between saves", stall > 0.1 ? "warn" : ""));
+    }
+    const size = view.checkpoints.reduce((sum, entry) => sum + entry.nbytes, 0);
+    const damaged = view.checkpoints.filter((entry) => entry.damage !== null).length;
+    found.push(tile("Checkpoints kept", whole(view.all_checkpoints), damaged ? `${damaged} damaged; ${bytes(size)}` : bytes(size), damaged ? "bad" : ""));
+    if (view.summary) {
+      const { failed, passed_over: passed } = view.summary;
+      found.push(tile("Failed saves", whole(failed), passed ? `${plural(passed, "damaged checkpoint")} passed over` : `of ${whole(failed + run.view.timeline.all_saves)}`, failed || passed ? "bad" : ""));
+    }
+    const disk = view.disks[0];
+    if (disk && !disk.missing) found.push(tile("Free space", bytes(disk.free_nbytes), disk.fits === null ? `of ${bytes(disk.all_nbytes)}` : `for ${plural(disk.fits, "more checkpoint")}`, disk.fits !== null && disk.fits < 3 ? "bad" : ""));
+    this.tiles.replaceChildren(...found);
+  }
+}
+
+// A save in a tooltip.
+function savedRows(saves, at) {
+  return [
+    ...PHASES.map(([key, name]) => [name, seconds(saves[key][at]), `var(--${key})`]),
+    ["until durable", seconds(saves.time[at] - saves.captured[at])],
+    ["stall", seconds(saves.stall[at]), "var(--stall)", true],
+    ["state", bytes(saves.nbytes[at])],
+    ["speed", speed(saves.nbytes[at], saves.time[at] - saves.captured[at])],
+  ];
+}
+function marksOf(run, axis, kinds) {
+  return run.happenings.filter((item) => kinds.includes(item.kind) && (axis === "time" || item.step !== null)).slice(-200)
+    .map((item) => ({ x: axis === "time" ? item.time : item.step, tone: item.tone, title: item.text, item }));
+}
+// A mark near the pointer tells its story, else the nearest save does.
+function tipOf(run, axis, marks, rows, weight) {
+  const xs = axis === "time" ? run.saves.time : run.saves.step;
+  return (value, distance, low, high) => {
+    const mark = marks.find((item) => distance(item.x) < 5 && item.x >= low && item.x <= high);
+    if (mark) return { x: mark.x, title: `${KINDS[mark.item.kind][0]}${mark.item.step === null ? "" : `, step ${whole(mark.item.step)}`}`, rows: [], text: `${moment(mark.item.time)}\n${mark.item.text}` };
+    const at = nearest(xs, distance, weight);
+    if (at === null || xs[at] < low || xs[at] > high) return null;
+    return { x: xs[at], title: `Step ${whole(run.saves.step[at])}`, rows: [["", moment(run.saves.time[at])], ...rows(at)] };
+  };
+}
+
+class Saves {
+  constructor() {
+    Object.assign(this, { id: "saves", title: "Saves", axis: "time", measure: "seconds", off: new Set() });
+    this.chart = new Chart("Seconds of each save by phase", 260);
+    this.legend = el("div");
+    this.said = el("p", { class: "note after" });
+    this.body = el("div", {}, this.legend, this.chart.element, this.said);
+    this.empty = el("p", { class: "empty", text: "No save of this run has become durable yet. Saves appear here when a Checkpointer writes them." });
+    this.element = el("section", { id: this.id },
+      el("div", { class: "head" }, el("h2", { text: this.title }), el("div", { class: "tools" },
+        segments("Measure", [["seconds", "Time"], ["bytes", "Bytes"], ["speed", "Speed"]], "seconds", (measure) => { this.measure = measure; this.show(this.run); }),
+        segments("Horizontal axis", [["time", "by time"], ["step", "by step"]], "time", (axis) => { this.axis = axis; this.show(this.run); }))),
+      this.body, this.empty);
+  }
+  show(run) {
+    this.run = run;
+    const { saves, view } = run;
+    this.body.classList.toggle("hidden", !saves.step.length);
+    this.empty.classList.toggle("hidden", saves.step.length > 0);
+    if (!saves.step.length) return;
+    const xs = this.axis === "time" ? saves.time : saves.step;
+    const [low, high] = extent(xs);
+    const marks = marksOf(run, this.axis, ["failed", "passed_over", "preempted"]);
+    const spent = totals(saves);
+    const series = {
+      seconds: PHASES.map(([key, name, title]) => ({ key, name, title, color: `var(--${key})`, values: saves[key] })),
+      bytes: [{ key: "written", name: "read in place, or at once", color: "var(--write)", values: saves.nbytes.map((size, at) => size - saves.copied_nbytes[at]) }, { key: "copied", name: "copied first", color: "var(--commit)", values: saves.copied_nbytes }],
+      speed: [{ key: "speed", name: "state made durable per second", color: "var(--write)", values: saves.nbytes.map((size, at) => (spent[at] > 0 ? size / spent[at] / 1e9 : 0)) }],
+    }[this.measure];
+    const stall = this.measure === "seconds" ? [{ key: "stall", name: "stall: training waited", color: "var(--stall)", line: true }] : [];
+    const shown = series.filter((item) => !this.off.has(item.key));
+    const layers = [{ kind: "bars", x: xs, series: shown }];
+    if (stall.length && !this.off.has("stall")) {
+      const order = this.axis === "time" ? null : xs.map((_, at) => at).sort((a, b) => xs[a] - xs[b]);
+      layers.push({ kind: "line", x: order ? order.map((at) => xs[at]) : xs, y: order ? order.map((at) => saves.stall[at]) : saves.stall, color: "var(--stall)", dots: true });
+    }
+    this.legend.replaceChildren(legend([...series, ...stall].map((item) => ({ ...item, off: this.off.has(item.key) })), (item, on) => {
+      if (on) this.off.delete(item.key); else this.off.add(item.key);
+      this.show(this.run);
+    }));
+    const y = {
+      seconds: { unit: "per save", format: secondsAxis }, speed: { unit: "GB/s", format: (value) => digits(value) }, bytes: { unit: "per save", format: (value) => bytes(value) },
+    }[this.measure];
+    this.chart.set({
+      x: { kind: this.axis, low, high, name: this.axis === "step" ? "step" : "" }, y, layers, marks,
+      tip: tipOf(run, this.axis, marks, (at) => savedRows(saves, at), (at) => spent[at]),
+    });
+    const all = view.timeline.all_saves;
+    const thin = all > saves.step.length ? `${whole(saves.step.length)} of ${whole(all)} saves are drawn: the slowest ones and the longest stalls of each stretch. ` : "";
+    this.said.textContent = `${thin}${plural(all, "durable save")} in ${plural(view.timeline.trainings || 1, "training")}, ${bytes(saves.stored_nbytes.reduce((sum, size) => sum + size, 0))} written. Drag to zoom in.`;
+  }
+}
+
+class Durability {
+  constructor() {
+    Object.assign(this, { id: "durability", title: "Durability", unit: "seconds" });
+    this.steps = new Chart("Durable step over time", 170);
+    this.lost = new Chart("What a crash would have lost", 190);
+    this.said = el("p", { class: "note after" });
+    this.body = el("div", {},
+      el("h3", { text: "Durable step" }), this.steps.element,
+      el("div", { class: "head" }, el("h3", { text: "A crash at this moment would have lost" }),
+        segments("Unit of loss", [["seconds", "seconds"], ["steps", "steps"]], "seconds", (unit) => { this.unit = unit; this.show(this.run); })),
+      this.lost.element, this.said);
+    this.empty = el("p", { class: "empty", text: "Nothing is durable yet: a crash would lose all of the training." });
+    this.element = el("section", { id: this.id }, el("div", { class: "head" }, el("h2", { text: this.title })), this.body, this.empty);
+  }
+  show(run) {
+    this.run = run;
+    const { saves, view } = run;
+    this.body.classList.toggle("hidden", !saves.step.length);
+    this.empty.classList.toggle("hidden", saves.step.length > 0);
+    if (!saves.step.length) return;
+    const count = saves.step.length;
+    const now = clockOf(run);
+    const live = view.being_written === true;
+    const [first, latest] = extent(saves.time);
+    const low = first - (saves.time[0] === first ? saves.lost_seconds[0] || 0 : 0);
+    const high = live ? Math.max(latest, now) : latest;
+    const marks = marksOf(run, "time", ["failed", "passed_over", "restored", "preempted", "gave_up"]);
+    const line = { x: [], y: [] }, saw = { x: [], y: [] };
+    const add = (to, x, y) => { to.x.push(x); to.y.push(y); };
+    // A resume takes the training back to its step: from then on that is what is durable of it.
+    const resumes = run.happenings.filter((item) => item.kind === "restored");
+    let next = 0;
+    for (let at = 0; at < count; at += 1) {
+      while (next < resumes.length && resumes[next].event < saves.event[at]) { add(line, resumes[next].time, resumes[next].step); next += 1; }
+      add(line, saves.time[at], saves.step[at]);
+      const begins = at === 0 || saves.training[at] !== saves.training[at - 1];
+      const highest = this.unit === "seconds" ? saves.lost_seconds[at] : saves.lost_steps[at];
+      const after = this.unit === "seconds" ? saves.time[at] - saves.captured[at] : 0;
+      if (begins && at) add(saw, saves.time[at - 1], null);
+      if (begins && highest !== null) add(saw, this.unit === "seconds" ? saves.time[at] - highest : saves.time[at], 0);
+      add(saw, saves.time[at], highest);
+      add(saw, saves.time[at], after);
+    }
+    for (; next < resumes.length; next += 1) add(line, resumes[next].time, resumes[next].step);
+    if (live && this.unit === "seconds") add(saw, high, high - saves.captured[count - 1]);
+    if (live) add(line, high, line.y[line.y.length - 1]);
+    const x = { kind: "time", low, high };
+    const rows = (at) => [["until durable", seconds(saves.time[at] - saves.captured[at])], ["lost just before, in time", seconds(saves.lost_seconds[at])], ["lost just before, in steps", whole(saves.lost_steps[at])]];
+    const weigh = (at) => saves.lost_seconds[at] || 0;
+    this.steps.set({ x, y: { unit: "step", format: (value) => digits(value, 6), whole: true, free: true }, marks, layers: [{ kind: "line", ...line, steps: true, color: "var(--accent)", wide: 2 }], tip: tipOf(run, "time", marks, rows, weigh) });
+    const y = this.unit === "seconds" ? { unit: "of training", format: secondsAxis } : { unit: "steps", format: (value) => digits(value, 6), whole: true };
+    this.lost.set({ x, y, marks: [], layers: [{ kind: "line", ...saw, color: "var(--stall)", area: true, wide: 1.4 }], tip: tipOf(run, "time", [], rows, weigh) });
+    let worst = 0;
+    for (let at = 1; at < count; at += 1) if ((saves.lost_seconds[at] || 0) > (saves.lost_seconds[worst] || 0)) worst = at;
+    this.said.textContent = `At worst ${seconds(saves.lost_seconds[worst])} and ${plural(saves.lost_steps[worst] || 0, "step")}, just before step ${whole(saves.step[worst])} became durable on ${moment(saves.time[worst])}. `
+      + "The line falls when a checkpoint becomes durable, to the seconds that its save took. Between trainings it is not drawn: nobody noted when the earlier one ended.";
+  }
+}
+
+function metricsOf(run) {
+  const found = new Map();
+  const add = (step, metrics) => {
+    for (const [name, value] of Object.entries(metrics)) {
+      if (!found.has(name)) found.set(name, new Map());
+      found.get(name).set(step, value);
+    }
+  };
+  for (const entry of run.view.checkpoints) if (entry.step !== null) add(entry.step, entry.metrics);
+  run.saves.metrics.forEach((metrics, at) => add(run.saves.step[at], metrics));
+  return found;
+}
+
+class Metrics {
+  constructor(runs) {
+    Object.assign(this, { id: "metrics", title: "Metrics", runs, charts: new Map(), all: false, off: new Set() });
+    this.legend = el("div");
+    this.grid = el("div", { class: "charts" });
+    this.more = el("button", { class: "plainbutton", type: "button", on: { click: () => { this.all = true; this.show(); } } });
+    this.empty = el("p", { class: "empty" }, "No metrics were saved. Pass them to ", el("span", { class: "mono", text: "ckpt.save(step, metrics={\"loss\": loss})" }), " and they appear here.");
+    this.element = el("section", { id: this.id }, el("div", { class: "head" }, el("h2", { text: this.title })), this.legend, this.grid, this.more, this.empty);
+  }
+  show() {
+    const found = this.runs.map(metricsOf);
+    const names = [...new Set(found.flatMap((metrics) => [...metrics.keys()]))].sort();
+    const shown = this.all ? names : names.slice(0, 6);
+    this.empty.classList.toggle("hidden", names.length > 0);
+    this.more.classList.toggle("hidden", shown.length === names.length);
+    this.more.textContent = `Show all ${names.length} metrics`;
+    const several = this.runs.length > 1 && names.length > 0;
+    this.legend.replaceChildren(several ? legend(this.runs.map((run) => ({ name: run.view.name, color: run.color, line: true, off: this.off.has(run.number), number: run.number })), (item, on) => {
+      if (on) this.off.delete(item.number); else this.off.add(item.number);
+      this.show();
+    }) : "");
+    const hosts = shown.map((name) => {
+      if (!this.charts.has(name)) {
+        const chart = new Chart(`The metric ${name} by step`, 190);
+        this.charts.set(name, { chart, host: el("div", {}, el("h3", { text: name }), chart.element) });
+      }
+      return this.charts.get(name).host;
+    });
+    if (hosts.length !== this.grid.children.length || hosts.some((host, at) => this.grid.children[at] !== host)) this.grid.replaceChildren(...hosts);
+    for (const name of shown) this.draw(name, found);
+  }
+  draw(name, found) {
+    const lines = this.runs.filter((run) => found[run.number].has(name) && !this.off.has(run.number)).map((run) => {
+      const points = [...found[run.number].get(name)].sort((a, b) => a[0] - b[0]);
+      return { kind: "line", run, x: points.map((point) => point[0]), y: points.map((point) => point[1]), color: run.color, dots: true, wide: 1.8 };
+    });
+    const [low, high] = extent(lines.flatMap((line) => [line.x[0], line.x[line.x.length - 1]]));
+    this.charts.get(name).chart.set({
+      x: { kind: "step", low, high, name: "step" }, y: { unit: "", format: (value) => digits(value, 4), free: true }, layers: lines,
+      tip: (value, distance, first, last) => {
+        const rows = [];
+        let at = null;
+        for (const line of lines) {
+          const place = nearest(line.x, distance);
+          if (place === null || line.x[place] < first || line.x[place] > last) continue;
+          if (at === null || distance(line.x[place]) < distance(at)) at = line.x[place];
+          rows.push([this.runs.length > 1 ? `${line.run.view.name}, step ${whole(line.x[place])}` : name, number(line.y[place]), line.color, true]);
+        }
+        return at === null ? null : { x: at, title: `Step ${whole(at)}`, rows };
+      },
+    });
+  }
+}
+
+class Troubles {
+  constructor() {
+    Object.assign(this, { id: "troubles", title: "Failures and fall-backs", short: "Failures", all: false });
+    this.list = el("ul", { class: "list" });
+    this.more = el("button", { class: "plainbutton", type: "button", on: { click: () => { this.all = true; this.show(this.run); } } });
+    this.empty = el("p", { class: "empty", text: "No save failed, no checkpoint was passed over, and nothing was short of space." });
+    this.element = el("section", { id: this.id }, el("div", { class: "head" }, el("h2", { text: this.title })), this.list, this.more, this.empty);
+  }
+  show(run) {
+    this.run = run;
+    const bad = run.happenings.filter((item) => item.tone !== "note" || (item.kind === "restored" && item.text.includes("before the newest"))).reverse();
+    const shown = this.all ? bad : bad.slice(0, 12);
+    this.empty.classList.toggle("hidden", bad.length > 0);
+    this.empty.textContent = run.view.summary ? "No save failed, no checkpoint was passed over, and nothing was short of space." : "This directory has no events, so failures were not noted.";
+    this.more.classList.toggle("hidden", shown.length === bad.length);
+    this.more.textContent = `Show all ${bad.length}`;
+    this.list.replaceChildren(...shown.map((item) => el("li", {},
+      el("span", { class: "when", text: moment(item.time) }), el("span", { class: "step", text: item.step === null ? "" : `step ${whole(item.step)}` }),
+      el("span", {}, tag(KINDS[item.kind][0], item.tone), foreign(item.text)))));
+  }
+}
+
+class Events {
+  constructor() {
+    Object.assign(this, { id: "events", title: "All events", short: "Events", kind: "all", words: "" });
+    this.chips = el("div", { class: "chips", role: "group", "aria-label": "Kinds of events" });
+    this.rows = new Rows("Events, newest first", { draw: (at) => this.row(this.found[at]), most: 380 });
+    this.detail = el("div", { class: "detail hidden" });
+    this.said = el("p", { class: "note after" });
+    this.element = el("section", { id: this.id },
+      el("div", { class: "head" }, el("h2", { text: this.title }), el("div", { class: "tools" }, searchBox("Filter by step or text", (words) => { this.words = words; this.show(this.run); }))),
+      this.chips, this.rows.element, this.detail, this.said);
+  }
+  show(run) {
+    if (run !== this.run) this.detail.classList.add("hidden");
+    this.run = run;
+    const { saves } = run;
+    const all = [
+      ...saves.event.map((event, at) => ({ event, at, kind: "saved", time: saves.time[at], step: saves.step[at], tone: "" })),
+      ...run.happenings,
+    ].sort((a, b) => b.event - a.event);
+    const counts = { all: all.length };
+    for (const item of all) counts[item.kind] = (counts[item.kind] || 0) + 1;
+    if (!counts[this.kind]) this.kind = "all";
+    this.chips.replaceChildren(...[["all", "all"], ...Object.entries(KINDS).map(([kind, names]) => [kind, names[1]])].filter(([kind]) => counts[kind]).map(([kind, name]) =>
+      el("button", { type: "button", "data-kind": kind, "aria-pressed": String(kind === this.kind), on: { click: () => { this.kind = kind; this.show(this.run); } } }, name, el("span", { class: "count", text: whole(counts[kind]) }))));
+    const words = this.words.trim().toLowerCase();
+    this.found = all.filter((item) => (this.kind === "all" || item.kind === this.kind) && (!words || String(item.step).includes(words) || (item.text || "").toLowerCase().includes(words)));
+    this.rows.set(this.found.length);
+    this.rows.element.classList.toggle("hidden", !this.found.length);
+    const left = run.view.timeline.all_happenings - run.happenings.length;
+    this.said.textContent = this.found.length ? (left > 0 ? `The oldest ${whole(left)} events that are no saves are left out.` : "") : (all.length ? "No event matches." : "This directory has no events.jsonl: a Checkpointer writes it from its first save on.");
+  }
+  row(item) {
+    const text = item.kind === "saved" ? this.told(item.at) : item.text;
+    return el("div", { class: "row event eventrows", on: { click: () => this.open(item) } },
+      el("span", { class: "dim", text: window.innerWidth < 760 ? clock(new Date(1000 * item.time), true) : moment(item.time) }), el("span", { class: "number", text: item.step === null ? "" : whole(item.step) }),
+      el("span", {}, tag(KINDS[item.kind][0], item.tone)), el("span", { class: "foreign", text, css: { "white-space": "nowrap" } }));
+  }
+  told(at) {
+    const { saves } = this.run;
+    const spent = saves.time[at] - saves.captured[at];
+    return `${bytes(saves.nbytes[at])} in ${seconds(spent)}, ${speed(saves.nbytes[at], spent)}, stall ${seconds(saves.stall[at])}`;
+  }
+  open(item) {
+    const { saves } = this.run;
+    const rows = item.kind === "saved"
+      ? [["saved", moment(item.time)], ["mode", saves.mode[item.at]], ...PHASES.map(([key, name, title]) => [name, `${seconds(saves[key][item.at])} (${title})`]), ["stall", seconds(saves.stall[item.at])],
+        ["state", bytes(saves.nbytes[item.at])], ["stored", bytes(saves.stored_nbytes[item.at])], ...Object.entries(saves.metrics[item.at]).map(([name, value]) => [name, number(value)])]
+      : [["when", moment(item.time)], ["what", foreign(item.text)]];
+    this.detail.classList.remove("hidden");
+    this.detail.replaceChildren(el("h3", { text: item.step === null ? KINDS[item.kind][0] : `Step ${whole(item.step)}: ${KINDS[item.kind][0]}` }), facts(rows));
+  }
+}

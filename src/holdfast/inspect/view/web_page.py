@@ -1,0 +1,155 @@
+"""The page itself: one file with everything inside, or the shell of one that asks its server."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast import __version__
+from holdfast.errors import HoldfastError
+from holdfast.inspect.html_page import assemble
+from holdfast.inspect.progress import Progress, no_progress
+from holdfast.inspect.verification import verify_all
+from holdfast.inspect.view.budget import Budget
+from holdfast.inspect.view.contents import Contents
+from holdfast.inspect.view.leaf_changes import ChangedLeaf, Changes
+from holdfast.inspect.view.leaf_samples import LeafSample
+from holdfast.inspect.view.run_reader import RunReader, RunView
+from holdfast.inspect.view.words import labels
+
+_PAGE = Path(__file__).parent / "page"
+_SCRIPTS = ("basics.js", "charts.js", "timeline.js", "leaves.js", "changes.js", "places.js", "main.js")
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRun:
+    """A run with what was read of its arrays. A page that has a server asks for these itself."""
+
+    view: RunView
+    contents: tuple[Contents, ...] = ()
+    changes: tuple[Changes, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What the script of a page is given. `served`: there is a server to ask for more, and for news.
+
+    There are many samples and changed leaves, so each is written as a list; these are the names of its items.
+    """
+
+    served: bool
+    version: str
+    made: float
+    runs: tuple[ShownRun, ...]
+    sample_fields: tuple[str, ...] = LeafSample.__struct_fields__
+    change_fields: tuple[str, ...] = ChangedLeaf.__struct_fields__
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPage:
+    """A page that was written, and what of it was shown."""
+
+    path: str
+    nbytes: int
+    runs: tuple[str, ...]
+
+
+def open_runs(runs: Sequence[str | os.PathLike[str]]) -> tuple[RunReader, ...]:
+    """Readers of runs, with short names that tell them apart."""
+    paths = list(dict.fromkeys(os.path.abspath(run) for run in runs))
+    return tuple(RunReader(path, name) for path, name in zip(paths, labels(paths), strict=True))
+
+
+def write_page(
+    runs: Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    *,
+    seconds: float = 10.0,
+    verify: bool = False,
+    progress: Progress = no_progress,
+) -> WrittenPage:
+    """Writes a page that shows runs, or checkpoints, into one file. A file that is there is replaced.
+
+    `seconds`: about how long arrays may be read, for histograms and changes. `verify`: read every byte of
+    every checkpoint first, and show what was found. `holdfast.CheckpointNotFound` if a directory is missing.
+    """
+    readers = open_runs(runs)
+    if verify:
+        verify_runs(readers, progress)
+    shown = tuple(_with_arrays(reader, seconds / len(readers)) for reader in readers)
+    text = page_text(shown, served=False)
+    where = os.path.abspath(path)
+    aside = f"{where}.{uuid.uuid4().hex[:12]}.tmp"
+    data = text.encode()
+    try:
+        Path(aside).write_bytes(data)
+        os.replace(aside, where)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(aside)
+    return WrittenPage(where, len(data), tuple(run.view.path for run in shown))
+
+
+def verify_runs(readers: Sequence[RunReader], progress: Progress = no_progress) -> None:
+    """Reads every byte of every checkpoint, for the readers to tell."""
+    for reader in readers:
+        if reader.view().checkpoints:
+            reader.note_reports(verify_all(reader.path, progress=progress))
+
+
+def page_text(runs: Sequence[ShownRun], *, served: bool) -> str:
+    """A page as HTML. One that is served asks its server for everything but these runs."""
+    style, body, script = _parts()
+    names = ", ".join(run.view.name for run in runs)
+    return assemble(
+        title=f"{names} \N{MIDDLE DOT} Holdfast",
+        style=style,
+        body=body,
+        script=script,
+        document=Document(served, __version__, time.time(), tuple(runs)),
+        may_fetch=served,
+    )
+
+
+@functools.cache
+def _parts() -> tuple[str, str, str]:
+    scripts = "\n".join((_PAGE / name).read_text("utf-8") for name in _SCRIPTS)
+    style, body = ((_PAGE / name).read_text("utf-8") for name in ("style.css", "body.html"))
+    return style, body, f'"use strict";\n(() => {{\n{scripts}\n}})();'
+
+
+def _with_arrays(reader: RunReader, seconds: float) -> ShownRun:
+    """The newest checkpoint, and how it differs from the one before and from the oldest."""
+    view = reader.view()
+    intact = [entry.name for entry in view.checkpoints if entry.damage is None]
+    problems: list[str] = []
+    found: list[Contents] = []
+    changes: list[Changes] = []
+    others = dict.fromkeys([*intact[-2:-1], *intact[: len(intact) > 1]])
+    share = seconds / (1 + len(others))
+    for name in intact[-1:]:
+        with _noting(problems):
+            found.append(reader.contents(name, budget=Budget(share)))
+        if not found:  # arrays are damaged: its leaves can be named all the same
+            with _noting(problems):
+                found.append(reader.contents(name))
+        for other in others:
+            with _noting(problems):
+                changes.append(reader.changes(other, name, budget=Budget(share)))
+    return ShownRun(view, tuple(found), tuple(changes), tuple(problems))
+
+
+@contextlib.contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Damage, and what retention removed meanwhile, is part of what a page shows."""
+    try:
+        yield
+    except (HoldfastError, OSError) as error:
+        problems.append(str(error))

@@ -1,0 +1,103 @@
+"""One ``jax.Array`` as boxes in host memory, and back, without gathering.
+
+`boxed` gives what this process writes: the shards with ``replica_id`` 0, which are all elements once. On the
+CPU they are views of the array's own buffers. `empty` gives memory for what the devices of this process need,
+and `placed` makes an array of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.lax.lax import _convert_element_type
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from holdfast.errors import UnsupportedState
+from holdfast.format.geometry import Box, whole
+from holdfast.state import empty as fresh
+from holdfast.state.boxed import BoxedArray
+from holdfast.state.numpy_arrays import logical_name
+
+
+def is_key(array: Any) -> bool:
+    """Whether these are typed random keys (``jax.random.key``)."""
+    return bool(jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key))
+
+
+def foreign_dtype(array: Any) -> str | None:
+    """The name of an element type that is stored as bytes, because a checkpoint has no name for it (int4)."""
+    dtype = np.dtype(array.dtype)
+    return None if logical_name(dtype) is not None or dtype.itemsize != 1 else dtype.name
+
+
+def boxed(array: jax.Array) -> BoxedArray:
+    """What this process stores of an array. Waits until it is computed."""
+    if jax.process_count() > 1 and array.is_fully_addressable:
+        # Each process has such an array for itself, and all must have the same: it is stored once.
+        parts = [(whole(array.shape), np.asarray(array))]
+    else:
+        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+        parts = [(_box(shard.index, array.shape), np.asarray(shard.data)) for shard in shards]
+    dtype = np.dtype(array.dtype)
+    if foreign_dtype(array) is not None:
+        dtype = np.dtype(np.uint8)
+        parts = [(box, part.view(np.uint8)) for box, part in parts]
+    return BoxedArray(array.shape, dtype, tuple(parts))
+
+
+def empty(like: Any) -> BoxedArray:
+    """Memory for what the devices of this process hold of an array like this one, each box once."""
+    dtype = np.dtype(np.uint8 if foreign_dtype(like) is not None else like.dtype)
+    name = logical_name(dtype)
+    assert name is not None, "all types of JAX's arrays but those of one byte have a name"
+    boxes = dict.fromkeys(_box(index, like.shape) for index in _indices(like).values())
+    return BoxedArray(like.shape, dtype, tuple((box, fresh(name, box.shape, "numpy")[0]) for box in boxes))
+
+
+def placed(like: Any, filled: BoxedArray, *, weak: bool) -> jax.Array:
+    """The array whose boxes have been filled, where `like` is."""
+    parts = {box: part.view(np.dtype(like.dtype)) for box, part in filled.boxes}
+    if like.sharding is None or not getattr(like, "committed", True):
+        (part,) = parts.values()
+        array = jax.device_put(part)
+    else:
+        pieces = [
+            jax.device_put(parts[_box(index, like.shape)], device) for device, index in _indices(like).items()
+        ]
+        array = jax.make_array_from_single_device_arrays(
+            like.shape, like.sharding, pieces, dtype=np.dtype(like.dtype)
+        )
+    return _convert_element_type(array, weak_type=True) if weak else array
+
+
+def key_data_like(keys: Any) -> Any:
+    """What ``jax.random.key_data`` gives for such keys: an array, or its description."""
+    if isinstance(keys, jax.Array):
+        return jax.random.key_data(keys)
+    data = jax.eval_shape(jax.random.key_data, keys)
+    if keys.sharding is not None and not isinstance(keys.sharding, (NamedSharding, SingleDeviceSharding)):
+        raise UnsupportedState(f"random keys with a {type(keys.sharding).__name__}: use a NamedSharding")
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=keys.sharding)
+
+
+def key_name(keys: Any) -> str:
+    """The name of the generator that keys are for, such as ``threefry2x32``."""
+    if not isinstance(keys, jax.Array):
+        zeros = np.zeros(jax.eval_shape(jax.random.key_data, keys).shape, np.uint32)
+        keys = jax.random.wrap_key_data(zeros, dtype=keys.dtype)
+    return str(jax.random.key_impl(keys))
+
+
+def _indices(like: Any) -> dict[Any, tuple[slice, ...]]:
+    """What each device of this process holds; of an array without a sharding, one device all of it."""
+    if like.sharding is None:
+        return {None: (slice(None),) * len(like.shape)}
+    found: dict[Any, tuple[slice, ...]] = like.sharding.addressable_devices_indices_map(like.shape)
+    return found
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    spans = [span.indices(size) for span, size in zip(index, shape, strict=True)]
+    return Box(tuple(start for start, _, _ in spans), tuple(stop - start for start, stop, _ in spans))

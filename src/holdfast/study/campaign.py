@@ -1,0 +1,153 @@
+"""``holdfast study run``: which parts there are, how much time each gets, and measuring them one after the
+other.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import holdfast
+from holdfast.study import frameworks, runner
+from holdfast.study.frameworks import Entry as Framework
+from holdfast.study.frameworks.models import MODELS
+from holdfast.study.machine import machine_facts
+from holdfast.study.results_directory import Entry, Header, Part, ResultsDirectory
+from holdfast.study.suites.bitflips import BitflipsSuite
+from holdfast.study.suites.by_framework import FrameworkSuite
+from holdfast.study.suites.cost import CostSuite
+from holdfast.study.suites.determinism import DeterminismSuite
+from holdfast.study.suites.formats import FormatsSuite
+from holdfast.study.suites.rank_waiting import ScaleSuite
+
+QUICK_SECONDS = 270.0
+"""What `--quick` divides among its parts; the rest of five minutes is for the last of them to end."""
+FORMATS_MODEL, QUICK_FORMATS_MODEL = "gpt2", "mlp"
+
+_SUITES: dict[str, type[FrameworkSuite]] = {
+    "cost": CostSuite,
+    "formats": FormatsSuite,
+    "scale": ScaleSuite,
+    "determinism": DeterminismSuite,
+    "bitflips": BitflipsSuite,
+}
+_WEIGHTS = {"formats": 2.5, "determinism": 0.5}
+"""How much of the time a part gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`minutes` bounds a study that is not quick; None for as long as it takes."""
+
+    suites: tuple[str, ...] = tuple(_SUITES)
+    frameworks: tuple[str, ...] = tuple(frameworks.FRAMEWORKS)
+    models: tuple[str, ...] = MODELS
+    quick: bool = False
+    seed: int = 0
+    rounds: int | None = None
+    minutes: float | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        return 60 * self.minutes if self.minutes else QUICK_SECONDS if self.quick else None
+
+
+def suite_names(words: Sequence[str]) -> tuple[str, ...]:
+    """The suites that were asked for; none or "all" is all of them."""
+    wanted = [word.strip() for text in words for word in text.split(",")]
+    unknown = sorted(set(wanted) - {*_SUITES, "all"})
+    if unknown:
+        raise ValueError(f"there is no suite {', '.join(unknown)}; there are {', '.join(_SUITES)} and all")
+    return tuple(name for name in _SUITES if not wanted or "all" in wanted or name in wanted)
+
+
+def model_names(words: str | None) -> tuple[str, ...]:
+    wanted = MODELS if words is None else tuple(word.strip() for word in words.split(","))
+    unknown = [name for name in wanted if name not in MODELS]
+    if unknown:
+        raise ValueError(f"there is no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    return tuple(model for model in MODELS if model in wanted)
+
+
+def parts_of(options: Options) -> list[Part]:
+    """In the order in which they are measured: every suite of every framework first, then further models."""
+    found = [
+        (number, Part(suite, name, model))
+        for suite in options.suites
+        for number, model in enumerate(_models(suite, options))
+        for name in options.frameworks
+        if suite in frameworks.FRAMEWORKS[name].suites
+    ]
+    return [part for _, part in sorted(found, key=lambda pair: pair[0])]
+
+
+def _models(suite: str, options: Options) -> tuple[str, ...]:
+    if suite == "cost":
+        return options.models
+    if suite == "formats":
+        usual = QUICK_FORMATS_MODEL if options.quick else FORMATS_MODEL
+        return (usual,) if usual in options.models else options.models[-1:]
+    return ("",)
+
+
+def run(directory: Path, options: Options, console: Console, say: Callable[[str], None]) -> ResultsDirectory:
+    """Measures what is not there yet. May be interrupted, and called again."""
+    directory.mkdir(parents=True, exist_ok=True)
+    machine = machine_facts(directory, os.getloadavg()[0], None)
+    header = Header(time.time(), options.quick, options.seed, holdfast.__version__, machine)
+    found = ResultsDirectory.open(directory, header)
+    began = time.monotonic()
+    columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    try:
+        parts = parts_of(options)
+        left = [part for part in parts if not found.has(part)]
+        if len(left) < len(parts):
+            say(f"{len(parts) - len(left)} of {len(parts)} parts have been measured before")
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(parts), completed=len(parts) - len(left))
+            for index, part in enumerate(left):
+                spent = time.monotonic() - began
+                if index and options.seconds is not None and spent > options.seconds:
+                    say(f"the time is up: {len(left) - index} parts are left for another call")
+                    break
+                seconds = _share(options.seconds, spent, left[index:])
+                suite = make_suite(part, options, seconds)
+
+                def tell(said: str, part: Part = part) -> None:
+                    progress.update(task, description=f"{part.suite}: {said}")
+
+                tell(part.framework)
+                result = runner.run(suite, directory, console, say=tell)
+                found.append(Entry(part, suite.versions, result))
+                progress.advance(task)
+                troubles = {(row.title, row.status, row.reason): None for row in result.rows if row.reason}
+                for title, status, reason in troubles:
+                    say(f"{part}: {title}: {status}. {reason}")
+    finally:
+        found.close()
+    return found
+
+
+def make_suite(part: Part, options: Options, seconds: float | None) -> FrameworkSuite:
+    entry: Framework = frameworks.FRAMEWORKS[part.framework]
+    more: dict[str, Any] = {}
+    if options.rounds is not None:
+        more["rounds"] = options.rounds
+    return _SUITES[part.suite](
+        part.framework, entry, part.model, options.quick, options.seed, seconds, **more
+    )
+
+
+def _share(total: float | None, spent: float, left: Sequence[Part]) -> float | None:
+    """What the first of the parts that are left may take of the time that is left."""
+    if total is None:
+        return None
+    weights = [_WEIGHTS.get(part.suite, 1.0) for part in left]
+    return max(1.0, total - spent) * weights[0] / sum(weights)

@@ -1,0 +1,41 @@
+"""The frameworks of the study, each in a process of its own.
+
+| module | what it owns |
+|---|---|
+| this one | which frameworks there are |
+| `process` | their processes, seen from the harness: started, asked, timed out, killed |
+| `worker` | the same from inside: orders, clocks, comparisons |
+| `api` | what a framework brings: models, steps, mechanisms; **how to add one** |
+| `models` | the sizes of the models, the same in all |
+| `*_worker` | one framework each |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SUITES = ("cost", "formats", "scale", "determinism", "bitflips")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A framework: its worker's module, its environment (None: this one), and the suites it takes part in."""
+
+    title: str
+    module: str
+    environment: str | None = None
+    suites: tuple[str, ...] = ("cost", "formats", "determinism", "bitflips")
+
+
+FRAMEWORKS: dict[str, Entry] = {
+    "torch": Entry("PyTorch", "holdfast.study.frameworks.torch_worker", suites=SUITES),
+}
+
+
+def choose(names: str | None) -> dict[str, Entry]:
+    """Those that are named (``"torch,jax"``), or all; ValueError for one that does not exist."""
+    wanted = FRAMEWORKS.keys() if names is None else [word.strip() for word in names.split(",")]
+    unknown = [name for name in wanted if name not in FRAMEWORKS]
+    if unknown:
+        raise ValueError(f"there is no framework {', '.join(unknown)}; there are {', '.join(FRAMEWORKS)}")
+    return {name: entry for name, entry in FRAMEWORKS.items() if name in wanted}

@@ -1,0 +1,329 @@
+"""The page as a file, and its server: nothing gets out of its text, and nobody else gets in."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast import inspect
+from holdfast.inspect.html_page import assemble, embedded_json
+from holdfast.inspect.view.words import labels
+from support.command import command, damage_leaf, damage_manifest, step_path
+from support.shown_runs import HOSTILE, layered_state, long_story, train, write_log
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    train(path, layered_state(2), range(1, 6))
+    return path
+
+
+def document(page: Path) -> Any:
+    return json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])  # type: ignore[index]
+
+
+def test_the_page_is_one_file_that_loads_nothing(run: Path, tmp_path: Path) -> None:
+    done = inspect.write_page([run], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert done.nbytes == len(text.encode())
+    assert "default-src &#x27;none&#x27;" in text
+    assert (
+        re.findall(
+            r'(?:src|href)="(?!#)|@import|url\(',
+            text.replace(json.dumps(document(tmp_path / "page.html")), ""),
+        )
+        == []
+    )
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_the_page_holds_the_run_its_newest_leaves_and_two_comparisons(run: Path, tmp_path: Path) -> None:
+    inspect.write_page([run], tmp_path / "page.html")
+    (shown,) = document(tmp_path / "page.html")["runs"]
+    assert shown["view"]["timeline"]["saves"]["step"] == [1, 2, 3, 4, 5]
+    assert [entry["step"] for entry in shown["view"]["checkpoints"]] == [3, 4, 5]
+    assert [content["step"] for content in shown["contents"]] == [5]
+    assert [(change["a_step"], change["b_step"]) for change in shown["changes"]] == [(4, 5), (3, 5)]
+    (content,) = shown["contents"]
+    assert content["sampled"] == len(content["leaves"]["name"]) == 31
+    assert content["writers"][0]["nbytes"] == content["nbytes"]
+    assert shown["view"]["disks"][0]["fits"] > 0
+    assert shown["problems"] == []
+
+
+def test_names_and_messages_cannot_leave_their_place(tmp_path: Path) -> None:
+    run = tmp_path / "<img src=x onerror=alert(1)>"
+    holdfast.save(
+        step_path(run, 1),
+        {HOSTILE: {HOSTILE: np.ones(3)}, "v" + HOSTILE: HOSTILE},
+        step=1,
+        metrics={HOSTILE: 1.0},
+    )
+    holdfast.save(step_path(run, 2), {HOSTILE: {HOSTILE: np.ones(4)}}, step=2)
+    write_log(run, long_story(1600))
+    page = tmp_path / "page.html"
+    inspect.write_page([run], page)
+    text = page.read_text()
+    assert text.count("</script") == 2  # the data's end, and the script's
+    assert "<img" not in text
+    assert "\u2028" not in text
+    title = re.search("<title>(.*?)</title>", text)
+    assert title is not None
+    assert title[1].startswith("&lt;img src=x")
+    found = document(page)["runs"][0]
+    assert found["contents"][0]["leaves"]["name"] == [f"{HOSTILE}.{HOSTILE}"]
+    assert any(HOSTILE in item["text"] for item in found["view"]["timeline"]["happenings"])
+
+
+def test_the_script_never_makes_markup_of_text() -> None:
+    folder = Path(inspect.__file__).parent / "view" / "page"
+    for script in folder.glob("*.js"):
+        for word in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+        ):
+            assert word not in script.read_text(), script
+
+
+def test_a_script_that_would_end_its_own_element_is_refused() -> None:
+    with pytest.raises(ValueError, match="end of its own"):
+        assemble(title="", style="", body="", script="'</script>'", document={})
+
+
+def test_json_stands_inside_of_any_element() -> None:
+    text = embedded_json({HOSTILE: [float("nan"), float("inf"), "a\udcffb"]})
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == {HOSTILE: [None, None, "a\\udcffb"]}
+
+
+def test_runs_are_named_by_what_tells_them_apart() -> None:
+    assert labels(["/a/x/run", "/a/y/run"]) == ["x/run", "y/run"]
+    assert labels(["/a/one", "/a/two"]) == ["one", "two"]
+    assert labels(["/a"]) == ["a"]
+
+
+def test_damage_is_part_of_what_is_shown(run: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", layered_state(1), range(1, 4))
+    damage_manifest(step_path(tmp_path / "run", 3))
+    damage_leaf(step_path(tmp_path / "run", 2), "model.embed.weight")
+    inspect.write_page([tmp_path / "run"], tmp_path / "page.html", verify=True)
+    (shown,) = document(tmp_path / "page.html")["runs"]
+    assert [entry["damage"] is None for entry in shown["view"]["checkpoints"]] == [True, True, False]
+    assert [bool(check["problems"]) for check in shown["view"]["checks"]] == [False, True, True]
+    # The newest that looked intact is damaged inside: its leaves are named, and the damage is said.
+    assert (shown["contents"][0]["step"], shown["contents"][0]["sampled"]) == (2, 0)
+    assert "model.embed.weight" in " ".join(shown["problems"])
+
+
+def test_a_directory_without_anything_a_checkpoint_and_a_missing_one(run: Path, tmp_path: Path) -> None:
+    (view,) = inspect.view_runs([tmp_path])
+    assert (view.checkpoints, view.summary, view.timeline.events) == ((), None, 0)
+    (view,) = inspect.view_runs([step_path(run, 5)])
+    assert [entry.step for entry in view.checkpoints] == [5]
+    with pytest.raises(holdfast.CheckpointNotFound):
+        inspect.view_runs([tmp_path / "missing"])
+
+
+def test_a_checkpoint_of_another_system_is_shown(tmp_path: Path) -> None:
+    np.savez(tmp_path / "arrays.npz", w=np.ones(5), b=np.zeros(2))
+    inspect.write_page([tmp_path / "arrays.npz"], tmp_path / "page.html")
+    (shown,) = document(tmp_path / "page.html")["runs"]
+    assert shown["contents"][0]["leaves"]["name"] == ["w", "b"]
+    assert shown["contents"][0]["sampled"] == 2
+
+
+def test_a_training_that_holds_its_run_is_seen(tmp_path: Path) -> None:
+    state = {"w": np.zeros(3)}
+    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+        ckpt.save(1)
+        assert inspect.view_runs([tmp_path / "run"])[0].being_written is True
+    assert inspect.view_runs([tmp_path / "run"])[0].being_written is False
+
+
+def test_a_path_that_is_not_text_is_shown_all_the_same(tmp_path: Path) -> None:
+    run = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff"))
+    train(run, layered_state(1), range(1, 3))
+    inspect.write_page([run], tmp_path / "page.html")
+    assert document(tmp_path / "page.html")["runs"][0]["view"]["name"] == "r\\xff"
+
+
+# --- the server
+
+
+class Browser:
+    def __init__(self, url: str) -> None:
+        self.address = urlsplit(url)
+
+    def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.address.port, timeout=20)
+        try:
+            connection.request(method, path, headers={"Host": self.address.netloc, **headers})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(), dict(answer.headers)
+        finally:
+            connection.close()
+
+    def data(self, rest: str) -> Any:
+        status, text, _ = self.get(self.address.path + rest)
+        return json.loads(text) if status == 200 else (status, json.loads(text)["error"])
+
+
+@pytest.fixture(scope="module")
+def browser(run: Path) -> Iterator[Browser]:
+    with inspect.serve_page([run]) as server:
+        yield Browser(server.url)
+
+
+def test_only_this_machine_is_listened_to(run: Path) -> None:
+    with inspect.serve_page([run]) as server:
+        assert server._server.socket.getsockname()[0] == "127.0.0.1"
+        port = server.port
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_the_page_needs_its_token(browser: Browser) -> None:
+    token = browser.address.path
+    assert len(token) > 30
+    status, text, headers = browser.get(token)
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert "connect-src &#x27;self&#x27;" in text
+    for wrong in (
+        "/",
+        "/?token=" + token,
+        token[:-2] + "/",
+        "/" + "A" * 32 + "/",
+        "/%2e%2e/",
+        token.upper(),
+        "/%C3%A9/",
+    ):
+        for path in (wrong, wrong + "runs/0/view"):
+            status, text, _ = browser.get(path)
+            assert (status, "run" in json.loads(text)) == (403, False), path
+
+
+@pytest.mark.parametrize(
+    "name", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "localhost.evil:{port}", ""]
+)
+def test_a_page_under_another_name_gets_nothing(browser: Browser, name: str) -> None:
+    port = str(browser.address.port)
+    status, text, _ = browser.get(browser.address.path, Host=name.replace("{port}", port))
+    assert status == 403
+    assert "another name" in text
+    assert browser.get(browser.address.path, Host=f"localhost:{port}")[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_can_be_changed(browser: Browser, method: str) -> None:
+    assert browser.get(browser.address.path + "runs/0/view", method)[0] in (403, 501)
+
+
+def test_the_head_of_a_page_has_no_body(browser: Browser) -> None:
+    status, text, headers = browser.get(browser.address.path, "HEAD")
+    assert (status, text) == (200, "")
+    assert int(headers["Content-Length"]) > 1000
+
+
+def test_the_server_tells_of_leaves_samples_and_changes(browser: Browser) -> None:
+    view = browser.data("runs/0/view")["view"]
+    names = [entry["name"] for entry in view["checkpoints"]]
+    content = browser.data(f"runs/0/contents?name={names[-1]}")
+    assert content["leaves"]["sample"] == [None] * 31
+    samples = browser.data(f"runs/0/samples?name={names[-1]}&places=0,1,500")
+    assert set(samples) == {"0", "1"}
+    changes = browser.data(f"runs/0/changes?a={names[0]}&b={names[1]}")
+    assert (changes["a_step"], changes["b_step"]) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        ("runs/1/view", 404),
+        ("runs/-1/view", 404),
+        ("runs/0/secrets", 404),
+        ("../etc/passwd", 404),
+        ("runs/0/contents", 400),
+        ("runs/0/contents?name=" + quote("../../../../etc"), 410),
+        ("runs/0/contents?name=step-000000000001", 410),
+        ("runs/0/samples?name=step-000000000005&places=a", 400),
+        ("runs/0/view?first_event=x", 400),
+    ],
+)
+def test_what_is_not_there_is_said(browser: Browser, rest: str, status: int) -> None:
+    found = browser.data(rest)
+    assert found[0] == status
+    assert found[1]
+
+
+def test_a_live_page_is_told_only_what_is_new(tmp_path: Path) -> None:
+    state = layered_state(1)
+    train(tmp_path / "run", state, range(1, 4))
+    with inspect.serve_page([tmp_path / "run"]) as server:
+        browser = Browser(server.url)
+        before = browser.data("runs/0/view")["view"]
+        train(tmp_path / "run", state, range(4, 6))
+        known = f"first_event={before['timeline']['events']}&origin={before['origin']}"
+        after = browser.data(f"runs/0/view?{known}")["view"]
+        assert after["first_event"] == before["timeline"]["events"] == 4
+        assert after["timeline"]["saves"]["step"] == [4, 5]
+        assert [item["kind"] for item in after["timeline"]["happenings"]] == ["opened", "restored"]
+        # Of another log, or one that was shortened, everything is told again.
+        for other in ("first_event=4&origin=1.5", "first_event=400"):
+            assert browser.data(f"runs/0/view?{other}")["view"]["first_event"] == 0
+
+
+def test_the_example_in_the_documentation_runs(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[3] / "docs" / "view.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(block.replace('"runs/lm"', repr(str(run))), {})
+    assert (tmp_path / "lm.html").exists()
+
+
+# --- the command
+
+
+def test_the_command_writes_a_page(run: Path, tmp_path: Path) -> None:
+    done = command("view", run, "--out", tmp_path / "page.html")
+    assert done.code == 0
+    assert "page.html" in done.out
+    written = command("view", run, step_path(run, 5), "--out", tmp_path / "page.html", "--json").document
+    assert written["nbytes"] == (tmp_path / "page.html").stat().st_size
+    assert len(written["runs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--out", "page.txt"], "written as .html"), (["--out", "p.html", "--serve"], "choose one")],
+)
+def test_wrong_usage_is_said(run: Path, arguments: list[str], message: str) -> None:
+    done = command("view", run, *arguments)
+    assert done.code == 2
+    assert message in " ".join(done.err.replace("│", " ").split())
+
+
+def test_a_run_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    done = command("view", tmp_path / "missing", "--out", tmp_path / "page.html")
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+    assert command("view", tmp_path / "missing").code == 1

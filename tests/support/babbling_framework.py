@@ -1,0 +1,11 @@
+"""A framework whose process answers with something that is no answer, before it is asked."""
+
+from __future__ import annotations
+
+import os
+
+from support.fake_framework import FakeFramework
+
+os.write(3, b"hello, this is not JSON\n")  # where the worker has put its answers
+
+FRAMEWORK = FakeFramework()
