@@ -153,7 +153,7 @@ dist: $(DIST_TOOLS)/.stamp
 	@ls -l dist
 
 dist-test: dist
-	DIST_PYTHON="$(PYTHON)" $(DIST_TOOLS)/bin/python -m pytest -q -p no:cacheprovider -m dist tests/dist $(PYTEST_ARGS)
+	DIST_PYTHON="$(PYTHON)" $(DIST_TOOLS)/bin/python -m pytest -q -p no:cacheprovider -m dist tests/packaging $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist build.log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
