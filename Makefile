@@ -10,6 +10,8 @@
 #   make cross    compile the engine's core for arm64;  make arm  runs it, too (qemu)
 #   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
 #   make benchmarks  measure everything and write docs/benchmarks.md (about half an hour; ARGS="--quick" for less)
+#   make study    what checkpoints cost in each framework, into build/study (hours; ARGS="--quick" for five minutes)
+#   make docs     the documents as a web site, in build/site; warnings are errors
 #   make dist     an sdist and a wheel that needs no compiler, in dist/;  make dist-test  tries both in bare environments
 #   make clean    remove what was built;  make distclean  removes .venv too
 #
@@ -44,7 +46,7 @@ CORE_FLAGS := -std=c++20 -O2 -g -pthread -Wall -Wextra -Wshadow -Wconversion -Wn
   -D_FILE_OFFSET_BITS=64 -DHOLDFAST_HAVE_URING=0 -Inative/src -isystem $(VENV)/include
 CROSS_CXX := aarch64-linux-gnu-g++
 
-.PHONY: help setup build demo test compat peers check format cross arm bench benchmarks dist dist-test clean distclean
+.PHONY: help setup build demo test compat peers check format cross arm bench benchmarks study docs dist dist-test clean distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
@@ -132,8 +134,23 @@ arm: cross setup
 bench: setup
 	$(BIN)/holdfast bench $(ARGS)
 
+study: setup
+	$(BIN)/holdfast study run --out build/study $(ARGS)
+	$(BIN)/holdfast study report build/study
+
 benchmarks: setup
 	$(BIN)/holdfast bench --markdown docs/benchmarks.md $(ARGS)
+
+# The pages are read, not imported: this needs neither torch nor a compiler.
+DOCS_TOOLS := build/docs-tools
+$(DOCS_TOOLS)/.stamp: requirements-docs.txt
+	@$(PYTHON) -m venv --clear $(DOCS_TOOLS)
+	@$(DOCS_TOOLS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet -r requirements-docs.txt
+	@touch $@
+
+docs: $(DOCS_TOOLS)/.stamp
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_TOOLS)/bin/mkdocs build --quiet --strict
+	@echo "the site is in build/site"
 
 # The wheel is built from the sdist, so that one that lacks a file fails here.
 DIST_TOOLS := build/dist-tools

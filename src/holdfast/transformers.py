@@ -17,10 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import tempfile
-import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from holdfast.integrations.versions import require
@@ -31,13 +28,13 @@ from accelerate.utils import broadcast_object_list
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from holdfast.caller import stack_level
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.drilling import DIRECTORY
-from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
+from holdfast.errors import CheckpointNotFound, IncompleteCheckpoint, UnsupportedSource
+from holdfast.integrations.folders import by_rank_zero, newest_intact, numbered
 from holdfast.state.marks import per_rank, rank_zero
 from holdfast.state.rng import rng
-from holdfast.store import load, save, step_name, verify
+from holdfast.store import load, save, step_name
 from holdfast.store import open as open_checkpoint
 
 FOLDER = "holdfast"
@@ -103,35 +100,14 @@ class HoldfastMixin(_Base):
 
     def _newest(self) -> str | None:
         """Of Trainer's checkpoints and those between them, the newest that is intact. Rank 0 looks."""
-        found = [next(self._intact(), None) if self.args.process_index == 0 else None]
-        path: str | None = broadcast_object_list(found)[0]
-        return path
-
-    def _intact(self) -> Iterator[str]:
-        """From the newest on. That none is intact, but some are damaged, is an error, no new beginning."""
+        folder = self.args.output_dir
         there: list[tuple[int, str]] = []
-        if os.path.isdir(self.args.output_dir) and not _drilled():
-            for name in os.listdir(self.args.output_dir):
-                if re.fullmatch(r"checkpoint-\d+", name):
-                    there.append((int(name.partition("-")[2]), os.path.join(self.args.output_dir, name)))
+        if not _drilled():
+            there = [(step, os.path.join(path, FOLDER)) for step, path in numbered(folder, "checkpoint-")]
         if self._run is not None:
             there += [(step, os.path.join(self._run.path, step_name(step))) for step in self._run.steps]
-        damage = ""
-        for step, path in sorted(there, reverse=True):
-            try:
-                found = _complete(path)
-                if found is None:
-                    continue
-                problems = verify(found[0]).problems
-                if not problems:
-                    yield path
-                damage = "; ".join(f"{problem.file}: {problem.reason}" for problem in problems)
-            except CorruptCheckpoint as error:
-                damage = str(error)
-            text = f"passing over step {step}: {damage}"
-            warnings.warn(text, RuntimeWarning, stacklevel=stack_level())
-        if damage:
-            raise CorruptCheckpoint(f"no checkpoint is intact: {damage}", path=self.args.output_dir)
+        rank = self.args.process_index
+        return by_rank_zero(lambda: newest_intact(there, folder), rank, broadcast_object_list)
 
     def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
         if self._source is None:
@@ -202,7 +178,7 @@ class HoldfastMixin(_Base):
         """`_save_rng_state` does it."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save:
+        if self.args.should_save and os.path.isdir(output_dir):  # FSDP may have saved no weights there
             for name in os.listdir(output_dir):
                 _sync(os.path.join(output_dir, name))
         self._collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import threading
 import warnings
@@ -422,3 +423,19 @@ def test_a_forked_child_writes_nothing_even_when_the_fork_came_in_the_middle_of_
     log.close()
     assert steps(tmp_path) == [1, 3]
     assert heard == [restored(3)]
+
+
+def test_metrics_are_written_with_the_save_and_read_back_exactly(tmp_path: Path) -> None:
+    (event,) = (event for event in ONE_OF_EACH if isinstance(event, Saved))
+    told = msgspec.structs.replace(event, metrics={"loss": 0.1, "norm": math.inf, "low": -math.inf})
+    write_all(tmp_path, told, msgspec.structs.replace(event, metrics={"loss": math.nan}))
+    (first, second), skipped = read_events(tmp_path)
+    assert (first, skipped) == (told, 0)
+    assert isinstance(second, Saved)
+    assert math.isnan(second.metrics["loss"])
+
+
+def test_more_metrics_than_a_line_may_have_do_not_cost_the_event(tmp_path: Path) -> None:
+    (event,) = (event for event in ONE_OF_EACH if isinstance(event, Saved))
+    write_all(tmp_path, msgspec.structs.replace(event, metrics={f"m{n}" * 10: float(n) for n in range(5000)}))
+    assert read_events(tmp_path) == ([event], 0)

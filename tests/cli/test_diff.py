@@ -40,7 +40,7 @@ def test_counts_and_distances(tmp_path: Path) -> None:
     b["model"]["w"][3, 4] += 0.5
     b["model"]["w"][29, 19] = math.nan
     document = differences(tmp_path, a, b)
-    assert set(document) == {"equal", "a", "b", "identical", "leaves", "values", "structure"}
+    assert set(document) == {"equal", "a", "b", "identical", "leaves", "values", "structure", "subtrees"}
     assert set(document["a"]) == {"path", "step", "created", "leaves", "nbytes"}
     assert document["identical"] == 1
     (change,) = document["leaves"]

@@ -34,7 +34,7 @@ def test_lists_checkpoints_in_order_of_step(tmp_path: Path) -> None:
 def test_json_holds_every_fact(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [1, 2])
     document = command("ls", run, "--json").document
-    assert set(document) == {"path", "checkpoints", "leftovers", "nbytes", "damaged"}
+    assert set(document) == {"path", "checkpoints", "runs", "leftovers", "nbytes", "damaged"}
     assert document["path"] == str(run)
     first, second = document["checkpoints"]
     files = list(step_path(run, 1).iterdir())
@@ -65,7 +65,7 @@ def test_damaged_checkpoints_are_flagged_and_exit_with_1(tmp_path: Path) -> None
     (step_path(run, 3) / SHARD).unlink()
     outcome = command("ls", run)
     assert outcome.code == 1
-    assert "damaged: step 1, 2, 3." in outcome.out
+    assert "damaged: step 1, step 2, step 3." in outcome.out
     document = command("ls", run, "--json").document
     damages = [entry["damage"] for entry in document["checkpoints"]]
     assert "digest" in damages[0]

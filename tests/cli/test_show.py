@@ -29,7 +29,7 @@ def test_json_holds_every_fact_and_keeps_the_exact_value(tmp_path: Path) -> None
     document = command("show", tmp_path / "one", "--json").document
     assert set(document) == {
         *("path", "format", "id", "step", "created", "world", "metrics", "nbytes", "stored_nbytes"),
-        *("files", "values", "leaves"),
+        *("files", "values", "subtrees", "leaves"),
     }
     assert (document["step"], document["id"], document["format"]) == (7, info.id, "holdfast/1")
     assert document["metrics"] == {"loss": "inf"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from PIL import Image
 
@@ -23,7 +25,7 @@ from holdfast.checkpointer.events import (
     Restored,
     Saved,
 )
-from holdfast.inspect.event_summary import distribution
+from holdfast.inspect.event_summary import distribution, metric_points
 from support.command import command, make_run, make_state, step_path
 
 
@@ -305,3 +307,50 @@ def test_options_that_make_no_sense_are_wrong_usage(options: tuple[str, ...], tm
     outcome = command("stats", log(tmp_path / "run", story()), *options)
     assert outcome.code == 2
     assert outcome.out == ""
+
+
+def test_metrics_of_pruned_steps_stay(tmp_path: Path) -> None:
+    state = make_state()
+    with holdfast.Checkpointer(
+        tmp_path / "run", state, keep=holdfast.Keep(last=1), mode="sync"
+    ) as checkpointer:
+        for step, loss in ((1, 3.0), (2, math.nan), (3, 2.0), (4, 2.5)):
+            checkpointer.save(step, metrics={"loss": loss, "tokens": step * 10**6})
+    outcome = command("stats", tmp_path / "run")
+    assert "loss 3 2.5 2 3 3 1" in outcome.lines
+    assert "tokens 1000000 4000000 1000000 1 4000000 4" in outcome.lines
+    table = command("stats", tmp_path / "run", "--metrics").lines
+    assert [line.split()[0] for line in table[2:]] == ["1", "2", "3", "4"]
+    assert table[3].endswith("nan 2000000")
+    document = command("stats", tmp_path / "run", "--json").document
+    assert [point["values"]["loss"] for point in document["metrics"]] == [3.0, "nan", 2.0, 2.5]
+    assert document["summary"]["metrics"]["loss"]["low_step"] == 3
+    assert command("stats", tmp_path / "run", "--plot", tmp_path / "p.svg").code == 0
+    drawn = (tmp_path / "p.svg").read_text()
+    assert ">loss<" in drawn
+    assert ">tokens<" in drawn
+
+
+def test_metrics_of_steps_that_a_training_went_back_behind_are_gone() -> None:
+    def point(step: int, loss: float) -> Saved:
+        return msgspec.structs.replace(saved(step, float(step)), metrics={"loss": loss})
+
+    back = Restored(step=2, time=9.0, nbytes=1, seconds=0.1)
+    events: list[Event] = [
+        opened(0),
+        point(1, 1.0),
+        point(2, 2.0),
+        point(3, 3.0),
+        opened(8),
+        back,
+        point(4, 4.0),
+    ]
+    assert [(found.step, found.values["loss"]) for found in metric_points(events)] == [(1, 1), (2, 2), (4, 4)]
+    over: list[Event] = [*events, opened(10), point(2, 9.0)]
+    assert [(found.step, found.values["loss"]) for found in metric_points(over)] == [(1, 1), (2, 9)]
+
+
+def test_a_run_without_metrics_says_how_to_save_some(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", make_state(), mode="sync") as checkpointer:
+        checkpointer.save(1)
+    assert "save them with" in command("stats", tmp_path / "run", "--metrics").out

@@ -39,3 +39,14 @@ def test_a_missing_framework_says_what_to_install(name: str) -> None:
         pytest.fail(f"{name} is installed here; the tests that need it run in an environment of `make peers`")
     with pytest.raises(ImportError, match=rf"pip install 'holdfast\[{name}\]'"):
         importlib.import_module(f"holdfast.{name}")
+
+
+@pytest.mark.parametrize("name", ["lightning", "transformers", "accelerate", "jax", "chainer"])
+@pytest.mark.parametrize(("version", "how"), [("0.9", "old"), ("99.0", "new")])
+def test_each_module_checks_the_version_before_it_imports_the_framework(
+    monkeypatch: pytest.MonkeyPatch, name: str, version: str, how: str
+) -> None:
+    found(monkeypatch, version)
+    wanted = rf"{name} {version}, which is too {how}: it supports {name} from .* up to, not including"
+    with pytest.raises(ImportError, match=wanted):
+        importlib.import_module(f"holdfast.{name}")

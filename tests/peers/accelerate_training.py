@@ -2,26 +2,41 @@
 
 exact FOLDER STEP...    whole, and killed when each step is durable and then resumed; one JSON line each
 train RUN [STEP]        once, under torchrun; with STEP, the last rank is killed before the next step
+restored RUN            what a restored state is, on any number of ranks
 own FOLDER              single saves, what else is in the state, and what does not fit
+folders FOLDER          `save_state` and `load_state`, with accelerate's own names
+
+LAYOUT=fsdp2 in the environment shards the model.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import signal
 import sys
-import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from training_tools import (
+    LAYOUT,
+    count_collectives,
+    damage,
+    die,
+    digest,
+    exact,
+    in_child,
+    refused,
+    told,
+    whole_digest,
+)
 
 import holdfast
-from holdfast.accelerate import state_of
+from holdfast.accelerate import load_state, save_state, state_of
+from holdfast.engine import faults
 
 
 class Average:
@@ -37,15 +52,30 @@ class Average:
         self.value = state["value"]
 
 
-def prepared(width: int = 16) -> Any:
+def sharding() -> dict[str, Any]:
+    """accelerate's own arguments for FSDP2.
+
+    For processes on the CPU accelerate ignores them without a word: `AcceleratorState` turns FSDP on for
+    eight kinds of GPUs and for no other device. So these processes say that they are of such a kind. Device,
+    process group and tensors stay those of the CPU, and all that follows is accelerate's code.
+    """
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Linear"]}
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)}
+
+
+def prepared(width: int = 16, **arguments: Any) -> Any:
     """With all that an inexact resume would change: dropout, BatchNorm, accumulation, shuffling."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    more = sharding() if LAYOUT == "fsdp2" else {}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **more, **arguments)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 1))
+    # FSDP2 leaves statistics to each rank, so they would differ; a layer without statistics then.
+    norm = nn.LayerNorm(width) if LAYOUT else nn.BatchNorm1d(width)
+    net = nn.Sequential(nn.Linear(8, width), norm, nn.Dropout(0.3), nn.Linear(width, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     model, optimizer, scheduler = accelerator.prepare(net, optimizer, StepLR(optimizer, 3, 0.9))
     rank, world = accelerator.process_index, accelerator.num_processes
-    data = torch.randn(20 * world, 8, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(40 if LAYOUT else 20 * world, 8, generator=torch.Generator().manual_seed(1))
     loader = holdfast.data.Loader(data, batch_size=4, shuffle=True, seed=5, rank=rank, world=world)
     average = Average()
     accelerator.register_for_checkpointing(loader, average)
@@ -53,15 +83,9 @@ def prepared(width: int = 16) -> Any:
     return accelerator, model, optimizer, scheduler, loader, average
 
 
-def digest(model: Any) -> str:
-    found = hashlib.sha256()
-    for value in model.state_dict().values():
-        found.update(value.numpy().tobytes())
-    return found.hexdigest()
-
-
 def train(run: str, kill: int = 0) -> dict[str, Any]:
     accelerator, model, optimizer, scheduler, loader, average = prepared()
+    counted = count_collectives() if LAYOUT else {}
     with holdfast.Checkpointer(run, state_of(accelerator, model), keep=holdfast.Keep(last=100)) as ckpt:
         batches = ckpt.restore()
         while batches < 15:
@@ -69,7 +93,7 @@ def train(run: str, kill: int = 0) -> dict[str, Any]:
                 if kill and batches == kill:
                     ckpt.wait()
                     if accelerator.is_main_process == (accelerator.num_processes == 1):
-                        os.kill(os.getpid(), signal.SIGKILL)
+                        die()
                 with accelerator.accumulate(model):
                     loss = model(batch).square().mean()
                     accelerator.backward(loss)
@@ -80,10 +104,13 @@ def train(run: str, kill: int = 0) -> dict[str, Any]:
                 batches += 1
                 if accelerator.sync_gradients or batches == 15:
                     ckpt.save(batches)
+    assert not counted or (counted["saves"] and not counted["collectives"]), counted
     report = {
         "rank": accelerator.process_index,
+        "layout": str(accelerator.distributed_type),
         "batches": batches,
-        "weights": digest(accelerator.unwrap_model(model)),
+        "weights": digest(accelerator.unwrap_model(model).state_dict().values()),
+        "whole": whole_digest(accelerator.unwrap_model(model), optimizer.optimizer),
         "rate": scheduler.get_last_lr(),
         "average": average.value,
         "random": torch.rand(3).tolist(),
@@ -92,23 +119,19 @@ def train(run: str, kill: int = 0) -> dict[str, Any]:
     return report
 
 
-def in_child(run: str, kill: int = 0) -> None:
-    """A process of its own, without the seconds that importing takes."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            print("\n" + json.dumps(train(run, kill)), flush=True)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
-def exact(folder: str, batches: list[int]) -> None:
-    in_child(f"{folder}/whole")
-    for count in batches:
-        in_child(f"{folder}/{count}", count)
-        in_child(f"{folder}/{count}")
+def restored(run: str) -> dict[str, Any]:
+    accelerator, model, optimizer, _, loader, average = prepared()
+    with holdfast.Checkpointer(run, state_of(accelerator, model)) as ckpt:
+        batches = ckpt.restore()
+    report = {
+        "rank": accelerator.process_index,
+        "batches": batches,
+        "whole": whole_digest(accelerator.unwrap_model(model), optimizer.optimizer),
+        "average": average.value,
+        "epoch": loader.epoch,
+    }
+    accelerator.end_training()
+    return report
 
 
 def own(folder: str) -> None:
@@ -118,39 +141,102 @@ def own(folder: str) -> None:
         optimizer.step()
     accelerator.step, average.value = 3, 0.25
     holdfast.save(f"{folder}/one", state_of(accelerator, model, note={"epoch": 1}))
-    wanted = digest(model), torch.rand(2).tolist()
+    wanted = digest(model.parameters()), torch.rand(2).tolist()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     accelerator.step, average.value, note, loader.epoch = 0, 0.0, {"epoch": 0}, 7
     holdfast.load(f"{folder}/one", into=state_of(accelerator, model, note=note))
-    assert (digest(model), torch.rand(2).tolist()) == wanted
+    assert (digest(model.parameters()), torch.rand(2).tolist()) == wanted
     assert (accelerator.step, average.value, note, loader.epoch) == (3, 0.25, {"epoch": 1}, 1)
     with holdfast.open(f"{folder}/one") as opened:
         assert "models.0.0.weight" in opened
         assert "optimizers.0.0.weight.exp_avg" in opened
     refused("these names itself: rng", lambda: state_of(accelerator, model, rng=1))
     refused("was given 0 models, and the accelerator has prepared 1", lambda: state_of(accelerator))
+    accelerator.register_for_checkpointing(Average())  # one more than was saved
+    refused(
+        "registered.2", lambda: holdfast.load(f"{folder}/one", into=state_of(accelerator, model, note={}))
+    )
     accelerator.free_memory()
     other, wide, *_ = prepared(width=17)
     refused("models.0.0.weight", lambda: holdfast.load(f"{folder}/one", into=state_of(other, wide, note={})))
     print("own: ok")
 
 
-def refused(text: str, call: Any) -> None:
-    said = ""
+def folders(folder: str) -> None:
+    names = ProjectConfiguration(f"{folder}/project", automatic_checkpoint_naming=True, total_limit=2)
+    accelerator, model, optimizer, _, loader, average = prepared(project_config=names)
+    there = Path(folder, "project", "checkpoints")
+    refused("has no checkpoint", lambda: load_state(accelerator, model))
+    for batch in loader:
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        average.value += 1
+        save_state(accelerator, model, note={"batches": average.value})
+    assert sorted(path.name for path in there.iterdir()) == ["checkpoint_3", "checkpoint_4"]
+    wanted = digest(model.parameters()), torch.rand(2).tolist()
+
+    def again(**note: Any) -> tuple[Any, ...]:
+        accelerator.free_memory()
+        names = ProjectConfiguration(f"{folder}/project", automatic_checkpoint_naming=True, total_limit=2)
+        new, model, *_, average = prepared(project_config=names)
+        load_state(new, model, note=note)
+        return new, model, average, note
+
+    new, restored, other, note = again(batches=0.0)
+    assert (digest(restored.parameters()), torch.rand(2).tolist()) == wanted
+    assert (other.value, note, new.save_iteration) == (5.0, {"batches": 5.0}, 5)
+
+    # Killed inside of a save: the older one is found, and all of `total_limit` are there.
+    def killed() -> None:
+        with faults.injected("rename:1:kill"):
+            save_state(new, restored, note=note)
+
+    assert in_child(killed) == -9
+    assert sorted(path.name for path in there.iterdir() if not path.name.endswith(".partial")) == [
+        "checkpoint_3",
+        "checkpoint_4",
+    ]
+    new, restored, other, note = again(batches=0.0)
+    assert (other.value, new.save_iteration) == (5.0, 5)
+
+    # Damaged: passed over, and its name is not used again.
+    damage(there / "checkpoint_4")
+    told("passing over step 4", lambda: again(batches=0.0))
+    new, restored, other, note = again(batches=0.0)
+    assert (other.value, new.save_iteration) == (4.0, 5)
+    assert save_state(new, restored, note=note) == str(there / "checkpoint_5")
+    damage(there / "checkpoint_5")
+    refused("no checkpoint is intact", lambda: again(batches=0.0))
+
+    # Without automatic names, a folder; and hooks, which would change what is saved.
+    accelerator.free_memory()
+    plain, model, *_ = prepared()
+    refused("needs output_dir", lambda: save_state(plain, model))
+    refused("needs input_dir", lambda: load_state(plain, model))
+    for _ in range(2):
+        save_state(plain, model, output_dir=f"{folder}/one")
+    load_state(plain, model, input_dir=f"{folder}/one")
+    plain.register_save_state_pre_hook(lambda models, weights, output: None)
     try:
-        call()
-    except (ValueError, holdfast.HoldfastError) as error:
-        said = str(error)
-    assert text in said, said
+        save_state(plain, model, output_dir=f"{folder}/one")
+    except NotImplementedError as error:
+        assert "register_save_state_pre_hook" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("hooks were left out silently")
+    print("folders: ok")
 
 
 if __name__ == "__main__":
     command, place, *rest = sys.argv[1:]
     if command == "exact":
-        exact(place, list(map(int, rest)))
+        exact(train, place, list(map(int, rest)))
     elif command == "train":
         print("\n" + json.dumps(train(place, *map(int, rest))), flush=True)
+    elif command == "restored":
+        print("\n" + json.dumps(restored(place)), flush=True)
+    elif command == "folders":
+        folders(place)
     else:
         own(place)

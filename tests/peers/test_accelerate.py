@@ -34,22 +34,42 @@ def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, env: dict[st
     assert resumed == [whole] * len(kills), output
 
 
+def train(env: dict[str, str], *arguments: Any, ranks: int = 2, dies: bool = False) -> list[dict[str, Any]]:
+    said = peers.run("transformers", SCRIPT, *arguments, ranks=ranks, env=env, dies=dies, timeout=SECONDS)
+    return sorted(reports(said), key=lambda report: report["rank"])
+
+
 @pytest.mark.timeout(1200)
 def test_a_lost_rank_changes_no_bit(tmp_path: Path, env: dict[str, str]) -> None:
-    def train(output: str, *rest: str, dies: bool = False) -> list[dict[str, Any]]:
-        arguments = ["train", tmp_path / output, *rest]
-        said = peers.run("transformers", SCRIPT, *arguments, ranks=2, env=env, dies=dies, timeout=SECONDS)
-        return sorted(reports(said), key=lambda report: report["rank"])
-
-    whole = train("whole")
+    whole = train(env, "train", tmp_path / "whole")
     assert [report["batches"] for report in whole] == [15, 15]
     assert whole[0]["random"] != whole[1]["random"]  # random numbers are each rank's own
-    assert train("killed", "8", dies=True) == []
-    assert train("killed") == whole
+    assert train(env, "train", tmp_path / "killed", "8", dies=True) == []
+    assert train(env, "train", tmp_path / "killed") == whole
+
+
+@pytest.mark.timeout(1200)
+def test_fsdp2_resumes_exactly_and_on_another_number_of_ranks(tmp_path: Path, env: dict[str, str]) -> None:
+    sharded = {**env, "LAYOUT": "fsdp2"}
+    whole = train(sharded, "train", tmp_path / "whole")
+    assert [report["layout"] for report in whole] == ["DistributedType.FSDP"] * 2
+    assert whole[0]["weights"] != whole[1]["weights"]  # each has its own part
+    assert train(sharded, "train", tmp_path / "killed", "8", dies=True) == []
+    assert train(sharded, "train", tmp_path / "killed") == whole
+    for ranks in (1, 3):
+        found = train(sharded, "restored", tmp_path / "whole", ranks=ranks)
+        assert [report["batches"] for report in found] == [15] * ranks
+        assert {report["whole"] for report in found} == {whole[0]["whole"]}
+        assert {report["average"] for report in found} == {whole[0]["average"]}
 
 
 def test_single_saves_and_what_does_not_fit(tmp_path: Path, env: dict[str, str]) -> None:
     assert "own: ok" in peers.run("transformers", SCRIPT, "own", tmp_path / "own", env=env, timeout=SECONDS)
+
+
+def test_save_state_and_load_state_with_accelerates_names(tmp_path: Path, env: dict[str, str]) -> None:
+    said = peers.run("transformers", SCRIPT, "folders", tmp_path / "folders", env=env, timeout=SECONDS)
+    assert "folders: ok" in said, said
 
 
 @pytest.mark.timeout(1200)

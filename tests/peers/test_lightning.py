@@ -34,27 +34,49 @@ def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, env: dict[st
     assert resumed == [whole] * len(kills), output
 
 
-@pytest.mark.timeout(1200)
-def test_a_lost_rank_changes_no_bit(tmp_path: Path, env: dict[str, str]) -> None:
-    def train(run: str, *rest: str, dies: bool = False) -> list[dict[str, Any]]:
-        output = peers.run(
-            "transformers",
-            SCRIPT,
-            "train",
-            tmp_path / run,
-            *rest,
-            ranks=2,
-            env=env,
-            dies=dies,
-            timeout=SECONDS,
-        )
-        return sorted(reports(output), key=lambda report: report["rank"])
+def train(env: dict[str, str], *arguments: Any, ranks: int = 2, dies: bool = False) -> list[dict[str, Any]]:
+    said = peers.run("transformers", SCRIPT, *arguments, ranks=ranks, env=env, dies=dies, timeout=SECONDS)
+    return sorted(reports(said), key=lambda report: report["rank"])
 
-    whole = train("whole")
-    assert [report["step"] for report in whole] == [15, 15]
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [("", "DDPStrategy"), ("fsdp2", "ModelParallelStrategy"), ("fsdp1", "OnCPU")],
+)
+def test_a_lost_rank_changes_no_bit(tmp_path: Path, env: dict[str, str], layout: str, strategy: str) -> None:
+    here = {**env, "LAYOUT": layout}
+    whole = train(here, "train", tmp_path / "whole")
+    assert [(report["step"], report["strategy"]) for report in whole] == [(15, strategy)] * 2
     assert whole[0]["digest"] != whole[1]["digest"]  # random numbers are each rank's own
-    assert train("killed", "8", dies=True) == []
-    assert train("killed") == whole
+    assert train(here, "train", tmp_path / "killed", "8", dies=True) == []
+    assert train(here, "train", tmp_path / "killed") == whole
+    if layout == "fsdp2":
+        found = [train(here, "restored", tmp_path / "whole", ranks=ranks) for ranks in (1, 2, 3)]
+        assert [len(ranks) for ranks in found] == [1, 2, 3]
+        assert len({(report["step"], report["whole"]) for ranks in found for report in ranks}) == 1
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", ["", "fsdp2"])
+def test_fabric_resumes_exactly(tmp_path: Path, env: dict[str, str], layout: str) -> None:
+    here = {**env, "LAYOUT": layout}
+    whole = train(here, "fabric", tmp_path / "whole")
+    assert [report["step"] for report in whole] == [15, 15]
+    assert train(here, "fabric", tmp_path / "killed", "8", dies=True) == []
+    assert train(here, "fabric", tmp_path / "killed") == whole
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_a_sharded_strategy_saves_through_holdfast(tmp_path: Path, env: dict[str, str], layout: str) -> None:
+    here = {**env, "LAYOUT": layout}
+    said = peers.run("transformers", SCRIPT, "sharded", tmp_path, ranks=2, env=here, timeout=SECONDS)
+    assert said.count("sharded: ok") == 2, said
+
+
+def test_a_kill_inside_of_a_save_leaves_the_older_one(tmp_path: Path, env: dict[str, str]) -> None:
+    said = peers.run("transformers", SCRIPT, "killed", tmp_path, env=env, timeout=SECONDS)
+    assert "killed: ok" in said, said
 
 
 def test_lightnings_own_checkpoints_go_through_holdfast(tmp_path: Path, env: dict[str, str]) -> None:

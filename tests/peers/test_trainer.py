@@ -34,18 +34,31 @@ def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, env: dict[st
     assert resumed == [whole] * len(kills), output
 
 
-@pytest.mark.timeout(1200)
-def test_a_lost_rank_changes_no_bit(tmp_path: Path, env: dict[str, str]) -> None:
-    def train(output: str, *rest: str, dies: bool = False) -> list[dict[str, Any]]:
-        arguments = ["train", tmp_path / output, *rest]
-        said = peers.run("transformers", SCRIPT, *arguments, ranks=2, env=env, dies=dies, timeout=SECONDS)
-        return sorted(reports(said), key=lambda report: report["rank"])
+def train(env: dict[str, str], *arguments: Any, ranks: int = 2, dies: bool = False) -> list[dict[str, Any]]:
+    said = peers.run("transformers", SCRIPT, *arguments, ranks=ranks, env=env, dies=dies, timeout=SECONDS)
+    return sorted(reports(said), key=lambda report: report["rank"])
 
-    whole = train("whole")
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", ["", "fsdp2", "loaded"])
+def test_a_lost_rank_changes_no_bit(tmp_path: Path, env: dict[str, str], layout: str) -> None:
+    here = {**env, "LAYOUT": layout}
+    whole = train(here, "train", tmp_path / "whole")
     assert [report["step"] for report in whole] == [15, 15]
+    assert {report["sharded"] for report in whole} == {"DTensor" if layout else "Parameter"}
     assert whole[0]["random"] != whole[1]["random"]  # random numbers are each rank's own
-    assert train("killed", "8", dies=True) == []
-    assert train("killed") == whole
+    assert train(here, "train", tmp_path / "killed", "8", dies=True) == []
+    assert train(here, "train", tmp_path / "killed") == whole
+    if layout:
+        found = [train(here, "restored", tmp_path / "whole", ranks=ranks) for ranks in (1, 2, 3)]
+        assert [len(ranks) for ranks in found] == [1, 2, 3]
+        assert len({(report["step"], report["whole"]) for ranks in found for report in ranks}) == 1
+
+
+def test_trainers_own_checkpoints_of_a_sharded_model(tmp_path: Path, env: dict[str, str]) -> None:
+    here = {**env, "LAYOUT": "fsdp2"}
+    said = peers.run("transformers", SCRIPT, "sharded", tmp_path, ranks=2, env=here, timeout=SECONDS)
+    assert said.count("sharded: ok") == 2, said
 
 
 def test_trainers_own_checkpoints_go_through_holdfast(tmp_path: Path, env: dict[str, str]) -> None:

@@ -2,27 +2,53 @@
 
 exact FOLDER STEP...    whole, and killed when each step is durable and then resumed; one JSON line each
 train OUTPUT [STEP]     once, under torchrun; with STEP, the last rank is killed before the next step
+restored OUTPUT         what a restored state is, on any number of ranks
 own FOLDER              Trainer's own checkpoints and tools
+sharded FOLDER          the same for a sharded model, under torchrun
+
+LAYOUT in the environment shards the model: ``fsdp2`` by Trainer's arguments, ``loaded`` while it is loaded.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
-import signal
 import sys
-import traceback
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
+from accelerate import DistributedType, PartialState
+from training_tools import (
+    LAYOUT,
+    count_collectives,
+    damage,
+    die,
+    digest,
+    exact,
+    full,
+    in_child,
+    refused,
+    told,
+    whole_digest,
+)
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 import holdfast
+from holdfast.engine import faults
 from holdfast.transformers import HoldfastTrainer
 
 warnings.filterwarnings("ignore")
@@ -39,7 +65,7 @@ class Kill(TrainerCallback):
         if self._step and state.global_step == self._step:
             self.trainer._run.wait()
             if args.process_index == args.world_size - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
 
 
 def texts(count: int) -> list[dict[str, torch.Tensor]]:
@@ -47,12 +73,27 @@ def texts(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in starts[:, None] + torch.arange(8)]
 
 
+def model_of(width: int) -> Any:
+    if LAYOUT != "loaded":
+        tokens = {"bos_token_id": 0, "eos_token_id": 0}
+        config = GPT2Config(vocab_size=64, n_positions=16, n_embd=width, n_layer=2, n_head=2, **tokens)
+        return GPT2LMHeadModel(config)
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, attention_dropout=0.1, **sizes)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).save_pretrained(folder)
+        how = {} if world == 1 else {"distributed_config": DistributedConfig(fsdp_size=world)}
+        return LlamaForCausalLM.from_pretrained(folder, **how)
+
+
 def trainer_of(output: str, kill: int = 0, *, width: int = 16, **options: Any) -> Any:
     """With all that an inexact resume would change: dropout, shuffling, warm-up, accumulation, evaluation."""
     every: dict[str, Any] | None = options.pop("holdfast", {"every": 1, "keep": holdfast.Keep(last=100)})
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     set_seed(3)
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=width, n_layer=1, n_head=2, **tokens)
+    model = model_of(width)
+    config = options.pop("fsdp_config", {})
     arguments = {
         "num_train_epochs": 3,
         "per_device_train_batch_size": 2,
@@ -63,13 +104,20 @@ def trainer_of(output: str, kill: int = 0, *, width: int = 16, **options: Any) -
         "eval_strategy": "epoch",
         "save_steps": 4,
         "save_total_limit": 2,
+        **({"save_strategy": "no"} if LAYOUT == "loaded" else {}),
         **options,
     }
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if LAYOUT == "fsdp2" and world > 1:
+        arguments["fsdp"] = True
+        arguments["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], **config}
+    made = TrainingArguments(output_dir=output, use_cpu=True, report_to=[], **arguments)
+    if LAYOUT == "fsdp2" and world > 1:
+        # Under Trainer, accelerate decides about FSDP: see `sharding` in accelerate_training.py.
+        PartialState().distributed_type = DistributedType.MULTI_GPU
     killer = Kill(kill)
     trainer = HoldfastTrainer(
-        model=GPT2LMHeadModel(config),
-        args=TrainingArguments(output_dir=output, use_cpu=True, report_to=[], **arguments),
+        model=model,
+        args=made,
         train_dataset=texts(20 * world),
         eval_dataset=texts(4 * world),
         callbacks=[killer],
@@ -79,21 +127,17 @@ def trainer_of(output: str, kill: int = 0, *, width: int = 16, **options: Any) -
     return trainer
 
 
-def digest(tensors: Any) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().numpy().tobytes())
-    return found.hexdigest()
-
-
 def train(output: str, kill: int = 0) -> dict[str, Any]:
     trainer = trainer_of(output, kill)
     torch.manual_seed(10 + trainer.args.process_index)
+    counted = count_collectives() if LAYOUT else {}
     trainer.train(resume_from_checkpoint="auto")
+    assert not counted or (counted["saves"] and not counted["collectives"]), counted
     kept = ("step", "loss", "eval_loss", "learning_rate")
     logs = [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
     return {
         "rank": trainer.args.process_index,
+        "sharded": type(next(trainer.model.parameters())).__name__,
         "step": trainer.state.global_step,
         "weights": digest(trainer.model.parameters()),
         "random": digest([torch.rand(3)]),
@@ -101,23 +145,18 @@ def train(output: str, kill: int = 0) -> dict[str, Any]:
     }
 
 
-def in_child(output: str, kill: int = 0) -> None:
-    """A process of its own, without the seconds that importing takes."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            print("\n" + json.dumps(train(output, kill)), flush=True)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
-def exact(folder: str, steps: list[int]) -> None:
-    in_child(f"{folder}/whole")
-    for step in steps:
-        in_child(f"{folder}/{step}", step)
-        in_child(f"{folder}/{step}")
+def restored(output: str) -> dict[str, Any]:
+    """On another number of ranks an epoch has another number of steps, so this one has none left."""
+    trainer = trainer_of(output, max_steps=15)
+    trainer.train(resume_from_checkpoint=True)
+    if LAYOUT == "loaded" and trainer.args.world_size > 1:  # Trainer itself cannot resume such a model
+        own = TrainingArguments(output_dir=f"{output}-own", use_cpu=True, report_to=[], save_strategy="steps")
+        refused("Resuming is not supported", lambda: Trainer(model=trainer.model, args=own))
+    return {
+        "rank": trainer.args.process_index,
+        "step": trainer.state.global_step,
+        "whole": whole_digest(trainer.model, trainer.optimizer.optimizer),
+    }
 
 
 def own(folder: str) -> None:
@@ -137,9 +176,12 @@ def own(folder: str) -> None:
     assert digest(opened.parameters()) == digest(begun.model.parameters())
     assert holdfast.verify(f"{output}/checkpoint-6/holdfast").problems == ()
 
-    # Killed inside of a save: weights are there, our checkpoint is not.
-    shutil.copytree(f"{output}/checkpoint-6", f"{output}/checkpoint-8")
-    shutil.rmtree(f"{output}/checkpoint-8/holdfast")
+    # Killed inside of a save: when weights are there and our checkpoint is not, and before its commit.
+    assert in_child(lambda: killed_saving(output, plain, weights=True)) == -9
+    assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"], os.listdir(output)
+    assert Path(output, "checkpoint-8", "config.json").exists()
+    assert in_child(lambda: killed_saving(output, plain, weights=False)) == -9
+    assert sorted(os.listdir(f"{output}/checkpoint-8/holdfast.partial")), os.listdir(f"{output}/checkpoint-8")
     resumed = trainer_of(output, **plain)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 15
@@ -149,15 +191,9 @@ def own(folder: str) -> None:
     assert digest(again.model.parameters()) == digest(whole.model.parameters())
 
     # A damaged one is passed over.
-    (shard,) = Path(output, "checkpoint-15", "holdfast").glob("*.safetensors")
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    damage(Path(output, "checkpoint-15", "holdfast"))
     older = trainer_of(output, **plain)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        older.train(resume_from_checkpoint=True)
-    assert any("passing over step 15" in str(item.message) for item in told), told
+    told("passing over step 15", lambda: older.train(resume_from_checkpoint=True))
     assert digest(older.model.parameters()) == digest(whole.model.parameters())
 
     # The best model comes back at the end, and stays within the limit.
@@ -177,20 +213,63 @@ def own(folder: str) -> None:
     print("own: ok")
 
 
-def refused(text: str, call: Any) -> None:
-    said = ""
-    try:
-        call()
-    except (ValueError, holdfast.HoldfastError) as error:
-        said = str(error)
-    assert text in said, said
+def killed_saving(output: str, plain: dict[str, Any], *, weights: bool) -> None:
+    class Killed(HoldfastTrainer):  # type: ignore[misc]
+        def _save_rng_state(self, output_dir: str) -> None:
+            if self.state.global_step == 8:
+                if weights:
+                    die()
+                faults.install(*faults.parse("rename:1:kill"))
+            super()._save_rng_state(output_dir)
+
+    trainer = trainer_of(output, **plain)
+    trainer.__class__ = Killed
+    trainer.train(resume_from_checkpoint=True)
+
+
+def sharded(folder: str) -> None:
+    """Under FSDP2: what is in Trainer's own checkpoints, resuming from them, and the best model."""
+    plain = {"holdfast": None, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    plain["lr_scheduler_type"] = "constant"
+    whole = trainer_of(f"{folder}/whole", **plain)
+    whole.train()
+    wanted = whole_digest(whole.model, whole.optimizer.optimizer)
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        output = f"{folder}/{kind}"
+        how = {**plain, "fsdp_config": {"state_dict_type": kind}}
+        begun = trainer_of(output, **how, max_steps=6)
+        begun.train()
+        found = {path.name for path in Path(output, "checkpoint-6").iterdir()}
+        assert {"trainer_state.json", "holdfast"} <= found, found
+        assert not [name for name in found if "fsdp" in name or "optimizer" in name or "rng" in name], found
+        if kind == "FULL_STATE_DICT":
+            opened = GPT2LMHeadModel.from_pretrained(f"{output}/checkpoint-6")
+            for value, theirs in zip(opened.parameters(), begun.model.parameters(), strict=True):
+                assert torch.equal(value, full(theirs))
+        resumed = trainer_of(output, **how)
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 15
+        assert whole_digest(resumed.model, resumed.optimizer.optimizer) == wanted, kind
+
+    best = trainer_of(f"{folder}/best", **plain, load_best_model_at_end=True, learning_rate=0.5)
+    best.train()
+    opened = GPT2LMHeadModel.from_pretrained(best.state.best_model_checkpoint)
+    for value, theirs in zip(opened.parameters(), best.model.parameters(), strict=True):
+        assert torch.equal(value, full(theirs))
+    assert best.state.best_global_step < 15, "the last step was the best: this shows nothing"
+    wide = trainer_of(f"{folder}/whole", width=20, **plain)
+    refused("transformer.wte.weight", lambda: wide.train(resume_from_checkpoint=True))
+    print("sharded: ok", flush=True)
 
 
 if __name__ == "__main__":
     command, place, *rest = sys.argv[1:]
     if command == "exact":
-        exact(place, list(map(int, rest)))
-    elif command == "train":
-        print("\n" + json.dumps(train(place, *map(int, rest))), flush=True)
+        exact(train, place, list(map(int, rest)))
+    elif command in ("train", "restored"):
+        call: Any = {"train": train, "restored": restored}[command]
+        print("\n" + json.dumps(call(place, *map(int, rest))), flush=True)
+    elif command == "sharded":
+        sharded(place)
     else:
         own(place)

@@ -214,7 +214,7 @@ class TestMismatch:
         assert "strict=False" in str(caught.value)
 
     def test_a_long_list_is_abridged_in_the_message_only(self) -> None:
-        mismatch = plan({"x": np.zeros(1)}, save({str(i): np.zeros(1) for i in range(500)})).mismatch
+        mismatch = plan({"x": np.zeros(1)}, save({f"w{i}": np.zeros(1) for i in range(500)})).mismatch
         assert len(mismatch.extra) == 500
         assert "480 more" in str(mismatch)
         assert len(str(mismatch)) < 2000

@@ -6,6 +6,7 @@ checkpoint: nothing syncs it, and no failure to write it fails a save.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -22,6 +23,7 @@ from holdfast.caller import stack_level
 from holdfast.engine import forks, fs
 from holdfast.engine.fs import HeldDirectory
 from holdfast.errors import CheckpointNotFound
+from holdfast.format.manifest import spell_metrics
 from holdfast.store.os_errors import reading
 
 EVENTS_NAME = "events.jsonl"
@@ -75,6 +77,7 @@ class Saved(_Record, frozen=True, tag="saved"):
 
     `nbytes` is the state's size, `stored_nbytes` what the files take. Of the state, `in_place_nbytes` were
     read where they lie and `copied_nbytes` were copied first. `stall_seconds`: how long training waited.
+    `metrics`: as given to `save`. They stay here when the checkpoint is removed.
     """
 
     step: Count
@@ -87,6 +90,7 @@ class Saved(_Record, frozen=True, tag="saved"):
     stall_seconds: Seconds
     in_place_nbytes: Count = 0
     copied_nbytes: Count = 0
+    metrics: dict[str, float] = {}
 
     @property
     def gb_per_second(self) -> float:
@@ -156,7 +160,8 @@ Event: TypeAlias = Opened | Saved | Failed | Restored | PassedOver | Preempted |
 Callback: TypeAlias = Callable[[Event], object]
 
 _encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+# Not strict: a metric that is not finite is spelled out, as in manifests.
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event, strict=False)
 
 
 class _Subscription:
@@ -356,6 +361,8 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 
 def _line(event: Event) -> bytes:
+    if isinstance(event, Saved) and not all(map(math.isfinite, event.metrics.values())):
+        event = msgspec.structs.replace(event, metrics=spell_metrics(event.metrics))
     try:
         line = _encoder.encode(event)
     except UnicodeEncodeError:
@@ -366,7 +373,10 @@ def _line(event: Event) -> bytes:
             for name in event.__struct_fields__
             if isinstance(value := getattr(event, name), str)
         }
-        line = _encoder.encode(msgspec.structs.replace(event, **texts))
+        short = msgspec.structs.replace(event, **texts)
+        if isinstance(short, Saved):
+            short = msgspec.structs.replace(short, metrics={})
+        line = _encoder.encode(short)
     return line + b"\n"
 
 

@@ -13,6 +13,7 @@ import weakref
 from holdfast.engine import forks
 from holdfast.errors import CheckpointExists, Locked
 from holdfast.store import WritableRun, is_checkpoint
+from holdfast.store.api import refuse_reference
 
 _open: weakref.WeakKeyDictionary[object, tuple[WritableRun, int]] = weakref.WeakKeyDictionary()
 """Checkpointer -> its run, and `forks` at that time: a forked child holds none of its parent's."""
@@ -20,6 +21,7 @@ _open: weakref.WeakKeyDictionary[object, tuple[WritableRun, int]] = weakref.Weak
 
 def open_run(path: str) -> WritableRun:
     """Opens a run for writing. `Locked` names the Checkpointer of this process that has it open."""
+    refuse_reference(path)
     if is_checkpoint(path):
         # Steps inside of a checkpoint would never be found: readers of that path mean the checkpoint.
         raise CheckpointExists(

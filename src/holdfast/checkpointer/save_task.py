@@ -273,6 +273,7 @@ class SaveTask(SaveObserver):
                 stall_seconds=stall,
                 in_place_nbytes=self._memory.in_place_nbytes,
                 copied_nbytes=self._memory.copied_nbytes,
+                metrics=dict(self._metrics),
             )
         )
         context.schedule.finished(Cost(self.step, stall, phases.total, info.nbytes))

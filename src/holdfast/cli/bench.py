@@ -224,7 +224,7 @@ def _run(
         if out.as_json:
             print(report.to_json(result).decode(), end="")
         else:
-            out.console.print(report.render(suite, result))
+            out.show(report.render(suite, result))
     out.finish(problem=any(report.has_problem(suite, result) for suite, result in found))
 
 

@@ -10,7 +10,7 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.inspect import Difference, LeafChange, Side, ValueChange
+    from holdfast.inspect import Difference, LeafChange, Side, SubtreeChange, ValueChange
     from holdfast.state import Node
 
 _MANY = 100
@@ -22,6 +22,19 @@ def diff(
         Path, typer.Argument(readable=False, metavar="A", help="A checkpoint, or a run: its newest.")
     ],
     b: Annotated[Path, typer.Argument(readable=False, metavar="B", help="Another one.")],
+    leaves: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--leaves", metavar="GLOB", help="Only what matches or is in this subtree; may be given again."
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="GLOB", help="Leave out what matches; may be given again."),
+    ] = None,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="One row for each subtree instead of each leaf.")
+    ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -34,11 +47,11 @@ def diff(
         from holdfast import inspect
 
         with out.progress("comparing") as progress:
-            found = inspect.compare(a, b, progress=progress)
+            found = inspect.compare(a, b, leaves=leaves or (), ignore=ignore or (), progress=progress)
         if as_json:
             out.emit(_document(found))
         else:
-            _print(out, found, everything)
+            _print(out, found, everything, summary, partial=bool(leaves or ignore))
         out.finish(problem=not found.equal)
 
 
@@ -51,24 +64,26 @@ def _document(found: Difference) -> dict[str, object]:
         "leaves": found.leaves,
         "values": found.values,
         "structure": found.structure,
+        "subtrees": found.subtrees(),
     }
 
 
-def _print(out: Session, found: Difference, everything: bool) -> None:
+def _print(out: Session, found: Difference, everything: bool, summary: bool, *, partial: bool) -> None:
     from holdfast.cli import words
     from holdfast.cli.session import facts
 
-    out.console.print(facts([("A", _side(found.a)), ("B", _side(found.b))]))
-    if found.leaves:
+    out.show(facts([("A", _side(found.a)), ("B", _side(found.b))]))
+    if summary:
+        _print_subtrees(out, found.subtrees())
+    elif found.leaves:
         _print_leaves(out, found.leaves, len(found.leaves) if everything else _MANY)
-    if found.values:
+    if found.values and not summary:
         _print_values(out, found.values, len(found.values) if everything else _MANY)
     out.console.print()
     if found.equal:
-        out.say(
-            f"equal, bit for bit: {words.count(found.identical, 'leaf', 'leaves')} and all values",
-            style="green",
-        )
+        leaves = words.count(found.identical, "leaf", "leaves")
+        compared = f"{leaves}, and the values that were compared" if partial else f"{leaves} and all values"
+        out.say(f"equal, bit for bit: {compared}", style="green")
         return
     differing = words.count(len({change.name for change in found.leaves}), "leaf differs", "leaves differ")
     parts = [
@@ -79,6 +94,22 @@ def _print(out: Session, found: Difference, everything: bool) -> None:
     out.say(", ".join(parts))
     if found.structure:
         out.say("the containers around leaves and values differ (a list for a tuple, keys in another order)")
+
+
+def _print_subtrees(out: Session, changes: tuple[SubtreeChange, ...]) -> None:
+    from holdfast.cli import words
+    from holdfast.cli.session import table
+
+    columns = ("leaves", "differ", "only in A", "only in B", "max abs", "max rel")
+    rows = table("subtree", *columns, right=columns, fold=("subtree",))
+    for change in changes:
+        counts = (change.leaves, change.differing, change.only_a, change.only_b)
+        amounts = (words.number(change.max_abs), words.number(change.max_rel))
+        rows.add_row(
+            words.plain(change.name), *(f"{count:,}" if count else "-" for count in counts), *amounts
+        )
+    out.console.print()
+    out.tabulate(rows)
 
 
 def _side(side: Side) -> str:

@@ -66,7 +66,7 @@ def _print(out: Session, found: Diagnosis) -> None:
         ("checksums", f"{found.hash_nbytes_per_second / 1e9:.1f} GB/s on one core"),
         *_speeds(found),
     ]
-    out.console.print(facts(rows))
+    out.show(facts(rows))
     for problem in found.problems:
         out.say(f"problem: {problem}", style="bold red")
     for advice in found.advice:

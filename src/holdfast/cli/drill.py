@@ -131,7 +131,7 @@ def _print(out: Session, report: DrillReport) -> None:
         ("every step", _agreement(report)),
         *[("last one", _final(final)) for final in report.finals],
     ]
-    out.console.print(facts(rows))
+    out.show(facts(rows))
     out.console.print()
     _print_kills(out, report.kills)
     out.console.print()

@@ -1,4 +1,4 @@
-"""``holdfast ls RUN``: the checkpoints of a run."""
+"""``holdfast ls [DIR]``: the checkpoints of a run, or the runs below a directory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.inspect import Entry, Leftover, Listing
+    from holdfast.inspect import Entry, Leftover, Listing, RunEntry
 
 
 def ls(
-    run: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="A run's directory.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            readable=False,
+            metavar="[DIR]",
+            show_default=False,
+            help="A run, or a directory above runs; default: here.",
+        ),
+    ] = Path("."),
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a run: step, time, size, metrics.
+    """List the checkpoints of a run: step, time, size, metrics. Of a directory above runs, list the runs.
 
     Reads manifests and sizes only; `holdfast verify` reads everything.
     """
@@ -36,6 +44,7 @@ def _document(found: Listing) -> dict[str, object]:
     return {
         "path": found.path,
         "checkpoints": found.checkpoints,
+        "runs": found.runs,
         "leftovers": found.leftovers,
         "nbytes": found.nbytes,
         "damaged": [entry.path for entry in found.damaged],
@@ -43,41 +52,83 @@ def _document(found: Listing) -> dict[str, object]:
 
 
 def _print(out: Session, found: Listing) -> None:
+    from holdfast.cli import words
+
+    if found.runs:
+        _print_runs(out, found)
+    elif found.checkpoints:
+        _print_checkpoints(out, found)
+    elif found.foreign:
+        where = words.plain(found.path)
+        out.say(f"{where} is a checkpoint of another system: `holdfast show` lists what it holds")
+    else:
+        out.say(f"no checkpoints in {words.plain(found.path)}, and no runs below it")
+    if found.damaged:
+        names = ", ".join(words.plain(_title(entry, found)) for entry in found.damaged)
+        out.say(
+            f"damaged: {names}. `holdfast verify` lists every problem; restoring skips them.", style="red"
+        )
+    for leftover in found.leftovers:
+        out.say(_leftover(leftover), style="dim")
+
+
+def _title(entry: Entry, found: Listing) -> str:
+    import os
+
+    if found.runs:
+        return os.path.relpath(entry.path, found.path)
+    if entry.named_by_step and entry.step is not None:
+        return f"step {entry.step}"
+    return entry.name
+
+
+def _print_checkpoints(out: Session, found: Listing) -> None:
     import time
 
     from holdfast.cli import words
     from holdfast.cli.session import table
 
     now = time.time()
-    if found.checkpoints:
-        rows = table(
-            "step",
-            "saved",
-            "age",
-            "leaves",
-            "size",
-            "metrics",
-            right=("step", "age", "leaves", "size"),
-            fold=("metrics",),
-        )
-        for entry in found.checkpoints:
-            rows.add_row(*_cells(entry, now), style=None if entry.damage is None else "red")
-        out.tabulate(rows)
-        out.console.print()
-    total = words.count(len(found.checkpoints), "checkpoint")
-    out.say(
-        f"{total}, {words.size(found.nbytes)}"
-        if found.checkpoints
-        else f"no checkpoints in {words.plain(found.path)}"
-    )
-    if found.damaged:
-        names = ", ".join("?" if entry.step is None else str(entry.step) for entry in found.damaged)
-        out.say(
-            f"damaged: step {names}. `holdfast verify` lists every problem; restoring skips them.",
-            style="red",
-        )
-    for leftover in found.leftovers:
-        out.say(_leftover(leftover), style="dim")
+    # Those of a run have the step for a name. Others have names of their own.
+    named = not all(entry.named_by_step for entry in found.checkpoints)
+    columns = (*(["name"] if named else []), "step", "saved", "age", "leaves", "size", "metrics")
+    rows = table(*columns, right=("step", "age", "leaves", "size"), fold=("name", "metrics"))
+    for entry in found.checkpoints:
+        cells = (*([words.plain(entry.name)] if named else []), *_cells(entry, now))
+        rows.add_row(*cells, style=None if entry.damage is None else "red")
+    out.tabulate(rows)
+    out.console.print()
+    out.say(f"{words.count(len(found.checkpoints), 'checkpoint')}, {words.size(found.nbytes)}")
+
+
+def _print_runs(out: Session, found: Listing) -> None:
+    import os
+    import time
+
+    from holdfast.cli import words
+    from holdfast.cli.session import table
+
+    now = time.time()
+    columns = ("run", "checkpoints", "newest", "age", "size", "metrics")
+    rows = table(*columns, right=("checkpoints", "newest", "age", "size"), fold=("run", "metrics"))
+    for run in found.runs:
+        name = words.plain(os.path.relpath(run.path, found.path))
+        damaged = run.newest is not None and run.newest.damage is not None
+        rows.add_row(name, f"{run.checkpoints:,}", *_newest(run, now), style="red" if damaged else None)
+    out.tabulate(rows)
+    out.console.print()
+    count = words.count(sum(run.checkpoints for run in found.runs), "checkpoint")
+    out.say(f"{words.count(len(found.runs), 'run')}, {count}, {words.size(found.nbytes)}")
+
+
+def _newest(run: RunEntry, now: float) -> tuple[str, ...]:
+    from holdfast.cli import words
+
+    entry = run.newest
+    if entry is None:
+        return "-", "-", words.size(run.nbytes), ""
+    step, _, age, _, _, last = _cells(entry, now)
+    return step if entry.named_by_step else words.plain(entry.name), age, words.size(run.nbytes), last
 
 
 def _cells(entry: Entry, now: float) -> tuple[str, ...]:
@@ -96,9 +147,9 @@ def _leftover(found: Leftover) -> str:
 
     from holdfast.cli import words
 
-    what = (
-        "a save that did not finish, or is under way"
-        if found.kind == "partial"
-        else "retired, kept to be recycled"
-    )
-    return f"{os.path.basename(found.path)}, {words.size(found.nbytes)}: {what}; the next writer removes it"
+    if found.kind == "partial":
+        what = "a save that is under way, or that was interrupted"
+    else:
+        what = "a removed checkpoint, whose space the next save uses"
+    name = os.path.basename(found.path)
+    return f"{name}, {words.size(found.nbytes)}: {what} (`holdfast prune` removes it)"

@@ -8,6 +8,7 @@ JSON document and nothing else, also when something fails. A command runs inside
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from holdfast.cli.words import plain
 from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.table import Table
 
 _UNBOUNDED_COLUMNS = 10_000
@@ -32,6 +33,9 @@ _MIN_COLUMNS = 40
 _MIN_FOLDED = 10
 """A column that folds keeps this much."""
 _BETWEEN = 2
+_INDENT = "  "
+_ENDS_OF_PARTS = (re.compile(r"[./]|\s+"), re.compile(r"[_,=:-]"))
+"""Where a long name is cut: after these if possible, else after those."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Progress = Callable[[int, int], None]
@@ -62,12 +66,33 @@ class Session:
         """Prints a table, wider than a narrow terminal if need be: a number that is cut is another number."""
         from rich.cells import cell_len
 
-        least = 0
-        for column in rows.columns:
-            widest = max(cell_len(str(text)) for text in (column.header, *column.cells))
-            least += (widest if column.no_wrap else min(widest, _MIN_FOLDED)) + _BETWEEN
+        columns = [
+            (max(cell_len(str(text)) for text in (column.header, *column.cells)), column)
+            for column in rows.columns
+        ]
+        fixed = sum(_BETWEEN + (width if column.no_wrap else 0) for width, column in columns)
+        folding = sorted((width, at) for at, (width, column) in enumerate(columns) if not column.no_wrap)
+        least = fixed + sum(min(width, _MIN_FOLDED) for width, _ in folding)
         console = self.console if self.console.width >= least else _console(stderr=False, width=least)
-        console.print(rows)
+        left = console.width - fixed
+        # The narrow ones first: what they leave is for the others.
+        for place, (width, at) in enumerate(folding):
+            share = max(left // (len(folding) - place), _MIN_FOLDED)
+            if width > share:
+                cells = rows.columns[at]._cells
+                cells[:] = [folded(str(text), share) for text in cells]
+            left -= min(width, share)
+        self.show(rows, console)
+
+    def show(self, content: RenderableType, console: Console | None = None) -> None:
+        """Prints a table or the like; for other programs, without the spaces that fill its lines."""
+        console = console or self.console
+        if console.is_terminal:
+            console.print(content)
+            return
+        with console.capture() as captured:
+            console.print(content)
+        print("\n".join(line.rstrip() for line in captured.get().splitlines()), file=console.file)
 
     def fail(self, kind: str, message: str) -> NoReturn:
         """Ends the command with an error that is no `HoldfastError`."""
@@ -141,6 +166,19 @@ def table(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()
             name, justify="right" if name in right else "left", no_wrap=name not in fold, overflow="fold"
         )
     return made
+
+
+def folded(text: str, width: int) -> str:
+    """A long name on several lines, cut where its parts end if possible. Later lines are indented."""
+    lines: list[str] = []
+    indent = ""
+    while len(indent) + len(text) > width:
+        space = width - len(indent)
+        ends = ([match.end() for match in marks.finditer(text, 0, space)] for marks in _ENDS_OF_PARTS)
+        at = next((found[-1] for found in ends if found and found[-1] >= space // 3), space)
+        lines.append(indent + text[:at].rstrip())
+        text, indent = text[at:].lstrip(), _INDENT
+    return "\n".join([*lines, indent + text] if text else lines)
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:

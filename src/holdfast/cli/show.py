@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _MANY = 100
 """Rows beyond this are shown when asked for: a large model has thousands."""
+_MANY_SUBTREES = 40
 _VALUE_WIDTH = 160
 
 
@@ -24,27 +25,35 @@ def show(
         Path, typer.Argument(readable=False, metavar="PATH", help="A checkpoint, or a run: its newest.")
     ],
     leaves: Annotated[
-        str | None, typer.Option("--leaves", metavar="GLOB", help="Only the leaves that match, all of them.")
+        str | None,
+        typer.Option("--leaves", metavar="GLOB", help="Only the leaves that match or are in this subtree."),
+    ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option("--depth", min=1, help="Only totals, of subtrees by so many parts of their names."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint holds: facts, values, and the table of its leaves."""
+    """Show what a checkpoint holds: facts, totals per subtree, values, and the table of its leaves."""
     with session(as_json) as out:
         from holdfast import inspect
 
         found = inspect.describe(path, leaves=leaves)
         if as_json:
-            out.emit(_document(found))
+            out.emit(_document(found, depth))
+        elif depth is not None:
+            _print_subtotals(out, found, depth)
         else:
             if leaves is None:
                 _print_facts(out, found)
+                _print_subtotals(out, found)
                 _print_values(out, found, everything)
             _print_leaves(out, found, everything or leaves is not None)
         out.finish(problem=False)
 
 
-def _document(found: Description) -> dict[str, object]:
+def _document(found: Description, depth: int | None) -> dict[str, object]:
     from msgspec import to_builtins
 
     from holdfast.inspect.description import stored_values
@@ -62,6 +71,7 @@ def _document(found: Description) -> dict[str, object]:
         "files": [_file(file) for file in found.files],
         "values": stored_values(found.values),
         **({"facts": dict(found.facts)} if found.facts else {}),
+        "subtrees": found.subtotals(depth),
         "leaves": [{"name": name, **to_builtins(info)} for name, info in found.leaves.items()],
     }
 
@@ -105,7 +115,25 @@ def _print_facts(out: Session, found: Description) -> None:
         *((words.plain(name), words.plain(fact)) for name, fact in found.facts.items()),
         ("format", found.format),
     ]
-    out.console.print(facts(rows))
+    out.show(facts(rows))
+
+
+def _print_subtotals(out: Session, found: Description, depth: int | None = None) -> None:
+    from holdfast.cli import words
+    from holdfast.cli.session import table
+
+    totals = found.subtotals(depth)
+    if depth is None and not 1 < len(totals) <= min(_MANY_SUBTREES, len(found.leaves) - 1):
+        return  # the table of leaves says the same
+    columns = ("leaves", "elements", "size")
+    rows = table("subtree", *columns, right=columns, fold=("subtree",))
+    for total in totals:
+        rows.add_row(
+            words.plain(total.name), f"{total.leaves:,}", f"{total.elements:,}", words.size(total.nbytes)
+        )
+    if depth is None:
+        out.console.print()
+    out.tabulate(rows)
 
 
 def _ranks(found: Description) -> list[tuple[str, str]]:

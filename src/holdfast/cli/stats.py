@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from holdfast.checkpointer.events import Event, Saved
-    from holdfast.inspect import Distribution, EventSummary, RunEvents
+    from holdfast.inspect import Distribution, EventSummary, MetricPoint, MetricSummary, RunEvents
 
 _NOTHING = "-"
 
@@ -25,9 +26,12 @@ def stats(
         Path | None, typer.Option("--plot", readable=False, help="Also draw a .png or .svg.")
     ] = None,
     last: Annotated[int, typer.Option("--last", min=0, help="How many of the latest events to list.")] = 10,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Only the table of metrics: every step, pruned ones too.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show how the saves of a run went: speed, phases, and how long training waited.
+    """Show how the saves of a run went: metrics, speed, phases, and how long training waited.
 
     Reads the run's events.jsonl, also while a training writes to it.
     """
@@ -51,11 +55,15 @@ def stats(
                     "summary": found.summary,
                     "skipped_lines": found.skipped_lines,
                     "latest": latest,
+                    "metrics": found.metrics,
                     "plot": picture,
                 }
             )
         else:
-            _print(out, found, latest)
+            if metrics:
+                _print_metrics(out, found.metrics)
+            else:
+                _print(out, found, latest)
             if plot is not None:
                 nothing = "nothing to plot: no save of this run was durable"
                 out.say(f"drawn: {plot}" if drawn else nothing, style="dim" if drawn else "yellow")
@@ -80,8 +88,11 @@ def _print(out: Session, found: RunEvents, latest: tuple[Event, ...]) -> None:
     from holdfast.cli.session import facts
 
     skipped = found.skipped_lines
-    out.console.print(facts(_facts(found.path, found.summary)))
+    out.show(facts(_facts(found.path, found.summary)))
     out.console.print()
+    if found.summary.metrics:
+        out.tabulate(_metric_table(found.summary.metrics))
+        out.console.print()
     rows = _measurements(found.summary)
     if rows.row_count:
         out.tabulate(rows)
@@ -92,6 +103,35 @@ def _print(out: Session, found: RunEvents, latest: tuple[Event, ...]) -> None:
     if skipped:
         noun = words.count(skipped, "line")
         out.say(f"{noun} passed over: torn by a crash, or not of this version", style="dim")
+
+
+def _print_metrics(out: Session, points: Sequence[MetricPoint]) -> None:
+    from holdfast.cli import words
+    from holdfast.cli.session import table
+
+    if not points:
+        out.say("no metrics; save them with ckpt.save(step, metrics={'loss': loss})", style="yellow")
+        return
+    names = list(dict.fromkeys(name for point in points for name in point.values))
+    shown = [words.plain(name) for name in names]
+    rows = table("step", "saved", *shown, right=("step", *shown))
+    for point in points:
+        values = (words.measured(point.values[name]) if name in point.values else _NOTHING for name in names)
+        rows.add_row(str(point.step), words.moment(point.time), *values)
+    out.tabulate(rows)
+
+
+def _metric_table(found: Mapping[str, MetricSummary]) -> Table:
+    from holdfast.cli import words
+    from holdfast.cli.session import table
+
+    columns = ("first", "last", "lowest", "at step", "highest", "at step ")
+    made = table("metric", *columns, right=columns, fold=("metric",))
+    for name, metric in found.items():
+        ends = (metric.low, metric.low_step, metric.high, metric.high_step)
+        told = (_NOTHING if value is None else words.measured(value) for value in ends)
+        made.add_row(words.plain(name), words.measured(metric.first), words.measured(metric.last), *told)
+    return made
 
 
 def _facts(where: str, found: EventSummary) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The picture of ``holdfast stats --plot``: time until durable, stall and speed over the steps.
+"""The picture of ``holdfast stats --plot``: metrics, time until durable, stall and speed over the steps.
 
 Draws the events that it is given. matplotlib is imported when a picture is asked for.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import isfinite, nan
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from holdfast.checkpointer.events import Event, Failed, Restored, Saved
-from holdfast.cli.words import size
+from holdfast.cli.words import plain, shortened, size
+from holdfast.inspect.event_summary import MetricPoint, metric_points
 from holdfast.study.picture import ALERT, BEHIND_WORDS, GRID, INK, OURS, OURS_LIGHT, PEER, QUIET, new_figure
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ _PHASE_NAMES = [name for name, _ in _PHASES]
 _MOST_COLUMNS = 240
 """More saves than a reader can tell apart are drawn in groups of neighbours."""
 _TICK_CHARACTERS = 100
+_MOST_METRICS = 6
 
 _Column = tuple[float, list[Saved]]
 """A place on the axis of steps, and the saves there: most often one."""
@@ -35,11 +38,16 @@ def draw(events: Sequence[Event], path: Path, *, name: str) -> None:
     saves = sorted((event for event in events if isinstance(event, Saved)), key=lambda event: event.step)
     failed = [event for event in events if isinstance(event, Failed)]
     restored = [event for event in events if isinstance(event, Restored)]
-    with new_figure(path, 11.5, 8.2) as figure:
+    points = metric_points(events)
+    metrics = list(dict.fromkeys(name for point in points for name in point.values))[:_MOST_METRICS]
+    inches = 8.2 + 1.9 * len(metrics)
+    with new_figure(path, 11.5, inches) as figure:
         from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-        axes = figure.subplots(3, 1, sharex=True, height_ratios=(1.5, 1.0, 1.0))
-        figure.subplots_adjust(left=0.075, right=0.975, top=0.865, bottom=0.105, hspace=0.26)
+        heights = (1.5, 1.0, 1.0, *(1.0 for _ in metrics))
+        axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+        top, bottom = 1 - 1.1 / inches, 0.86 / inches
+        figure.subplots_adjust(left=0.075, right=0.975, top=top, bottom=bottom, hspace=0.3)
         marked: list[Saved | Failed | Restored] = [*saves, *failed, *restored]
         steps = [event.step for event in marked]
         margin = max((max(steps) - min(steps)) * 0.02, 0.6)
@@ -52,15 +60,31 @@ def draw(events: Sequence[Event], path: Path, *, name: str) -> None:
         _line(axes[2], rates, OURS)
         axes[2].set_ylim(0, 1.15 * max(1e-9, *(rate for _, group in rates for rate in group)))
         _title(axes[2], "Speed, GB/s")
+        for axis, metric in zip(axes[3:], metrics, strict=True):
+            _metric(axis, metric, points, low, high)
         for axis in axes:
             _marks(axis, failed, restored)
             _plain(axis)
-        axes[2].set_xlabel("step", color=QUIET)
+        axes[-1].set_xlabel("step", color=QUIET)
         # Whole steps only, and no more of them than their digits leave space for.
         ticks = min(9, _TICK_CHARACTERS // len(f"{high:,.0f}"))
-        axes[2].xaxis.set_major_locator(MaxNLocator(ticks, integer=True, min_n_ticks=1))
-        axes[2].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes[-1].xaxis.set_major_locator(MaxNLocator(ticks, integer=True, min_n_ticks=1))
+        axes[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         _words(figure, name, saves, len(failed), len(restored), grouped=len(columns) < len(saves))
+
+
+def _metric(axis: Axes, name: str, points: Sequence[MetricPoint], low: float, high: float) -> None:
+    """One metric: its values, or medians of neighbours with the span from lowest to highest."""
+    found = [(point.step, point.values[name]) for point in points if isfinite(point.values.get(name, nan))]
+    groups: dict[float, list[float]] = {}
+    slot = (high - low) / _MOST_COLUMNS
+    for step, value in found:
+        at = float(step) if len(found) <= _MOST_COLUMNS else low + (int((step - low) / slot) + 0.5) * slot
+        groups.setdefault(at, []).append(value)
+    if groups:
+        _line(axis, sorted(groups.items()), INK)
+    # matplotlib would take what is between two dollars for a formula.
+    _title(axis, shortened(plain(name), 60).replace("$", r"\$"))
 
 
 def _columns(saves: Sequence[Saved], low: float, high: float) -> tuple[list[_Column], float]:
@@ -157,7 +181,9 @@ def _marks(axis: Axes, failed: Sequence[Failed], restored: Sequence[Restored]) -
     axis.vlines(resumed, 0, 1, color=QUIET, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1, transform=upright)
     axis.vlines(lost, 0, 1, color=ALERT, linewidth=1.0, alpha=0.55, zorder=1, transform=upright)
     # On the axis itself, where no bar hides them.
-    (crosses,) = axis.plot(lost, [0.0] * len(lost), "X", color=ALERT, markersize=8, zorder=6)
+    (crosses,) = axis.plot(
+        lost, [0.0] * len(lost), "X", color=ALERT, markersize=8, zorder=6, transform=upright
+    )
     crosses.set(markeredgecolor="white", clip_on=False)
 
 

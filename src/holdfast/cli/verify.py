@@ -17,7 +17,7 @@ def verify(
     path: Annotated[
         Path,
         typer.Argument(
-            readable=False, metavar="PATH", help="A checkpoint, or a run: all of its checkpoints."
+            readable=False, metavar="PATH", help="A checkpoint; or a run, or a directory of runs: all in it."
         ),
     ],
     as_json: Json = False,
@@ -39,7 +39,7 @@ def verify(
             out.emit({"path": os.path.abspath(path), "intact": not damaged, "checkpoints": documents})
         else:
             for report in reports:
-                _print(out, report)
+                _print(out, report, _name(report, reports, path))
             _summary(out, reports, len(damaged), seconds)
         out.finish(problem=bool(damaged))
 
@@ -57,12 +57,19 @@ def _document(report: Report) -> dict[str, object]:
     }
 
 
-def _print(out: Session, report: Report) -> None:
+def _name(report: Report, reports: tuple[Report, ...], path: Path) -> str:
+    """Of its directory; with its run where there are several."""
     import os
 
     from holdfast.cli import words
 
-    name = words.plain(os.path.basename(report.path))
+    one_run = len({os.path.dirname(other.path) for other in reports}) == 1
+    return words.plain(os.path.basename(report.path) if one_run else os.path.relpath(report.path, path))
+
+
+def _print(out: Session, report: Report, name: str) -> None:
+    from holdfast.cli import words
+
     if report.intact:
         amount = f"{words.count(report.leaves, 'leaf', 'leaves')}, {words.size(report.nbytes)}"
         if report.files > 2:

@@ -61,7 +61,12 @@ def shape(extents: Sequence[int]) -> str:
 
 
 def metrics(found: Mapping[str, float]) -> str:
-    return "  ".join(f"{plain(name)} {value:.5g}" for name, value in found.items())
+    return "  ".join(f"{plain(name)} {measured(value)}" for name, value in found.items())
+
+
+def measured(value: float) -> str:
+    """A metric: whole numbers in full, others to five digits."""
+    return f"{value:.0f}" if abs(value) < 1e12 and value == int(value) else f"{value:.5g}"
 
 
 def number(value: float | None) -> str:

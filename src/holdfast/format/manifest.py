@@ -137,7 +137,7 @@ def _root_file(root: Root) -> _RootFile:
         operator.index(root.step),  # numpy's, too
         float(root.created),
         root.world,
-        _spell_metrics(root.metrics),
+        spell_metrics(root.metrics),
         root.tree,
         root.part,
         root.parts,
@@ -335,7 +335,7 @@ def _check_format(name: str, where: str) -> None:
         )
 
 
-def _spell_metrics(metrics: Mapping[str, float]) -> dict[str, float | _NonFinite]:
+def spell_metrics(metrics: Mapping[str, float]) -> dict[str, float | _NonFinite]:
     """JSON has no infinities and no NaN, and msgspec would write null for them."""
     spelled: dict[str, float | _NonFinite] = {}
     for name, value in metrics.items():

@@ -8,9 +8,10 @@
 
 | module | what it owns |
 |---|---|
-| `run_listing` | `list_run`: the checkpoints and the leftovers in a run's directory |
+| `run_listing` | `list_run`: the checkpoints and leftovers in a directory, or the runs below it |
 | `description` | `describe`: what one checkpoint holds, without reading its arrays |
 | `comparison` | `compare`: which leaves and values of two checkpoints differ |
+| `subtrees` | totals per subtree |
 | `verification` | `verify_all`: every byte of a checkpoint, or of all checkpoints of a run |
 | `event_summary` | `summarize`: how the saves and restores of a run went |
 | `safetensors_export` | `export`: leaves as one file that other tools read |
@@ -30,11 +31,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from holdfast.inspect.comparison import Difference, LeafChange, Side, ValueChange, compare
+from holdfast.inspect.comparison import Difference, LeafChange, Side, SubtreeChange, ValueChange, compare
 from holdfast.inspect.description import Description, describe
 from holdfast.inspect.event_summary import (
     Distribution,
     EventSummary,
+    MetricPoint,
+    MetricSummary,
     NoEvents,
     PhaseDistributions,
     Restores,
@@ -45,8 +48,9 @@ from holdfast.inspect.event_summary import (
 from holdfast.inspect.machine import Choice, Device, Diagnosis, Mount, Speed, Torch, diagnose
 from holdfast.inspect.progress import Progress
 from holdfast.inspect.pruning import Pruned, Removed, prune
-from holdfast.inspect.run_listing import Entry, Leftover, Listing, list_run
+from holdfast.inspect.run_listing import Entry, Leftover, Listing, RunEntry, list_run
 from holdfast.inspect.safetensors_export import Exported, export
+from holdfast.inspect.subtrees import Subtotal
 from holdfast.inspect.verification import verify_all
 
 if TYPE_CHECKING:
@@ -65,6 +69,8 @@ __all__ = [
     "LeafChange",
     "Leftover",
     "Listing",
+    "MetricPoint",
+    "MetricSummary",
     "Mount",
     "NoEvents",
     "PageServer",
@@ -73,11 +79,14 @@ __all__ = [
     "Pruned",
     "Removed",
     "Restores",
+    "RunEntry",
     "RunEvents",
     "RunView",
     "Saves",
     "Side",
     "Speed",
+    "Subtotal",
+    "SubtreeChange",
     "Torch",
     "ValueChange",
     "WrittenPage",

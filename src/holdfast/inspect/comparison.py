@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from holdfast.errors import StateMismatch
 from holdfast.format.dtypes import itemsize
 from holdfast.inspect.description import exact_bytes, leaf_order, stored_values
 from holdfast.inspect.element_values import Tally
 from holdfast.inspect.leaf_windows import Extent, WindowReader, windows
 from holdfast.inspect.progress import Progress, no_progress
+from holdfast.inspect.subtrees import subtree_of, usual_depth
 from holdfast.state import Node
+from holdfast.state.name_groups import did_you_mean
 from holdfast.store import LeafInfo
-from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint, matching_names, open_newest
 
 Change = Literal["only in a", "only in b", "dtype", "shape", "bits", "framework", "tied"]
 
@@ -46,6 +50,19 @@ class ValueChange:
 
 
 @dataclass(frozen=True, slots=True)
+class SubtreeChange:
+    """How the leaves of one subtree differ. `only_a` and `only_b` have no counterpart."""
+
+    name: str
+    leaves: int
+    differing: int
+    only_a: int
+    only_b: int
+    max_abs: float | None
+    max_rel: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Side:
     """One of the two checkpoints."""
 
@@ -60,6 +77,8 @@ class Side:
 class Difference:
     """All that differs. `structure`: leaves and values agree, but not the containers around them.
 
+    `names` are the leaves that were compared.
+
     The order of a dict's keys is part of that: a restored state has it, too.
     """
 
@@ -69,45 +88,116 @@ class Difference:
     values: tuple[ValueChange, ...]
     structure: bool
     identical: int
+    names: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
         return not (self.leaves or self.values or self.structure)
 
+    def subtrees(self, depth: int | None = None) -> tuple[SubtreeChange, ...]:
+        """The changes added up, subtree by subtree. `depth`: by so many parts of the names."""
+        depth = usual_depth(self.names) if depth is None else depth
+        leaves: Counter[str] = Counter(subtree_of(name, depth) for name in self.names)
+        changes: dict[str, list[LeafChange]] = {name: [] for name in leaves}
+        for change in self.leaves:
+            changes[subtree_of(change.name, depth)].append(change)
+        return tuple(_subtree_change(name, leaves[name], found) for name, found in changes.items())
+
 
 def compare(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Progress = no_progress
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    leaves: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    progress: Progress = no_progress,
 ) -> Difference:
     """Compares two checkpoints; of a run, its newest. Neither has to fit in memory.
+
+    `leaves`: only what matches one of these globs or is in one of these subtrees, values too. `ignore`: all
+    but that. With either of them, the containers around leaves and values are not compared.
 
     Leaves are compared bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not. The order of
     keys counts; step, time and metrics do not. `holdfast.CorruptCheckpoint` if one of them is damaged.
     """
     with open_newest(a) as left, open_newest(b) as right:
-        return _Comparison(left, right).run(progress)
+        chosen = _chosen([*left, *left.values, *right, *right.values], leaves, ignore)
+        return _Comparison(left, right, chosen).run(progress)
+
+
+def _chosen(names: Iterable[str], leaves: Sequence[str], ignore: Sequence[str]) -> Collection[str] | None:
+    """The names to compare; None for all."""
+    if not leaves and not ignore:
+        return None
+    known = {name: name for name in names}
+    wanted = set(known)
+    if leaves:
+        found = {pattern: matching_names(known, pattern) for pattern in leaves}
+        for pattern, matching in found.items():
+            if not matching:
+                guess = did_you_mean(pattern, known)
+                raise StateMismatch(
+                    f"nothing in either checkpoint matches {pattern!r}{guess}", missing=[pattern]
+                )
+        wanted = {name for matching in found.values() for name in matching}
+    return wanted.difference(*(matching_names(known, pattern) for pattern in ignore))
+
+
+def _subtree_change(name: str, leaves: int, changes: Sequence[LeafChange]) -> SubtreeChange:
+    kinds = Counter(change.change for change in changes)
+    return SubtreeChange(
+        name,
+        leaves,
+        differing=len({change.name for change in changes if not change.change.startswith("only")}),
+        only_a=kinds["only in a"],
+        only_b=kinds["only in b"],
+        max_abs=_largest(change.max_abs for change in changes),
+        max_rel=_largest(change.max_rel for change in changes),
+    )
+
+
+def _largest(numbers: Iterable[float | None]) -> float | None:
+    return max((number for number in numbers if number is not None), default=None)
 
 
 class _Comparison:
     """Two open checkpoints about to be compared."""
 
-    def __init__(self, a: StoredCheckpoint, b: StoredCheckpoint) -> None:
+    def __init__(
+        self, a: StoredCheckpoint, b: StoredCheckpoint, chosen: Collection[str] | None = None
+    ) -> None:
+        """`chosen`: the names to compare; all, if None."""
         self._a = a
         self._b = b
+        self._chosen = chosen
         # Stored leaves to be compared byte by byte, each pair once however many names are tied to it.
         self._pairs: dict[tuple[str, str], LeafInfo] = {}
         for name, mine in a.leaves.items():
             other = b.leaves.get(name)
-            if other is not None and (mine.dtype, mine.shape) == (other.dtype, other.shape):
+            if (
+                other is not None
+                and self._wants(name)
+                and (mine.dtype, mine.shape) == (other.dtype, other.shape)
+            ):
                 self._pairs[_stored(a, name), _stored(b, name)] = mine
 
     def run(self, progress: Progress) -> Difference:
         a, b = self._a, self._b
         leaves = tuple(self._leaf_changes(self._tally(progress)))
-        values = tuple(_value_changes(stored_values(a.values), stored_values(b.values)))
-        structure = not leaves and not values and exact_bytes(a.tree) != exact_bytes(b.tree)
+        values = tuple(_value_changes(self._values(a), self._values(b)))
+        whole = self._chosen is None
+        structure = whole and not leaves and not values and exact_bytes(a.tree) != exact_bytes(b.tree)
         changed = {change.name for change in leaves}
-        identical = sum(name in b and name not in changed for name in a)
-        return Difference(_side(a), _side(b), leaves, values, structure, identical)
+        names = [name for name in dict.fromkeys((*leaf_order(a), *leaf_order(b))) if self._wants(name)]
+        identical = sum(name in a and name in b and name not in changed for name in names)
+        return Difference(_side(a), _side(b), leaves, values, structure, identical, tuple(names))
+
+    def _wants(self, name: str) -> bool:
+        return self._chosen is None or name in self._chosen
+
+    def _values(self, checkpoint: StoredCheckpoint) -> dict[str, Node]:
+        found = stored_values(checkpoint.values)
+        return {name: value for name, value in found.items() if self._wants(name)}
 
     def _tally(self, progress: Progress) -> dict[tuple[str, str], Tally]:
         tallies = {pair: Tally(info.dtype) for pair, info in self._pairs.items()}
@@ -128,7 +218,7 @@ class _Comparison:
 
     def _leaf_changes(self, tallies: Mapping[tuple[str, str], Tally]) -> Iterator[LeafChange]:
         a, b = self._a, self._b
-        for name in leaf_order(a):
+        for name in filter(self._wants, leaf_order(a)):
             mine = a.leaves[name]
             other = b.leaves.get(name)
             if other is None:
@@ -146,7 +236,7 @@ class _Comparison:
                 tally = tallies[_stored(a, name), _stored(b, name)]
                 if tally.differing:
                     yield _bits_change(name, mine, tally)
-        for name in leaf_order(b):
+        for name in filter(self._wants, leaf_order(b)):
             if name not in a:
                 yield LeafChange(name, "only in b", b=_describe(b.leaves[name]))
 

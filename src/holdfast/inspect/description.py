@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.format.records import ShardFile
+from holdfast.inspect.subtrees import Subtotal, subtotals
 from holdfast.state import Node, flatten, leaf_names
 from holdfast.state.node import without_order_of_sets
 from holdfast.store import LeafInfo
@@ -39,9 +40,13 @@ class Description:
     all_leaves: int
     facts: Mapping[str, str]
 
+    def subtotals(self, depth: int | None = None) -> tuple[Subtotal, ...]:
+        """What the leaves add up to, subtree by subtree. `depth`: by so many parts of their names."""
+        return subtotals(self.leaves, depth)
+
 
 def describe(path: str | os.PathLike[str], *, leaves: str | None = None) -> Description:
-    """What a checkpoint holds; of a run, its newest. `leaves`: a glob, for only those that match."""
+    """What a checkpoint holds; of a run, its newest. `leaves`: a glob or subtree, for only those in it."""
     with open_newest(path) as checkpoint:
         matching = None if leaves is None else set(checkpoint.select(leaves))
         return Description(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import TypeVar
@@ -22,7 +22,7 @@ from holdfast.checkpointer.events import (
     read_events,
 )
 from holdfast.errors import HoldfastError
-from holdfast.store import is_checkpoint, list_steps
+from holdfast.store import is_checkpoint, list_steps, locate
 
 _S = TypeVar("_S", bound=Saved | Failed)
 
@@ -79,6 +79,28 @@ class Restores:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricPoint:
+    """The metrics of one step, whether or not its checkpoint is still there."""
+
+    step: int
+    time: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSummary:
+    """Of one metric over the steps that saved it. NaN counts for `first` and `last` only."""
+
+    count: int
+    first: float
+    last: float
+    low: float | None
+    low_step: int | None
+    high: float | None
+    high_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class EventSummary:
     """`stall_share`: of the time between saves, the part that training waited for them, failed ones too."""
 
@@ -93,6 +115,7 @@ class EventSummary:
     restores: Restores | None
     passed_over: int
     preempted: int
+    metrics: Mapping[str, MetricSummary] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +126,11 @@ class RunEvents:
     events: tuple[Event, ...]
     skipped_lines: int
     summary: EventSummary
+
+    @property
+    def metrics(self) -> tuple[MetricPoint, ...]:
+        """The metrics of all steps, pruned ones included, in order of step."""
+        return metric_points(self.events)
 
 
 class NoEvents(HoldfastError, FileNotFoundError):
@@ -121,7 +149,7 @@ def summarize(run: str | os.PathLike[str]) -> RunEvents:
 
     `NoEvents` if there are none, `holdfast.CheckpointNotFound` if there is no such directory.
     """
-    where = os.path.abspath(run)
+    where = locate(run)
     events, skipped = read_events(where)
     if not events:
         raise NoEvents(_why_none(where, skipped), where)
@@ -158,6 +186,52 @@ def summarize_events(events: Sequence[Event]) -> EventSummary:
         restores=_restores([event for event in events if isinstance(event, Restored)]),
         passed_over=_count(events, PassedOver),
         preempted=_count(events, Preempted),
+        metrics=_metric_summaries(metric_points(events)),
+    )
+
+
+def metric_points(events: Iterable[Event]) -> tuple[MetricPoint, ...]:
+    """The metrics of each step, in order of step.
+
+    A training that goes back to an earlier step, or starts over, makes what came after that step obsolete.
+    """
+    points: dict[int, MetricPoint] = {}
+    begins = False
+    for event in events:
+        if isinstance(event, Opened):
+            begins = True
+        elif isinstance(event, Restored):
+            begins = False
+            points = {step: point for step, point in points.items() if step <= event.step}
+        elif isinstance(event, Saved):
+            if begins:
+                points = {step: point for step, point in points.items() if step < event.step}
+                begins = False
+            if event.metrics:
+                points[event.step] = MetricPoint(event.step, event.time, event.metrics)
+    return tuple(points[step] for step in sorted(points))
+
+
+def _metric_summaries(points: Sequence[MetricPoint]) -> dict[str, MetricSummary]:
+    found: dict[str, list[tuple[float, int]]] = {}
+    for point in points:
+        for name, value in point.values.items():
+            found.setdefault(name, []).append((value, point.step))
+    return {name: _metric_summary(values) for name, values in found.items()}
+
+
+def _metric_summary(values: Sequence[tuple[float, int]]) -> MetricSummary:
+    numbers = [pair for pair in values if not math.isnan(pair[0])]
+    low = min(numbers, default=None)
+    high = max(numbers, key=lambda pair: (pair[0], -pair[1]), default=None)
+    return MetricSummary(
+        count=len(values),
+        first=values[0][0],
+        last=values[-1][0],
+        low=None if low is None else low[0],
+        low_step=None if low is None else low[1],
+        high=None if high is None else high[0],
+        high_step=None if high is None else high[1],
     )
 
 

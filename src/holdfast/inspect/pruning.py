@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from holdfast.checkpointer import Keep, Kept
 from holdfast.errors import CheckpointNotFound
 from holdfast.inspect.run_listing import Listing, leftovers, list_run
-from holdfast.store import WritableRun, is_checkpoint, step_name
+from holdfast.store import WritableRun, is_checkpoint, locate, step_name
 from holdfast.store.commit import volumes
 from holdfast.store.locks import path_to_read
 
@@ -44,10 +44,12 @@ def prune(run: str | os.PathLike[str], keep: Keep, *, dry_run: bool = False) -> 
 
     `holdfast.Locked` if a training is writing to the run: its Checkpointer prunes by itself.
     """
-    where = os.path.abspath(run)
+    where = locate(run)
     if is_checkpoint(where):
         raise CheckpointNotFound(f"{where} is one checkpoint, not a run: name the directory around it")
-    before = list_run(where)
+    before = _own(list_run(where))
+    if before.runs:
+        raise CheckpointNotFound(f"{where} is not a run, but there are runs below it: prune them one by one")
     unwanted = _unwanted(before, keep)
     if (unwanted or before.leftovers) and not dry_run:
         before, unwanted = _remove(where, before, keep)
@@ -59,7 +61,7 @@ def _remove(where: str, before: Listing, keep: Keep) -> tuple[Listing, list[int]
     """Removes under the run's lock; the run as it was then, and the steps that are gone."""
     with closing(WritableRun(where)) as writable:  # removes the leftovers of unfinished saves
         # List again: until the lock was taken, a training may have saved, or the path have led elsewhere.
-        now = replace(list_run(where), leftovers=before.leftovers)
+        now = replace(_own(list_run(where)), leftovers=before.leftovers)
         writable.require_current()
         unwanted = _unwanted(now, keep)
         elsewhere = {
@@ -70,6 +72,11 @@ def _remove(where: str, before: Listing, keep: Keep) -> tuple[Listing, list[int]
     for home in (home for _, homes in elsewhere.values() for home in homes):
         volumes.remove(home)
     return now, unwanted
+
+
+def _own(found: Listing) -> Listing:
+    """Without checkpoints of other names: somebody saved them there on purpose, and no rule counts them."""
+    return replace(found, checkpoints=tuple(entry for entry in found.checkpoints if entry.named_by_step))
 
 
 def _unwanted(run: Listing, keep: Keep) -> list[int]:

@@ -1,20 +1,26 @@
-"""The checkpoints and leftovers in a run's directory, damaged ones included. Reads no arrays."""
+"""The checkpoints and leftovers in a directory, damaged ones included, or the runs below. Reads no arrays."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.checkpointer.events import EVENTS_NAME
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, ReadFailed
-from holdfast.store import is_checkpoint, resolve
+from holdfast.store import is_checkpoint, list_steps, locate, resolve, step_name
 from holdfast.store.names import is_step_name
 from holdfast.store.os_errors import reading
+from holdfast.store.read import foreign
+from holdfast.store.read.listing import inner_checkpoints, natural_order
 from holdfast.store.read.open import require_reachable
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
 _LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")
+_MAX_DEPTH = 4
+_MAX_VISITED = 10_000
+"""Directories in which runs are looked for: somebody may name the root of a file system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,26 @@ class Entry:
     metrics: Mapping[str, float] = field(default_factory=dict)
     damage: str | None = None
 
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return os.path.basename(self.path)
+
+    @property
+    def named_by_step(self) -> bool:
+        """Whether it belongs to the run it is in: a Checkpointer finds it, and retention counts it."""
+        return is_step_name(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """A run below the directory that was listed. `newest` is None while it has no checkpoint."""
+
+    path: str
+    checkpoints: int
+    nbytes: int
+    newest: Entry | None
+
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
@@ -41,42 +67,111 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A run's checkpoints in order of step."""
+    """A directory's checkpoints: those of the run in order of step, then those of other names.
+
+    `runs`: if there are none, the runs below it. `foreign`: it is a checkpoint of another system.
+    """
 
     path: str
     checkpoints: tuple[Entry, ...]
     leftovers: tuple[Leftover, ...]
+    runs: tuple[RunEntry, ...] = ()
+    foreign: bool = False
 
     @property
     def damaged(self) -> tuple[Entry, ...]:
-        return tuple(entry for entry in self.checkpoints if entry.damage is not None)
+        newest = (run.newest for run in self.runs)
+        entries = (*self.checkpoints, *(entry for entry in newest if entry is not None))
+        return tuple(entry for entry in entries if entry.damage is not None)
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.checkpoints)
+        return sum(entry.nbytes for entry in self.checkpoints) + sum(run.nbytes for run in self.runs)
 
 
 def list_run(path: str | os.PathLike[str]) -> Listing:
-    """Lists the checkpoints of a run, damaged ones included. The path of a checkpoint lists that one.
+    """Lists the checkpoints in a directory, damaged ones included. The path of a checkpoint lists that one.
 
-    Reads manifests and sizes only. `holdfast.CheckpointNotFound` if the directory does not exist.
+    Without any, it lists the runs below. Reads manifests and sizes only. `holdfast.CheckpointNotFound` if the
+    directory does not exist.
     """
-    where = os.path.abspath(path)
+    where = locate(path)
     if is_checkpoint(where):
         return Listing(where, (entry_of(resolve(where), None),), ())
-    entries = [entry_of(path, step) for step, path in _steps(where).items()]
+    steps = _steps(where)
+    entries = [entry_of(path, step) for step, path in steps.items()]
+    entries += [entry_of(os.path.join(where, name), None) for name in inner_checkpoints(where)]
     # Without those that retention took away since the directory was listed.
-    return Listing(where, tuple(entry for entry in entries if not is_gone(entry.path)), leftovers(where))
+    present = tuple(entry for entry in entries if not is_gone(entry.path))
+    left = leftovers(where)
+    if present or left:
+        return Listing(where, present, left)
+    runs = tuple(map(_run_entry, _runs_below(where)))
+    return Listing(where, (), (), runs, foreign=not runs and foreign.recognises(where))
 
 
 def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """The checkpoint at a path, or all of a run, oldest first."""
-    where = os.path.abspath(path)
+    """The checkpoint at a path, or all in a directory, oldest step first, or all of the runs below it."""
+    where = locate(path)
     if not is_checkpoint(where) and os.path.isdir(where):
-        steps = _steps(where)
-        if steps:
-            return tuple(steps.values())
+        found = _inside(where) or tuple(inner for run in _runs_below(where) for inner in _inside(run))
+        if found:
+            return found
     return (resolve(where),)
+
+
+def _inside(directory: str) -> tuple[str, ...]:
+    named = (os.path.join(directory, name) for name in inner_checkpoints(directory))
+    return (*_steps(directory).values(), *named)
+
+
+def _runs_below(where: str) -> Iterator[str]:
+    """The directories below that hold checkpoints, or the events of a training; in the order of names."""
+    visited = 0
+
+    def look(directory: str, depth: int) -> Iterator[str]:
+        nonlocal visited
+        try:
+            with os.scandir(directory) as entries:
+                inner = [entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()]
+        except OSError:
+            return  # not ours to read
+        for name in sorted(inner, key=natural_order):
+            visited += 1
+            if visited > _MAX_VISITED:
+                return
+            path = os.path.join(directory, name)
+            if is_checkpoint(path):
+                continue  # of another program: ours were listed before
+            if _is_run(path):
+                yield path
+            elif depth < _MAX_DEPTH:
+                yield from look(path, depth + 1)
+
+    return look(where, 1)
+
+
+def _is_run(directory: str) -> bool:
+    try:
+        return bool(
+            list_steps(directory)
+            or os.path.exists(os.path.join(directory, EVENTS_NAME))
+            or inner_checkpoints(directory)
+        )
+    except (OSError, CheckpointNotFound):
+        return False
+
+
+def _run_entry(path: str) -> RunEntry:
+    inside = _inside(path)
+    steps = list_steps(path)
+    entries = [entry_of(found, None) for found in inside if not is_step_name(os.path.basename(found))]
+    newest: Entry | None
+    if steps:
+        newest = entry_of(os.path.join(path, step_name(steps[-1])), steps[-1])
+    else:
+        newest = max(entries, key=lambda entry: entry.created or 0.0, default=None)
+    return RunEntry(path, len(inside), sum(map(directory_nbytes, inside)), newest)
 
 
 def _steps(run: str) -> dict[int, str]:

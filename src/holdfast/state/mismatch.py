@@ -5,13 +5,14 @@ Owns the two records and their words; `restore` does the comparing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from holdfast.errors import StateMismatch
 from holdfast.state.leaves import Framework
+from holdfast.state.name_groups import did_you_mean, grouped
 from holdfast.state.node import shorten
 from holdfast.state.targets import describe
 
@@ -38,30 +39,61 @@ class Mismatch:
     """The checkpoint has it, the target does not."""
     wrong: tuple[str, ...]
     """Both have it, but not alike: ``name: checkpoint F32[3,4], target F32[4,4]``."""
+    stored: Collection[str] = field(default=(), compare=False, repr=False)
+    """All leaves of the checkpoint, by which a subtree is known to be missing as a whole."""
+    keys: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """What the target has at its top, if it is a mapping with names for keys."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.wrong)
 
     def __str__(self) -> str:
+        fitting = set(self.stored).difference(self.extra)
         parts = [
-            f"{title} ({len(names)}):\n    " + "\n    ".join(_abridged(names))
-            for title, names in (
-                ("missing from the checkpoint", self.missing),
-                ("not in the target", self.extra),
-                ("different", self.wrong),
+            f"{title} ({len(names):,}):\n    " + "\n    ".join(lines)
+            for title, names, lines in (
+                ("missing from the checkpoint", self.missing, grouped(self.missing, fitting)),
+                ("not in the target", self.extra, grouped(self.extra, fitting)),
+                ("different", self.wrong, _abridged(self.wrong)),
             )
             if names
         ]
         return "\n  ".join(["checkpoint and target do not fit", *parts])
 
+    def with_extra(self, names: Iterable[str]) -> Mismatch:
+        """With more that only the checkpoint has."""
+        return replace(self, extra=(*self.extra, *names))
+
     def error(self, where: str = "") -> StateMismatch:
+        advice = self._advice()
+        fix = "Fix the target, or pass strict=False to restore what fits."
         return StateMismatch(
             f"{where}{': ' if where else ''}{self}\n"
-            "  Nothing has been changed. Fix the target, or pass strict=False to restore what fits.",
+            + "".join(f"  {line}\n" for line in advice)
+            + f"  Nothing has been changed. {fix}",
             missing=self.missing,
             extra=self.extra,
             wrong=self.wrong,
         )
+
+    def _advice(self) -> list[str]:
+        """Guesses at what was meant."""
+        if not self.missing and not self.wrong:
+            tops = {name.partition(".")[0] for name in self.extra}
+            if self.keys and not tops.intersection(key.partition(".")[0] for key in self.keys):
+                names = [repr(key).replace("'", '"') for key in self.keys]
+                chosen = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+                return [f"To load only what the target has, pass select={chosen}."]
+            return []
+        guess = another_prefix(self.missing, self.extra)
+        if guess is not None:
+            return [guess]
+        questions = []
+        have = {name.partition(".")[0] for name in self.stored}
+        for top in dict.fromkeys(name.partition(".")[0] for name in self.missing):
+            if top not in have and (question := did_you_mean(top, have)):
+                questions.append(f"The checkpoint has no {top!r}{question}")
+        return questions[:_FEW]
 
     def nothing(self, where: str) -> StateMismatch:
         """For a restore of what fits, when no array does."""
@@ -110,10 +142,16 @@ def another_prefix(target: Sequence[str], checkpoint: Sequence[str]) -> str | No
         return None
     here, there = best
     if not here:
-        return f"The names of the target have {there!r} before them in the checkpoint."
+        return (
+            f"The names of the target have {there!r} before them in the checkpoint: did you mean "
+            f"into={{{there[:-1]!r}: ...}}?"
+        )
     if not there:
         return f"The names of the target begin with {here!r}; those of the checkpoint do not."
-    return f"Names that begin with {here!r} in the target begin with {there!r} in the checkpoint."
+    return (
+        f"Names that begin with {here!r} in the target begin with {there!r} in the checkpoint: "
+        f"did you mean {there[:-1]!r}?"
+    )
 
 
 def _beginnings(one: str, other: str) -> tuple[str, str]:

@@ -40,6 +40,7 @@ from holdfast.state.node import (
 from holdfast.state.restore_context import RestoreContext
 from holdfast.state.restore_modules import plan_module
 from holdfast.state.restore_optimizers import plan_optimizer
+from holdfast.state.select import Selection
 from holdfast.state.targets import (
     MAPPINGS,
     SEQUENCES,
@@ -66,8 +67,8 @@ class Restore:
     listed in `kept`. Such state that has no place here is no mismatch, and listed in `left_out`: on another
     number of ranks, a position in the data means nothing. With `shared`, the checkpoint is that of many ranks
     and may have more than this one: leaves that have no place here are listed in `elsewhere`. Of a sharded
-    optimizer, those of other ranks always are. With `only`, every place that holds none of these leaves stays
-    as it is. `alike` says whether two leaves have the same bytes: then they may be one array in the target.
+    optimizer, those of other ranks always are. With `only`, every place that is not selected stays as it is.
+    `alike` says whether two leaves have the same bytes: then they may be one array in the target.
     """
 
     def __init__(
@@ -76,13 +77,15 @@ class Restore:
         tree: Node,
         leaves: Mapping[str, LeafMeta],
         aliases: Mapping[str, str],
-        only: Collection[str] | None = None,
+        only: Collection[str] | Selection | None = None,
         *,
         local: Mapping[str, Node] | None = None,
         shared: bool = False,
         alike: Callable[[str, str], bool] = never_alike,
     ) -> None:
         own = local or {}
+        if only is not None and not isinstance(only, Selection):
+            only = Selection(frozenset(only))
         context = RestoreContext(into, leaves, aliases, only, own_places=own, shared=shared, alike=alike)
         self._context = context
         self._plan = _plan(context, into, localized(tree, local), "", 0)
@@ -121,7 +124,7 @@ def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: i
     """The plan for one place. Reports what does not fit."""
     if depth > MAX_DEPTH:
         raise unfillable(place[:200], f"nested deeper than {MAX_DEPTH} levels, or a container holds itself")
-    if context.leaves_out(node):
+    if context.leaves_out(node, place):
         return lambda lookup: target
     mark = per_rank_of(node)
     if mark is not None:
@@ -136,7 +139,7 @@ def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: i
     if torch_objects.is_module(target):
         inner = plan_module(context, torch_objects.plain_module(target), node, place)
         return lambda lookup: (inner(lookup), target)[1]
-    if torch_objects.is_stateful(target) and not context.takes_all(node):
+    if torch_objects.is_stateful(target) and not context.takes_all(node, place):
         return context.wrong(place, "has only some of its leaves selected", target, "takes all or none")
     if torch_objects.is_optimizer(target):
         return plan_optimizer(context, target, node, place)
@@ -153,7 +156,7 @@ def _plan_other(context: RestoreContext, target: Any, node: Node, place: str) ->
     """
     may_change = target is None or (is_value_target(target) and leaf_of(node) is not None)
     if may_change or not holds_arrays(node):
-        return context.plan_new(node, target)
+        return context.plan_new(node, target, place=place)
     held = kind_of(node) if leaf_of(node) is not None else f"{kind_of(node)} with arrays"
     return context.wrong(place, f"holds {held}", target, f"of type {type_name(target)}, which cannot take it")
 
@@ -185,8 +188,9 @@ def _plan_container(context: RestoreContext, target: Any, node: Node, place: str
         has_arrays(target, depth)
         or (apart and (keyed or holds_strangers(target, depth)))
         or (target and holds_per_rank(node))
+        or context.looks_inside(place)
     ):
-        return context.plan_new(node, target)
+        return context.plan_new(node, target, place=place)
     if type(target) in MAPPINGS:
         pairs = pairs_of(node)
         if pairs is not None:

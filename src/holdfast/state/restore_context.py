@@ -25,7 +25,7 @@ from holdfast.state.node import (
     per_rank_places,
     shorten,
 )
-from holdfast.state.select import prune
+from holdfast.state.select import Selection, prune
 from holdfast.state.targets import array_type, assign, describe, is_array, load_state
 from holdfast.state.unflatten import decode, is_blob
 
@@ -41,7 +41,7 @@ class RestoreContext:
         into: object,
         leaves: Mapping[str, LeafMeta],
         aliases: Mapping[str, str],
-        only: Collection[str] | None = None,
+        only: Selection | None = None,
         *,
         own_places: Collection[str] = (),
         shared: bool = False,
@@ -70,7 +70,12 @@ class RestoreContext:
 
     def mismatch(self) -> Mismatch:
         """Everything reported so far."""
-        return Mismatch(tuple(self._missing), tuple(self._extra), tuple(self._wrong))
+        if not (self._missing or self._extra or self._wrong):
+            return Mismatch((), (), ())
+        state = self.state if isinstance(self.state, Mapping) else {}
+        keys = tuple(state) if all(type(key) is str for key in state) and self.only is None else ()
+        stored = (*self._leaves, *self._aliases)
+        return Mismatch(tuple(self._missing), tuple(self._extra), tuple(self._wrong), stored, keys)
 
     def missing(self, place: str, target: object, *, arrays: bool = False) -> Plan:
         """`arrays`: the checkpoint should have some there, though the target has none yet."""
@@ -88,7 +93,8 @@ class RestoreContext:
         elif self.only is None:
             self._extra.extend(list(leaf_names(node)) or [place or NAMELESS])
         else:
-            self._extra.extend(name for name in leaf_names(node) if name in self.only)
+            names = [name for name in leaf_names(node) if name in self.only]
+            self._extra.extend(names or ([place] if self.only.covers(place) else []))
 
     def others(self, node: Node) -> None:
         """What the node holds belongs to other ranks."""
@@ -101,12 +107,22 @@ class RestoreContext:
         self._wrong.append(f"{place or NAMELESS}: checkpoint {found}, target {wanted}")
         return lambda lookup: target
 
-    def leaves_out(self, node: Node) -> bool:
+    def leaves_out(self, node: Node, place: str) -> bool:
         """Whether nothing of this node is to be restored."""
-        return self.only is not None and not any(name in self.only for name in leaf_names(node))
+        if self.only is None or self.only.reaches(place):
+            return False
+        return not any(name in self.only for name in leaf_names(node))
 
-    def takes_all(self, node: Node) -> bool:
-        return self.only is None or all(name in self.only for name in leaf_names(node))
+    def takes_all(self, node: Node, place: str) -> bool:
+        """Whether all of this node is to be restored, or all of its leaves."""
+        if self.only is None or self.only.covers(place):
+            return True
+        names = list(leaf_names(node))
+        return bool(names) and all(name in self.only for name in names)
+
+    def looks_inside(self, place: str) -> bool:
+        """Whether something below a place is selected by its own place."""
+        return self.only is not None and self.only.reaches(place) and not self.only.covers(place)
 
     def parameter_names(self) -> torch_objects.ParameterNames:
         if self._parameters is None:
@@ -122,10 +138,13 @@ class RestoreContext:
 
     # --- plans
 
-    def plan_new(self, node: Node, target: object = None) -> Plan:
-        """Build what the node says, reusing containers of `target`; its leaves are read into new arrays."""
-        if self.only is not None and not self.takes_all(node):
-            node = prune(node, self.only)
+    def plan_new(self, node: Node, target: object = None, *, place: str | None = None) -> Plan:
+        """Build what the node says, reusing containers of `target`; its leaves are read into new arrays.
+
+        `place`: of a node that need not be selected as a whole.
+        """
+        if self.only is not None and place is not None and not self.takes_all(node, place):
+            node = prune(node, self.only, place)
         for name in leaf_names(node):
             self.memory_plan.want(self.meta(name).name)
         for name in blob_names(node):

@@ -36,12 +36,12 @@ def plan_module(context: RestoreContext, module: Any, node: Node, place: str) ->
         seen.add(key)
         own = state.get(key)
         name = leaf_of(item)
-        if context.leaves_out(item):
+        if context.leaves_out(item, f"{prefix}{key}"):
             continue
         if key not in state:
             context.extra(f"{prefix}{key}", item)
         elif name is None or not is_array(own) or _uninitialized(own):
-            plans[key] = context.plan_new(item)
+            plans[key] = context.plan_new(item, place=f"{prefix}{key}")
             needs_load = True
         elif _nothing_here(own) or _memory(own) in live:
             plans[key] = context.plan_leaf(own, name, f"{prefix}{key}")
@@ -52,7 +52,7 @@ def plan_module(context: RestoreContext, module: Any, node: Node, place: str) ->
         else:
             # A hook made this tensor up: only the module knows where its contents belong.
             array_type(own, f"{prefix}{key}", context.shardings)
-            plans[key] = context.plan_new(item)
+            plans[key] = context.plan_new(item, place=f"{prefix}{key}")
             needs_load = True
     for key, own in state.items():
         if key not in seen:

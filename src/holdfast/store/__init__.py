@@ -28,8 +28,9 @@ from holdfast.store.names import step_name
 from holdfast.store.options import Options, checked_options
 from holdfast.store.ranks.group import RankGroup, join_group
 from holdfast.store.read.lazy_leaf import LazyLeaf
-from holdfast.store.read.listing import list_steps
-from holdfast.store.read.open import is_checkpoint, resolve
+from holdfast.store.read.listing import is_checkpoint, list_steps
+from holdfast.store.read.open import resolve
+from holdfast.store.read.references import locate
 from holdfast.store.read.shard_reader import Problem
 from holdfast.store.read.stored_checkpoint import LeafInfo
 from holdfast.store.read.verify import Report, verify
@@ -57,6 +58,7 @@ __all__ = [
     "join_group",
     "list_steps",
     "load",
+    "locate",
     "open",
     "plain_metrics",
     "resolve",

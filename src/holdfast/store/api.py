@@ -26,6 +26,7 @@ from holdfast.store.ranks.group import ProcessGroup, RankGroup, join_group, leav
 from holdfast.store.ranks.open_together import open_newest_together
 from holdfast.store.ranks.shared_load import load_together
 from holdfast.store.read.open import newest
+from holdfast.store.read.references import is_reference
 from holdfast.store.read.stored_checkpoint import refuse_fresh
 from holdfast.team import Team
 
@@ -111,9 +112,13 @@ def load(
 ) -> Any:
     """Read a checkpoint (of a run: the newest) back, bit for bit.
 
+    `path`: a checkpoint, a run, or a checkpoint of a run by its step: ``runs/a@30``, ``runs/a@latest``, and
+    ``runs/a@-2`` for the one before the newest.
+
     Without `into` the tree comes back in fresh memory: torch tensors for what was saved from torch, numpy
-    arrays otherwise, or all of one kind with ``framework="torch" | "numpy"``. `select`, a glob or several,
-    takes only the leaves that match; with `into`, all else in the target stays as it is. `device`: where
+    arrays otherwise, or all of one kind with ``framework="torch" | "numpy"``. `select` takes only
+    part of it: a subtree by its name (``"model"``, values included), leaves by a glob, or several of these;
+    with `into`, all else in the target stays as it is. `device`: where
     fresh tensors go, such as ``"cuda:0"``; they pass through host memory in batches.
 
     With `into` the state is restored in place, straight from the device into the memory of its tensors;
@@ -162,7 +167,7 @@ def _channel(team: Team, timeout: float) -> Iterator[Channel | None]:
 
 
 def open(path: str | os.PathLike[str], *, options: Options | None = None) -> Checkpoint:
-    """Open a checkpoint (of a run: the newest) without reading its arrays.
+    """Open a checkpoint (of a run: the newest, or ``RUN@STEP``) without reading its arrays.
 
     `options` say how to read: `backend` and `memory_nbytes`.
     """
@@ -190,8 +195,16 @@ def check_target(target: str, *, beside: bool = False) -> None:
     """
     if target.endswith((PARTIAL, RETIRED)):
         raise ValueError(f"{target}: names that end so mark what is no checkpoint; choose another")
+    refuse_reference(target)
     if fs.exists(target):
         _refuse_stranger(target, beside=beside)
+
+
+def refuse_reference(target: str) -> None:
+    """`ValueError` for a name such as ``RUN@30``, by which checkpoints of a run are read."""
+    if is_reference(target):
+        run = target.rpartition("@")[0]
+        raise ValueError(f"{target} means a checkpoint of the run {run}, for reading: save to another path")
 
 
 def _refuse_stranger(target: str, *, beside: bool) -> None:

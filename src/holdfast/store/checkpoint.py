@@ -8,8 +8,8 @@ from typing import Any
 
 from holdfast.engine import READING, Tuning
 from holdfast.state import Framework
-from holdfast.store.read.lazy_leaf import LazyLeaf
 from holdfast.store.read.stored_checkpoint import LeafInfo, open_any
+from holdfast.store.read.subtree import leaf_or_subtree
 
 
 class Checkpoint:
@@ -74,9 +74,12 @@ class Checkpoint:
         """The size of the shards."""
         return self._stored.stored_nbytes
 
-    def __getitem__(self, name: str) -> LazyLeaf:
-        """A leaf by name; index it to read only that part: ``ck["model.w"][10:20]``."""
-        return self._stored[name]
+    def __getitem__(self, name: str) -> Any:
+        """A leaf by name; index it to read only that part: ``ck["model.w"][10:20]``.
+
+        The name of a subtree gives all of its leaves: ``ck["model"]["w"]``, and ``ck["model"].read()``.
+        """
+        return leaf_or_subtree(self._stored, name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored
@@ -95,11 +98,11 @@ class Checkpoint:
         verify: bool = True,
         progress: Callable[[int], None] | None = None,
     ) -> dict[str, Any]:
-        """The leaves whose names match a glob (or any of several), as arrays in memory."""
+        """The leaves whose names match a glob, or of a subtree (or any of several), as arrays in memory."""
         return self._stored.read(select, framework=framework, verify=verify, progress=progress)
 
     def select(self, patterns: str | Iterable[str]) -> list[str]:
-        """Names of the leaves that match a glob, or any of several. A pattern must match something.
+        """Names of the leaves that match a glob or are in a subtree. Each pattern must match something.
 
         Of what belongs to single ranks, that of rank 0 is also matched by its name without ``@0.``.
         """

@@ -19,6 +19,7 @@ from holdfast.study import frameworks, runner
 from holdfast.study.frameworks import Entry as Framework
 from holdfast.study.frameworks.models import MODELS
 from holdfast.study.machine import machine_facts
+from holdfast.study.peers.base import remove
 from holdfast.study.results_directory import Entry, Header, Part, ResultsDirectory
 from holdfast.study.suites.bitflips import BitflipsSuite
 from holdfast.study.suites.by_framework import FrameworkSuite
@@ -84,6 +85,7 @@ def parts_of(options: Options) -> list[Part]:
         for number, model in enumerate(_models(suite, options))
         for name in options.frameworks
         if suite in frameworks.FRAMEWORKS[name].suites
+        if not model or model in frameworks.FRAMEWORKS[name].models
     ]
     return [part for _, part in sorted(found, key=lambda pair: pair[0])]
 
@@ -103,6 +105,8 @@ def run(directory: Path, options: Options, console: Console, say: Callable[[str]
     machine = machine_facts(directory, os.getloadavg()[0], None)
     header = Header(time.time(), options.quick, options.seed, holdfast.__version__, machine)
     found = ResultsDirectory.open(directory, header)
+    for left_over in directory.glob(f"{runner.FOLDER_PREFIX}*"):
+        remove(left_over)  # of a study that was killed
     began = time.monotonic()
     columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     try:

@@ -60,6 +60,14 @@ class Words:
     """"good", "bad" or "" ."""
 
 
+def ratio(one: Number | None, other: Number | None) -> Number | None:
+    """Two numbers divided; its source names both."""
+    if one is None or other is None or not other.value > 0 or not one.value > 0:
+        return None
+    found = one.value / other.value
+    return Number(found, f"{found:.2f}", f"{one.source} / {other.source}")
+
+
 Cell = Number | Words | tuple["Number | Words", ...]
 
 

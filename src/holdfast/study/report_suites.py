@@ -21,6 +21,7 @@ from holdfast.study.report_parts import (
     Words,
     mebibytes,
     milliseconds,
+    ratio,
     small,
     whole,
 )
@@ -89,16 +90,50 @@ def cost(entries: Sequence[Entry]) -> Section:
             "The two are never mixed: each column and bar says which it is. Holdfast is always durable.",
         ],
     )
+    if glance := _at_a_glance(entries):
+        section.parts.append(Part("At a glance", (glance,)))
     for entry in entries:
         source = Source(entry)
-        split = [row for kind in KINDS[:1] for row in source.rows(f"{kind} split")]
         items: list[Table | Chart | Strip] = []
-        if split:
+        if split := source.rows("durable split"):
             items.append(_split_chart(source, split))
+        if source.rows(f"durable every {EVERY[0]}"):
             items.append(_stall_chart(source))
             items += [_stall_table(source, kind) for kind in KINDS]
         section.parts.append(Part(name_of(entry), tuple(items)))
     return section
+
+
+def _at_a_glance(entries: Sequence[Entry]) -> Table | None:
+    """The first mechanism of each framework, which is its usual one, beside Holdfast's best."""
+    section, reading = f"durable every {EVERY[0]}", "stall_seconds"
+    rows = []
+    for entry in entries:
+        source = Source(entry)
+        found = [row for row in source.rows(section) if row.samples]
+        own = next((row for row in found if not is_ours(row)), None)
+        best = min(
+            (row for row in found if is_ours(row)), key=lambda row: row.median(reading) or 0, default=None
+        )
+        if own is None or best is None:
+            continue
+        shown = ratio(source.number(best, reading), source.number(own, reading))
+        cells: tuple[Cell, ...] = (
+            Words(own.title),
+            source.cell(own, reading),
+            Words(best.title),
+            source.cell(best, reading),
+            Words(NOTHING) if shown is None else (shown,),
+        )
+        rows.append((name_of(entry), cells, False))
+    headings = (
+        "usual mechanism",
+        "its stall, ms",
+        "Holdfast",
+        "its stall, ms",
+        "Holdfast's, of the usual one's",
+    )
+    return Table("A durable checkpoint after every step", headings, tuple(rows)) if rows else None
 
 
 def _split_chart(source: Source, rows: Sequence[Row]) -> Chart:
@@ -279,7 +314,7 @@ def scale(entries: Sequence[Entry]) -> Section:
             )
             ranks = "1 rank" if number == 1 else f"{number} ranks"
             items.append(Chart(f"{ranks}, mean of the ranks, medians", "ms", ("writing", "waiting"), bars))
-            items.append(_ranks(source, rows, number))
+            items.append(_ranks(source, rows, number, ranks))
         projected = source.rows("projection")
         if projected:
             items.append(_projection(source, projected))
@@ -287,7 +322,7 @@ def scale(entries: Sequence[Entry]) -> Section:
     return section
 
 
-def _ranks(source: Source, rows: Sequence[Row], number: int) -> Table:
+def _ranks(source: Source, rows: Sequence[Row], number: int, ranks: str) -> Table:
     headings = ["until the last has ended, ms"]
     headings += [f"rank {rank}: {what}, ms" for rank in range(number) for what in ("writing", "waiting")]
     made = []
@@ -297,7 +332,7 @@ def _ranks(source: Source, rows: Sequence[Row], number: int) -> Table:
             for what in ("writing", "waiting"):
                 cells.append(source.cell(row, f"{what}, rank {rank}", spread=False))
         made.append((row.title, tuple(cells), is_ours(row)))
-    return Table(f"By rank: medians (lowest{NOTHING}highest)", tuple(headings), tuple(made))
+    return Table(f"{ranks}: medians (lowest{NOTHING}highest)", tuple(headings), tuple(made))
 
 
 def _projection(source: Source, rows: Sequence[Row]) -> Table:
@@ -338,16 +373,30 @@ def _resumes(source: Source, section: str, title: str) -> Table:
         if equal is not None:
             verdict = Words("the same bits", "good") if equal.value else Words("differs", "bad")
         step: Cell = Words(NOTHING) if first is None or not first.value else (first,)
-        cells = (
+        cells: list[Cell] = [
             verdict,
             step,
             source.cell(row, "steps", whole),
             source.cell(row, "largest_loss_difference", small),
             source.cell(row, "largest_weight_difference", small),
-        )
-        rows.append((row.title, cells, is_ours(row)))
-    headings = ("result", "first differing step", "of steps", "largest difference of a loss", "of a weight")
-    return Table(title, headings, tuple(rows))
+        ]
+        if section == "default":
+            cells.append(_forgotten(source, row))
+        rows.append((row.title, tuple(cells), is_ours(row)))
+    headings = ["result", "first differing step", "of steps", "largest difference of a loss", "of a weight"]
+    headings += ["not restored"] if section == "default" else []
+    return Table(title, tuple(headings), tuple(rows))
+
+
+def _forgotten(source: Source, row: Row) -> Cell:
+    titles = {other.case: other.title for other in source.rows("left out")}
+    found = [
+        titles.get(name.removeprefix("restored, "), "weights")
+        for sample in row.samples
+        for name, value in sample.readings.items()
+        if name.startswith("restored, ") and not value
+    ]
+    return Words("; ".join(found), "bad") if found else Words("nothing" if row.samples else NOTHING)
 
 
 _BITS_BELOW = ("0, least of the fraction", "23 to 30: exponent, 31: sign")

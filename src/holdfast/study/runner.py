@@ -27,6 +27,9 @@ from holdfast.study.machine import cpu_count, look_for_room, machine_facts
 from holdfast.study.results import OTHERS_SECONDS, SECONDS, Result, Row, Sample, Status, Temperature
 from holdfast.study.suite import Case, Group, Suite, Turn
 
+FOLDER_PREFIX = ".holdfast-bench-"
+"""Of the folder in which everything is measured; only a kill leaves one behind."""
+
 
 @dataclass(slots=True)
 class _Log:
@@ -141,7 +144,7 @@ def run(
     needs = suite.needs()
     look_for_room(directory, needs.disk_nbytes, needs.memory_nbytes)
     created, begin, load_before = time.time(), time.monotonic(), os.getloadavg()[0]
-    folder = Path(tempfile.mkdtemp(prefix=".holdfast-bench-", dir=directory))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=directory))
     rows: list[Row] = []
     problems: list[str] = []
     reserved = ReservedMemory(needs.reserved_nbytes)

@@ -133,7 +133,7 @@ class _Load:
         absent = set(told[0].elsewhere).intersection(*(plan.elsewhere for plan in told[1:]))
         own = restore.mismatch
         extra = tuple(name for name in restore.elsewhere if name in absent)
-        mismatch = Mismatch(own.missing, (*own.extra, *extra), own.wrong)
+        mismatch = own.with_extra(extra)
         if strict:
             if mismatch:
                 raise mismatch.error(self._checkpoint.path)
@@ -145,7 +145,7 @@ class _Load:
 
     def _compare(self, into: object, select: str | Iterable[str] | None) -> Restore:
         checkpoint, rank = self._checkpoint, self._team.rank
-        only = None if select is None else set(checkpoint.select(select, rank=rank))
+        only = None if select is None else checkpoint.selection(select, rank=rank)
         self._metas = checkpoint.metas_for(rank)
         self._aliases = {**checkpoint.aliases, **checkpoint.parts.local_aliases(rank)}
         restore = Restore(

@@ -1,13 +1,17 @@
-"""What a run holds: the steps of its committed checkpoints. Needs no lock."""
+"""What a directory holds: the steps of a run, and checkpoints of other names. Needs no lock."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 
 from holdfast.errors import CheckpointNotFound, ReadFailed
-from holdfast.store.names import is_step_name, step_of
+from holdfast.store.names import MANIFEST, PARTIAL, RETIRED, SHARD, is_step_name, step_of
 from holdfast.store.os_errors import patiently, reading
+
+_PEEK_NBYTES = 4096
+_FORMAT = b'"holdfast/'
 
 
 def list_steps(run: str) -> list[int]:
@@ -34,3 +38,41 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         if error.errno == errno.ELOOP:
             return False
         raise
+
+
+def is_checkpoint(directory: str) -> bool:
+    """Whether a directory looks like one checkpoint, whole or not: it has a manifest, or what may hold it."""
+    return any(os.path.exists(os.path.join(directory, name)) for name in (MANIFEST, SHARD))
+
+
+def inner_checkpoints(directory: str) -> list[str]:
+    """Names of the checkpoints right inside of a directory that are not named by their step, sorted."""
+    with reading(directory), os.scandir(directory) as entries:
+        return sorted(
+            (
+                entry.name
+                for entry in entries
+                if not is_step_name(entry.name)
+                and not entry.name.endswith((PARTIAL, RETIRED))
+                and _is_directory(entry)
+                and _is_ours(entry.path)
+            ),
+            key=natural_order,
+        )
+
+
+def natural_order(name: str) -> tuple[tuple[int, str], ...]:
+    """For sorting names as people do: epoch-9 comes before epoch-10."""
+    pieces = re.split(r"([0-9]+)", name)
+    return tuple((int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces)
+
+
+def _is_ours(directory: str) -> bool:
+    """Whether it is a checkpoint. Other programs have files of the name manifest.json, too."""
+    if os.path.exists(os.path.join(directory, SHARD)):
+        return True
+    try:
+        with open(os.path.join(directory, MANIFEST), "rb") as file:
+            return _FORMAT in file.read(_PEEK_NBYTES)
+    except OSError:
+        return False

@@ -29,8 +29,9 @@ from holdfast.store.names import (
 )
 from holdfast.store.os_errors import open_stored, patiently, read_up_to, reading
 from holdfast.store.read import foreign
-from holdfast.store.read.listing import list_steps
+from holdfast.store.read.listing import inner_checkpoints, is_checkpoint, list_steps
 from holdfast.store.read.reader_lock import ReaderLock
+from holdfast.store.read.references import locate
 
 _T = TypeVar("_T")
 
@@ -42,11 +43,11 @@ of ranks on both sides, a shared file system would get requests for every pair o
 
 
 def resolve(path: str | os.PathLike[str]) -> str:
-    """The checkpoint a path means: itself, or the newest committed one of a run.
+    """The checkpoint a path means: itself, or the newest committed one of a run; ``RUN@STEP`` is one of it.
 
     Where there is neither, also one of another system.
     """
-    where = os.path.abspath(os.fspath(path))
+    where = locate(path)
     if where.endswith((PARTIAL, RETIRED)):
         raise IncompleteCheckpoint("this is not a committed checkpoint: the save did not finish", path=where)
     if is_checkpoint(where):
@@ -66,7 +67,14 @@ def resolve(path: str | os.PathLike[str]) -> str:
     if foreign.recognises(where):
         return where
     with reading(where):
+        named = inner_checkpoints(where)
         ours = is_step_name(os.path.basename(where)) or any(map(is_checkpoint_file, os.listdir(where)))
+    if named:
+        shown = ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
+        raise CheckpointNotFound(
+            f"{where} is not one checkpoint, and not a run whose newest could be meant. It holds "
+            f"{len(named)}: {shown}. Name one of them, such as {os.path.join(where, named[-1])}"
+        )
     if ours:
         raise IncompleteCheckpoint("the manifest is missing", path=where)
     raise CheckpointNotFound(
@@ -80,11 +88,6 @@ def require_reachable(where: str) -> None:
     # ValueError: what cannot be a path leads nowhere.
     with reading(where), contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
         os.stat(os.path.join(where, MANIFEST))
-
-
-def is_checkpoint(directory: str) -> bool:
-    """Whether a directory looks like one checkpoint, whole or not: it has a manifest, or what may hold it."""
-    return any(os.path.exists(os.path.join(directory, name)) for name in (MANIFEST, SHARD))
 
 
 def newest(path: str | os.PathLike[str], use: Callable[[str], _T]) -> _T:

@@ -31,12 +31,14 @@ from holdfast.state import (
     LeafMeta,
     Node,
     Restore,
+    leaf_names,
     prune,
     unflatten,
     values,
 )
+from holdfast.state.name_groups import did_you_mean
 from holdfast.state.node import localized
-from holdfast.state.select import with_keys
+from holdfast.state.select import Selection, nodes_at, with_keys
 from holdfast.store.names import MANIFEST, SHARD, is_step_name, step_name
 from holdfast.store.os_errors import shows_damage
 from holdfast.store.read.file_access import FileAccess
@@ -200,29 +202,58 @@ class StoredCheckpoint(LeafReader):
         return self._read_fresh(chosen, framework, verify=verify, progress=progress)
 
     def select(self, patterns: str | Iterable[str], *, rank: int = 0) -> list[str]:
-        """Names of the leaves that match. A pattern that matches nothing is an error: a typing mistake.
+        """Names of the leaves that match: by a glob, or by the name of a subtree, such as ``model``.
+
+        A pattern that matches no leaf is a `StateMismatch`: a typing mistake, or the name of a value.
+        """
+        chosen = self._select(patterns, rank)
+        for pattern, (names, _) in chosen.items():
+            if not names and pattern != "*" and not self._select_own(pattern, 0):
+                raise self._no_match(pattern)
+        return list(dict.fromkeys(name for names, _ in chosen.values() for name in names))
+
+    def selection(self, patterns: str | Iterable[str], *, rank: int = 0) -> Selection:
+        """What patterns select of a state: leaves, and subtrees with all the values in them.
 
         A leaf whose name has brackets or stars is matched by that name, whatever it means as a pattern. What
         belongs to single ranks is matched by ``*``, and by patterns that begin with their ``@``. That of
         `rank` is also matched by its name without ``@N.``, so that one pattern does for all ranks.
         """
-        chosen: dict[str, None] = {}
+        chosen = self._select(patterns, rank)
+        leaves = frozenset(name for names, _ in chosen.values() for name in names)
+        return Selection(leaves, frozenset(place for place, (_, is_place) in chosen.items() if is_place))
+
+    def _select(self, patterns: str | Iterable[str], rank: int) -> dict[str, tuple[list[str], bool]]:
+        """For each pattern the leaves that match, and whether it is the place of a subtree or value."""
+        found: dict[str, tuple[list[str], bool]] = {}
         for pattern in _patterns(patterns):
             if pattern == "*" or pattern.startswith("@"):
                 names = {name: name for name in self.leaves}
             else:  # all leaves are in all parts, which none of many ranks should have to open
                 names = {name: name for name in (*self.parts.metas, *self.parts.aliases)}
                 names.update(self._own_names(rank))
-            matching = [name for name, as_said in names.items() if _matches(as_said, pattern)]
+            matching = matching_names(names, pattern)
+            nodes: list[Node] = []
+            if not any(as_said == pattern for as_said in names.values()):
+                nodes = nodes_at(localized(self.tree, self.local(rank)), pattern)
+                inside = [name for node in nodes for name in leaf_names(node)]
+                matching = list(dict.fromkeys([*matching, *inside]))
             # A rank that did not take part in the save has no state of its own to select. Rank 0 always has.
-            known = matching or any(_matches(as_said, pattern) for as_said in self._own_names(0).values())
-            if not known and pattern != "*":
-                raise StateMismatch(
-                    f"no leaf of {self.path} matches {pattern!r}; `holdfast show` lists them",
-                    missing=[pattern],
-                )
-            chosen.update(dict.fromkeys(matching))
-        return list(chosen)
+            if not (matching or nodes or pattern == "*" or self._select_own(pattern, 0)):
+                raise self._no_match(pattern)
+            found[pattern] = matching, bool(nodes)
+        return found
+
+    def _select_own(self, pattern: str, rank: int) -> list[str]:
+        return matching_names(self._own_names(rank), pattern)
+
+    def _no_match(self, pattern: str) -> StateMismatch:
+        if pattern in self.values:
+            reason = f"{pattern!r} of {self.path} is a value, not a leaf or a subtree of leaves"
+        else:
+            guess = did_you_mean(pattern, [*self.leaves, *self.values])
+            reason = f"no leaf of {self.path} matches {pattern!r}{guess or '; `holdfast show` lists them'}"
+        return StateMismatch(reason, missing=[pattern])
 
     def _own_names(self, rank: int) -> dict[str, str]:
         """The names of what belongs to a rank alone, and the same without the rank."""
@@ -245,8 +276,9 @@ class StoredCheckpoint(LeafReader):
             if select is None:
                 chosen = self.parts.names_for(0)
             else:
-                chosen = self.select(select)
-                tree = prune(tree, set(chosen))
+                selected = self.selection(select)
+                chosen = [name for name in self.parts.names_for(0) if name in selected]
+                tree = prune(tree, selected)
             if device is None:
                 arrays = self._read_fresh(chosen, framework, verify=verify)
             else:
@@ -262,7 +294,7 @@ class StoredCheckpoint(LeafReader):
 
         Read `box_requests` it and `fresh` arrays for what it wants fresh, and hand these to its `finish`.
         """
-        only = None if select is None else set(self.select(select, rank=rank))
+        only = None if select is None else self.selection(select, rank=rank)
         aliases = {**self.aliases, **self.parts.local_aliases(rank)}
         local = self.local(rank)
         metas = self.metas_for(rank)
@@ -342,8 +374,19 @@ class StoredCheckpoint(LeafReader):
         return f"<Checkpoint {self.path} step {self.step}, {len(self)} leaves, {self.nbytes} bytes>"
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+def matching_names(names: Mapping[str, str], pattern: str) -> list[str]:
+    """The names (keys) of leaves, known as the values say, that match a pattern.
+
+    A pattern is a glob, and whatever it means as one, also a leaf's own name. Where no leaf has that name, it
+    is that of a subtree: ``model`` stands for ``model.w`` and ``model.h.0.w``.
+    """
+    subtree = f"{pattern}."
+    below = []
+    if not any(as_said == pattern for as_said in names.values()):
+        below = [name for name, as_said in names.items() if as_said.startswith(subtree)]
+    return below or [
+        name for name, as_said in names.items() if as_said == pattern or fnmatch.fnmatchcase(as_said, pattern)
+    ]
 
 
 def _patterns(select: object) -> list[str]:

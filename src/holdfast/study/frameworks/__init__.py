@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.study.frameworks.models import MODELS
+
 SUITES = ("cost", "formats", "scale", "determinism", "bitflips")
 
 
@@ -25,10 +27,24 @@ class Entry:
     module: str
     environment: str | None = None
     suites: tuple[str, ...] = ("cost", "formats", "determinism", "bitflips")
+    models: tuple[str, ...] = MODELS
 
 
 FRAMEWORKS: dict[str, Entry] = {
     "torch": Entry("PyTorch", "holdfast.study.frameworks.torch_worker", suites=SUITES),
+    "accelerate": Entry(
+        "accelerate", "holdfast.study.frameworks.accelerate_worker", "transformers", suites=("cost",)
+    ),
+    "transformers": Entry(
+        "transformers, Trainer",
+        "holdfast.study.frameworks.transformers_worker",
+        "transformers",
+        suites=("cost",),
+        models=("gpt2",),
+    ),
+    "lightning": Entry(
+        "Lightning", "holdfast.study.frameworks.lightning_worker", "transformers", suites=("cost",)
+    ),
 }
 
 

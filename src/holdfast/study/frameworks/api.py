@@ -283,3 +283,24 @@ class Framework(ABC):
 
     def probe(self, seed: int) -> Probe:
         raise NotImplementedError("this framework has no probe for determinism")
+
+
+class LoopMechanism(Mechanism):
+    """A way to checkpoint that a trainer's own loop drives: only its name and kind, it is never opened."""
+
+    def write(self, target: Path) -> None:
+        raise NotImplementedError
+
+    def load(self) -> None:
+        raise NotImplementedError
+
+
+class LoopFramework(Framework):
+    """A trainer that owns its loop, so that whole loops are measured. It takes part in ``cost`` only."""
+
+    @abstractmethod
+    def loop(self, mechanism: str, durable: bool, every: int, steps: int, directory: Path) -> float:
+        """Trains the model that was built last for ``steps + 2`` steps; no checkpoints if `mechanism` is "".
+
+        Returns the seconds from the beginning of the second step to the beginning of the last one.
+        """

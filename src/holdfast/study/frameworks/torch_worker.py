@@ -39,10 +39,13 @@ class TorchTraining(Training):
 
     def step(self) -> float:
         loss = torch_models.loss_of(self.model, self._batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def weights(self) -> Arrays:
         return {name: tensor.numpy() for name, tensor in self.model.state_dict().items()}

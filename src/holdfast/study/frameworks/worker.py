@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.study.costs import cost_of
-from holdfast.study.frameworks.api import Arrays, Framework, Mechanism, Training
+from holdfast.study.frameworks.api import Arrays, Framework, LoopFramework, Mechanism, Training
 from holdfast.study.peers.base import files_below, remove, sync_tree
 from holdfast.study.results import PEAK_NBYTES, SECONDS
 
@@ -51,6 +51,7 @@ class Worker:
         return {
             "versions": self._framework.versions(),
             "models": list(self._framework.models),
+            "loop": isinstance(self._framework, LoopFramework),
             "mechanisms": [
                 {
                     "key": mechanism.key,
@@ -93,6 +94,8 @@ class Worker:
         One more is made before the clock starts: what is measured is the middle of a training, in which a
         save that is due may have to wait for the one before it.
         """
+        if isinstance(self._framework, LoopFramework):
+            return self._train_loop(self._framework, mechanism, durable, every, steps, Path(directory))
         training = self._require_training()
 
         def train_only() -> float:
@@ -121,6 +124,33 @@ class Worker:
             "stall_seconds": (seconds - base) / saves,
             "call_seconds": called / saves,
             "drain_seconds": drained,
+            "lost_percent": 100 * (seconds - base) / base,
+        }
+
+    def _train_loop(
+        self,
+        framework: LoopFramework,
+        mechanism: str,
+        durable: bool,
+        every: int,
+        steps: int,
+        directory: Path,
+    ) -> dict[str, float]:
+        def seconds_of(mechanism: str) -> float:
+            directory.mkdir(parents=True)
+            try:
+                return framework.loop(mechanism, durable, every, steps, directory)
+            finally:
+                remove(directory)
+
+        before = seconds_of("")
+        seconds = seconds_of(mechanism)
+        base, saves = (before + seconds_of("")) / 2, steps // every
+        return {
+            SECONDS: seconds,
+            "base_seconds": base,
+            "saves": saves,
+            "stall_seconds": (seconds - base) / saves,
             "lost_percent": 100 * (seconds - base) / base,
         }
 
@@ -264,11 +294,15 @@ class Worker:
         expected = whole.weights()
         first = self._framework.probe(seed)
         early = [first.step() for _ in range(steps)]
+        restored: dict[str, float] = {}
         if default:
+            saved = first.capture()
             checkpoint = next(each for each in self._framework.defaults if each.key == default)()
             checkpoint.save(first, Path(directory))
             resumed = self._framework.probe(seed + 1)
             checkpoint.load(resumed, Path(directory))
+            loaded = resumed.capture()
+            restored = {f"restored, {key}": float(same(saved[key], loaded[key])) for key in saved}
         else:
             captured = first.capture()
             resumed = self._framework.probe(seed + 1)
@@ -281,6 +315,7 @@ class Worker:
         ]
         found = resumed.weights()
         return {
+            **restored,
             "steps": 2.0 * steps,
             "repeatable": float(losses[:steps] == early),
             "first_differing_step": float(differing[0]) if differing else 0.0,
@@ -417,6 +452,18 @@ def find_bytes(path: Path, wanted: bytes) -> tuple[Path, int] | None:
         if at >= 0:
             return file, at
     return None
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees of containers, arrays and plain values are equal."""
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if hasattr(one, "__array__"):
+        first, second = (each.detach() if hasattr(each, "detach") else each for each in (one, other))
+        return bool(np.array_equal(np.asarray(first), np.asarray(second)))
+    return bool(one == other)
 
 
 def digest(arrays: Mapping[str, NDArray[Any]]) -> str:

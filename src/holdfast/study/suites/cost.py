@@ -23,38 +23,28 @@ _COPIES = 3
 
 
 class Cost(MechanismCase):
+    """`split` False: of a trainer that owns its loop, one save cannot be had alone."""
+
     def __init__(
-        self, process: FrameworkProcess, mechanism: dict[str, Any], durable: bool, memory: str
+        self, process: FrameworkProcess, mechanism: dict[str, Any], durable: bool, memory: str, split: bool
     ) -> None:
-        self._kind = "durable" if durable else "not durable"
-        super().__init__(
-            process, mechanism, (f"{self._kind} split", *(f"{self._kind} every {every}" for every in EVERY))
-        )
-        self.key = f"{mechanism['key']}, {self._kind}"
+        kind = "durable" if durable else "not durable"
+        trained = tuple(f"{kind} every {every}" for every in EVERY)
+        super().__init__(process, mechanism, (*trained, f"{kind} split") if split else trained)
+        self.key = f"{mechanism['key']}, {kind}"
         self._durable, self._memory = durable, memory
 
     def measure(self, turn: Turn) -> None:
         name = self.mechanism["key"]
-        memory = f"{self._memory}/{name}" if self._memory else ""
-        with turn.settled():
-            found = self.process.ask(
-                "split",
-                mechanism=name,
-                durable=self._durable,
-                directory=str(turn.directory / "split"),
-                memory=memory,
-            )
-        turn.record(self.sections[0], found)
-        for every, section in zip(EVERY, self.sections[1:], strict=True):
+        common = {"mechanism": name, "durable": self._durable}
+        for every, section in zip((*EVERY, None), self.sections, strict=False):
+            directory = str(turn.directory / section.replace(" ", "-"))
             with turn.settled():
-                found = self.process.ask(
-                    "train",
-                    mechanism=name,
-                    durable=self._durable,
-                    every=every,
-                    steps=STEPS,
-                    directory=str(turn.directory / f"every-{every}"),
-                )
+                if every is not None:
+                    order: dict[str, Any] = {"do": "train", "every": every, "steps": STEPS}
+                else:
+                    order = {"do": "split", "memory": f"{self._memory}/{name}" if self._memory else ""}
+                found = self.process.ask(directory=directory, **common, **order)
             turn.record(section, found)
 
 
@@ -69,8 +59,8 @@ class CostSuite(FrameworkSuite):
             cases: list[Case] = []
             for mechanism in hello["mechanisms"]:
                 if not mechanism["always_durable"]:
-                    cases.append(Cost(process, mechanism, False, memory))
-                cases.append(Cost(process, mechanism, True, memory))
+                    cases.append(Cost(process, mechanism, False, memory, not hello["loop"]))
+                cases.append(Cost(process, mechanism, True, memory, not hello["loop"]))
             yield self.group(f"{self.framework}, {self.model}", cases)
 
     def needs(self) -> Needs:

@@ -1,96 +1,23 @@
-"""Holdfast under Lightning: `HoldfastIO` where Lightning saves, `HoldfastCallback` for every step.
+"""`HoldfastCallback`: a durable checkpoint after every step, and exact resume.
 
-`HoldfastIO` is a ``CheckpointIO``: what ``ModelCheckpoint``, ``Trainer.save_checkpoint`` and ``Fabric.save``
-dump goes through `holdfast.save`. `HoldfastCallback` has a `Checkpointer` of its own, with the live objects
-of the training instead of a dump: it saves while the next step runs, on all ranks, and restores what
-Lightning leaves out (random numbers of every rank).
-
-Private names of Lightning that this relies on: ``Trainer.fit_loop`` with ``epoch_loop.batch_progress``,
-``_combined_loader``, ``state_dict`` and ``restarting`` of loops.
+It has a `Checkpointer` of its own, with the live objects of the training instead of a dump: it saves while
+the next step runs, on all ranks, and restores what Lightning leaves out (random numbers of every rank).
 """
 
 from __future__ import annotations
 
-import io
 import os
-import shutil
-from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
-
-from holdfast.integrations.versions import require
-
-require("lightning", "2.6", "2.7", extra="lightning")
 
 import torch
 from lightning import __version__
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import CheckpointIO
-from torch.utils.hooks import RemovableHandle
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.data import Loader
+from holdfast.integrations.late_step import LateStep
 from holdfast.state.marks import per_rank, rank_zero
 from holdfast.state.rng import rng
-from holdfast.store import Options, load, save
-
-
-class HoldfastIO(CheckpointIO):
-    """``Trainer(plugins=[HoldfastIO()])``: each of Lightning's checkpoints is a Holdfast checkpoint.
-
-    It is a directory, durable and checksummed, that appears at once and whole. Checkpoints that Lightning
-    wrote without it, which are files, are still read.
-    """
-
-    def __init__(self, options: Options | None = None) -> None:
-        self._options = options
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
-        if storage_options is not None:
-            raise TypeError("HoldfastIO takes no storage_options; give it options=holdfast.Options(...)")
-        step = checkpoint.get("global_step", checkpoint.get("step", 0))
-        step = step if type(step) is int and step >= 0 else 0
-        save(path, checkpoint, step=step, overwrite=True, options=self._options, process_group="none")
-
-    def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        if os.path.isfile(path):
-            found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
-            return found
-        loaded: dict[str, Any] = load(path, process_group="none")
-        if map_location is not None:  # it has many forms; torch knows their meaning
-            loaded = torch.load(_torch_file(loaded), map_location=map_location, weights_only=False)
-        return loaded
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        if os.path.islink(path) or os.path.isfile(path):
-            os.unlink(path)
-        elif os.path.isdir(path):
-            # Under a name that nobody looks for: what is left after a kill is no checkpoint.
-            removed = f"{os.fspath(path).rstrip('/')}.removed"
-            shutil.rmtree(removed, ignore_errors=True)
-            os.rename(path, removed)
-            shutil.rmtree(removed)
-
-
-def load_from_checkpoint(cls: type[Any], path: str | os.PathLike[str], **arguments: Any) -> Any:
-    """``cls.load_from_checkpoint`` for a directory of `HoldfastIO`, or a run of `HoldfastCallback`."""
-    found = load(path, process_group="none")
-    if "state_dict" not in found:
-        found = {**found["extras"]["module"], "state_dict": found["model"]}
-    # The file is made here, of plain values and tensors: there is nothing in it to beware of.
-    return cls.load_from_checkpoint(_torch_file(found), **{"weights_only": False, **arguments})
-
-
-def _torch_file(state: dict[str, Any]) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
 
 
 class HoldfastCallback(Callback):
@@ -108,7 +35,7 @@ class HoldfastCallback(Callback):
         self._run = run
         self._options = options
         self._checkpointer: Checkpointer | None = None
-        self._steps: list[_LateStep] = []
+        self._steps: list[LateStep] = []
         self._rng = rng(hold=True)
         self._state: dict[str, Any] = {}
         self._saved_step = 0
@@ -123,7 +50,7 @@ class HoldfastCallback(Callback):
     # --- resuming
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._steps = [_LateStep(optimizer) for optimizer in trainer.optimizers]
+        self._steps = [LateStep(optimizer) for optimizer in trainer.optimizers]
         self._state = {
             "model": trainer.strategy.model,
             "optimizers": list(trainer.optimizers),
@@ -238,33 +165,3 @@ class HoldfastCallback(Callback):
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
-
-
-class _LateStep:
-    """An optimizer as the `Checkpointer` sees it: its step begins when it changes the weights.
-
-    Lightning calls ``optimizer.step`` with a closure that does forward and backward. A save that was awaited
-    when this call begins would overlap with nothing.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._own = optimizer
-        self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
-
-    @property
-    def param_groups(self) -> Any:
-        return self._own.param_groups
-
-    @property
-    def state(self) -> Any:
-        return self._own.state
-
-    def register_step_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        handle = RemovableHandle(self._optimizer_step_pre_hooks)
-        self._optimizer_step_pre_hooks[handle.id] = hook
-        return handle
-
-    def begin(self, optimizer: Any) -> None:
-        if optimizer is self._own:
-            for hook in list(self._optimizer_step_pre_hooks.values()):
-                hook(optimizer, (), {})

@@ -1,0 +1,121 @@
+"""What Lightning saves and loads by itself, through Holdfast: one checkpoint directory for each.
+
+``ModelCheckpoint``, ``Trainer.save_checkpoint``, ``ckpt_path`` and ``Fabric.save`` dump their state to a
+``CheckpointIO``, on rank 0: `HoldfastIO`. Sharded strategies write files of their own instead;
+`HoldfastSharded` replaces that.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.plugins import CheckpointIO
+
+from holdfast.integrations.folders import remove
+from holdfast.state.marks import rank_zero
+from holdfast.store import Options, is_checkpoint, load, save
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ModelParallelStrategy as _Strategy
+else:
+    _Strategy = object
+
+
+class HoldfastIO(CheckpointIO):
+    """``Trainer(plugins=[HoldfastIO()])``: each of Lightning's checkpoints is a Holdfast checkpoint.
+
+    It is a directory, durable and checksummed, that appears at once and whole. Checkpoints that Lightning
+    wrote without it, which are files, are still read.
+    """
+
+    def __init__(self, options: Options | None = None) -> None:
+        self._options = options
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("HoldfastIO takes no storage_options; give it options=holdfast.Options(...)")
+        step = _step_in(checkpoint)
+        save(path, checkpoint, step=step, overwrite=True, options=self._options, process_group="none")
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if os.path.isfile(path):
+            found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
+            return found
+        loaded: dict[str, Any] = load(path, process_group="none")
+        if map_location is not None:  # it has many forms; torch knows their meaning
+            loaded = torch.load(_torch_file(loaded), map_location=map_location, weights_only=False)
+        return loaded
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        remove(path)
+
+
+class HoldfastSharded(_Strategy):
+    """In front of a sharded strategy: ``class Sharded(HoldfastSharded, ModelParallelStrategy): ...``.
+
+    Then ``ModelCheckpoint``, ``Trainer.save_checkpoint`` and ``ckpt_path`` go through Holdfast, and every
+    rank writes what it holds, from where it lies: nothing is gathered or copied. Checkpoints that the
+    strategy wrote without it are still read.
+    """
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # `save_checkpoint` takes the model itself
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("HoldfastSharded takes no storage_options")
+        rest = {
+            key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
+        }
+        optimizers = list(self.optimizers) if "optimizer_states" in checkpoint else []
+        state = {"state_dict": self.model, "optimizers": optimizers, "rest": rank_zero(rest)}
+        save(self.broadcast(os.fspath(filepath)), state, step=_step_in(rest), overwrite=True)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = self.broadcast(os.fspath(checkpoint_path))
+        if not is_checkpoint(path):
+            native: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
+            return native
+        state = {"state_dict": self.model, "optimizers": list(self.optimizers), "rest": rank_zero(None)}
+        # There are optimizers to restore in `fit` only.
+        load(path, into=state, select=None if self.optimizers else ["state_dict", "rest"])
+        found: dict[str, Any] = state["rest"].value
+        return found
+
+
+def load_from_checkpoint(cls: type[Any], path: str | os.PathLike[str], **arguments: Any) -> Any:
+    """``cls.load_from_checkpoint`` for what Holdfast saved: a directory, or a run of `HoldfastCallback`."""
+    found = load(path, process_group="none")
+    if "rest" in found:
+        found = {**found["rest"], "state_dict": found["state_dict"]}
+    elif "state_dict" not in found:
+        found = {**found["extras"]["module"], "state_dict": found["model"]}
+    # The file is made here, of plain values and tensors: there is nothing in it to beware of.
+    return cls.load_from_checkpoint(_torch_file(found), **{"weights_only": False, **arguments})
+
+
+def _torch_file(state: dict[str, Any]) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def _step_in(checkpoint: dict[str, Any]) -> int:
+    step = checkpoint.get("global_step", checkpoint.get("step", 0))
+    return step if type(step) is int and step >= 0 else 0

@@ -1,0 +1,110 @@
+"""``ls``, ``verify`` and ``prune`` on directories that are no plain run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from support.command import command, damage_leaf, damage_manifest, make_run, run_names, step_path
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    for number in (1, 2, 10):
+        holdfast.save(tmp_path / "named" / f"epoch-{number}", {"w": np.full(3, number)}, step=number * 100)
+    return tmp_path / "named"
+
+
+def test_checkpoints_of_other_names_are_listed_as_people_sort_them(named: Path) -> None:
+    outcome = command("ls", named)
+    assert outcome.code == 0
+    assert [line.split()[:2] for line in outcome.lines[2:5]] == [
+        ["epoch-1", "100"],
+        ["epoch-2", "200"],
+        ["epoch-10", "1000"],
+    ]
+
+
+def test_verify_reads_checkpoints_of_other_names(named: Path) -> None:
+    outcome = command("verify", named)
+    assert (outcome.code, outcome.lines[-1].split(":")[0]) == (0, "3 checkpoints intact")
+    damage_leaf(named / "epoch-2", "w")
+    outcome = command("verify", named)
+    assert outcome.code == 1
+    assert "DAMAGED epoch-2 1 problem" in outcome.lines
+
+
+def test_a_damaged_one_is_called_by_its_name(named: Path) -> None:
+    damage_manifest(named / "epoch-10")
+    outcome = command("ls", named)
+    assert outcome.code == 1
+    assert "damaged: epoch-10." in outcome.out
+
+
+def test_directories_of_other_programs_are_no_checkpoints(named: Path) -> None:
+    (named / "web").mkdir()
+    (named / "web" / "manifest.json").write_text('{"name": "app"}')
+    assert len(command("ls", named, "--json").document["checkpoints"]) == 3
+    assert command("verify", named).code == 0
+
+
+def test_prune_leaves_checkpoints_of_other_names_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", (1, 2, 3))
+    holdfast.save(run / "best", {"w": np.ones(1)}, step=1)
+    document = command("prune", run, "--last", "1", "--json").document
+    assert [item["step"] for item in document["removed"]] == [1, 2]
+    assert run_names(run) == ["best", "step-000000000003"]
+    assert [line.split()[0] for line in command("ls", run).lines[2:4]] == ["step-000000000003", "best"]
+
+
+def test_a_directory_above_runs_lists_the_runs(tmp_path: Path) -> None:
+    for name in ("b", "a", "sweep/lr-1", ".hidden/c", "a/inner"):
+        make_run(tmp_path / "runs" / name, (1, 2))
+    outcome = command("ls", tmp_path)
+    assert outcome.code == 0
+    assert [line.split()[:3] for line in outcome.lines[2:5]] == [
+        ["runs/a", "2", "2"],
+        ["runs/b", "2", "2"],
+        ["runs/sweep/lr-1", "2", "2"],
+    ]
+    assert outcome.lines[-1].startswith("3 runs, 6 checkpoints, ")
+    first = command("ls", tmp_path / "runs", "--json").document["runs"][0]
+    assert (first["path"], first["checkpoints"], first["newest"]["step"]) == (str(tmp_path / "runs/a"), 2, 2)
+
+
+def test_verify_reads_all_runs_below(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / name, (1, 2))
+    damage_leaf(step_path(tmp_path / "b", 1), "model.w")
+    outcome = command("verify", tmp_path)
+    assert outcome.code == 1
+    assert "intact a/step-000000000001 2 leaves, 8.0 KiB" in outcome.lines
+    assert "DAMAGED b/step-000000000001 1 problem" in outcome.lines
+    assert outcome.lines[-1] == "1 of 4 checkpoints damaged"
+
+
+def test_prune_of_a_directory_above_runs_removes_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", (1, 2, 3, 4, 5))
+    outcome = command("prune", tmp_path)
+    assert outcome.code == 1
+    assert "there are runs below it" in outcome.err
+    assert len(run_names(tmp_path / "a")) == 5
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_without_a_path_ls_lists_the_present_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(make_run(tmp_path / "run", (1,)))
+    assert "1 checkpoint, " in command("ls").out
+
+
+def test_a_checkpoint_of_another_system_is_pointed_out(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "one", {"w": np.ones(3)})
+    command("export", tmp_path / "one", tmp_path / "hf.safetensors")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf.safetensors").rename(tmp_path / "hf" / "model.safetensors")
+    assert "is a checkpoint of another system" in command("ls", tmp_path / "hf").out
