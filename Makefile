@@ -149,7 +149,7 @@ $(DOCS_TOOLS)/.stamp: requirements-docs.txt
 	@touch $@
 
 docs: $(DOCS_TOOLS)/.stamp
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_TOOLS)/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_TOOLS)/bin/python -m mkdocs build --quiet --strict
 	@echo "the site is in build/site"
 
 # The wheel is built from the sdist, so that one that lacks a file fails here.
