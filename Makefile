@@ -150,7 +150,7 @@ $(DOCS_TOOLS)/.stamp: requirements-docs.txt
 
 docs: $(DOCS_TOOLS)/.stamp
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_TOOLS)/bin/python -m mkdocs build --quiet --strict
-	@echo "the site is in build/site"
+	@echo "the site is in build/site; to look at it: python3 -m http.server --directory build/site"
 
 # The wheel is built from the sdist, so that one that lacks a file fails here.
 DIST_TOOLS := build/dist-tools
