@@ -7,6 +7,7 @@
 #   make build    rebuild the native module after a change in native/ (seconds)
 #   make compat   what needs no torch, on another Python: PYTHON=python3.10 WITH="numpy==1.24.0 msgspec==0.21.0"
 #   make peers    build environments with DeepSpeed, transformers, ... in build/peers; run the tests that need them
+#   make browser  look at the pages of `holdfast view` in a real Chromium; pictures are left in build/browser
 #   make cross    compile the engine's core for arm64;  make arm  runs it, too (qemu)
 #   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
 #   make benchmarks  measure everything and write docs/benchmarks.md (about half an hour; ARGS="--quick" for less)
@@ -46,7 +47,8 @@ CORE_FLAGS := -std=c++20 -O2 -g -pthread -Wall -Wextra -Wshadow -Wconversion -Wn
   -D_FILE_OFFSET_BITS=64 -DHOLDFAST_HAVE_URING=0 -Inative/src -isystem $(VENV)/include
 CROSS_CXX := aarch64-linux-gnu-g++
 
-.PHONY: help setup build demo test compat peers check format cross arm bench benchmarks study docs dist dist-test clean distclean
+.PHONY: help setup build demo test compat peers browser check format cross arm bench benchmarks study docs dist dist-test clean \
+  distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
@@ -95,6 +97,12 @@ compat:
 peers: setup
 	$(BIN)/python tools/peers.py
 	$(BIN)/python -m pytest -q -m peers $(PYTEST_ARGS)
+
+# Debian's browser, and what drives it; nothing of this is needed to use Holdfast.
+browser: setup
+	@tools/cross-packages.sh chromium=chromium
+	@$(PIP) install --quiet 'playwright>=1.61,<2'
+	$(BIN)/python -m pytest -q -m browser $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .

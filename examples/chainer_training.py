@@ -8,6 +8,7 @@ Stop it at any moment (Ctrl-C, kill -9) and start it again: it ends with the sam
 from __future__ import annotations
 
 import argparse
+import random
 
 import chainer
 import chainer.functions as F
@@ -35,6 +36,7 @@ class Regression(chainer.Chain):
 
 
 def main(run: str, epochs: int) -> None:
+    random.seed(3)
     np.random.seed(3)
     data = np.random.RandomState(1).randn(256, 16).astype(np.float32)
     model = Regression()

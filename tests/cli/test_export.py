@@ -205,7 +205,7 @@ def test_a_link_is_replaced_and_not_what_it_leads_to(checkpoint: Path, output: P
     assert set(read(output)[0]) == {"model.w", "model.b"}
 
 
-@pytest.mark.parametrize("name", [SHARD, "manifest.json", "other.safetensors"])
+@pytest.mark.parametrize("name", [SHARD, "other.safetensors"])
 @pytest.mark.parametrize("through_link", [False, True], ids=["", "link"])
 def test_nothing_is_written_into_a_checkpoint(
     name: str, through_link: bool, checkpoint: Path, tmp_path: Path
@@ -323,3 +323,26 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
     peak = int(result.stdout.split()[-1]) * 1024
     assert output.stat().st_size > nbytes
     assert peak < nbytes // 2, f"{peak >> 20} MiB for a leaf of {nbytes >> 20} MiB"
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model", "model.safetensor", "model.gguf"])
+def test_another_ending_is_refused_and_the_known_ones_are_named(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    outcome = command("export", checkpoint, tmp_path / name)
+    assert outcome.code == 2
+    said = " ".join(outcome.err.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
+    assert "export writes .safetensors files" in said
+    assert "holdfast convert" in said
+    with pytest.raises(ValueError, match=r"\.safetensors"):
+        holdfast.inspect.export(checkpoint, tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_convert_makes_no_directory_with_the_ending_of_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    outcome = command("convert", checkpoint, tmp_path / "model.gguf")
+    assert outcome.code == 2
+    assert ".gguf files cannot be written" in outcome.err
+    assert ".ckpt" in outcome.err
+    assert not (tmp_path / "model.gguf").exists()
+    assert command("convert", checkpoint, tmp_path / "run-1.5").code == 0

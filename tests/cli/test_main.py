@@ -66,7 +66,7 @@ def test_every_command_has_help_and_json(name: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("nonsense",), ("ls",), ("ls", "a", "b"), ("show", "x", "--nonsense"), ("diff", "a"), ("export", "a")],
+    [("nonsense",), ("show",), ("ls", "a", "b"), ("show", "x", "--nonsense"), ("diff", "a"), ("export", "a")],
     ids=" ".join,
 )
 def test_wrong_usage_exits_with_2_and_says_why(arguments: tuple[str, ...]) -> None:

@@ -38,6 +38,7 @@ from jax.sharding import PartitionSpec as P
 
 import holdfast
 from holdfast.jax import Checkpointer, load, save
+from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
 assert "torch" not in sys.modules
 warnings.filterwarnings("ignore", message="os.fork")
@@ -143,6 +144,13 @@ def trees(folder: str) -> None:
     )
     refused("kinds.int4: checkpoint holds elements of type int4, target elements of type uint4",
             {"kinds.int4": jnp.zeros(5, "uint4")}, folder)  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        more = {**all_kinds(eight, 3.0), "new": jnp.full(3, 7.0), "raw_key": jnp.zeros(3)}
+        found = load(f"{folder}/0", more, strict=False)
+    assert found["new"].tolist() == [7.0] * 3
+    assert found["raw_key"].tolist() == [0.0] * 3
+    assert bits(found["params"]["dense"]["kernel"]) == bits(original["params"]["dense"]["kernel"])
     less = {key: leaf for key, leaf in original.items() if key != "weak"}
     raises(holdfast.StateMismatch, "weak", lambda: load(f"{folder}/0", less))
 
@@ -282,6 +290,7 @@ def spread(folder: str, *, write: bool) -> None:
         "both": put(numbers.reshape(256, 256), "x", "y"),
         "rows": put(numbers, "x"),
         "copies": put(numbers[:5]),
+        "table": put(numbers.reshape(512, 128)),
         "some": put(numbers[:6], "y"),
         "host": jnp.asarray(numbers[:3]),
         "keys": jax.jit(
@@ -313,8 +322,15 @@ def spread(folder: str, *, write: bool) -> None:
 def saved_apart(folder: str) -> None:
     """Each process has written the shards that it owns."""
     assert len(list(Path(folder, "spread").glob("r*.safetensors"))) == jax.process_count()
+    with StoredCheckpoint(f"{folder}/spread") as stored:
+        for process in range(jax.process_count()):
+            held = {leaf.name: leaf for leaf in stored.part(process).leaves}
+            rows = sum(fragment.shape[0] for fragment in held["table"].fragments)
+            assert rows == 512 // jax.process_count(), held["table"]
+            assert ("copies" in held) is (process == 0), held
     with holdfast.open(f"{folder}/spread") as opened:
         assert opened.world == jax.process_count()
+        assert opened["table"][511:].tolist() == [list(range(511 * 128, 1 << 16))]
         assert opened["rows"][-1:].tolist() == [(1 << 16) - 1]
 
 

@@ -124,7 +124,7 @@ def test_export_strips_a_prefix_and_the_reader_puts_it_back(tmp_path: Path) -> N
     with holdfast.open(output) as checkpoint:
         assert set(checkpoint) == {f"model.{name}" for name in model.state_dict()}
     with pytest.raises(StateMismatch, match="stripped"):
-        holdfast.inspect.export(path, tmp_path / "no", strip="model.")
+        holdfast.inspect.export(path, tmp_path / "no.safetensors", strip="model.")
 
 
 @pytest.mark.parametrize("to", KINDS)

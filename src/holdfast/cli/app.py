@@ -10,11 +10,13 @@ import typer
 
 from holdfast import __version__
 from holdfast.cli.bench import bench
+from holdfast.cli.completion import completion
 from holdfast.cli.convert import convert
 from holdfast.cli.diff import diff
 from holdfast.cli.doctor import doctor
 from holdfast.cli.drill import drill
 from holdfast.cli.errors import BROKEN_PIPE, PROBLEM
+from holdfast.cli.examples import ExampleCommand, ExampleGroup
 from holdfast.cli.export import export
 from holdfast.cli.ls import ls
 from holdfast.cli.prune import prune
@@ -34,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
+    cls=ExampleGroup,
 )
 
 _LOOK = "Look"
@@ -44,17 +47,19 @@ _TRAINING = "Your training"
 for _panel, _commands in (
     (_LOOK, (ls, show, stats, view, verify, diff)),
     (_CHANGE, (export, convert, prune)),
-    (_MACHINE, (doctor, bench)),
+    (_MACHINE, (doctor, bench, completion)),
 ):
     for _command in _commands:
-        app.command(rich_help_panel=_panel)(_command)
+        app.command(rich_help_panel=_panel, cls=ExampleCommand)(_command)
 
 app.add_typer(spec, name="spec", rich_help_panel=_LOOK)
 app.add_typer(shelf, name="shelf", rich_help_panel=_LOOK)
 app.add_typer(study, name="study", rich_help_panel=_MACHINE)
 
 # What follows the first word of the drilled command is that command's, also where it looks like an option.
-app.command(rich_help_panel=_TRAINING, context_settings={"allow_interspersed_args": False})(drill)
+app.command(
+    rich_help_panel=_TRAINING, cls=ExampleCommand, context_settings={"allow_interspersed_args": False}
+)(drill)
 
 
 def _print_version(wanted: bool) -> None:
@@ -71,9 +76,11 @@ def holdfast(
 ) -> None:
     """Training state: durable after every step, at the speed of the disk.
 
-    The path of a run stands for its newest checkpoint. Every command takes --json.
+    A PATH is a checkpoint, or a run, which stands for its newest checkpoint. RUN@30 is that of step 30,
+    RUN@latest the newest, RUN@-2 the one before it; inside of a run, @30 will do.
 
-    Exit code 0: fine; 1: a problem was found; 2: wrong usage.
+    Commands that report something take --json. Exit code 0: fine; 1: a problem was found, or two checkpoints
+    differ; 2: wrong usage.
     """
 
 

@@ -50,7 +50,11 @@ def convert(
     ] = None,
     select: Annotated[
         list[str] | None,
-        typer.Option("--select", metavar="GLOB", help="Only the leaves that match; may be given again."),
+        typer.Option(
+            "--select",
+            metavar="GLOB",
+            help="Only leaves that match or are in this subtree; may be given again.",
+        ),
     ] = None,
     dtype: Annotated[
         str | None,

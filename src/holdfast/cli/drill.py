@@ -52,8 +52,6 @@ def drill(
     It runs once undisturbed, then with SIGKILL at random moments, in saves and restores too, until it ends.
     The script needs no change: its Checkpointer works in a directory of the drill, real runs are not touched.
     Exit code 1 if durable steps were lost, or if any bit of any checkpoint differs.
-
-    holdfast drill -- python train.py --steps 200
     """
     import shutil
 

@@ -22,7 +22,11 @@ def export(
     ],
     select: Annotated[
         list[str] | None,
-        typer.Option("--select", metavar="GLOB", help="Only the leaves that match; may be given again."),
+        typer.Option(
+            "--select",
+            metavar="GLOB",
+            help="Only leaves that match or are in this subtree; may be given again.",
+        ),
     ] = None,
     strip: Annotated[
         str,
@@ -44,6 +48,8 @@ def export(
         from holdfast import inspect
 
         began = time.perf_counter()
+        if output.suffix != inspect.safetensors_export.SUFFIX:
+            raise typer.BadParameter(inspect.safetensors_export.wrong_suffix(output))
         with out.progress("exporting") as progress:
             done = inspect.export(path, output, select=select, strip=strip, force=force, progress=progress)
         if as_json:

@@ -18,7 +18,7 @@ def ls(
         Path,
         typer.Argument(
             readable=False,
-            metavar="[DIR]",
+            metavar="DIR",
             show_default=False,
             help="A run, or a directory above runs; default: here.",
         ),

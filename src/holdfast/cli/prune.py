@@ -18,9 +18,11 @@ _DEFAULT_LAST = 3
 
 def prune(
     run: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="A run's directory.")],
-    last: Annotated[int, typer.Option("--last", min=1, help="Keep the newest so many.")] = _DEFAULT_LAST,
+    last: Annotated[
+        int, typer.Option("--last", min=1, metavar="N", help="Keep the newest N.")
+    ] = _DEFAULT_LAST,
     every: Annotated[
-        int | None, typer.Option("--every", min=1, help="Keep steps that are a multiple of this.")
+        int | None, typer.Option("--every", min=1, metavar="N", help="Keep steps that are multiples of N.")
     ] = None,
     best: Annotated[
         str | None,
@@ -29,7 +31,8 @@ def prune(
         ),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", help="Keep checkpoints at least this far apart in time.")
+        float | None,
+        typer.Option("--seconds", metavar="S", help="Keep checkpoints that are at least S seconds apart."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would go.")] = False,
     as_json: Json = False,

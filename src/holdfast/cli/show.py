@@ -30,7 +30,7 @@ def show(
     ] = None,
     depth: Annotated[
         int | None,
-        typer.Option("--depth", min=1, help="Only totals, of subtrees by so many parts of their names."),
+        typer.Option("--depth", min=1, metavar="N", help="Only totals, by the first N parts of the names."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
     as_json: Json = False,

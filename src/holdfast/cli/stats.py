@@ -25,7 +25,7 @@ def stats(
     plot: Annotated[
         Path | None, typer.Option("--plot", readable=False, help="Also draw a .png or .svg.")
     ] = None,
-    last: Annotated[int, typer.Option("--last", min=0, help="How many of the latest events to list.")] = 10,
+    last: Annotated[int, typer.Option("--last", min=0, metavar="N", help="List the latest N events.")] = 10,
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Only the table of metrics: every step, pruned ones too.")
     ] = False,

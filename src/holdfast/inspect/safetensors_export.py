@@ -23,6 +23,8 @@ from holdfast.store.names import PARTIAL, RETIRED
 from holdfast.store.os_errors import saving
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 
+SUFFIX = ".safetensors"
+
 
 @dataclass(frozen=True, slots=True)
 class Exported:
@@ -50,15 +52,25 @@ def export(
     their first name; the others are listed in the file's metadata, next to the step. Every byte is verified
     on the way.
     `strip`: a prefix that all names lose, such as ``model.``. `holdfast.CheckpointExists` if `output` exists,
-    unless `force`.
+    unless `force`; `ValueError` if its name does not end in ``.safetensors``.
     """
     target = os.path.abspath(output)
+    if not target.endswith(SUFFIX):
+        raise ValueError(wrong_suffix(target))
     with open_newest(path) as checkpoint:
         chosen = checkpoint.select(list(select)) if select else list(checkpoint.leaves)
         entries, tied = chosen_entries(checkpoint, chosen, strip)
         file = SafetensorsFile(checkpoint, entries, tied, strip)
         _write(file, checkpoint, target, force, progress)
         return Exported(target, checkpoint.step, len(entries), file.nbytes, tied)
+
+
+def wrong_suffix(output: str | os.PathLike[str]) -> str:
+    """The error of an output that does not end as it must."""
+    return (
+        f"export writes {SUFFIX} files, not {os.path.basename(output)!r}. `holdfast convert` writes others: "
+        ".pt, .pth, .bin and .ckpt, and directories of Holdfast, Hugging Face, DCP and more"
+    )
 
 
 def chosen_entries(

@@ -52,8 +52,8 @@ def save(
 ) -> CheckpointInfo:
     """Saves a pytree; returns when it is durable. `holdfast.save` says what the arguments mean.
 
-    Under ``jax.distributed`` all processes call this, and each writes the shards that it owns (those with
-    ``replica_id`` 0).
+    Under ``jax.distributed`` all processes call this, and each writes the shards that only it has, and its
+    share of the others. Nothing is gathered.
     """
     return store.save(
         path,
@@ -72,6 +72,7 @@ def load(
     like: T,
     *,
     verify: bool = True,
+    strict: bool = True,
     options: Options | None = None,
     timeout: float = 600.0,
 ) -> T:
@@ -79,13 +80,19 @@ def load(
 
     Its leaves may be arrays, or ``jax.ShapeDtypeStruct`` with or without a sharding. Each device gets what
     its sharding says, and only that is read, however the checkpoint was sharded. What does not fit is a
-    `StateMismatch` that names the place.
+    `StateMismatch` that names the place; with ``strict=False``, those leaves are the ones of `like`.
     """
     with store.open(path, options=options) as checkpoint:
         target = Target(like, described=knows_jax(checkpoint.values))
         path = checkpoint.path  # of a run: all processes read the same one, whatever is saved meanwhile
     store.load(
-        path, target.state, verify=verify, options=options, process_group=process_group(), timeout=timeout
+        path,
+        target.state,
+        verify=verify,
+        strict=strict,
+        options=options,
+        process_group=process_group(),
+        timeout=timeout,
     )
     found: T = target.tree()
     return found
@@ -108,19 +115,19 @@ class Checkpointer:
         options.setdefault("process_group", process_group())
         self.inner = checkpointer.Checkpointer(run, {}, **options)
         """The `holdfast.Checkpointer` beneath: `steps`, `events`, `last_durable`, `preempted`, ..."""
-        if self.inner.mode != "sync":
-            with self.inner.update():  # all changes are announced: there are none
-                pass
 
     def save(self, step: int, tree: object, metrics: Mapping[str, float] | None = None) -> PendingSave | None:
         """Saves the tree after `step` completed steps; None when `every` skips it."""
-        self.inner.state = Live(tree)
+        with self.inner.update():
+            # No step counts as completed before the checkpoint of an earlier one is safe: a crash then costs
+            # one step, not two. Nothing else has to be announced, since arrays do not change.
+            self.inner.state = Live(tree)
         try:
             return self.inner.save(step, metrics)
         finally:
             self.inner.state = {}
 
-    def restore(self, like: T, step: int | None = None) -> tuple[int, T]:
+    def restore(self, like: T, step: int | None = None, *, strict: bool = True) -> tuple[int, T]:
         """The newest intact checkpoint of the run (or that of `step`), as `load` reads it, and its step.
 
         In a new run: 0 and `like` itself.
@@ -128,7 +135,7 @@ class Checkpointer:
         target = Target(like)
         self.inner.state = target.state
         try:
-            found = self.inner.restore(step)
+            found = self.inner.restore(step, strict=strict)
         finally:
             self.inner.state = {}
         return (found, target.tree()) if found or target.filled else (found, like)

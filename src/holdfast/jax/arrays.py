@@ -1,13 +1,14 @@
 """One ``jax.Array`` as boxes in host memory, and back, without gathering.
 
-`boxed` gives what this process writes: the shards with ``replica_id`` 0, which are all elements once. On the
-CPU they are views of the array's own buffers. `empty` gives memory for what the devices of this process need,
-and `placed` makes an array of it.
+`boxed` gives what this process writes: each shard that it has and no other process, and its share of those
+that several have, so that all elements are written once. On the CPU these are views of the array's own
+buffers. `empty` gives memory for what the devices of this process need, and `placed` makes an array of it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -19,6 +20,9 @@ from holdfast.format.geometry import Box, whole
 from holdfast.state import empty as fresh
 from holdfast.state.boxed import BoxedArray
 from holdfast.state.numpy_arrays import logical_name
+
+_WORTH_SHARING: Final = 1 << 14
+"""Elements of a shard that several processes have; the first of them writes a smaller one alone."""
 
 
 def is_key(array: Any) -> bool:
@@ -38,8 +42,9 @@ def boxed(array: jax.Array) -> BoxedArray:
         # Each process has such an array for itself, and all must have the same: it is stored once.
         parts = [(whole(array.shape), np.asarray(array))]
     else:
-        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-        parts = [(_box(shard.index, array.shape), np.asarray(shard.data)) for shard in shards]
+        data = {shard.device: shard.data for shard in array.addressable_shards}
+        shares = _shares(array.sharding, array.shape)
+        parts = [(box, np.asarray(data[device])[rows]) for device, box, rows in shares]
     dtype = np.dtype(array.dtype)
     if foreign_dtype(array) is not None:
         dtype = np.dtype(np.uint8)
@@ -88,6 +93,32 @@ def key_name(keys: Any) -> str:
         zeros = np.zeros(jax.eval_shape(jax.random.key_data, keys).shape, np.uint32)
         keys = jax.random.wrap_key_data(zeros, dtype=keys.dtype)
     return str(jax.random.key_impl(keys))
+
+
+@lru_cache(maxsize=4096)
+def _shares(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Any, Box, Any], ...]:
+    """What this process writes: on which device it is, which box of the array, and which rows of the shard.
+
+    All processes divide the shards that they have in common in the same way, without asking each other.
+    """
+    holders: dict[Box, dict[int, Any]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        holders.setdefault(_box(index, shape), {}).setdefault(device.process_index, device)
+    me = jax.process_index()
+    found: list[tuple[Any, Box, Any]] = []
+    for box, devices in holders.items():
+        processes = sorted(devices)
+        if me not in devices:
+            continue
+        rows = box.shape[0] if box.shape else 0
+        if len(processes) == 1 or rows < len(processes) or box.volume < _WORTH_SHARING:
+            if processes[0] == me:
+                found.append((devices[me], box, ...))
+            continue
+        begin, end = (rows * at // len(processes) for at in (processes.index(me), processes.index(me) + 1))
+        part = Box((box.start[0] + begin, *box.start[1:]), (end - begin, *box.shape[1:]))
+        found.append((devices[me], part, slice(begin, end)))
+    return tuple(found)
 
 
 def _indices(like: Any) -> dict[Any, tuple[slice, ...]]:

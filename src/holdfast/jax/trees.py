@@ -69,11 +69,13 @@ class Target:
     def __init__(self, like: Any, *, described: bool = True) -> None:
         self._leaves, self._structure = _flatten(like)
         self.state: dict[str, Any] = {BESIDE: {}} if described else {}
+        self._unfilled: dict[int, BoxedArray] = {}
         for path, leaf in self._leaves:
             if _is_jax(leaf):
                 leaf = arrays.empty(arrays.key_data_like(leaf) if arrays.is_key(leaf) else leaf)
+                self._unfilled[id(leaf)] = leaf
             elif isinstance(leaf, np.ndarray):
-                leaf = np.empty_like(leaf)
+                leaf = np.array(leaf)
             _insert(self.state, path, leaf)
 
     @property
@@ -101,6 +103,10 @@ class Target:
                 return arrays.placed(_plain(found), _whole(found), weak=name in weak)
             return found
         assert isinstance(found, BoxedArray)
+        if id(found) in self._unfilled:  # with strict=False: the checkpoint has nothing for it
+            if isinstance(like, jax.Array):
+                return like
+            raise StateMismatch(f"{name}: not in the checkpoint, and the target has no value", missing=[name])
         is_key = arrays.is_key(like)
         _compare(name, "random keys of", said["keys"].get(name), arrays.key_name(like) if is_key else None)
         if is_key:

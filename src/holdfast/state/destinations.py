@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.engine.buffers import Consumed, Destination, Memory, Strided
@@ -158,14 +158,18 @@ class MemoryPlan:
         return filled
 
     def plan_boxes(self, target: BoxedArray, name: str) -> Plan:
-        """The plan for an array of which several boxes are here, in memory that nothing else shares."""
+        """The plan for an array of which several boxes are here, in memory that nothing else shares.
+
+        Returns another object of the same memory: what is still the target's own has not been filled.
+        """
         self.used = True
         leaf = self._aliases.get(name, name)
         for box, array in target.boxes:
             where = array_destination(array)
             assert where is not None, "boxes to be filled are writable"
             self.boxes.append((leaf, box, where))
-        return lambda lookup: target
+        filled = replace(target)
+        return lambda lookup: filled
 
     def _key_of_another(self, first: FilledArray, name: str) -> str:
         """The name under which a leaf is read once more; it was the first's if that is an alias."""

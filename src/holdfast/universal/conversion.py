@@ -30,6 +30,23 @@ _BY_SUFFIX = {
     ".bin": "torch",
     ".ckpt": "torch",
 }
+_OF_OTHERS = frozenset(
+    (
+        ".gguf",
+        ".h5",
+        ".hdf5",
+        ".keras",
+        ".msgpack",
+        ".npy",
+        ".npz",
+        ".onnx",
+        ".pickle",
+        ".pkl",
+        ".tar",
+        ".zip",
+    )
+)
+"""Who names these asks for a file that is not written here, and not for a directory of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +185,14 @@ def target_kinds() -> list[str]:
 
 
 def _writer(to: str | None, path: str) -> Writer:
-    kind = to or _BY_SUFFIX.get(os.path.splitext(path)[1], "holdfast")
+    suffix = os.path.splitext(path)[1]
+    if to is None and suffix in _OF_OTHERS:
+        known = ", ".join(_BY_SUFFIX)
+        raise ValueError(
+            f"{suffix} files cannot be written. Known endings are {known}; without one, the target is a "
+            f"directory. If this is to be a directory, say of which kind ({', '.join(target_kinds())})"
+        )
+    kind = to or _BY_SUFFIX.get(suffix, "holdfast")
     for writer in WRITERS:
         if writer.kind == kind:
             return writer

@@ -1,0 +1,124 @@
+"""``holdfast completion SHELL``: the script by which a shell completes commands, options and ``RUN@STEP``.
+
+The scripts call ``holdfast completion --words LINE``, which prints one proposal per line. For paths it
+proposes nothing, so that the shell completes files as usual, except behind an @: there it lists the steps.
+"""
+
+from __future__ import annotations
+
+import os
+import typing
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+_SCRIPTS = {
+    # Bash ends a word at an @, so only what follows it is replaced.
+    "bash": r"""_holdfast() {
+    local line="${COMP_LINE:0:COMP_POINT}"
+    local word="${line##*[[:space:]]}"
+    local IFS=$'\n'
+    COMPREPLY=($(holdfast completion --words "$line" 2>/dev/null))
+    if [[ $word == *@* && $COMP_WORDBREAKS == *@* ]]; then
+        COMPREPLY=("${COMPREPLY[@]#"${word%@*}@"}")
+    fi
+}
+complete -o bashdefault -o default -o nosort -F _holdfast holdfast
+""",
+    "zsh": r"""#compdef holdfast
+_holdfast() {
+    local -a found
+    found=("${(@f)$(holdfast completion --words "${(j: :)words[1,CURRENT]}" 2>/dev/null)}")
+    if [[ -n "$found" ]]; then
+        compadd -V holdfast -- "${found[@]}"
+    else
+        _files
+    fi
+}
+if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+    _holdfast "$@"
+else
+    compdef _holdfast holdfast
+fi
+""",
+    "fish": r"""function __holdfast_complete
+    holdfast completion --words (commandline --cut-at-cursor | string collect) 2>/dev/null
+end
+complete --command holdfast --keep-order --arguments '(__holdfast_complete)'
+""",
+}
+
+
+class Shell(str, Enum):
+    """The shells that there is a script for."""
+
+    bash = "bash"
+    zsh = "zsh"
+    fish = "fish"
+
+
+def completion(
+    context: typer.Context,
+    shell: Annotated[Shell | None, typer.Argument(metavar="bash|zsh|fish", show_default=False)] = None,
+    words: Annotated[str | None, typer.Option("--words", hidden=True)] = None,
+) -> None:
+    """Print the script by which a shell completes commands, options, and steps behind RUN@."""
+    if words is not None:
+        for found in proposals(context.find_root().command, words):
+            print(found)
+    elif shell is not None:
+        print(_SCRIPTS[shell.value], end="")
+    else:
+        raise typer.BadParameter("name your shell: bash, zsh or fish", param_hint="SHELL")
+
+
+def proposals(root: Any, line: str) -> list[str]:
+    """What may stand at the end of a command line, instead of its last word."""
+    *before, last = [*line.split(), ""] if line[-1:].isspace() or not line else line.split()
+    command: Any = root
+    for word in before[1:]:
+        if word == "--":
+            return []
+        command = getattr(command, "commands", {}).get(word, command)
+    options = [name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)]
+    if last.startswith("-"):
+        found = [name for name in (*options, "--help") if name.startswith("--")]
+    elif before and (option := _option(command, before[-1])) is not None:
+        found = _choices(command, option)
+    elif hasattr(command, "commands"):
+        found = [name for name, inner in command.commands.items() if not inner.hidden]
+    elif "@" in last:
+        found = _references(last)
+    else:
+        arguments = [parameter for parameter in command.params if not parameter.opts[0].startswith("-")]
+        found = _choices(command, arguments[0]) if arguments else []
+    return [name for name in found if name.startswith(last)]
+
+
+def _option(command: Any, name: str) -> Any:
+    """The option of that name, if a value follows it."""
+    return next((found for found in command.params if name in found.opts and not found.is_flag), None)
+
+
+def _choices(command: Any, parameter: Any) -> list[str]:
+    """The values that a parameter may have; nothing where it may be anything."""
+    hint = typing.get_type_hints(command.callback).get(parameter.name)
+    kinds = [
+        kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and issubclass(kind, Enum)
+    ]
+    return [str(member.value) for kind in kinds for member in kind]
+
+
+def _references(word: str) -> list[str]:
+    """The steps of a run, newest first, as names to read them by."""
+    from holdfast.errors import HoldfastError
+    from holdfast.store import list_steps
+
+    run = word.rpartition("@")[0]
+    where = run if run.endswith("/") else os.path.expanduser(run) or "."
+    try:
+        steps = list_steps(where)
+    except (HoldfastError, OSError):
+        return []
+    return [f"{run}@{name}" for name in ("latest", *reversed(steps))] if steps else []

@@ -1,0 +1,110 @@
+"""Examples that ``--help`` shows, by command; and the classes by which typer shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
+    "": (
+        ("holdfast ls runs", "the runs below a directory"),
+        ("holdfast ls runs/gpt", "the checkpoints of a run"),
+        ("holdfast show runs/gpt@30", "what step 30 holds"),
+        ("holdfast diff runs/gpt@-2 runs/gpt@-1", "what the last step changed"),
+        ("holdfast verify runs/gpt", "read and check every byte"),
+        ("holdfast export runs/gpt w.safetensors", "one file for other tools"),
+        ('eval "$(holdfast completion bash)"', "complete with Tab; also zsh, fish"),
+    ),
+    "ls": (
+        ("holdfast ls runs/gpt", "step, time, size and metrics of each checkpoint"),
+        ("holdfast ls runs", "the runs below, each with its newest checkpoint"),
+        ("holdfast ls runs/gpt --json | jq '.checkpoints[-1].metrics'", "for scripts"),
+    ),
+    "show": (
+        ("holdfast show runs/gpt", "the newest checkpoint"),
+        ("holdfast show runs/gpt@30 --depth 2", "totals by two parts of the names"),
+        ("holdfast show runs/gpt --leaves model.h.0", "the leaves of one subtree"),
+        ("holdfast show runs/gpt --leaves '*.bias'", "the leaves that match"),
+    ),
+    "stats": (
+        ("holdfast stats runs/gpt", "what saves cost, and how metrics went"),
+        ("holdfast stats runs/gpt --metrics", "the metrics of every step, pruned ones too"),
+        ("holdfast stats runs/gpt --plot stats.svg", "a picture"),
+    ),
+    "verify": (
+        ("holdfast verify runs/gpt@latest", "one checkpoint"),
+        ("holdfast verify runs/gpt", "all checkpoints of a run"),
+        ("holdfast verify runs", "all runs below"),
+    ),
+    "diff": (
+        ("holdfast diff runs/gpt@20 runs/gpt@30", "leaf by leaf"),
+        ("holdfast diff runs/gpt@20 runs/gpt@30 --summary", "subtree by subtree"),
+        ("holdfast diff runs/a runs/b --leaves model --ignore '*.bias'", "some leaves only"),
+    ),
+    "export": (
+        ("holdfast export runs/gpt model.safetensors --select model --strip model.", "only the model"),
+        ("holdfast export runs/gpt@30 all.safetensors", "all leaves of step 30"),
+    ),
+    "convert": (
+        ("holdfast convert ds-run/global_step100 runs/start", "DeepSpeed to Holdfast"),
+        ("holdfast convert runs/gpt@30 hf-model --to hf --carry gpt2/config.json", "to Hugging Face"),
+        ("holdfast convert runs/gpt model.pt --verify", "to a file of torch.save, and compare"),
+        ("holdfast convert model.bin out --dry-run", "only say what would be written"),
+    ),
+    "prune": (
+        ("holdfast prune runs/gpt --dry-run", "what would go, and how many bytes that frees"),
+        ("holdfast prune runs/gpt --last 2 --every 1000", "keep the last 2, and every 1000 steps"),
+        ("holdfast prune runs/gpt --best loss:min:3", "keep the best 3, too"),
+    ),
+    "doctor": (("holdfast doctor /scratch", "is this a good place for checkpoints?"),),
+    "bench": (
+        ("holdfast bench /scratch --quick", "speed beside the alternatives, small and fast"),
+        ("holdfast bench /scratch --plot bench.png", "the same with a picture, at 1 GiB"),
+        ("holdfast bench /scratch --training", "what a checkpoint after every step costs"),
+    ),
+    "drill": (("holdfast drill -- python train.py --steps 200", "kill it ten times, resume, compare"),),
+    "view": (
+        ("holdfast view runs/gpt", "a page on this machine, live"),
+        ("holdfast view runs/a runs/b --out page.html", "one file that loads nothing"),
+    ),
+    "shelf": (
+        ("holdfast shelf ls state.shelf", "what a shelf holds"),
+        ("holdfast shelf export state.shelf out.npz", "its arrays for other tools"),
+    ),
+    "completion": (
+        ('eval "$(holdfast completion bash)"', "in ~/.bashrc"),
+        ('eval "$(holdfast completion zsh)"', "in ~/.zshrc, behind compinit"),
+        ("holdfast completion fish | source", "in ~/.config/fish/config.fish"),
+    ),
+}
+
+
+class ExampleCommand(TyperCommand):
+    """A command whose help ends with examples."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        _print(self.name or "")
+
+
+class ExampleGroup(TyperGroup):
+    """The command ``holdfast`` itself; its help ends with examples, too."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        _print("")
+
+
+def _print(name: str) -> None:
+    """Each example with what it does: behind it, or if that is too far to the right, above it."""
+    import shutil
+
+    examples = EXAMPLES.get(name, ())
+    if not examples:
+        return
+    widest = max(len(line) for line, _ in examples)
+    fits = widest + 5 + max(len(what) for _, what in examples) <= shutil.get_terminal_size().columns
+    print(" Examples")
+    for line, what in examples:
+        print(f"   {line:{widest}}  {what}" if fits else f"   # {what}\n   {line}")
