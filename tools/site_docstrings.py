@@ -1,4 +1,4 @@
-"""An extension of griffe (mkdocs.yml): shows the examples in docstrings, which begin with ``>>>``, as code."""
+"""An extension of griffe (mkdocs.yml): shows examples in docstrings, which begin with ``>>>``, as code."""
 
 from __future__ import annotations
 

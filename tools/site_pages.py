@@ -1,7 +1,8 @@
 """A hook of mkdocs (mkdocs.yml): the pages of the site that are not in docs/.
 
-README.md and the other pages beside it become pages of the site, and links between all of them are adapted. The pages
-of the reference are made from the public names: what ``holdfast/__init__.pyi`` lists, and the modules for frameworks.
+README.md and the other pages beside it become pages of the site, and links between all of them are adapted.
+The pages of the reference are made from the public names: those of ``holdfast/__init__.pyi`` and of the
+modules that users import.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ GROUPS = {
 MODULES = {"torch.distributed.checkpoint": "holdfast.torch.dcp"}
 # Layers that users do not import from: the names above are what they offer.
 INTERNAL = {
-    *("caller", "checkpointer", "cli", "drill", "engine", "errors", "format", "integrations", "plan", "shelf"),
-    *("state", "store", "study", "team", "torch"),
+    *("caller", "checkpointer", "cli", "drill", "engine", "errors", "format", "integrations"),
+    *("plan", "shelf", "state", "store", "study", "team", "torch"),
 }
 LINK = re.compile(r"\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
@@ -44,10 +45,11 @@ def public_names(module: str) -> list[str]:
     base = ROOT / "src" / module.replace(".", "/")
     file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     tree = ast.parse(file.read_text("utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            if node.targets[0].id == "__all__" and isinstance(node.value, ast.List | ast.Tuple):
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            if isinstance(node.value, ast.List):
                 return sorted(ast.literal_eval(node.value))
+            break  # computed from the imports below
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     found = sorted(alias.name for node in imports for alias in node.names if alias.asname == alias.name)
     made = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
@@ -62,14 +64,15 @@ def reference() -> dict[str, str]:
     for title, home in GROUPS.items():
         own = [(module, name) for module, name in names if module == home or module.startswith(home + ".")]
         pages[title] = f"# {title}\n\n" + "\n\n".join(f"::: {module}.{name}" for module, name in own)
-    left = [name for module, name in names if module != "holdfast" and not module.startswith(tuple(GROUPS.values()))]
+    known = ("holdfast", *GROUPS.values())
+    left = [name for module, name in names if module not in known and not module.startswith(known[1:])]
     if left:
         raise ValueError(f"on no page of the reference: {left}")
     others = sorted({path.stem for path in SOURCE.iterdir() if path.stem[0] != "_"} - INTERNAL - {"py"})
     for title, module in {**MODULES, **{f"holdfast.{name}": f"holdfast.{name}" for name in others}}.items():
         members = "\n".join(f"        - {name}" for name in public_names(module))
-        text = f"# {title}\n\n::: {module}\n    options:\n      show_root_heading: false\n      members:\n{members}\n"
-        pages[title] = text
+        options = f"    options:\n      show_root_heading: false\n      members:\n{members}\n"
+        pages[title] = f"# {title}\n\n::: {module}\n{options}"
     return pages
 
 
