@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-FRAMEWORKS = ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer"]
+FRAMEWORKS = ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
 INTEGRATIONS = [f"holdfast.{name}" for name in FRAMEWORKS]
 SCRIPTS = ["holdfast.study.zero_writer"]
 """Run in the environment of another system; nothing imports them."""
@@ -16,7 +16,6 @@ HEAVY = [
     *FRAMEWORKS,
     "torch",
     "numpy",
-    "tensorflow",
     "sklearn",
     "ml_dtypes",
     "safetensors",

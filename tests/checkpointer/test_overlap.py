@@ -18,10 +18,12 @@ from torch import nn
 
 import holdfast
 from holdfast import Checkpointer, Keep, Options
+from holdfast.checkpointer.context import Mode
 from holdfast.checkpointer.events import Saved
 from holdfast.checkpointer.pending_save import PendingSave
 from holdfast.checkpointer.save_task import SaveTask
 from holdfast.engine import faults
+from holdfast.state.boxed import unchanging
 
 LARGE = 700  # a square matrix of so many floats is 2 MB: more than one window below
 SMALL_WINDOWS = Options(backend="threads", memory_nbytes=2 << 20)
@@ -491,6 +493,18 @@ def test_stable_arrays_are_read_in_place(tmp_path: Path) -> None:
         assert ckpt.events[-1].copied_nbytes == 0
     with pytest.raises(TypeError, match="stable"):
         holdfast.stable(3)
+
+
+@pytest.mark.filterwarnings("ignore:the state holds no optimizer")
+@pytest.mark.parametrize("mode", ["overlap", "snapshot"])
+def test_arrays_that_nobody_changes_are_read_in_place_in_any_mode(tmp_path: Path, mode: Mode) -> None:
+    state = {"kept": unchanging(np.arange(1 << 18)), "own": np.zeros(1000)}
+    with Checkpointer(tmp_path, state, mode=mode) as ckpt:
+        ckpt.save(1)
+        ckpt.wait()
+        saved = ckpt.events[-1]
+        assert (saved.in_place_nbytes, saved.copied_nbytes) == (8 << 18, 8000)
+    assert (holdfast.load(tmp_path)["kept"] == np.arange(1 << 18)).all()
 
 
 def test_frozen_parameters_are_read_in_place_and_an_average_is_copied(tmp_path: Path) -> None:

@@ -21,6 +21,18 @@ def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str) 
     require("lightning", "2.6", "2.7", extra="lightning")
 
 
+def test_another_build_of_the_same_package_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        if package != "tensorflow-cpu":
+            raise metadata.PackageNotFoundError(package)
+        return "2.21.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    require("tensorflow", "2.21", "2.22", extra="tensorflow", builds=("tensorflow-cpu",))
+    with pytest.raises(ImportError, match=r"does not know tensorflow 2\.21\.0, which is too old"):
+        require("tensorflow", "2.22", "2.23", extra="tensorflow", builds=("tensorflow-cpu",))
+
+
 @pytest.mark.parametrize(
     ("version", "how"), [("2.5.9", "old"), ("1.9", "old"), ("2.7.0", "new"), ("3.0a1", "new")]
 )
@@ -33,7 +45,9 @@ def test_other_versions_are_named_with_those_supported(
         require("lightning", "2.6", "2.7", extra="lightning")
 
 
-@pytest.mark.parametrize("name", ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer"])
+@pytest.mark.parametrize(
+    "name", ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
+)
 def test_a_missing_framework_says_what_to_install(name: str) -> None:
     if importlib.util.find_spec(name) is not None:
         pytest.fail(f"{name} is installed here; the tests that need it run in an environment of `make peers`")

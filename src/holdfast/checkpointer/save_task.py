@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from holdfast.checkpointer.context import Mode, RunContext
 from holdfast.checkpointer.events import Failed, Phases, Saved
 from holdfast.checkpointer.live_memory import LiveMemory
+from holdfast.checkpointer.ownership import NOBODY
 from holdfast.checkpointer.pending_save import PendingSave, Stall
 from holdfast.checkpointer.retention import ids
 from holdfast.checkpointer.run_observer import Durable, Saving
@@ -36,6 +37,7 @@ from holdfast.engine import WriteJob
 from holdfast.errors import CheckpointExists, MutatedDuringSave, SaveFailed
 from holdfast.plan import ShardPlan
 from holdfast.state import Flat, LeafSource, flatten
+from holdfast.state.boxed import Immutable
 from holdfast.store import (
     CheckpointInfo,
     Conversation,
@@ -98,7 +100,7 @@ class SaveTask(SaveObserver):
                 owner_of = context.observed.corrected(context.announced.owner_of(state))
                 division = context.staging.divide(self._leaves(), owner_of)
             else:
-                division = context.staging.divide(self._leaves(), _nobody)
+                division = context.staging.divide(self._leaves(), _owner_in_snapshot)
             self._stage_seconds = time.perf_counter() - self._began
             self._memory = LiveMemory(self.step, division)
         self.pending = PendingSave(self.step, self._memory, self._stall)
@@ -321,5 +323,6 @@ class SaveTask(SaveObserver):
         self._context.retention.remove_outdated(self.step)
 
 
-def _nobody(leaf: LeafSource) -> None:
-    return None
+def _owner_in_snapshot(leaf: LeafSource) -> int | None:
+    """All leaves are copied, but for those that nobody changes."""
+    return NOBODY if type(leaf.source.owner) is Immutable else None

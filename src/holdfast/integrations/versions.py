@@ -6,22 +6,31 @@ import re
 from importlib import metadata
 
 
-def require(package: str, oldest: str, below: str, *, extra: str) -> None:
-    """`ImportError` unless the package is installed in a version of at least `oldest` and below `below`."""
+def require(package: str, oldest: str, below: str, *, extra: str, builds: tuple[str, ...] = ()) -> None:
+    """`ImportError` unless the package is installed in a version of at least `oldest` and below `below`.
+
+    `builds`: other names under which the same package is distributed.
+    """
     supported = f"{package} from {oldest} up to, not including, {below}"
-    try:
-        found = metadata.version(package)
-    except metadata.PackageNotFoundError:
+    found = next(filter(None, map(_version, (package, *builds))), None)
+    if found is None:
         raise ImportError(
             f"holdfast.{extra} needs {package}, which is not installed: pip install 'holdfast[{extra}]' "
             f"({supported})"
-        ) from None
+        )
     if not _numbers(oldest) <= _numbers(found) < _numbers(below):
         older = _numbers(found) < _numbers(oldest)
         raise ImportError(
             f"holdfast.{extra} does not know {package} {found}, which is too {'old' if older else 'new'}: it "
             f"supports {supported}. Install one of these versions: pip install 'holdfast[{extra}]'"
         )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -40,6 +40,11 @@ class Immutable:
         self._array = array
 
 
+def unchanging(array: numpy_arrays.Array) -> BoxedArray:
+    """All of an array that nobody changes any more: it is read where it lies."""
+    return BoxedArray(array.shape, array.dtype, ((whole(array.shape), array),))
+
+
 def element_type(array: BoxedArray, place: str) -> str:
     """The logical name of its element type."""
     name = numpy_arrays.logical_name(array.dtype)

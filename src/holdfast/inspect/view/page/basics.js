@@ -10,7 +10,7 @@ function fill(node, attributes, children) {
     else if (name === "css") for (const [key, to] of Object.entries(value)) node.style.setProperty(key, to);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return node;
 }
 const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);

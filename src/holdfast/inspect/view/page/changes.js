@@ -1,7 +1,7 @@
 // How far two checkpoints are apart, layer by layer.
 
 const STATES = {
-  same: ["unchanged", ""], changed: ["changed", ""], alike: ["alike in the sample", ""], unread: ["not read", "warn"], only_a: ["only in A", "warn"], only_b: ["only in B", "warn"], kind: ["other type or shape", "warn"],
+  same: ["identical", ""], changed: ["changed", ""], alike: ["alike in the sample", ""], unread: ["not read", "warn"], only_a: ["only in A", "warn"], only_b: ["only in B", "warn"], kind: ["other type or shape", "warn"],
 };
 const SMALLEST = -6;
 
@@ -16,7 +16,7 @@ class Changed {
     this.empty = el("p", { class: "empty" });
     this.values = el("details", {});
     this.controls = el("div", { class: "tools" }, this.pickers,
-      searchBox("Filter, e.g. mlp changed", (words) => { this.tree.words = words; this.tree.refresh(); }),
+      searchBox("Filter, e.g. mlp changed", (words) => this.tree.filter(words)),
       options("Order of changes", [["state", "in order of the state"], ["change", "largest change first"]], "state", (order) => { this.tree.order = order; this.tree.refresh(); }));
     this.element = el("section", { id: this.id }, el("div", { class: "head" }, el("h2", { text: this.title }), this.controls), this.said, this.tree.element, this.empty, this.values);
   }
@@ -89,7 +89,7 @@ class Changed {
     const counts = {};
     for (const leaf of leaves) counts[leaf.change] = (counts[leaf.change] || 0) + 1;
     const parts = Object.entries(STATES).filter(([key]) => counts[key]).map(([key, [name]]) => `${whole(counts[key])} ${name}`);
-    this.said.textContent = `Of ${plural(leaves.length, "leaf", "leaves")}: ${parts.join(", ")}. The bar is ‖B − A‖ / ‖A‖ on a logarithmic scale. Unchanged is exact, by checksums; the size of a change is that of a sample${read ? ` (${bytes(read)} read)` : ""}.`;
+    this.said.textContent = `Of ${plural(leaves.length, "leaf", "leaves")}: ${parts.join(", ")}. The bar is ‖B − A‖ / ‖A‖ on a logarithmic scale. Identical is exact, by checksums; the size of a change is that of a sample${read ? ` (${bytes(read)} read)` : ""}.`;
     this.values.classList.toggle("hidden", !all);
     this.values.replaceChildren(el("summary", { text: `${plural(all, "value")} changed` }),
       table([{ name: "value" }, { name: "A" }, { name: "B" }], values.map((value) => [foreign(value.name), foreign(value.a ?? "–"), foreign(value.b ?? "–")])),

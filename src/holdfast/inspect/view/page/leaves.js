@@ -88,6 +88,11 @@ class Tree {
     this.rows.set(list.length);
     this.element.classList.toggle("hidden", !list.length);
   }
+  filter(words) {
+    this.words = words;
+    this.rows.element.scrollTop = 0;
+    this.refresh();
+  }
   first(item) {
     if (item.leaf !== undefined) return item.leaf;
     if (item.group.begin === undefined) item.group.begin = Math.min(...item.group.leaves.slice(0, 1), ...item.group.children.map((group) => this.first({ group })));
@@ -106,7 +111,7 @@ class Tree {
     const name = group ? group.name : this.names[item.leaf].split(".").pop();
     const isOpen = group && (this.filtered || this.open.has(group.path));
     const cell = el("span", { class: "name", title: group ? group.path : this.names[item.leaf], css: { "padding-left": `${Math.min(depth, 12) * (window.innerWidth < 760 ? 8 : 16)}px` } },
-      el("span", { class: `caret ${isOpen ? "open" : ""}`, text: group ? "›" : "" }), name || "(no name)", group ? el("span", { class: "in", text: plural(group.count, "leaf", "leaves") }) : null);
+      el("span", { class: `caret ${isOpen ? "open" : ""}`, text: group ? "›" : "" }), " ", el("bdi", { text: name || "(no name)" }), " ", group ? el("span", { class: "in", text: plural(group.count, "leaf", "leaves") }) : null);
     const act = () => {
       if (group && !this.filtered) {
         if (this.open.has(group.path)) this.open.delete(group.path); else this.open.add(group.path);
@@ -132,7 +137,7 @@ class Tree {
 function spark(sample, large) {
   if (!sample) return el("span", { class: "dim", text: "" });
   const [wide, high] = large ? [480, 120] : [96, 22];
-  const drawn = svg("svg", { class: large ? "" : "spark", viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", role: "img", "aria-label": "histogram" });
+  const drawn = svg("svg", { class: large ? "large" : "spark", viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", role: "img", "aria-label": "histogram" });
   if (!sample.bars) {
     if (sample.low !== null) drawn.append(svg("path", { d: `M${wide / 2 - 2} ${high}V2h4V${high}z` }));
   } else {
@@ -162,7 +167,7 @@ class Leaves {
     this.values = el("details", {});
     this.empty = el("p", { class: "empty" });
     this.tools = el("div", { class: "tools" }, this.picker,
-      searchBox("Filter, e.g. attn bf16", (words) => { this.tree.words = words; this.tree.refresh(); this.count(); }),
+      searchBox("Filter, e.g. attn bf16", (words) => { this.tree.filter(words); this.count(); }),
       options("Order", [["state", "in order of the state"], ["bytes", "largest first"]], "state", (order) => { this.tree.order = order; this.tree.refresh(); }),
       el("button", { class: "plainbutton", type: "button", text: "Expand all", on: { click: () => this.tree.expand(true) } }),
       el("button", { class: "plainbutton", type: "button", text: "Collapse", on: { click: () => this.tree.expand(false) } }));

@@ -55,11 +55,11 @@ class Disks {
     const checks = new Map(view.checks.map((check) => [check.name, check]));
     const listed = [...view.checkpoints].reverse();
     const shown = this.all ? listed : listed.slice(0, 12);
-    const columns = [{ name: "step", number: true }, { name: "saved", when: true }, { name: "size", number: true }, { name: "leaves", number: true }, { name: "state" }];
+    const columns = [{ name: "step", number: true }, { name: "state" }, { name: "saved", when: true }, { name: "size", number: true }, { name: "leaves", number: true }];
     parts.push(el("h3", { text: "Checkpoints" }));
     if (!listed.length) parts.push(el("p", { class: "empty", text: "There is no checkpoint here yet." }));
     else {
-      parts.push(table(columns, shown.map((entry) => [entry.step === null ? foreign(entry.name) : whole(entry.step), entry.created === null ? "–" : moment(entry.created), bytes(entry.nbytes), whole(entry.leaves), this.state(entry, checks.get(entry.name))])));
+      parts.push(table(columns, shown.map((entry) => [entry.step === null ? foreign(entry.name) : whole(entry.step), this.state(entry, checks.get(entry.name)), entry.created === null ? "–" : moment(entry.created), bytes(entry.nbytes), whole(entry.leaves)])));
       if (shown.length < listed.length) parts.push(el("button", { class: "plainbutton", type: "button", text: `Show all ${whole(listed.length)}`, on: { click: () => { this.all = true; this.show(this.run); } } }));
       if (!view.checks.length) parts.push(el("p", { class: "note after" }, "Manifests and sizes were checked. To read every byte, use ", el("span", { class: "mono", text: "holdfast verify" }), " or ", el("span", { class: "mono", text: "holdfast view --verify" }), "."));
     }

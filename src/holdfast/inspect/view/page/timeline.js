@@ -123,8 +123,16 @@ class Saves {
     const shown = series.filter((item) => !this.off.has(item.key));
     const layers = [{ kind: "bars", x: xs, series: shown }];
     if (stall.length && !this.off.has("stall")) {
-      const order = this.axis === "time" ? null : xs.map((_, at) => at).sort((a, b) => xs[a] - xs[b]);
-      layers.push({ kind: "line", x: order ? order.map((at) => xs[at]) : xs, y: order ? order.map((at) => saves.stall[at]) : saves.stall, color: "var(--stall)", dots: true });
+      const line = { x: [], y: [] };
+      const order = xs.map((_, at) => at);
+      if (this.axis === "step") order.sort((a, b) => xs[a] - xs[b]);
+      order.forEach((at, place) => {
+        const before = order[place - 1];
+        if (this.axis === "time" && place && saves.training[at] !== saves.training[before]) { line.x.push(xs[before]); line.y.push(null); }
+        line.x.push(xs[at]);
+        line.y.push(saves.stall[at]);
+      });
+      layers.push({ kind: "line", ...line, color: "var(--stall)", dots: true });
     }
     this.legend.replaceChildren(legend([...series, ...stall].map((item) => ({ ...item, off: this.off.has(item.key) })), (item, on) => {
       if (on) this.off.delete(item.key); else this.off.add(item.key);

@@ -1,0 +1,65 @@
+"""The attributes of an object that have changed since it was made: state of callbacks that save none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+_VALUES = (bool, int, float, str, bytes, type(None))
+
+
+class ChangedAttributes:
+    """Plain attributes of `owner` that have changed since this was made. It is made before training begins.
+
+    What was given to the constructor is not among them: to begin again with another patience, say, is up to
+    the user. Restored attributes wait for `release`, since frameworks reset callbacks when training begins.
+    Those in `derived` are left out: the object works them out again by itself.
+    """
+
+    def __init__(self, owner: object, derived: Collection[str] = ()) -> None:
+        self._owner = owner
+        self._derived = derived
+        self._before = copy.deepcopy(_plain(owner))
+        self._held: Mapping[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        before = self._before
+        return {
+            name: value
+            for name, value in _plain(self._owner).items()
+            if name not in self._derived and (name not in before or not _same(value, before[name]))
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._held = state
+
+    def release(self) -> None:
+        """Gives the object what was restored, once."""
+        held, self._held = self._held, {}
+        for name, value in held.items():
+            setattr(self._owner, name, value)
+
+
+def _plain(owner: object) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return all(map(_is_plain, value))  # type: ignore[call-overload]
+    if isinstance(value, dict):
+        return kind is dict and all(type(key) is str and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (np.ndarray, np.generic)):
+        return not value.dtype.hasobject and value.dtype.names is None
+    return kind in _VALUES
+
+
+def _same(value: Any, before: Any) -> bool:
+    try:
+        return type(value) is type(before) and bool(value == before)
+    except ValueError:  # arrays say it for each element
+        return False

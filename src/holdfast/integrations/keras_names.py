@@ -1,0 +1,77 @@
+"""Names of Keras variables that are the same in every process that builds the same model.
+
+Keras counts the layers that nobody has named through a whole process: the first model has ``dense``, the next
+``dense_1``. Here they are counted in the model. Names that a user has given stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+
+def named(variables: Iterable[Any]) -> dict[str, Any]:
+    """The variables of a layer, a model or a metric by their paths, such as ``sequential.dense.kernel``."""
+    variables = list(variables)
+    return _unique(zip(_paths(variable.path for variable in variables), variables, strict=True))
+
+
+def named_slots(variables: Iterable[Any], trained: Iterable[Any]) -> dict[str, Any]:
+    """The variables of an optimizer: those that belong to a variable that it trains are named after it."""
+    # Keras joins both names with underscores: adam/sequential_dense_kernel_momentum.
+    of = {variable.path.replace("/", "_"): name for name, variable in named(trained).items()}
+    longest_first = sorted(of, key=len, reverse=True)
+    found = []
+    for variable in variables:
+        own = variable.path.partition("/")[2] or variable.path
+        reference = next((path for path in longest_first if own.startswith(f"{path}_")), None)
+        if reference is not None:
+            own = f"{of[reference]}.{own[len(reference) + 1 :]}"
+        found.append((own.replace("/", "."), variable))
+    return _unique(found)
+
+
+def _paths(paths: Iterable[str]) -> Iterable[str]:
+    automatic = _automatic_names()
+    known: dict[tuple[str, str], str] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for path in paths:
+        place = ""
+        for part in path.split("/"):
+            if (place, part) not in known:
+                base = re.sub(r"_\d+$", "", part)
+                if base in automatic:
+                    number = counts[place, base]
+                    counts[place, base] += 1
+                    known[place, part] = f"{base}_{number}" if number else base
+                else:
+                    known[place, part] = part
+            place = f"{place}.{known[place, part]}" if place else known[place, part]
+        yield place
+
+
+def _automatic_names() -> set[str]:
+    """What Keras calls objects that nobody has named, without the number."""
+    import keras
+    from keras.src.utils.naming import to_snake_case
+
+    waiting = [keras.Layer, keras.metrics.Metric, keras.random.SeedGenerator]
+    found: set[str] = set()
+    while waiting:
+        kind = waiting.pop()
+        found.add(to_snake_case(kind.__name__))
+        waiting.extend(kind.__subclasses__())
+    return found
+
+
+def _unique(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for wanted, variable in items:
+        name, count = wanted, 0
+        while name in found:
+            count += 1
+            name = f"{wanted}~{count}"
+        found[name] = variable
+    return found

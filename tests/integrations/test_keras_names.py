@@ -1,0 +1,60 @@
+"""Names of Keras variables do not depend on what else a process has built."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from holdfast.integrations import keras_names
+from holdfast.integrations.keras_names import named, named_slots
+
+
+class Variable(NamedTuple):
+    path: str
+
+
+def variables(*paths: str) -> list[Variable]:
+    return [Variable(path) for path in paths]
+
+
+@pytest.fixture(autouse=True)
+def without_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras_names, "_automatic_names", lambda: {"sequential", "dense", "seed_generator"})
+
+
+def test_numbers_are_those_of_the_model() -> None:
+    first = variables("sequential/dense/kernel", "sequential/dense/bias", "sequential/dense_1/kernel")
+    later = variables(
+        "sequential_4/dense_9/kernel", "sequential_4/dense_9/bias", "sequential_4/dense_12/kernel"
+    )
+    assert list(named(first)) == list(named(later))
+    assert list(named(first)) == [
+        "sequential.dense.kernel",
+        "sequential.dense.bias",
+        "sequential.dense_1.kernel",
+    ]
+
+
+def test_names_that_a_user_gave_stay() -> None:
+    found = named(variables("gpt/block_7/dense_3/kernel", "gpt/block_8/dense_4/kernel"))
+    assert list(found) == ["gpt.block_7.dense.kernel", "gpt.block_8.dense.kernel"]
+
+
+def test_equal_paths_are_told_apart() -> None:
+    same = variables("a/kernel", "a/kernel")
+    assert list(named(same)) == ["a.kernel", "a.kernel~1"]
+
+
+def test_variables_of_an_optimizer_are_named_after_those_it_trains() -> None:
+    trained = variables("sequential_1/dense_2/kernel", "sequential_1/dense_2/kernel_more")
+    slots = variables(
+        "adam_1/iteration",
+        "adam_1/sequential_1_dense_2_kernel_momentum",
+        "adam_1/sequential_1_dense_2_kernel_more_momentum",
+    )
+    assert list(named_slots(slots, trained)) == [
+        "iteration",
+        "sequential.dense.kernel.momentum",
+        "sequential.dense.kernel_more.momentum",
+    ]

@@ -1,0 +1,259 @@
+"""Trainings with Keras, in an environment of its own. Called by `test_keras_training.py`.
+
+exact FOLDER DATA STEP...   whole, and killed when each step is durable and then resumed; one JSON line each
+faults FOLDER               what must be refused, and small promises
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import traceback
+import warnings
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+
+import holdfast
+from holdfast.keras import Batches, HoldfastCallback, load_weights
+
+EPOCHS = 3
+BATCHES = 5
+
+
+class Noise(keras.layers.Layer):
+    """Random numbers of Keras's global generator, where the backend allows them."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training and keras.backend.backend() != "jax":
+            x = x + 0.1 * keras.random.normal(keras.ops.shape(x))
+        return x
+
+
+def model_of(width: int = 16, **compiling: Any) -> Any:
+    """Everything that an inexact resume would change: dropout, statistics, noise, slots, metrics."""
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(width, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3),
+            Noise(),
+            layers.Dense(1),
+        ]
+    )
+    optimizer = keras.optimizers.Adam(1e-2, use_ema=True, gradient_accumulation_steps=2)
+    model.compile(optimizer, "mse", metrics=["mae"], **compiling)
+    return model
+
+
+class Kill(keras.callbacks.Callback):
+    def __init__(self, holdfast_callback: HoldfastCallback, step: int) -> None:
+        super().__init__()
+        self._of, self._step = holdfast_callback, step
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._step and self._of._step == self._step:
+            self._of.checkpointer.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Shuffling(keras.utils.PyDataset):
+    """A dataset of the user's, whose order depends on the epochs before: it brings its own state."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__()
+        self._x, self._y, self.order = x, y, np.arange(len(x))
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        chosen = self.order[index * 4 : index * 4 + 4]
+        return self._x[chosen], self._y[chosen]
+
+
+def data_of(kind: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """What `fit` is given, and what the callback is."""
+    source = np.random.RandomState(7)
+    x = source.rand(4 * BATCHES, 8).astype("float32")
+    y = x.sum(1, keepdims=True)
+    if kind == "batches":
+        batches = Batches(x, y, batch_size=4, seed=3)
+        return batches, {}, {"data": batches}
+    if kind == "arrays":
+        return x, {"y": y, "batch_size": 4}, {}
+    if kind == "ordered":
+        return x, {"y": y, "batch_size": 4, "shuffle": False}, {}
+    if kind == "dataset":  # in batches that Keras shuffles
+        return Shuffling(x, y), {}, {}
+    if kind == "tf.data":
+        import tensorflow as tf
+
+        tensors = tf.data.Dataset.from_tensor_slices((x, y))
+        return tensors.shuffle(20, seed=5, reshuffle_each_iteration=False).batch(4), {}, {}
+    raise ValueError(kind)
+
+
+def digest_of(model: Any) -> str:
+    digest = hashlib.sha256()
+    for variable in (*model.variables, *model.optimizer.variables):
+        digest.update(variable.path.encode() + keras.ops.convert_to_numpy(variable.value).tobytes())
+    digest.update(
+        repr(
+            (
+                random.random(),
+                np.random.rand(),
+                keras.ops.convert_to_numpy(keras.random.normal((2,))).tolist(),
+            )
+        ).encode()
+    )
+    return digest.hexdigest()
+
+
+def train(run: str, kind: str, kill: int = 0, **compiling: Any) -> dict[str, Any]:
+    keras.utils.set_random_seed(1)
+    model = model_of(**compiling)
+    data, arguments, known = data_of(kind)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=10.0)
+    stopping = keras.callbacks.EarlyStopping("loss", patience=10)
+    ours = HoldfastCallback(run, remember=[plateau, stopping], keep=holdfast.Keep(last=100), **known)
+    history = model.fit(
+        data,
+        epochs=EPOCHS,
+        verbose=0,
+        callbacks=[ours, plateau, stopping, Kill(ours, kill)],
+        validation_data=(np.ones((4, 8)), np.ones((4, 1))),
+        **arguments,
+    )
+    return {
+        "step": ours._step,
+        "digest": digest_of(model),
+        "rate": float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)),
+        "waited": stopping.wait,
+        "history": {name: list(map(float, values)) for name, values in history.history.items()},
+    }
+
+
+def in_child(run: str, kind: str, kill: int = 0, **compiling: Any) -> None:
+    """A process of its own, without the seconds that importing takes."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            print("\n" + json.dumps(train(run, kind, kill, **compiling)), flush=True)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def exact(folder: str, kind: str, steps: list[int]) -> None:
+    in_child(f"{folder}/whole", kind)
+    for step in steps:
+        in_child(f"{folder}/{step}", kind, step)
+        in_child(f"{folder}/{step}", kind)
+
+
+def small(run: str, model: Any, epochs: int = 1, callbacks: Any = (), **options: Any) -> HoldfastCallback:
+    data, _, known = data_of("batches")
+    ours = HoldfastCallback(run, **known, **options)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[ours, *callbacks])
+    return ours
+
+
+def faults(folder: str) -> None:
+    keras.utils.set_random_seed(1)
+    model = model_of()
+    ours = small(f"{folder}/run", model, every=2)
+    assert ours.checkpointer is None
+    with holdfast.open(f"{folder}/run") as opened:
+        assert opened.step == 4
+
+    # A second fit goes on with the run; one with more epochs trains them.
+    assert small(f"{folder}/run", model, epochs=1)._step == 5
+    assert small(f"{folder}/run", model, epochs=2)._step == 10
+    assert model._initial_epoch is None
+
+    # Weights alone, and another model.
+    loaded = model_of()
+    load_weights(loaded, f"{folder}/run")
+    for one, other in zip(loaded.weights, model.weights, strict=True):
+        assert np.array_equal(keras.ops.convert_to_numpy(one), keras.ops.convert_to_numpy(other)), one.path
+    refused("dense.kernel", lambda: small(f"{folder}/run", model_of(width=17), epochs=3))
+    refused("batches per epoch|samples in the dataset|batch_size", lambda: other_data(f"{folder}/run"))
+    small(f"{folder}/run", model_of(), epochs=3)  # a failure leaves the run free
+
+    # An error in fit leaves the callback usable, and the training goes on where it was.
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                raise RuntimeError("on purpose")
+
+    keras.utils.set_random_seed(1)
+    data, _, known = data_of("batches")
+    callback = HoldfastCallback(f"{folder}/fails", **known)
+    failing = model_of()
+    refused("on purpose", lambda: failing.fit(data, epochs=1, verbose=0, callbacks=[callback, Fails()]))
+    failing.fit(data, epochs=1, verbose=0, callbacks=[callback])
+    keras.utils.set_random_seed(1)
+    assert callback._step == 5
+
+    # A training that a callback has ended stays ended.
+    stopping = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=100.0)
+    assert small(f"{folder}/stop", model_of(), epochs=5, callbacks=[stopping])._step == 10
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert small(f"{folder}/stop", model_of(), epochs=5)._step == 10
+    assert any("has ended this training" in str(warning.message) for warning in caught)
+
+    # Fewer data than had been seen.
+    x = np.zeros((20, 8), "float32")
+    run = HoldfastCallback(f"{folder}/short")
+    refused(
+        "on purpose", lambda: model_of().fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[run, Fails()])
+    )
+    run.close()
+    refused(
+        "after 2 batches of epoch 0, but the data have 1",
+        lambda: model_of().fit(x[:4], x[:4, :1], batch_size=4, verbose=0, callbacks=[run]),
+    )
+    run.close()
+
+    unbuilt = keras.Sequential([keras.layers.Dense(1)])
+    unbuilt.compile("sgd", "mse")
+    if keras.backend.backend() == "tensorflow":  # the others build it
+        refused("that is built", lambda: small(f"{folder}/unbuilt", unbuilt))
+    print("faults: ok")
+
+
+def other_data(run: str) -> None:
+    data = Batches(np.zeros((12, 8)), np.zeros((12, 1)), batch_size=4)
+    model_of().fit(data, epochs=3, verbose=0, callbacks=[HoldfastCallback(run, data=data)])
+
+
+def refused(text: str, call: Any) -> None:
+    said = ""
+    try:
+        call()
+    except (ValueError, RuntimeError, holdfast.HoldfastError) as error:
+        said = str(error)
+    assert re.search(text, said), said
+
+
+if __name__ == "__main__":
+    command, place, *rest = sys.argv[1:]
+    warnings.filterwarnings("ignore")
+    if command == "exact":
+        exact(place, rest[0], list(map(int, rest[1:])))
+    else:
+        faults(place)
