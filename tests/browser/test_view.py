@@ -14,7 +14,7 @@ from browser.conftest import Pages
 from browser.looking import await_count, await_text, contrast, milliseconds, overflow, texts
 from holdfast import inspect
 from support.command import damage_manifest, step_path
-from support.shown_runs import HOSTILE, layered_state, long_story, train, write_log
+from support.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
 
 pytestmark = pytest.mark.browser
 
@@ -50,7 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     damage_manifest(step_path(hostile, 3))
     write_log(hostile, long_story(1600))
     (path / "empty").mkdir()
-    for name in ("small", "long", "wide", "empty"):
+    for step in (1, 2):
+        volume = path / f"fast-{step}"
+        volume.mkdir()
+        save_by_ranks(step_path(path / "ranks", step), step, world=8, volumes=(volume,))
+    for name in ("small", "long", "wide", "ranks", "empty"):
         inspect.write_page([path / name], path / f"{name}.html", seconds=60)
     inspect.write_page([hostile], path / "hostile.html")
     inspect.write_page([path / "small", path / "other"], path / "two.html", verify=True)
@@ -58,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["small", "two", "long", "hostile", "empty"])
+@pytest.mark.parametrize("name", ["small", "two", "long", "hostile", "ranks", "empty"])
 def test_every_part_is_drawn_and_nothing_is_loaded(
     pages: Pages, folder: Path, name: str, scheme: str
 ) -> None:
@@ -70,7 +74,7 @@ def test_every_part_is_drawn_and_nothing_is_loaded(
     pages.picture(page, f"{name}-{scheme}")
 
 
-@pytest.mark.parametrize("name", ["small", "two", "long", "hostile", "empty"])
+@pytest.mark.parametrize("name", ["small", "two", "long", "hostile", "ranks", "empty"])
 def test_it_fits_a_phone(pages: Pages, folder: Path, name: str) -> None:
     page = pages.open(folder / f"{name}.html", width=390, height=844)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
