@@ -228,6 +228,42 @@ def test_twenty_thousand_leaves_are_quick(pages: Pages, folder: Path) -> None:
     pages.picture(page, "wide")
 
 
+def test_a_leaf_with_nan_is_found(pages: Pages, tmp_path: Path) -> None:
+    state = layered_state(4)
+    state["model"]["h"]["2"]["mlp"]["up"]["weight"][3, 4] = np.nan
+    holdfast.save(tmp_path / "checkpoint", state)
+    inspect.write_page([tmp_path / "checkpoint"], tmp_path / "page.html")
+    page = pages.open(tmp_path / "page.html")
+    assert "1 leaf holds NaN or infinite" in page.locator("#leaves .note").first.inner_text()
+    page.locator("#leaves").get_by_role("searchbox").fill("nan")
+    await_text(page, "#leaves .note", "1 of 61 leaves")
+    assert "up.weight NaN or infinite" in texts(page, "#leaves .row.leaf .name")[0]
+    # A checkpoint alone has no events, and no sections for them.
+    assert page.locator("main > section:visible").evaluate_all("(found) => found.map((it) => it.id)") == [
+        "overview",
+        "metrics",
+        "leaves",
+        "changes",
+        "writers",
+        "disk",
+    ]
+    pages.picture(page, "nan")
+
+
+def test_rows_are_reached_by_keys(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "wide.html")
+    page.locator("#leaves").get_by_role("button", name="Expand all").click()
+    page.locator("#leaves .virtual").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("End")
+    title = "document.activeElement.querySelector('.name').title"
+    assert page.evaluate(title).startswith("optimizer.h.1333.")
+    page.keyboard.press("Home")
+    assert page.evaluate(title) == "model"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "false"
+
+
 def test_several_runs_share_a_page(pages: Pages, folder: Path) -> None:
     page = pages.open(folder / "two.html")
     assert page.locator("h1").inner_text() == "small"
