@@ -8,7 +8,7 @@ const SMALLEST = -6;
 class Changed {
   constructor(ask) {
     Object.assign(this, { id: "changes", title: "Change between two steps", short: "Changes", ask, pair: [null, null] });
-    this.tree = new Tree("Changes of leaves", "changetree", [["name"], ["relative change"], ["", true], ["largest", true], ["elements", true]], (item) => this.cells(item));
+    this.tree = new Tree("Changes of leaves", "changetree", [["name"], ["relative change"], ["", true], ["largest |Δ|", true], ["changed", true]], (item) => this.cells(item));
     this.tree.weigh = (item) => (item.leaf !== undefined ? this.relative(this.found.leaves[item.leaf]) : this.ofGroup(item.group.sum)) ?? -1;
     this.tree.extra = (at) => STATES[this.found.leaves[at].change][0];
     this.pickers = el("span", { class: "tools" });
