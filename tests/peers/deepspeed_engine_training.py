@@ -160,7 +160,7 @@ def kills(folder: str) -> None:
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()  # once, not in each child
     for overlap in (False, True):
         calls = in_child(saved_and_killed, f"{folder}/count{overlap}", 0, overlap)
-        for nth in range(1, calls + 1, max(1, calls // (4 if overlap else 10))):
+        for nth in (calls // 2, calls) if overlap else (calls // 3, 2 * calls // 3, calls - 2, calls):
             place = f"{folder}/{overlap}{nth}"
             in_child(saved_and_killed, place, nth, overlap)
             in_child(found_in, place, nth)
