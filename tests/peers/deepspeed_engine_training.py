@@ -159,7 +159,8 @@ def kills(folder: str) -> None:
     """Each line: how many calls had been made, the step that a new process finds, and its digest."""
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()  # once, not in each child
     for overlap in (False, True):
-        calls = in_child(saved_and_killed, f"{folder}/count{overlap}", 0, overlap)
+        calls = in_child(saved_and_killed, f"{folder}/{overlap}0", 0, overlap)
+        in_child(found_in, f"{folder}/{overlap}0", 0)
         for nth in (calls // 2, calls) if overlap else (calls // 3, 2 * calls // 3, calls - 2, calls):
             place = f"{folder}/{overlap}{nth}"
             in_child(saved_and_killed, place, nth, overlap)
