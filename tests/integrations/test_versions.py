@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.integrations.versions import require
 
-FRAMEWORKS = ["lightning", "transformers", "accelerate", "jax", "chainer", "keras", "tensorflow"]
+FRAMEWORKS = ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
 
 
 def found(monkeypatch: pytest.MonkeyPatch, version: str) -> None:

@@ -5,6 +5,7 @@ train RUN [STEP]        once, under torchrun; with STEP, the last rank is killed
 restored RUN            what a restored state is, on any number of ranks
 own FOLDER              single saves, what else is in the state, and what does not fit
 folders FOLDER          `save_state` and `load_state`, with accelerate's own names
+together FOLDER         the same by all ranks, under torchrun
 
 LAYOUT=fsdp2 in the environment shards the model.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -152,6 +154,12 @@ def own(folder: str) -> None:
     with holdfast.open(f"{folder}/one") as opened:
         assert "models.0.0.weight" in opened
         assert "optimizers.0.0.weight.exp_avg" in opened
+    try:
+        state_of(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED), model)
+    except NotImplementedError as error:
+        assert "DEEPSPEED" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("DeepSpeed saves files of its own, and nothing says so")
     refused("these names itself: rng", lambda: state_of(accelerator, model, rng=1))
     refused("was given 0 models, and the accelerator has prepared 1", lambda: state_of(accelerator))
     accelerator.register_for_checkpointing(Average())  # one more than was saved
@@ -228,6 +236,29 @@ def folders(folder: str) -> None:
     print("folders: ok")
 
 
+def together(folder: str) -> None:
+    names = ProjectConfiguration(f"{folder}/project", automatic_checkpoint_naming=True, total_limit=1)
+    accelerator, model, optimizer, _, loader, average = prepared(project_config=names)
+    for batch in loader:
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        average.value += 1 + accelerator.process_index
+        save_state(accelerator, model)
+    wanted = digest(model.parameters()), torch.rand(2).tolist()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    average.value = 0.0
+    load_state(accelerator, model)
+    assert (digest(model.parameters()), torch.rand(2).tolist()) == wanted
+    assert average.value == 5.0  # rank 0's
+    assert accelerator.save_iteration == 5
+    accelerator.wait_for_everyone()
+    assert [path.name for path in Path(folder, "project", "checkpoints").iterdir()] == ["checkpoint_4"]
+    print("together: ok\n", flush=True)
+    accelerator.end_training()
+
+
 if __name__ == "__main__":
     command, place, *rest = sys.argv[1:]
     if command == "exact":
@@ -238,5 +269,7 @@ if __name__ == "__main__":
         print("\n" + json.dumps(restored(place)), flush=True)
     elif command == "folders":
         folders(place)
+    elif command == "together":
+        together(place)
     else:
         own(place)

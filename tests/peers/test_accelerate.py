@@ -56,6 +56,8 @@ def test_fsdp2_resumes_exactly_and_on_another_number_of_ranks(tmp_path: Path, en
     assert whole[0]["weights"] != whole[1]["weights"]  # each has its own part
     assert train(sharded, "train", tmp_path / "killed", "8", dies=True) == []
     assert train(sharded, "train", tmp_path / "killed") == whole
+    said = peers.run("transformers", SCRIPT, "together", tmp_path, ranks=2, env=sharded, timeout=SECONDS)
+    assert said.count("together: ok") == 2, said
     for ranks in (1, 3):
         found = train(sharded, "restored", tmp_path / "whole", ranks=ranks)
         assert [report["batches"] for report in found] == [15] * ranks

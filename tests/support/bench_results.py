@@ -109,6 +109,9 @@ class ScriptedSuite(Suite):
     def views(self, result: Result) -> list[View]:
         return [
             View(
-                "save", "durable save", columns={"half": lambda row: row.median("seconds", 0.5)}, limit="raw"
+                "save",
+                "durable save",
+                columns={"half": lambda row: row.median("seconds", 0.5)},
+                reference="raw",
             )
         ]

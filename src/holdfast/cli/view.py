@@ -18,7 +18,9 @@ _SUFFIXES = (".html", ".htm")
 def view(
     runs: Annotated[
         list[Path],
-        typer.Argument(readable=False, metavar="RUN...", help="Runs' directories, or checkpoints."),
+        typer.Argument(
+            readable=False, metavar="RUN...", help="Runs, directories above runs, or checkpoints."
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", readable=False, metavar="PAGE.html", help="Write one file.")
@@ -49,10 +51,13 @@ def view(
     if out is not None and out.suffix.lower() not in _SUFFIXES:
         raise typer.BadParameter(f"a page is written as .html, not as {out.name!r}")
     with session(as_json) as out_session:
-        if out is not None:
-            _write(out_session, runs, out, seconds, verify)
-        else:
-            _serve(out_session, runs, port, verify)
+        try:
+            if out is not None:
+                _write(out_session, runs, out, seconds, verify)
+            else:
+                _serve(out_session, runs, port, verify)
+        except ValueError as error:  # too many runs for a page
+            raise typer.BadParameter(str(error)) from None
 
 
 def _write(out: Session, runs: list[Path], path: Path, seconds: float, verify: bool) -> None:

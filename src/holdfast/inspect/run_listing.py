@@ -106,7 +106,7 @@ def list_run(path: str | os.PathLike[str]) -> Listing:
     left = leftovers(where)
     if present or left:
         return Listing(where, present, left)
-    runs = tuple(map(_run_entry, _runs_below(where)))
+    runs = tuple(map(_run_entry, runs_below(where)))
     return Listing(where, (), (), runs, foreign=not runs and foreign.recognises(where))
 
 
@@ -114,18 +114,21 @@ def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
     """The checkpoint at a path, or all in a directory, oldest step first, or all of the runs below it."""
     where = locate(path)
     if not is_checkpoint(where) and os.path.isdir(where):
-        found = _inside(where) or tuple(inner for run in _runs_below(where) for inner in _inside(run))
+        found = checkpoints_inside(where) or tuple(
+            inner for run in runs_below(where) for inner in checkpoints_inside(run)
+        )
         if found:
             return found
     return (resolve(where),)
 
 
-def _inside(directory: str) -> tuple[str, ...]:
+def checkpoints_inside(directory: str) -> tuple[str, ...]:
+    """Those of the run in order of step, then those of other names."""
     named = (os.path.join(directory, name) for name in inner_checkpoints(directory))
     return (*_steps(directory).values(), *named)
 
 
-def _runs_below(where: str) -> Iterator[str]:
+def runs_below(where: str) -> Iterator[str]:
     """The directories below that hold checkpoints, or the events of a training; in the order of names."""
     visited = 0
 
@@ -143,7 +146,7 @@ def _runs_below(where: str) -> Iterator[str]:
             path = os.path.join(directory, name)
             if is_checkpoint(path):
                 continue  # of another program: ours were listed before
-            if _is_run(path):
+            if is_run(path):
                 yield path
             elif depth < _MAX_DEPTH:
                 yield from look(path, depth + 1)
@@ -151,7 +154,8 @@ def _runs_below(where: str) -> Iterator[str]:
     return look(where, 1)
 
 
-def _is_run(directory: str) -> bool:
+def is_run(directory: str) -> bool:
+    """Whether a directory holds checkpoints, or the events of a training."""
     try:
         return bool(
             list_steps(directory)
@@ -163,7 +167,7 @@ def _is_run(directory: str) -> bool:
 
 
 def _run_entry(path: str) -> RunEntry:
-    inside = _inside(path)
+    inside = checkpoints_inside(path)
     steps = list_steps(path)
     entries = [entry_of(found, None) for found in inside if not is_step_name(os.path.basename(found))]
     newest: Entry | None

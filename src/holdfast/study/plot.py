@@ -35,21 +35,21 @@ def draw(views: Sequence[View], result: Result, path: Path) -> None:
 
 
 def _panel(axis: Axes, view: View, result: Result) -> None:
-    rows = [row for row in view.rows(result) if row.case != view.limit]
+    reference = [row for row in result.section(view.section) if row.case == view.reference]
+    rows = [*reference, *(row for row in view.rows(result) if row.case != view.reference)]
     values = [view.value(row) if row.samples else None for row in rows]
-    limits = [
-        value for row in result.section(view.section) if row.case == view.limit and (value := view.value(row))
-    ]
-    line = limits[0].median if limits else None
     # One bad round must not make all bars short: its line then ends at the words.
-    highest = max([1.3 * value.median for value in values if value is not None] + [line or 0.0, 1e-9])
+    highest = max([1.3 * value.median for value in values if value is not None] + [1e-9])
     axis.set_xlim(0, highest * 1.15)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         gap = highest * 0.012
         if value is None:
             axis.text(gap, place, row.status, va="center", color=QUIET, fontsize=9, style="italic")
             continue
-        axis.barh(place, value.median, height=0.62, color=OURS if row.case in view.ours else PEER)
+        if row.case == view.reference:
+            axis.barh(place, value.median, height=0.6, facecolor="white", edgecolor=QUIET, linewidth=1.2)
+        else:
+            axis.barh(place, value.median, height=0.62, color=OURS if row.case in view.ours else PEER)
         end = min(value.high, highest)
         axis.plot([min(value.low, end), end], [place, place], color=INK, linewidth=1.0, alpha=0.55)
         mark = view.mark(row)
@@ -57,17 +57,15 @@ def _panel(axis: Axes, view: View, result: Result) -> None:
             axis.plot([mark] * 2, [place - 0.4, place + 0.4], color=ALERT, linewidth=2)
         at, words = max(value.median, end) + gap, view.show(value.median)
         axis.text(at, place, words, va="center", fontsize=9, bbox=BEHIND_WORDS, zorder=4)
-    if line is not None:
-        ends, words = [-0.5, len(rows) - 0.5], f"{view.limit}: {view.show(line)}"
-        axis.plot([line] * 2, ends, color=ALERT, linewidth=1.4, linestyle=(0, (4, 3)), zorder=3)
-        axis.text(line, -0.55, words, ha="center", va="bottom", color=ALERT, fontsize=8.5)
-    axis.set_ylim(len(rows) - 0.4, -0.9)
+    axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.set_yticks(range(len(rows)), [view.named_by(row) for row in rows])
     for label, row in zip(axis.get_yticklabels(), rows, strict=True):
         label.set_color(OURS if row.case in view.ours else INK)
         label.set_fontweight("bold" if row.case in view.ours else "normal")
     axis.set_title(view.title, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=8)
     axis.set_xlabel(view.unit, color=QUIET)
+    # In the unit of the words at the bars: milliseconds are measured in seconds.
+    axis.xaxis.set_major_formatter(lambda value, place: view.show(value))
     axis.tick_params(axis="both", length=0)
     axis.tick_params(axis="x", colors=QUIET)
     axis.grid(axis="x", color=GRID, linewidth=0.8)

@@ -56,7 +56,8 @@ def markdown(parts: Sequence[tuple[Suite, Result]], command: str) -> str:
         "the range goes from the lowest to the highest. A difference within the range is noise.",
         "- Every save is durable: its files, and every directory entry that leads to them, are synced.",
         "- Loads start with an empty page cache where the machine allows it; the table says which.",
-        "- The raw device limit is measured in the same rounds, with as many bytes.",
+        "- The raw device is measured in the same rounds, with as many bytes: a bare loop that writes one "
+        "new file, or reads it.",
     ]
     for suite, result in parts:
         lines += ["", f"## {suite.name[0].upper()}{suite.name[1:]}", "", f"{_heading(result)}."]

@@ -33,8 +33,9 @@ def milliseconds(seconds: float | None) -> str:
 class View:
     """The rows of one section: a value with its range, which is also drawn, and further columns.
 
-    `cases` shows only these; `ours` stand out; `named_by` says what the first column shows. `limit` is the
-    case that a picture shows as a line through all bars, `mark` what it shows as a mark at one bar.
+    `cases` shows only these; `ours` stand out; `named_by` says what the first column shows. `reference`
+    is the case that others are compared with, which a picture shows as an outline; `mark` is shown as a mark
+    at one bar.
     """
 
     section: str
@@ -46,7 +47,7 @@ class View:
     ours: tuple[str, ...] = ("holdfast",)
     cases: tuple[str, ...] = ()
     named_by: Callable[[Row], str] = lambda row: row.title
-    limit: str = ""
+    reference: str = ""
     mark: Callable[[Row], float | None] = lambda row: None
 
     def rows(self, result: Result) -> list[Row]:

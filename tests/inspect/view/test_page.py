@@ -20,7 +20,7 @@ from holdfast import inspect
 from holdfast.inspect.html_page import assemble, embedded_json
 from holdfast.inspect.view.words import labels
 from support.command import command, damage_leaf, damage_manifest, step_path
-from support.shown_runs import HOSTILE, layered_state, long_story, train, write_log
+from support.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,36 @@ def test_runs_are_named_by_what_tells_them_apart() -> None:
     assert labels(["/a"]) == ["a"]
 
 
+def test_a_directory_above_runs_means_all_of_them_and_a_step_itself(run: Path, tmp_path: Path) -> None:
+    train(tmp_path / "above" / "a", layered_state(1), range(1, 3))
+    train(tmp_path / "above" / "deep" / "b", layered_state(1), range(1, 2))
+    views = inspect.view_runs([tmp_path / "above", f"{run}@4"])
+    assert [len(view.checkpoints) for view in views] == [2, 1, 1]
+    assert views[2].checkpoints[0].step == 4
+    with pytest.raises(holdfast.CheckpointNotFound, match="@99"):
+        inspect.view_runs([f"{run}@99"])
+
+
+def test_checkpoints_of_other_names_come_before_those_of_the_run(tmp_path: Path) -> None:
+    train(tmp_path / "run", layered_state(1), range(1, 3))
+    holdfast.save(tmp_path / "run" / "zz-best", {"w": np.ones(2)}, step=1)
+    (view,) = inspect.view_runs([tmp_path / "run"])
+    assert [entry.name for entry in view.checkpoints] == ["zz-best", "step-000000000001", "step-000000000002"]
+
+
+def test_too_many_runs_for_a_page_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at most 64 runs"):
+        inspect.view_runs([tmp_path / str(number) for number in range(65)])
+    too_many = [tmp_path / str(number) for number in range(65)]
+    assert command("view", *too_many, "--out", tmp_path / "page.html").code == 2
+
+
+def test_metrics_of_pruned_steps_are_shown(run: Path) -> None:
+    (view,) = inspect.view_runs([run])
+    assert len(view.checkpoints) == 3
+    assert [metrics["loss"] > 0 for metrics in view.timeline.saves.metrics] == [True] * 5
+
+
 def test_damage_is_part_of_what_is_shown(run: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", layered_state(1), range(1, 4))
     damage_manifest(step_path(tmp_path / "run", 3))
@@ -143,10 +173,42 @@ def test_a_directory_without_anything_a_checkpoint_and_a_missing_one(run: Path, 
 
 def test_a_checkpoint_of_another_system_is_shown(tmp_path: Path) -> None:
     np.savez(tmp_path / "arrays.npz", w=np.ones(5), b=np.zeros(2))
-    inspect.write_page([tmp_path / "arrays.npz"], tmp_path / "page.html")
+    inspect.write_page([tmp_path / "arrays.npz"], tmp_path / "page.html", verify=True)
     (shown,) = document(tmp_path / "page.html")["runs"]
     assert shown["contents"][0]["leaves"]["name"] == ["w", "b"]
     assert shown["contents"][0]["sampled"] == 2
+
+
+def test_ranks_and_volumes_are_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        volume = tmp_path / f"fast-{step}"
+        volume.mkdir()
+        save_by_ranks(step_path(run, step), step, volumes=(volume,))
+    inspect.write_page([run], tmp_path / "page.html")
+    (shown,) = document(tmp_path / "page.html")["runs"]
+    (content,) = shown["contents"]
+    assert (content["world"], content["sampled"]) == (4, 6)
+    assert [writer["rank"] for writer in content["writers"]] == [0, 1, 2, 3]
+    assert sum(writer["nbytes"] for writer in content["writers"]) == 4 * (64 * 256 + 4096) + 4 * 40
+    assert {file["volume"] for writer in content["writers"] for file in writer["files"]} >= {str(volume)}
+    assert [disk["path"] for disk in shown["view"]["disks"]] == [str(run), str(volume)]
+    (changes,) = shown["changes"]
+    assert {leaf[0]: leaf[1] for leaf in changes["leaves"]} == {
+        "model.w": "changed",
+        "model.b": "same",
+        **{f"@{rank}.rng": "same" for rank in range(4)},
+    }
+
+
+def test_a_volume_that_cannot_be_reached_is_said(tmp_path: Path) -> None:
+    volume = tmp_path / "gone"
+    volume.mkdir()
+    save_by_ranks(step_path(tmp_path / "run", 1), 1, volumes=(volume,))
+    volume.rename(tmp_path / "elsewhere")
+    (view,) = inspect.view_runs([tmp_path / "run"])
+    assert [disk.missing for disk in view.disks] == [None, "No such file or directory"]
+    assert view.checkpoints[0].damage is not None
 
 
 def test_a_training_that_holds_its_run_is_seen(tmp_path: Path) -> None:
@@ -195,6 +257,11 @@ def test_only_this_machine_is_listened_to(run: Path) -> None:
     with inspect.serve_page([run]) as server:
         assert server._server.socket.getsockname()[0] == "127.0.0.1"
         port = server.port
+        kept = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        kept.request("GET", urlsplit(server.url).path)
+        assert kept.getresponse().read()
+    with pytest.raises(ConnectionRefusedError):  # it has to connect again
+        kept.request("GET", urlsplit(server.url).path)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
 
@@ -311,6 +378,22 @@ def test_the_command_writes_a_page(run: Path, tmp_path: Path) -> None:
     written = command("view", run, step_path(run, 5), "--out", tmp_path / "page.html", "--json").document
     assert written["nbytes"] == (tmp_path / "page.html").stat().st_size
     assert len(written["runs"]) == 2
+
+
+def test_the_command_serves_until_it_is_interrupted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def look(server: inspect.PageServer) -> None:
+        seen.append(Browser(server.url).get(urlsplit(server.url).path)[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspect.PageServer, "wait", look)
+    done = command("view", run, "--json")
+    assert (done.code, seen) == (130, [200])
+    address = urlsplit(done.document["url"])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address.hostname, address.port), timeout=5)
+    assert command("view", run, "--serve").out.startswith("http://127.0.0.1:")
 
 
 @pytest.mark.parametrize(

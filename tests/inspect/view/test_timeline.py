@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec import structs
 
 from holdfast.checkpointer.events import Event, Failed, Opened, Phases, Restored, Saved
 from holdfast.inspect.view.timeline import MAX_HAPPENINGS, timeline
@@ -103,8 +104,8 @@ def test_other_events_are_bounded_too() -> None:
 
 
 def test_metrics_of_saves_are_taken_where_a_log_has_them() -> None:
-    event = saved(1, 10.0)
-    assert timeline([event]).saves.metrics == [getattr(event, "metrics", {}) or {}]
+    event = structs.replace(saved(1, 10.0), metrics={"loss": 0.5})
+    assert timeline([event, saved(2, 20.0)]).saves.metrics == [{"loss": 0.5}, {}]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

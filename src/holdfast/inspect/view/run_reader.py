@@ -18,7 +18,7 @@ from holdfast.errors import CheckpointNotFound, HoldfastError
 from holdfast.inspect.event_summary import EventSummary, summarize_events
 from holdfast.inspect.run_listing import (
     Entry,
-    checkpoints_of,
+    checkpoints_inside,
     entry_of,
     is_gone,
     leftovers,
@@ -31,7 +31,7 @@ from holdfast.inspect.view.leaf_changes import Changes, leaf_changes
 from holdfast.inspect.view.leaf_samples import LeafSample
 from holdfast.inspect.view.timeline import Timeline, timeline
 from holdfast.inspect.view.words import shown_path
-from holdfast.store import Report
+from holdfast.store import Report, is_checkpoint, resolve
 from holdfast.store.names import is_step_name
 from holdfast.store.read.stored_checkpoint import open_any
 
@@ -216,9 +216,14 @@ class RunReader:
         if not os.path.lexists(self.path):
             raise CheckpointNotFound(f"there is no run at {self.path}")
         try:
-            paths = list(checkpoints_of(self.path))
-        except CheckpointNotFound:
-            paths = self._foreign()
+            if is_checkpoint(self.path):
+                paths = [resolve(self.path)]
+            elif os.path.isdir(self.path):
+                # The run's own last, so that its newest one is the last of all.
+                paths = sorted(checkpoints_inside(self.path), key=lambda path: is_step_name(_name(path)))
+            else:
+                paths = []
+            paths = paths or self._foreign()
         except (HoldfastError, OSError) as error:
             problems.append(f"the checkpoints cannot be listed: {reason_of(error)}")
             paths = []

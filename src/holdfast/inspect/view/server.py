@@ -98,7 +98,8 @@ class _Refused(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    protocol_version = "HTTP/1.1"
+    # One answer per connection: kept open, it would be served after `close`.
+    protocol_version = "HTTP/1.0"
     server_version = "holdfast"
     sys_version = ""
     timeout = 60  # of a connection that says nothing

@@ -82,7 +82,7 @@ class SaveColumns:
         self.stall.append(event.stall_seconds)
         self.lost_seconds.append(event.time - base.time if onward else None)
         self.lost_steps.append(event.step - base.step if event.step >= base.step else None)
-        self.metrics.append(getattr(event, "metrics", None) or {})
+        self.metrics.append(event.metrics)
 
     def chosen(self, places: Sequence[int]) -> SaveColumns:
         """These saves only."""

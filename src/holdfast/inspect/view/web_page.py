@@ -15,6 +15,7 @@ from holdfast import __version__
 from holdfast.errors import HoldfastError
 from holdfast.inspect.html_page import assemble
 from holdfast.inspect.progress import Progress, no_progress
+from holdfast.inspect.run_listing import is_run, runs_below
 from holdfast.inspect.verification import verify_all
 from holdfast.inspect.view.budget import Budget
 from holdfast.inspect.view.contents import Contents
@@ -22,7 +23,9 @@ from holdfast.inspect.view.leaf_changes import ChangedLeaf, Changes
 from holdfast.inspect.view.leaf_samples import LeafSample
 from holdfast.inspect.view.run_reader import RunReader, RunView
 from holdfast.inspect.view.words import labels
+from holdfast.store import is_checkpoint, locate
 
+MAX_RUNS = 64
 _PAGE = Path(__file__).parent / "page"
 _SCRIPTS = ("basics.js", "charts.js", "timeline.js", "leaves.js", "changes.js", "places.js", "main.js")
 
@@ -62,9 +65,17 @@ class WrittenPage:
 
 
 def open_runs(runs: Sequence[str | os.PathLike[str]]) -> tuple[RunReader, ...]:
-    """Readers of runs, with short names that tell them apart."""
-    paths = list(dict.fromkeys(os.path.abspath(run) for run in runs))
+    """Readers of runs, with short names that tell them apart. A directory above runs means all of them."""
+    paths = list(dict.fromkeys(path for run in runs for path in _meant(locate(run))))
+    if len(paths) > MAX_RUNS:
+        raise ValueError(f"a page shows at most {MAX_RUNS} runs, and these are {len(paths)}")
     return tuple(RunReader(path, name) for path, name in zip(paths, labels(paths), strict=True))
+
+
+def _meant(path: str) -> list[str]:
+    if not os.path.isdir(path) or is_checkpoint(path) or is_run(path):
+        return [path]
+    return list(runs_below(path)) or [path]
 
 
 def write_page(
@@ -98,9 +109,10 @@ def write_page(
 
 
 def verify_runs(readers: Sequence[RunReader], progress: Progress = no_progress) -> None:
-    """Reads every byte of every checkpoint, for the readers to tell."""
+    """Reads every byte of every checkpoint of ours, for the readers to tell."""
     for reader in readers:
-        if reader.view().checkpoints:
+        ours = is_checkpoint(reader.path) or (os.path.isdir(reader.path) and is_run(reader.path))
+        if ours and reader.view().checkpoints:
             reader.note_reports(verify_all(reader.path, progress=progress))
 
 

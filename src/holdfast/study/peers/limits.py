@@ -1,7 +1,7 @@
-"""The device's own limit: the engine's bare loop.
+"""The raw device: the engine's bare loop, to compare with.
 
 It writes as many bytes as the state has, from one aligned buffer, past the page cache, into a file that is
-preallocated and synced at the end. No checkpoint can beat that on a new file.
+preallocated and synced at the end. On a new file and from normal pages, no checkpoint can beat that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class RawDevice(Peer):
     """The engine's loop over one aligned buffer, timed by the engine from open to synced."""
 
     key = "raw"
-    title = "raw device limit"
+    title = "raw device"
     cost_is_ours = False  # most of it goes into making and filling the buffer
     huge_pages = False
 

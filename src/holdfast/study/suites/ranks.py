@@ -240,7 +240,7 @@ class RanksSuite(Suite):
             "is; 'shares': how far apart the bytes of the ranks are, of a share, or how many ranks wrote "
             "any; 'copies': what is on the disk, over the state. Recycling is the steady state of a "
             "training; Holdfast alone makes a new directory, and meets, plans and compares replicas each "
-            "time. The raw limit is that of one process, normal pages and a new file: several writers, huge "
+            "time. The raw device is one process with normal pages and a new file: several writers, huge "
             "pages, and writing over an old file can be faster."
         ]
         if result.facts["most_ranks"] > result.machine.cpu_count:

@@ -133,7 +133,7 @@ class Steps(Case):
 class RawWrite(Case):
     """As many bytes as the trainer's state has, straight to the device."""
 
-    key, title, sections = "raw", "raw device limit", ("sweep",)
+    key, title, sections = "raw", "raw device", ("sweep",)
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -315,7 +315,7 @@ class TrainingSuite(Suite):
                 "a training step, each with a durable checkpoint",
                 columns=slower | steps,
                 ours=self.ours,
-                limit="none",
+                reference="none",
             ),
             View(
                 "step",
@@ -324,7 +324,7 @@ class TrainingSuite(Suite):
                 show=milliseconds,
                 columns=phases,
                 ours=self.ours,
-                limit="none",
+                reference="none",
             ),
             View(
                 "sweep",

@@ -1,14 +1,14 @@
 // How far two checkpoints are apart, layer by layer.
 
 const STATES = {
-  same: ["unchanged", ""], changed: ["changed", ""], alike: ["alike in the sample", ""], unread: ["not read", "warn"], only_a: ["only in A", "warn"], only_b: ["only in B", "warn"], kind: ["other type or shape", "warn"],
+  same: ["identical", ""], changed: ["changed", ""], alike: ["alike in the sample", ""], unread: ["not read", "warn"], only_a: ["only in A", "warn"], only_b: ["only in B", "warn"], kind: ["other type or shape", "warn"],
 };
 const SMALLEST = -6;
 
 class Changed {
   constructor(ask) {
     Object.assign(this, { id: "changes", title: "Change between two steps", short: "Changes", ask, pair: [null, null] });
-    this.tree = new Tree("Changes of leaves", "changetree", [["name"], ["relative change"], ["", true], ["largest", true], ["elements", true]], (item) => this.cells(item));
+    this.tree = new Tree("Changes of leaves", "changetree", [["name"], ["relative change"], ["", true], ["largest |Δ|", true], ["changed", true]], (item) => this.cells(item));
     this.tree.weigh = (item) => (item.leaf !== undefined ? this.relative(this.found.leaves[item.leaf]) : this.ofGroup(item.group.sum)) ?? -1;
     this.tree.extra = (at) => STATES[this.found.leaves[at].change][0];
     this.pickers = el("span", { class: "tools" });
@@ -16,7 +16,7 @@ class Changed {
     this.empty = el("p", { class: "empty" });
     this.values = el("details", {});
     this.controls = el("div", { class: "tools" }, this.pickers,
-      searchBox("Filter, e.g. mlp changed", (words) => { this.tree.words = words; this.tree.refresh(); }),
+      searchBox("Filter, e.g. mlp changed", (words) => this.tree.filter(words)),
       options("Order of changes", [["state", "in order of the state"], ["change", "largest change first"]], "state", (order) => { this.tree.order = order; this.tree.refresh(); }));
     this.element = el("section", { id: this.id }, el("div", { class: "head" }, el("h2", { text: this.title }), this.controls), this.said, this.tree.element, this.empty, this.values);
   }
@@ -89,7 +89,7 @@ class Changed {
     const counts = {};
     for (const leaf of leaves) counts[leaf.change] = (counts[leaf.change] || 0) + 1;
     const parts = Object.entries(STATES).filter(([key]) => counts[key]).map(([key, [name]]) => `${whole(counts[key])} ${name}`);
-    this.said.textContent = `Of ${plural(leaves.length, "leaf", "leaves")}: ${parts.join(", ")}. The bar is ‖B − A‖ / ‖A‖ on a logarithmic scale. Unchanged is exact, by checksums; the size of a change is that of a sample${read ? ` (${bytes(read)} read)` : ""}.`;
+    this.said.textContent = `Of ${plural(leaves.length, "leaf", "leaves")}: ${parts.join(", ")}. The bar is ‖B − A‖ / ‖A‖ on a logarithmic scale. Identical is exact, by checksums; the size of a change is that of a sample${read ? ` (${bytes(read)} read)` : ""}.`;
     this.values.classList.toggle("hidden", !all);
     this.values.replaceChildren(el("summary", { text: `${plural(all, "value")} changed` }),
       table([{ name: "value" }, { name: "A" }, { name: "B" }], values.map((value) => [foreign(value.name), foreign(value.a ?? "–"), foreign(value.b ?? "–")])),

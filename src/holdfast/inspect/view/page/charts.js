@@ -17,7 +17,7 @@ function ticks(low, high, count, least = 0) {
 }
 function timeTicks(low, high, count) {
   const span = high - low;
-  if (span < 2) return ticks(low, high, count, 1e-3).map((at) => [at, `${clock(new Date(1000 * at), true)}.${String(Math.round(at * 1000) % 1000).padStart(3, "0").replace(/0+$/, "") || "0"}`]);
+  if (span < 2) return ticks(low, high, count + 1, 1e-3).map((at) => [at, `${clock(new Date(1000 * at), true)}.${String(Math.round(at * 1000) % 1000).padStart(3, "0").replace(/0+$/, "") || "0"}`]);
   const step = TIME_STEPS.find((size) => span / size <= count) || TIME_STEPS[TIME_STEPS.length - 1];
   const offset = -60 * new Date(1000 * low).getTimezoneOffset();
   const found = [];
@@ -218,7 +218,7 @@ class Chart {
     }
     found.push(svg("path", { d: parts.map(draw).join(""), css: { fill: "none", stroke: layer.color, "stroke-width": `${layer.wide || 1.6}`, "stroke-linejoin": "round" } }));
     const points = parts.reduce((sum, part) => sum + part.length, 0);
-    if (layer.dots && points <= 60) {
+    if (layer.dots && points <= (this.scale.inner.right - this.scale.inner.left) / 12) {
       for (const part of parts) for (const [x, y] of part) found.push(svg("circle", { cx: x.toFixed(1), cy: toY(y).toFixed(1), r: 2.6, css: { fill: layer.color } }));
     }
     return found;

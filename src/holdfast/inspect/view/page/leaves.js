@@ -2,7 +2,7 @@
 
 const LEVELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
 
-// Names with dots as a tree. A group with one group in it is one row: "h.0.attn".
+// Names with dots as a tree. A group with one thing in it is one row with that: "h.0.attn", "norm.weight".
 function treeOf(names, measure) {
   const root = { name: "", path: "", groups: new Map(), leaves: [], depth: -1 };
   names.forEach((name, at) => {
@@ -14,6 +14,7 @@ function treeOf(names, measure) {
     }
     node.leaves.push(at);
   });
+  const isSingle = (node) => !node.children.length && node.leaves.length === 1;
   const finish = (node, depth) => {
     node.depth = depth;
     let children = [...node.groups.values()];
@@ -25,7 +26,8 @@ function treeOf(names, measure) {
       }
       return finish(kept, depth + 1);
     });
-    node.children = children;
+    node.leaves.push(...children.filter(isSingle).map((child) => child.leaves[0]));
+    node.children = children = children.filter((child) => !isSingle(child));
     node.count = node.leaves.length;
     node.sum = measure ? measure.start() : null;
     for (const at of node.leaves) if (measure) measure.leaf(node.sum, at);
@@ -71,7 +73,7 @@ class Tree {
     const list = [];
     const any = (node) => node.leaves.some((at) => wanted.has(at)) || node.children.some(any);
     const walk = (node) => {
-      const items = [...node.children.map((group) => ({ group })), ...node.leaves.map((leaf) => ({ leaf, depth: node.depth + 1 }))];
+      const items = [...node.children.map((group) => ({ group })), ...node.leaves.map((leaf) => ({ leaf, depth: node.depth + 1, under: node.path }))];
       if (this.order === "state") items.sort((a, b) => this.first(a) - this.first(b));
       else items.sort((a, b) => this.weigh(b) - this.weigh(a));
       for (const item of items) {
@@ -88,9 +90,14 @@ class Tree {
     this.rows.set(list.length);
     this.element.classList.toggle("hidden", !list.length);
   }
+  filter(words) {
+    this.words = words;
+    this.rows.element.scrollTop = 0;
+    this.refresh();
+  }
   first(item) {
     if (item.leaf !== undefined) return item.leaf;
-    if (item.group.begin === undefined) item.group.begin = Math.min(...item.group.leaves.slice(0, 1), ...item.group.children.map((group) => this.first({ group })));
+    if (item.group.begin === undefined) item.group.begin = Math.min(...item.group.leaves, ...item.group.children.map((group) => this.first({ group })));
     return item.group.begin;
   }
   expand(all) {
@@ -103,10 +110,10 @@ class Tree {
     const item = this.list[at];
     const group = item.group;
     const depth = group ? group.depth : item.depth;
-    const name = group ? group.name : this.names[item.leaf].split(".").pop();
+    const name = group ? group.name : this.names[item.leaf].slice(item.under ? item.under.length + 1 : 0);
     const isOpen = group && (this.filtered || this.open.has(group.path));
     const cell = el("span", { class: "name", title: group ? group.path : this.names[item.leaf], css: { "padding-left": `${Math.min(depth, 12) * (window.innerWidth < 760 ? 8 : 16)}px` } },
-      el("span", { class: `caret ${isOpen ? "open" : ""}`, text: group ? "›" : "" }), name || "(no name)", group ? el("span", { class: "in", text: plural(group.count, "leaf", "leaves") }) : null);
+      el("span", { class: `caret ${isOpen ? "open" : ""}`, text: group ? "›" : "" }), " ", el("bdi", { text: name || "(no name)" }), " ", group ? el("span", { class: "in", text: plural(group.count, "leaf", "leaves") }) : this.badge ? this.badge(item.leaf) : null);
     const act = () => {
       if (group && !this.filtered) {
         if (this.open.has(group.path)) this.open.delete(group.path); else this.open.add(group.path);
@@ -123,7 +130,7 @@ class Tree {
     const row = el("div", {
       class: `row ${this.kind} ${group ? "group" : "leaf"}`, role: "treeitem", tabindex: "-1", "aria-level": depth + 1, "aria-expanded": group ? String(isOpen) : null,
       "aria-selected": !group && this.chosen === item.leaf ? "true" : null,
-      on: { click: act, keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(); } } },
+      on: { click: act, keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(); this.rows.focus(at); } } },
     }, cell, ...this.drawCells(item));
     return row;
   }
@@ -132,7 +139,7 @@ class Tree {
 function spark(sample, large) {
   if (!sample) return el("span", { class: "dim", text: "" });
   const [wide, high] = large ? [480, 120] : [96, 22];
-  const drawn = svg("svg", { class: large ? "" : "spark", viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", role: "img", "aria-label": "histogram" });
+  const drawn = svg("svg", { class: large ? "large" : "spark", viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", role: "img", "aria-label": "histogram" });
   if (!sample.bars) {
     if (sample.low !== null) drawn.append(svg("path", { d: `M${wide / 2 - 2} ${high}V2h4V${high}z` }));
   } else {
@@ -153,7 +160,8 @@ class Leaves {
     Object.assign(this, { id: "leaves", title: "Leaves", ask, name: null, asked: new Set() });
     this.tree = new Tree("Leaves", "leaftree", [["name"], ["dtype"], ["shape"], ["bytes", true], ["share"], ["values"]], (item) => this.cells(item));
     this.tree.weigh = (item) => (item.leaf !== undefined ? this.content.leaves.nbytes[item.leaf] : item.group.sum.nbytes);
-    this.tree.extra = (at) => `${this.content.leaves.dtype[at].toLowerCase()} ${this.content.leaves.tied[at] ? "tied" : ""}`;
+    this.tree.extra = (at) => `${this.content.leaves.dtype[at].toLowerCase()} ${this.content.leaves.tied[at] ? "tied" : ""} ${this.odd(at) ? "nan" : ""}`;
+    this.tree.badge = (at) => (this.odd(at) ? tag("NaN or infinite", "bad") : null);
     this.tree.choose = (at) => this.look(at);
     this.tree.seen = (places) => this.want(places);
     this.picker = el("span");
@@ -162,7 +170,7 @@ class Leaves {
     this.values = el("details", {});
     this.empty = el("p", { class: "empty" });
     this.tools = el("div", { class: "tools" }, this.picker,
-      searchBox("Filter, e.g. attn bf16", (words) => { this.tree.words = words; this.tree.refresh(); this.count(); }),
+      searchBox("Filter, e.g. attn bf16", (words) => { this.tree.filter(words); this.count(); }),
       options("Order", [["state", "in order of the state"], ["bytes", "largest first"]], "state", (order) => { this.tree.order = order; this.tree.refresh(); }),
       el("button", { class: "plainbutton", type: "button", text: "Expand all", on: { click: () => this.tree.expand(true) } }),
       el("button", { class: "plainbutton", type: "button", text: "Collapse", on: { click: () => this.tree.expand(false) } }));
@@ -207,6 +215,10 @@ class Leaves {
     this.detail.classList.add("hidden");
     this.said.textContent = "";
   }
+  odd(at) {
+    const sample = this.content.leaves.sample[at];
+    return sample ? sample.not_finite : 0;
+  }
   count() {
     if (!this.content) return;
     const { leaves, nbytes, sampled, read_nbytes: read } = this.content;
@@ -215,6 +227,8 @@ class Leaves {
     const large = leaves.sample.some((sample) => sample && !sample.whole);
     const histograms = this.ask.served ? "Histograms are read as you look. " : known ? `Histograms of ${known === leaves.name.length ? "all" : whole(known)} leaves were read (${bytes(read)}, all verified)${sampled < leaves.name.length ? "; the others are tied, empty, hold no numbers, or there was no time" : ""}. ` : "";
     this.said.textContent = `${matching}${plural(leaves.name.length, "leaf", "leaves")}, ${bytes(nbytes)}. ${histograms}${large || this.ask.served ? "Of a leaf above 256 KiB four stretches are sampled." : ""}`;
+    const odd = leaves.name.filter((_, at) => this.odd(at)).length;
+    if (odd) this.said.append(" ", tag(`${plural(odd, "leaf holds", "leaves hold")} NaN or infinite elements: filter by nan`, "bad"));
     this.empty.textContent = "No leaf matches.";
     this.empty.classList.toggle("hidden", this.tree.matching > 0);
     if (!leaves.name.length) { this.empty.textContent = "This checkpoint has no leaves, only values."; this.empty.classList.remove("hidden"); }

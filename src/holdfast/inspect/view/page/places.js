@@ -1,5 +1,9 @@
 // Who wrote what, and where it lies.
 
+function balance(ratio) {
+  return ratio < 1.02 ? "All wrote about the same." : `The most that a rank wrote is ${digits(ratio, 3)} times the median.`;
+}
+
 class Writers {
   constructor(ask) {
     Object.assign(this, { id: "writers", title: "Who wrote what", short: "Writers", ask });
@@ -35,7 +39,7 @@ class Writers {
       parts.push(table([{ name: "rank", number: true }, { name: "share" }, { name: "bytes", number: true }, { name: "leaves", number: true }, { name: "shards" }],
         found.writers.map((writer) => [whole(writer.rank), meter(writer.nbytes / top), bytes(writer.nbytes), whole(writer.leaves), foreign(writer.files.map((file) => file.name).join(", ") || "none")])));
       const left = found.all_writers - found.writers.length;
-      parts.push(el("p", { class: "note after", text: `${left > 0 ? `and ${whole(left)} more ranks. ` : ""}The most that a rank wrote is ${digits(Math.max(...spread) / Math.max(median(spread), 1), 3)} times the median.` }));
+      parts.push(el("p", { class: "note after", text: `${left > 0 ? `and ${whole(left)} more ranks. ` : ""}${balance(Math.max(...spread) / Math.max(median(spread), 1))}` }));
     }
     parts.push(el("h3", { text: "Volumes" }), table([{ name: "where" }, { name: "shards", number: true }, { name: "bytes", number: true }], [...volumes].map(([name, volume]) => [foreign(name), whole(volume.files), bytes(volume.nbytes)])));
     this.body.replaceChildren(...parts);
@@ -55,11 +59,11 @@ class Disks {
     const checks = new Map(view.checks.map((check) => [check.name, check]));
     const listed = [...view.checkpoints].reverse();
     const shown = this.all ? listed : listed.slice(0, 12);
-    const columns = [{ name: "step", number: true }, { name: "saved", when: true }, { name: "size", number: true }, { name: "leaves", number: true }, { name: "state" }];
+    const columns = [{ name: "step", number: true }, { name: "state" }, { name: "saved", when: true }, { name: "size", number: true }, { name: "leaves", number: true }];
     parts.push(el("h3", { text: "Checkpoints" }));
     if (!listed.length) parts.push(el("p", { class: "empty", text: "There is no checkpoint here yet." }));
     else {
-      parts.push(table(columns, shown.map((entry) => [entry.step === null ? foreign(entry.name) : whole(entry.step), entry.created === null ? "–" : moment(entry.created), bytes(entry.nbytes), whole(entry.leaves), this.state(entry, checks.get(entry.name))])));
+      parts.push(table(columns, shown.map((entry) => [entry.step === null ? foreign(entry.name) : whole(entry.step), this.state(entry, checks.get(entry.name)), entry.created === null ? "–" : moment(entry.created), bytes(entry.nbytes), whole(entry.leaves)])));
       if (shown.length < listed.length) parts.push(el("button", { class: "plainbutton", type: "button", text: `Show all ${whole(listed.length)}`, on: { click: () => { this.all = true; this.show(this.run); } } }));
       if (!view.checks.length) parts.push(el("p", { class: "note after" }, "Manifests and sizes were checked. To read every byte, use ", el("span", { class: "mono", text: "holdfast verify" }), " or ", el("span", { class: "mono", text: "holdfast view --verify" }), "."));
     }

@@ -1,0 +1,319 @@
+"""`holdfast view` in a real browser: what is drawn, what clicks and filters do, and that it stays quick."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+from browser.conftest import Pages
+from browser.looking import await_count, await_text, contrast, milliseconds, overflow, texts
+from holdfast import inspect
+from support.command import damage_manifest, step_path
+from support.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
+
+pytestmark = pytest.mark.browser
+
+SECTIONS = [
+    "overview",
+    "saves",
+    "durability",
+    "metrics",
+    "troubles",
+    "leaves",
+    "changes",
+    "writers",
+    "disk",
+    "events",
+]
+NEWEST = "[data-tile='Newest durable step'] .value"
+MANY = 10_000
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs, and pages of them."""
+    path = tmp_path_factory.mktemp("shown")
+    train(path / "small", layered_state(6, 32), range(1, 61), keep=5)
+    train(path / "other", layered_state(6, 32, seed=3), range(1, 41), keep=4)
+    write_log(path / "long", long_story(10_000))
+    train(path / "wide", layered_state(1334, 8), range(1, 3))
+    hostile = path / "hostile <b>run"
+    for step in (1, 2):
+        state = {HOSTILE: {HOSTILE: np.ones(3) * step}, "v" + HOSTILE: HOSTILE * step}
+        holdfast.save(step_path(hostile, step), state, step=step, metrics={HOSTILE: float(step)})
+    holdfast.save(step_path(hostile, 3), {"w": np.ones(3)}, step=3)
+    damage_manifest(step_path(hostile, 3))
+    write_log(hostile, long_story(1600))
+    (path / "empty").mkdir()
+    for step in (1, 2):
+        volume = path / f"fast-{step}"
+        volume.mkdir()
+        save_by_ranks(step_path(path / "ranks", step), step, world=8, volumes=(volume,))
+    for name in ("small", "long", "wide", "ranks", "empty"):
+        inspect.write_page([path / name], path / f"{name}.html", seconds=60)
+    inspect.write_page([hostile], path / "hostile.html")
+    inspect.write_page([path / "small", path / "other"], path / "two.html", verify=True)
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["small", "two", "long", "hostile", "ranks", "empty"])
+def test_every_part_is_drawn_and_nothing_is_loaded(
+    pages: Pages, folder: Path, name: str, scheme: str
+) -> None:
+    page = pages.open(folder / f"{name}.html", scheme=scheme)
+    assert page.evaluate("[...document.querySelectorAll('main > section')].map((it) => it.id)") == SECTIONS
+    assert overflow(page) == []
+    assert pages.requests == [(folder / f"{name}.html").as_uri()]
+    assert page.locator("img, iframe, object, link").count() == 0
+    pages.picture(page, f"{name}-{scheme}")
+
+
+@pytest.mark.parametrize("name", ["small", "two", "long", "hostile", "ranks", "empty"])
+def test_it_fits_a_phone(pages: Pages, folder: Path, name: str) -> None:
+    page = pages.open(folder / f"{name}.html", width=390, height=844)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert overflow(page) == []
+    pages.picture(page, f"{name}-phone")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_follow_the_system_and_can_be_read(pages: Pages, folder: Path, scheme: str) -> None:
+    page = pages.open(folder / "hostile.html", scheme=scheme)
+    backgrounds = {"light": "rgb(246, 247, 248)", "dark": "rgb(17, 22, 26)"}
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == backgrounds[scheme]
+    said = (".note", ".path", ".tile .value", ".tile .what", ".tag.bad", ".tag.good", "#sections a", "th")
+    for selector in said:
+        assert contrast(page, selector) >= 4.5, selector
+
+
+def test_text_of_a_checkpoint_stays_text(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "hostile.html")
+    title = "hostile <b>run \N{MIDDLE DOT} Holdfast"
+    page.get_by_role("button", name="Expand all").click()
+    assert page.locator("body").inner_text().count("<img src=x onerror=") > 3
+    page.locator("#leaves .row.leaf").first.click()
+    assert "</script><img src=x" in page.locator("#leaves .detail h3").inner_text()
+    page.locator("#events .chips button[data-kind=failed]").click()
+    page.locator("#events .row").first.click()
+    assert "<img" in page.locator("#events .detail").inner_text()
+    box = page.locator("#saves .chart > svg").bounding_box()
+    for across in range(0, int(box["width"]), 9):
+        page.mouse.move(box["x"] + across, box["y"] + 60)
+    assert page.locator("img").count() == 0
+    assert page.title() == title
+
+
+def test_clicks_change_the_chart_of_saves(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "small.html")
+    chart = page.locator("#saves .chart > svg")
+
+    def drawn() -> Any:
+        script = "(node) => [...node.querySelectorAll('.plot path')].map((path) => path.getAttribute('d'))"
+        return chart.evaluate(script)
+
+    before = drawn()
+    assert len(before) == 5  # four phases, and the stall
+    page.locator("#saves .legend button", has_text="write").click()
+    assert len(drawn()) == 4
+    page.locator("#saves .legend button", has_text="write").click()
+    assert drawn() == before
+    page.get_by_role("button", name="by step").click()
+    assert drawn() != before
+    page.get_by_role("button", name="Speed").click()
+    await_text(page, "#saves .chart > svg text", "GB/s")
+    page.get_by_role("button", name="Bytes").click()
+    await_text(page, "#saves .chart > svg text", "KiB")
+
+
+def test_a_tooltip_tells_of_the_save_below_the_pointer(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "small.html")
+    box = page.locator("#saves .chart > svg").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 14, box["y"] + 100)
+    tip = page.locator("#saves .tip")
+    assert "Step 60" in tip.inner_text()
+    assert "until durable" in tip.inner_text()
+    place = tip.bounding_box()
+    assert place["x"] + place["width"] <= 1280
+    pages.picture(page, "tooltip", full=False)
+
+
+def test_leaves_open_filter_and_tell_of_themselves(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "small.html")
+    leaves = page.locator("#leaves")
+    leaves.get_by_role("button", name="Collapse").click()
+    assert texts(page, "#leaves .row .name") == ["\u203a model 31 leaves", "\u203a optimizer.h 60 leaves"]
+    leaves.locator(".row.group", has_text="model").click()
+    assert "embed" in leaves.locator(".row .name").nth(1).inner_text()
+    leaves.get_by_role("searchbox").fill("h.3 UP f32")
+    await_count(page, "#leaves .row.leaf", 3)
+    assert "3 of 91 leaves" in leaves.locator(".note").first.inner_text()
+    leaves.locator(".row.leaf").first.click()
+    detail = leaves.locator(".detail").inner_text()
+    for told in ("model.h.3.mlp.up.weight", "128 \u00d7 32", "mean \u00b1 deviation", "all elements"):
+        assert told in detail
+    assert leaves.locator(".row.leaf[aria-selected=true]").count() == 1
+    pages.picture(page, "leaf-detail")
+    leaves.get_by_role("searchbox").fill("nothing like this")
+    page.wait_for_selector("#leaves .empty:not(.hidden)")
+    assert "No leaf matches" in leaves.inner_text()
+
+
+def test_changes_show_which_layers_moved(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "small.html")
+    changes = page.locator("#changes")
+    assert "86 identical, 5 changed" in changes.locator(".note").first.inner_text()
+    changes.get_by_label("Order of changes").select_option("change")
+    changes.get_by_role("searchbox").fill("changed mlp.up")
+    await_count(page, "#changes .row.leaf", 5)
+    # The training of this run changes later layers more, and the first one not at all.
+    names = [name.split()[1] for name in texts(page, "#changes .row.group .name")]
+    assert [name for name in names if name.isdigit()] == ["5", "4", "3", "2", "1"]
+    changes.get_by_label("Checkpoint A").select_option(label="step 56")
+    await_text(page, "#changes .row", "%")
+    assert changes.get_by_label("Checkpoint A").input_value() == "step-000000000056"
+    pages.picture(page, "changes")
+
+
+def test_events_are_filtered_by_kind_and_text(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "long.html")
+    events = page.locator("#events")
+    events.locator(".chips button[data-kind=failed]").click()
+    await_count(page, "#events .row", 6)
+    assert set(texts(page, "#events .row .tag")) == {"failed"}
+    events.get_by_role("searchbox").fill("StorageFull")
+    events.locator(".chips button[data-kind=all]").click()
+    await_count(page, "#events .row", 6)
+    events.get_by_role("searchbox").fill("no such thing")
+    await_count(page, "#events .row", 0)
+    assert "No event matches" in events.inner_text()
+
+
+def test_ten_thousand_events_are_quick(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "long.html")
+    assert page.locator("*").count() < 1500
+    click = "document.querySelector('#saves [data-value={}]').click()"
+    redrawn = milliseconds(page, "; ".join(click.format(axis) for axis in ("step", "time", "step", "time")))
+    assert redrawn < 4 * 250, f"{redrawn:.0f} ms"
+    box = page.locator("#saves .chart > svg").bounding_box()
+    page.mouse.move(box["x"] + 300, box["y"] + 100)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 420, box["y"] + 100, steps=4)
+    page.mouse.up()
+    page.wait_for_selector("#saves button:has-text('Show all'):visible")
+    pages.picture(page, "zoomed", full=False)
+    page.locator("#saves button:has-text('Show all')").click()
+    page.locator("#events .virtual").evaluate("(node) => { node.scrollTop = node.scrollHeight; }")
+    await_text(page, "#events .row", "opened")
+    assert page.locator("#events .row").count() < 60
+
+
+def test_twenty_thousand_leaves_are_quick(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "wide.html")
+    assert "20,011 leaves" in page.locator("#leaves .note").first.inner_text()
+    find = "[...document.querySelectorAll('#leaves button')].find((it) => it.textContent === 'Expand all')"
+    expanded = milliseconds(page, f"{find}.click()")
+    assert expanded < 1000, f"{expanded:.0f} ms"
+    assert page.locator("#leaves .row").count() < 60
+    page.locator("#leaves .virtual").evaluate("(node) => { node.scrollTop = node.scrollHeight; }")
+    page.wait_for_selector("#leaves .row .name[title^='optimizer.h.1333.']")
+    page.locator("#leaves").get_by_role("searchbox").fill("h.777.")
+    await_text(page, "#leaves .note", "15 of 20,011 leaves")
+    page.wait_for_selector("#leaves .row .name[title^='model.h.777.']")
+    pages.picture(page, "wide")
+
+
+def test_a_leaf_with_nan_is_found(pages: Pages, tmp_path: Path) -> None:
+    state = layered_state(4)
+    state["model"]["h"]["2"]["mlp"]["up"]["weight"][3, 4] = np.nan
+    holdfast.save(tmp_path / "checkpoint", state)
+    inspect.write_page([tmp_path / "checkpoint"], tmp_path / "page.html")
+    page = pages.open(tmp_path / "page.html")
+    assert "1 leaf holds NaN or infinite" in page.locator("#leaves .note").first.inner_text()
+    page.locator("#leaves").get_by_role("searchbox").fill("nan")
+    await_text(page, "#leaves .note", "1 of 61 leaves")
+    assert "up.weight NaN or infinite" in texts(page, "#leaves .row.leaf .name")[0]
+    # A checkpoint alone has no events, and no sections for them.
+    assert page.locator("main > section:visible").evaluate_all("(found) => found.map((it) => it.id)") == [
+        "overview",
+        "metrics",
+        "leaves",
+        "changes",
+        "writers",
+        "disk",
+    ]
+    pages.picture(page, "nan")
+
+
+def test_rows_are_reached_by_keys(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "wide.html")
+    page.locator("#leaves").get_by_role("button", name="Expand all").click()
+    page.locator("#leaves .virtual").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("End")
+    title = "document.activeElement.querySelector('.name').title"
+    assert page.evaluate(title).startswith("optimizer.h.1333.")
+    page.keyboard.press("Home")
+    assert page.evaluate(title) == "model"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "false"
+
+
+def test_several_runs_share_a_page(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "two.html")
+    assert page.locator("h1").inner_text() == "small"
+    page.locator("#runs button", has_text="other").click()
+    assert page.locator("h1").inner_text() == "other"
+    assert page.locator("#leaves select").first.input_value() == "step-000000000040"
+    assert "every byte verified" in page.locator("#disk").inner_text()
+    lines = "(node) => node.querySelectorAll('.plot > path').length"
+    assert page.locator("#metrics .chart > svg").first.evaluate(lines) == 2
+    page.locator("#metrics .legend button", has_text="small").click()
+    assert page.locator("#metrics .chart > svg").first.evaluate(lines) == 1
+
+
+def test_a_served_page_follows_the_training(pages: Pages, tmp_path: Path) -> None:
+    state = layered_state(3, 16)
+    more, end = threading.Event(), threading.Event()
+
+    def training() -> None:
+        with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+            ckpt.restore()
+            for step in range(4, 7):
+                ckpt.save(step, metrics={"loss": 1 / step})
+            more.wait(60)
+            ckpt.save(7, metrics={"loss": 1 / 7})
+            end.wait(60)
+
+    train(tmp_path / "run", state, range(1, 4))
+    thread = threading.Thread(target=training)
+    with inspect.serve_page([tmp_path / "run"]) as server:
+        page = pages.open(server.url)
+        await_text(page, "#status", "no training now")
+        thread.start()
+        await_text(page, NEWEST, "6")
+        await_text(page, "#status", "live: training")
+        assert "A crash now would lose" in page.locator("#overview").inner_text()
+        await_text(page, "#leaves .note", "46 leaves")
+        page.locator("#leaves").get_by_role("button", name="Expand all").click()
+        await_count(page, "#leaves .row .spark path", 5, MANY)
+        more.set()
+        await_text(page, NEWEST, "7")
+        await_text(page, "#events .row .number", "7")
+        # What was opened stays open, and the newest checkpoint is followed.
+        page.wait_for_function("document.querySelector('#leaves select').value === 'step-000000000007'")
+        await_count(page, "#leaves .row.leaf", 5, MANY)
+        page.locator("#changes").get_by_label("Checkpoint A").select_option(label="step 5")
+        await_text(page, "#changes .note", "identical")
+        pages.picture(page, "live")
+        end.set()
+        thread.join(60)
+        await_text(page, "#status", "no training now")
+        assert all(url.startswith(server.url) for url in pages.requests)
+    await_text(page, "#status", "does not answer")
+    pages.complaints[:] = [text for text in pages.complaints if "ERR_CONNECTION" not in text]
