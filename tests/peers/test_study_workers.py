@@ -22,7 +22,7 @@ WHOLE = ("torch", "tensorflow", "jax", "chainer")
 @pytest.fixture
 def asked(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> FrameworkProcess:
+) -> Iterator[FrameworkProcess]:
     name = request.param
     entry = frameworks.FRAMEWORKS[name]
     if entry.environment is not None:
