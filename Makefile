@@ -12,6 +12,8 @@
 #   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
 #   make benchmarks  measure everything and write docs/benchmarks.md (about half an hour; ARGS="--quick" for less)
 #   make study    what checkpoints cost in each framework, into build/study (hours; ARGS="--quick" for five minutes)
+#   make docs     the documents as a web site, in build/site; warnings are errors
+#   make dist     an sdist and a wheel that needs no compiler, in dist/;  make dist-test  tries both in bare environments
 #   make clean    remove what was built;  make distclean  removes .venv too
 #
 # Each of them starts from a bare checkout: it makes .venv and builds first when that is needed.
@@ -45,7 +47,8 @@ CORE_FLAGS := -std=c++20 -O2 -g -pthread -Wall -Wextra -Wshadow -Wconversion -Wn
   -D_FILE_OFFSET_BITS=64 -DHOLDFAST_HAVE_URING=0 -Inative/src -isystem $(VENV)/include
 CROSS_CXX := aarch64-linux-gnu-g++
 
-.PHONY: help setup build demo test compat peers browser check format cross arm bench benchmarks study clean distclean
+.PHONY: help setup build demo test compat peers browser check format cross arm bench benchmarks study docs dist dist-test clean \
+  distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/  \1/p' Makefile
@@ -145,6 +148,37 @@ study: setup
 
 benchmarks: setup
 	$(BIN)/holdfast bench --markdown docs/benchmarks.md $(ARGS)
+
+# The pages are read, not imported: this needs neither torch nor a compiler.
+DOCS_TOOLS := build/docs-tools
+$(DOCS_TOOLS)/.stamp: requirements-docs.txt
+	@$(PYTHON) -m venv --clear $(DOCS_TOOLS)
+	@$(DOCS_TOOLS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet -r requirements-docs.txt
+	@touch $@
+
+docs: $(DOCS_TOOLS)/.stamp
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_TOOLS)/bin/python -m mkdocs build --quiet --strict
+	@echo "the site is in build/site; to look at it: python3 -m http.server --directory build/site"
+
+# The wheel is built from the sdist, so that one that lacks a file fails here.
+DIST_TOOLS := build/dist-tools
+$(DIST_TOOLS)/.stamp: requirements-dist.txt tools/apt.sh tools/system-packages.sh tools/xxhash-headers.sh
+	@PYTHON="$(PYTHON)" tools/system-packages.sh
+	@$(PYTHON) -m venv --clear $(DIST_TOOLS)
+	@tools/xxhash-headers.sh $(DIST_TOOLS)/bin/python
+	@$(DIST_TOOLS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet -r requirements-dist.txt
+	@touch $@
+
+dist: $(DIST_TOOLS)/.stamp
+	@rm -rf dist build/unrepaired
+	CMAKE_INCLUDE_PATH="$(CURDIR)/$(DIST_TOOLS)/include" $(DIST_TOOLS)/bin/python -m build --outdir build/unrepaired \
+	  -Ccmake.define.HOLDFAST_PORTABLE=ON . > build/dist.log 2>&1 || { tail -n 40 build/dist.log; exit 1; }
+	PATH="$(CURDIR)/$(DIST_TOOLS)/bin:$$PATH" auditwheel repair --wheel-dir dist build/unrepaired/*.whl
+	@mv build/unrepaired/*.tar.gz dist/
+	@ls -l dist
+
+dist-test: dist
+	DIST_PYTHON="$(PYTHON)" $(DIST_TOOLS)/bin/python -m pytest -q -p no:cacheprovider -m dist tests/packaging $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist build.log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -16,7 +16,7 @@ from pathlib import Path
 
 WORKERS = 3
 """For two processors: a part of the tests waits for devices, time-outs and other processes."""
-OPT_IN = "not slow and not crash_large and not native and not peers and not browser"
+OPT_IN = "not slow and not crash_large and not native and not peers and not browser and not dist"
 CACHE = Path(".pytest_cache/race")
 PASSED, FAILED, NOTHING_SELECTED = 0, 1, 5
 

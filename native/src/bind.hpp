@@ -1,6 +1,7 @@
 // What the binding's files share. They turn Python's descriptions into plans and have no logic of their own.
 #pragma once
 
+#include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <unistd.h>
 
@@ -25,7 +26,15 @@ struct View {
 };
 
 inline bool shutting_down() {
-#if PY_VERSION_HEX >= 0x030D0000
+#ifdef Py_LIMITED_API
+  // The stable ABI has it from 3.13 on only, but every interpreter exports it under one of two names.
+  static const auto finalizing = [] {
+    void* found = ::dlsym(RTLD_DEFAULT, "Py_IsFinalizing");
+    if (found == nullptr) found = ::dlsym(RTLD_DEFAULT, "_Py_IsFinalizing");
+    return reinterpret_cast<int (*)()>(found);
+  }();
+  return (finalizing != nullptr && finalizing() != 0) || Py_IsInitialized() == 0;
+#elif PY_VERSION_HEX >= 0x030D0000
   return Py_IsFinalizing() != 0 || Py_IsInitialized() == 0;
 #else
   return _Py_IsFinalizing() != 0 || Py_IsInitialized() == 0;

@@ -298,10 +298,11 @@ void bind_jobs(nb::module_& m) {
         }
         nb::object packed = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes)));
         if (!packed.is_valid()) throw nb::python_error();
+        char* bytes = PyBytes_AsString(packed.ptr());
         std::vector<uint64_t> hashes;
         {
           Released release;  // nobody else knows these bytes yet
-          hashes = pack_pieces(plan, PyBytes_AS_STRING(packed.ptr()), nbytes, chunk);
+          hashes = pack_pieces(plan, bytes, nbytes, chunk);
         }
         return nb::make_tuple(packed, checksum_texts(plan, 0, hashes.data(), chunk));
       },

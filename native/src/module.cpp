@@ -17,7 +17,7 @@ std::string fs_path(nb::handle path) {
   PyObject* raw = nullptr;
   if (PyUnicode_FSConverter(path.ptr(), &raw) == 0) throw nb::python_error();
   bytes = nb::steal(raw);
-  return {PyBytes_AS_STRING(raw), static_cast<size_t>(PyBytes_GET_SIZE(raw))};
+  return {PyBytes_AsString(raw), static_cast<size_t>(PyBytes_Size(raw))};
 }
 
 namespace {

@@ -25,7 +25,7 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "megatron-core": (TORCH, "megatron-core==0.16.1 numpy==2.4.6 packaging einops psutil"),
     "transformers": (TORCH, "transformers==5.23.0 accelerate==1.15.0 lightning==2.6.6 numpy==2.4.6"),
     "jax": ("jax==0.10.2 flax==0.12.8 optax==0.2.8 orbax-checkpoint==0.12.8 numpy==2.4.6",),
-    "chainer": ("setuptools<60 wheel numpy==1.23.5", "--no-build-isolation chainer==7.8.1"),
+    "chainer": ("setuptools<60 wheel numpy==1.23.5", "--no-build-isolation chainer==7.8.1 h5py==3.10.0"),
     "keras": (TORCH, "keras==3.15.1 jax==0.10.2 h5py==3.16.0 numpy==2.4.6"),
     "tensorflow": ("tensorflow-cpu==2.21.0 keras==3.15.1 numpy==2.4.6",),
     "sklearn-oldest": ("scikit-learn==1.3.0 numpy==1.24.4 scipy==1.10.1", _TESTING),

@@ -32,6 +32,9 @@ class Entry:
 
 FRAMEWORKS: dict[str, Entry] = {
     "torch": Entry("PyTorch", "holdfast.study.frameworks.torch_worker", suites=SUITES),
+    "tensorflow": Entry("TensorFlow, Keras", "holdfast.study.frameworks.tensorflow_worker", "tensorflow"),
+    "jax": Entry("JAX", "holdfast.study.frameworks.jax_worker", "jax"),
+    "chainer": Entry("Chainer", "holdfast.study.frameworks.chainer_worker", "chainer"),
     "accelerate": Entry(
         "accelerate", "holdfast.study.frameworks.accelerate_worker", "transformers", suites=("cost",)
     ),

@@ -42,13 +42,13 @@ class HoldfastOverlap(LoopMechanism):
     ours = always_durable = background = True
 
 
-class SyncedIO(TorchCheckpointIO):  # type: ignore[misc]
+class SyncedIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, path, storage_options)
         sync_tree(Path(path))
 
 
-class Clock(Callback):  # type: ignore[misc]
+class Clock(Callback):
     """When each step began."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Clock(Callback):  # type: ignore[misc]
         self.begun.append(time.perf_counter())
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc]
+class Module(lightning.LightningModule):
     def __init__(self, size: Any, batches: int) -> None:
         super().__init__()
         self.net, self._optimizer, batch = torch_models.build(size)

@@ -20,7 +20,8 @@ from holdfast.study import environments
 from holdfast.study.frameworks import Entry
 from holdfast.study.peers.base import remove
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
+"""Importing a framework, building a model, compiling its first step."""
 _LAST_LINES = 3
 _END_SECONDS = 5.0
 

@@ -29,7 +29,7 @@ class HoldfastOverlap(LoopMechanism):
     ours = always_durable = background = True
 
 
-class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+class Clock(transformers.TrainerCallback):
     """When each step began; and, if asked to, syncs what was saved."""
 
     def __init__(self, durable: bool) -> None:

@@ -1,0 +1,219 @@
+"""The documents: their examples run, their links lead somewhere, and the first two stay short."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+
+TESTED_ELSEWHERE = {
+    "docs/distributed.md": "tests/examples/test_distributed.py",
+    "docs/format.md": "tests/format/test_doc_reader.py",
+    "docs/shelf.md": "tests/shelf/test_documentation.py",
+    "docs/sklearn.md": "tests/sklearn_fits/test_documentation.py",
+    "docs/universal.md": "tests/universal/test_documentation.py",
+    "docs/universal-spec.md": "tests/universal/test_spec_documentation.py",
+}
+ONLY_COMPILED = {
+    "docs/integrations.md": "needs the frameworks; the same calls run in tests/peers",
+    "docs/randomness.md": "starts worker processes; the same loop runs in tests/data",
+}
+
+
+def blocks(name: str, language: str) -> list[str]:
+    found = FENCE.findall((ROOT / name).read_text("utf-8"))
+    return [text for _, kind, text in found if kind == language]
+
+
+WITH_PYTHON = [name for name in NAMES if blocks(name, "python")]
+
+
+@pytest.mark.parametrize("name", WITH_PYTHON)
+def test_every_example_compiles(name: str) -> None:
+    for block in blocks(name, "python"):
+        ast.parse(block)
+
+
+def small_training() -> dict[str, Any]:
+    """What the examples take for granted: a model, an optimizer, data, and names for them."""
+    torch = pytest.importorskip("torch")
+
+    class Model(torch.nn.Linear):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            return super().forward(x).square().mean()
+
+    model = Model(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+
+    def train_one_step() -> None:
+        model(torch.ones(2, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {
+        "holdfast": holdfast,
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "loader": holdfast.data.Loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2),
+        "batches": iter(lambda: torch.ones(2, 4), None),
+        "state": state,
+        "train_one_step": train_one_step,
+        "steps": 2,
+        "weights": np.ones((30, 2)),
+        "live_state": {"weights": np.zeros((30, 2)), "epoch": 0},
+    }
+
+
+def shortened(code: str) -> str:
+    """The loops of the examples run for thousands of steps."""
+    return re.sub(r"range\(ckpt\.restore\(\), (10_000|500)\)", "range(ckpt.restore(), 3)", code)
+
+
+def run_the_examples(name: str, names: dict[str, Any]) -> None:
+    for number, block in enumerate(blocks(name, "python")):
+        exec(compile(shortened(block), f"{name}, example {number}", "exec"), names)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def save_a_run(names: dict[str, Any]) -> None:
+    with holdfast.Checkpointer("runs/lm", names["state"]) as ckpt:
+        for step in range(ckpt.restore(), 2):
+            names["train_one_step"]()
+            ckpt.save(step + 1, metrics={"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/getting-started.md", "docs/preemption.md", "docs/save_and_load.md"]
+)
+def test_the_examples_run(name: str) -> None:
+    run_the_examples(name, small_training())
+
+
+@pytest.mark.parametrize("name", ["docs/inspecting.md", "docs/weights.md", "docs/view.md"])
+def test_the_examples_on_a_run_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = small_training()
+    save_a_run(names)
+    run_the_examples(name, names)
+    assert capsys.readouterr().out
+
+
+def test_the_examples_of_the_training_page_run() -> None:
+    names = small_training()
+    loop, wait, errors, schedules = blocks("docs/training.md", "python")
+    exec(shortened(loop), names)
+    with holdfast.Checkpointer("runs/more", names["state"]) as ckpt:
+        names |= {"ckpt": ckpt, "step": ckpt.restore()}
+        exec(wait, names)
+        assert names["info"].step == 1
+        assert names["error"] is None
+        names["step"] = 1
+        exec(errors, names)
+    made: list[holdfast.Checkpointer] = []
+
+    def checkpointer(run: str, *arguments: Any, **settings: Any) -> None:
+        made.append(holdfast.Checkpointer(f"{run}-{len(made)}", *arguments, **settings))
+        names["ckpt"] = made[-1]
+
+    exec(schedules, names | {"Checkpointer": checkpointer, "run": "runs/schedule"})
+    assert len(made) == 5
+    for one in made:
+        one.close()
+
+
+def test_the_example_of_the_page_on_disk_space_runs() -> None:
+    names = small_training() | {"Checkpointer": holdfast.Checkpointer}
+    run_the_examples("docs/disk-space.md", names)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_examples_of_dcp_run() -> None:
+    names = small_training()
+    import torch.distributed.checkpoint as dcp
+
+    names |= {"state": {"weight": names["torch"].ones(4)}, "path": "runs/y/step-000000000001"}
+    dcp.save(names["state"], checkpoint_id="old/step-100")
+    one_way, more, failures, other_way = blocks("docs/dcp.md", "python")
+    exec(one_way, names)
+    names["future"].result()
+    for block in (more, failures, other_way):
+        exec(block, names)
+    assert sorted(path.name for path in Path("runs/x").glob("step-*")) == [
+        "step-000000000100",
+        "step-000000000200",
+        "step-000000000300",
+    ]
+
+
+def test_no_page_with_examples_is_forgotten() -> None:
+    here = Path(__file__).read_text("utf-8")
+    for name in WITH_PYTHON:
+        assert name in TESTED_ELSEWHERE or name in ONLY_COMPILED or f'"{name}"' in here, name
+    for name, test in TESTED_ELSEWHERE.items():
+        assert name.rpartition("/")[2] in (ROOT / test).read_text("utf-8")
+
+
+@pytest.mark.parametrize(("exit_code", "requeued"), [(0, False), (75, True), (1, False)])
+def test_the_slurm_script_queues_a_preempted_job_again(
+    tmp_path: Path, exit_code: int, requeued: bool
+) -> None:
+    (script,) = blocks("docs/preemption.md", "bash")
+    for name, text in (("srun", f"exit {exit_code}"), ("scontrol", 'echo "$@" > requeued')):
+        command = tmp_path / name
+        command.write_text(f"#!/bin/bash\n{text}\n")
+        command.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", script], env=environment, cwd=tmp_path, check=False)
+    assert done.returncode == exit_code
+    written = tmp_path / "requeued"
+    assert (written.read_text() if written.exists() else None) == ("requeue 7\n" if requeued else None)
+
+
+# Links
+
+LINK = re.compile(r"(?<!!)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub and the site make them of headings."""
+    text = FENCE.sub("", page.read_text("utf-8"))
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text("utf-8"))
+    for groups in LINK.findall(text):
+        link = groups[0] or groups[1]
+        if re.match(r"https?://|mailto:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize(("name", "limit"), [("README.md", 700), ("docs/training.md", 1200)])
+def test_a_newcomer_reads_the_first_pages_in_five_minutes(name: str, limit: int) -> None:
+    assert len((ROOT / name).read_text("utf-8").split()) <= limit
