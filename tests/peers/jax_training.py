@@ -154,6 +154,10 @@ def trees(folder: str) -> None:
     less = {key: leaf for key, leaf in original.items() if key != "weak"}
     raises(holdfast.StateMismatch, "weak", lambda: load(f"{folder}/0", less))
 
+    gone = {"params": jnp.zeros(1000)}
+    jax.jit(lambda tree: jax.tree.map(jnp.exp, tree), donate_argnums=0)(gone)
+    raises(holdfast.UnsupportedState, "params: this array is deleted", lambda: save(f"{folder}/gone", gone))
+
     @jax.jit
     def inside(array: jax.Array) -> jax.Array:
         traced = {"array": array}

@@ -158,10 +158,12 @@ def in_child(run: str, kind: str, kill: int = 0, **compiling: Any) -> None:
 
 
 def exact(folder: str, kind: str, steps: list[int]) -> None:
-    in_child(f"{folder}/whole", kind)
+    kind, _, each = kind.partition("+")  # batches+2: two in one call of the train function
+    compiling = {"steps_per_execution": int(each), "jit_compile": True} if each else {}
+    in_child(f"{folder}/whole", kind, **compiling)
     for step in steps:
-        in_child(f"{folder}/{step}", kind, step)
-        in_child(f"{folder}/{step}", kind)
+        in_child(f"{folder}/{step}", kind, step, **compiling)
+        in_child(f"{folder}/{step}", kind, **compiling)
 
 
 def small(run: str, model: Any, epochs: int = 1, callbacks: Any = (), **options: Any) -> HoldfastCallback:
@@ -192,6 +194,8 @@ def faults(folder: str) -> None:
     refused("dense.kernel", lambda: small(f"{folder}/run", model_of(width=17), epochs=3))
     refused("batches per epoch|samples in the dataset|batch_size", lambda: other_data(f"{folder}/run"))
     small(f"{folder}/run", model_of(), epochs=3)  # a failure leaves the run free
+
+    assert small(f"{folder}/run", model_of(), start_over=True)._step == 5
 
     # An error in fit leaves the callback usable, and the training goes on where it was.
     class Fails(keras.callbacks.Callback):

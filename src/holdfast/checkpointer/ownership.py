@@ -90,13 +90,12 @@ Hook = Callable[[Any, Any, Any], None]
 def _hidden_from_compiler(hook: Hook) -> Hook:
     """Without this, ``torch.compile`` of a step compiles all that a wait goes through, threads and locks.
 
-    Costs no import: making an optimizer has brought all of the compiler that this needs. Optimizers of others
-    come without torch.
+    Costs no import: making an optimizer of torch has brought all of the compiler that this needs. Those of
+    others come without it.
     """
-    torch = sys.modules.get("torch")
-    if torch is None:
+    if "torch._dynamo" not in sys.modules:
         return hook
-    hidden: Hook = torch.compiler.disable(hook)
+    hidden: Hook = sys.modules["torch"].compiler.disable(hook)
     return hidden
 
 

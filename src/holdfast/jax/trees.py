@@ -44,6 +44,10 @@ class Live:
             if isinstance(leaf, jax.core.Tracer):
                 raise UnsupportedState(f"{name}: a tracer. Save outside of functions that JAX transforms")
             if isinstance(leaf, jax.Array):
+                if leaf.is_deleted():
+                    raise UnsupportedState(
+                        f"{name}: this array is deleted, as donated to a step. Save what that returned"
+                    )
                 if arrays.is_key(leaf):
                     keys[name] = arrays.key_name(leaf)
                     leaf = jax.random.key_data(leaf)

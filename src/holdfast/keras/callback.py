@@ -105,7 +105,8 @@ class HoldfastCallback(keras.callbacks.Callback):
         self._unsaved = False
         self._checkpointer = Checkpointer(self._run, self._state, **self._options)
         try:
-            self._step = self._checkpointer.restore()
+            if not self._options.get("start_over"):
+                self._step = self._checkpointer.restore()
             if self._step:
                 self._apply(model)
         except BaseException:
