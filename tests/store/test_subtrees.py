@@ -95,6 +95,8 @@ def test_an_open_checkpoint_has_subtrees(saved: Path) -> None:
         ("modle", "did you mean 'model'?"),
         ("model.h.0.x.y", "holdfast show"),
         ("h.0", "did you mean 'model.h.0'?"),
+        ("modle.*", "did you mean 'model.*'?"),
+        ("nope*", "holdfast show"),
         ("optimiser.p3.m", "did you mean 'optimizer.p3.m'?"),
         ("run.epoch", "is a value"),
     ],
