@@ -14,7 +14,7 @@ from browser.conftest import Pages
 from browser.looking import await_count, await_text, contrast, milliseconds, overflow, texts
 from holdfast import inspect
 from support.command import damage_manifest, step_path
-from support.shown_runs import HOSTILE, layered_state, long_story, train, write_log
+from support.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
 
 pytestmark = pytest.mark.browser
 
@@ -50,7 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     damage_manifest(step_path(hostile, 3))
     write_log(hostile, long_story(1600))
     (path / "empty").mkdir()
-    for name in ("small", "long", "wide", "empty"):
+    for step in (1, 2):
+        volume = path / f"fast-{step}"
+        volume.mkdir()
+        save_by_ranks(step_path(path / "ranks", step), step, world=8, volumes=(volume,))
+    for name in ("small", "long", "wide", "ranks", "empty"):
         inspect.write_page([path / name], path / f"{name}.html", seconds=60)
     inspect.write_page([hostile], path / "hostile.html")
     inspect.write_page([path / "small", path / "other"], path / "two.html", verify=True)
@@ -58,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["small", "two", "long", "hostile", "empty"])
+@pytest.mark.parametrize("name", ["small", "two", "long", "hostile", "ranks", "empty"])
 def test_every_part_is_drawn_and_nothing_is_loaded(
     pages: Pages, folder: Path, name: str, scheme: str
 ) -> None:
@@ -70,7 +74,7 @@ def test_every_part_is_drawn_and_nothing_is_loaded(
     pages.picture(page, f"{name}-{scheme}")
 
 
-@pytest.mark.parametrize("name", ["small", "two", "long", "hostile", "empty"])
+@pytest.mark.parametrize("name", ["small", "two", "long", "hostile", "ranks", "empty"])
 def test_it_fits_a_phone(pages: Pages, folder: Path, name: str) -> None:
     page = pages.open(folder / f"{name}.html", width=390, height=844)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
@@ -222,6 +226,42 @@ def test_twenty_thousand_leaves_are_quick(pages: Pages, folder: Path) -> None:
     await_text(page, "#leaves .note", "15 of 20,011 leaves")
     page.wait_for_selector("#leaves .row .name[title^='model.h.777.']")
     pages.picture(page, "wide")
+
+
+def test_a_leaf_with_nan_is_found(pages: Pages, tmp_path: Path) -> None:
+    state = layered_state(4)
+    state["model"]["h"]["2"]["mlp"]["up"]["weight"][3, 4] = np.nan
+    holdfast.save(tmp_path / "checkpoint", state)
+    inspect.write_page([tmp_path / "checkpoint"], tmp_path / "page.html")
+    page = pages.open(tmp_path / "page.html")
+    assert "1 leaf holds NaN or infinite" in page.locator("#leaves .note").first.inner_text()
+    page.locator("#leaves").get_by_role("searchbox").fill("nan")
+    await_text(page, "#leaves .note", "1 of 61 leaves")
+    assert "up.weight NaN or infinite" in texts(page, "#leaves .row.leaf .name")[0]
+    # A checkpoint alone has no events, and no sections for them.
+    assert page.locator("main > section:visible").evaluate_all("(found) => found.map((it) => it.id)") == [
+        "overview",
+        "metrics",
+        "leaves",
+        "changes",
+        "writers",
+        "disk",
+    ]
+    pages.picture(page, "nan")
+
+
+def test_rows_are_reached_by_keys(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "wide.html")
+    page.locator("#leaves").get_by_role("button", name="Expand all").click()
+    page.locator("#leaves .virtual").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("End")
+    title = "document.activeElement.querySelector('.name').title"
+    assert page.evaluate(title).startswith("optimizer.h.1333.")
+    page.keyboard.press("Home")
+    assert page.evaluate(title) == "model"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "false"
 
 
 def test_several_runs_share_a_page(pages: Pages, folder: Path) -> None:

@@ -108,3 +108,17 @@ def test_a_checkpoint_of_another_system_is_pointed_out(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf.safetensors").rename(tmp_path / "hf" / "model.safetensors")
     assert "is a checkpoint of another system" in command("ls", tmp_path / "hf").out
+
+
+def test_a_directory_above_runs_is_no_checkpoint_but_names_them(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / name, (1,))
+    for name in ("show", "stats"):
+        outcome = command(name, tmp_path)
+        assert outcome.code == 1
+        assert f"{tmp_path}/a" in outcome.err
+    assert "a, b" in command("show", tmp_path).err
+
+
+def test_stats_of_checkpoints_without_a_training_says_why_there_is_nothing(named: Path) -> None:
+    assert "that no Checkpointer made" in command("stats", named).err

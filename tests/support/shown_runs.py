@@ -24,6 +24,10 @@ from holdfast.checkpointer.events import (
     Saved,
     ShortOfSpace,
 )
+from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from holdfast.plan.ranks import WritePlan
+from holdfast.plan.topology import Topology
+from support.several_ranks import Own, write_several
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><b>&amp;\u2028\u202e"
 """A name that would be markup, in several ways, wherever it is not escaped."""
@@ -127,3 +131,24 @@ def write_log(run: Path, events: Iterator[Event] | list[Event]) -> Path:
 
 def _opened(time: float) -> Opened:
     return Opened(time=time, pid=4711, host="node-7", mode="overlap", every=50)
+
+
+def save_by_ranks(path: Path, step: int, world: int = 4, volumes: tuple[Path, ...] = ()) -> Path:
+    """A checkpoint of several ranks: a split weight, a replicated bias, and a seed of each rank."""
+    grid = Mesh.grid(world)
+    leaves = [
+        LeafLayout("model.w", "F32", (64, 64 * world), (MeshPlacement(grid, (Split(1, 0),)),), "numpy"),
+        LeafLayout("model.b", "F32", (4096,), (MeshPlacement(grid),), "numpy"),
+    ]
+    state = {
+        "model.w": np.arange(64 * 64 * world, dtype=np.float32).reshape(64, -1) + step,
+        "model.b": np.ones(4096, np.float32),
+    }
+    own = {
+        rank: Own(local={"rng": {"$leaf": f"@{rank}.rng"}}, arrays={f"@{rank}.rng": np.arange(5) + rank})
+        for rank in range(world)
+    }
+    tree = {"model": {"w": {"$leaf": "model.w"}, "b": {"$leaf": "model.b"}}, "rng": {"$per_rank": "rng"}}
+    plan = WritePlan(leaves, Topology.regular(world), block_nbytes=64)
+    write_several(path, plan, state, tree=tree, own=own, volumes=volumes, step=step)
+    return path

@@ -20,7 +20,7 @@ from holdfast import inspect
 from holdfast.inspect.html_page import assemble, embedded_json
 from holdfast.inspect.view.words import labels
 from support.command import command, damage_leaf, damage_manifest, step_path
-from support.shown_runs import HOSTILE, layered_state, long_story, train, write_log
+from support.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +177,38 @@ def test_a_checkpoint_of_another_system_is_shown(tmp_path: Path) -> None:
     (shown,) = document(tmp_path / "page.html")["runs"]
     assert shown["contents"][0]["leaves"]["name"] == ["w", "b"]
     assert shown["contents"][0]["sampled"] == 2
+
+
+def test_ranks_and_volumes_are_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        volume = tmp_path / f"fast-{step}"
+        volume.mkdir()
+        save_by_ranks(step_path(run, step), step, volumes=(volume,))
+    inspect.write_page([run], tmp_path / "page.html")
+    (shown,) = document(tmp_path / "page.html")["runs"]
+    (content,) = shown["contents"]
+    assert (content["world"], content["sampled"]) == (4, 6)
+    assert [writer["rank"] for writer in content["writers"]] == [0, 1, 2, 3]
+    assert sum(writer["nbytes"] for writer in content["writers"]) == 4 * (64 * 256 + 4096) + 4 * 40
+    assert {file["volume"] for writer in content["writers"] for file in writer["files"]} >= {str(volume)}
+    assert [disk["path"] for disk in shown["view"]["disks"]] == [str(run), str(volume)]
+    (changes,) = shown["changes"]
+    assert {leaf[0]: leaf[1] for leaf in changes["leaves"]} == {
+        "model.w": "changed",
+        "model.b": "same",
+        **{f"@{rank}.rng": "same" for rank in range(4)},
+    }
+
+
+def test_a_volume_that_cannot_be_reached_is_said(tmp_path: Path) -> None:
+    volume = tmp_path / "gone"
+    volume.mkdir()
+    save_by_ranks(step_path(tmp_path / "run", 1), 1, volumes=(volume,))
+    volume.rename(tmp_path / "elsewhere")
+    (view,) = inspect.view_runs([tmp_path / "run"])
+    assert [disk.missing for disk in view.disks] == [None, "No such file or directory"]
+    assert view.checkpoints[0].damage is not None
 
 
 def test_a_training_that_holds_its_run_is_seen(tmp_path: Path) -> None:
@@ -372,6 +404,13 @@ def test_wrong_usage_is_said(run: Path, arguments: list[str], message: str) -> N
     done = command("view", run, *arguments)
     assert done.code == 2
     assert message in " ".join(done.err.replace("│", " ").split())
+
+
+def test_a_port_in_use_is_said(run: Path) -> None:
+    with inspect.serve_page([run]) as server:
+        done = command("view", run, "--port", str(server.port))
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+    assert "--port" in done.err
 
 
 def test_a_run_that_is_missing_is_one_line(tmp_path: Path) -> None:

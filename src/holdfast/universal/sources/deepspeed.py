@@ -21,8 +21,9 @@ from __future__ import annotations
 import os
 
 from holdfast.errors import CorruptCheckpoint
+from holdfast.integrations.deepspeed_files import CLASSES
 from holdfast.universal.source import Source
-from holdfast.universal.sources.deepspeed_layout.files import CLASSES, list_files, tag_folder
+from holdfast.universal.sources.deepspeed_layout.files import list_files, tag_folder
 from holdfast.universal.sources.deepspeed_layout.joined import KIND, OWN_KEYS, Checkpoint
 from holdfast.universal.spec import Spec
 from holdfast.universal.whole_source import apply_spec, parameters_of

@@ -120,7 +120,7 @@ class Rows {
   constructor(label, { height = 30, most = 460, draw, role = "list" }) {
     Object.assign(this, { height, most, draw, count: 0, drawn: new Map() });
     this.space = el("div", { class: "space" });
-    this.element = el("div", { class: "virtual", role, "aria-label": label, tabindex: "0", on: { scroll: () => this.refresh() } }, this.space);
+    this.element = el("div", { class: "virtual", role, "aria-label": label, tabindex: "0", on: { scroll: () => this.refresh(), keydown: (event) => this.key(event) } }, this.space);
     new ResizeObserver(() => this.refresh()).observe(this.element);
   }
   set(count) {
@@ -130,6 +130,22 @@ class Rows {
     this.drawn.forEach((row) => row.remove());
     this.drawn.clear();
     this.refresh();
+  }
+  // Arrows move from row to row, and what is out of sight comes into it.
+  key(event) {
+    const here = [...this.drawn].find(([, row]) => row === document.activeElement);
+    const from = here ? here[0] : Math.ceil(this.element.scrollTop / this.height) - (event.key === "ArrowDown" ? 1 : 0);
+    const to = { ArrowDown: from + 1, ArrowUp: from - 1, Home: 0, End: this.count - 1 }[event.key];
+    if (to === undefined || !this.count) return;
+    event.preventDefault();
+    this.focus(Math.max(0, Math.min(this.count - 1, to)));
+  }
+  focus(at) {
+    const [top, room] = [at * this.height, this.element.clientHeight];
+    if (top < this.element.scrollTop) this.element.scrollTop = top;
+    else if (top + this.height > this.element.scrollTop + room) this.element.scrollTop = top + this.height - room;
+    this.refresh();
+    if (this.drawn.has(at)) this.drawn.get(at).focus({ preventScroll: true });
   }
   refresh() {
     const first = Math.max(0, Math.floor(this.element.scrollTop / this.height) - 6);

@@ -2,18 +2,21 @@
 
 const LEVELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
 
-// Names with dots as a tree. A group with one group in it is one row: "h.0.attn".
+const DEEPEST = 60;  // groups in groups; what a name has beyond that stays one name
+
+// Names with dots as a tree. A group with one thing in it is one row with that: "h.0.attn", "norm.weight".
 function treeOf(names, measure) {
   const root = { name: "", path: "", groups: new Map(), leaves: [], depth: -1 };
   names.forEach((name, at) => {
     const parts = name.split(".");
     let node = root;
-    for (const part of parts.slice(0, -1)) {
+    for (const part of parts.slice(0, Math.min(parts.length - 1, DEEPEST))) {
       if (!node.groups.has(part)) node.groups.set(part, { name: part, path: node.path ? `${node.path}.${part}` : part, groups: new Map(), leaves: [] });
       node = node.groups.get(part);
     }
     node.leaves.push(at);
   });
+  const isSingle = (node) => !node.children.length && node.leaves.length === 1;
   const finish = (node, depth) => {
     node.depth = depth;
     let children = [...node.groups.values()];
@@ -25,7 +28,8 @@ function treeOf(names, measure) {
       }
       return finish(kept, depth + 1);
     });
-    node.children = children;
+    for (const child of children) if (isSingle(child)) node.leaves.push(child.leaves[0]);
+    node.children = children = children.filter((child) => !isSingle(child));
     node.count = node.leaves.length;
     node.sum = measure ? measure.start() : null;
     for (const at of node.leaves) if (measure) measure.leaf(node.sum, at);
@@ -71,7 +75,7 @@ class Tree {
     const list = [];
     const any = (node) => node.leaves.some((at) => wanted.has(at)) || node.children.some(any);
     const walk = (node) => {
-      const items = [...node.children.map((group) => ({ group })), ...node.leaves.map((leaf) => ({ leaf, depth: node.depth + 1 }))];
+      const items = [...node.children.map((group) => ({ group })), ...node.leaves.map((leaf) => ({ leaf, depth: node.depth + 1, under: node.path }))];
       if (this.order === "state") items.sort((a, b) => this.first(a) - this.first(b));
       else items.sort((a, b) => this.weigh(b) - this.weigh(a));
       for (const item of items) {
@@ -95,8 +99,13 @@ class Tree {
   }
   first(item) {
     if (item.leaf !== undefined) return item.leaf;
-    if (item.group.begin === undefined) item.group.begin = Math.min(...item.group.leaves.slice(0, 1), ...item.group.children.map((group) => this.first({ group })));
-    return item.group.begin;
+    const { group } = item;
+    if (group.begin === undefined) {
+      group.begin = Infinity;
+      for (const leaf of group.leaves) group.begin = Math.min(group.begin, leaf);
+      for (const child of group.children) group.begin = Math.min(group.begin, this.first({ group: child }));
+    }
+    return group.begin;
   }
   expand(all) {
     this.open = new Set();
@@ -108,10 +117,10 @@ class Tree {
     const item = this.list[at];
     const group = item.group;
     const depth = group ? group.depth : item.depth;
-    const name = group ? group.name : this.names[item.leaf].split(".").pop();
+    const name = group ? group.name : this.names[item.leaf].slice(item.under ? item.under.length + 1 : 0);
     const isOpen = group && (this.filtered || this.open.has(group.path));
     const cell = el("span", { class: "name", title: group ? group.path : this.names[item.leaf], css: { "padding-left": `${Math.min(depth, 12) * (window.innerWidth < 760 ? 8 : 16)}px` } },
-      el("span", { class: `caret ${isOpen ? "open" : ""}`, text: group ? "›" : "" }), " ", el("bdi", { text: name || "(no name)" }), " ", group ? el("span", { class: "in", text: plural(group.count, "leaf", "leaves") }) : null);
+      el("span", { class: `caret ${isOpen ? "open" : ""}`, text: group ? "›" : "" }), " ", el("bdi", { text: name || "(no name)" }), " ", group ? el("span", { class: "in", text: plural(group.count, "leaf", "leaves") }) : this.badge ? this.badge(item.leaf) : null);
     const act = () => {
       if (group && !this.filtered) {
         if (this.open.has(group.path)) this.open.delete(group.path); else this.open.add(group.path);
@@ -128,7 +137,7 @@ class Tree {
     const row = el("div", {
       class: `row ${this.kind} ${group ? "group" : "leaf"}`, role: "treeitem", tabindex: "-1", "aria-level": depth + 1, "aria-expanded": group ? String(isOpen) : null,
       "aria-selected": !group && this.chosen === item.leaf ? "true" : null,
-      on: { click: act, keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(); } } },
+      on: { click: act, keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(); this.rows.focus(at); } } },
     }, cell, ...this.drawCells(item));
     return row;
   }
@@ -158,7 +167,8 @@ class Leaves {
     Object.assign(this, { id: "leaves", title: "Leaves", ask, name: null, asked: new Set() });
     this.tree = new Tree("Leaves", "leaftree", [["name"], ["dtype"], ["shape"], ["bytes", true], ["share"], ["values"]], (item) => this.cells(item));
     this.tree.weigh = (item) => (item.leaf !== undefined ? this.content.leaves.nbytes[item.leaf] : item.group.sum.nbytes);
-    this.tree.extra = (at) => `${this.content.leaves.dtype[at].toLowerCase()} ${this.content.leaves.tied[at] ? "tied" : ""}`;
+    this.tree.extra = (at) => `${this.content.leaves.dtype[at].toLowerCase()} ${this.content.leaves.tied[at] ? "tied" : ""} ${this.odd(at) ? "nan" : ""}`;
+    this.tree.badge = (at) => (this.odd(at) ? tag("NaN or infinite", "bad") : null);
     this.tree.choose = (at) => this.look(at);
     this.tree.seen = (places) => this.want(places);
     this.picker = el("span");
@@ -181,7 +191,11 @@ class Leaves {
     // A page that is live follows the newest checkpoint until somebody chooses another.
     if (other || !names.some((entry) => entry.name === this.name)) { this.name = newest ? newest.name : null; this.follows = true; }
     if (this.follows && newest) this.name = newest.name;
-    this.picker.replaceChildren(names.length ? options("Checkpoint", names.map((entry) => [entry.name, entry.label]).reverse(), this.name, (name) => { this.name = name; this.follows = name === newest.name; this.load(); }) : "");
+    const offered = JSON.stringify([names, this.name]);
+    if (offered !== this.offered) {  // a list that somebody has opened stays open
+      this.offered = offered;
+      this.picker.replaceChildren(names.length ? options("Checkpoint", names.map((entry) => [entry.name, entry.label]).reverse(), this.name, (name) => { this.name = name; this.follows = name === newest.name; this.load(); }) : "");
+    }
     await this.load();
   }
   async load() {
@@ -212,6 +226,10 @@ class Leaves {
     this.detail.classList.add("hidden");
     this.said.textContent = "";
   }
+  odd(at) {
+    const sample = this.content.leaves.sample[at];
+    return sample ? sample.not_finite : 0;
+  }
   count() {
     if (!this.content) return;
     const { leaves, nbytes, sampled, read_nbytes: read } = this.content;
@@ -220,6 +238,8 @@ class Leaves {
     const large = leaves.sample.some((sample) => sample && !sample.whole);
     const histograms = this.ask.served ? "Histograms are read as you look. " : known ? `Histograms of ${known === leaves.name.length ? "all" : whole(known)} leaves were read (${bytes(read)}, all verified)${sampled < leaves.name.length ? "; the others are tied, empty, hold no numbers, or there was no time" : ""}. ` : "";
     this.said.textContent = `${matching}${plural(leaves.name.length, "leaf", "leaves")}, ${bytes(nbytes)}. ${histograms}${large || this.ask.served ? "Of a leaf above 256 KiB four stretches are sampled." : ""}`;
+    const odd = leaves.name.filter((_, at) => this.odd(at)).length;
+    if (odd) this.said.append(" ", tag(`${plural(odd, "leaf holds", "leaves hold")} NaN or infinite elements: filter by nan`, "bad"));
     this.empty.textContent = "No leaf matches.";
     this.empty.classList.toggle("hidden", this.tree.matching > 0);
     if (!leaves.name.length) { this.empty.textContent = "This checkpoint has no leaves, only values."; this.empty.classList.remove("hidden"); }

@@ -90,6 +90,11 @@ let current = runs[0];
 function show(run) {
   current = run;
   for (const section of sections) section.show(run);
+  // Of checkpoints that no Checkpointer wrote into a run, there is nothing to tell but what they hold.
+  const silent = !run.view.timeline.events && run.view.checkpoints.length > 0;
+  sections.forEach((section, at) => {
+    for (const part of [section.element, document.getElementById("sections").children[at]]) part.classList.toggle("hidden", Boolean(section.ofEvents && silent));
+  });
   for (const button of document.getElementById("runs").children) button.setAttribute("aria-selected", String(Number(button.dataset.run) === run.number));
   tellStatus();
 }

@@ -1,5 +1,9 @@
 // Who wrote what, and where it lies.
 
+function balance(ratio) {
+  return ratio < 1.02 ? "All wrote about the same." : `The most that a rank wrote is ${digits(ratio, 3)} times the median.`;
+}
+
 class Writers {
   constructor(ask) {
     Object.assign(this, { id: "writers", title: "Who wrote what", short: "Writers", ask });
@@ -35,7 +39,7 @@ class Writers {
       parts.push(table([{ name: "rank", number: true }, { name: "share" }, { name: "bytes", number: true }, { name: "leaves", number: true }, { name: "shards" }],
         found.writers.map((writer) => [whole(writer.rank), meter(writer.nbytes / top), bytes(writer.nbytes), whole(writer.leaves), foreign(writer.files.map((file) => file.name).join(", ") || "none")])));
       const left = found.all_writers - found.writers.length;
-      parts.push(el("p", { class: "note after", text: `${left > 0 ? `and ${whole(left)} more ranks. ` : ""}The most that a rank wrote is ${digits(Math.max(...spread) / Math.max(median(spread), 1), 3)} times the median.` }));
+      parts.push(el("p", { class: "note after", text: `${left > 0 ? `and ${whole(left)} more ranks. ` : ""}${balance(Math.max(...spread) / Math.max(median(spread), 1))}` }));
     }
     parts.push(el("h3", { text: "Volumes" }), table([{ name: "where" }, { name: "shards", number: true }, { name: "bytes", number: true }], [...volumes].map(([name, volume]) => [foreign(name), whole(volume.files), bytes(volume.nbytes)])));
     this.body.replaceChildren(...parts);

@@ -92,22 +92,21 @@ function tipOf(run, axis, marks, rows, weight) {
 
 class Saves {
   constructor() {
-    Object.assign(this, { id: "saves", title: "Saves", axis: "time", measure: "seconds", off: new Set() });
+    Object.assign(this, { id: "saves", title: "Saves", ofEvents: true, axis: "time", measure: "seconds", off: new Set() });
     this.chart = new Chart("Seconds of each save by phase", 260);
     this.legend = el("div");
     this.said = el("p", { class: "note after" });
     this.body = el("div", {}, this.legend, this.chart.element, this.said);
     this.empty = el("p", { class: "empty", text: "No save of this run has become durable yet. Saves appear here when a Checkpointer writes them." });
-    this.element = el("section", { id: this.id },
-      el("div", { class: "head" }, el("h2", { text: this.title }), el("div", { class: "tools" },
+    this.tools = el("div", { class: "tools" },
         segments("Measure", [["seconds", "Time"], ["bytes", "Bytes"], ["speed", "Speed"]], "seconds", (measure) => { this.measure = measure; this.show(this.run); }),
-        segments("Horizontal axis", [["time", "by time"], ["step", "by step"]], "time", (axis) => { this.axis = axis; this.show(this.run); }))),
-      this.body, this.empty);
+        segments("Horizontal axis", [["time", "by time"], ["step", "by step"]], "time", (axis) => { this.axis = axis; this.show(this.run); }));
+    this.element = el("section", { id: this.id }, el("div", { class: "head" }, el("h2", { text: this.title }), this.tools), this.body, this.empty);
   }
   show(run) {
     this.run = run;
     const { saves, view } = run;
-    this.body.classList.toggle("hidden", !saves.step.length);
+    for (const part of [this.body, this.tools]) part.classList.toggle("hidden", !saves.step.length);
     this.empty.classList.toggle("hidden", saves.step.length > 0);
     if (!saves.step.length) return;
     const xs = this.axis === "time" ? saves.time : saves.step;
@@ -153,7 +152,7 @@ class Saves {
 
 class Durability {
   constructor() {
-    Object.assign(this, { id: "durability", title: "Durability", unit: "seconds" });
+    Object.assign(this, { id: "durability", title: "Durability", ofEvents: true, unit: "seconds" });
     this.steps = new Chart("Durable step over time", 170);
     this.lost = new Chart("What a crash would have lost", 190);
     this.said = el("p", { class: "note after" });
@@ -279,7 +278,7 @@ class Metrics {
 
 class Troubles {
   constructor() {
-    Object.assign(this, { id: "troubles", title: "Failures and fall-backs", short: "Failures", all: false });
+    Object.assign(this, { id: "troubles", title: "Failures and fall-backs", short: "Failures", ofEvents: true, all: false });
     this.list = el("ul", { class: "list" });
     this.more = el("button", { class: "plainbutton", type: "button", on: { click: () => { this.all = true; this.show(this.run); } } });
     this.empty = el("p", { class: "empty", text: "No save failed, no checkpoint was passed over, and nothing was short of space." });
@@ -301,7 +300,7 @@ class Troubles {
 
 class Events {
   constructor() {
-    Object.assign(this, { id: "events", title: "All events", short: "Events", kind: "all", words: "" });
+    Object.assign(this, { id: "events", title: "All events", short: "Events", ofEvents: true, kind: "all", words: "" });
     this.chips = el("div", { class: "chips", role: "group", "aria-label": "Kinds of events" });
     this.rows = new Rows("Events, newest first", { draw: (at) => this.row(this.found[at]), most: 380 });
     this.detail = el("div", { class: "detail hidden" });

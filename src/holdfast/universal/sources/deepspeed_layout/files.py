@@ -13,18 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
+from holdfast.integrations.deepspeed_files import CLASSES
+from holdfast.universal.sources.deepspeed_layout.holdfast_files import read_holdfast_file
 from holdfast.universal.torch_file import StoredTensor, read_torch_file
 
-FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
-STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
-CLASSES = frozenset(
-    {
-        FRAGMENT,
-        STAGE,
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    }
-)
 _LATEST = "latest"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt", re.ASCII)
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", re.ASCII)
@@ -118,7 +110,7 @@ class Folder:
 
     def read(self, path: str) -> dict[Any, Any]:
         if path not in self._content:
-            content = read_torch_file(path, CLASSES)
+            content = read_holdfast_file(path) if os.path.isdir(path) else read_torch_file(path, CLASSES)
             if not isinstance(content, dict):
                 raise UnsupportedSource(f"{path}: a {type(content).__name__}, not what DeepSpeed saves")
             self._content[path] = content

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import CorruptCheckpoint, UnsupportedSource
+from holdfast.integrations.deepspeed_files import STAGE
 from holdfast.universal.pickle_machine import Record
 from holdfast.universal.sources.deepspeed_layout.experts import Experts
-from holdfast.universal.sources.deepspeed_layout.files import STAGE, Folder, content_of
+from holdfast.universal.sources.deepspeed_layout.files import Folder, content_of
 from holdfast.universal.torch_file import StoredTensor
 from holdfast.universal.union import Extent, LocalTensor
 

@@ -1,0 +1,162 @@
+"""`state_of(engine)`: the training of an engine as a state of live objects, for a `Checkpointer`.
+
+A `Checkpointer` saves while the next forward and backward run, keeps as many checkpoints as it should, and
+finds the newest intact one: what ``save_checkpoint`` has no arguments for.
+
+Names of DeepSpeed that this relies on, most of them private: ``basic_optimizer``, ``global_steps``,
+``global_samples``, ``skipped_steps``, ``micro_steps``, ``seq_dp_world_size``, ``mp_world_size``,
+``has_moe_layers``, ``checkpoint_event_prologue``, ``checkpoint_event_epilogue``, ``ds_tensor``, and the
+arguments that ``load_state_dict`` of each optimizer has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine, PipelineEngine
+
+from holdfast.deepspeed.objects import make_object, trained_tensors
+from holdfast.integrations.deepspeed_files import from_plain, to_plain
+from holdfast.state.marks import per_rank
+from holdfast.state.rng import rng
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+def state_of(engine: DeepSpeedEngine, **more: Any) -> dict[str, Any]:
+    """All that ``engine.save_checkpoint`` saves, as a state for `holdfast.Checkpointer`; and `more`, by name.
+
+    Beyond that: the random numbers and the buffers of every rank. It has the live objects, so call it once,
+    after ``deepspeed.initialize``. Restore it on as many ranks, with the same ZeRO stage.
+    """
+    if engine.zero_nvme_offload_optimizer() or engine.zero_elastic_checkpoint():
+        raise NotImplementedError(
+            "state_of does not support optimizer states on NVMe, nor ZeRO's elastic checkpoints"
+        )
+    # Without model parallelism, all ranks have the same weights, and each writes a share of them.
+    alike = engine.mp_world_size == 1 and not engine.has_moe_layers and not isinstance(engine, PipelineEngine)
+    model, optimizer = _Model(engine), _Optimizer(engine)
+    taken = {
+        "model": model if alike else per_rank(model),
+        "buffers": per_rank(_Buffers(engine)),
+        "optimizer": optimizer if alike and not engine.zero_optimization() else per_rank(optimizer),
+        "scheduler": engine.lr_scheduler,
+        "counters": _Counters(engine),
+        "rng": per_rank(rng()),
+    }
+    if twice := sorted(taken.keys() & more.keys()):
+        raise ValueError(f"state_of has entries of these names itself: {', '.join(twice)}. Choose others")
+    return {**taken, **more}
+
+
+class _Part:
+    """A part of an engine's state. Taken anew at each save, since DeepSpeed may move its tensors."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+
+
+class _Tensors(_Part):
+    """Tensors by name. They are filled in place."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            differing = sorted(own.keys() ^ state.keys())
+            raise ValueError(f"the checkpoint is of another model: {', '.join(differing[:3])}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+
+
+class _Model(_Tensors):
+    """The weights. Those of ZeRO-3 are elsewhere: in the optimizer's state, frozen ones in `_Buffers`."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, parameter in self._engine.module.named_parameters():
+            if not hasattr(parameter, "ds_tensor"):
+                found[name] = parameter.detach()
+        return found
+
+
+class _Buffers(_Tensors):
+    """What each rank has for itself: DeepSpeed does not make statistics of batches equal on all ranks."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        module = self._engine.module
+        persistent = module.state_dict().keys()
+        found = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+        for name, parameter in module.named_parameters():
+            if hasattr(parameter, "ds_tensor") and not parameter.requires_grad:
+                found[name] = parameter.ds_tensor.detach()
+        return found
+
+
+class _Counters(_Part):
+    def state_dict(self) -> dict[str, int]:
+        return {name: getattr(self._engine, name) for name in _COUNTERS}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        for name in _COUNTERS:
+            setattr(self._engine, name, state[name])
+
+
+class _Optimizer(torch.optim.Optimizer):
+    """DeepSpeed's optimizer as the `Checkpointer` sees it, whose steps change all that is trained."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._optimizer_step_pre_hooks = engine.basic_optimizer._optimizer_step_pre_hooks
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return [{"params": list(trained_tensors(self._engine))}]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._engine.basic_optimizer.state
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        return self._engine.basic_optimizer.register_step_pre_hook(hook)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = to_plain(self._engine.optimizer.state_dict())
+        return {"stage": self._stage, "ranks": self._ranks, "own": own}
+
+    @property
+    def _stage(self) -> int:
+        return int(self._engine.zero_optimization_stage())
+
+    @property
+    def _ranks(self) -> int:
+        return int(self._engine.seq_dp_world_size) if self._engine.zero_optimization() else 1
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved, here = (state["stage"], state["ranks"]), (self._stage, self._ranks)
+        if saved != here:
+            raise ValueError(
+                f"it was saved by ZeRO stage {saved[0]} on {saved[1]} data-parallel ranks, and the engine "
+                f"has stage {here[0]} on {here[1]}. Start it as it was"
+            )
+        engine, own = self._engine, from_plain(state["own"], make_object)
+        optimizer = engine.optimizer
+        if engine.zero_optimization():
+            rank = dist.get_rank(group=optimizer.dp_process_group)
+            if hasattr(optimizer, "checkpoint_event_prologue"):
+                optimizer.checkpoint_event_prologue()
+            optimizer.load_state_dict(
+                state_dict_list=[None] * rank + [own], load_optimizer_states=True, load_from_fp32_weights=True
+            )
+            if hasattr(optimizer, "checkpoint_event_epilogue"):
+                optimizer.checkpoint_event_epilogue()
+        elif engine.fp16_enabled() or engine.bfloat16_enabled():
+            optimizer.load_state_dict(own, load_optimizer_states=True)
+        else:
+            optimizer.load_state_dict(own)

@@ -1,0 +1,99 @@
+"""The directory that DeepSpeed saves to, without DeepSpeed: what a kill, damage and a second save leave."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.engine import faults
+from holdfast.integrations import deepspeed_tags as tags
+
+MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def save(folder: Path, tag: str, step: int) -> None:
+    path = str(folder / tag)
+    partial = tags.begin(path)
+    for name in (MODEL, OPTIMIZER):
+        holdfast.save(os.path.join(partial, name), {"w": np.full(10, step)}, step=step)
+    tags.publish(path)
+    tags.write_latest(str(folder), tag)
+
+
+def test_a_tag_appears_when_it_is_published(tmp_path: Path) -> None:
+    partial = Path(tags.begin(str(tmp_path / "a")))
+    holdfast.save(partial / MODEL, {"w": np.zeros(3)})
+    assert [path.name for path in tmp_path.iterdir()] == [".a.partial"]
+    tags.publish(str(tmp_path / "a"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert tags.read_latest(str(tmp_path)) is None
+
+
+def test_a_save_without_files_makes_no_tag(tmp_path: Path) -> None:
+    tags.begin(str(tmp_path / "a"))
+    tags.publish(str(tmp_path / "a"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
+    holdfast.save(Path(tags.begin(str(tmp_path / "a"))) / MODEL, {"w": np.zeros(3)})
+    save(tmp_path, "b", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "latest"]
+
+
+def test_any_failing_call_leaves_a_tag_that_is_complete(tmp_path: Path) -> None:
+    save(tmp_path, "a", 1)
+    for call in range(1, 200):
+        faults.install(faults.Fault("any", call, "error", 5))
+        try:
+            save(tmp_path, "a", 2)
+        except OSError:
+            failed = True
+        else:
+            failed = False
+        finally:
+            faults.install()
+        assert tags.read_latest(str(tmp_path)) == "a"
+        files = tags.files_of(str(tmp_path / "a"))
+        assert len(files) == 2
+        found = {int(holdfast.load(path)["w"][0]) for path in files}
+        assert found in ({1}, {2})
+        if not failed:
+            break
+    assert found == {2}
+    assert call > 20
+    save(tmp_path, "a", 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest"]
+
+
+def test_files_of_others_stay_in_a_tag_that_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, "a", 1)
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    save(tmp_path, "a", 2)
+    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+    (tmp_path / "a" / "folder").mkdir()
+    with pytest.raises(holdfast.CheckpointExists, match="folder"):
+        save(tmp_path, "a", 3)
+    assert holdfast.load(tmp_path / "a" / MODEL)["w"][0] == 2
+
+
+def test_damage_is_named_and_tags_are_ordered_by_step(tmp_path: Path) -> None:
+    for step, tag in enumerate(("z", "a", "m"), start=8):
+        save(tmp_path, tag, step)
+    assert tags.newest_first(str(tmp_path)) == ["m", "a", "z"]
+    files = tags.files_of(str(tmp_path / "m"))
+    assert tags.damage_of(files) is None
+    (shard,) = Path(files[1]).glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    damage = tags.damage_of(files)
+    assert damage is not None
+    assert OPTIMIZER in damage
+
+
+def test_an_empty_latest_names_nothing(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("")
+    assert tags.read_latest(str(tmp_path)) is None
