@@ -350,7 +350,7 @@ def determinism(entries: Sequence[Entry]) -> Section:
         "determinism",
         "Is a resumed training the same training?",
         [
-            "A training of 2N steps is compared with N steps, a restore into a new process-wide state with "
+            "A training of 2N steps is compared with N steps, a restore into a new training with "
             "another seed, and N more steps. The probe has dropout, noise and mirroring of its images, "
             "momentum, a scheduler, shuffled data and BatchNorm. First everything is restored; then all but "
             "one ingredient; then what the framework's documentation shows as its checkpoint.",
