@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from holdfast.study.frameworks import FRAMEWORKS
+from holdfast.study import frameworks
 from holdfast.study.frameworks.models import TITLES
 from holdfast.study.frameworks.worker import NOTICED_LOSS
 from holdfast.study.report_parts import (
@@ -61,7 +61,7 @@ def notes(entries: Sequence[Entry]) -> list[str]:
 
 
 def name_of(entry: Entry) -> str:
-    known = FRAMEWORKS.get(entry.part.framework)
+    known = frameworks.FRAMEWORKS.get(entry.part.framework)
     title = known.title if known is not None else entry.part.framework
     model = TITLES.get(entry.part.model, entry.part.model)
     return f"{title}, {model}" if model else title
