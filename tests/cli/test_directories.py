@@ -75,6 +75,17 @@ def test_a_directory_above_runs_lists_the_runs(tmp_path: Path) -> None:
     assert (first["path"], first["checkpoints"], first["newest"]["step"]) == (str(tmp_path / "runs/a"), 2, 2)
 
 
+def test_a_checkpoint_beside_runs_does_not_hide_them(named: Path) -> None:
+    make_run(named.parent / "named" / "run", (1, 2))
+    outcome = command("ls", named)
+    assert [line.split()[0] for line in outcome.lines if line.startswith(("epoch", "run "))] == [
+        *("epoch-1", "epoch-2", "epoch-10"),
+        *("run", "run"),
+    ]
+    assert "3 checkpoints, 24.0 KiB" in outcome.lines
+    assert len(command("verify", named, "--json").document["checkpoints"]) == 5
+
+
 def test_verify_reads_all_runs_below(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make_run(tmp_path / name, (1, 2))

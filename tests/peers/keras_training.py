@@ -212,6 +212,24 @@ def faults(folder: str) -> None:
     keras.utils.set_random_seed(1)
     assert callback._step == 5
 
+    # A signal that asks the process to end: the batch is saved first.
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    ended = HoldfastCallback(f"{folder}/ends", every=100, **known)
+    code = None
+    try:
+        model_of().fit(data, verbose=0, callbacks=[ended, Ends()])
+    except SystemExit as error:
+        code = error.code
+    assert code == 0
+    with holdfast.open(f"{folder}/ends") as opened:
+        assert opened.step == 3
+    del opened
+    assert small(f"{folder}/ends", model_of())._step == 5
+
     # A training that a callback has ended stays ended.
     stopping = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=100.0)
     assert small(f"{folder}/stop", model_of(), epochs=5, callbacks=[stopping])._step == 10
