@@ -22,7 +22,7 @@ def main(run: str, steps: int) -> None:
     optimizer = keras.optimizers.AdamW(1e-2)
     optimizer.build(model.trainable_variables)
     data = tf.data.Dataset.from_tensor_slices(tf.random.stateless_normal([256, 16], [1, 2]))
-    batches = iter(data.shuffle(256, seed=2).repeat().batch(16).prefetch(2))
+    batches = iter(data.shuffle(256, seed=2).repeat().batch(16))
     noise = tf.random.Generator.from_seed(4)
 
     @tf.function

@@ -81,7 +81,7 @@ def small_training() -> dict[str, Any]:
 
 def shortened(code: str) -> str:
     """The loops of the examples run for thousands of steps."""
-    return re.sub(r"range\(ckpt\.restore\(\), (10_000|500)\)", "range(ckpt.restore(), 3)", code)
+    return re.sub(r"range\(ckpt\.restore\(\), (10_000|2000)\)", "range(ckpt.restore(), 3)", code)
 
 
 def run_the_examples(name: str, names: dict[str, Any]) -> None:

@@ -102,6 +102,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return LINK.sub(lambda found: for_the_site(found, ""), markdown)
 
 
+def title_of(page: Path) -> str:
+    """What a link says on the site whose text is the name of the file."""
+    return page.read_text("utf-8").partition("\n")[0].removeprefix("# ")
+
+
 def for_the_site(found: re.Match[str], prefix: str) -> str:
     """Links to pages beside docs/ lead to pages of the site; links to other files become plain text."""
     text, link = found.groups()
@@ -109,6 +114,8 @@ def for_the_site(found: re.Match[str], prefix: str) -> str:
         return found.group()
     target, hash_, anchor = link.partition("#")
     target = target.removeprefix("../")
+    if text in (link, link.removeprefix("docs/")) and (ROOT / "docs" / link.removeprefix("docs/")).is_file():
+        text = title_of(ROOT / "docs" / link.removeprefix("docs/"))
     if target in BESIDE:
         target = BESIDE[target]
     elif prefix and target.startswith(prefix):

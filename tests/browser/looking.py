@@ -69,8 +69,6 @@ def await_count(page: Any, selector: str, least: int, most: int | None = None) -
 
 
 def milliseconds(page: Any, script: str) -> float:
-    """How long a script takes in the page."""
-    found: float = page.evaluate(
-        f"() => {{ const began = performance.now(); {script}; return performance.now() - began; }}"
-    )
-    return found
+    """How long a script takes in the page: the shortest of several times, since a machine may be busy."""
+    timed = f"() => {{ const began = performance.now(); {script}; return performance.now() - began; }}"
+    return min(float(page.evaluate(timed)) for _ in range(8))

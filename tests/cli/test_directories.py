@@ -75,6 +75,17 @@ def test_a_directory_above_runs_lists_the_runs(tmp_path: Path) -> None:
     assert (first["path"], first["checkpoints"], first["newest"]["step"]) == (str(tmp_path / "runs/a"), 2, 2)
 
 
+def test_a_checkpoint_beside_runs_does_not_hide_them(named: Path) -> None:
+    make_run(named.parent / "named" / "run", (1, 2))
+    outcome = command("ls", named)
+    assert [line.split()[0] for line in outcome.lines if line.startswith(("epoch", "run "))] == [
+        *("epoch-1", "epoch-2", "epoch-10"),
+        *("run", "run"),
+    ]
+    assert "3 checkpoints, 24.0 KiB" in outcome.lines
+    assert len(command("verify", named, "--json").document["checkpoints"]) == 5
+
+
 def test_verify_reads_all_runs_below(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make_run(tmp_path / name, (1, 2))
@@ -108,3 +119,17 @@ def test_a_checkpoint_of_another_system_is_pointed_out(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf.safetensors").rename(tmp_path / "hf" / "model.safetensors")
     assert "is a checkpoint of another system" in command("ls", tmp_path / "hf").out
+
+
+def test_a_directory_above_runs_is_no_checkpoint_but_names_them(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / name, (1,))
+    for name in ("show", "stats"):
+        outcome = command(name, tmp_path)
+        assert outcome.code == 1
+        assert f"{tmp_path}/a" in outcome.err
+    assert "a, b" in command("show", tmp_path).err
+
+
+def test_stats_of_checkpoints_without_a_training_says_why_there_is_nothing(named: Path) -> None:
+    assert "that no Checkpointer made" in command("stats", named).err

@@ -239,3 +239,9 @@ def test_progress_bars_keep_off_what_is_no_terminal(tmp_path: Path) -> None:
     assert result.returncode == 0
     assert result.stderr == ""
     assert json.loads(result.stdout)["intact"] is True
+
+
+def test_help_and_version_as_others_spell_them() -> None:
+    assert command("help", "diff").out == command("diff", "--help").out
+    assert command("help").out == command("--help").out
+    assert command("-V").out == command("--version").out

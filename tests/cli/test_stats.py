@@ -155,7 +155,7 @@ def test_the_text_says_what_the_numbers_are(tmp_path: Path) -> None:
         "saves 4 durable, 1 failed; step 5 to 15",
         "state 954 MiB in 12 leaves; 75% read in place",
         "stall 1.67% of the time between saves",
-        "passed over 1 damaged checkpoint",
+        "skipped 1 damaged checkpoint, by restores",
         "preempted once",
         "median lowest 95% highest total",
         "GB/s 1.00 0.20 - 1.00 -",
@@ -184,7 +184,7 @@ def test_lines_that_are_no_events_are_counted(tmp_path: Path) -> None:
         file.write(b'{"event":"sav')
     outcome = command("stats", run)
     assert outcome.code == 0
-    assert "1 line passed over" in outcome.out
+    assert "1 line skipped" in outcome.out
     document = command("stats", run, "--json").document
     assert document["skipped_lines"] == 1
     assert document["summary"]["events"] == 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -19,8 +20,11 @@ def variables(*paths: str) -> list[Variable]:
 
 
 @pytest.fixture(autouse=True)
-def without_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_keras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(keras_names, "_automatic_names", lambda: {"sequential", "dense", "seed_generator"})
+    yield
+    keras_names._names.cache_clear()
+    keras_names._slot_names.cache_clear()
 
 
 def test_numbers_are_those_of_the_model() -> None:

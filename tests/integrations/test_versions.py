@@ -10,6 +10,8 @@ import pytest
 
 from holdfast.integrations.versions import require
 
+FRAMEWORKS = ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
+
 
 def found(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(metadata, "version", lambda package: version)
@@ -45,9 +47,7 @@ def test_other_versions_are_named_with_those_supported(
         require("lightning", "2.6", "2.7", extra="lightning")
 
 
-@pytest.mark.parametrize(
-    "name", ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
-)
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_missing_framework_says_what_to_install(name: str) -> None:
     if importlib.util.find_spec(name) is not None:
         pytest.fail(f"{name} is installed here; the tests that need it run in an environment of `make peers`")
@@ -55,7 +55,7 @@ def test_a_missing_framework_says_what_to_install(name: str) -> None:
         importlib.import_module(f"holdfast.{name}")
 
 
-@pytest.mark.parametrize("name", ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer"])
+@pytest.mark.parametrize("name", FRAMEWORKS)
 @pytest.mark.parametrize(("version", "how"), [("0.9", "old"), ("99.0", "new")])
 def test_each_module_checks_the_version_before_it_imports_the_framework(
     monkeypatch: pytest.MonkeyPatch, name: str, version: str, how: str

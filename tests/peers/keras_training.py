@@ -158,10 +158,12 @@ def in_child(run: str, kind: str, kill: int = 0, **compiling: Any) -> None:
 
 
 def exact(folder: str, kind: str, steps: list[int]) -> None:
-    in_child(f"{folder}/whole", kind)
+    kind, _, each = kind.partition("+")  # batches+2: two in one call of the train function
+    compiling = {"steps_per_execution": int(each), "jit_compile": True} if each else {}
+    in_child(f"{folder}/whole", kind, **compiling)
     for step in steps:
-        in_child(f"{folder}/{step}", kind, step)
-        in_child(f"{folder}/{step}", kind)
+        in_child(f"{folder}/{step}", kind, step, **compiling)
+        in_child(f"{folder}/{step}", kind, **compiling)
 
 
 def small(run: str, model: Any, epochs: int = 1, callbacks: Any = (), **options: Any) -> HoldfastCallback:
@@ -193,6 +195,8 @@ def faults(folder: str) -> None:
     refused("batches per epoch|samples in the dataset|batch_size", lambda: other_data(f"{folder}/run"))
     small(f"{folder}/run", model_of(), epochs=3)  # a failure leaves the run free
 
+    assert small(f"{folder}/run", model_of(), start_over=True)._step == 5
+
     # An error in fit leaves the callback usable, and the training goes on where it was.
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -207,6 +211,24 @@ def faults(folder: str) -> None:
     failing.fit(data, epochs=1, verbose=0, callbacks=[callback])
     keras.utils.set_random_seed(1)
     assert callback._step == 5
+
+    # A signal that asks the process to end: the batch is saved first.
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    ended = HoldfastCallback(f"{folder}/ends", every=100, **known)
+    code = None
+    try:
+        model_of().fit(data, verbose=0, callbacks=[ended, Ends()])
+    except SystemExit as error:
+        code = error.code
+    assert code == 0
+    with holdfast.open(f"{folder}/ends") as opened:
+        assert opened.step == 3
+    del opened
+    assert small(f"{folder}/ends", model_of())._step == 5
 
     # A training that a callback has ended stays ended.
     stopping = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=100.0)

@@ -40,15 +40,18 @@ def run(backend: str, env: dict[str, str], *arguments: Any) -> str:
         ("torch", "arrays"),
         ("jax", "dataset"),
         ("tensorflow", "tf.data"),
+        ("jax", "batches+2"),
+        ("tensorflow", "batches+2"),
     ],
 )
 def test_a_resumed_training_ends_with_the_same_bits(
     tmp_path: Path, env: dict[str, str], backend: str, data: str
 ) -> None:
-    kills = ("1", "5", "7", "14")  # 5 is the end of an epoch
+    # 5 is the end of an epoch. Two at a time, it is 6: Keras counts a batch more.
+    kills = ("2", "6", "8") if data.endswith("+2") else ("1", "5", "7", "14")
     output = run(backend, env, "exact", tmp_path, data, *kills)
     whole, *resumed = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert whole["step"] == 15, output
+    assert whole["step"] == (18 if data.endswith("+2") else 15), output
     assert len(whole["history"]["loss"]) == 3
     assert resumed == [whole] * len(kills), output
 

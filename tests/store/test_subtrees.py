@@ -66,6 +66,19 @@ def test_into_a_target_only_the_subtree_is_restored(saved: Path) -> None:
     assert into["optimizer"]["p0"]["m"].tolist() == [0, 0]
 
 
+def test_what_the_target_has_more_in_a_selected_subtree_is_a_mismatch(saved: Path) -> None:
+    into = state(0.0)
+    into["model"]["head"] = np.zeros(1)
+    with pytest.raises(holdfast.StateMismatch) as caught:
+        holdfast.load(saved, into, select="model")
+    assert caught.value.missing == ("model.head",)
+    assert into["model"]["version"] == 0
+    into["optimizer"]["head"] = np.zeros(1)
+    del into["model"]["head"]
+    holdfast.load(saved, into, select="model")
+    assert into["model"]["version"] == 7
+
+
 def test_a_leaf_of_the_very_name_comes_before_the_subtree(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "c", {"w": np.zeros(1), "w.scale": np.ones(1)})
     assert list(holdfast.load(tmp_path / "c", select="w")) == ["w"]
@@ -95,6 +108,8 @@ def test_an_open_checkpoint_has_subtrees(saved: Path) -> None:
         ("modle", "did you mean 'model'?"),
         ("model.h.0.x.y", "holdfast show"),
         ("h.0", "did you mean 'model.h.0'?"),
+        ("modle.*", "did you mean 'model.*'?"),
+        ("nope*", "holdfast show"),
         ("optimiser.p3.m", "did you mean 'optimizer.p3.m'?"),
         ("run.epoch", "is a value"),
     ],

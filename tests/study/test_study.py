@@ -244,8 +244,17 @@ class Page(HTMLParser):
 
 
 def test_every_number_of_the_report_is_in_the_raw_results(whole: Path) -> None:
+    check_numbers(report_page.html(ResultsDirectory.read(whole)), whole / FILE)
+
+
+def test_every_number_of_the_report_in_the_documents_is_in_its_raw_results() -> None:
+    folder = TESTS.parent / "docs" / "study"
+    check_numbers((folder / "report.html").read_text(), folder / FILE)
+
+
+def check_numbers(text_of_page: str, results: Path) -> None:
     """Reads the file of results as plain JSON, so that nothing is shared with what made the report."""
-    header, *lines = [json.loads(line) for line in (whole / FILE).read_text().splitlines()]
+    header, *lines = [json.loads(line) for line in results.read_text().splitlines()]
     raw: dict[str, list[float]] = {}
     for line in lines:
         part = line["part"]
@@ -257,7 +266,7 @@ def test_every_number_of_the_report_is_in_the_raw_results(whole: Path) -> None:
                     if sample["round"] > 0:
                         raw.setdefault(key, []).append(value)
     statistic = {"median": statistics.median, "low": min, "high": max}
-    page = Page(report_page.html(ResultsDirectory.read(whole)))
+    page = Page(text_of_page)
     assert len(page.numbers) == page.sources > 200
 
     def computed(source: str) -> float:

@@ -71,7 +71,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def holdfast(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Training state: durable after every step, at the speed of the disk.
@@ -82,6 +83,14 @@ def holdfast(
     Commands that report something take --json. Exit code 0: fine; 1: a problem was found, or two checkpoints
     differ; 2: wrong usage.
     """
+
+
+@app.command("help", hidden=True)
+def show_help(
+    context: typer.Context, command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = None
+) -> None:
+    """Show the help of a command, or of holdfast."""
+    app([*([command] if command is not None else []), "--help"], prog_name="holdfast")
 
 
 def run() -> None:

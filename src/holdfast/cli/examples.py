@@ -72,6 +72,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("holdfast shelf ls state.shelf", "what a shelf holds"),
         ("holdfast shelf export state.shelf out.npz", "its arrays for other tools"),
     ),
+    "study": (
+        ("holdfast study run --quick --out study", "small models, five minutes; call it again for more"),
+        ("holdfast study report study", "study/report.html and study/report.md"),
+        ("holdfast study setup tensorflow", "an environment for one more framework"),
+    ),
     "completion": (
         ('eval "$(holdfast completion bash)"', "in ~/.bashrc"),
         ('eval "$(holdfast completion zsh)"', "in ~/.zshrc, behind compinit"),

@@ -54,14 +54,16 @@ def _document(found: Listing) -> dict[str, object]:
 def _print(out: Session, found: Listing) -> None:
     from holdfast.cli import words
 
+    if found.checkpoints:
+        _print_checkpoints(out, found)
+    if found.checkpoints and found.runs:
+        out.console.print()
     if found.runs:
         _print_runs(out, found)
-    elif found.checkpoints:
-        _print_checkpoints(out, found)
-    elif found.foreign:
+    if found.foreign:
         where = words.plain(found.path)
         out.say(f"{where} is a checkpoint of another system: `holdfast show` lists what it holds")
-    else:
+    elif not found.checkpoints and not found.runs:
         out.say(f"no checkpoints in {words.plain(found.path)}, and no runs below it")
     if found.damaged:
         names = ", ".join(words.plain(_title(entry, found)) for entry in found.damaged)
@@ -98,7 +100,8 @@ def _print_checkpoints(out: Session, found: Listing) -> None:
         rows.add_row(*cells, style=None if entry.damage is None else "red")
     out.tabulate(rows)
     out.console.print()
-    out.say(f"{words.count(len(found.checkpoints), 'checkpoint')}, {words.size(found.nbytes)}")
+    nbytes = sum(entry.nbytes for entry in found.checkpoints)
+    out.say(f"{words.count(len(found.checkpoints), 'checkpoint')}, {words.size(nbytes)}")
 
 
 def _print_runs(out: Session, found: Listing) -> None:
@@ -118,7 +121,8 @@ def _print_runs(out: Session, found: Listing) -> None:
     out.tabulate(rows)
     out.console.print()
     count = words.count(sum(run.checkpoints for run in found.runs), "checkpoint")
-    out.say(f"{words.count(len(found.runs), 'run')}, {count}, {words.size(found.nbytes)}")
+    nbytes = sum(run.nbytes for run in found.runs)
+    out.say(f"{words.count(len(found.runs), 'run')}, {count}, {words.size(nbytes)}")
 
 
 def _newest(run: RunEntry, now: float) -> tuple[str, ...]:

@@ -90,7 +90,10 @@ def _print(out: Session, done: Pruned) -> None:
     if done.damaged:
         out.say(f"damaged, kept to be looked at: step {', '.join(map(str, done.damaged))}", style="yellow")
     for path in done.held:
-        out.say(f"{words.plain(path)} is still being read; the next writer removes it", style="yellow")
+        out.say(
+            f"{words.plain(path)} is still being read: the next save, or the next prune, removes it",
+            style="yellow",
+        )
     out.say(f"{words.size(done.freed_nbytes)} {'would be freed' if done.dry_run else 'freed'}")
 
 

@@ -102,7 +102,7 @@ def _print(out: Session, found: RunEvents, latest: tuple[Event, ...]) -> None:
         out.say(f"{words.moment(event.time)}  {words.plain(text)}", style=style)
     if skipped:
         noun = words.count(skipped, "line")
-        out.say(f"{noun} passed over: torn by a crash, or not of this version", style="dim")
+        out.say(f"{noun} skipped: torn by a crash, or written by another version", style="dim")
 
 
 def _print_metrics(out: Session, points: Sequence[MetricPoint]) -> None:
@@ -159,7 +159,7 @@ def _facts(where: str, found: EventSummary) -> list[tuple[str, str]]:
     if found.restores is not None:
         rows.append(("restores", f"{found.restores.count:,}, {words.size(found.restores.nbytes)} read"))
     if found.passed_over:
-        rows.append(("passed over", words.count(found.passed_over, "damaged checkpoint")))
+        rows.append(("skipped", f"{words.count(found.passed_over, 'damaged checkpoint')}, by restores"))
     if found.preempted:
         rows.append(("preempted", f"{found.preempted:,} times" if found.preempted > 1 else "once"))
     return rows
@@ -225,7 +225,10 @@ def _line(event: Event) -> tuple[str, str]:
         took = f"in {words.duration(event.seconds)}, {words.speed(event.nbytes, event.seconds)}"
         return f"step {event.step}  restored {words.size(event.nbytes)} {took}", ""
     if isinstance(event, PassedOver):
-        return f"step {event.step}  passed over: {words.shortened(event.reason, 300)}", "yellow"
+        return (
+            f"step {event.step}  damaged, skipped by a restore: {words.shortened(event.reason, 300)}",
+            "yellow",
+        )
     if isinstance(event, Preempted):
         return f"step {event.step}  preempted by {event.signal}", "yellow"
     if isinstance(event, ShortOfSpace):

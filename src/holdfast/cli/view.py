@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from holdfast.cli.session import Json, Session, session
-
-if TYPE_CHECKING:
-    from holdfast.inspect import PageServer
+from holdfast.cli.session import Json, Progress, Session, session
 
 _SUFFIXES = (".html", ".htm")
 
@@ -18,15 +17,13 @@ _SUFFIXES = (".html", ".htm")
 def view(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            readable=False, metavar="RUN...", help="Runs, directories above runs, or checkpoints."
-        ),
+        typer.Argument(readable=False, metavar="RUN", help="Runs, directories above runs, or checkpoints."),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", readable=False, metavar="PAGE.html", help="Write one file.")
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Serve the page on this machine, live. So it is without --out.")
+        bool, typer.Option("--serve", help="Serve the page on this machine, live; the default without --out.")
     ] = False,
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="The port to serve on; 0: any that is free.")
@@ -64,7 +61,7 @@ def _write(out: Session, runs: list[Path], path: Path, seconds: float, verify: b
     from holdfast import inspect
     from holdfast.cli import words
 
-    with out.progress("verifying") as progress:
+    with _progress(out, verify) as progress:
         done = inspect.write_page(runs, path, seconds=seconds, verify=verify, progress=progress)
     if out.as_json:
         out.emit(done)
@@ -78,18 +75,23 @@ def _serve(out: Session, runs: list[Path], port: int, verify: bool) -> None:
 
     from holdfast import inspect
 
-    with (
-        out.progress("verifying") as progress,
-        inspect.serve_page(runs, port=port, verify=verify, progress=progress) as server,
-    ):
-        _announce(out, server)
+    try:
+        with _progress(out, verify) as progress:
+            server = inspect.serve_page(runs, port=port, verify=verify, progress=progress)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        out.fail(type(error).__name__, f"port {port} is in use: choose another with --port, or 0 for any")
+    with server:
+        if out.as_json:
+            out.emit({"url": server.url, "port": server.port})
+        else:
+            out.say(server.url)
+            out.say("only this machine can open it; Ctrl-C ends it", style="dim")
         sys.stdout.flush()
         server.wait()
 
 
-def _announce(out: Session, server: PageServer) -> None:
-    if out.as_json:
-        out.emit({"url": server.url, "port": server.port})
-    else:
-        out.say(server.url)
-        out.say("only this machine can open it; Ctrl-C ends it", style="dim")
+def _progress(out: Session, verify: bool) -> AbstractContextManager[Progress]:
+    """A bar for bytes that are verified; what else is read takes no time worth one."""
+    return out.progress("verifying") if verify else nullcontext(lambda done, total: None)

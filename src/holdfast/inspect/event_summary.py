@@ -23,6 +23,7 @@ from holdfast.checkpointer.events import (
 )
 from holdfast.errors import HoldfastError
 from holdfast.store import is_checkpoint, list_steps, locate
+from holdfast.store.read.listing import inner_checkpoints, runs_in
 
 _S = TypeVar("_S", bound=Saved | Failed)
 
@@ -167,6 +168,14 @@ def _why_none(where: str, skipped: int) -> str:
             f"{where} has checkpoints but no {EVENTS_NAME}: a Checkpointer writes it from its first save on. "
             "`holdfast ls` lists the checkpoints"
         )
+    if inner_checkpoints(where):
+        return (
+            f"{where} holds checkpoints that no Checkpointer made, so there is no {EVENTS_NAME}. "
+            "`holdfast ls` lists them"
+        )
+    runs = runs_in(where)
+    if runs:
+        return f"{where} is not a run, but holds runs: holdfast stats {os.path.join(where, runs[0])}"
     return f"{where} is not a run: it holds neither checkpoints nor {EVENTS_NAME}"
 
 

@@ -69,7 +69,7 @@ class Leftover:
 class Listing:
     """A directory's checkpoints: those of the run in order of step, then those of other names.
 
-    `runs`: if there are none, the runs below it. `foreign`: it is a checkpoint of another system.
+    `runs`: unless it is a run itself, the runs below it. `foreign`: it is a checkpoint of another system.
     """
 
     path: str
@@ -92,8 +92,8 @@ class Listing:
 def list_run(path: str | os.PathLike[str]) -> Listing:
     """Lists the checkpoints in a directory, damaged ones included. The path of a checkpoint lists that one.
 
-    Without any, it lists the runs below. Reads manifests and sizes only. `holdfast.CheckpointNotFound` if the
-    directory does not exist.
+    If it is no run itself, the runs below are listed, too. Reads manifests and sizes only.
+    `holdfast.CheckpointNotFound` if the directory does not exist.
     """
     where = locate(path)
     if is_checkpoint(where):
@@ -104,21 +104,22 @@ def list_run(path: str | os.PathLike[str]) -> Listing:
     # Without those that retention took away since the directory was listed.
     present = tuple(entry for entry in entries if not is_gone(entry.path))
     left = leftovers(where)
-    if present or left:
+    if steps or left:  # a run: what is below it is its own business
         return Listing(where, present, left)
     runs = tuple(map(_run_entry, runs_below(where)))
-    return Listing(where, (), (), runs, foreign=not runs and foreign.recognises(where))
+    nothing = not present and not runs
+    return Listing(where, present, (), runs, foreign=nothing and foreign.recognises(where))
 
 
 def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """The checkpoint at a path, or all in a directory, oldest step first, or all of the runs below it."""
+    """The checkpoint at a path; or all in a directory, oldest step first, and if it is no run, below it."""
     where = locate(path)
     if not is_checkpoint(where) and os.path.isdir(where):
-        found = checkpoints_inside(where) or tuple(
-            inner for run in runs_below(where) for inner in checkpoints_inside(run)
-        )
+        found = [*checkpoints_inside(where)]
+        if not _steps(where):
+            found += [inner for run in runs_below(where) for inner in checkpoints_inside(run)]
         if found:
-            return found
+            return tuple(found)
     return (resolve(where),)
 
 

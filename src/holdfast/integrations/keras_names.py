@@ -9,34 +9,31 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 
 def named(variables: Iterable[Any]) -> dict[str, Any]:
     """The variables of a layer, a model or a metric by their paths, such as ``sequential.dense.kernel``."""
     variables = list(variables)
-    return _unique(zip(_paths(variable.path for variable in variables), variables, strict=True))
+    names = _names(tuple(variable.path for variable in variables))
+    return dict(zip(names, variables, strict=True))
 
 
 def named_slots(variables: Iterable[Any], trained: Iterable[Any]) -> dict[str, Any]:
     """The variables of an optimizer: those that belong to a variable that it trains are named after it."""
-    # Keras joins both names with underscores: adam/sequential_dense_kernel_momentum.
-    of = {variable.path.replace("/", "_"): name for name, variable in named(trained).items()}
-    longest_first = sorted(of, key=len, reverse=True)
-    found = []
-    for variable in variables:
-        own = variable.path.partition("/")[2] or variable.path
-        reference = next((path for path in longest_first if own.startswith(f"{path}_")), None)
-        if reference is not None:
-            own = f"{of[reference]}.{own[len(reference) + 1 :]}"
-        found.append((own.replace("/", "."), variable))
-    return _unique(found)
+    variables = list(variables)
+    own = tuple(variable.path for variable in variables)
+    names = _slot_names(own, tuple(variable.path for variable in trained))
+    return dict(zip(names, variables, strict=True))
 
 
-def _paths(paths: Iterable[str]) -> Iterable[str]:
+@lru_cache(maxsize=64)  # every save asks again
+def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
     automatic = _automatic_names()
     known: dict[tuple[str, str], str] = {}
     counts: Counter[tuple[str, str]] = Counter()
+    found = []
     for path in paths:
         place = ""
         for part in path.split("/"):
@@ -49,7 +46,23 @@ def _paths(paths: Iterable[str]) -> Iterable[str]:
                 else:
                     known[place, part] = part
             place = f"{place}.{known[place, part]}" if place else known[place, part]
-        yield place
+        found.append(place)
+    return _unique(found)
+
+
+@lru_cache(maxsize=64)
+def _slot_names(paths: tuple[str, ...], trained: tuple[str, ...]) -> tuple[str, ...]:
+    # Keras joins both names with underscores: adam/sequential_dense_kernel_momentum.
+    of = {path.replace("/", "_"): name for path, name in zip(trained, _names(trained), strict=True)}
+    longest_first = sorted(of, key=len, reverse=True)
+    found = []
+    for path in paths:
+        own = path.partition("/")[2] or path
+        reference = next((other for other in longest_first if own.startswith(f"{other}_")), None)
+        if reference is not None:
+            own = f"{of[reference]}.{own[len(reference) + 1 :]}"
+        found.append(own.replace("/", "."))
+    return _unique(found)
 
 
 def _automatic_names() -> set[str]:
@@ -66,12 +79,12 @@ def _automatic_names() -> set[str]:
     return found
 
 
-def _unique(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for wanted, variable in items:
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for wanted in names:
         name, count = wanted, 0
         while name in found:
             count += 1
             name = f"{wanted}~{count}"
-        found[name] = variable
-    return found
+        found[name] = None
+    return tuple(found)

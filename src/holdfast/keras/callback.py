@@ -11,6 +11,7 @@ Names of Keras that this relies on, most of them private: ``Model._initial_epoch
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -105,7 +106,8 @@ class HoldfastCallback(keras.callbacks.Callback):
         self._unsaved = False
         self._checkpointer = Checkpointer(self._run, self._state, **self._options)
         try:
-            self._step = self._checkpointer.restore()
+            if not self._options.get("start_over"):
+                self._step = self._checkpointer.restore()
             if self._step:
                 self._apply(model)
         except BaseException:
@@ -223,5 +225,10 @@ def _check(model: Any) -> None:
         raise ValueError(
             "HoldfastCallback needs a model that is built: call it on a batch of data before fit"
         )
-    if keras.backend.backend() == "tensorflow" and model.distribute_strategy.num_replicas_in_sync > 1:
+    backend = keras.backend.backend()
+    if backend == "tensorflow" and model.distribute_strategy.num_replicas_in_sync > 1:
         raise NotImplementedError("HoldfastCallback does not support tf.distribute with several replicas")
+    if backend == "jax" and sys.modules["jax"].process_count() > 1:
+        raise NotImplementedError(
+            "HoldfastCallback does not support several processes of JAX: see holdfast.jax"
+        )

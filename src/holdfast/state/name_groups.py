@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Collection, Iterable, Sequence
 
@@ -13,6 +14,7 @@ _FEW = 8
 _MAX_LINES = 20
 _MAX_NAME = 200
 _MAX_COMPARED = 5000
+_GLOB = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
@@ -48,6 +50,10 @@ def _closest(wanted: str, names: Sequence[str]) -> str | None:
     children = names
     for part in wanted.split("."):
         known = dict.fromkeys(name.partition(".")[0] for name in children)
+        if _GLOB.search(part):  # of a pattern, only the plain parts can be misspelt
+            if not any(fnmatch.fnmatchcase(name, part) for name in known):
+                return None
+            return f"{place}.{wanted.split('.', place.count('.') + 1)[-1]}" if place else None
         if part not in known:
             alike = difflib.get_close_matches(part, list(known), 1)
             if not alike:

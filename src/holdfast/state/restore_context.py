@@ -79,7 +79,7 @@ class RestoreContext:
 
     def missing(self, place: str, target: object, *, arrays: bool = False) -> Plan:
         """`arrays`: the checkpoint should have some there, though the target has none yet."""
-        if self.only is None:
+        if self.only is None or self.only.covers(place):
             names = names_in(target, place, self.state)
             self._missing.extend(names)
             self.lacks |= arrays or is_array(target) or names != [place or NAMELESS]

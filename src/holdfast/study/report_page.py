@@ -13,6 +13,8 @@ from holdfast.study.results_directory import FILE, ResultsDirectory
 
 _STYLE = Path(__file__).with_name("report.css")
 _ROW, _TEXT, _BAR = 36, 13, 12
+_LONG = 30
+"""Words in a cell that are longer may be broken into lines."""
 _ROOM = 1.3
 """One bad round must not make all bars short: whiskers end at this multiple of the longest bar."""
 
@@ -165,14 +167,16 @@ def _table(table: Table) -> str:
     rows = []
     for name, cells, ours in table.rows:
         kind = ' class="ours"' if ours else ""
-        rows.append(
-            f"<tr{kind}><th>{escape(name)}</th>{''.join(f'<td>{_cell(cell)}</td>' for cell in cells)}</tr>"
-        )
+        rows.append(f"<tr{kind}><th>{escape(name)}</th>{''.join(map(_column, cells))}</tr>")
     return (
-        f"<div "
-        f'class="wide"><table><caption>{escape(table.title)}</caption><thead><tr><th></th>{heads}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f'<p class="title">{escape(table.title)}</p><div class="wide"><table>'
+        f"<thead><tr><th></th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _column(cell: Cell) -> str:
+    long = isinstance(cell, Words) and len(cell.text) > _LONG
+    return f'<td class="words">{_cell(cell)}</td>' if long else f"<td>{_cell(cell)}</td>"
 
 
 def _cell(cell: Cell) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from holdfast.study.frameworks import FRAMEWORKS
+from holdfast.study import frameworks
 from holdfast.study.frameworks.models import TITLES
 from holdfast.study.frameworks.worker import NOTICED_LOSS
 from holdfast.study.report_parts import (
@@ -61,7 +61,7 @@ def notes(entries: Sequence[Entry]) -> list[str]:
 
 
 def name_of(entry: Entry) -> str:
-    known = FRAMEWORKS.get(entry.part.framework)
+    known = frameworks.FRAMEWORKS.get(entry.part.framework)
     title = known.title if known is not None else entry.part.framework
     model = TITLES.get(entry.part.model, entry.part.model)
     return f"{title}, {model}" if model else title
@@ -350,7 +350,7 @@ def determinism(entries: Sequence[Entry]) -> Section:
         "determinism",
         "Is a resumed training the same training?",
         [
-            "A training of 2N steps is compared with N steps, a restore into a new process-wide state with "
+            "A training of 2N steps is compared with N steps, a restore into a new training with "
             "another seed, and N more steps. The probe has dropout, noise and mirroring of its images, "
             "momentum, a scheduler, shuffled data and BatchNorm. First everything is restored; then all but "
             "one ingredient; then what the framework's documentation shows as its checkpoint.",

@@ -29,7 +29,7 @@ from holdfast.store.read.gather import FileReads
 from holdfast.store.read.requests import BoxRequest
 from holdfast.store.read.shard_reader import Problem, ShardReader
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
-from holdfast.universal.recognition import describe, find_reader, findings
+from holdfast.universal.recognition import brief_findings, describe, find_reader
 from holdfast.universal.reduction import reduced
 from holdfast.universal.source import Computed, Source, SourceLeaf, Stretch
 from holdfast.universal.tree import build_tree
@@ -44,7 +44,7 @@ def recognises(path: str) -> bool:
 
 def looked_for(path: str) -> str:
     """What was looked for in vain, and what was found instead."""
-    return findings(path)
+    return brief_findings(path)
 
 
 def open_foreign(path: str, tuning: Tuning = READING) -> ForeignCheckpoint:

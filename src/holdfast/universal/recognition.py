@@ -58,8 +58,14 @@ def describe(path: str | os.PathLike[str], kind: str = "auto", spec: Spec | None
 
 def findings(path: str) -> str:
     """What was looked for, and what is there."""
-    wanted = "; ".join(f"{reader.kind} ({reader.wanted})" for reader in READERS)
-    return f"Looked for checkpoints of other systems: {wanted}. Found {_contents(path)}"
+    wanted = "".join(f"\n  {reader.kind}: {reader.wanted}" for reader in READERS)
+    return f"Found {_contents(path)}. Looked for checkpoints of other systems:{wanted}"
+
+
+def brief_findings(path: str) -> str:
+    """The same in a line, for a path that may just be a wrong one."""
+    kinds = ", ".join(reader.kind for reader in READERS)
+    return f"Found {_contents(path)}. Looked for checkpoints of other systems, too: {kinds}"
 
 
 def _contents(path: str) -> str:

@@ -406,6 +406,13 @@ def test_wrong_usage_is_said(run: Path, arguments: list[str], message: str) -> N
     assert message in " ".join(done.err.replace("│", " ").split())
 
 
+def test_a_port_in_use_is_said(run: Path) -> None:
+    with inspect.serve_page([run]) as server:
+        done = command("view", run, "--port", str(server.port))
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+    assert "--port" in done.err
+
+
 def test_a_run_that_is_missing_is_one_line(tmp_path: Path) -> None:
     done = command("view", tmp_path / "missing", "--out", tmp_path / "page.html")
     assert (done.code, len(done.err.splitlines())) == (1, 1)

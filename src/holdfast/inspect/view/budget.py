@@ -15,9 +15,13 @@ class Budget:
     spent_nbytes: int = 0
     _began: float = field(default_factory=time.monotonic)
 
+    @property
+    def seconds_left(self) -> float:
+        return max(self.seconds - (time.monotonic() - self._began), 0.0)
+
     def take(self, nbytes: int) -> bool:
         """Whether so many bytes may still be read; they count as read then."""
-        if self.spent_nbytes + nbytes > self.nbytes or time.monotonic() - self._began >= self.seconds:
+        if self.spent_nbytes + nbytes > self.nbytes or not self.seconds_left:
             return False
         self.spent_nbytes += nbytes
         return True

@@ -145,7 +145,7 @@ def _sampled(
     a: StoredCheckpoint, b: StoredCheckpoint, names: list[str], budget: Budget
 ) -> dict[str, ChangedLeaf]:
     """Both checkpoints are read in step, so the first takes from the budget for both."""
-    allowed = Budget(budget.seconds, max((budget.nbytes - budget.spent_nbytes) // 2, 0))
+    allowed = Budget(budget.seconds_left, max((budget.nbytes - budget.spent_nbytes) // 2, 0))
     mirror = Budget(seconds=float("inf"), nbytes=2**63)
     found = {}
     for left, right in zip(read_samples(a, names, allowed), read_samples(b, names, mirror), strict=False):

@@ -23,6 +23,7 @@ from holdfast.errors import CheckpointNotFound, HoldfastError
 from holdfast.inspect.html_page import embedded_json
 from holdfast.inspect.view.budget import Budget
 from holdfast.inspect.view.run_reader import RunReader
+from holdfast.inspect.view.timeline import MAX_SAVES
 from holdfast.inspect.view.web_page import ShownRun, page_text
 
 HOST = "127.0.0.1"
@@ -30,6 +31,8 @@ _SAMPLE_SECONDS = 2.0
 _CHANGE_SECONDS = 8.0
 _MAX_PLACES = 400
 _LEAST_POLL_SECONDS = 1.5
+_THINNED_POLL_SECONDS = 15.0
+"""Of a log that is too long to be drawn whole, everything is told again each time."""
 _POLL_SHARE = 20
 """Reading a long log again takes at most a twentieth of the time."""
 
@@ -181,7 +184,9 @@ def _view(reader: RunReader, given: dict[str, str]) -> object:
     origin = float(given["origin"]) if given.get("origin") else None
     found = reader.view(origin=origin, first_event=int(given.get("first_event", "0")))
     took = time.perf_counter() - began
-    return {"view": found, "poll_seconds": max(_LEAST_POLL_SECONDS, _POLL_SHARE * took)}
+    thinned = found.timeline.all_saves > MAX_SAVES
+    least = _THINNED_POLL_SECONDS if thinned else _LEAST_POLL_SECONDS
+    return {"view": found, "poll_seconds": max(least, _POLL_SHARE * took)}
 
 
 def _contents(reader: RunReader, given: dict[str, str]) -> object:

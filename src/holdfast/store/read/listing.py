@@ -61,6 +61,20 @@ def inner_checkpoints(directory: str) -> list[str]:
         )
 
 
+def runs_in(directory: str) -> list[str]:
+    """Names of the runs with a checkpoint right inside of a directory, sorted."""
+    with reading(directory), os.scandir(directory) as entries:
+        names = [entry.name for entry in entries if entry.name[0] != "." and _is_directory(entry)]
+    return sorted((name for name in names if _has_steps(os.path.join(directory, name))), key=natural_order)
+
+
+def _has_steps(directory: str) -> bool:
+    try:
+        return bool(_step_names(directory))
+    except OSError:
+        return False
+
+
 def natural_order(name: str) -> tuple[tuple[int, str], ...]:
     """For sorting names as people do: epoch-9 comes before epoch-10."""
     pieces = re.split(r"([0-9]+)", name)

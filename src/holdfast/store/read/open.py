@@ -29,7 +29,7 @@ from holdfast.store.names import (
 )
 from holdfast.store.os_errors import open_stored, patiently, read_up_to, reading
 from holdfast.store.read import foreign
-from holdfast.store.read.listing import inner_checkpoints, is_checkpoint, list_steps
+from holdfast.store.read.listing import inner_checkpoints, is_checkpoint, list_steps, runs_in
 from holdfast.store.read.reader_lock import ReaderLock
 from holdfast.store.read.references import locate
 
@@ -37,6 +37,7 @@ _T = TypeVar("_T")
 
 _MAX_REPLACED = 100
 """Times that a checkpoint is opened in vain because another took its place meanwhile."""
+_SHOWN = 5
 _MAX_PINNED = 32
 """Ranks whose files are kept within reach from the beginning. Each costs two descriptors; and with thousands
 of ranks on both sides, a shared file system would get requests for every pair of them."""
@@ -67,20 +68,34 @@ def resolve(path: str | os.PathLike[str]) -> str:
     if foreign.recognises(where):
         return where
     with reading(where):
-        named = inner_checkpoints(where)
-        ours = is_step_name(os.path.basename(where)) or any(map(is_checkpoint_file, os.listdir(where)))
+        raise _no_checkpoint(where)
+
+
+def _no_checkpoint(where: str) -> HoldfastError:
+    """Why a directory stands for no checkpoint, and what to name instead."""
+    named = inner_checkpoints(where)
     if named:
-        shown = ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
-        raise CheckpointNotFound(
+        return CheckpointNotFound(
             f"{where} is not one checkpoint, and not a run whose newest could be meant. It holds "
-            f"{len(named)}: {shown}. Name one of them, such as {os.path.join(where, named[-1])}"
+            f"{len(named)}: {_some(named)}. Name one of them, such as {os.path.join(where, named[-1])}"
         )
-    if ours:
-        raise IncompleteCheckpoint("the manifest is missing", path=where)
-    raise CheckpointNotFound(
+    if is_step_name(os.path.basename(where)) or any(map(is_checkpoint_file, os.listdir(where))):
+        return IncompleteCheckpoint("the manifest is missing", path=where)
+    runs = runs_in(where)
+    if runs:
+        example = os.path.join(where, runs[0])
+        return CheckpointNotFound(
+            f"{where} is not a run, but holds runs: {_some(runs)}. Name one of them, such as {example}"
+        )
+    return CheckpointNotFound(
         f"{where} is not a checkpoint, nor a run with one: it has no manifest and no checkpoints inside. "
         + foreign.looked_for(where)
     )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
 def require_reachable(where: str) -> None:

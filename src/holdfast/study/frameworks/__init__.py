@@ -35,6 +35,9 @@ FRAMEWORKS: dict[str, Entry] = {
     "tensorflow": Entry("TensorFlow, Keras", "holdfast.study.frameworks.tensorflow_worker", "tensorflow"),
     "jax": Entry("JAX", "holdfast.study.frameworks.jax_worker", "jax"),
     "chainer": Entry("Chainer", "holdfast.study.frameworks.chainer_worker", "chainer"),
+    "deepspeed": Entry(
+        "PyTorch with DeepSpeed", "holdfast.study.frameworks.deepspeed_worker", "deepspeed", suites=("cost",)
+    ),
     "accelerate": Entry(
         "accelerate", "holdfast.study.frameworks.accelerate_worker", "transformers", suites=("cost",)
     ),

@@ -100,6 +100,10 @@ class Mechanism(ABC):
         """What has to be installed, or None."""
         return None
 
+    @classmethod  # noqa: B027
+    def prepare(cls) -> None:
+        """What takes long and is done once per process, such as compiling; not timed."""
+
     def open(self) -> None:  # noqa: B027  (most have nothing to prepare)
         """Prepare; not timed."""
 

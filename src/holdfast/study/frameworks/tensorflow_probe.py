@@ -174,7 +174,7 @@ class HoldfastObjects(DefaultCheckpoint):
 
         objects = tf.train.Checkpoint(optimizer=probe.optimizer, model=probe.model)
         state = state_of(objects, loop=_Loop(probe))
-        return holdfast.Checkpointer(directory / "run", state, preemption=False)
+        return holdfast.Checkpointer(directory / "run", state, mode="snapshot", preemption=False)
 
 
 class _Loop:

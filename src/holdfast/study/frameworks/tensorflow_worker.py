@@ -43,7 +43,8 @@ class TensorFlowTraining(Training):
         self.model, self.optimizer = model, optimizer
         optimizer.build(model.trainable_variables)
         self.checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
-        self.weights_checkpoint = tf.train.Checkpoint(model=model)
+        # The same layers, not compiled: a compiled model brings its optimizer along.
+        self.weights_checkpoint = tf.train.Checkpoint(model=keras.Model(model.inputs, model.outputs))
         self._train = tf.function(self._train_once)
 
     def _train_once(self) -> Any:
@@ -202,13 +203,15 @@ class HoldfastSync(TensorFlowHoldfast):
     key, title, mode = "holdfast-sync", "Holdfast, sync", "sync"
 
 
-class HoldfastOverlap(TensorFlowHoldfast):
-    key, title, mode = "holdfast-overlap", "Holdfast, overlap", "overlap"
+class HoldfastSnapshot(TensorFlowHoldfast):
+    """As its documentation has it: variables are read in place, and written while the next steps run."""
+
+    key, title, mode = "holdfast-snapshot", "Holdfast, snapshot", "snapshot"
     background = True
 
 
 class TensorFlowFramework(Framework):
-    mechanisms = (KerasFile, WeightsHdf5, TrainCheckpoint, SavedModel, HoldfastSync, HoldfastOverlap)
+    mechanisms = (KerasFile, WeightsHdf5, TrainCheckpoint, SavedModel, HoldfastSync, HoldfastSnapshot)
     defaults = (WholeModel, CheckpointOfBoth, HoldfastObjects)
 
     def versions(self) -> dict[str, str]:

@@ -71,6 +71,10 @@ class Worker:
             ],
         }
 
+    def prepare(self, mechanism: str) -> dict[str, Any]:
+        self._mechanisms[mechanism].prepare()
+        return {}
+
     def build(self, model: str, quick: bool, seed: int) -> dict[str, float]:
         """Builds a model and takes steps until memory and thread pools are there."""
         self._training, self._built = self._framework.build(model, quick, seed), (model, quick, seed)

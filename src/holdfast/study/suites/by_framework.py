@@ -17,6 +17,7 @@ from holdfast.study.views import View
 
 ORDER_SECONDS = 300.0
 QUICK_ORDER_SECONDS = 45.0
+PREPARE_SECONDS = 900.0
 """How long one order may take; then the process is killed, and the row is reported as failed."""
 
 
@@ -48,6 +49,9 @@ class MechanismCase(Case):
     def missing(self) -> str | None:
         found: str | None = self.mechanism["missing"]
         return found
+
+    def setup(self, directory: Path) -> None:
+        self.process.ask("prepare", PREPARE_SECONDS, mechanism=self.mechanism["key"])
 
 
 @dataclass

@@ -24,7 +24,7 @@ class Changed {
     const other = run !== this.run;
     this.run = run;
     const pairs = this.ask.pairs(run);
-    if (!pairs.length) { this.none("A comparison needs two intact checkpoints in the run. Keep more with Keep(last=...), Keep(every=...) or Keep(best=...)."); this.pickers.replaceChildren(); return; }
+    if (!pairs.length) { this.none("A comparison needs two intact checkpoints in the run. Keep more with Keep(last=...), Keep(every=...) or Keep(best=...)."); this.pickers.replaceChildren(); this.offered = null; return; }
     const names = this.ask.checkpoints(run);
     const known = (name) => names.some((entry) => entry.name === name);
     if (other || !known(this.pair[0]) || !known(this.pair[1])) this.pair = pairs[0];
@@ -32,6 +32,9 @@ class Changed {
     await this.load();
   }
   offer(names, pairs) {
+    const offered = JSON.stringify([names, pairs, this.pair]);
+    if (offered === this.offered) return;
+    this.offered = offered;
     const choose = (side) => (name) => {
       this.pair = side ? [this.pair[0], name] : [name, this.pair[1]];
       if (!this.ask.served && !pairs.some(([a, b]) => a === this.pair[0] && b === this.pair[1])) this.pair = pairs.find((pair) => pair[side] === name);

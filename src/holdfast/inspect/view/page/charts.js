@@ -18,7 +18,7 @@ function ticks(low, high, count, least = 0) {
 function timeTicks(low, high, count) {
   const span = high - low;
   if (span < 2) return ticks(low, high, count + 1, 1e-3).map((at) => [at, `${clock(new Date(1000 * at), true)}.${String(Math.round(at * 1000) % 1000).padStart(3, "0").replace(/0+$/, "") || "0"}`]);
-  const step = TIME_STEPS.find((size) => span / size <= count) || TIME_STEPS[TIME_STEPS.length - 1];
+  const step = TIME_STEPS.find((size) => span / size <= count + 0.5) || TIME_STEPS[TIME_STEPS.length - 1];
   const offset = -60 * new Date(1000 * low).getTimezoneOffset();
   const found = [];
   let day = "";
@@ -134,7 +134,7 @@ class Chart {
       parts.push(svg("text", { x: inner.left - 8, y: place + 4, "text-anchor": "end", text: y.format(at, marksY) }));
     }
     parts.push(svg("text", { x: 2, y: 11, text: y.unit }));
-    const room = Math.max(2, Math.floor((inner.right - inner.left) / (x.kind === "time" ? 96 : 76)));
+    const room = Math.max(2, Math.floor((inner.right - inner.left) / (x.kind === "time" ? 80 : 76)));
     const across = x.kind === "time" ? timeTicks(low, high, room) : ticks(low, high, room, 1).map((at) => [at, digits(at, 6)]);
     let taken = -Infinity;
     for (const [at, text] of across) {

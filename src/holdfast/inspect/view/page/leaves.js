@@ -2,13 +2,15 @@
 
 const LEVELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
 
+const DEEPEST = 60;  // groups in groups; what a name has beyond that stays one name
+
 // Names with dots as a tree. A group with one thing in it is one row with that: "h.0.attn", "norm.weight".
 function treeOf(names, measure) {
   const root = { name: "", path: "", groups: new Map(), leaves: [], depth: -1 };
   names.forEach((name, at) => {
     const parts = name.split(".");
     let node = root;
-    for (const part of parts.slice(0, -1)) {
+    for (const part of parts.slice(0, Math.min(parts.length - 1, DEEPEST))) {
       if (!node.groups.has(part)) node.groups.set(part, { name: part, path: node.path ? `${node.path}.${part}` : part, groups: new Map(), leaves: [] });
       node = node.groups.get(part);
     }
@@ -26,7 +28,7 @@ function treeOf(names, measure) {
       }
       return finish(kept, depth + 1);
     });
-    node.leaves.push(...children.filter(isSingle).map((child) => child.leaves[0]));
+    for (const child of children) if (isSingle(child)) node.leaves.push(child.leaves[0]);
     node.children = children = children.filter((child) => !isSingle(child));
     node.count = node.leaves.length;
     node.sum = measure ? measure.start() : null;
@@ -97,8 +99,13 @@ class Tree {
   }
   first(item) {
     if (item.leaf !== undefined) return item.leaf;
-    if (item.group.begin === undefined) item.group.begin = Math.min(...item.group.leaves, ...item.group.children.map((group) => this.first({ group })));
-    return item.group.begin;
+    const { group } = item;
+    if (group.begin === undefined) {
+      group.begin = Infinity;
+      for (const leaf of group.leaves) group.begin = Math.min(group.begin, leaf);
+      for (const child of group.children) group.begin = Math.min(group.begin, this.first({ group: child }));
+    }
+    return group.begin;
   }
   expand(all) {
     this.open = new Set();
@@ -184,7 +191,11 @@ class Leaves {
     // A page that is live follows the newest checkpoint until somebody chooses another.
     if (other || !names.some((entry) => entry.name === this.name)) { this.name = newest ? newest.name : null; this.follows = true; }
     if (this.follows && newest) this.name = newest.name;
-    this.picker.replaceChildren(names.length ? options("Checkpoint", names.map((entry) => [entry.name, entry.label]).reverse(), this.name, (name) => { this.name = name; this.follows = name === newest.name; this.load(); }) : "");
+    const offered = JSON.stringify([names, this.name]);
+    if (offered !== this.offered) {  // a list that somebody has opened stays open
+      this.offered = offered;
+      this.picker.replaceChildren(names.length ? options("Checkpoint", names.map((entry) => [entry.name, entry.label]).reverse(), this.name, (name) => { this.name = name; this.follows = name === newest.name; this.load(); }) : "");
+    }
     await this.load();
   }
   async load() {
