@@ -40,11 +40,11 @@ def state_of(engine: DeepSpeedEngine, **more: Any) -> dict[str, Any]:
     alike = engine.mp_world_size == 1 and not engine.has_moe_layers and not isinstance(engine, PipelineEngine)
     model, optimizer = _Model(engine), _Optimizer(engine)
     taken = {
+        "counters": _Counters(engine),  # the first one: it checks that the world is the same
         "model": model if alike else per_rank(model),
         "buffers": per_rank(_Buffers(engine)),
         "optimizer": optimizer if alike and not engine.zero_optimization() else per_rank(optimizer),
         "scheduler": engine.lr_scheduler,
-        "counters": _Counters(engine),
         "rng": per_rank(rng()),
     }
     if twice := sorted(taken.keys() & more.keys()):
@@ -100,10 +100,24 @@ class _Buffers(_Tensors):
 
 
 class _Counters(_Part):
+    """The counters of the engine, and in which world they count."""
+
     def state_dict(self) -> dict[str, int]:
-        return {name: getattr(self._engine, name) for name in _COUNTERS}
+        engine = self._engine
+        world = {
+            "stage": int(engine.zero_optimization_stage()),
+            "ranks": int(engine.seq_dp_world_size) if engine.zero_optimization() else 1,
+        }
+        return world | {name: getattr(engine, name) for name in _COUNTERS}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
+        own = self.state_dict()
+        saved, here = (state["stage"], state["ranks"]), (own["stage"], own["ranks"])
+        if saved != here:
+            raise ValueError(
+                f"it was saved by ZeRO stage {saved[0]} on {saved[1]} data-parallel ranks, and the engine "
+                f"has stage {here[0]} on {here[1]}. Start it as it was"
+            )
         for name in _COUNTERS:
             setattr(self._engine, name, state[name])
 
@@ -127,24 +141,9 @@ class _Optimizer(torch.optim.Optimizer):
         return self._engine.basic_optimizer.register_step_pre_hook(hook)
 
     def state_dict(self) -> dict[str, Any]:
-        own = to_plain(self._engine.optimizer.state_dict())
-        return {"stage": self._stage, "ranks": self._ranks, "own": own}
-
-    @property
-    def _stage(self) -> int:
-        return int(self._engine.zero_optimization_stage())
-
-    @property
-    def _ranks(self) -> int:
-        return int(self._engine.seq_dp_world_size) if self._engine.zero_optimization() else 1
+        return {"own": to_plain(self._engine.optimizer.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved, here = (state["stage"], state["ranks"]), (self._stage, self._ranks)
-        if saved != here:
-            raise ValueError(
-                f"it was saved by ZeRO stage {saved[0]} on {saved[1]} data-parallel ranks, and the engine "
-                f"has stage {here[0]} on {here[1]}. Start it as it was"
-            )
         engine, own = self._engine, from_plain(state["own"], make_object)
         optimizer = engine.optimizer
         if engine.zero_optimization():
