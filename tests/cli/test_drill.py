@@ -257,7 +257,11 @@ def test_a_signal_to_the_drill_ends_the_training_too_and_leaves_nothing(
     script = f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; exec sleep 600"
     arguments = [sys.executable, "-m", "holdfast.cli", "drill", "--", "bash", "-c", script]
     (tmp_path / "here").mkdir()
-    with subprocess.Popen(arguments, cwd=tmp_path / "here") as drill:
+
+    def heed() -> None:
+        signal.signal(number, signal.SIG_DFL)  # under nohup, the tests themselves ignore one of these
+
+    with subprocess.Popen(arguments, cwd=tmp_path / "here", preexec_fn=heed) as drill:
         deadline = time.monotonic() + 120
         while not (tmp_path / "pid").exists():
             assert drill.poll() is None
