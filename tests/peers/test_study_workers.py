@@ -42,7 +42,7 @@ def test_every_mechanism_checkpoints_a_training(asked: FrameworkProcess, tmp_pat
         assert mechanism["missing"] is None, key
         asked.ask("prepare", 900.0, mechanism=key)
         place = str(tmp_path / f"{key}-train")
-        found = asked.ask("train", mechanism=key, durable=True, every=1, steps=2, directory=place)
+        found = asked.ask("train", mechanism=key, durable=True, every=[1], steps=2, directory=place)["1"]
         assert found["saves"] == 2, key
         assert found["seconds"] > 0, key
         for weights_only in (False, True):

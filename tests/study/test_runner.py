@@ -52,6 +52,14 @@ def test_cases_are_interleaved_and_each_is_set_up_at_its_first_turn(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_slow_warm_up_counts_as_the_first_turn(tmp_path: Path) -> None:
+    calls: list[str] = []
+    slow = ScriptedSuite([Scripted(key, calls) for key in "ab"], slow_seconds=0.0)
+    found = runner.run(slow, tmp_path, quiet())
+    assert [[sample.round for sample in row.samples] for row in found.rows] == [[1, 2]] * 2
+    assert calls.count("measure a") == 2
+
+
 def test_dirty_pages_are_written_before_each_clock_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

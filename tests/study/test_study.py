@@ -15,12 +15,13 @@ import pytest
 
 from holdfast.study import campaign, frameworks, report_page
 from holdfast.study.campaign import Options
-from holdfast.study.frameworks import Entry
+from holdfast.study.frameworks import Entry, worker
 from holdfast.study.frameworks.process import FrameworkProcess, WorkerEnded
 from holdfast.study.results import Row
 from holdfast.study.results_directory import FILE, Part, ResultsDirectory, StudyError
 from holdfast.study.suites import by_framework
 from support.bench_results import quiet
+from support.fake_framework import FakeFramework
 
 TESTS = Path(__file__).resolve().parents[1]
 FAKE = Entry("Fake", "support.fake_framework")
@@ -68,6 +69,20 @@ def test_cost_has_every_mechanism_durable_and_not_with_raw_rounds(whole: Path) -
                     assert sample.readings["stall_seconds"] * sample.readings["saves"] == pytest.approx(spent)
             split = rows[f"{kind} split", f"{mechanism}, {kind}"].samples[0].readings
             assert ("sync_seconds" in split) == (kind == "durable")
+
+
+def test_a_slow_save_is_made_once_and_costs_what_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "SLOW_SECONDS", 0.0)
+    asked = worker.Worker(FakeFramework())
+    asked.build("mlp", True, 0)
+    found = asked.train("pickled", True, [1, 4], 4, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1, "one name of two was written"
+    for readings in found.values():
+        assert readings["saves"] == 1
+        assert readings["stall_seconds"] == pytest.approx(readings["call_seconds"])
+    assert found["1"]["lost_percent"] == pytest.approx(4 * found["4"]["lost_percent"])
 
 
 def test_formats_are_judged_by_what_they_did(whole: Path) -> None:

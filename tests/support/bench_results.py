@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
@@ -96,12 +97,13 @@ class ScriptedSuite(Suite):
     cases: list[Scripted] = field(default_factory=list)
     rounds: int = 2
     settle: bool = True
+    slow_seconds: float = math.inf
 
     def needs(self) -> Needs:
         return Needs()
 
     def groups(self, folder: Path) -> Iterator[Group]:
-        yield Group("all", self.cases, self.rounds, settle=self.settle)
+        yield Group("all", self.cases, self.rounds, settle=self.settle, slow_seconds=self.slow_seconds)
 
     def subject(self) -> str:
         return "nothing"

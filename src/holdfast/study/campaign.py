@@ -30,7 +30,7 @@ from holdfast.study.suites.rank_waiting import ScaleSuite
 
 QUICK_SECONDS = 270.0
 """What `--quick` divides among its parts; the rest of five minutes is for the last of them to end."""
-FORMATS_MODEL, QUICK_FORMATS_MODEL = "gpt2", "mlp"
+FORMATS_MODEL, QUICK_FORMATS_MODEL = "resnet50", "mlp"
 
 _SUITES: dict[str, type[FrameworkSuite]] = {
     "cost": CostSuite,

@@ -40,8 +40,14 @@ class _Log:
     status: Status | None = None
     reason: str = ""
     started: bool = False
+    ahead: bool = False
+    """Whether its warm-up counted as its first turn."""
     checked: bool = False
     samples: list[tuple[str, Sample]] = field(default_factory=list)
+
+    def count_warm_up(self) -> None:
+        self.ahead = True
+        self.samples = [(name, msgspec.structs.replace(sample, round=1)) for name, sample in self.samples]
 
     def rows(self, group: str) -> Iterator[Row]:
         for section in self.case.sections:
@@ -80,14 +86,17 @@ class _Run:
                 when = f"round {round_index} of {group.rounds}" if round_index > 0 else "warm-up"
                 for position, which in enumerate(turns(len(logs), round_index)):
                     log = logs[which]
-                    if log.status:
+                    if log.status or (log.ahead and round_index == 1):
                         continue
                     self._say(f"{group.name}, {when}: {log.case.title}")
                     try:
                         # Not all of them are set up beforehand: what one keeps in memory must not be there
                         # already when another that uses it is measured.
                         if self._start(log):
+                            turn_began = time.monotonic()
                             self._turn(log, round_index, position, group.settle)
+                            if round_index < 1 and time.monotonic() - turn_began > group.slow_seconds:
+                                log.count_warm_up()
                     except Exception as error:
                         # Any system may fail in its own way: it is shown as failed, and the others go on.
                         log.status, log.reason = "failed", reason(error)

@@ -5,6 +5,7 @@ The runner (`runner`) does everything else. A case gets a `Turn` in each round, 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -108,7 +109,8 @@ class Group:
 
     `settle` False leaves out what the runner does around each call to have it alone on the machine (sync,
     freeing memory, a directory per turn): for hundreds of tiny calls. With `seconds`, no round begins that
-    would end later than that; the first counted one always does.
+    would end later than that; the first counted one always does. A warm-up turn of more than `slow_seconds`
+    counts as the case's first: warming up is a small part of it.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Group:
     warm_up: int = 1
     settle: bool = True
     seconds: float | None = None
+    slow_seconds: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

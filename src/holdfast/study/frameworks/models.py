@@ -69,7 +69,7 @@ class Gpt:
 FULL: dict[str, Mlp | ResNet | Vgg | Gpt] = {
     "mlp": Mlp(),
     "resnet50": ResNet(),
-    "vgg16": Vgg(_layers(16), 512, 100, 32),
+    "vgg16": Vgg(),
     "gpt2": Gpt(),
 }
 QUICK: dict[str, Mlp | ResNet | Vgg | Gpt] = {

@@ -34,6 +34,8 @@ from holdfast.study.results import PEAK_NBYTES, SECONDS
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 NOTICED_LOSS = 0.01
 """A loss that is off by more than this part of it would be seen by whoever watches the curve."""
+SLOW_SECONDS = 10.0
+"""A save that takes longer is not repeated within one turn."""
 
 
 class Worker:
@@ -90,13 +92,13 @@ class Worker:
         }
 
     def train(
-        self, mechanism: str, durable: bool, every: int, steps: int, directory: str
-    ) -> dict[str, float]:
-        """So many steps without checkpoints, as many with one after each `every` steps, as many without
-        again.
+        self, mechanism: str, durable: bool, every: list[int], steps: int, directory: str
+    ) -> dict[str, Any]:
+        """So many steps without checkpoints; for each frequency as many with one after each `every` steps;
+        as many without again. Answers readings by frequency.
 
-        One more is made before the clock starts: what is measured is the middle of a training, in which a
-        save that is due may have to wait for the one before it.
+        Some saves are made before the clock starts: what is measured is the middle of a training, in which
+        every name has been written before, and a save that is due may have to wait for the one before it.
         """
         if isinstance(self._framework, LoopFramework):
             return self._train_loop(self._framework, mechanism, durable, every, steps, Path(directory))
@@ -108,54 +110,62 @@ class Worker:
         before = train_only()
         opened = self._open(mechanism, Path(directory), durable=durable)
         try:
-            self._save(opened)
-            called = 0.0
-            began = time.perf_counter()
-            for step in range(1, steps + 1):
-                training.step()
-                if step % every == 0:
-                    called += _seconds(lambda: self._save(opened))
-            seconds = time.perf_counter() - began
-            drained = _seconds(opened.wait)
+            slow = 0.0
+            for _ in range(opened.slots + 1):
+                slow = _seconds(lambda: self._save(opened))
+                if slow > SLOW_SECONDS:
+                    break
+            if slow > SLOW_SECONDS and not opened.background:
+                # Nothing overlaps with it, so it costs what it takes: once is enough.
+                alone = {"call_seconds": slow, **_stall(before + slow, before, 1)}
+                return {str(each): {**alone, **_lost(slow, before * each / steps)} for each in every}
+            blocks = [self._block(opened, each, steps) for each in every]
         finally:
             opened.close()
         base = (before + train_only()) / 2
-        saves = steps // every
-        return {
-            SECONDS: seconds,
-            "base_seconds": base,
-            "saves": saves,
-            "stall_seconds": (seconds - base) / saves,
-            "call_seconds": called / saves,
-            "drain_seconds": drained,
-            "lost_percent": 100 * (seconds - base) / base,
-        }
+        found = {}
+        for each, (seconds, called, drained) in zip(every, blocks, strict=True):
+            saves = steps // each
+            found[str(each)] = {
+                **_stall(seconds, base, saves),
+                **_lost(seconds - base, base),
+                "call_seconds": called / saves,
+                "drain_seconds": drained,
+            }
+        return found
+
+    def _block(self, opened: Mechanism, every: int, steps: int) -> tuple[float, float, float]:
+        """Steps with checkpoints: all seconds, those in saves, and those until the last was written."""
+        training, called = self._require_training(), 0.0
+        began = time.perf_counter()
+        for step in range(1, steps + 1):
+            training.step()
+            if step % every == 0:
+                called += _seconds(lambda: self._save(opened))
+        return time.perf_counter() - began, called, _seconds(opened.wait)
 
     def _train_loop(
         self,
         framework: LoopFramework,
         mechanism: str,
         durable: bool,
-        every: int,
+        every: list[int],
         steps: int,
         directory: Path,
-    ) -> dict[str, float]:
-        def seconds_of(mechanism: str) -> float:
+    ) -> dict[str, Any]:
+        def seconds_of(mechanism: str, every: int) -> float:
             directory.mkdir(parents=True)
             try:
                 return framework.loop(mechanism, durable, every, steps, directory)
             finally:
                 remove(directory)
 
-        before = seconds_of("")
-        seconds = seconds_of(mechanism)
-        base, saves = (before + seconds_of("")) / 2, steps // every
+        before = seconds_of("", 1)
+        blocks = [seconds_of(mechanism, each) for each in every]
+        base = (before + seconds_of("", 1)) / 2
         return {
-            SECONDS: seconds,
-            "base_seconds": base,
-            "saves": saves,
-            "stall_seconds": (seconds - base) / saves,
-            "lost_percent": 100 * (seconds - base) / base,
+            str(each): {**_stall(seconds, base, steps // each), **_lost(seconds - base, base)}
+            for each, seconds in zip(every, blocks, strict=True)
         }
 
     def split(self, mechanism: str, durable: bool, directory: str, memory: str) -> dict[str, float]:
@@ -163,7 +173,7 @@ class Worker:
 
         Serialising: all of a save into a filesystem in memory. Writing: how much longer the same takes on the
         disk. Syncing: what it then takes to make it durable. Each is timed at the second save in its
-        directory.
+        directory; a slow one at the first.
         """
         found = {}
         for name, place in (("memory", memory), ("disk", directory)):
@@ -176,6 +186,8 @@ class Worker:
                     found[f"{name} sync"] = opened.own_sync_seconds()
                     if durable and name == "disk" and not opened.always_durable:
                         found["disk sync"] = _seconds(opened.sync)
+                    if found[name] > SLOW_SECONDS:
+                        break
             finally:
                 opened.close()
                 remove(Path(place))
@@ -481,6 +493,19 @@ def digest(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 def _nbytes(arrays: Mapping[str, NDArray[Any]]) -> int:
     return sum(array.nbytes for array in arrays.values())
+
+
+def _stall(seconds: float, base: float, saves: int) -> dict[str, float]:
+    return {
+        SECONDS: seconds,
+        "base_seconds": base,
+        "saves": saves,
+        "stall_seconds": (seconds - base) / saves,
+    }
+
+
+def _lost(seconds: float, base: float) -> dict[str, float]:
+    return {"lost_percent": 100 * seconds / base}
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.study.frameworks.process import FrameworkProcess, memory_folder
+from holdfast.study.peers.base import remove
 from holdfast.study.suite import Case, Group, Needs, Turn
 from holdfast.study.suites.by_framework import FrameworkSuite, MechanismCase
 
 STEPS = 4
 EVERY = (1, STEPS)
+SLOW_TURN_SECONDS = 60.0
+"""A turn that takes longer is not made for warming up alone."""
 _COPIES = 3
 """Two checkpoints in turns, and the one in memory."""
 
@@ -32,20 +35,21 @@ class Cost(MechanismCase):
         trained = tuple(f"{kind} every {every}" for every in EVERY)
         super().__init__(process, mechanism, (*trained, f"{kind} split") if split else trained)
         self.key = f"{mechanism['key']}, {kind}"
-        self._durable, self._memory = durable, memory
+        self._durable, self._memory, self._split = durable, memory, split
 
     def measure(self, turn: Turn) -> None:
-        name = self.mechanism["key"]
-        common = {"mechanism": name, "durable": self._durable}
-        for every, section in zip((*EVERY, None), self.sections, strict=False):
-            directory = str(turn.directory / section.replace(" ", "-"))
+        common = {"mechanism": self.mechanism["key"], "durable": self._durable}
+        place = turn.directory / "saved"
+        with turn.settled():
+            found = self.process.ask("train", every=list(EVERY), steps=STEPS, directory=str(place), **common)
+        for every, section in zip(EVERY, self.sections, strict=False):
+            turn.record(section, found[str(every)])
+        remove(place)
+        if self._split:
+            memory = f"{self._memory}/{self.mechanism['key']}" if self._memory else ""
             with turn.settled():
-                if every is not None:
-                    order: dict[str, Any] = {"do": "train", "every": every, "steps": STEPS}
-                else:
-                    order = {"do": "split", "memory": f"{self._memory}/{name}" if self._memory else ""}
-                found = self.process.ask(directory=directory, **common, **order)
-            turn.record(section, found)
+                found = self.process.ask("split", memory=memory, directory=str(place), **common)
+            turn.record(self.sections[-1], found)
 
 
 @dataclass
@@ -61,7 +65,7 @@ class CostSuite(FrameworkSuite):
                 if not mechanism["always_durable"]:
                     cases.append(Cost(process, mechanism, False, memory, not hello["loop"]))
                 cases.append(Cost(process, mechanism, True, memory, not hello["loop"]))
-            yield self.group(f"{self.framework}, {self.model}", cases)
+            yield self.group(f"{self.framework}, {self.model}", cases, slow_seconds=SLOW_TURN_SECONDS)
 
     def needs(self) -> Needs:
         return Needs(disk_nbytes=(1 << 30) if self.quick else (8 << 30))
