@@ -75,6 +75,7 @@ def test_a_slow_save_is_made_once_and_costs_what_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(worker, "LONG_SECONDS", 0.0)
     asked = worker.Worker(FakeFramework())
     asked.build("mlp", True, 0)
     found = asked.train("pickled", True, [1, 4], 4, str(tmp_path))

@@ -10,6 +10,7 @@ from pathlib import Path
 from holdfast.study.report_parts import Bar, Cell, Chart, Number, Section, Strip, Table, Words
 from holdfast.study.report_suites import name_of, sections
 from holdfast.study.results_directory import FILE, ResultsDirectory
+from holdfast.study.suites.cost import SLOW_TURN_SECONDS
 
 _STYLE = Path(__file__).with_name("report.css")
 _ROW, _TEXT, _BAR = 36, 13, 12
@@ -67,8 +68,10 @@ def markdown(found: ResultsDirectory) -> str:
 _TITLE = "What checkpoints cost: a study"
 _METHOD = (
     "All mechanisms of one framework and model take turns in every round; frameworks follow one another. A "
-    "first round warms up and is thrown away. Numbers are medians, with the lowest and the highest in "
-    "parentheses; a difference within these is noise."
+    "first round warms up and is thrown away; but a turn of the costs that takes longer than "
+    f"{SLOW_TURN_SECONDS:.0f} seconds counts from the first on, because it saves before its clock starts, "
+    "too. Numbers are medians, with the lowest and the highest in parentheses; a difference within these is "
+    "noise. Numbers without parentheses were measured once."
 )
 
 
