@@ -53,11 +53,11 @@ def test_a_checkpoint_stays_if_any_rule_wants_it(rules: list[str], stay: list[in
 def test_json_holds_what_was_done(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [1, 2])
     nbytes = sum(file.stat().st_size for file in step_path(run, 1).iterdir())
-    document = command("prune", run, "--last", "1", "--best", "a:b:max:3", "--json").document
+    document = command("prune", run, "--last", "1", "--best", "loss:min:1", "--json").document
     assert document == {
         "path": str(run),
         "dry_run": False,
-        "rules": {"last": 1, "every": None, "best": ["a:b", "max", 3], "seconds": None},
+        "rules": {"last": 1, "every": None, "best": ["loss", "min", 1], "seconds": None},
         "removed": [{"path": str(step_path(run, 1)), "step": 1, "nbytes": nbytes}],
         "swept": [],
         "kept": [2],
@@ -181,3 +181,24 @@ def test_a_link_that_is_re_pointed_meanwhile_costs_the_other_run_nothing(
         assert outcome.document["error"]["type"] == "RunMoved"
     else:
         assert outcome.document["kept"] == [1, 2, 3]
+
+
+def test_a_metric_that_no_checkpoint_has_removes_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    outcome = command("prune", run, "--last", "1", "--best", "los:min:2")
+    assert outcome.code == 1
+    assert "'los'" in outcome.err
+    assert "'loss'" in outcome.err
+    assert steps(run) == [1, 2, 3, 4, 5]
+    assert command("prune", run, "--best", "los:min:2", "--dry-run").code == 1
+    assert "metric 'a:b'" in command("prune", run, "--best", "a:b:max:3").err
+
+
+def test_checkpoints_of_other_names_are_not_said_to_be_gone(tmp_path: Path) -> None:
+    for name in ("best", "final"):
+        holdfast.save(tmp_path / name, make_state())
+    outcome = command("prune", tmp_path)
+    assert outcome.code == 0
+    assert "nothing to prune" in outcome.out
+    assert "kept" not in outcome.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "final"]

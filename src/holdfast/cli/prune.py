@@ -86,7 +86,10 @@ def _print(out: Session, done: Pruned) -> None:
     out.say(f"rules: {_rules(done.rules)}")
     steps = ", ".join(map(str, done.kept[-10:]))
     more = f"{words.ELLIPSIS}, " if len(done.kept) > 10 else ""
-    out.say(f"{'stays' if done.dry_run else 'kept'}: {f'step {more}{steps}' if done.kept else 'nothing'}")
+    if done.kept:
+        out.say(f"{'stays' if done.dry_run else 'kept'}: step {more}{steps}")
+    elif not done.removed:
+        out.say(f"nothing to prune in {words.plain(done.path)}: no checkpoint there is named by its step")
     if done.damaged:
         out.say(f"damaged, kept to be looked at: step {', '.join(map(str, done.damaged))}", style="yellow")
     for path in done.held:

@@ -140,7 +140,13 @@ def _chosen(names: Iterable[str], leaves: Sequence[str], ignore: Sequence[str]) 
                     f"nothing in either checkpoint matches {pattern!r}{guess}", missing=[pattern]
                 )
         wanted = {name for matching in found.values() for name in matching}
-    return wanted.difference(*(matching_names(known, pattern) for pattern in ignore))
+    left = wanted.difference(*(matching_names(known, pattern) for pattern in ignore))
+    if wanted and not left:
+        raise StateMismatch(
+            f"nothing is left to compare: all of it is ignored by {', '.join(map(repr, ignore))}",
+            missing=list(leaves),
+        )
+    return left
 
 
 def _subtree_change(name: str, leaves: int, changes: Sequence[LeafChange]) -> SubtreeChange:

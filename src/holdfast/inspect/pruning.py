@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 from holdfast.checkpointer import Keep, Kept
-from holdfast.errors import CheckpointNotFound
+from holdfast.errors import CheckpointNotFound, StateMismatch
 from holdfast.inspect.run_listing import Listing, leftovers, list_run
 from holdfast.store import WritableRun, is_checkpoint, locate, step_name
 from holdfast.store.commit import volumes
@@ -42,6 +42,7 @@ class Pruned:
 def prune(run: str | os.PathLike[str], keep: Keep, *, dry_run: bool = False) -> Pruned:
     """Removes the checkpoints of a run that `keep` does not want. Damaged ones stay, to be looked at.
 
+    `holdfast.StateMismatch` if `keep` names a metric that no checkpoint has: its best would go.
     `holdfast.Locked` if a training is writing to the run: its Checkpointer prunes by itself.
     """
     where = locate(run)
@@ -87,8 +88,22 @@ def _unwanted(run: Listing, keep: Keep) -> list[int]:
         for entry in run.checkpoints
         if entry.damage is None and entry.step is not None and entry.created is not None
     ]
+    _require_metric(run, whole, keep)
     stay = keep.chosen(whole)
     return [item.step for item in whole if item.step not in stay]
+
+
+def _require_metric(run: Listing, whole: Sequence[Kept], keep: Keep) -> None:
+    if not whole or keep.best is None:
+        return
+    metric = keep.best[0]
+    known = sorted({name for item in whole for name in item.metrics})
+    if metric not in known:
+        names = ", ".join(map(repr, known)) or "no metrics at all"
+        raise StateMismatch(
+            f"no checkpoint of {run.path} has the metric {metric!r}: they have {names}. Nothing was removed",
+            missing=[metric],
+        )
 
 
 def _outcome(
