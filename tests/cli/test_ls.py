@@ -150,3 +150,15 @@ def test_a_name_with_terminal_commands_is_shown_escaped(tmp_path: Path) -> None:
     outcome = command("ls", tmp_path / "run")
     assert "\x1b" not in outcome.out
     assert "a\\x1b[2Jb" in outcome.out
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "70", "75"])
+def test_a_narrow_terminal_keeps_a_metric_on_one_line(
+    columns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", {"w": np.zeros(1)}, mode="sync") as checkpointer:
+        checkpointer.save(1, metrics={"loss": 10.837, "accuracy": 0.5, "rate": 1.25e-05})
+    monkeypatch.setenv("COLUMNS", columns)
+    out = command("ls", tmp_path / "run").out
+    for metric in ("loss 10.837", "accuracy 0.5", "rate 1.25e-05"):
+        assert metric in out

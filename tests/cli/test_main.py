@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import __version__
+from holdfast.cli.examples import EXAMPLES
 from support.command import SHARD, command, damage_manifest, make_run, step_path
 
 COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "spec", "drill", "doctor", "bench")
@@ -245,3 +246,27 @@ def test_help_and_version_as_others_spell_them() -> None:
     assert command("help", "diff").out == command("diff", "--help").out
     assert command("help").out == command("--help").out
     assert command("-V").out == command("--version").out
+
+
+ALL_COMMANDS = (*COMMANDS, "view", "completion", "shelf", "shelf export", "study run", "convert")
+
+
+@pytest.mark.parametrize("name", ALL_COMMANDS)
+def test_help_names_no_value_for_a_flag_and_no_braces(name: str) -> None:
+    outcome = command(*name.split(), "--help")
+    assert outcome.code == 0
+    assert "<bool>" not in outcome.out
+    assert "{" not in outcome.out.split("Options")[0]
+    assert not [line for line in outcome.out.splitlines() if line != line.rstrip()]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help_ends_with_the_examples_of_its_command(name: str) -> None:
+    ending = command(*name.split(), "--help").out.rpartition(" Examples\n")[2]
+    for line, what in EXAMPLES[name]:
+        assert line in ending
+        assert what in ending
+
+
+def test_a_command_of_a_group_has_no_examples_of_its_namesake() -> None:
+    assert "Examples" not in command("shelf", "ls", "--help").out

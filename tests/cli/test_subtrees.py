@@ -89,6 +89,17 @@ def test_long_names_are_cut_between_their_parts(tmp_path: Path, monkeypatch: pyt
     holdfast.save(tmp_path / "c", {name: np.ones(3), "other": np.ones(1)})
     out = command("show", tmp_path / "c", "--leaves", "*").out.splitlines()
     assert max(map(len, out)) <= 60
-    first, second = (line.split()[0] for line in out[3:5])
+    first, second = (line.split()[0] for line in out[2:4])
     assert first.endswith(".")
     assert first + second == name
+
+
+def test_diff_of_what_is_all_ignored_is_not_called_equal(pair: tuple[Path, Path]) -> None:
+    outcome = command("diff", *pair, "--ignore", "*")
+    assert outcome.code == 1
+    assert "nothing is left to compare" in outcome.err
+    assert "equal" not in outcome.out
+
+
+def test_show_of_some_leaves_begins_with_their_table(pair: tuple[Path, Path]) -> None:
+    assert command("show", pair[0], "--leaves", "*").out.startswith("leaf ")

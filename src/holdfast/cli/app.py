@@ -52,9 +52,10 @@ for _panel, _commands in (
     for _command in _commands:
         app.command(rich_help_panel=_panel, cls=ExampleCommand)(_command)
 
-app.add_typer(spec, name="spec", rich_help_panel=_LOOK)
-app.add_typer(shelf, name="shelf", rich_help_panel=_LOOK)
-app.add_typer(study, name="study", rich_help_panel=_MACHINE)
+for _name, _group, _panel in (("spec", spec, _LOOK), ("shelf", shelf, _LOOK), ("study", study, _MACHINE)):
+    for _below in _group.registered_commands:
+        _below.cls = ExampleCommand
+    app.add_typer(_group, name=_name, rich_help_panel=_panel, cls=ExampleGroup)
 
 # What follows the first word of the drilled command is that command's, also where it looks like an option.
 app.command(

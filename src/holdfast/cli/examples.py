@@ -1,7 +1,12 @@
-"""Examples that ``--help`` shows, by command; and the classes by which typer shows them."""
+"""Examples that ``--help`` shows, by command; and the classes by which typer shows help."""
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import BytesIO, TextIOWrapper
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -88,17 +93,50 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 class ExampleCommand(TyperCommand):
     """A command whose help ends with examples."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return _without_braces(super().collect_usage_pieces(ctx))
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        super().format_help(ctx, formatter)
-        _print(self.name or "")
+        with _plain_help(self, ctx):
+            super().format_help(ctx, formatter)
 
 
 class ExampleGroup(TyperGroup):
-    """The command ``holdfast`` itself; its help ends with examples, too."""
+    """A command with commands below it, such as ``holdfast`` itself; its help ends with examples, too."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return _without_braces(super().collect_usage_pieces(ctx))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        super().format_help(ctx, formatter)
-        _print("")
+        with _plain_help(self, ctx):
+            super().format_help(ctx, formatter)
+
+
+def _without_braces(pieces: list[str]) -> list[str]:
+    """``PATH`` for what typer shows as ``{PATH}``: braces mean a choice in other manuals."""
+    return [re.sub(r"^\{(.*)\}(\.\.\.)?$", r"\1\2", piece) for piece in pieces]
+
+
+@contextmanager
+def _plain_help(command: TyperCommand | TyperGroup, ctx: Any) -> Iterator[None]:
+    """What typer prints inside of this, and then the examples.
+
+    A flag is shown without ``<bool>``, as it takes no value. Piped help has no spaces at the ends of lines.
+    """
+    for option in command.get_params(ctx):
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    if sys.stdout.isatty():
+        yield
+    else:
+        # The same encoding: the frames of the help depend on it.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        captured = TextIOWrapper(BytesIO(), encoding=encoding, errors="backslashreplace")
+        with redirect_stdout(captured):
+            yield
+        captured.seek(0)
+        print("\n".join(line.rstrip() for line in captured.read().splitlines()))
+    _print(ctx.command_path.partition(" ")[2])
 
 
 def _print(name: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -34,8 +34,15 @@ _MIN_FOLDED = 10
 """A column that folds keeps this much."""
 _BETWEEN = 2
 _INDENT = "  "
-_ENDS_OF_PARTS = (re.compile(r"[./]|\s+"), re.compile(r"[_,=:-]"))
-"""Where a long name is cut: after these if possible, else after those."""
+_ENDS_OF_PARTS = (
+    re.compile(r"\s{2,}"),
+    re.compile(r"(?<!\d)\.|\.(?!\d)|/|\s+"),
+    re.compile(r"[_,=:]|(?<!\de)-"),
+)
+"""Where a long text is cut: after the first of these that is in it. A number is not cut."""
+_PAIR = re.compile(r"(?:^|(?<=  ))\S+ \S+(?=  |$)")
+_MAX_PAIR = 24
+"""The name and value of a metric stay on one line up to this width."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Progress = Callable[[int, int], None]
@@ -72,12 +79,13 @@ class Session:
         ]
         fixed = sum(_BETWEEN + (width if column.no_wrap else 0) for width, column in columns)
         folding = sorted((width, at) for at, (width, column) in enumerate(columns) if not column.no_wrap)
-        least = fixed + sum(min(width, _MIN_FOLDED) for width, _ in folding)
+        smallest = {at: _smallest(rows.columns[at]._cells) for _, at in folding}
+        least = fixed + sum(min(width, smallest[at]) for width, at in folding)
         console = self.console if self.console.width >= least else _console(stderr=False, width=least)
         left = console.width - fixed
         # The narrow ones first: what they leave is for the others.
         for place, (width, at) in enumerate(folding):
-            share = max(left // (len(folding) - place), _MIN_FOLDED)
+            share = max(left // (len(folding) - place), smallest[at])
             if width > share:
                 cells = rows.columns[at]._cells
                 cells[:] = [folded(str(text), share) for text in cells]
@@ -168,17 +176,33 @@ def table(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()
     return made
 
 
+def _smallest(cells: Iterable[object]) -> int:
+    """How narrow a column that folds may become: a metric keeps its value beside its name."""
+    pairs = (
+        len(_INDENT) * (found.start() > 0) + len(found[0])
+        for cell in cells
+        for found in _PAIR.finditer(str(cell))
+    )
+    return max((width for width in pairs if _MIN_FOLDED < width <= _MAX_PAIR), default=_MIN_FOLDED)
+
+
 def folded(text: str, width: int) -> str:
     """A long name on several lines, cut where its parts end if possible. Later lines are indented."""
     lines: list[str] = []
     indent = ""
     while len(indent) + len(text) > width:
         space = width - len(indent)
-        ends = ([match.end() for match in marks.finditer(text, 0, space)] for marks in _ENDS_OF_PARTS)
+        ends = (_ends(marks, text, space) for marks in _ENDS_OF_PARTS)
         at = next((found[-1] for found in ends if found and found[-1] >= space // 3), space)
         lines.append(indent + text[:at].rstrip())
         text, indent = text[at:].lstrip(), _INDENT
     return "\n".join([*lines, indent + text] if text else lines)
+
+
+def _ends(marks: re.Pattern[str], text: str, space: int) -> list[int]:
+    """Where `text` can be cut so that the part before fits `space`. Spaces at its end need none."""
+    found = (match.end() for match in marks.finditer(text, 0, space + len(_INDENT)))
+    return [end for end in found if len(text[:end].rstrip()) <= space]
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:

@@ -49,6 +49,8 @@ def show(
                 _print_facts(out, found)
                 _print_subtotals(out, found)
                 _print_values(out, found, everything)
+                if found.leaves:
+                    out.console.print()
             _print_leaves(out, found, everything or leaves is not None)
         out.finish(problem=False)
 
@@ -193,7 +195,6 @@ def _print_leaves(out: Session, found: Description, everything: bool) -> None:
         shape, size = words.shape(info.shape), words.size(info.nbytes)
         rows.add_row(named, words.plain(info.dtype), shape, size, info.framework)
     if chosen:
-        out.console.print()
         out.tabulate(rows)
     _mention_rest(out, len(chosen) - limit, "leaf", "leaves")
     if everything and len(chosen) != found.all_leaves:
