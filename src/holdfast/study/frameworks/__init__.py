@@ -36,7 +36,7 @@ FRAMEWORKS: dict[str, Entry] = {
     "jax": Entry("JAX", "holdfast.study.frameworks.jax_worker", "jax"),
     "chainer": Entry("Chainer", "holdfast.study.frameworks.chainer_worker", "chainer"),
     "deepspeed": Entry(
-        "PyTorch with DeepSpeed", "holdfast.study.frameworks.deepspeed_worker", "deepspeed", suites=("cost",)
+        "DeepSpeed", "holdfast.study.frameworks.deepspeed_worker", "deepspeed", suites=("cost",)
     ),
     "accelerate": Entry(
         "accelerate", "holdfast.study.frameworks.accelerate_worker", "transformers", suites=("cost",)

@@ -1,4 +1,4 @@
-"""DeepSpeed's FastFileWriter in the suite ``cost``, beside `torch.save` and Holdfast in one environment."""
+"""DeepSpeed in the suite ``cost``: its engine's checkpoints, its FastFileWriter, and Holdfast's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
 
 import deepspeed
 import torch
+import torch.distributed as dist
 
-from holdfast.study.frameworks.api import Framework, Training
+from holdfast.study.frameworks import torch_models
+from holdfast.study.frameworks.api import Framework, Mechanism, Training
 from holdfast.study.frameworks.torch_worker import (
     HoldfastOverlap,
     HoldfastSync,
@@ -23,11 +25,76 @@ from holdfast.study.frameworks.torch_worker import (
     TorchSave,
     TorchTraining,
 )
+from holdfast.study.peers.base import sync_tree
 
 BUFFER_NBYTES = 64 << 20
 """Of the pinned memory, as in the examples of DeepNVMe."""
 STALE_SECONDS = 900.0
 _BLOCK_NBYTES, _QUEUE_DEPTH = 1 << 20, 32
+
+
+class DeepSpeedTraining(TorchTraining):
+    """One process of data-parallel training, without ZeRO."""
+
+    def __init__(self, model: str, quick: bool, seed: int) -> None:
+        self.engine: Any = None
+        super().__init__(model, quick, seed)
+        os.environ.setdefault("LOCAL_RANK", "0")
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            deepspeed.init_distributed()
+        config = {"train_micro_batch_size_per_gpu": 1}
+        self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)
+
+    def step(self) -> float:
+        if self.engine is None:
+            return super().step()
+        loss = torch_models.loss_of(self.engine, self._batch)
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.item()
+
+    def holdfast_state(self, weights_only: bool) -> object:
+        from holdfast.deepspeed import state_of
+
+        return {"model": self.model} if weights_only else state_of(self.engine)
+
+
+class EngineSave(Mechanism):
+    """`save_checkpoint` of the engine. It also writes the file `latest`."""
+
+    key, title = "save-checkpoint", "DeepSpeed, save_checkpoint"
+    weights_only_possible = False
+    training: DeepSpeedTraining
+
+    def write(self, target: Path) -> None:
+        self.training.engine.save_checkpoint(str(self.directory), tag=target.name)
+
+    def sync(self) -> None:
+        sync_tree(self.directory)
+
+    def load(self) -> None:
+        self.training.engine.load_checkpoint(str(self.directory), tag=self.path.name)
+
+
+class HoldfastUse(EngineSave):
+    """The same call after `holdfast.deepspeed.use(engine)`."""
+
+    key, title = "holdfast-use", "Holdfast, use(engine)"
+    ours = always_durable = True
+
+    def open(self) -> None:
+        from holdfast.deepspeed import use
+
+        self._own = self.training.engine.checkpoint_engine
+        use(self.training.engine)
+
+    def close(self) -> None:
+        engine = self.training.engine
+        engine.checkpoint_engine = self._own
+        for name in ("save_checkpoint", "load_checkpoint", "_take_model_step"):
+            delattr(engine, name)  # the wrappers of `use`: the engine's own methods are in its class
 
 
 class FastWriter(TorchMechanism):
@@ -40,8 +107,10 @@ class FastWriter(TorchMechanism):
 
     @classmethod
     def missing(cls) -> str | None:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
+        from deepspeed.ops.op_builder import AsyncIOBuilder, UtilsBuilder
 
+        if type(UtilsBuilder()).__name__ == "NotImplementedBuilder":
+            return "it needs an operation (utils) that DeepSpeed does not offer on the CPU"
         found = AsyncIOBuilder().is_compatible(verbose=False)
         return None if found else "DeepSpeed's async_io does not build here: apt install libaio-dev"
 
@@ -87,13 +156,13 @@ class FastWriter(TorchMechanism):
 
 
 class DeepSpeedFramework(Framework):
-    mechanisms = (TorchSave, FastWriter, HoldfastSync, HoldfastOverlap)
+    mechanisms = (EngineSave, TorchSave, FastWriter, HoldfastUse, HoldfastSync, HoldfastOverlap)
 
     def versions(self) -> dict[str, str]:
         return {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
 
     def build(self, model: str, quick: bool, seed: int) -> Training:
-        return TorchTraining(model, quick, seed)
+        return DeepSpeedTraining(model, quick, seed)
 
 
 FRAMEWORK = DeepSpeedFramework()

@@ -16,8 +16,8 @@ from holdfast.study.suite import Case, Group, Needs, Turn
 from holdfast.study.suites.by_framework import FrameworkSuite, MechanismCase
 from holdfast.study.suites.damage import Flips, Kills, Planted
 
-FLIPS, QUICK_FLIPS = 100, 20
-KILLS, QUICK_KILLS = 4, 1
+FLIPS, QUICK_FLIPS = 50, 20
+KILLS, QUICK_KILLS = 3, 1
 _SMALL, _LARGER = "mlp", "vgg16"
 
 
