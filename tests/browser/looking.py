@@ -16,6 +16,14 @@ _OVERFLOW = """
 }).map((node) => `${node.tagName} ${node.className} ${node.textContent.slice(0, 40)}`)
 """
 
+_OVERLAPS = """
+() => [...document.querySelectorAll(".chart > svg")].flatMap((chart) => {
+  const found = [...chart.querySelectorAll("text")].map((node) => [node.textContent, node.getBoundingClientRect()]);
+  const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+  return found.flatMap(([text, box], at) => found.slice(at + 1).filter(([, other]) => meet(box, other)).map(([other]) => `${text} | ${other}`));
+})
+"""  # noqa: E501
+
 _CONTRAST = r"""
 (selector) => {
   const linear = (value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
@@ -41,6 +49,12 @@ def texts(page: Any, selector: str) -> list[str]:
 def overflow(page: Any) -> list[str]:
     """Elements that stick out of the window, but for those inside of something that scrolls."""
     found: list[str] = page.evaluate(_OVERFLOW)
+    return found
+
+
+def overlaps(page: Any) -> list[str]:
+    """Texts of charts that are written upon each other."""
+    found: list[str] = page.evaluate(_OVERLAPS)
     return found
 
 

@@ -11,10 +11,20 @@ import pytest
 
 import holdfast
 from browser.conftest import Pages
-from browser.looking import await_count, await_text, contrast, milliseconds, overflow, texts
+from browser.looking import await_count, await_text, contrast, milliseconds, overflow, overlaps, texts
 from holdfast import inspect
+from holdfast.checkpointer.events import Failed, Opened, Phases, Restored, Saved
+from holdfast.inspect.view.timeline import MAX_SAVES
 from support.command import damage_manifest, step_path
-from support.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
+from support.shown_runs import (
+    BEGAN,
+    HOSTILE,
+    layered_state,
+    long_story,
+    save_by_ranks,
+    train,
+    write_log,
+)
 
 pytestmark = pytest.mark.browser
 
@@ -69,6 +79,7 @@ def test_every_part_is_drawn_and_nothing_is_loaded(
     page = pages.open(folder / f"{name}.html", scheme=scheme)
     assert page.evaluate("[...document.querySelectorAll('main > section')].map((it) => it.id)") == SECTIONS
     assert overflow(page) == []
+    assert overlaps(page) == []
     assert pages.requests == [(folder / f"{name}.html").as_uri()]
     assert page.locator("img, iframe, object, link").count() == 0
     pages.picture(page, f"{name}-{scheme}")
@@ -79,6 +90,9 @@ def test_it_fits_a_phone(pages: Pages, folder: Path, name: str) -> None:
     page = pages.open(folder / f"{name}.html", width=390, height=844)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert overflow(page) == []
+    for axis in ("by step", "by time") if page.locator("#saves .chart:visible").count() else ():
+        page.get_by_role("button", name=axis).click()
+        assert overlaps(page) == []
     pages.picture(page, f"{name}-phone")
 
 
@@ -131,8 +145,107 @@ def test_clicks_change_the_chart_of_saves(pages: Pages, folder: Path) -> None:
     await_text(page, "#saves .chart > svg text", "KiB")
 
 
+def opened(time: float = BEGAN) -> Opened:
+    return Opened(time=time, pid=1, host="node-7", mode="sync", every=1)
+
+
+def saved(step: int, time: float, *, seconds: float = 0.001, nbytes: int = 6 << 20) -> Saved:
+    return Saved(step, time, "sync", nbytes, nbytes, 3, Phases(0.0, seconds, 0.0, 0.0), stall_seconds=seconds)
+
+
+def failed(step: int, time: float) -> Failed:
+    return Failed(step, time, "sync", "StorageFull", "the device is full", 0.1)
+
+
+def show(pages: Pages, folder: Path, events: list[Any]) -> Any:
+    """The page of a run with these events, and no checkpoints."""
+    inspect.write_page([write_log(folder / "run", events)], folder / "page.html")
+    return pages.open(folder / "page.html")
+
+
+def test_the_tooltip_of_a_save_is_not_that_of_a_slower_neighbour(pages: Pages, tmp_path: Path) -> None:
+    steps = range(0, 401)
+    slow = [saved(step, BEGAN + step, seconds=0.5 if step == 200 else 0.1) for step in steps]
+    page = show(pages, tmp_path, [opened(), *slow])
+    box = page.locator("#saves .chart > svg").bounding_box()
+    left, right = box["x"] + 58, box["x"] + box["width"] - 12
+    pixels = (right - left) / 400
+    assert 2 < pixels < 3
+    tip = page.locator("#saves .tip")
+    for step in (199, 200, 201):
+        page.mouse.move(left + pixels * step - (step - 200), box["y"] + 100)
+        assert f"Step {step}" in tip.inner_text()
+
+
+def test_failures_after_the_last_durable_save_are_drawn_and_counted(pages: Pages, tmp_path: Path) -> None:
+    began = BEGAN + 1000
+    events = [
+        opened(),
+        *(saved(step, BEGAN + 10 * step) for step in range(1, 11)),
+        opened(began),
+        Restored(10, began + 1, 1000, 1.0),
+        *(failed(10 + number, began + 1 + 30 * number) for number in range(1, 5)),
+    ]
+    page = show(pages, tmp_path, events)
+    triangles = "(node) => node.querySelectorAll('path.mark.bad').length"
+    for part in ("saves", "durability"):
+        assert page.locator(f"#{part} .chart > svg").first.evaluate(triangles) == 4
+        assert "failed" in texts(page, f"#{part} .legend .said")
+    assert (
+        "At worst 2 min and 4 steps, when the save of step 14 failed"
+        in page.locator("#durability").inner_text()
+    )
+    assert "at most 2 min" in page.locator("[data-tile='A crash would have lost']").inner_text()
+    pages.picture(page, "failed-last")
+
+
+def test_an_axis_of_bytes_has_round_ticks(pages: Pages, tmp_path: Path) -> None:
+    page = show(pages, tmp_path, [opened(), *(saved(step, BEGAN + step) for step in range(1, 9))])
+    page.get_by_role("button", name="Bytes").click()
+    ticks = [text for text in texts_of_chart(page) if text.endswith("B")]
+    assert ticks == ["0 B", "2.0 MiB", "4.0 MiB", "6.0 MiB"]
+
+
+def test_ticks_of_milliseconds_are_where_they_say(pages: Pages, tmp_path: Path) -> None:
+    page = show(pages, tmp_path, [opened(), *(saved(step, BEGAN + step / 1000) for step in range(1, 20))])
+    ticks = [text for text in texts_of_chart(page) if text.count(":") == 2]
+    assert len(ticks) > 5
+    assert len(set(ticks)) == len(ticks)
+    assert {len(text) for text in ticks} == {len("12:34:56.789")}
+
+
+def test_the_name_of_an_axis_meets_no_other_text(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "hostile.html")
+    page.get_by_role("button", name="by step").click()
+    assert any("higher than the axis" in text for text in texts_of_chart(page))
+    assert "step" in texts_of_chart(page)
+    assert overlaps(page) == []
+
+
+def test_tags_of_all_kinds_sit_in_the_middle_of_their_row(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "long.html")
+    for kind in ("opened", "restored", "failed"):
+        page.locator(f"#events .chips button[data-kind={kind}]").click()
+        row, tag = (page.locator(f"#events .row{inner}").first.bounding_box() for inner in ("", " .tag"))
+        assert abs((row["y"] + row["height"] / 2) - (tag["y"] + tag["height"] / 2)) < 2, kind
+
+
+def test_bytes_written_count_saves_that_are_not_drawn(pages: Pages, tmp_path: Path) -> None:
+    count = 2 * MAX_SAVES
+    page = show(
+        pages, tmp_path, [opened(), *(saved(step, BEGAN + step, nbytes=1 << 20) for step in range(count))]
+    )
+    assert "40,000 durable saves in 1 training, 39.1 GiB written" in page.locator("#saves .note").inner_text()
+
+
+def texts_of_chart(page: Any, part: str = "saves") -> list[str]:
+    found: list[str] = page.locator(f"#{part} .chart > svg").first.locator("text").all_text_contents()
+    return found
+
+
 def test_a_tooltip_tells_of_the_save_below_the_pointer(pages: Pages, folder: Path) -> None:
     page = pages.open(folder / "small.html")
+    page.get_by_role("button", name="by step").click()  # by time, busy machines put saves into one pixel
     box = page.locator("#saves .chart > svg").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 14, box["y"] + 100)
     tip = page.locator("#saves .tip")

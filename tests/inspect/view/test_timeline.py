@@ -58,6 +58,21 @@ def test_a_failed_save_makes_the_loss_grow() -> None:
     assert "StorageFull: full" in failure.text
 
 
+def test_saves_that_failed_last_tell_what_a_crash_would_have_lost() -> None:
+    full = ("sync", "StorageFull", "full")
+    events: list[Event] = [
+        Failed(1, 1.0, *full),  # the log begins later than the run: nothing tells since when
+        opened(2.0),
+        saved(10, 12.0, took=2.0),
+        Failed(20, 30.0, *full),
+        opened(100.0),
+        Restored(10, 104.0, 1000, 2.0),
+        Failed(15, 110.0, *full),
+    ]
+    lost = [(item.lost_seconds, item.lost_steps) for item in timeline(events).happenings]
+    assert lost == [(None, None), (None, None), (20.0, 10), (None, None), (None, None), (6.0, 5)]
+
+
 def test_a_clock_that_was_set_back_is_no_loss() -> None:
     found = timeline([opened(0.0), saved(1, 100.0), saved(2, 50.0)]).saves
     assert found.lost_seconds == [100.0, None]

@@ -183,7 +183,7 @@ class RunReader:
         )
 
     def _path_of(self, name: str) -> str:
-        """Only names that were found lead to a file: the rest of the disk is nobody's business here."""
+        """Only names that were found lead to a file: no request reaches another part of the disk."""
         with self._lock:
             if name not in self._known:
                 self._checkpoints([])

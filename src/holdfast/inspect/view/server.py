@@ -176,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests hold the token, and say nothing to whoever started the command."""
+        """Requests hold the token, so they are not printed."""
 
 
 def _view(reader: RunReader, given: dict[str, str]) -> object:

@@ -5,6 +5,7 @@ Each entry follows from earlier events alone. So a reader who has the first entr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -92,7 +93,11 @@ class SaveColumns:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """An event that is no durable save. `event` and `training` as in `SaveColumns`."""
+    """An event that is no durable save. `event` and `training` as in `SaveColumns`.
+
+    `lost_seconds` and `lost_steps`: of a failed save, what a crash would have lost then. None where that is
+    not known, and for other events.
+    """
 
     event: int
     training: int
@@ -101,6 +106,8 @@ class Happening:
     kind: Kind
     tone: Tone
     text: str
+    lost_seconds: float | None = None
+    lost_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,7 @@ class _Base:
 def timeline(events: Iterable[Event], *, most_saves: int = MAX_SAVES) -> Timeline:
     """Of all events of a run, in the order in which they were written."""
     saves, happenings = SaveColumns(), []
-    base, newest = _Base(0.0, 0), 0
+    base, newest = _Base(math.inf, 0), 0
     number, training = -1, 0
     opened: Opened | None = None
     for number, event in enumerate(events):
@@ -165,7 +172,7 @@ def timeline(events: Iterable[Event], *, most_saves: int = MAX_SAVES) -> Timelin
             training, opened, base = training + 1, event, _Base(event.time, 0)
         elif isinstance(event, Restored):
             base = _Base(event.time, event.step)
-        happenings.append(_happening(number, training, event, newest))
+        happenings.append(_happening(number, training, event, newest, base))
     shown = saves if len(saves) <= most_saves else saves.chosen(thinned(saves, most_saves))
     return Timeline(
         events=number + 1,
@@ -193,10 +200,13 @@ def thinned(saves: SaveColumns, most: int) -> list[int]:
     return sorted(chosen)
 
 
-def _happening(number: int, training: int, event: Event, newest: int) -> Happening:
+def _happening(number: int, training: int, event: Event, newest: int, base: _Base) -> Happening:
     kind, tone, text = _told(event, newest)
     step = None if isinstance(event, Opened) else event.step
-    return Happening(number, training, event.time, step, kind, tone, text[:_MAX_TEXT])
+    seconds = steps = None
+    if isinstance(event, Failed) and event.time >= base.time:
+        seconds, steps = event.time - base.time, max(event.step - base.step, 0)
+    return Happening(number, training, event.time, step, kind, tone, text[:_MAX_TEXT], seconds, steps)
 
 
 def _told(event: Event, newest: int) -> tuple[Kind, Tone, str]:
@@ -206,7 +216,7 @@ def _told(event: Event, newest: int) -> tuple[Kind, Tone, str]:
         where = f"process {event.pid} on {event.host}"
         return "opened", "note", f"A training opened the run: {where}, mode {event.mode}, {every}."
     if isinstance(event, Failed):
-        return "failed", "bad", f"The save failed, {event.error}: {event.message}"
+        return "failed", "bad", f"{event.error}: {event.message}"
     if isinstance(event, Restored):
         behind = newest - event.step
         back = f", {behind:,} before the newest one" if behind > 0 else ""

@@ -112,7 +112,7 @@ function table(columns, rows) {
 function meter(part, tone) {
   return el("div", { class: `meter ${tone || ""}` }, el("i", { css: { width: `${Math.max(0, Math.min(100, 100 * part)).toFixed(2)}%` } }));
 }
-function tag(text, tone) { return el("span", { class: `tag ${tone || ""}`, text }); }
+function tag(text, tone) { return el("span", { class: `tag ${tone === "note" ? "" : tone || ""}`, text }); }
 function foreign(text) { return el("span", { class: "foreign", text }); }
 
 // Rows of one height, of which only those in sight exist: 20,000 cost as much as 20.

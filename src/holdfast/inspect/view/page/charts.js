@@ -8,16 +8,30 @@ function niceStep(span, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   return [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
 }
-function ticks(low, high, count, least = 0) {
-  if (!(high > low)) return [low];
-  const step = Math.max(niceStep(high - low, count), least);
+// Bytes are told in powers of two, so their ticks are, too.
+function binaryStep(span, count) { return 2 ** Math.ceil(Math.log2(span / count)); }
+function multiples(low, high, step) {
   const found = [];
-  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) found.push(Number(at.toPrecision(12)));
+  // 15 digits: a time has ten before its point, and a tick may be a millisecond.
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at += 1) found.push(Number((at * step).toPrecision(15)));
   return found;
+}
+function ticks(low, high, count, { least = 0, binary = false } = {}) {
+  if (!(high > low)) return [low];
+  return multiples(low, high, Math.max((binary ? binaryStep : niceStep)(high - low, count), least));
+}
+// Within seconds all ticks have as many digits.
+function momentTicks(low, high, count) {
+  const step = Math.max(niceStep(high - low, count), 1e-3);
+  const shown = Math.max(1, Math.ceil(-Math.log10(step) - 1e-9));
+  return multiples(low, high, step).map((at) => {
+    const thousandths = Math.round(at * 1000);
+    return [at, `${clock(new Date(thousandths), true)}.${String(thousandths % 1000).padStart(3, "0").slice(0, shown)}`];
+  });
 }
 function timeTicks(low, high, count) {
   const span = high - low;
-  if (span < 2) return ticks(low, high, count + 1, 1e-3).map((at) => [at, `${clock(new Date(1000 * at), true)}.${String(Math.round(at * 1000) % 1000).padStart(3, "0").replace(/0+$/, "") || "0"}`]);
+  if (span < 2) return momentTicks(low, high, count + 1);
   const step = TIME_STEPS.find((size) => span / size <= count + 0.5) || TIME_STEPS[TIME_STEPS.length - 1];
   const offset = -60 * new Date(1000 * low).getTimezoneOffset();
   const found = [];
@@ -84,7 +98,8 @@ class Chart {
     this.svg.addEventListener("dblclick", () => this.zoom(null));
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
-  // spec: x {kind, low, high, name}, y {format, unit, whole, free}, layers, marks, tip(value, distance in pixels)
+  // spec: x {kind, low, high, name}, y {format, unit, whole, binary, free}, layers, marks,
+  // tip(offset from the pointer in pixels, low, high)
   set(spec) {
     if (this.spec && this.spec.x.kind !== spec.x.kind) this.domain = null;
     this.spec = spec;
@@ -122,7 +137,7 @@ class Chart {
       }
     }
     if (!(top > bottom)) top = bottom + 1;
-    const marksY = ticks(bottom, top, this.height < 170 ? 3 : 4, y.whole ? 1 : 0);
+    const marksY = ticks(bottom, top, this.height < 170 ? 3 : 4, { least: y.whole ? 1 : 0, binary: y.binary });
     if (!y.free && !clipped) top *= 1.04;
     const toY = (value) => inner.bottom - ((Math.min(value, top) - bottom) / (top - bottom)) * (inner.bottom - inner.top);
     this.scale.toY = toY;
@@ -135,7 +150,7 @@ class Chart {
     }
     parts.push(svg("text", { x: 2, y: 11, text: y.unit }));
     const room = Math.max(2, Math.floor((inner.right - inner.left) / (x.kind === "time" ? 80 : 76)));
-    const across = x.kind === "time" ? timeTicks(low, high, room) : ticks(low, high, room, 1).map((at) => [at, digits(at, 6)]);
+    const across = x.kind === "time" ? timeTicks(low, high, room) : ticks(low, high, room, { least: 1 }).map((at) => [at, digits(at, 6)]);
     let taken = -Infinity;
     for (const [at, text] of across) {
       const place = Math.round(toX(at)) + 0.5;
@@ -147,7 +162,7 @@ class Chart {
       taken = middle + half;
       parts.push(svg("text", { x: middle, y: inner.bottom + 18, "text-anchor": "middle", text }));
     }
-    if (x.name) parts.push(svg("text", { x: inner.right, y: 11, "text-anchor": "end", text: x.name }));
+    if (x.name) parts.push(svg("text", { x: 2, y: inner.bottom + 18, text: x.name }));
     const drawn = [...bars.map(([layer, columns]) => this.drawBars(layer, columns, toY, top)), ...lines.map(([layer, found]) => this.drawLine(layer, found, toY))];
     // What goes on beyond the ends of the axis is cut off there; points at an end stay round.
     const frame = { x: inner.left - 4, y: 0, width: inner.right - inner.left + 8, height: this.height };
@@ -238,8 +253,7 @@ class Chart {
       this.selection.setAttribute("width", Math.max(0, Math.min(to, inner.right) - Math.max(from, inner.left)));
     }
     if (left < inner.left - 6 || left > inner.right + 6) { this.hide(); return; }
-    const value = low + ((left - inner.left) / (inner.right - inner.left)) * (high - low);
-    const told = this.spec.tip(value, (at) => Math.abs(toX(at) - left), low, high);
+    const told = this.spec.tip((at) => toX(at) - left, low, high);
     if (!told) { this.hide(); return; }
     const place = toX(told.x);
     this.cross.classList.remove("hidden");
@@ -274,14 +288,16 @@ class Chart {
   }
 }
 
-// The place in a column whose value is nearest, of those the one with the highest weight in that pixel.
-function nearest(xs, distance, weight) {
+// The place in a column whose value is nearest to the pointer; of those drawn upon each other, the one with the highest weight.
+function nearest(xs, offset, weight) {
   let best = null, least = Infinity;
   for (let at = 0; at < xs.length; at += 1) {
-    const away = distance(xs[at]);
-    if (away < least - 1.5 || (away <= least + 1.5 && weight && best !== null && weight(at) > weight(best)) || (best === null)) { best = at; least = Math.min(least, away); }
-    else if (!weight && away < least) { best = at; least = away; }
+    const away = Math.abs(offset(xs[at]));
+    if (best === null || away < least) { best = at; least = away; }
   }
+  if (best === null || !weight) return best;
+  const place = offset(xs[best]);
+  for (let at = 0; at < xs.length; at += 1) if (Math.abs(offset(xs[at]) - place) <= 1.5 && weight(at) > weight(best)) best = at;
   return best;
 }
 function extent(values) {

@@ -289,7 +289,8 @@ class Leaves {
     const sample = leaves.sample[at];
     const elements = leaves.shape[at].reduce((product, size) => product * size, 1);
     this.detail.classList.remove("hidden");
-    const chart = sample && sample.low !== null ? el("div", {}, spark(sample, true), el("div", { class: "head", css: { margin: "2px 0 0" } }, el("span", { class: "note", text: number(sample.first) }), el("span", { class: "note", text: number(sample.last) }))) : el("p", { class: "empty", text: leaves.tied[at] ? "Another name of a leaf above." : this.ask.served && !this.asked.has(at) ? "Reading…" : "No histogram: no numbers in it, or there was no time to read it." });
+    const chart = sample && sample.low !== null ? el("div", {}, spark(sample, true), el("div", { class: "head", css: { margin: "2px 0 0" } }, el("span", { class: "note", text: number(sample.first) }), el("span", { class: "note", text: number(sample.last) })),
+      sample.low < sample.first || sample.high > sample.last ? el("p", { class: "note", text: "The outermost bars also count what lies beyond." }) : null) : el("p", { class: "empty", text: leaves.tied[at] ? "Another name of a leaf above." : this.ask.served && !this.asked.has(at) ? "Reading…" : "No histogram: no numbers in it, or there was no time to read it." });
     this.detail.replaceChildren(el("h3", { text: leaves.name[at] }), chart, facts([
       ["type", `${leaves.dtype[at]}, from ${leaves.framework[at]}`], ["shape", shapeOf(leaves.shape[at])], ["size", `${bytes(leaves.nbytes[at])}, ${plural(elements, "element")}`],
       leaves.tied[at] && ["tied to", foreign(leaves.tied[at])],

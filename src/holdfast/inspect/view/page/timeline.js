@@ -34,6 +34,7 @@ class Overview {
     const { run } = this;
     const { view, saves } = run;
     const now = clockOf(run);
+    const unsaved = run.happenings.filter((item) => item.lost_seconds !== null).map((item) => item.lost_seconds);
     const last = saves.step.length - 1;
     const tile = (what, value, more, tone) => el("div", { class: `tile ${tone || ""}`, "data-tile": what }, el("div", { class: "what", text: what }), el("div", { class: "value", text: value }), el("div", { class: "more", text: more }));
     const newest = view.checkpoints[view.checkpoints.length - 1];
@@ -41,7 +42,7 @@ class Overview {
     if (last >= 0) found.push(tile("Newest durable step", whole(saves.step[last]), ago(now - saves.time[last])));
     else if (newest) found.push(tile("Newest step", whole(newest.step), newest.created === null ? "" : ago(now - newest.created)));
     if (last >= 0) {
-      const [usual, worst] = [seconds(median(saves.lost_seconds)), seconds(most(saves.lost_seconds))];
+      const [usual, worst] = [seconds(median(saves.lost_seconds)), seconds(most(saves.lost_seconds.concat(unsaved)))];
       if (view.being_written) found.push(tile("A crash now would lose", long(Math.max(0, now - Math.max(saves.captured[last], run.base))), `so far usually ${usual}, at most ${worst}`));
       else found.push(tile("A crash would have lost", usual, `usually; at most ${worst}`));
       const spent = totals(saves);
@@ -78,13 +79,18 @@ function marksOf(run, axis, kinds) {
   return run.happenings.filter((item) => kinds.includes(item.kind) && (axis === "time" || item.step !== null)).slice(-200)
     .map((item) => ({ x: axis === "time" ? item.time : item.step, tone: item.tone, title: item.text, item }));
 }
+// What the triangles mean: one entry for each colour.
+function markLegend(marks) {
+  return ["bad", "warn", "note"].map((tone) => [tone, [...new Set(marks.filter((mark) => mark.tone === tone).map((mark) => KINDS[mark.item.kind][0]))]])
+    .filter(([, names]) => names.length).map(([tone, names]) => el("span", { class: "said" }, el("span", { class: `pointer ${tone === "note" ? "" : tone}` }), names.join(", ")));
+}
 // A mark near the pointer tells its story, else the nearest save does.
 function tipOf(run, axis, marks, rows, weight) {
   const xs = axis === "time" ? run.saves.time : run.saves.step;
-  return (value, distance, low, high) => {
-    const mark = marks.find((item) => distance(item.x) < 5 && item.x >= low && item.x <= high);
+  return (offset, low, high) => {
+    const mark = marks.find((item) => Math.abs(offset(item.x)) < 5 && item.x >= low && item.x <= high);
     if (mark) return { x: mark.x, title: `${KINDS[mark.item.kind][0]}${mark.item.step === null ? "" : `, step ${whole(mark.item.step)}`}`, rows: [], text: `${moment(mark.item.time)}\n${mark.item.text}` };
-    const at = nearest(xs, distance, weight);
+    const at = nearest(xs, offset, weight);
     if (at === null || xs[at] < low || xs[at] > high) return null;
     return { x: xs[at], title: `Step ${whole(run.saves.step[at])}`, rows: [["", moment(run.saves.time[at])], ...rows(at)] };
   };
@@ -110,8 +116,8 @@ class Saves {
     this.empty.classList.toggle("hidden", saves.step.length > 0);
     if (!saves.step.length) return;
     const xs = this.axis === "time" ? saves.time : saves.step;
-    const [low, high] = extent(xs);
     const marks = marksOf(run, this.axis, ["failed", "passed_over", "preempted"]);
+    const [low, high] = extent(xs.concat(marks.map((mark) => mark.x)));
     const spent = totals(saves);
     const series = {
       seconds: PHASES.map(([key, name, title]) => ({ key, name, title, color: `var(--${key})`, values: saves[key] })),
@@ -133,12 +139,14 @@ class Saves {
       });
       layers.push({ kind: "line", ...line, color: "var(--stall)", dots: true });
     }
-    this.legend.replaceChildren(legend([...series, ...stall].map((item) => ({ ...item, off: this.off.has(item.key) })), (item, on) => {
+    const explained = legend([...series, ...stall].map((item) => ({ ...item, off: this.off.has(item.key) })), (item, on) => {
       if (on) this.off.delete(item.key); else this.off.add(item.key);
       this.show(this.run);
-    }));
+    });
+    explained.append(...markLegend(marks));
+    this.legend.replaceChildren(explained);
     const y = {
-      seconds: { unit: "per save", format: secondsAxis }, speed: { unit: "GB/s", format: (value) => digits(value) }, bytes: { unit: "per save", format: (value) => bytes(value) },
+      seconds: { unit: "per save", format: secondsAxis }, speed: { unit: "GB/s", format: (value) => digits(value) }, bytes: { unit: "per save", format: (value) => bytes(value), binary: true },
     }[this.measure];
     this.chart.set({
       x: { kind: this.axis, low, high, name: this.axis === "step" ? "step" : "" }, y, layers, marks,
@@ -146,7 +154,7 @@ class Saves {
     });
     const all = view.timeline.all_saves;
     const thin = all > saves.step.length ? `${whole(saves.step.length)} of ${whole(all)} saves are drawn: the slowest ones and the longest stalls of each stretch. ` : "";
-    this.said.textContent = `${thin}${plural(all, "durable save")} in ${plural(view.timeline.trainings || 1, "training")}, ${bytes(saves.stored_nbytes.reduce((sum, size) => sum + size, 0))} written. Drag to zoom in.`;
+    this.said.textContent = `${thin}${plural(all, "durable save")} in ${plural(view.timeline.trainings || 1, "training")}, ${bytes(view.summary.saves.stored_nbytes)} written. Drag to zoom in.`;
   }
 }
 
@@ -155,9 +163,10 @@ class Durability {
     Object.assign(this, { id: "durability", title: "Durability", ofEvents: true, unit: "seconds" });
     this.steps = new Chart("Durable step over time", 170);
     this.lost = new Chart("What a crash would have lost", 190);
+    this.legend = el("div", { class: "legend" });
     this.said = el("p", { class: "note after" });
     this.body = el("div", {},
-      el("h3", { text: "Durable step" }), this.steps.element,
+      el("h3", { text: "Durable step" }), this.legend, this.steps.element,
       el("div", { class: "head" }, el("h3", { text: "A crash at this moment would have lost" }),
         segments("Unit of loss", [["seconds", "seconds"], ["steps", "steps"]], "seconds", (unit) => { this.unit = unit; this.show(this.run); })),
       this.lost.element, this.said);
@@ -170,31 +179,42 @@ class Durability {
     this.body.classList.toggle("hidden", !saves.step.length);
     this.empty.classList.toggle("hidden", saves.step.length > 0);
     if (!saves.step.length) return;
-    const count = saves.step.length;
     const now = clockOf(run);
     const live = view.being_written === true;
-    const [first, latest] = extent(saves.time);
-    const low = first - (saves.time[0] === first ? saves.lost_seconds[0] || 0 : 0);
-    const high = live ? Math.max(latest, now) : latest;
     const marks = marksOf(run, "time", ["failed", "passed_over", "restored", "preempted", "gave_up"]);
+    this.legend.replaceChildren(...markLegend(marks));
+    // Saves, and those that failed: until then the training went on, and what a crash would have lost grew.
+    const ends = [
+      ...saves.event.map((event, at) => ({ event, at, training: saves.training[at], time: saves.time[at], step: saves.step[at], lost_seconds: saves.lost_seconds[at], lost_steps: saves.lost_steps[at] })),
+      ...run.happenings.filter((item) => item.lost_seconds !== null),
+    ].sort((a, b) => a.event - b.event);
+    const [first, latest] = extent(ends.map((end) => end.time).concat(marks.map((mark) => mark.x)));
+    const low = Math.min(first, ends[0].time - (ends[0].lost_seconds || 0));
+    const high = live ? Math.max(latest, now) : latest;
     const line = { x: [], y: [] }, saw = { x: [], y: [] };
     const add = (to, x, y) => { to.x.push(x); to.y.push(y); };
     // A resume takes the training back to its step: from then on that is what is durable of it.
     const resumes = run.happenings.filter((item) => item.kind === "restored");
     let next = 0;
-    for (let at = 0; at < count; at += 1) {
-      while (next < resumes.length && resumes[next].event < saves.event[at]) { add(line, resumes[next].time, resumes[next].step); next += 1; }
-      add(line, saves.time[at], saves.step[at]);
-      const begins = at === 0 || saves.training[at] !== saves.training[at - 1];
-      const highest = this.unit === "seconds" ? saves.lost_seconds[at] : saves.lost_steps[at];
-      const after = this.unit === "seconds" ? saves.time[at] - saves.captured[at] : 0;
-      if (begins && at) add(saw, saves.time[at - 1], null);
-      if (begins && highest !== null) add(saw, this.unit === "seconds" ? saves.time[at] - highest : saves.time[at], 0);
-      add(saw, saves.time[at], highest);
-      add(saw, saves.time[at], after);
-    }
+    ends.forEach((end, place) => {
+      const begins = place === 0 || end.training !== ends[place - 1].training;
+      const highest = this.unit === "seconds" ? end.lost_seconds : end.lost_steps;
+      if (begins && place) add(saw, ends[place - 1].time, null);
+      if (begins && highest !== null) add(saw, this.unit === "seconds" ? end.time - highest : end.time, 0);
+      add(saw, end.time, highest);
+      if (end.at === undefined) return;
+      while (next < resumes.length && resumes[next].event < end.event) { add(line, resumes[next].time, resumes[next].step); next += 1; }
+      add(line, end.time, end.step);
+      add(saw, end.time, this.unit === "seconds" ? end.time - saves.captured[end.at] : 0);
+    });
     for (; next < resumes.length; next += 1) add(line, resumes[next].time, resumes[next].step);
-    if (live && this.unit === "seconds") add(saw, high, high - saves.captured[count - 1]);
+    if (line.x[line.x.length - 1] < latest) add(line, latest, line.y[line.y.length - 1]);
+    if (live && this.unit === "seconds") {
+      const newest = ends[ends.length - 1];
+      const durable = newest.at === undefined ? newest.time - newest.lost_seconds : saves.captured[newest.at];
+      if (run.base > newest.time) { add(saw, newest.time, null); add(saw, run.base, 0); }  // nothing was saved since it began
+      add(saw, high, high - Math.max(durable, run.base));
+    }
     if (live) add(line, high, line.y[line.y.length - 1]);
     const x = { kind: "time", low, high };
     const rows = (at) => [["until durable", seconds(saves.time[at] - saves.captured[at])], ["lost just before, in time", seconds(saves.lost_seconds[at])], ["lost just before, in steps", whole(saves.lost_steps[at])]];
@@ -202,10 +222,10 @@ class Durability {
     this.steps.set({ x, y: { unit: "step", format: (value) => digits(value, 6), whole: true, free: true }, marks, layers: [{ kind: "line", ...line, steps: true, color: "var(--accent)", wide: 2 }], tip: tipOf(run, "time", marks, rows, weigh) });
     const y = this.unit === "seconds" ? { unit: "of training", format: secondsAxis } : { unit: "steps", format: (value) => digits(value, 6), whole: true };
     this.lost.set({ x, y, marks: [], layers: [{ kind: "line", ...saw, color: "var(--stall)", area: true, wide: 1.4 }], tip: tipOf(run, "time", [], rows, weigh) });
-    let worst = 0;
-    for (let at = 1; at < count; at += 1) if ((saves.lost_seconds[at] || 0) > (saves.lost_seconds[worst] || 0)) worst = at;
-    this.said.textContent = `At worst ${seconds(saves.lost_seconds[worst])} and ${plural(saves.lost_steps[worst] || 0, "step")}, just before step ${whole(saves.step[worst])} became durable on ${moment(saves.time[worst])}. `
-      + "The line falls when a checkpoint becomes durable, to the seconds that its save took. Between trainings it is not drawn: nobody noted when the earlier one ended.";
+    const worst = ends.reduce((found, end) => ((end.lost_seconds || 0) > (found.lost_seconds || 0) ? end : found));
+    const outcome = worst.at === undefined ? `when the save of step ${whole(worst.step)} failed` : `just before step ${whole(worst.step)} became durable`;
+    this.said.textContent = `At worst ${seconds(worst.lost_seconds)} and ${plural(worst.lost_steps || 0, "step")}, ${outcome} on ${moment(worst.time)}. `
+      + "The line falls when a checkpoint becomes durable, to the seconds that its save took. Between trainings it is not drawn: no event says when the earlier one ended.";
   }
 }
 
@@ -261,13 +281,13 @@ class Metrics {
     const [low, high] = extent(lines.flatMap((line) => [line.x[0], line.x[line.x.length - 1]]));
     this.charts.get(name).chart.set({
       x: { kind: "step", low, high, name: "step" }, y: { unit: "", format: (value) => digits(value, 4), free: true }, layers: lines,
-      tip: (value, distance, first, last) => {
+      tip: (offset, first, last) => {
         const rows = [];
         let at = null;
         for (const line of lines) {
-          const place = nearest(line.x, distance);
+          const place = nearest(line.x, offset);
           if (place === null || line.x[place] < first || line.x[place] > last) continue;
-          if (at === null || distance(line.x[place]) < distance(at)) at = line.x[place];
+          if (at === null || Math.abs(offset(line.x[place])) < Math.abs(offset(at))) at = line.x[place];
           rows.push([this.runs.length > 1 ? `${line.run.view.name}, step ${whole(line.x[place])}` : name, number(line.y[place]), line.color, true]);
         }
         return at === null ? null : { x: at, title: `Step ${whole(at)}`, rows };
