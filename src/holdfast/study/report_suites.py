@@ -158,7 +158,8 @@ def _stall_chart(source: Source) -> Chart:
 def _stall_table(source: Source, kind: str) -> Table:
     headings = [f"stall, every {_steps(every)}, ms" for every in EVERY]
     headings += ["training slower by, every step, %", "in the call, ms"]
-    headings += ["serialising, ms", "writing, ms", *(["syncing, ms"] if kind == "durable" else [])]
+    parts = {"serialise": "serialising", "write": "writing", "sync": "syncing"} if kind == "durable" else {}
+    headings += [f"{title}, ms" for title in parts.values()]
     rows = []
     for row in source.rows(f"{kind} every {EVERY[0]}"):
         split = source.row(f"{kind} split", row.case)
@@ -166,8 +167,7 @@ def _stall_table(source: Source, kind: str) -> Table:
             source.cell(source.row(f"{kind} every {every}", row.case), "stall_seconds") for every in EVERY
         ]
         cells += [source.cell(row, "lost_percent", whole), source.cell(row, "call_seconds", spread=False)]
-        for name in ("serialise", "write", *(["sync"] if kind == "durable" else [])):
-            cells.append(source.cell(split, f"{name}_seconds", spread=False))
+        cells += [source.cell(split, f"{name}_seconds", spread=False) for name in parts]
         rows.append((row.title, tuple(cells), is_ours(row)))
     return Table(f"{kind.capitalize()}: medians (lowest{NOTHING}highest)", tuple(headings), tuple(rows))
 

@@ -30,16 +30,27 @@ class Entry:
     models: tuple[str, ...] = MODELS
 
 
+_OF_TRAINERS = ("mlp", "gpt2")
+"""Trainers and engines on top of PyTorch run the same models: a small and a large one will do."""
+
 FRAMEWORKS: dict[str, Entry] = {
     "torch": Entry("PyTorch", "holdfast.study.frameworks.torch_worker", suites=SUITES),
     "tensorflow": Entry("TensorFlow, Keras", "holdfast.study.frameworks.tensorflow_worker", "tensorflow"),
     "jax": Entry("JAX", "holdfast.study.frameworks.jax_worker", "jax"),
     "chainer": Entry("Chainer", "holdfast.study.frameworks.chainer_worker", "chainer"),
     "deepspeed": Entry(
-        "DeepSpeed", "holdfast.study.frameworks.deepspeed_worker", "deepspeed", suites=("cost",)
+        "DeepSpeed",
+        "holdfast.study.frameworks.deepspeed_worker",
+        "deepspeed",
+        suites=("cost",),
+        models=_OF_TRAINERS,
     ),
     "accelerate": Entry(
-        "accelerate", "holdfast.study.frameworks.accelerate_worker", "transformers", suites=("cost",)
+        "accelerate",
+        "holdfast.study.frameworks.accelerate_worker",
+        "transformers",
+        suites=("cost",),
+        models=_OF_TRAINERS,
     ),
     "transformers": Entry(
         "transformers, Trainer",
@@ -49,7 +60,11 @@ FRAMEWORKS: dict[str, Entry] = {
         models=("gpt2",),
     ),
     "lightning": Entry(
-        "Lightning", "holdfast.study.frameworks.lightning_worker", "transformers", suites=("cost",)
+        "Lightning",
+        "holdfast.study.frameworks.lightning_worker",
+        "transformers",
+        suites=("cost",),
+        models=_OF_TRAINERS,
     ),
 }
 

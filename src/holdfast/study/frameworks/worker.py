@@ -171,8 +171,8 @@ class Worker:
             for each, seconds in zip(every, blocks, strict=True)
         }
 
-    def split(self, mechanism: str, durable: bool, directory: str, memory: str) -> dict[str, float]:
-        """Where the time of one save goes, found from outside, the same way for all.
+    def split(self, mechanism: str, directory: str, memory: str) -> dict[str, float]:
+        """Where the time of one durable save goes, found from outside, the same way for all.
 
         Serialising: all of a save into a filesystem in memory. Writing: how much longer the same takes on the
         disk. Syncing: what it then takes to make it durable. Each is timed at the second save in its
@@ -187,7 +187,7 @@ class Worker:
                 for _ in range(2):
                     found[name] = _seconds(opened.save) + _seconds(opened.wait)
                     found[f"{name} sync"] = opened.own_sync_seconds()
-                    if durable and name == "disk" and not opened.always_durable:
+                    if name == "disk" and not opened.always_durable:
                         found["disk sync"] = _seconds(opened.sync)
                     if found[name] > LONG_SECONDS:
                         break
@@ -196,9 +196,7 @@ class Worker:
                 remove(Path(place))
         inner = self._mechanisms[mechanism].always_durable
         save = found["disk"] - (found["disk sync"] if inner else 0.0)
-        readings = {"save_seconds": found["disk"]}
-        if durable:
-            readings["sync_seconds"] = found["disk sync"]
+        readings = {"save_seconds": found["disk"], "sync_seconds": found["disk sync"]}
         if "memory" in found:
             readings["serialise_seconds"] = min(found["memory"], save)
             readings["write_seconds"] = max(0.0, save - found["memory"])

@@ -1,8 +1,8 @@
 """The study's suite ``cost``: the time that a training loses to checkpoints, and where one save's time goes.
 
-Each turn of a mechanism trains some steps without checkpoints and as many with them, for each frequency, and
-splits one save into serialising, writing and syncing (`frameworks.worker.Worker.split`). Durable and not
-durable are different cases; what is always durable has no other one.
+Each turn of a mechanism trains some steps without checkpoints and as many with them, for each frequency.
+Durable and not durable are different cases; what is always durable has no other one. The durable one also
+splits one save into serialising, writing and syncing (`frameworks.worker.Worker.split`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _COPIES = 3
 
 
 class Cost(MechanismCase):
-    """`split` False: of a trainer that owns its loop, one save cannot be had alone."""
+    """`split` False: of a trainer that owns its loop, one save cannot be had alone; and one that is not
+    durable is serialised and written as the durable one is."""
 
     def __init__(
         self, process: FrameworkProcess, mechanism: dict[str, Any], durable: bool, memory: str, split: bool
@@ -48,7 +49,9 @@ class Cost(MechanismCase):
         if self._split:
             memory = f"{self._memory}/{self.mechanism['key']}" if self._memory else ""
             with turn.settled():
-                found = self.process.ask("split", memory=memory, directory=str(place), **common)
+                found = self.process.ask(
+                    "split", mechanism=self.mechanism["key"], memory=memory, directory=str(place)
+                )
             turn.record(self.sections[-1], found)
 
 
@@ -63,8 +66,8 @@ class CostSuite(FrameworkSuite):
             cases: list[Case] = []
             for mechanism in hello["mechanisms"]:
                 if not mechanism["always_durable"]:
-                    cases.append(Cost(process, mechanism, False, memory, not hello["loop"]))
-                cases.append(Cost(process, mechanism, True, memory, not hello["loop"]))
+                    cases.append(Cost(process, mechanism, False, memory, split=False))
+                cases.append(Cost(process, mechanism, True, memory, split=not hello["loop"]))
             yield self.group(f"{self.framework}, {self.model}", cases, slow_seconds=SLOW_TURN_SECONDS)
 
     def needs(self) -> Needs:
