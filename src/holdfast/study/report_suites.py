@@ -105,33 +105,38 @@ def cost(entries: Sequence[Entry]) -> Section:
 
 
 def _at_a_glance(entries: Sequence[Entry]) -> Table | None:
-    """The first mechanism of each framework, which is its usual one, beside Holdfast's best."""
+    """The first mechanism of each framework, which is its usual one, and the fastest of its others, beside
+    Holdfast's best.
+    """
     section, reading = f"durable every {EVERY[0]}", "stall_seconds"
     rows = []
     for entry in entries:
         source = Source(entry)
         found = [row for row in source.rows(section) if row.samples]
+        by_stall = sorted(found, key=lambda row: row.median(reading) or 0)
         own = next((row for row in found if not is_ours(row)), None)
-        best = min(
-            (row for row in found if is_ours(row)), key=lambda row: row.median(reading) or 0, default=None
-        )
-        if own is None or best is None:
+        best = next((row for row in by_stall if is_ours(row)), None)
+        other = next((row for row in by_stall if not is_ours(row)), None)
+        if own is None or best is None or other is None:
             continue
-        shown = ratio(source.number(best, reading), source.number(own, reading))
-        cells: tuple[Cell, ...] = (
-            Words(own.title),
-            source.cell(own, reading),
-            Words(best.title),
-            source.cell(best, reading),
-            Words(NOTHING) if shown is None else (shown,),
-        )
-        rows.append((name_of(entry), cells, False))
+
+        def compared(row: Row, best: Row = best, source: Source = source) -> Cell:
+            shown = ratio(source.number(best, reading), source.number(row, reading))
+            return Words(NOTHING) if shown is None else (shown,)
+
+        cells: list[Cell] = []
+        for row in (own, other, best):
+            cells += [Words(row.title), source.cell(row, reading)]
+        rows.append((name_of(entry), (*cells, compared(own), compared(other)), False))
     headings = (
         "usual mechanism",
+        "its stall, ms",
+        "fastest of the others",
         "its stall, ms",
         "Holdfast",
         "its stall, ms",
         "Holdfast's, of the usual one's",
+        "of the fastest other's",
     )
     return Table("A durable checkpoint after every step", headings, tuple(rows)) if rows else None
 
