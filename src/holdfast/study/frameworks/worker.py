@@ -49,7 +49,7 @@ class Worker:
         self._training: Training | None = None
         self._built: tuple[str, bool, int] = ("", False, 0)
         self._digests: dict[str, str] = {}
-        self._clean: dict[tuple[int, int], list[float]] = {}
+        self._filled: Training | None = None
 
     def hello(self) -> dict[str, Any]:
         return {
@@ -82,6 +82,7 @@ class Worker:
     def build(self, model: str, quick: bool, seed: int) -> dict[str, float]:
         """Builds a model and takes steps until memory and thread pools are there."""
         self._training, self._built = self._framework.build(model, quick, seed), (model, quick, seed)
+        self._filled = None
         for _ in range(2):
             self._training.step()
         began = time.perf_counter()
@@ -231,10 +232,18 @@ class Worker:
             "digest": self._digests[directory],
         }
 
-    def load(self, mechanism: str, directory: str, weights_only: bool = False) -> dict[str, Any]:
-        """Loads into a training that was built from another seed; `equal` tells whether all came back."""
+    def load(
+        self, mechanism: str, directory: str, weights_only: bool = False, again: bool = False
+    ) -> dict[str, Any]:
+        """Loads into a training that was built from another seed; `equal` tells whether all came back.
+
+        `again`: into the same one as before, after a step that changes all of it. Building takes longer than
+        loading.
+        """
         model, quick, seed = self._built
-        fresh = self._framework.build(model, quick, seed + 1)
+        fresh = self._changed() if again else None
+        if fresh is None:
+            fresh = self._filled = self._framework.build(model, quick, seed + 1)
         opened = self._open(
             mechanism, Path(directory), durable=False, weights_only=weights_only, slots=1, training=fresh
         )
@@ -251,6 +260,15 @@ class Worker:
             },
             "digest": found,
         }
+
+    def _changed(self) -> Training | None:
+        """The training that was loaded into before, one step on; None if there is none that can step."""
+        if self._filled is not None:
+            try:
+                self._filled.step()
+            except Exception:  # a load that failed may have left anything in it
+                self._filled = None
+        return self._filled
 
     def part(self, mechanism: str, directory: str, weights_only: bool = False) -> dict[str, Any]:
         """Reads one weight of middling size, if the mechanism has a way."""
@@ -348,30 +366,34 @@ class Worker:
     def ingredients(self) -> dict[str, Any]:
         return dict(self._framework.probe(0).ingredients)
 
-    def flip_and_train(self, bit: int, weights: int, steps: int, seed: int, draw: int) -> dict[str, float]:
-        """Trains, flips one bit position in some weights, trains on, and compares the losses.
+    def flip_and_train(
+        self, bits: int, weights: int, steps: int, seed: int, draw: int, directory: str
+    ) -> dict[str, float]:
+        """Trains; then for each bit position goes back to that state, flips the bit in some weights, trains
+        on, and compares the losses with those of a training without the flip.
 
-        `draw` chooses the weights.
+        `draw` chooses the weights. Our own checkpoint goes back, where there is one: it is quick and exact.
         """
         model, quick, _ = self._built
-        if (seed, steps) not in self._clean:
-            clean = self._framework.build(model, quick, seed)
-            self._clean[seed, steps] = [clean.step() for _ in range(2 * steps)][steps:]
-        damaged = self._framework.build(model, quick, seed)
+        training = self._framework.build(model, quick, seed)
         for _ in range(steps):
-            damaged.step()
-        damaged.set_weights(flip_in_memory(damaged.weights(), bit, weights, draw))
-        noticed = broken = 0
-        worst = 0.0
-        for step, expected in enumerate(self._clean[seed, steps], 1):
-            loss = damaged.step()
-            off = abs(loss - expected) / max(abs(expected), 1e-12) if math.isfinite(loss) else math.inf
-            if not math.isfinite(loss) and not broken:
-                broken = step
-            if off > NOTICED_LOSS and not noticed:
-                noticed = step
-            worst = max(worst, min(off, 1e30))
-        return {"noticed_step": noticed, "broken_step": broken, "worst_loss_change": worst}
+            training.step()
+        chosen = next(
+            (each.key for each in self._framework.mechanisms if each.ours), next(iter(self._mechanisms))
+        )
+        opened = self._open(chosen, Path(directory), durable=False, slots=1, training=training)
+        readings: dict[str, float] = {}
+        try:
+            opened.save_and_wait()
+            clean = [training.step() for _ in range(steps)]
+            for bit in range(bits):
+                opened.load()
+                training.set_weights(flip_in_memory(training.weights(), bit, weights, draw))
+                found = _compared(clean, [training.step() for _ in range(steps)])
+                readings |= {f"{name}, bit {bit}": value for name, value in found.items()}
+        finally:
+            opened.close()
+        return readings
 
     def flip_in_file(self, mechanism: str, directory: str, bit: int, seed: int) -> dict[str, float]:
         """Flips one bit of one weight inside of the files of a checkpoint, loads it, and flips it back.
@@ -393,7 +415,7 @@ class Worker:
         offset += 8 * flat.itemsize + bit // 8
         with file_bit_flipped(file, offset, bit % 8):
             try:
-                digest_now = self.load(mechanism, directory)["digest"]
+                digest_now = self.load(mechanism, directory, again=True)["digest"]
             except Exception:
                 return {"found": 1.0, "refused": 1.0}
         return {"found": 1.0, "refused": 0.0, "silent": float(digest_now != self._digests.get(directory))}
@@ -513,6 +535,20 @@ def _seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
+
+
+def _compared(clean: list[float], losses: list[float]) -> dict[str, float]:
+    """The first step whose loss is off, or no number at all, and how far off the worst one is."""
+    noticed = broken = 0
+    worst = 0.0
+    for step, (loss, expected) in enumerate(zip(losses, clean, strict=True), 1):
+        off = abs(loss - expected) / max(abs(expected), 1e-12) if math.isfinite(loss) else math.inf
+        if not math.isfinite(loss) and not broken:
+            broken = step
+        if off > NOTICED_LOSS and not noticed:
+            noticed = step
+        worst = max(worst, min(off, 1e30))
+    return {"noticed_step": noticed, "broken_step": broken, "worst_loss_change": worst}
 
 
 def _largest(expected: Any, found: Any) -> float:

@@ -32,17 +32,16 @@ class Trained(Case):
         self._process, self._weights, self._seed = process, weights, seed
 
     def measure(self, turn: Turn) -> None:
-        readings = {"steps": float(STEPS)}
-        for bit in range(BITS):
-            found = self._process.ask(
-                "flip_and_train",
-                bit=bit,
-                weights=self._weights,
-                steps=STEPS,
-                seed=self._seed,
-                draw=self._seed + turn.round,
-            )
-            readings |= {f"{name}, bit {bit}": value for name, value in found.items()}
+        found = self._process.ask(
+            "flip_and_train",
+            bits=BITS,
+            weights=self._weights,
+            steps=STEPS,
+            seed=self._seed,
+            draw=self._seed + turn.round,
+            directory=str(turn.directory),
+        )
+        readings = {"steps": float(STEPS), **found}
         noticed = [bit for bit in range(BITS) if readings[f"noticed_step, bit {bit}"]]
         broken = [bit for bit in range(BITS) if readings[f"broken_step, bit {bit}"]]
         readings |= {"noticed_bits": len(noticed), "broken_bits": len(broken)}

@@ -50,7 +50,7 @@ class Flips(MechanismCase):
             file = draw.choices(files, sizes)[0]
             with file_bit_flipped(file, draw.randrange(file.stat().st_size), draw.randrange(8)):
                 try:
-                    found = self.process.ask("load", mechanism=self.key, directory=directory)
+                    found = self.process.ask("load", mechanism=self.key, directory=directory, again=True)
                 except WorkerFailed:  # an error, or the end of the process: somebody will look
                     refused += 1
                 else:
@@ -83,7 +83,7 @@ class Planted(MechanismCase):
         def attempt(name: str) -> None:
             readings["attacks"] += 1
             with suppress(WorkerFailed):  # refused, perhaps after the code has run: the marker tells
-                self.process.ask("load", mechanism=self.key, directory=str(saved))
+                self.process.ask("load", mechanism=self.key, directory=str(saved), again=True)
             if marker.exists():
                 marker.rmdir()
                 readings["ran"] += 1
