@@ -18,6 +18,8 @@ import pytest
 import holdfast
 from holdfast import inspect
 from holdfast.inspect.html_page import assemble, embedded_json
+from holdfast.inspect.view import disks
+from holdfast.inspect.view.contents import contents
 from holdfast.inspect.view.words import labels
 from support.command import command, damage_leaf, damage_manifest, step_path
 from support.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
@@ -209,6 +211,40 @@ def test_a_volume_that_cannot_be_reached_is_said(tmp_path: Path) -> None:
     (view,) = inspect.view_runs([tmp_path / "run"])
     assert [disk.missing for disk in view.disks] == [None, "No such file or directory"]
     assert view.checkpoints[0].damage is not None
+
+
+def test_space_is_counted_for_everything_on_a_file_system(tmp_path: Path) -> None:
+    volumes = tmp_path / "fast-1", tmp_path / "fast-2"
+    for volume in volumes:
+        volume.mkdir()
+    state = {str(number): np.zeros(4 << 20, np.uint8) for number in range(4)}
+    options = holdfast.Options(volumes=[str(volume) for volume in volumes])
+    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync", options=options) as ckpt:
+        ckpt.save(1)
+    (view,) = inspect.view_runs([tmp_path / "run"])
+    # The volumes as they were named, not the directories that a save makes on them.
+    assert [disk.path for disk in view.disks] == [str(tmp_path / "run"), *map(str, volumes)]
+    # All three are one file system, so each of them has room for as many.
+    for disk in view.disks:
+        assert disk.fits == disk.free_nbytes // view.checkpoints[0].nbytes
+    writers = contents(step_path(tmp_path / "run", 1)).writers
+    assert {file.volume for writer in writers for file in writer.files} == set(map(str, volumes))
+
+
+def test_a_checkpoint_on_volumes_needs_little_space_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = tmp_path / "fast"
+    volume.mkdir()
+    save_by_ranks(step_path(tmp_path / "run", 1), 1, volumes=(volume,))
+    (view,) = inspect.view_runs([tmp_path / "run"])
+    in_run = sum(file.stat().st_size for file in step_path(tmp_path / "run", 1).iterdir())
+    # As if the volume were a device of its own.
+    monkeypatch.setattr(disks, "_device_number", lambda path: hash(path))
+    run, fast = disks.disks(str(tmp_path / "run"), in_run, {str(volume): 1 << 20})
+    assert run.fits == run.free_nbytes // in_run
+    assert fast.fits == fast.free_nbytes >> 20
+    assert view.disks[0].fits == view.disks[1].fits
 
 
 def test_a_training_that_holds_its_run_is_seen(tmp_path: Path) -> None:

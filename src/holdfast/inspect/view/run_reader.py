@@ -26,7 +26,7 @@ from holdfast.inspect.run_listing import (
 )
 from holdfast.inspect.view.budget import Budget
 from holdfast.inspect.view.contents import Contents, contents, samples_of
-from holdfast.inspect.view.disks import Disk, disks
+from holdfast.inspect.view.disks import Disk, disks, volume_of
 from holdfast.inspect.view.leaf_changes import Changes, leaf_changes
 from holdfast.inspect.view.leaf_samples import LeafSample
 from holdfast.inspect.view.timeline import Timeline, timeline
@@ -106,11 +106,11 @@ class _Log:
 
 @dataclass(slots=True)
 class _Known:
-    """A checkpoint as it was found. `volumes`: directories elsewhere with shards; None: not asked yet."""
+    """A checkpoint as it was found. `volumes`: its bytes on each volume; None: not asked yet."""
 
     signature: object
     entry: Entry
-    volumes: tuple[str, ...] | None = None
+    volumes: Mapping[str, int] | None = None
 
 
 @dataclass(slots=True)
@@ -133,13 +133,14 @@ class RunReader:
             problems: list[str] = []
             log = self._events(problems)
             found = self._checkpoints(problems)
-            volumes = _volumes(found[-1]) if found else ()
+            volumes = _volumes(found[-1]) if found else {}
         entries = [known.entry for known in found]
         thinned = log.timeline.all_saves > len(log.timeline.saves)
         if thinned or origin != log.origin or not 0 <= first_event <= log.timeline.events:
             first_event = 0
         shown = log.timeline.since(first_event) if first_event else log.timeline
         is_directory = os.path.isdir(self.path)
+        own_nbytes = max(entries[-1].nbytes - sum(volumes.values()), 0) if entries else 0
         return RunView(
             name=self.name,
             path=shown_path(self.path),
@@ -156,7 +157,7 @@ class RunReader:
                 ShownLeftover(_name(item.path), item.kind, item.nbytes)
                 for item in (leftovers(self.path) if is_directory else ())
             ),
-            disks=disks(self.path, volumes, checkpoint_nbytes=entries[-1].nbytes if entries else 0),
+            disks=disks(self.path, own_nbytes, volumes),
             checks=self.checks,
             problems=tuple(problems),
         )
@@ -265,15 +266,19 @@ def _foreign_entry(path: str) -> Entry | None:
         return None
 
 
-def _volumes(known: _Known) -> tuple[str, ...]:
+def _volumes(known: _Known) -> Mapping[str, int]:
     if known.volumes is None:
-        known.volumes = ()
+        found: dict[str, int] = {}
         try:
             with open_any(known.entry.path) as checkpoint:
-                found = (file.volume for part in checkpoint.parts for file in part.files)
-                known.volumes = tuple(dict.fromkeys(volume for volume in found if volume is not None))
+                for part in checkpoint.parts:
+                    for file in part.files:
+                        if file.volume is not None:
+                            volume = volume_of(file.volume, checkpoint.id)
+                            found[volume] = found.get(volume, 0) + file.nbytes
         except (HoldfastError, OSError):
-            return ()  # damaged, which its entry says, or removed meanwhile
+            found = {}  # damaged, which its entry says, or removed meanwhile
+        known.volumes = found
     return known.volumes
 
 

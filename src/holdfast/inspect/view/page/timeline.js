@@ -59,8 +59,9 @@ class Overview {
       const { failed, passed_over: passed } = view.summary;
       found.push(tile("Failed saves", whole(failed), passed ? `${plural(passed, "damaged checkpoint")} passed over` : `of ${whole(failed + run.view.timeline.all_saves)}`, failed || passed ? "bad" : ""));
     }
-    const disk = view.disks[0];
-    if (disk && !disk.missing) found.push(tile("Free space", bytes(disk.free_nbytes), disk.fits === null ? `of ${bytes(disk.all_nbytes)}` : `for ${plural(disk.fits, "more checkpoint")}`, disk.fits !== null && disk.fits < 3 ? "bad" : ""));
+    // Of several file systems, the one that is full first.
+    const [disk] = view.disks.filter((item) => !item.missing).sort((a, b) => (a.fits ?? Infinity) - (b.fits ?? Infinity) || 0);
+    if (disk) found.push(tile("Free space", bytes(disk.free_nbytes), disk.fits === null ? `of ${bytes(disk.all_nbytes)}` : `for ${plural(disk.fits, "more checkpoint")}`, disk.fits !== null && disk.fits < 3 ? "bad" : ""));
     this.tiles.replaceChildren(...found);
   }
 }
