@@ -208,6 +208,23 @@ def test_ranks_tell_which_volume_they_wrote_to(pages: Pages, folder: Path) -> No
     assert all("fast-2" in row and "iB" in row.split("fast-2")[1] for row in rows)
 
 
+def test_a_tied_leaf_is_not_counted_twice(pages: Pages, tmp_path: Path) -> None:
+    for step in (1, 2):
+        shared = np.full(4, float(step))
+        other = np.full(4, 1.5 + step / 2)
+        state = {"m": {"embed": shared, "head": shared, "other": other}}
+        holdfast.save(step_path(tmp_path / "run", step), state, step=step)
+    inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
+    page = pages.open(tmp_path / "page.html")
+    # Four elements went from 1 to 2 and four from 2 to 2.5: the square root of (4 + 1) / (4 + 16).
+    assert texts(page, "#changes .row") == [
+        "\u203a m 3 leaves 50 % 1 3 leaves",
+        "embed 100 % 1 100 %",
+        "head 100 % 1 tied",
+        "other 25 % 0.5 100 %",
+    ]
+
+
 def test_an_axis_of_bytes_has_round_ticks(pages: Pages, tmp_path: Path) -> None:
     page = show(pages, tmp_path, [opened(), *(saved(step, BEGAN + step) for step in range(1, 9))])
     page.get_by_role("button", name="Bytes").click()

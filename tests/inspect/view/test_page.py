@@ -20,6 +20,7 @@ from holdfast import inspect
 from holdfast.inspect.html_page import assemble, embedded_json
 from holdfast.inspect.view import disks
 from holdfast.inspect.view.contents import contents
+from holdfast.inspect.view.leaf_changes import leaf_changes
 from holdfast.inspect.view.words import labels
 from support.command import command, damage_leaf, damage_manifest, step_path
 from support.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
@@ -245,6 +246,18 @@ def test_a_checkpoint_on_volumes_needs_little_space_in_the_run(
     assert run.fits == run.free_nbytes // in_run
     assert fast.fits == fast.free_nbytes >> 20
     assert view.disks[0].fits == view.disks[1].fits
+
+
+def test_a_tied_leaf_changes_with_the_leaf_it_is_a_name_of(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        shared = np.full(4, float(step))
+        holdfast.save(step_path(run, step), {"embed": shared, "head": shared, "other": np.ones(2)}, step=step)
+    changes = leaf_changes(step_path(run, 1), step_path(run, 2))
+    found = {leaf.name: leaf for leaf in changes.leaves}
+    assert [found[name].change for name in ("embed", "head", "other")] == ["changed", "changed", "same"]
+    assert (found["head"].tied, found["embed"].tied) == ("embed", None)
+    assert found["head"].max_abs == 1.0
 
 
 def test_a_training_that_holds_its_run_is_seen(tmp_path: Path) -> None:
