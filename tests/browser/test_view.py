@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,39 @@ def test_text_of_a_checkpoint_stays_text(pages: Pages, folder: Path) -> None:
         page.mouse.move(box["x"] + across, box["y"] + 60)
     assert page.locator("img").count() == 0
     assert page.title() == title
+
+
+def test_a_script_that_got_into_the_page_would_not_run(pages: Pages, folder: Path) -> None:
+    with (
+        inspect.serve_page([folder / "hostile <b>run"]) as server,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        other.settimeout(0.5)
+        elsewhere = f"http://127.0.0.1:{other.getsockname()[1]}/"
+        for address in (folder / "hostile.html", server.url):
+            page = pages.open(address)
+            await_text(page, "#leaves .note", "1 leaf")
+            assert page.locator("img").count() == 0
+            assert page.title() == "hostile <b>run \N{MIDDLE DOT} Holdfast"
+            assert pages.complaints == []
+            page.evaluate(
+                """(elsewhere) => {
+                  const script = document.createElement("script");
+                  script.textContent = "document.title = 'owned'";
+                  const image = document.createElement("img");
+                  image.setAttribute("onerror", "document.title = 'owned'");
+                  image.src = elsewhere;
+                  document.body.append(script, image);
+                }""",
+                elsewhere,
+            )
+            reached = page.evaluate("(to) => fetch(to).then(() => true, () => false)", elsewhere)
+            assert (page.title().startswith("hostile"), reached) == (True, False)
+            assert sum("Content Security Policy" in text for text in pages.complaints) >= 3
+            pages.complaints.clear()
+            with pytest.raises(TimeoutError):
+                other.accept()
+            page.close()
 
 
 def test_clicks_change_the_chart_of_saves(pages: Pages, folder: Path) -> None:
@@ -456,3 +490,24 @@ def test_a_served_page_follows_the_training(pages: Pages, tmp_path: Path) -> Non
         assert all(url.startswith(server.url) for url in pages.requests)
     await_text(page, "#status", "does not answer")
     pages.forgive("ERR_CONNECTION", REMOVED)
+
+
+def test_a_run_that_vanishes_is_said_and_the_others_go_on(pages: Pages, tmp_path: Path) -> None:
+    gone, stays, state = tmp_path / "gone", tmp_path / "stays", layered_state(1)
+    for run in (gone, stays):
+        train(run, state, range(1, 4))
+    with inspect.serve_page([gone, stays]) as server:
+        page = pages.open(server.url)
+        await_text(page, "#status", "no training now")
+        gone.rename(tmp_path / "elsewhere")
+        await_text(page, "#status", "the run is not there any more")
+        await_text(page, "#overview .alert", "cannot be found any more")
+        assert page.locator(NEWEST).inner_text() == "3"
+        page.locator("#runs button", has_text="stays").click()
+        train(stays, state, range(4, 6))
+        await_text(page, NEWEST, "5")
+        assert "no training now" in page.locator("#status").inner_text()
+        page.reload()
+        await_text(page, "#overview .alert", "cannot be found any more")
+        pages.picture(page, "vanished", full=False)
+        pages.forgive(REMOVED)

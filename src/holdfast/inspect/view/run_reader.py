@@ -73,14 +73,16 @@ class Check:
 class RunView:
     """A run at the moment `now`.
 
-    `being_written`: whether a training holds it; None if that cannot be told from here. `origin` is the time
-    of the first event: while it stays, further events only follow. `timeline` has the events from
+    `is_there`: False of a run that was there before, and cannot be found any more. `being_written`: whether
+    a training holds it; None if that cannot be told from here. `origin` is the time of the first event:
+    while it stays, further events only follow. `timeline` has the events from
     `first_event` on. `problems`: what could not be read, and why.
     """
 
     name: str
     path: str
     now: float
+    is_there: bool
     being_written: bool | None
     origin: float | None
     first_event: int
@@ -102,6 +104,7 @@ class _Log:
     summary: EventSummary | None
     origin: float | None
     skipped: int
+    problem: str | None
 
 
 @dataclass(slots=True)
@@ -127,11 +130,24 @@ class RunReader:
     def view(self, *, origin: float | None = None, first_event: int = 0) -> RunView:
         """The run now, without events before `first_event` if they are those of the same `origin`.
 
-        `holdfast.CheckpointNotFound` if there is no such directory.
+        `holdfast.CheckpointNotFound` if there is no such directory, and never was one. Of one that was
+        removed meanwhile, the events that were read are told.
         """
         with self._lock:
             problems: list[str] = []
-            log = self._events(problems)
+            is_there = True
+            try:
+                os.lstat(self.path)
+                log = self._events()
+            except OSError as error:
+                if self._log is None:
+                    raise self._unseen(error) from None
+                log, is_there = self._log, False
+                problems.append(
+                    f"The run cannot be found any more: {error.strerror}. This is what was read before."
+                )
+            if log.problem is not None:
+                problems.append(log.problem)
             found = self._checkpoints(problems)
             volumes = _volumes(found[-1]) if found else {}
         entries = [known.entry for known in found]
@@ -145,6 +161,7 @@ class RunReader:
             name=self.name,
             path=shown_path(self.path),
             now=time.time(),
+            is_there=is_there,
             being_written=_is_being_written(self.path, log.timeline),
             origin=log.origin,
             first_event=first_event,
@@ -193,29 +210,33 @@ class RunReader:
             raise CheckpointNotFound(f"{name} is not a checkpoint of this run (any more)")
         return known.entry.path
 
-    def _events(self, problems: list[str]) -> _Log:
+    def _unseen(self, error: OSError) -> Exception:
+        if isinstance(error, FileNotFoundError):
+            return CheckpointNotFound(f"there is no run at {self.path}")
+        return error
+
+    def _events(self) -> _Log:
         signature = tuple(_identity(os.path.join(self.path, name)) for name in (EVENTS_NAME, OLDER_NAME))
         if self._log is not None and self._log.signature == signature:
             return self._log
         events: list[Event] = []
-        skipped = 0
+        skipped, problem = 0, None
         if os.path.isdir(self.path):
             try:
                 events, skipped = read_events(self.path)
             except (HoldfastError, OSError) as error:
-                problems.append(f"{EVENTS_NAME} cannot be read: {error}")
+                problem = f"{EVENTS_NAME} cannot be read: {error}"
         self._log = _Log(
             signature,
             timeline(events),
             summarize_events(events) if events else None,
             events[0].time if events else None,
             skipped,
+            problem,
         )
         return self._log
 
     def _checkpoints(self, problems: list[str]) -> list[_Known]:
-        if not os.path.lexists(self.path):
-            raise CheckpointNotFound(f"there is no run at {self.path}")
         try:
             if is_checkpoint(self.path):
                 paths = [resolve(self.path)]
@@ -308,8 +329,10 @@ def _identity(path: str) -> object:
                 for entry in entries:
                     file = entry.stat(follow_symlinks=False)
                     inside.append((entry.name, file.st_size, file.st_mtime_ns))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        return error.errno
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, tuple(sorted(inside))
 
 

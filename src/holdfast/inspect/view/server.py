@@ -117,6 +117,9 @@ class _Handler(BaseHTTPRequestHandler):
             kind, body, status = "application/json", _told(error), HTTPStatus.GONE
         except (HoldfastError, OSError) as error:
             kind, body, status = "application/json", _told(error), HTTPStatus.UNPROCESSABLE_ENTITY
+        except Exception as error:  # a defect: whoever looks at the page is told, not only that nothing came
+            told = RuntimeError(f"this is a defect of holdfast: {type(error).__name__}: {error}")
+            kind, body, status = "application/json", _told(told), HTTPStatus.INTERNAL_SERVER_ERROR
         self._send(status, kind, body)
 
     do_HEAD = do_GET
