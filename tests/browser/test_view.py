@@ -492,6 +492,48 @@ def test_a_served_page_follows_the_training(pages: Pages, tmp_path: Path) -> Non
     pages.forgive("ERR_CONNECTION", REMOVED)
 
 
+def test_a_leaf_that_is_open_stays_open_while_training_saves(pages: Pages, tmp_path: Path) -> None:
+    run, state = tmp_path / "run", layered_state(3, 16)
+    train(run, state, range(1, 4))
+    detail = "#leaves .detail"
+    with inspect.serve_page([run]) as server:
+        page = pages.open(server.url)
+        leaf = page.locator("#leaves .row.leaf").first
+        leaf.click()
+        await_text(page, detail, "mean")
+        with holdfast.Checkpointer(run, state, mode="sync", keep=holdfast.Keep(last=5)) as ckpt:
+            ckpt.restore()
+            state["model"]["embed"]["weight"][:] = 7.25
+            for step in (4, 5, 6):
+                ckpt.save(step)
+        page.wait_for_function("() => document.querySelector('#leaves select').value === 'step-000000000006'")
+        await_text(page, detail, "7.25 … 7.25")
+        assert leaf.get_attribute("aria-selected") == "true"
+        pages.forgive(REMOVED)
+
+
+def test_histograms_that_there_was_no_time_for_are_asked_for_again(pages: Pages, tmp_path: Path) -> None:
+    train(tmp_path / "run", layered_state(3, 16), range(1, 3))
+    asked: list[str] = []
+
+    def half(route: Any) -> None:
+        asked.append(route.request.url)
+        found = route.fetch().json()
+        kept = list(found)[: max(len(found) // 2, 1)]
+        route.fulfill(json={place: found[place] for place in kept})
+
+    with inspect.serve_page([tmp_path / "run"]) as server:
+        page = pages.open("about:blank", wait=False)
+        page.route("**/samples?*", half)
+        page.goto(server.url)
+        page.get_by_role("button", name="Expand all").click()
+        page.wait_for_function(
+            "() => { const leaves = document.querySelectorAll('#leaves .row.leaf'); "
+            "return leaves.length > 5 && [...leaves].every((row) => row.querySelector('.spark path')); }"
+        )
+        assert len(asked) > 2
+
+
 def test_a_run_that_vanishes_is_said_and_the_others_go_on(pages: Pages, tmp_path: Path) -> None:
     gone, stays, state = tmp_path / "gone", tmp_path / "stays", layered_state(1)
     for run in (gone, stays):

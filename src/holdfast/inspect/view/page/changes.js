@@ -50,7 +50,13 @@ class Changed {
     if (this.of === of) return;
     if (this.ask.served) this.said.textContent = "Comparing…";
     let found;
-    try { found = await this.ask.changes(run, ...pair); } catch (error) { this.of = null; this.none(error.message); return; }
+    try { found = await this.ask.changes(run, ...pair); } catch (error) {
+      if (pair !== this.pair || run !== this.run) return;
+      this.of = null;
+      if (error.isGone) this.said.textContent = "One of them was removed meanwhile.";  // the next news brings another pair
+      else this.none(error.message);
+      return;
+    }
     if (pair !== this.pair || run !== this.run) return;
     this.of = of;
     this.found = found;

@@ -40,7 +40,7 @@ function clockOf(run) { return data.served ? Date.now() / 1000 + run.skew : run.
 async function get(address) {
   const answer = await fetch(address, { cache: "no-store" });
   const found = await answer.json();
-  if (!answer.ok) throw new Error(found.error || `the server answered ${answer.status}`);
+  if (!answer.ok) throw Object.assign(new Error(found.error || `the server answered ${answer.status}`), { isGone: answer.status === 410 });
   return found;
 }
 const named = (run, name) => {
@@ -63,9 +63,10 @@ const ask = {
     if (!run.contents.has(name)) {
       if (!data.served) throw new Error("This page does not hold the leaves of that checkpoint.");
       run.contents.clear();  // one is enough: they can be large
-      run.contents.set(name, readContents(await get(`runs/${run.number}/contents?name=${encodeURIComponent(name)}`)));
+      // What is on its way counts, too: two sections ask for the same at once.
+      run.contents.set(name, get(`runs/${run.number}/contents?name=${encodeURIComponent(name)}`).then(readContents));
     }
-    return run.contents.get(name);
+    try { return await run.contents.get(name); } catch (error) { run.contents.delete(name); throw error; }
   },
   async samples(run, name, places) {
     const found = await get(`runs/${run.number}/samples?name=${encodeURIComponent(name)}&places=${places.join(",")}`);

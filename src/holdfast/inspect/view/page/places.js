@@ -31,7 +31,7 @@ class Writers {
     this.of = of;
     if (!newest) { this.body.replaceChildren(el("p", { class: "empty", text: "This run has no intact checkpoint." })); return; }
     let found;
-    try { found = await this.ask.contents(run, newest.name); } catch (error) { this.of = ""; this.body.replaceChildren(el("p", { class: "empty", text: error.message })); return; }
+    try { found = await this.ask.contents(run, newest.name); } catch (error) { this.of = ""; if (!error.isGone || !this.body.children.length) this.body.replaceChildren(el("p", { class: "empty", text: error.message })); return; }
     if (run !== this.run) return;
     this.draw(found);
   }
