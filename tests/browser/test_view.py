@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 from pathlib import Path
@@ -97,6 +98,30 @@ def test_it_fits_a_phone(pages: Pages, folder: Path, name: str) -> None:
         page.get_by_role("button", name=axis).click()
         assert overlaps(page) == []
     pages.picture(page, f"{name}-phone")
+
+
+@pytest.mark.parametrize("name", ["small", "long"])
+def test_tables_and_events_are_not_cut_on_a_phone(pages: Pages, folder: Path, name: str) -> None:
+    page = pages.open(folder / f"{name}.html", width=390, height=844)
+    too_wide = "(found) => found.filter((it) => it.scrollWidth > it.clientWidth).map((it) => it.textContent)"
+    assert page.locator("#disk .scroll").evaluate_all(too_wide) == []
+    for column in (1, 2):  # when, and the step
+        assert page.locator(f"#events .row > :nth-child({column})").evaluate_all(too_wide) == []
+
+
+def test_an_axis_has_more_than_one_tick_on_a_phone(pages: Pages, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with holdfast.Checkpointer(run, {"w": np.zeros(3)}, mode="sync") as ckpt:
+        for step in range(2, 92, 4):
+            ckpt.save(step, metrics={"loss": 4e-7 / step, "rate": 1 - step / 200})
+    inspect.write_page([run], tmp_path / "page.html")
+    page = pages.open(tmp_path / "page.html", width=390, height=844)
+    for chart in range(2):
+        found = page.locator("#metrics .chart > svg").nth(chart).locator("text").all_text_contents()
+        assert {"20", "40", "60", "80"} <= set(found)
+        assert len([text for text in found if text.startswith("0.") or "e" in text[1:3]]) >= 3, found
+        assert not [text for text in found if "0e" in text], found
+    assert overlaps(page) == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -233,6 +258,30 @@ def test_failures_after_the_last_durable_save_are_drawn_and_counted(pages: Pages
     )
     assert "at most 2 min" in page.locator("[data-tile='A crash would have lost']").inner_text()
     pages.picture(page, "failed-last")
+
+
+def test_a_pause_between_trainings_hides_no_save(pages: Pages, tmp_path: Path) -> None:
+    before = [saved(step, BEGAN + step) for step in range(1, 21)]
+    after = [saved(step, BEGAN + 60 + step) for step in range(21, 41)]
+    page = show(pages, tmp_path, [opened(), *before, opened(BEGAN + 80), *after])
+    bars = page.locator("#saves .plot > path").nth(1).get_attribute("d").split("z")[:-1]
+    assert len(bars) == 40
+    places = [(float(bar[1:].split()[0]), float(bar.split("h")[1].split("V")[0])) for bar in bars]
+    for (left, wide), (right, _) in itertools.pairwise(places):
+        assert left + wide <= right
+
+
+def test_a_metric_that_is_nan_is_said(pages: Pages, tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", {"w": np.zeros(3)}, mode="sync") as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, metrics={"loss": float("nan") if step > 3 else 1 / step, "rate": 0.1})
+    inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
+    page = pages.open(tmp_path / "page.html")
+    heads = texts(page, "#metrics h3")
+    assert heads == ["loss NaN or infinite 2 times, last at step 5", "rate"]
+    chart = page.locator("#metrics .chart > svg").first
+    chart.hover(position={"x": chart.bounding_box()["width"] - 14, "y": 100})
+    assert "NaN or infinite" in page.locator("#metrics .tip").first.inner_text()
 
 
 def test_ranks_tell_which_volume_they_wrote_to(pages: Pages, folder: Path) -> None:
