@@ -105,6 +105,9 @@ def test_tables_and_events_are_not_cut_on_a_phone(pages: Pages, folder: Path, na
     page = pages.open(folder / f"{name}.html", width=390, height=844)
     too_wide = "(found) => found.filter((it) => it.scrollWidth > it.clientWidth).map((it) => it.textContent)"
     assert page.locator("#disk .scroll").evaluate_all(too_wide) == []
+    choices = "(found) => found.map((it) => it.clientWidth)"
+    widths = page.locator("select[aria-label^='Order']:visible").evaluate_all(choices)
+    assert all(width >= 190 for width in widths)  # "in order of the state" needs as much
     for column in (1, 2):  # when, and the step
         assert page.locator(f"#events .row > :nth-child({column})").evaluate_all(too_wide) == []
 

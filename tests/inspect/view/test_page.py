@@ -477,6 +477,11 @@ def test_a_run_that_vanishes_keeps_its_history_and_the_others(run: Path, tmp_pat
         assert browser.data("runs/0/view")["view"]["problems"] == []
 
 
+def test_an_address_that_is_none_is_refused(browser: Browser) -> None:
+    status, text, _ = browser.get("http://[bad")
+    assert (status, "not an address" in text) == (400, True)
+
+
 def test_a_defect_is_told_instead_of_silence(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: RunReader, **asked: Any) -> Any:
         raise ZeroDivisionError("by nothing")

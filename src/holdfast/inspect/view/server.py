@@ -127,7 +127,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> tuple[str, str]:
         if self.headers.get("Host") not in self._names():
             raise _Refused(HTTPStatus.FORBIDDEN, "this server has another name")
-        address = urlsplit(self.path)
+        try:
+            address = urlsplit(self.path)
+        except ValueError as error:
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"not an address: {error}") from None
         given, _, rest = address.path.removeprefix("/").partition("/")
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self.server.token.encode()):
             raise _Refused(HTTPStatus.FORBIDDEN, "open the whole address that `holdfast view` printed")
