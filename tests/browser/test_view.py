@@ -311,6 +311,17 @@ def test_a_tied_leaf_is_not_counted_twice(pages: Pages, tmp_path: Path) -> None:
     ]
 
 
+def test_names_of_values_are_not_squeezed_by_their_text(pages: Pages, tmp_path: Path) -> None:
+    for step in (1, 2):
+        state = {"optimizer": {"param_groups": [step + number for number in range(80)]}, "w": np.ones(2)}
+        holdfast.save(step_path(tmp_path / "run", step), state, step=step)
+    inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
+    page = pages.open(tmp_path / "page.html")
+    page.locator("#changes summary").click()
+    name = page.locator("#changes table .foreign", has_text="optimizer.param_groups").first
+    assert name.bounding_box()["height"] < 30  # one line
+
+
 def test_an_axis_of_bytes_has_round_ticks(pages: Pages, tmp_path: Path) -> None:
     page = show(pages, tmp_path, [opened(), *(saved(step, BEGAN + step) for step in range(1, 9))])
     page.get_by_role("button", name="Bytes").click()
