@@ -219,14 +219,15 @@ class Leaves {
     // The next checkpoint of a training has the same leaves: what is open stays open, and histograms are shown until newer ones come.
     const alike = before && before.run === run && before.leaves.name.length === leaves.name.length && leaves.name.every((leaf, at) => leaf === before.leaves.name[at]);
     this.content.run = run;
-    if (alike && this.ask.served) for (const at of [...this.inSight(), this.tree.chosen]) leaves.sample[at] = leaves.sample[at] || before.leaves.sample[at];
+    if (alike && this.ask.served) for (const at of this.inSight()) leaves.sample[at] = leaves.sample[at] || before.leaves.sample[at];
     if (!alike) { this.detail.classList.add("hidden"); this.tree.chosen = undefined; }
     this.tree.set(leaves.name, { start: () => ({ nbytes: 0 }), leaf: (sum, at) => { if (!leaves.tied[at]) sum.nbytes += leaves.nbytes[at]; }, join: (sum, other) => { sum.nbytes += other.nbytes; } });
     this.count();
     this.showValues();
     if (!this.detail.classList.contains("hidden")) { this.look(this.tree.chosen); this.want([this.tree.chosen]); }
   }
-  inSight() { return [...this.tree.rows.drawn.keys()].map((at) => this.tree.list[at].leaf).filter((leaf) => leaf !== undefined); }
+  // The leaves whose rows exist, and the one that is open below them.
+  inSight() { return [...[...this.tree.rows.drawn.keys()].map((at) => this.tree.list[at].leaf), this.tree.chosen].filter((leaf) => leaf !== undefined); }
   none(text) {
     this.content = null;
     this.tools.classList.add("hidden");
