@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,8 @@ SECTIONS = [
 ]
 NEWEST = "[data-tile='Newest durable step'] .value"
 MANY = 10_000
+REMOVED = "410 (Gone)"
+"""What a browser notes when a checkpoint was asked for that retention had just removed."""
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +100,33 @@ def test_it_fits_a_phone(pages: Pages, folder: Path, name: str) -> None:
     pages.picture(page, f"{name}-phone")
 
 
+@pytest.mark.parametrize("name", ["small", "long"])
+def test_tables_and_events_are_not_cut_on_a_phone(pages: Pages, folder: Path, name: str) -> None:
+    page = pages.open(folder / f"{name}.html", width=390, height=844)
+    too_wide = "(found) => found.filter((it) => it.scrollWidth > it.clientWidth).map((it) => it.textContent)"
+    assert page.locator("#disk .scroll").evaluate_all(too_wide) == []
+    choices = "(found) => found.map((it) => it.clientWidth)"
+    widths = page.locator("select[aria-label^='Order']:visible").evaluate_all(choices)
+    assert all(width >= 190 for width in widths)  # "in order of the state" needs as much
+    for column in (1, 2):  # when, and the step
+        assert page.locator(f"#events .row > :nth-child({column})").evaluate_all(too_wide) == []
+
+
+def test_an_axis_has_more_than_one_tick_on_a_phone(pages: Pages, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with holdfast.Checkpointer(run, {"w": np.zeros(3)}, mode="sync") as ckpt:
+        for step in range(2, 92, 4):
+            ckpt.save(step, metrics={"loss": 4e-7 / step, "rate": 1 - step / 200})
+    inspect.write_page([run], tmp_path / "page.html")
+    page = pages.open(tmp_path / "page.html", width=390, height=844)
+    for chart in range(2):
+        found = page.locator("#metrics .chart > svg").nth(chart).locator("text").all_text_contents()
+        assert {"20", "40", "60", "80"} <= set(found)
+        assert len([text for text in found if text.startswith("0.") or "e" in text[1:3]]) >= 3, found
+        assert not [text for text in found if "0e" in text], found
+    assert overlaps(page) == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_follow_the_system_and_can_be_read(pages: Pages, folder: Path, scheme: str) -> None:
     page = pages.open(folder / "hostile.html", scheme=scheme)
@@ -121,6 +152,39 @@ def test_text_of_a_checkpoint_stays_text(pages: Pages, folder: Path) -> None:
         page.mouse.move(box["x"] + across, box["y"] + 60)
     assert page.locator("img").count() == 0
     assert page.title() == title
+
+
+def test_a_script_that_got_into_the_page_would_not_run(pages: Pages, folder: Path) -> None:
+    with (
+        inspect.serve_page([folder / "hostile <b>run"]) as server,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        other.settimeout(0.5)
+        elsewhere = f"http://127.0.0.1:{other.getsockname()[1]}/"
+        for address in (folder / "hostile.html", server.url):
+            page = pages.open(address)
+            await_text(page, "#leaves .note", "1 leaf")
+            assert page.locator("img").count() == 0
+            assert page.title() == "hostile <b>run \N{MIDDLE DOT} Holdfast"
+            assert pages.complaints == []
+            page.evaluate(
+                """(elsewhere) => {
+                  const script = document.createElement("script");
+                  script.textContent = "document.title = 'owned'";
+                  const image = document.createElement("img");
+                  image.setAttribute("onerror", "document.title = 'owned'");
+                  image.src = elsewhere;
+                  document.body.append(script, image);
+                }""",
+                elsewhere,
+            )
+            reached = page.evaluate("(to) => fetch(to).then(() => true, () => false)", elsewhere)
+            assert (page.title().startswith("hostile"), reached) == (True, False)
+            assert sum("Content Security Policy" in text for text in pages.complaints) >= 3
+            pages.complaints.clear()
+            with pytest.raises(TimeoutError):
+                other.accept()
+            page.close()
 
 
 def test_clicks_change_the_chart_of_saves(pages: Pages, folder: Path) -> None:
@@ -197,6 +261,65 @@ def test_failures_after_the_last_durable_save_are_drawn_and_counted(pages: Pages
     )
     assert "at most 2 min" in page.locator("[data-tile='A crash would have lost']").inner_text()
     pages.picture(page, "failed-last")
+
+
+def test_a_pause_between_trainings_hides_no_save(pages: Pages, tmp_path: Path) -> None:
+    before = [saved(step, BEGAN + step) for step in range(1, 21)]
+    after = [saved(step, BEGAN + 60 + step) for step in range(21, 41)]
+    page = show(pages, tmp_path, [opened(), *before, opened(BEGAN + 80), *after])
+    bars = page.locator("#saves .plot > path").nth(1).get_attribute("d").split("z")[:-1]
+    assert len(bars) == 40
+    places = [(float(bar[1:].split()[0]), float(bar.split("h")[1].split("V")[0])) for bar in bars]
+    for (left, wide), (right, _) in itertools.pairwise(places):
+        assert left + wide <= right
+
+
+def test_a_metric_that_is_nan_is_said(pages: Pages, tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", {"w": np.zeros(3)}, mode="sync") as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, metrics={"loss": float("nan") if step > 3 else 1 / step, "rate": 0.1})
+    inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
+    page = pages.open(tmp_path / "page.html")
+    heads = texts(page, "#metrics h3")
+    assert heads == ["loss NaN or infinite 2 times, last at step 5", "rate"]
+    chart = page.locator("#metrics .chart > svg").first
+    chart.hover(position={"x": chart.bounding_box()["width"] - 14, "y": 100})
+    assert "NaN or infinite" in page.locator("#metrics .tip").first.inner_text()
+
+
+def test_ranks_tell_which_volume_they_wrote_to(pages: Pages, folder: Path) -> None:
+    page = pages.open(folder / "ranks.html")
+    rows = texts(page, "#writers table >> nth=0 >> tbody tr")
+    assert len(rows) == 8
+    assert all("fast-2" in row and "iB" in row.split("fast-2")[1] for row in rows)
+
+
+def test_a_tied_leaf_is_not_counted_twice(pages: Pages, tmp_path: Path) -> None:
+    for step in (1, 2):
+        shared = np.full(4, float(step))
+        other = np.full(4, 1.5 + step / 2)
+        state = {"m": {"embed": shared, "head": shared, "other": other}}
+        holdfast.save(step_path(tmp_path / "run", step), state, step=step)
+    inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
+    page = pages.open(tmp_path / "page.html")
+    # Four elements went from 1 to 2 and four from 2 to 2.5: the square root of (4 + 1) / (4 + 16).
+    assert texts(page, "#changes .row") == [
+        "\u203a m 3 leaves 50 % 1 3 leaves",
+        "embed 100 % 1 100 %",
+        "head 100 % 1 tied",
+        "other 25 % 0.5 100 %",
+    ]
+
+
+def test_names_of_values_are_not_squeezed_by_their_text(pages: Pages, tmp_path: Path) -> None:
+    for step in (1, 2):
+        state = {"optimizer": {"param_groups": [step + number for number in range(80)]}, "w": np.ones(2)}
+        holdfast.save(step_path(tmp_path / "run", step), state, step=step)
+    inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
+    page = pages.open(tmp_path / "page.html")
+    page.locator("#changes summary").click()
+    name = page.locator("#changes table .foreign", has_text="optimizer.param_groups").first
+    assert name.bounding_box()["height"] < 30  # one line
 
 
 def test_an_axis_of_bytes_has_round_ticks(pages: Pages, tmp_path: Path) -> None:
@@ -419,7 +542,7 @@ def test_a_served_page_follows_the_training(pages: Pages, tmp_path: Path) -> Non
         await_text(page, NEWEST, "7")
         await_text(page, "#events .row .number", "7")
         # What was opened stays open, and the newest checkpoint is followed.
-        page.wait_for_function("document.querySelector('#leaves select').value === 'step-000000000007'")
+        page.wait_for_function("() => document.querySelector('#leaves select').value === 'step-000000000007'")
         await_count(page, "#leaves .row.leaf", 5, MANY)
         page.locator("#changes").get_by_label("Checkpoint A").select_option(label="step 5")
         await_text(page, "#changes .note", "identical")
@@ -429,4 +552,67 @@ def test_a_served_page_follows_the_training(pages: Pages, tmp_path: Path) -> Non
         await_text(page, "#status", "no training now")
         assert all(url.startswith(server.url) for url in pages.requests)
     await_text(page, "#status", "does not answer")
-    pages.complaints[:] = [text for text in pages.complaints if "ERR_CONNECTION" not in text]
+    pages.forgive("ERR_CONNECTION", REMOVED)
+
+
+def test_a_leaf_that_is_open_stays_open_while_training_saves(pages: Pages, tmp_path: Path) -> None:
+    run, state = tmp_path / "run", layered_state(3, 16)
+    train(run, state, range(1, 4))
+    detail = "#leaves .detail"
+    with inspect.serve_page([run]) as server:
+        page = pages.open(server.url)
+        leaf = page.locator("#leaves .row.leaf").first
+        leaf.click()
+        await_text(page, detail, "mean")
+        with holdfast.Checkpointer(run, state, mode="sync", keep=holdfast.Keep(last=5)) as ckpt:
+            ckpt.restore()
+            state["model"]["embed"]["weight"][:] = 7.25
+            for step in (4, 5, 6):
+                ckpt.save(step)
+        page.wait_for_function("() => document.querySelector('#leaves select').value === 'step-000000000006'")
+        await_text(page, detail, "7.25 … 7.25")
+        assert leaf.get_attribute("aria-selected") == "true"
+        pages.forgive(REMOVED)
+
+
+def test_histograms_that_there_was_no_time_for_are_asked_for_again(pages: Pages, tmp_path: Path) -> None:
+    train(tmp_path / "run", layered_state(3, 16), range(1, 3))
+    asked: list[str] = []
+
+    def half(route: Any) -> None:
+        asked.append(route.request.url)
+        found = route.fetch().json()
+        kept = list(found)[: max(len(found) // 2, 1)]
+        route.fulfill(json={place: found[place] for place in kept})
+
+    with inspect.serve_page([tmp_path / "run"]) as server:
+        page = pages.open("about:blank", wait=False)
+        page.route("**/samples?*", half)
+        page.goto(server.url)
+        page.get_by_role("button", name="Expand all").click()
+        page.wait_for_function(
+            "() => { const leaves = document.querySelectorAll('#leaves .row.leaf'); "
+            "return leaves.length > 5 && [...leaves].every((row) => row.querySelector('.spark path')); }"
+        )
+        assert len(asked) > 2
+
+
+def test_a_run_that_vanishes_is_said_and_the_others_go_on(pages: Pages, tmp_path: Path) -> None:
+    gone, stays, state = tmp_path / "gone", tmp_path / "stays", layered_state(1)
+    for run in (gone, stays):
+        train(run, state, range(1, 4))
+    with inspect.serve_page([gone, stays]) as server:
+        page = pages.open(server.url)
+        await_text(page, "#status", "no training now")
+        gone.rename(tmp_path / "elsewhere")
+        await_text(page, "#status", "the run is not there any more")
+        await_text(page, "#overview .alert", "cannot be found any more")
+        assert page.locator(NEWEST).inner_text() == "3"
+        page.locator("#runs button", has_text="stays").click()
+        train(stays, state, range(4, 6))
+        await_text(page, NEWEST, "5")
+        assert "no training now" in page.locator("#status").inner_text()
+        page.reload()
+        await_text(page, "#overview .alert", "cannot be found any more")
+        pages.picture(page, "vanished", full=False)
+        pages.forgive(REMOVED)

@@ -79,9 +79,11 @@ def _serve(out: Session, runs: list[Path], port: int, verify: bool) -> None:
         with _progress(out, verify) as progress:
             server = inspect.serve_page(runs, port=port, verify=verify, progress=progress)
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
+        # Errors of files name their file; that of a port names nothing.
+        if error.filename is not None or error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
-        out.fail(type(error).__name__, f"port {port} is in use: choose another with --port, or 0 for any")
+        why = "is in use" if error.errno == errno.EADDRINUSE else "is not allowed to this user"
+        out.fail(type(error).__name__, f"port {port} {why}: choose another with --port, or 0 for any")
     with server:
         if out.as_json:
             out.emit({"url": server.url, "port": server.port})

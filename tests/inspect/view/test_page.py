@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
 import re
 import socket
+import socketserver
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,11 @@ import pytest
 import holdfast
 from holdfast import inspect
 from holdfast.inspect.html_page import assemble, embedded_json
+from holdfast.inspect.view import disks
+from holdfast.inspect.view.contents import contents
+from holdfast.inspect.view.leaf_changes import leaf_changes
+from holdfast.inspect.view.run_reader import RunReader
+from holdfast.inspect.view.web_page import open_runs
 from holdfast.inspect.view.words import labels
 from support.command import command, damage_leaf, damage_manifest, step_path
 from support.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
@@ -211,6 +218,99 @@ def test_a_volume_that_cannot_be_reached_is_said(tmp_path: Path) -> None:
     assert view.checkpoints[0].damage is not None
 
 
+def test_space_is_counted_for_everything_on_a_file_system(tmp_path: Path) -> None:
+    volumes = tmp_path / "fast-1", tmp_path / "fast-2"
+    for volume in volumes:
+        volume.mkdir()
+    state = {str(number): np.zeros(4 << 20, np.uint8) for number in range(4)}
+    options = holdfast.Options(volumes=[str(volume) for volume in volumes])
+    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync", options=options) as ckpt:
+        ckpt.save(1)
+    (view,) = inspect.view_runs([tmp_path / "run"])
+    # The volumes as they were named, not the directories that a save makes on them.
+    assert [disk.path for disk in view.disks] == [str(tmp_path / "run"), *map(str, volumes)]
+    # All three are one file system, so each of them has room for as many.
+    for disk in view.disks:
+        assert disk.fits == disk.free_nbytes // view.checkpoints[0].nbytes
+    writers = contents(step_path(tmp_path / "run", 1)).writers
+    assert {file.volume for writer in writers for file in writer.files} == set(map(str, volumes))
+
+
+def test_a_checkpoint_on_volumes_needs_little_space_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = tmp_path / "fast"
+    volume.mkdir()
+    save_by_ranks(step_path(tmp_path / "run", 1), 1, volumes=(volume,))
+    (view,) = inspect.view_runs([tmp_path / "run"])
+    in_run = sum(file.stat().st_size for file in step_path(tmp_path / "run", 1).iterdir())
+    # As if the volume were a device of its own.
+    monkeypatch.setattr(disks, "_device_number", lambda path: hash(path))
+    run, fast = disks.disks(str(tmp_path / "run"), in_run, {str(volume): 1 << 20})
+    assert run.fits == run.free_nbytes // in_run
+    assert fast.fits == fast.free_nbytes >> 20
+    assert view.disks[0].fits == view.disks[1].fits
+
+
+def test_a_tied_leaf_changes_with_the_leaf_it_is_a_name_of(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        shared = np.full(4, float(step))
+        holdfast.save(step_path(run, step), {"embed": shared, "head": shared, "other": np.ones(2)}, step=step)
+    changes = leaf_changes(step_path(run, 1), step_path(run, 2))
+    found = {leaf.name: leaf for leaf in changes.leaves}
+    assert [found[name].change for name in ("embed", "head", "other")] == ["changed", "changed", "same"]
+    assert (found["head"].tied, found["embed"].tied) == ("embed", None)
+    assert found["head"].max_abs == 1.0
+
+
+def test_a_log_that_cannot_be_read_is_said_each_time(tmp_path: Path) -> None:
+    train(tmp_path / "run", layered_state(1), range(1, 3))
+    (tmp_path / "run" / "events.jsonl").unlink()
+    (tmp_path / "run" / "events.jsonl").mkdir()
+    inspect.write_page([tmp_path / "run"], tmp_path / "page.html", verify=True)
+    (shown,) = document(tmp_path / "page.html")["runs"]
+    assert "events.jsonl cannot be read" in " ".join(shown["view"]["problems"])
+    assert len(shown["view"]["checkpoints"]) == 2
+
+
+def test_lines_of_a_log_that_are_no_events_are_counted(tmp_path: Path) -> None:
+    train(tmp_path / "run", layered_state(1), range(1, 4))
+    with (tmp_path / "run" / "events.jsonl").open("ab") as log:
+        log.write(b'garbage\n{"event":"saved","step":"x"}\n\xff\xfe\n{"event":"saved","ti')
+    (view,) = inspect.view_runs([tmp_path / "run"])
+    assert view.timeline.saves.step == [1, 2, 3]
+    assert view.skipped_lines == 4
+
+
+def test_a_checkpoint_that_may_not_be_read_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path / "run", layered_state(1), range(1, 3))
+    closed = str(step_path(tmp_path / "run", 2))
+    scan = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if os.fspath(path) == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root may read everything, and tests may be root
+    (view,) = inspect.view_runs([tmp_path / "run"])
+    assert [entry.step for entry in view.checkpoints] == [1, 2]
+
+
+def test_a_run_below_a_closed_directory_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (reader,) = open_runs([tmp_path / "run"])
+
+    def refuse(path: Any, **more: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "lstat", refuse)
+    with pytest.raises(PermissionError):
+        reader.view()
+
+
 def test_a_training_that_holds_its_run_is_seen(tmp_path: Path) -> None:
     state = {"w": np.zeros(3)}
     with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
@@ -358,6 +458,39 @@ def test_a_live_page_is_told_only_what_is_new(tmp_path: Path) -> None:
             assert browser.data(f"runs/0/view?{other}")["view"]["first_event"] == 0
 
 
+def test_a_run_that_vanishes_keeps_its_history_and_the_others(run: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    train(gone, layered_state(1), range(1, 4))
+    with inspect.serve_page([gone, run]) as server:
+        browser = Browser(server.url)
+        before = browser.data("runs/0/view")["view"]
+        assert before["problems"] == []
+        gone.rename(tmp_path / "elsewhere")
+        after = browser.data("runs/0/view")["view"]
+        assert "cannot be found any more" in after["problems"][0]
+        assert after["timeline"]["saves"]["step"] == [1, 2, 3]
+        assert after["checkpoints"] == []
+        assert browser.get(browser.address.path)[0] == 200  # a reload shows it, too
+        assert browser.data("runs/0/contents?name=step-000000000003")[0] == 410
+        assert browser.data("runs/1/view")["view"]["problems"] == []
+        (tmp_path / "elsewhere").rename(gone)
+        assert browser.data("runs/0/view")["view"]["problems"] == []
+
+
+def test_an_address_that_is_none_is_refused(browser: Browser) -> None:
+    status, text, _ = browser.get("http://[bad")
+    assert (status, "not an address" in text) == (400, True)
+
+
+def test_a_defect_is_told_instead_of_silence(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: RunReader, **asked: Any) -> Any:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr(RunReader, "view", fail)
+    assert browser.data("runs/0/view") == (500, "this is a defect of holdfast: ZeroDivisionError: by nothing")
+    assert browser.get(browser.address.path)[0] == 500
+
+
 def test_the_example_in_the_documentation_runs(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,6 +544,28 @@ def test_a_port_in_use_is_said(run: Path) -> None:
         done = command("view", run, "--port", str(server.port))
     assert (done.code, len(done.err.splitlines())) == (1, 1)
     assert "--port" in done.err
+
+
+def test_a_port_that_is_not_allowed_is_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(server: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socketserver.TCPServer, "server_bind", refuse)
+    done = command("view", run, "--port", "81")
+    assert (done.code, done.err) == (
+        1,
+        "holdfast: port 81 is not allowed to this user: choose another with --port, or 0 for any\n",
+    )
+
+
+def test_an_error_of_writing_names_the_page(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "missing" / "page.html"
+    done = command("view", run, "--out", page)
+    assert (done.code, done.err) == (1, f"holdfast: {page}: No such file or directory\n")
+    (tmp_path / "folder.html").mkdir()
+    done = command("view", run, "--out", tmp_path / "folder.html")
+    assert (done.code, done.err) == (1, f"holdfast: {tmp_path / 'folder.html'}: Is a directory\n")
+    assert os.listdir(tmp_path) == ["folder.html"]
 
 
 def test_a_run_that_is_missing_is_one_line(tmp_path: Path) -> None:

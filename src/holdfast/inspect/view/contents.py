@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from holdfast.format.records import Part
 from holdfast.inspect.description import leaf_order
 from holdfast.inspect.view.budget import Budget
+from holdfast.inspect.view.disks import volume_of
 from holdfast.inspect.view.leaf_samples import LeafSample, sample_leaves
 from holdfast.inspect.view.words import shortened, shown_path
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
@@ -111,7 +112,7 @@ def contents(path: str | os.PathLike[str], *, budget: Budget | None = None) -> C
                 for name, value in values[:MAX_VALUES]
             ),
             all_values=len(values),
-            writers=tuple(map(_writer, parts[:MAX_RANKS])),
+            writers=tuple(_writer(part, checkpoint.id) for part in parts[:MAX_RANKS]),
             all_writers=len(parts),
             facts=tuple((name, shortened(fact)) for name, fact in checkpoint.facts.items()),
         )
@@ -149,8 +150,16 @@ def _columns(checkpoint: StoredCheckpoint, names: list[str], samples: dict[str, 
     )
 
 
-def _writer(part: Part) -> Writer:
-    files = tuple(WrittenFile(file.name, file.nbytes, file.volume, file.host) for file in part.files)
+def _writer(part: Part, checkpoint_id: str) -> Writer:
+    files = tuple(
+        WrittenFile(
+            file.name,
+            file.nbytes,
+            None if file.volume is None else volume_of(file.volume, checkpoint_id),
+            file.host,
+        )
+        for file in part.files
+    )
     nbytes = sum(fragment.nbytes for leaf in part.leaves for fragment in leaf.fragments)
     return Writer(part.rank, files, nbytes, sum(bool(leaf.fragments) for leaf in part.leaves))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.inspect.machine import Device, find_device, find_mount, mount_advice
@@ -12,9 +12,11 @@ from holdfast.inspect.view.words import shown_path
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The file system below a directory. `fits`: how many checkpoints like the newest have room there.
+    """The file system below a directory: that of a run, or a volume.
 
-    `missing`: why nothing is known of it, as of a volume on another host.
+    `fits`: how many checkpoints like the newest have room there. It counts everything that such a checkpoint
+    puts on this file system, also into other directories. `missing`: why nothing is known of it, as of a
+    volume on another host.
     """
 
     path: str
@@ -30,11 +32,33 @@ class Disk:
     missing: str | None = None
 
 
-def disks(run: str, volumes: Iterable[str] = (), *, checkpoint_nbytes: int = 0) -> tuple[Disk, ...]:
-    """The file systems of a run and its volumes, as far as they can be reached from here."""
-    return tuple(
-        _disk(path, checkpoint_nbytes if path == run else 0) for path in dict.fromkeys([run, *volumes])
-    )
+def disks(run: str, own_nbytes: int = 0, volumes: Mapping[str, int] | None = None) -> tuple[Disk, ...]:
+    """The file systems of a run and its volumes, as far as they can be reached from here.
+
+    `own_nbytes` and `volumes`: what the newest checkpoint has in the run's directory and on each volume.
+    """
+    placed = {run: own_nbytes}
+    for volume, nbytes in (volumes or {}).items():
+        placed[volume] = placed.get(volume, 0) + nbytes
+    devices = {path: _device_number(path) for path in placed}
+    needed: dict[int | None, int] = {}
+    for path, nbytes in placed.items():
+        needed[devices[path]] = needed.get(devices[path], 0) + nbytes
+    return tuple(_disk(path, needed[devices[path]]) for path in placed)
+
+
+def volume_of(directory: str, checkpoint_id: str) -> str:
+    """The volume that a directory of shards is on: a save makes ``VOLUME/RUN-DIGEST/ID`` there."""
+    if os.path.basename(directory) != checkpoint_id:
+        return directory
+    return os.path.dirname(os.path.dirname(directory))
+
+
+def _device_number(path: str) -> int | None:
+    try:
+        return os.stat(path).st_dev
+    except OSError:
+        return None  # `_disk` says why
 
 
 def _disk(path: str, checkpoint_nbytes: int) -> Disk:

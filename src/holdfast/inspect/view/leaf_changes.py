@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from holdfast.inspect.description import exact_bytes, leaf_order, stored_values
 from holdfast.inspect.element_values import Array, values
@@ -35,6 +35,7 @@ class ChangedLeaf(Struct, frozen=True, array_like=True, gc=False):
 
     `differing` of `elements` elements were found to differ; `whole`: these are all of the leaf.
     `max_abs` is the largest change of one of them. Squares are over elements that are finite in both.
+    `tied`: the leaf that this is another name of; its elements are those of that leaf.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ChangedLeaf(Struct, frozen=True, array_like=True, gc=False):
     square_change: float | None = None
     max_abs: float | None = None
     text: str = ""
+    tied: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,9 @@ def _leaves(a: StoredCheckpoint, b: StoredCheckpoint, budget: Budget) -> Iterato
         elif name in same or not count:
             yield ChangedLeaf(name, "same", count)
         else:
-            yield seen.get(name) or ChangedLeaf(name, "unread", count)
+            alias = info.alias_of if info.alias_of == a.leaves[name].alias_of else None
+            found = seen.get(alias or name) or ChangedLeaf(name, "unread", count)
+            yield structs.replace(found, name=name, tied=alias)
     for name in leaf_order(a):
         if name not in b:
             yield ChangedLeaf(name, "only_a", math.prod(a.leaves[name].shape))

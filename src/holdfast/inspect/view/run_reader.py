@@ -26,7 +26,7 @@ from holdfast.inspect.run_listing import (
 )
 from holdfast.inspect.view.budget import Budget
 from holdfast.inspect.view.contents import Contents, contents, samples_of
-from holdfast.inspect.view.disks import Disk, disks
+from holdfast.inspect.view.disks import Disk, disks, volume_of
 from holdfast.inspect.view.leaf_changes import Changes, leaf_changes
 from holdfast.inspect.view.leaf_samples import LeafSample
 from holdfast.inspect.view.timeline import Timeline, timeline
@@ -73,14 +73,16 @@ class Check:
 class RunView:
     """A run at the moment `now`.
 
-    `being_written`: whether a training holds it; None if that cannot be told from here. `origin` is the time
-    of the first event: while it stays, further events only follow. `timeline` has the events from
+    `is_there`: False of a run that was there before, and cannot be found any more. `being_written`: whether
+    a training holds it; None if that cannot be told from here. `origin` is the time of the first event:
+    while it stays, further events only follow. `timeline` has the events from
     `first_event` on. `problems`: what could not be read, and why.
     """
 
     name: str
     path: str
     now: float
+    is_there: bool
     being_written: bool | None
     origin: float | None
     first_event: int
@@ -102,15 +104,16 @@ class _Log:
     summary: EventSummary | None
     origin: float | None
     skipped: int
+    problem: str | None
 
 
 @dataclass(slots=True)
 class _Known:
-    """A checkpoint as it was found. `volumes`: directories elsewhere with shards; None: not asked yet."""
+    """A checkpoint as it was found. `volumes`: its bytes on each volume; None: not asked yet."""
 
     signature: object
     entry: Entry
-    volumes: tuple[str, ...] | None = None
+    volumes: Mapping[str, int] | None = None
 
 
 @dataclass(slots=True)
@@ -127,23 +130,38 @@ class RunReader:
     def view(self, *, origin: float | None = None, first_event: int = 0) -> RunView:
         """The run now, without events before `first_event` if they are those of the same `origin`.
 
-        `holdfast.CheckpointNotFound` if there is no such directory.
+        `holdfast.CheckpointNotFound` if there is no such directory, and never was one. Of one that was
+        removed meanwhile, the events that were read are told.
         """
         with self._lock:
             problems: list[str] = []
-            log = self._events(problems)
+            is_there = True
+            try:
+                os.lstat(self.path)
+                log = self._events()
+            except OSError as error:
+                if self._log is None:
+                    raise self._unseen(error) from None
+                log, is_there = self._log, False
+                problems.append(
+                    f"The run cannot be found any more: {error.strerror}. This is what was read before."
+                )
+            if log.problem is not None:
+                problems.append(log.problem)
             found = self._checkpoints(problems)
-            volumes = _volumes(found[-1]) if found else ()
+            volumes = _volumes(found[-1]) if found else {}
         entries = [known.entry for known in found]
         thinned = log.timeline.all_saves > len(log.timeline.saves)
         if thinned or origin != log.origin or not 0 <= first_event <= log.timeline.events:
             first_event = 0
         shown = log.timeline.since(first_event) if first_event else log.timeline
         is_directory = os.path.isdir(self.path)
+        own_nbytes = max(entries[-1].nbytes - sum(volumes.values()), 0) if entries else 0
         return RunView(
             name=self.name,
             path=shown_path(self.path),
             now=time.time(),
+            is_there=is_there,
             being_written=_is_being_written(self.path, log.timeline),
             origin=log.origin,
             first_event=first_event,
@@ -156,7 +174,7 @@ class RunReader:
                 ShownLeftover(_name(item.path), item.kind, item.nbytes)
                 for item in (leftovers(self.path) if is_directory else ())
             ),
-            disks=disks(self.path, volumes, checkpoint_nbytes=entries[-1].nbytes if entries else 0),
+            disks=disks(self.path, own_nbytes, volumes),
             checks=self.checks,
             problems=tuple(problems),
         )
@@ -192,29 +210,33 @@ class RunReader:
             raise CheckpointNotFound(f"{name} is not a checkpoint of this run (any more)")
         return known.entry.path
 
-    def _events(self, problems: list[str]) -> _Log:
+    def _unseen(self, error: OSError) -> Exception:
+        if isinstance(error, FileNotFoundError):
+            return CheckpointNotFound(f"there is no run at {self.path}")
+        return error
+
+    def _events(self) -> _Log:
         signature = tuple(_identity(os.path.join(self.path, name)) for name in (EVENTS_NAME, OLDER_NAME))
         if self._log is not None and self._log.signature == signature:
             return self._log
         events: list[Event] = []
-        skipped = 0
+        skipped, problem = 0, None
         if os.path.isdir(self.path):
             try:
                 events, skipped = read_events(self.path)
             except (HoldfastError, OSError) as error:
-                problems.append(f"{EVENTS_NAME} cannot be read: {error}")
+                problem = f"{EVENTS_NAME} cannot be read: {error}"
         self._log = _Log(
             signature,
             timeline(events),
             summarize_events(events) if events else None,
             events[0].time if events else None,
             skipped,
+            problem,
         )
         return self._log
 
     def _checkpoints(self, problems: list[str]) -> list[_Known]:
-        if not os.path.lexists(self.path):
-            raise CheckpointNotFound(f"there is no run at {self.path}")
         try:
             if is_checkpoint(self.path):
                 paths = [resolve(self.path)]
@@ -265,15 +287,19 @@ def _foreign_entry(path: str) -> Entry | None:
         return None
 
 
-def _volumes(known: _Known) -> tuple[str, ...]:
+def _volumes(known: _Known) -> Mapping[str, int]:
     if known.volumes is None:
-        known.volumes = ()
+        found: dict[str, int] = {}
         try:
             with open_any(known.entry.path) as checkpoint:
-                found = (file.volume for part in checkpoint.parts for file in part.files)
-                known.volumes = tuple(dict.fromkeys(volume for volume in found if volume is not None))
+                for part in checkpoint.parts:
+                    for file in part.files:
+                        if file.volume is not None:
+                            volume = volume_of(file.volume, checkpoint.id)
+                            found[volume] = found.get(volume, 0) + file.nbytes
         except (HoldfastError, OSError):
-            return ()  # damaged, which its entry says, or removed meanwhile
+            found = {}  # damaged, which its entry says, or removed meanwhile
+        known.volumes = found
     return known.volumes
 
 
@@ -303,8 +329,10 @@ def _identity(path: str) -> object:
                 for entry in entries:
                     file = entry.stat(follow_symlinks=False)
                     inside.append((entry.name, file.st_size, file.st_mtime_ns))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        return error.errno
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, tuple(sorted(inside))
 
 

@@ -117,6 +117,9 @@ class _Handler(BaseHTTPRequestHandler):
             kind, body, status = "application/json", _told(error), HTTPStatus.GONE
         except (HoldfastError, OSError) as error:
             kind, body, status = "application/json", _told(error), HTTPStatus.UNPROCESSABLE_ENTITY
+        except Exception as error:  # a defect: whoever looks at the page is told, not only that nothing came
+            told = RuntimeError(f"this is a defect of holdfast: {type(error).__name__}: {error}")
+            kind, body, status = "application/json", _told(told), HTTPStatus.INTERNAL_SERVER_ERROR
         self._send(status, kind, body)
 
     do_HEAD = do_GET
@@ -124,7 +127,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> tuple[str, str]:
         if self.headers.get("Host") not in self._names():
             raise _Refused(HTTPStatus.FORBIDDEN, "this server has another name")
-        address = urlsplit(self.path)
+        try:
+            address = urlsplit(self.path)
+        except ValueError as error:
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"not an address: {error}") from None
         given, _, rest = address.path.removeprefix("/").partition("/")
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self.server.token.encode()):
             raise _Refused(HTTPStatus.FORBIDDEN, "open the whole address that `holdfast view` printed")

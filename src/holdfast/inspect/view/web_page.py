@@ -102,6 +102,8 @@ def write_page(
     try:
         Path(aside).write_bytes(data)
         os.replace(aside, where)
+    except OSError as error:  # a message that names the page, not the file beside it
+        raise OSError(error.errno, error.strerror, where) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(aside)

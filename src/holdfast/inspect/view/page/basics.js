@@ -26,7 +26,7 @@ function bytes(count) {
 function digits(value, most = 3) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e6 || size < 1e-4) return value.toExponential(most - 1).replace("e+", "e").replace("-", "−").replace("e-", "e−");
+  if (size >= 1e6 || size < 1e-4) return Number(value.toPrecision(most)).toExponential().replace("e+", "e").replace("-", "−").replace("e-", "e−");
   const text = size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(most)));
   return text.replace("-", "−");
 }

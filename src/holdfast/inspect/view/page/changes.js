@@ -50,7 +50,13 @@ class Changed {
     if (this.of === of) return;
     if (this.ask.served) this.said.textContent = "Comparing…";
     let found;
-    try { found = await this.ask.changes(run, ...pair); } catch (error) { this.of = null; this.none(error.message); return; }
+    try { found = await this.ask.changes(run, ...pair); } catch (error) {
+      if (pair !== this.pair || run !== this.run) return;
+      this.of = null;
+      if (error.isGone) this.said.textContent = "One of them was removed meanwhile.";  // the next news brings another pair
+      else this.none(error.message);
+      return;
+    }
     if (pair !== this.pair || run !== this.run) return;
     this.of = of;
     this.found = found;
@@ -62,7 +68,7 @@ class Changed {
         const leaf = found.leaves[at];
         if (leaf.change === "same" || leaf.change === "alike") sum.known = true;
         if (leaf.change !== "same" && leaf.change !== "alike") sum.differing += 1;
-        if (leaf.square_change === null) return;
+        if (leaf.square_change === null || leaf.tied) return;  // a second name adds nothing to the sum
         sum.known = true;
         sum.square += leaf.leaf_elements * leaf.square;
         sum.change += leaf.leaf_elements * leaf.square_change;
@@ -92,7 +98,7 @@ class Changed {
     const counts = {};
     for (const leaf of leaves) counts[leaf.change] = (counts[leaf.change] || 0) + 1;
     const parts = Object.entries(STATES).filter(([key]) => counts[key]).map(([key, [name]]) => `${whole(counts[key])} ${name}`);
-    this.said.textContent = `Of ${plural(leaves.length, "leaf", "leaves")}: ${parts.join(", ")}. The bar is ‖B − A‖ / ‖A‖ on a logarithmic scale. Identical is exact, by checksums; the size of a change is that of a sample${read ? ` (${bytes(read)} read)` : ""}.`;
+    this.said.textContent = `Of ${plural(leaves.length, "leaf", "leaves")}: ${parts.join(", ")}. The bar is ‖B − A‖ / ‖A‖ on a logarithmic scale, of a group over its leaves that changed. Identical is exact, by checksums; the size of a change is that of a sample${read ? ` (${bytes(read)} read)` : ""}.`;
     this.values.classList.toggle("hidden", !all);
     this.values.replaceChildren(el("summary", { text: `${plural(all, "value")} changed` }),
       table([{ name: "value" }, { name: "A" }, { name: "B" }], values.map((value) => [foreign(value.name), foreign(value.a ?? "–"), foreign(value.b ?? "–")])),
@@ -115,7 +121,8 @@ class Changed {
     const bar = relative ? meter(relative === Infinity ? 1 : (Math.log10(relative) - SMALLEST) / -SMALLEST) : relative === 0 ? meter(0) : el("span", { class: "dim", text: leaf ? STATES[leaf.change][0] : "" });
     const told = relative === null ? "" : relative === 0 ? (leaf && leaf.change === "alike" ? "alike" : "same") : relative === Infinity ? "from 0" : share(relative);
     let elements = leaf && leaf.elements && leaf.change === "changed" ? share(leaf.differing / leaf.elements) : "";
+    if (leaf && leaf.tied) elements = "tied";
     if (item.group && item.group.sum.differing) elements = plural(item.group.sum.differing, "leaf", "leaves");
-    return [bar, el("span", { class: `number ${relative ? "" : "dim"}`, text: told }), el("span", { class: "number dim", text: largest === null ? "" : number(largest) }), el("span", { class: "number dim", text: elements, title: leaf && leaf.text ? leaf.text : "" })];
+    return [bar, el("span", { class: `number ${relative ? "" : "dim"}`, text: told }), el("span", { class: "number dim", text: largest === null ? "" : number(largest) }), el("span", { class: "number dim", text: elements, title: leaf && (leaf.text || (leaf.tied && `another name of ${leaf.tied}`)) || null })];
   }
 }

@@ -3,10 +3,11 @@
 const MARGIN = { top: 20, right: 12, bottom: 26, left: 58 };
 const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 1209600, 2592000, 7776000, 31536000];
 
-function niceStep(span, count) {
+// At most so many ticks; `about`: a few more, where there is room.
+function niceStep(span, count, about) {
   const rough = span / Math.max(count, 1);
   const power = 10 ** Math.floor(Math.log10(rough));
-  return [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
+  return [1, 2, 5, 10].find((factor) => factor * power * (about ? Math.SQRT2 : 1) >= rough) * power;
 }
 // Bytes are told in powers of two, so their ticks are, too.
 function binaryStep(span, count) { return 2 ** Math.ceil(Math.log2(span / count)); }
@@ -16,9 +17,9 @@ function multiples(low, high, step) {
   for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at += 1) found.push(Number((at * step).toPrecision(15)));
   return found;
 }
-function ticks(low, high, count, { least = 0, binary = false } = {}) {
+function ticks(low, high, count, { least = 0, binary = false, about = false } = {}) {
   if (!(high > low)) return [low];
-  return multiples(low, high, Math.max((binary ? binaryStep : niceStep)(high - low, count), least));
+  return multiples(low, high, Math.max((binary ? binaryStep : niceStep)(high - low, count, about), least));
 }
 // Within seconds all ticks have as many digits.
 function momentTicks(low, high, count) {
@@ -137,7 +138,7 @@ class Chart {
       }
     }
     if (!(top > bottom)) top = bottom + 1;
-    const marksY = ticks(bottom, top, this.height < 170 ? 3 : 4, { least: y.whole ? 1 : 0, binary: y.binary });
+    const marksY = ticks(bottom, top, this.height < 170 ? 3 : 4, { least: y.whole ? 1 : 0, binary: y.binary, about: true });
     if (!y.free && !clipped) top *= 1.04;
     const toY = (value) => inner.bottom - ((Math.min(value, top) - bottom) / (top - bottom)) * (inner.bottom - inner.top);
     this.scale.toY = toY;
@@ -149,7 +150,8 @@ class Chart {
       parts.push(svg("text", { x: inner.left - 8, y: place + 4, "text-anchor": "end", text: y.format(at, marksY) }));
     }
     parts.push(svg("text", { x: 2, y: 11, text: y.unit }));
-    const room = Math.max(2, Math.floor((inner.right - inner.left) / (x.kind === "time" ? 80 : 76)));
+    const label = x.kind === "time" ? 80 : 7 * digits(high, 6).length + 30;
+    const room = Math.max(2, Math.floor((inner.right - inner.left) / label));
     const across = x.kind === "time" ? timeTicks(low, high, room) : ticks(low, high, room, { least: 1 }).map((at) => [at, digits(at, 6)]);
     let taken = -Infinity;
     for (const [at, text] of across) {
@@ -187,7 +189,10 @@ class Chart {
     const { low, high, inner, toX } = this.scale;
     const inside = [];
     for (let at = 0; at < layer.x.length; at += 1) if (layer.x[at] >= low && layer.x[at] <= high) inside.push(at);
-    const pitch = (inner.right - inner.left) / Math.max(inside.length, 1);
+    // As far apart as they usually are: a pause between two trainings makes room for nothing.
+    const placed = inside.map((at) => toX(layer.x[at])).sort((a, b) => a - b);
+    const gap = median(placed.slice(1).map((place, at) => place - placed[at]).filter((away) => away > 0.01));
+    const pitch = Math.min((inner.right - inner.left) / Math.max(inside.length, 1), gap ?? Infinity);
     const wide = Math.max(2, Math.min(16, Math.floor(pitch * 0.72)));
     const best = new Map();
     for (const at of inside) {

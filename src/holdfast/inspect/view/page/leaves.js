@@ -203,19 +203,31 @@ class Leaves {
     if (name === null) { this.none("This run has no intact checkpoint, so there are no leaves to show."); return; }
     if (this.content && this.content.of === `${run.number} ${name}`) return;
     let found;
-    try { found = await this.ask.contents(run, name); } catch (error) { this.none(error.message); return; }
+    try { found = await this.ask.contents(run, name); } catch (error) {
+      if (!error.isGone || !this.content || this.content.run !== run) this.none(error.message);  // else the next news has the next one
+      return;
+    }
     if (name !== this.name || run !== this.run) return;
+    const before = this.content;
     this.content = { ...found, of: `${run.number} ${name}` };
     this.asked = new Set();
+    this.wanted = null;
     this.failed = false;
     this.tools.classList.remove("hidden");
     this.empty.classList.add("hidden");
-    this.detail.classList.add("hidden");
     const { leaves } = this.content;
+    // The next checkpoint of a training has the same leaves: what is open stays open, and histograms are shown until newer ones come.
+    const alike = before && before.run === run && before.leaves.name.length === leaves.name.length && leaves.name.every((leaf, at) => leaf === before.leaves.name[at]);
+    this.content.run = run;
+    if (alike && this.ask.served) for (const at of this.inSight()) leaves.sample[at] = leaves.sample[at] || before.leaves.sample[at];
+    if (!alike) { this.detail.classList.add("hidden"); this.tree.chosen = undefined; }
     this.tree.set(leaves.name, { start: () => ({ nbytes: 0 }), leaf: (sum, at) => { if (!leaves.tied[at]) sum.nbytes += leaves.nbytes[at]; }, join: (sum, other) => { sum.nbytes += other.nbytes; } });
     this.count();
     this.showValues();
+    if (!this.detail.classList.contains("hidden")) { this.look(this.tree.chosen); this.want([this.tree.chosen]); }
   }
+  // The leaves whose rows exist, and the one that is open below them.
+  inSight() { return [...[...this.tree.rows.drawn.keys()].map((at) => this.tree.list[at].leaf), this.tree.chosen].filter((leaf) => leaf !== undefined); }
   none(text) {
     this.content = null;
     this.tools.classList.add("hidden");
@@ -259,7 +271,7 @@ class Leaves {
   }
   want(places) {
     if (!this.ask.served || !this.content || this.failed) return;
-    for (const at of places) if (!this.asked.has(at) && !this.content.leaves.sample[at] && !this.content.leaves.tied[at]) (this.wanted = this.wanted || new Set()).add(at);
+    for (const at of places) if (!this.asked.has(at) && !this.content.leaves.tied[at]) (this.wanted = this.wanted || new Set()).add(at);
     clearTimeout(this.waiting);
     if (this.wanted && this.wanted.size) this.waiting = setTimeout(() => this.fetch(), 120);
   }
@@ -272,7 +284,10 @@ class Leaves {
     try {
       const found = await this.ask.samples(run, name, places);
       if (content !== this.content) return;
-      for (const at of places) this.asked.add(at);
+      // There may have been no time for all of them; those are asked for again.
+      const answered = places.filter((at) => String(at) in found);
+      for (const at of answered.length ? answered : places) this.asked.add(at);
+      this.want(places);
       for (const [at, sample] of Object.entries(found)) content.leaves.sample[at] = sample;
       for (const [at, row] of this.tree.rows.drawn) {
         const item = this.tree.list[at];
@@ -280,9 +295,14 @@ class Leaves {
       }
       if (this.tree.chosen in found && !this.detail.classList.contains("hidden")) this.look(this.tree.chosen);
     } catch (error) {
+      if (content !== this.content) return;
       this.failed = true;
-      this.said.textContent = `Histograms cannot be read: ${error.message}`;
-    } finally { this.busy = false; }
+      // A checkpoint that retention has removed meanwhile is no news: the page moves on to the next.
+      if (!error.isGone) this.said.textContent = `Histograms cannot be read: ${error.message}`;
+    } finally {
+      this.busy = false;
+      if (this.content) this.want([]);
+    }
   }
   look(at) {
     const { leaves } = this.content;

@@ -40,7 +40,7 @@ function clockOf(run) { return data.served ? Date.now() / 1000 + run.skew : run.
 async function get(address) {
   const answer = await fetch(address, { cache: "no-store" });
   const found = await answer.json();
-  if (!answer.ok) throw new Error(found.error || `the server answered ${answer.status}`);
+  if (!answer.ok) throw Object.assign(new Error(found.error || `the server answered ${answer.status}`), { isGone: answer.status === 410 });
   return found;
 }
 const named = (run, name) => {
@@ -63,9 +63,10 @@ const ask = {
     if (!run.contents.has(name)) {
       if (!data.served) throw new Error("This page does not hold the leaves of that checkpoint.");
       run.contents.clear();  // one is enough: they can be large
-      run.contents.set(name, readContents(await get(`runs/${run.number}/contents?name=${encodeURIComponent(name)}`)));
+      // What is on its way counts, too: two sections ask for the same at once.
+      run.contents.set(name, get(`runs/${run.number}/contents?name=${encodeURIComponent(name)}`).then(readContents));
     }
-    return run.contents.get(name);
+    try { return await run.contents.get(name); } catch (error) { run.contents.delete(name); throw error; }
   },
   async samples(run, name, places) {
     const found = await get(`runs/${run.number}/samples?name=${encodeURIComponent(name)}&places=${places.join(",")}`);
@@ -101,9 +102,11 @@ function show(run) {
 function tellStatus(lost) {
   const host = document.getElementById("status");
   const live = data.served && current.view.being_written;
-  host.className = `status ${lost ? "lost" : live ? "live" : ""}`;
+  const gone = data.served && !current.view.is_there;
+  host.className = `status ${lost || gone ? "lost" : live ? "live" : ""}`;
   let text = `as of ${moment(current.view.now)}`;
   if (lost) text = "the server does not answer";
+  else if (gone) text = "the run is not there any more";
   else if (data.served) text = live ? "live: training" : current.view.being_written === false ? "live: no training now" : "live";
   host.replaceChildren(el("span", { class: "dot" }), el("span", { text }));
 }
@@ -115,6 +118,11 @@ document.getElementById("runs").append(...(runs.length > 1 ? runs.map((run) => e
 document.getElementById("footer").textContent = `Made by holdfast ${data.version}. ${data.served ? "This page asks a server on this machine; it changes nothing." : "This file is complete: it loads nothing and sends nothing."}`;
 show(current);
 
+// What a view shows beside its events: when it differs, the page is drawn again.
+function shownOf(view) {
+  const { timeline, origin, being_written: written, checkpoints, leftovers, problems, skipped_lines: skipped } = view;
+  return JSON.stringify([timeline.events, origin, written, checkpoints, leftovers, problems, skipped]);
+}
 async function news() {
   let wait = 2000;
   try {
@@ -125,10 +133,10 @@ async function news() {
       const found = await get(`runs/${run.number}/view?first_event=${before.timeline.events}${origin}`);
       take(run, found.view);
       wait = Math.max(wait, 1000 * found.poll_seconds);
-      const same = JSON.stringify([before.timeline.events, before.being_written, before.checkpoints, before.leftovers]) === JSON.stringify([found.view.timeline.events, found.view.being_written, found.view.checkpoints, found.view.leftovers]) && before.origin === found.view.origin;
-      if (same) continue;
-      if (run === current) show(run);
-      else sections[3].show(run);
+      if (shownOf(before) !== shownOf(found.view)) {
+        if (run === current) show(run);
+        else sections.find((section) => section.id === "metrics").show(run);
+      } else if (run === current && run.view.being_written) sections.find((section) => section.id === "durability").show(run);  // time goes on
     }
     tellStatus();
   } catch (error) {

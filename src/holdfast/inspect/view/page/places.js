@@ -4,6 +4,18 @@ function balance(ratio) {
   return ratio < 1.02 ? "All wrote about the same." : `The most that a rank wrote is ${digits(ratio, 3)} times the median.`;
 }
 
+const OWN = "the checkpoint's own directory";
+function placeOf(file) { return file.volume === null ? OWN : `${file.volume}${file.host ? ` on ${file.host}` : ""}`; }
+// Bytes and shards at each place.
+function places(files) {
+  const found = new Map();
+  for (const file of files) {
+    const known = found.get(placeOf(file)) || { files: 0, nbytes: 0 };
+    found.set(placeOf(file), { files: known.files + 1, nbytes: known.nbytes + file.nbytes });
+  }
+  return found;
+}
+
 class Writers {
   constructor(ask) {
     Object.assign(this, { id: "writers", title: "Who wrote what", short: "Writers", ask });
@@ -19,30 +31,31 @@ class Writers {
     this.of = of;
     if (!newest) { this.body.replaceChildren(el("p", { class: "empty", text: "This run has no intact checkpoint." })); return; }
     let found;
-    try { found = await this.ask.contents(run, newest.name); } catch (error) { this.of = ""; this.body.replaceChildren(el("p", { class: "empty", text: error.message })); return; }
+    try { found = await this.ask.contents(run, newest.name); } catch (error) { this.of = ""; if (!error.isGone || !this.body.children.length) this.body.replaceChildren(el("p", { class: "empty", text: error.message })); return; }
     if (run !== this.run) return;
     this.draw(found);
   }
   draw(found) {
     const files = found.writers.flatMap((writer) => writer.files.map((file) => ({ ...file, rank: writer.rank })));
     const top = most(found.writers.map((writer) => writer.nbytes)) || 1;
-    const volumes = new Map();
-    for (const file of files) {
-      const key = file.volume === null ? "the checkpoint's own directory" : `${file.volume}${file.host ? ` on ${file.host}` : ""}`;
-      const known = volumes.get(key) || { files: 0, nbytes: 0 };
-      volumes.set(key, { files: known.files + 1, nbytes: known.nbytes + file.nbytes });
-    }
-    const said = `Step ${whole(found.step)}: ${plural(found.world, "rank")}, ${plural(files.length, "shard")} on ${plural(volumes.size, "volume")}, ${bytes(found.stored_nbytes)} in files.`;
+    const volumes = places(files);
+    const said = `Step ${whole(found.step)}: ${plural(found.world, "rank")}, ${plural(files.length, "shard")} ${volumes.has(OWN) ? `in ${plural(volumes.size, "directory", "directories")}` : `on ${plural(volumes.size, "volume")}`}, ${bytes(found.stored_nbytes)} in files.`;
     const parts = [el("p", { class: "note", text: found.world > 1 ? `${said} Seconds of saves are those that rank 0 measured.` : said })];
     if (found.world > 1) {
       const spread = found.writers.map((writer) => writer.nbytes);
-      parts.push(table([{ name: "rank", number: true }, { name: "share" }, { name: "bytes", number: true }, { name: "leaves", number: true }, { name: "shards" }],
-        found.writers.map((writer) => [whole(writer.rank), meter(writer.nbytes / top), bytes(writer.nbytes), whole(writer.leaves), foreign(writer.files.map((file) => file.name).join(", ") || "none")])));
+      parts.push(table([{ name: "rank", number: true }, { name: "share" }, { name: "bytes", number: true }, { name: "leaves", number: true }, { name: "where" }],
+        found.writers.map((writer) => [whole(writer.rank), meter(writer.nbytes / top), bytes(writer.nbytes), whole(writer.leaves), foreign(this.where(writer))])));
       const left = found.all_writers - found.writers.length;
       parts.push(el("p", { class: "note after", text: `${left > 0 ? `and ${whole(left)} more ranks. ` : ""}${balance(Math.max(...spread) / Math.max(median(spread), 1))}` }));
     }
-    parts.push(el("h3", { text: "Volumes" }), table([{ name: "where" }, { name: "shards", number: true }, { name: "bytes", number: true }], [...volumes].map(([name, volume]) => [foreign(name), whole(volume.files), bytes(volume.nbytes)])));
+    parts.push(el("h3", { text: "Where it lies" }), table([{ name: "where" }, { name: "shards", number: true }, { name: "bytes", number: true }], [...volumes].map(([name, volume]) => [foreign(name), whole(volume.files), bytes(volume.nbytes)])));
     this.body.replaceChildren(...parts);
+  }
+  where(writer) {
+    if (!writer.files.length) return "nothing";
+    const names = writer.files.filter((file) => file.volume === null).map((file) => file.name);
+    const elsewhere = [...places(writer.files.filter((file) => file.volume !== null))].map(([place, { nbytes }]) => `${place}: ${bytes(nbytes)}`);
+    return [...(names.length ? [names.join(", ")] : []), ...elsewhere].join("\n");
   }
 }
 

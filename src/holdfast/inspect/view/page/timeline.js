@@ -59,8 +59,9 @@ class Overview {
       const { failed, passed_over: passed } = view.summary;
       found.push(tile("Failed saves", whole(failed), passed ? `${plural(passed, "damaged checkpoint")} passed over` : `of ${whole(failed + run.view.timeline.all_saves)}`, failed || passed ? "bad" : ""));
     }
-    const disk = view.disks[0];
-    if (disk && !disk.missing) found.push(tile("Free space", bytes(disk.free_nbytes), disk.fits === null ? `of ${bytes(disk.all_nbytes)}` : `for ${plural(disk.fits, "more checkpoint")}`, disk.fits !== null && disk.fits < 3 ? "bad" : ""));
+    // Of several file systems, the one that is full first.
+    const [disk] = view.disks.filter((item) => !item.missing).sort((a, b) => (a.fits ?? Infinity) - (b.fits ?? Infinity) || 0);
+    if (disk) found.push(tile("Free space", bytes(disk.free_nbytes), disk.fits === null ? `of ${bytes(disk.all_nbytes)}` : `for ${plural(disk.fits, "more checkpoint")}`, disk.fits !== null && disk.fits < 3 ? "bad" : ""));
     this.tiles.replaceChildren(...found);
   }
 }
@@ -154,7 +155,8 @@ class Saves {
     });
     const all = view.timeline.all_saves;
     const thin = all > saves.step.length ? `${whole(saves.step.length)} of ${whole(all)} saves are drawn: the slowest ones and the longest stalls of each stretch. ` : "";
-    this.said.textContent = `${thin}${plural(all, "durable save")} in ${plural(view.timeline.trainings || 1, "training")}, ${bytes(view.summary.saves.stored_nbytes)} written. Drag to zoom in.`;
+    this.said.textContent = `${thin}${plural(all, "durable save")} in ${plural(view.timeline.trainings || 1, "training")}, ${bytes(view.summary.saves.stored_nbytes)} written.`;
+    this.said.append(el("span", { class: "formouse", text: " Drag to zoom in." }));
   }
 }
 
@@ -266,7 +268,8 @@ class Metrics {
     const hosts = shown.map((name) => {
       if (!this.charts.has(name)) {
         const chart = new Chart(`The metric ${name} by step`, 190);
-        this.charts.set(name, { chart, host: el("div", {}, el("h3", { text: name }), chart.element) });
+        const odd = el("span", { class: "odd" });
+        this.charts.set(name, { chart, odd, host: el("div", {}, el("h3", {}, el("span", { class: "foreign", text: name }), " ", odd), chart.element) });
       }
       return this.charts.get(name).host;
     });
@@ -279,6 +282,9 @@ class Metrics {
       return { kind: "line", run, x: points.map((point) => point[0]), y: points.map((point) => point[1]), color: run.color, dots: true, wide: 1.8 };
     });
     const [low, high] = extent(lines.flatMap((line) => [line.x[0], line.x[line.x.length - 1]]));
+    const odd = lines.flatMap((line) => line.x.filter((_, at) => line.y[at] === null)).sort((a, b) => a - b);
+    const newest = whole(odd[odd.length - 1]);
+    this.charts.get(name).odd.replaceChildren(odd.length ? tag(odd.length === 1 ? `NaN or infinite at step ${newest}` : `NaN or infinite ${whole(odd.length)} times, last at step ${newest}`, "bad") : "");
     this.charts.get(name).chart.set({
       x: { kind: "step", low, high, name: "step" }, y: { unit: "", format: (value) => digits(value, 4), free: true }, layers: lines,
       tip: (offset, first, last) => {
@@ -288,7 +294,7 @@ class Metrics {
           const place = nearest(line.x, offset);
           if (place === null || line.x[place] < first || line.x[place] > last) continue;
           if (at === null || Math.abs(offset(line.x[place])) < Math.abs(offset(at))) at = line.x[place];
-          rows.push([this.runs.length > 1 ? `${line.run.view.name}, step ${whole(line.x[place])}` : name, number(line.y[place]), line.color, true]);
+          rows.push([this.runs.length > 1 ? `${line.run.view.name}, step ${whole(line.x[place])}` : name, line.y[place] === null ? "NaN or infinite" : number(line.y[place]), line.color, true]);
         }
         return at === null ? null : { x: at, title: `Step ${whole(at)}`, rows };
       },
