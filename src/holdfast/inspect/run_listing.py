@@ -13,7 +13,7 @@ from holdfast.store import is_checkpoint, list_steps, locate, resolve, step_name
 from holdfast.store.names import is_step_name
 from holdfast.store.os_errors import reading
 from holdfast.store.read import foreign
-from holdfast.store.read.listing import inner_checkpoints, natural_order
+from holdfast.store.read.listing import inner_checkpoints, natural_order, no_run
 from holdfast.store.read.open import require_reachable
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
@@ -186,7 +186,7 @@ def _steps(run: str) -> dict[int, str]:
         try:
             names = os.listdir(run)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointNotFound(f"there is no run at {run}") from error
+            raise no_run(run) from error
     return {
         int(name.removeprefix("step-")): os.path.join(run, name)
         for name in sorted(names)
