@@ -63,7 +63,7 @@ def completion(
     shell: Annotated[Shell | None, typer.Argument(metavar="bash|zsh|fish", show_default=False)] = None,
     words: Annotated[str | None, typer.Option("--words", hidden=True)] = None,
 ) -> None:
-    """Print the script by which a shell completes commands, options, and steps behind RUN@."""
+    """Print the script by which a shell completes commands, options, and steps after RUN@."""
     if words is not None:
         for found in proposals(context.find_root().command, words):
             print(found)
