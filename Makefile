@@ -161,9 +161,10 @@ docs: $(DOCS_TOOLS)/.stamp
 	@echo "the site is in build/site; to look at it: python3 -m http.server --directory build/site"
 
 # The wheel is built from the sdist, so that one that lacks a file fails here.
-DIST_TOOLS := build/dist-tools
+DIST_TOOLS := build/dist-tools/$(notdir $(PYTHON))
 $(DIST_TOOLS)/.stamp: requirements-dist.txt tools/apt.sh tools/system-packages.sh tools/xxhash-headers.sh
 	@PYTHON="$(PYTHON)" tools/system-packages.sh
+	@mkdir -p $(DIST_TOOLS)
 	@$(PYTHON) -m venv --clear $(DIST_TOOLS)
 	@tools/xxhash-headers.sh $(DIST_TOOLS)/bin/python
 	@$(DIST_TOOLS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet -r requirements-dist.txt

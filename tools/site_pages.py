@@ -37,6 +37,8 @@ INTERNAL = {
     *("caller", "checkpointer", "cli", "drill", "engine", "errors", "format", "integrations"),
     *("plan", "shelf", "state", "store", "study", "team", "torch"),
 }
+# Of these classes, what users call; the rest is for the Checkpointer.
+MEMBERS = {"PendingSave": ("done", "result", "exception", "progress")}
 LINK = re.compile(r"\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -63,17 +65,24 @@ def reference() -> dict[str, str]:
     pages = {}
     for title, home in GROUPS.items():
         own = [(module, name) for module, name in names if module == home or module.startswith(home + ".")]
-        pages[title] = f"# {title}\n\n" + "\n\n".join(f"::: {module}.{name}" for module, name in own)
+        entries = (f"::: {module}.{name}{members(name)}" for module, name in own)
+        pages[title] = f"# {title}\n\n" + "\n\n".join(entries)
     known = ("holdfast", *GROUPS.values())
     left = [name for module, name in names if module not in known and not module.startswith(known[1:])]
     if left:
         raise ValueError(f"on no page of the reference: {left}")
     others = sorted({path.stem for path in SOURCE.iterdir() if path.stem[0] != "_"} - INTERNAL - {"py"})
     for title, module in {**MODULES, **{f"holdfast.{name}": f"holdfast.{name}" for name in others}}.items():
-        members = "\n".join(f"        - {name}" for name in public_names(module))
-        options = f"    options:\n      show_root_heading: false\n      members:\n{members}\n"
+        listed = "\n".join(f"        - {name}" for name in public_names(module))
+        options = f"    options:\n      show_root_heading: false\n      members:\n{listed}\n"
         pages[title] = f"# {title}\n\n::: {module}\n{options}"
     return pages
+
+
+def members(name: str) -> str:
+    """The option that limits what a page shows of a class."""
+    chosen = MEMBERS.get(name)
+    return f"\n    options:\n      members: [{', '.join(chosen)}]" if chosen else ""
 
 
 def on_config(config: Any) -> None:

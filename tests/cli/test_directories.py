@@ -133,3 +133,27 @@ def test_a_directory_above_runs_is_no_checkpoint_but_names_them(tmp_path: Path) 
 
 def test_stats_of_checkpoints_without_a_training_says_why_there_is_nothing(named: Path) -> None:
     assert "that no Checkpointer made" in command("stats", named).err
+
+
+@pytest.mark.parametrize("name", ["ls", "stats", "prune"])
+def test_a_file_is_not_called_a_missing_run(name: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    outcome = command(name, tmp_path / "notes.txt")
+    assert outcome.code == 1
+    assert "notes.txt is a file, not a run" in outcome.err
+    assert "there is no run at" in command(name, tmp_path / "nothing").err
+
+
+def test_a_step_of_a_directory_above_runs_names_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs/a", (30,))
+    outcome = command("show", f"{tmp_path}/runs@30")
+    assert outcome.code == 1
+    assert f"holds runs: name one of them, such as {run}" in outcome.err
+
+
+def test_show_of_a_shelf_and_of_an_empty_file_says_what_they_are(tmp_path: Path) -> None:
+    with holdfast.Shelf(tmp_path / "s.shelf") as shelf:
+        shelf.n = 1
+    assert "Found a shelf, which `holdfast shelf ls` lists" in command("show", tmp_path / "s.shelf").err
+    (tmp_path / "empty").touch()
+    assert "Found an empty file" in command("show", tmp_path / "empty").err

@@ -34,7 +34,7 @@ def test_lists_checkpoints_in_order_of_step(tmp_path: Path) -> None:
 def test_json_holds_every_fact(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [1, 2])
     document = command("ls", run, "--json").document
-    assert set(document) == {"path", "checkpoints", "runs", "leftovers", "nbytes", "damaged"}
+    assert set(document) == {"path", "checkpoints", "runs", "leftovers", "nbytes", "damaged", "unreadable"}
     assert document["path"] == str(run)
     first, second = document["checkpoints"]
     files = list(step_path(run, 1).iterdir())
@@ -48,7 +48,7 @@ def test_json_holds_every_fact(tmp_path: Path) -> None:
         "metrics": {"loss": 10.0},
         "damage": None,
     }
-    assert document["leftovers"] == document["damaged"] == []
+    assert document["leftovers"] == document["damaged"] == document["unreadable"] == []
 
 
 def test_metrics_that_are_no_json_numbers_are_text(tmp_path: Path) -> None:

@@ -245,6 +245,7 @@ def test_progress_bars_keep_off_what_is_no_terminal(tmp_path: Path) -> None:
 def test_help_and_version_as_others_spell_them() -> None:
     assert command("help", "diff").out == command("diff", "--help").out
     assert command("help").out == command("--help").out
+    assert command("help", "shelf", "ls").out == command("shelf", "ls", "--help").out
     assert command("-V").out == command("--version").out
 
 

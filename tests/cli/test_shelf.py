@@ -85,3 +85,20 @@ def test_export_to_npz_and_safetensors(path: Path, tmp_path: Path) -> None:
 def test_doctor_names_the_medium(tmp_path: Path) -> None:
     found = command("doctor", tmp_path, "--no-speed", "--json").document
     assert found["shelf_medium"].split(" (")[0] in ("page cache", "memory", "persistent memory")
+
+
+def test_the_commit_of_an_entry_counts_as_the_commits_of_the_shelf(path: Path) -> None:
+    lines = command("shelf", "ls", path).lines
+    assert [line.split()[-1] for line in lines if line.startswith(("centers", "n_iter"))] == ["1", "1"]
+    assert "commit 1," in lines[-1]
+    with Shelf(path) as shelf:
+        shelf.n_iter = 4
+    lines = command("shelf", "ls", path).lines
+    assert [line.split()[-1] for line in lines if line.startswith(("centers", "n_iter"))] == ["1", "2"]
+    assert "commit 2," in lines[-1]
+
+
+def test_a_directory_is_not_a_shelf(tmp_path: Path) -> None:
+    outcome = command("shelf", "ls", tmp_path)
+    assert outcome.code == 1
+    assert f"there is no shelf at {tmp_path}: it is a directory" in outcome.err

@@ -148,6 +148,7 @@ def test_a_spread_is_told_by_nearest_rank() -> None:
 
 def test_the_text_says_what_the_numbers_are(tmp_path: Path) -> None:
     outcome = command("stats", log(tmp_path / "run", story()))
+    assert "opened 2 times by a Checkpointer" in " ".join(outcome.out.split())
     assert outcome.code == 0
     assert outcome.err == ""
     for line in (

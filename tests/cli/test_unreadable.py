@@ -130,3 +130,31 @@ def test_verify_names_the_file_that_may_not_be_read(files: str, place: Path) -> 
     outcome = as_nobody("verify", place / "one", "--json")
     assert outcome.code == 1
     assert outcome.document["checkpoints"][0]["problems"][0]["file"] == str(file)
+
+
+@needs_root
+def test_an_unreadable_run_beside_others_is_named_and_not_taken_for_verified(place: Path) -> None:
+    make_run(place / "runs/open", [1])
+    make_run(place / "runs/closed", [1]).chmod(0o700)
+    (place / "runs/lost+found").mkdir(mode=0o700)
+    listed = as_nobody("ls", place / "runs")
+    assert listed.code == 0
+    assert "not readable, so not looked into: closed" in listed.lines
+    assert "1 run, 1 checkpoint" in listed.out
+    assert as_nobody("ls", place / "runs", "--json").document["unreadable"] == [str(place / "runs/closed")]
+
+    verified = as_nobody("verify", place / "runs")
+    assert verified.code == 1
+    assert "intact open/step-000000000001" in verified.out.replace("   ", " ")
+    assert "Permission denied" in verified.out
+
+
+@needs_root
+def test_a_directory_above_an_unreadable_run_is_not_called_empty(place: Path) -> None:
+    make_run(place / "runs/closed", [1]).chmod(0o700)
+    listed = as_nobody("ls", place / "runs").out
+    assert "and no readable runs below it" in listed
+    assert "not looked into: closed" in listed
+    verified = as_nobody("verify", place / "runs")
+    assert verified.code == 1
+    assert "Permission denied" in verified.out

@@ -134,7 +134,7 @@ def test_a_target_with_only_the_model_is_told_of_select(saved: Path) -> None:
     with pytest.raises(holdfast.StateMismatch) as caught:
         holdfast.load(saved, into)
     text = str(caught.value)
-    assert 'pass select="model"' in text
+    assert 'call load(..., select="model")' in text
     assert "optimizer.* (20 leaves)" in text
     assert len(caught.value.extra) == 22
     holdfast.load(saved, into, select="model")

@@ -22,9 +22,9 @@ from msgspec import Meta, Struct
 from holdfast.caller import stack_level
 from holdfast.engine import forks, fs
 from holdfast.engine.fs import HeldDirectory
-from holdfast.errors import CheckpointNotFound
 from holdfast.format.manifest import spell_metrics
 from holdfast.store.os_errors import reading
+from holdfast.store.read.listing import no_run
 
 EVENTS_NAME = "events.jsonl"
 OLDER_NAME = "events.1.jsonl"
@@ -322,7 +322,7 @@ def read_events(run: str | os.PathLike[str]) -> tuple[list[Event], int]:
     Passed over is what is no event of this version: lines torn by a crash, of another program, too long.
     """
     if not os.path.isdir(run):
-        raise CheckpointNotFound(f"there is no run at {os.fspath(run)}")
+        raise no_run(os.fspath(run))
     events: list[Event] = []
     skipped = 0
     # The newer one first: were the log rotated in between, it would be the older one, not be missed.

@@ -95,7 +95,7 @@ def make_schedule(every: int | str, *, budget: float = 0.03, mtbf: float | str |
 
 
 class EverySteps(Schedule):
-    """At the multiples of a number of steps; at the first call behind one that no call falls on."""
+    """At multiples of a number of steps. If a loop skips one of them, at its next call."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

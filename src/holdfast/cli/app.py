@@ -88,10 +88,10 @@ def holdfast(
 
 @app.command("help", hidden=True)
 def show_help(
-    context: typer.Context, command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = None
+    command: Annotated[list[str] | None, typer.Argument(metavar="COMMAND", show_default=False)] = None,
 ) -> None:
     """Show the help of a command, or of holdfast."""
-    app([*([command] if command is not None else []), "--help"], prog_name="holdfast")
+    app([*(command or []), "--help"], prog_name="holdfast")
 
 
 def run() -> None:

@@ -63,7 +63,7 @@ def completion(
     shell: Annotated[Shell | None, typer.Argument(metavar="bash|zsh|fish", show_default=False)] = None,
     words: Annotated[str | None, typer.Option("--words", hidden=True)] = None,
 ) -> None:
-    """Print the script by which a shell completes commands, options, and steps behind RUN@."""
+    """Print the script by which a shell completes commands, options, and steps after RUN@."""
     if words is not None:
         for found in proposals(context.find_root().command, words):
             print(found)
@@ -76,6 +76,8 @@ def completion(
 def proposals(root: Any, line: str) -> list[str]:
     """What may stand at the end of a command line, instead of its last word."""
     *before, last = [*line.split(), ""] if line[-1:].isspace() or not line else line.split()
+    if before[1:2] == ["help"]:
+        del before[1]
     command: Any = root
     for word in before[1:]:
         if word == "--":
@@ -103,11 +105,29 @@ def _option(command: Any, name: str) -> Any:
 
 def _choices(command: Any, parameter: Any) -> list[str]:
     """The values that a parameter may have; nothing where it may be anything."""
+    if parameter.opts[0] in _KINDS and command.name == "convert":
+        return _KINDS[parameter.opts[0]]()
     hint = typing.get_type_hints(command.callback).get(parameter.name)
     kinds = [
         kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and issubclass(kind, Enum)
     ]
     return [str(member.value) for kind in kinds for member in kind]
+
+
+def _sources() -> list[str]:
+    from holdfast import universal
+
+    return ["auto", "holdfast", *universal.kinds()]
+
+
+def _targets() -> list[str]:
+    from holdfast import universal
+
+    return universal.target_kinds()
+
+
+_KINDS = {"--from": _sources, "--to": _targets}
+"""Of `convert`: the systems that can be read, and those that can be written."""
 
 
 def _references(word: str) -> list[str]:

@@ -158,7 +158,8 @@ def _print(out: Session, done: Converted, seconds: float) -> None:
     out.say(f"{words.plain(done.path)}: {would}{done.to}, {amount} from {done.kind}{speed}{verified}")
     if done.dry_run:
         for file in done.files:
-            out.say(f"  {words.plain(file.name) or '(itself)'}: {words.size(file.nbytes)}")
+            if file.name:  # otherwise it is DST itself, of which the line above tells all
+                out.say(f"  {words.plain(file.name)}: {words.size(file.nbytes)}")
     for count, what in (
         (done.casts, "cast to another type"),
         (done.tied, "tied to others and written once"),

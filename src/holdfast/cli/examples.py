@@ -84,7 +84,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "completion": (
         ('eval "$(holdfast completion bash)"', "in ~/.bashrc"),
-        ('eval "$(holdfast completion zsh)"', "in ~/.zshrc, behind compinit"),
+        ('eval "$(holdfast completion zsh)"', "in ~/.zshrc, after compinit"),
         ("holdfast completion fish | source", "in ~/.config/fish/config.fish"),
     ),
 }

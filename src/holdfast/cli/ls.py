@@ -48,10 +48,13 @@ def _document(found: Listing) -> dict[str, object]:
         "leftovers": found.leftovers,
         "nbytes": found.nbytes,
         "damaged": [entry.path for entry in found.damaged],
+        "unreadable": found.unreadable,
     }
 
 
 def _print(out: Session, found: Listing) -> None:
+    import os
+
     from holdfast.cli import words
 
     if found.checkpoints:
@@ -64,12 +67,18 @@ def _print(out: Session, found: Listing) -> None:
         where = words.plain(found.path)
         out.say(f"{where} is a checkpoint of another system: `holdfast show` lists what it holds")
     elif not found.checkpoints and not found.runs:
-        out.say(f"no checkpoints in {words.plain(found.path)}, and no runs below it")
+        runs = "no readable runs" if found.unreadable else "no runs"
+        out.say(f"no checkpoints in {words.plain(found.path)}, and {runs} below it")
     if found.damaged:
         names = ", ".join(words.plain(_title(entry, found)) for entry in found.damaged)
         out.say(
             f"damaged: {names}. `holdfast verify` lists every problem; restoring skips them.", style="red"
         )
+    if found.unreadable:
+        first = words.plain(os.path.relpath(found.unreadable[0], found.path))
+        more = len(found.unreadable) - 1
+        others = f" and {more:,} more" if more else ""
+        out.say(f"not readable, so not looked into: {first}{others}", style="yellow")
     for leftover in found.leftovers:
         out.say(_leftover(leftover), style="dim")
 

@@ -131,7 +131,8 @@ def _print_entries(out: Session, found: Listing) -> None:
     )
     for entry in found.entries:
         dtype, size = entry.dtype or "", words.size(entry.nbytes)
-        rows.add_row(words.plain(entry.name), entry.type, dtype, _shape(entry), size, str(entry.generation))
+        commit = str(entry.generation - 1)  # the first generation is the new, empty shelf
+        rows.add_row(words.plain(entry.name), entry.type, dtype, _shape(entry), size, commit)
     out.tabulate(rows)
     _print_usage(out, found)
 

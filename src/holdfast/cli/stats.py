@@ -140,7 +140,7 @@ def _facts(where: str, found: EventSummary) -> list[tuple[str, str]]:
     period = f"{words.moment(found.first_time)} to {words.moment(found.last_time)}"
     rows = [("run", words.plain(where)), ("events", f"{found.events:,}, {period}")]
     if found.trainings > 1:
-        rows.append(("trainings", f"{found.trainings:,}: begun, or begun again"))
+        rows.append(("opened", f"{found.trainings:,} times by a Checkpointer"))
     saves = found.saves
     if saves is None:
         rows.append(("saves", "none durable" + (f", {found.failed:,} failed" if found.failed else "")))

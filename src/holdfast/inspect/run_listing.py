@@ -13,7 +13,7 @@ from holdfast.store import is_checkpoint, list_steps, locate, resolve, step_name
 from holdfast.store.names import is_step_name
 from holdfast.store.os_errors import reading
 from holdfast.store.read import foreign
-from holdfast.store.read.listing import inner_checkpoints, natural_order
+from holdfast.store.read.listing import inner_checkpoints, natural_order, no_run
 from holdfast.store.read.open import require_reachable
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
@@ -21,6 +21,9 @@ _LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")
 _MAX_DEPTH = 4
 _MAX_VISITED = 10_000
 """Directories in which runs are looked for: somebody may name the root of a file system."""
+
+_OF_THE_FILESYSTEM = "lost+found"
+"""On every ext4, for root alone; no training writes there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Listing:
     """A directory's checkpoints: those of the run in order of step, then those of other names.
 
     `runs`: unless it is a run itself, the runs below it. `foreign`: it is a checkpoint of another system.
+    `unreadable`: directories below that may hold runs, but could not be listed.
     """
 
     path: str
@@ -77,6 +81,7 @@ class Listing:
     leftovers: tuple[Leftover, ...]
     runs: tuple[RunEntry, ...] = ()
     foreign: bool = False
+    unreadable: tuple[str, ...] = ()
 
     @property
     def damaged(self) -> tuple[Entry, ...]:
@@ -106,9 +111,11 @@ def list_run(path: str | os.PathLike[str]) -> Listing:
     left = leftovers(where)
     if steps or left:  # a run: what is below it is its own business
         return Listing(where, present, left)
-    runs = tuple(map(_run_entry, runs_below(where)))
+    unreadable: list[str] = []
+    runs = tuple(map(_run_entry, runs_below(where, unreadable)))
     nothing = not present and not runs
-    return Listing(where, present, (), runs, foreign=nothing and foreign.recognises(where))
+    is_foreign = nothing and foreign.recognises(where)
+    return Listing(where, present, (), runs, foreign=is_foreign, unreadable=tuple(unreadable))
 
 
 def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -117,7 +124,9 @@ def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
     if not is_checkpoint(where) and os.path.isdir(where):
         found = [*checkpoints_inside(where)]
         if not _steps(where):
-            found += [inner for run in runs_below(where) for inner in checkpoints_inside(run)]
+            unreadable: list[str] = []
+            found += [inner for run in runs_below(where, unreadable) for inner in checkpoints_inside(run)]
+            found += unreadable  # may hold checkpoints, so they cannot be passed over in silence
         if found:
             return tuple(found)
     return (resolve(where),)
@@ -129,8 +138,11 @@ def checkpoints_inside(directory: str) -> tuple[str, ...]:
     return (*_steps(directory).values(), *named)
 
 
-def runs_below(where: str) -> Iterator[str]:
-    """The directories below that hold checkpoints, or the events of a training; in the order of names."""
+def runs_below(where: str, unreadable: list[str] | None = None) -> Iterator[str]:
+    """The directories below that hold checkpoints, or the events of a training; in the order of names.
+
+    Those that cannot be listed are added to `unreadable`.
+    """
     visited = 0
 
     def look(directory: str, depth: int) -> Iterator[str]:
@@ -138,8 +150,12 @@ def runs_below(where: str) -> Iterator[str]:
         try:
             with os.scandir(directory) as entries:
                 inner = [entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()]
+        except FileNotFoundError:
+            return  # removed since it was listed
         except OSError:
-            return  # not ours to read
+            if unreadable is not None and os.path.basename(directory) != _OF_THE_FILESYSTEM:
+                unreadable.append(directory)
+            return
         for name in sorted(inner, key=natural_order):
             visited += 1
             if visited > _MAX_VISITED:
@@ -186,7 +202,7 @@ def _steps(run: str) -> dict[int, str]:
         try:
             names = os.listdir(run)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointNotFound(f"there is no run at {run}") from error
+            raise no_run(run) from error
     return {
         int(name.removeprefix("step-")): os.path.join(run, name)
         for name in sorted(names)

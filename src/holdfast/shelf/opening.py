@@ -52,6 +52,8 @@ def open_core(path: str, writable: bool, limit: int | None, medium: str) -> engi
         core = engine.NativeShelf(path, writable, medium)
     except FileNotFoundError:
         raise ShelfNotFound(f"there is no shelf at {path}") from None
+    except IsADirectoryError:
+        raise ShelfNotFound(f"there is no shelf at {path}: it is a directory") from None
     except PermissionError as error:
         kind = StorageDenied if writable else ReadDenied
         raise kind(f"cannot open the shelf {path}: {error.strerror}; change its owner or mode") from error

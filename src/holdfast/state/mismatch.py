@@ -83,7 +83,7 @@ class Mismatch:
             if self.keys and not tops.intersection(key.partition(".")[0] for key in self.keys):
                 names = [repr(key).replace("'", '"') for key in self.keys]
                 chosen = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
-                return [f"To load only what the target has, pass select={chosen}."]
+                return [f"To load only what the target has, call load(..., select={chosen})."]
             return []
         guess = another_prefix(self.missing, self.extra)
         if guess is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.errors import CheckpointExists, SpecError
+from holdfast.errors import CheckpointExists, SpecError, UnsupportedSource
 from holdfast.inspect.progress import Progress, no_progress
 from holdfast.state.node import blob_names, localized
 from holdfast.store import Options, checked_options
@@ -224,7 +224,12 @@ def _open(
             raise SpecError("a spec is for checkpoints of other systems; Holdfast's own need none")
         return ForeignCheckpoint(describe(src, kind, spec), options.reading())
     if kind in ("auto", "holdfast"):
-        return open_newest(src, options.reading())
+        opened = open_newest(src, options.reading())
+        if kind == "holdfast" and isinstance(opened, ForeignCheckpoint):
+            path, found = opened.path, opened.root.format
+            opened.close()
+            raise UnsupportedSource(f"{path} is a checkpoint of kind {found!r}, not of Holdfast")
+        return opened
     return ForeignCheckpoint(describe(src, kind), options.reading())
 
 

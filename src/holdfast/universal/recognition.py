@@ -12,6 +12,8 @@ from holdfast.universal.spec import Spec
 from holdfast.universal.whole_source import apply_spec
 
 _SHOWN = 6
+_SHELF = b"hfshelf\n"
+"""How the file of a shelf begins (docs/shelf-format.md)."""
 
 
 def kinds() -> list[str]:
@@ -73,6 +75,10 @@ def _contents(path: str) -> str:
         if not os.path.isdir(path):
             with open(path, "rb") as file:
                 begin = file.read(8)
+            if begin == _SHELF:
+                return "a shelf, which `holdfast shelf ls` lists"
+            if not begin:
+                return "an empty file"
             return f"a file of {os.path.getsize(path)} bytes that begins with {begin!r}"
         names = sorted(os.listdir(path))
     except OSError as error:

@@ -20,9 +20,16 @@ def list_steps(run: str) -> list[int]:
         names = patiently(lambda: _step_names(run))
     except ReadFailed as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise CheckpointNotFound(f"there is no run at {run}") from error
+            raise no_run(run) from error
         raise
     return sorted(step_of(name) for name in names)
+
+
+def no_run(path: str) -> CheckpointNotFound:
+    """The error for a path at which there is no directory."""
+    if os.path.isfile(path):
+        return CheckpointNotFound(f"{path} is a file, not a run: a run is a directory of checkpoints")
+    return CheckpointNotFound(f"there is no run at {path}")
 
 
 def _step_names(run: str) -> list[str]:

@@ -12,7 +12,7 @@ import re
 from holdfast.errors import CheckpointNotFound
 from holdfast.store.names import step_name
 from holdfast.store.os_errors import reading
-from holdfast.store.read.listing import list_steps
+from holdfast.store.read.listing import list_steps, runs_in
 
 _REFERENCE = re.compile(r"(latest|[0-9]{1,12}|-[0-9]{1,12})", re.ASCII)
 _SHOWN_STEPS = 8
@@ -67,6 +67,10 @@ def _chosen(name: str, steps: list[int]) -> int | None:
 def _has(run: str, steps: list[int], wanted: str = "") -> str:
     """What a run has instead, in a sentence."""
     if not steps:
+        runs = runs_in(run)
+        if runs:
+            example = os.path.join(run, runs[0])
+            return f"{run} is not a run, but holds runs: name one of them, such as {example}"
         return f"The directory {run} holds no checkpoints that are named by their step"
     if len(steps) <= _SHOWN_STEPS:
         shown = ", ".join(map(str, steps))
