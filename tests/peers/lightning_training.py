@@ -316,6 +316,9 @@ def sharded(folder: str) -> None:
         reading, _, other = saving(4)
         reading.fit(other, ckpt_path=f"{folder}/native.ckpt", weights_only=False)
         assert reading.global_step == 4
+        reading.save_checkpoint(f"{folder}/native.ckpt")  # over it
+        with holdfast.open(f"{folder}/native.ckpt") as opened:
+            assert opened.step == 4
     wide, _, _ = saving(10)
     refused("state_dict.net.0.weight", lambda: wide.fit(Module(width=18), ckpt_path=best))
 
@@ -324,6 +327,27 @@ def sharded(folder: str) -> None:
             assert torch.equal(value, opened[f"state_dict.{name}"][...]), name
     assert loaded.hparams["width"] == 16
     print("sharded: ok", flush=True)
+
+
+def adopted(folder: str) -> None:
+    """A training that began without Holdfast, or with links, goes on with it: ``last`` is saved over."""
+
+    def saving(name: str, steps: int, last: Any, plugins: list[Any]) -> Path:
+        keeper = ModelCheckpoint(f"{folder}/{name}", "{step}", every_n_train_steps=2, save_last=last)
+        trainer = trainer_of([keeper], enable_checkpointing=True, plugins=plugins, max_steps=steps)
+        trainer.fit(Module(), ckpt_path="last", weights_only=False)
+        assert trainer.global_step == steps
+        return Path(folder, name, "last.ckpt")
+
+    assert saving("file", 4, True, []).is_file()
+    assert saving("link", 4, "link", [HoldfastIO()]).is_symlink()
+    for name in ("file", "link"):
+        last = saving(name, 8, True, [HoldfastIO()])
+        assert not last.is_symlink()
+        with holdfast.open(last) as opened:
+            assert opened.step == 8
+        assert sorted(os.listdir(last.parent)) == ["last.ckpt", "step=8.ckpt"]
+    assert saving("link", 10, "link", [HoldfastIO()]).is_symlink()
 
 
 def io(folder: str) -> None:
@@ -390,6 +414,7 @@ def io(folder: str) -> None:
         assert "CheckpointIO" in str(error), error  # noqa: PT017
     else:
         raise AssertionError("docs/integrations.md says that Fabric rejects this")
+    adopted(folder)
     print("io: ok")
 
 
