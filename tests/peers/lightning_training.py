@@ -25,7 +25,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy as FabricParallelStrategy
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -151,6 +151,25 @@ class Kill(Callback):
                 die()
 
 
+class Count(Callback):
+    """Has a state that it changes after each batch, and when an epoch begins."""
+
+    def __init__(self) -> None:
+        self.batches = self.epochs = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches, self.epochs = state["batches"], state["epochs"]
+
+
 def trainer_of(callbacks: list[Any], **arguments: Any) -> Any:
     return lightning.Trainer(
         **{"max_epochs": 3, "enable_checkpointing": False, "strategy": strategy(), **arguments},
@@ -169,7 +188,10 @@ def train(run: str, kill: int = 0) -> dict[str, Any]:
     torch.manual_seed(1 + RANK)
     counted = count_collectives() if LAYOUT == "fsdp2" else {}
     callback = HoldfastCallback(run, keep=holdfast.Keep(last=100))
-    trainer = trainer_of([callback, Kill(kill)])
+    count = Count()
+    # The average is part of what Lightning's hooks save, and in the end it takes the place of the weights.
+    average = [] if WORLD > 1 else [EMAWeightAveraging(decay=0.8)]
+    trainer = trainer_of([count, callback, *average, Kill(kill)])
     trainer.fit(model)
     assert not counted or (counted["saves"] and not counted["collectives"]), counted
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
@@ -181,6 +203,7 @@ def train(run: str, kill: int = 0) -> dict[str, Any]:
         "digest": digest([*trainer.strategy.model.parameters(), *model.buffers(), torch.rand(3)]),
         "rates": rates,
         "average": model.average,
+        "count": count.state_dict(),
     }
 
 

@@ -109,7 +109,10 @@ def load_from_checkpoint(cls: type[Any], path: str | os.PathLike[str], **argumen
     if "rest" in found:
         found = {**found["rest"], "state_dict": found["state_dict"]}
     elif "state_dict" not in found:
-        found = {**found["extras"]["module"], "state_dict": found["model"]}
+        found = {
+            "state_dict": found["model"],
+            **found["extras"]["module"],
+        }  # a hook may have put others there
     # The file is made here, of plain values and tensors: there is nothing in it to beware of.
     return cls.load_from_checkpoint(_torch_file(found), **{"weights_only": False, **arguments})
 
