@@ -70,6 +70,7 @@ class HoldfastEngine(CheckpointEngine):
         self._writes: list[Write] = []
         self._failure: Exception | None = None
         self._read: tuple[str, Any] | None = None
+        self._restores_optimizer = True
         self._save, engine.save_checkpoint = engine.save_checkpoint, self._save_checkpoint
         self._load, engine.load_checkpoint = engine.load_checkpoint, self._load_checkpoint
         self._step, engine._take_model_step = engine._take_model_step, self._take_model_step
@@ -165,8 +166,9 @@ class HoldfastEngine(CheckpointEngine):
         tag: str | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
-        *args: Any,
-        **kwargs: Any,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
     ) -> Any:
         self.finish()
         engine = self._engine
@@ -175,8 +177,17 @@ class HoldfastEngine(CheckpointEngine):
         ours = tag is not None and bool(tags.files_of(os.path.join(load_dir, tag)))
         if ours and engine.zero_optimization_partition_weights() and not load_optimizer_states:
             raise NotImplementedError("ZeRO-3 cannot load a tag of Holdfast without its optimizer states")
+        self._restores_optimizer = load_optimizer_states and not load_module_only
         try:
-            return self._load(load_dir, tag, load_module_strict, load_optimizer_states, *args, **kwargs)
+            return self._load(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
         finally:
             self._read = None
 
@@ -190,9 +201,11 @@ class HoldfastEngine(CheckpointEngine):
         return self._read[1]
 
     def _check_ranks(self, path: str, content: dict[str, Any]) -> None:
-        """Of ZeRO-3: DeepSpeed would find out when it has loaded half of it, or not at all."""
-        saved, here = content.get("dp_world_size"), self._engine.seq_dp_world_size
-        if self._engine.zero_optimization_partition_weights() and saved not in (None, here):
+        """Of ZeRO: DeepSpeed would find out when it has loaded half of it, or not at all."""
+        engine = self._engine
+        saved, here = content.get("dp_world_size"), engine.seq_dp_world_size
+        cut = engine.zero_optimization() and self._restores_optimizer
+        if (cut or engine.zero_optimization_partition_weights()) and saved not in (None, here):
             raise StateMismatch(
                 f"{path} was saved on {saved} data-parallel ranks, and there are {here} now. Start as many, "
                 "or convert the tag: holdfast convert --from deepspeed --to ds-universal",
