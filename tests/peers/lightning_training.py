@@ -243,7 +243,7 @@ def fabric(run: str, kill: int = 0) -> dict[str, Any]:
                 parameter.zero_()
         assert runner.load(f"{run}-own", objects) == {"epoch": 7}
         assert digest(model.parameters()) == wanted
-    torch.manual_seed(1 + RANK)
+    lightning.seed_everything(1 + RANK)  # all of them: a drill compares them, too
     state = state_of(runner, model=model, optimizer=optimizer, loader=loader)
     with holdfast.Checkpointer(run, state, keep=holdfast.Keep(last=100)) as ckpt:
         step = ckpt.restore()
@@ -260,7 +260,7 @@ def fabric(run: str, kill: int = 0) -> dict[str, Any]:
                 step += 1
                 ckpt.save(step)
     assert not counted or (counted["saves"] and not counted["collectives"]), counted
-    with holdfast.open(run) as opened:
+    with holdfast.open(ckpt.path) as opened:  # in a drill, another one
         assert {"model.0.weight", "optimizer.0.weight.exp_avg"} <= set(opened), list(opened)
     return {"rank": RANK, "step": step, "digest": digest([*model.parameters(), torch.rand(3)])}
 
