@@ -23,6 +23,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list
 
 from holdfast.errors import CheckpointNotFound, StateMismatch
+from holdfast.integrations.entries import with_entries
 from holdfast.integrations.folders import by_rank_zero, newest_intact, numbered, remove
 from holdfast.state.marks import per_rank, rank_zero
 from holdfast.state.rng import rng
@@ -62,10 +63,7 @@ def state_of(accelerator: Accelerator, *models: Any, **more: Any) -> dict[str, A
         "loaders": per_rank(_Loaders(accelerator)),
         "rng": per_rank(rng()),
     }
-    twice = sorted(taken.keys() & more.keys())
-    if twice:
-        raise ValueError(f"state_of has entries of these names itself: {', '.join(twice)}. Choose others")
-    return {**taken, **more}
+    return with_entries(taken, more)
 
 
 def save_state(

@@ -26,6 +26,7 @@ from tensorflow.python.eager.context import context
 
 from holdfast.errors import UnsupportedState
 from holdfast.integrations import keras_names
+from holdfast.integrations.entries import with_entries
 from holdfast.state.boxed import unchanging
 from holdfast.state.mismatch import Mismatch
 from holdfast.state.rng import rng
@@ -41,9 +42,7 @@ def state_of(root: Any, **more: Any) -> dict[str, Any]:
     The state also has the random numbers of Python and NumPy, and the seeds of TensorFlow's eager operations.
     """
     taken = {"objects": _Objects(root), "seeds": _EagerSeeds(), "rng": rng()}
-    if clash := taken.keys() & more.keys():
-        raise ValueError(f"state_of has entries of its own with these names: {', '.join(sorted(clash))}")
-    return {**taken, **more}
+    return with_entries(taken, more)
 
 
 class _Objects:

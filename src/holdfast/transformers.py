@@ -18,19 +18,23 @@ import dataclasses
 import json
 import os
 import tempfile
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from holdfast.integrations.versions import require
 
 require("transformers", "5.23", "5.24", extra="transformers")
+require("accelerate", "1.15", "1.16", extra="transformers")
 
 from accelerate.utils import broadcast_object_list
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerState
 
+from holdfast.caller import stack_level
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.drilling import DIRECTORY
-from holdfast.errors import CheckpointNotFound, IncompleteCheckpoint, UnsupportedSource
+from holdfast.engine import fs
+from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.integrations.folders import by_rank_zero, newest_intact, numbered
 from holdfast.state.marks import per_rank, rank_zero
 from holdfast.state.rng import rng
@@ -64,17 +68,15 @@ class HoldfastMixin(_Base):
 
     # --- resuming
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's. ``resume_from_checkpoint="auto"``: from the newest, or else from the beginning."""
         if self.is_deepspeed_enabled:
             raise NotImplementedError("HoldfastTrainer does not support DeepSpeed, which saves its own files")
         new = resume_from_checkpoint is None or resume_from_checkpoint is False
         self._source, self._saved_step, self._epoch_step = None, -1, -1
-        if self._options is not None:
-            run = os.path.join(self.args.output_dir, FOLDER)
-            self._run = Checkpointer(run, self._state, start_over=new, **self._options)
+        self._open_run(start_over=new)
         try:
-            output = self._train(None if new else resume_from_checkpoint, kwargs)
+            output = self._train(None if new else resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             if self._run is not None:
                 self._run.__exit__(type(error), error, error.__traceback__)
@@ -83,7 +85,12 @@ class HoldfastMixin(_Base):
             self._run.close()
         return output
 
-    def _train(self, wanted: str | bool | None, kwargs: dict[str, Any]) -> Any:
+    def _open_run(self, *, start_over: bool) -> None:
+        if self._options is not None:
+            run = os.path.join(self.args.output_dir, FOLDER)
+            self._run = Checkpointer(run, self._state, start_over=start_over, **self._options)
+
+    def _train(self, wanted: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         path = wanted
         if wanted is True or wanted == "auto":
             path = self._newest()
@@ -91,23 +98,23 @@ class HoldfastMixin(_Base):
                 raise ValueError(f"{self.args.output_dir} has no complete checkpoint to resume from")
         source = None if path is None else _complete(str(path))
         if source is None:  # from the beginning, or from a checkpoint that Trainer wrote by itself
-            return super().train(resume_from_checkpoint=path, **kwargs)
+            return super().train(path, *args, **kwargs)
         self._source, state = source
         with tempfile.TemporaryDirectory() as folder:  # Trainer reads its state from a file of this name
             with open(os.path.join(folder, "trainer_state.json"), "w") as file:
                 file.write(state)
-            return super().train(resume_from_checkpoint=folder, **kwargs)
+            return super().train(folder, *args, **kwargs)
 
     def _newest(self) -> str | None:
         """Of Trainer's checkpoints and those between them, the newest that is intact. Rank 0 looks."""
         folder = self.args.output_dir
-        there: list[tuple[int, str]] = []
-        if not _drilled():
-            there = [(step, os.path.join(path, FOLDER)) for step, path in numbered(folder, "checkpoint-")]
+        saved = [] if _drilled() else numbered(folder, "checkpoint-")
+        foreign = {path for _, path in saved if _is_trainers_own(path)}
+        there = [(step, path if path in foreign else os.path.join(path, FOLDER)) for step, path in saved]
         if self._run is not None:
             there += [(step, os.path.join(self._run.path, step_name(step))) for step in self._run.steps]
         rank = self.args.process_index
-        return by_rank_zero(lambda: newest_intact(there, folder), rank, broadcast_object_list)
+        return by_rank_zero(lambda: newest_intact(there, folder, foreign), rank, broadcast_object_list)
 
     def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
         if self._source is None:
@@ -115,18 +122,31 @@ class HoldfastMixin(_Base):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._source is None:
+            if checkpoint is not None:
+                self._restore_run(-1)
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         self._collect()
-        step = self.state.global_step
-        self._saved_step = step
-        if self._run is not None:
-            earlier = [there for there in self._run.steps if there <= step]
-            if self._run.restore(step=earlier[-1] if earlier else None) == step:
-                self._source = self._run.path
-        if self._run is None or self._source != self._run.path:
+        self._saved_step = self.state.global_step
+        if not self._restore_run(self._saved_step):
             load(self._source, into=self._state)
         self.current_flos = self._state["flos"].value["current"]
+
+    def _restore_run(self, step: int) -> bool:
+        """Lets the run go on after `step`: its next save removes what is later. Whether it has our source."""
+        if self._run is None:
+            return False
+        for there in reversed([there for there in self._run.steps if there <= step]):
+            try:
+                self._run.restore(step=there)
+                return os.path.join(self._run.path, step_name(there)) == self._source
+            except CorruptCheckpoint as error:
+                text = f"passing over step {there}: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=stack_level())
+        if self._run.steps:
+            self._run.close()
+            self._open_run(start_over=True)
+        return False
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._source is None:
@@ -178,9 +198,8 @@ class HoldfastMixin(_Base):
         """`_save_rng_state` does it."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save and os.path.isdir(output_dir):  # FSDP may have saved no weights there
-            for name in os.listdir(output_dir):
-                _sync(os.path.join(output_dir, name))
+        if self.args.should_save:
+            _sync(output_dir)
         self._collect()
         path = os.path.join(output_dir, FOLDER)
         save(path, self._state, step=self.state.global_step, overwrite=True)
@@ -218,10 +237,17 @@ def _complete(path: str) -> tuple[str, str] | None:
     return None
 
 
-def _sync(path: str) -> None:
-    if os.path.isfile(path):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+def _is_trainers_own(path: str) -> bool:
+    """Whether Trainer wrote a checkpoint without us. Its state is the last file that it writes."""
+    names = os.listdir(path)
+    whole = "trainer_state.json" in names and any(name.startswith("optimizer") for name in names)
+    return whole and FOLDER not in names
+
+
+def _sync(folder: str) -> None:
+    """Makes durable what Trainer has written. There may be no such folder: FSDP can save without weights."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(place, name), "rb") as file:
+                os.fsync(file.fileno())
+        fs.sync_dir(place)

@@ -64,3 +64,11 @@ def test_each_module_checks_the_version_before_it_imports_the_framework(
     wanted = rf"{name} {version}, which is too {how}: it supports {name} from .* up to, not including"
     with pytest.raises(ImportError, match=wanted):
         importlib.import_module(f"holdfast.{name}")
+
+
+def test_trainer_needs_an_accelerate_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", {"transformers": "5.23.1", "accelerate": "1.16.0"}.__getitem__)
+    with pytest.raises(
+        ImportError, match=r"transformers does not know accelerate 1\.16\.0, which is too new"
+    ):
+        importlib.import_module("holdfast.transformers")

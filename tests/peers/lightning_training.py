@@ -25,7 +25,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy as FabricParallelStrategy
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -151,6 +151,25 @@ class Kill(Callback):
                 die()
 
 
+class Count(Callback):
+    """Has a state that it changes after each batch, and when an epoch begins."""
+
+    def __init__(self) -> None:
+        self.batches = self.epochs = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches, self.epochs = state["batches"], state["epochs"]
+
+
 def trainer_of(callbacks: list[Any], **arguments: Any) -> Any:
     return lightning.Trainer(
         **{"max_epochs": 3, "enable_checkpointing": False, "strategy": strategy(), **arguments},
@@ -169,7 +188,10 @@ def train(run: str, kill: int = 0) -> dict[str, Any]:
     torch.manual_seed(1 + RANK)
     counted = count_collectives() if LAYOUT == "fsdp2" else {}
     callback = HoldfastCallback(run, keep=holdfast.Keep(last=100))
-    trainer = trainer_of([callback, Kill(kill)])
+    count = Count()
+    # The average is part of what Lightning's hooks save, and in the end it takes the place of the weights.
+    average = [] if WORLD > 1 else [EMAWeightAveraging(decay=0.8)]
+    trainer = trainer_of([count, callback, *average, Kill(kill)])
     trainer.fit(model)
     assert not counted or (counted["saves"] and not counted["collectives"]), counted
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
@@ -181,6 +203,7 @@ def train(run: str, kill: int = 0) -> dict[str, Any]:
         "digest": digest([*trainer.strategy.model.parameters(), *model.buffers(), torch.rand(3)]),
         "rates": rates,
         "average": model.average,
+        "count": count.state_dict(),
     }
 
 
@@ -220,7 +243,7 @@ def fabric(run: str, kill: int = 0) -> dict[str, Any]:
                 parameter.zero_()
         assert runner.load(f"{run}-own", objects) == {"epoch": 7}
         assert digest(model.parameters()) == wanted
-    torch.manual_seed(1 + RANK)
+    lightning.seed_everything(1 + RANK)  # all of them: a drill compares them, too
     state = state_of(runner, model=model, optimizer=optimizer, loader=loader)
     with holdfast.Checkpointer(run, state, keep=holdfast.Keep(last=100)) as ckpt:
         step = ckpt.restore()
@@ -237,7 +260,7 @@ def fabric(run: str, kill: int = 0) -> dict[str, Any]:
                 step += 1
                 ckpt.save(step)
     assert not counted or (counted["saves"] and not counted["collectives"]), counted
-    with holdfast.open(run) as opened:
+    with holdfast.open(ckpt.path) as opened:  # in a drill, another one
         assert {"model.0.weight", "optimizer.0.weight.exp_avg"} <= set(opened), list(opened)
     return {"rank": RANK, "step": step, "digest": digest([*model.parameters(), torch.rand(3)])}
 
@@ -316,6 +339,9 @@ def sharded(folder: str) -> None:
         reading, _, other = saving(4)
         reading.fit(other, ckpt_path=f"{folder}/native.ckpt", weights_only=False)
         assert reading.global_step == 4
+        reading.save_checkpoint(f"{folder}/native.ckpt")  # over it
+        with holdfast.open(f"{folder}/native.ckpt") as opened:
+            assert opened.step == 4
     wide, _, _ = saving(10)
     refused("state_dict.net.0.weight", lambda: wide.fit(Module(width=18), ckpt_path=best))
 
@@ -324,6 +350,27 @@ def sharded(folder: str) -> None:
             assert torch.equal(value, opened[f"state_dict.{name}"][...]), name
     assert loaded.hparams["width"] == 16
     print("sharded: ok", flush=True)
+
+
+def adopted(folder: str) -> None:
+    """A training that began without Holdfast, or with links, goes on with it: ``last`` is saved over."""
+
+    def saving(name: str, steps: int, last: Any, plugins: list[Any]) -> Path:
+        keeper = ModelCheckpoint(f"{folder}/{name}", "{step}", every_n_train_steps=2, save_last=last)
+        trainer = trainer_of([keeper], enable_checkpointing=True, plugins=plugins, max_steps=steps)
+        trainer.fit(Module(), ckpt_path="last", weights_only=False)
+        assert trainer.global_step == steps
+        return Path(folder, name, "last.ckpt")
+
+    assert saving("file", 4, True, []).is_file()
+    assert saving("link", 4, "link", [HoldfastIO()]).is_symlink()
+    for name in ("file", "link"):
+        last = saving(name, 8, True, [HoldfastIO()])
+        assert not last.is_symlink()
+        with holdfast.open(last) as opened:
+            assert opened.step == 8
+        assert sorted(os.listdir(last.parent)) == ["last.ckpt", "step=8.ckpt"]
+    assert saving("link", 10, "link", [HoldfastIO()]).is_symlink()
 
 
 def io(folder: str) -> None:
@@ -390,6 +437,7 @@ def io(folder: str) -> None:
         assert "CheckpointIO" in str(error), error  # noqa: PT017
     else:
         raise AssertionError("docs/integrations.md says that Fabric rejects this")
+    adopted(folder)
     print("io: ok")
 
 

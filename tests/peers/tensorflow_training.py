@@ -182,7 +182,7 @@ def objects(folder: str) -> None:
     holdfast.save(
         f"{folder}/static", state_of(tf.train.Checkpoint(static=static))
     )  # as TensorFlow: it is constant
-    refused("entries of its own with these names: rng", lambda: state_of(things, rng=1))
+    refused("entries of these names itself: rng", lambda: state_of(things, rng=1))
     print("objects: ok")
 
 

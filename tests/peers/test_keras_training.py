@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, env: dict[str, str], backe
     assert "faults: ok" in run(backend, env, "faults", tmp_path)
 
 
-@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
+@pytest.mark.parametrize("backend", ENVIRONMENTS)
 def test_the_example_passes_the_drill(tmp_path: Path, env: dict[str, str], backend: str) -> None:
     env = {**env, "KERAS_BACKEND": backend}
     output = peers.drill(ENVIRONMENTS[backend], EXAMPLE, tmp_path, env)

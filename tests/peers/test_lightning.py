@@ -84,8 +84,11 @@ def test_lightnings_own_checkpoints_go_through_holdfast(tmp_path: Path, env: dic
 
 
 @pytest.mark.timeout(1200)
-def test_the_example_passes_the_drill(tmp_path: Path, env: dict[str, str]) -> None:
+@pytest.mark.parametrize(("script", "steps"), [([EXAMPLE], 32), ([SCRIPT, "fabric", "run"], 15)])
+def test_the_example_and_a_loop_with_fabric_pass_the_drill(
+    tmp_path: Path, env: dict[str, str], script: list[Any], steps: int
+) -> None:
     command = ["-m", "holdfast.cli", "drill", "--times", "3", "--workdir", tmp_path / "drill", "--"]
     python = peers.interpreter("transformers")
-    output = peers.run("transformers", *command, python, EXAMPLE, env=env, cwd=tmp_path, timeout=900)
-    assert "32 checkpoints seen in both, all equal" in output, output
+    output = peers.run("transformers", *command, python, *script, env=env, cwd=tmp_path, timeout=900)
+    assert f"{steps} checkpoints seen in both, all equal" in output, output

@@ -49,6 +49,7 @@ from transformers.utils import logging
 
 import holdfast
 from holdfast.engine import faults
+from holdfast.store import list_steps
 from holdfast.transformers import HoldfastTrainer
 
 warnings.filterwarnings("ignore")
@@ -207,10 +208,50 @@ def own(folder: str) -> None:
     both = trainer_of(output)
     both.train(resume_from_checkpoint=f"{output}/checkpoint-14")
     assert both.state.global_step == 15
+    back_to_an_older_one(f"{folder}/back", plain, digest(whole.model.parameters()))
+    from_trainers_own(f"{folder}/theirs", plain, digest(whole.model.parameters()))
     refused("no complete checkpoint", lambda: trainer_of(f"{folder}/new").train(resume_from_checkpoint=True))
     wide = trainer_of(output, width=20, **plain)
     refused("transformer.wte.weight", lambda: wide.train(resume_from_checkpoint=True))
     print("own: ok")
+
+
+def back_to_an_older_one(output: str, plain: dict[str, Any], wanted: str) -> None:
+    """While the run between checkpoints has only later steps; and while one of its steps is damaged."""
+    how = {**plain, "holdfast": {"every": 5, "keep": holdfast.Keep(last=2)}, "save_total_limit": None}
+    trainer_of(output, **how).train()
+    assert list_steps(f"{output}/holdfast") == [10, 15]
+
+    def again(step: int) -> list[int]:
+        trainer = trainer_of(output, **how)
+        trainer.train(f"{output}/checkpoint-{step}", None)  # Trainer's takes both by position
+        assert digest(trainer.model.parameters()) == wanted, step
+        return list_steps(f"{output}/holdfast")
+
+    assert again(4) == [10, 15]
+    damage(Path(output, "holdfast", "step-000000000010"))
+    told("passing over step 10", lambda: again(12))
+    assert list_steps(f"{output}/holdfast") == [13, 15]  # a run that begins saves the first step it sees
+
+
+def from_trainers_own(output: str, plain: dict[str, Any], wanted: str) -> None:
+    """A training that began without Holdfast goes on with it."""
+    theirs = trainer_of(output, **plain, max_steps=6)
+    theirs.__class__ = Trainer
+    theirs.train()
+    assert not Path(output, "checkpoint-6", "holdfast").exists()
+    begun: list[int] = []
+
+    class Begin(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            begun.append(state.global_step)
+
+    for how, steps in (({}, 8), ({"holdfast": {"every": 1}}, 15)):
+        ours = trainer_of(output, **{**plain, **how, "max_steps": steps})
+        ours.add_callback(Begin())
+        ours.train(resume_from_checkpoint=True)
+    assert begun == [6, 8], begun
+    assert digest(ours.model.parameters()) == wanted
 
 
 def killed_saving(output: str, plain: dict[str, Any], *, weights: bool) -> None:

@@ -3,6 +3,7 @@
 | module | what it owns |
 |---|---|
 | `checkpoint_engine` | `use`: ``save_checkpoint`` and ``load_checkpoint`` of an engine go through Holdfast |
+| `writes` | the files of such a save on their way to the disk |
 | `live_state` | `state_of`: an engine as a state, for `holdfast.Checkpointer`, `save` and `load` |
 | `objects` | what both need: DeepSpeed's own classes, and which tensors only a step changes |
 

@@ -23,29 +23,22 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from holdfast.caller import stack_level
-from holdfast.checkpointer.guard import Guard
-from holdfast.deepspeed.objects import make_object, trained_tensors
-from holdfast.engine import fs
-from holdfast.errors import CorruptCheckpoint, HoldfastError, MutatedDuringSave, SaveFailed, StateMismatch
+from holdfast.deepspeed.objects import make_object
+from holdfast.deepspeed.writes import Write, copies, save_for_others
+from holdfast.errors import CorruptCheckpoint, HoldfastError, SaveFailed, StateMismatch
 from holdfast.integrations import deepspeed_tags as tags
 from holdfast.integrations.deepspeed_files import from_plain, to_plain
-from holdfast.state import flatten
-from holdfast.store import Options, SingleCommit, Target, load
-
-_TUNING = Options().tuning()
+from holdfast.store import load
 
 
 def use(engine: DeepSpeedEngine, *, overlap: bool = False) -> DeepSpeedEngine:
@@ -74,9 +67,10 @@ class HoldfastEngine(CheckpointEngine):
         self._overlap = overlap
         self._leads = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
         self._info: CheckpointCommitInfo | None = None
-        self._writes: list[_Write] = []
+        self._writes: list[Write] = []
         self._failure: Exception | None = None
         self._read: tuple[str, Any] | None = None
+        self._restores_optimizer = True
         self._save, engine.save_checkpoint = engine.save_checkpoint, self._save_checkpoint
         self._load, engine.load_checkpoint = engine.load_checkpoint, self._load_checkpoint
         self._step, engine._take_model_step = engine._take_model_step, self._take_model_step
@@ -119,12 +113,12 @@ class HoldfastEngine(CheckpointEngine):
         folder, name = os.path.split(os.path.abspath(path))
         try:
             if self._info is None or folder != self._tag:
-                _save_for_others(state_dict, os.path.join(folder, name))
+                save_for_others(state_dict, os.path.join(folder, name))
             elif self._failure is None:
-                state = to_plain(state_dict, _copies(self._engine)) if self._overlap else to_plain(state_dict)
+                state = to_plain(state_dict, copies(self._engine)) if self._overlap else to_plain(state_dict)
                 target = os.path.join(tags.partial_of(self._tag), name)
                 step = self._engine.global_steps
-                self._writes.append(_Write(target, state, step, watched=self._overlap))
+                self._writes.append(Write(target, state, step, watched=self._overlap))
         except (HoldfastError, OSError) as error:
             self._failure = error
 
@@ -172,8 +166,9 @@ class HoldfastEngine(CheckpointEngine):
         tag: str | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
-        *args: Any,
-        **kwargs: Any,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
     ) -> Any:
         self.finish()
         engine = self._engine
@@ -182,8 +177,17 @@ class HoldfastEngine(CheckpointEngine):
         ours = tag is not None and bool(tags.files_of(os.path.join(load_dir, tag)))
         if ours and engine.zero_optimization_partition_weights() and not load_optimizer_states:
             raise NotImplementedError("ZeRO-3 cannot load a tag of Holdfast without its optimizer states")
+        self._restores_optimizer = load_optimizer_states and not load_module_only
         try:
-            return self._load(load_dir, tag, load_module_strict, load_optimizer_states, *args, **kwargs)
+            return self._load(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
         finally:
             self._read = None
 
@@ -197,41 +201,16 @@ class HoldfastEngine(CheckpointEngine):
         return self._read[1]
 
     def _check_ranks(self, path: str, content: dict[str, Any]) -> None:
-        """Of ZeRO-3: DeepSpeed would find out when it has loaded half of it, or not at all."""
-        saved, here = content.get("dp_world_size"), self._engine.seq_dp_world_size
-        if self._engine.zero_optimization_partition_weights() and saved not in (None, here):
+        """Of ZeRO: DeepSpeed would find out when it has loaded half of it, or not at all."""
+        engine = self._engine
+        saved, here = content.get("dp_world_size"), engine.seq_dp_world_size
+        cut = engine.zero_optimization() and self._restores_optimizer
+        if (cut or engine.zero_optimization_partition_weights()) and saved not in (None, here):
             raise StateMismatch(
                 f"{path} was saved on {saved} data-parallel ranks, and there are {here} now. Start as many, "
                 "or convert the tag: holdfast convert --from deepspeed --to ds-universal",
                 wrong=["dp_world_size"],
             )
-
-
-class _Write:
-    """A file on its way to the disk, on a thread of its own. An interpreter that ends waits for it."""
-
-    def __init__(self, path: str, state: Any, step: int, *, watched: bool) -> None:
-        flat = flatten(state)
-        self._guard = Guard({0: list(flat.leaves)} if watched else {})
-        self._path = path
-        self._failure: Exception | None = None
-        commit = SingleCommit(Target(path), step, {}, _TUNING)
-        self._thread = threading.Thread(target=self._run, args=(commit, flat), name="holdfast-deepspeed")
-        self._thread.start()
-
-    def _run(self, commit: SingleCommit, flat: Any) -> None:
-        try:
-            commit.run(flat)
-        except Exception as error:
-            self._failure = error
-
-    def wait(self) -> Exception | None:
-        """Returns when it is durable, or the error."""
-        self._thread.join()
-        if changed := self._guard.take():
-            text = f"{self._path}: {', '.join(changed[:3])} changed while it was written"
-            return MutatedDuringSave(f"{text}. Save without overlap=True", leaves=changed)
-        return self._failure
 
 
 def _gathered(said: str | None) -> list[str | None]:
@@ -258,28 +237,6 @@ def _newest_intact(folder: str) -> str | None:
         reason = reason or damage
         warnings.warn(f"passing over {path}: {damage}", RuntimeWarning, stacklevel=stack_level())
     raise CorruptCheckpoint(f"no tag is intact: {reason}", path=folder)
-
-
-def _save_for_others(state: Any, path: str) -> None:
-    """The weights of ``save_16bit_model``: a file as DeepSpeed writes it, but whole and durable."""
-    with open(tags.partial_of(path), "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tags.partial_of(path), path)
-    fs.sync_dir(os.path.dirname(path))
-
-
-def _copies(engine: DeepSpeedEngine) -> Callable[[Any], Any]:
-    """Copies tensors that may change before the next step: the buffers of the model."""
-    stay = {tensor.untyped_storage().data_ptr() for tensor in trained_tensors(engine)}
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in stay:
-            return value.detach().clone()
-        return value
-
-    return leaf
 
 
 def _at_exit(reference: weakref.ref[HoldfastEngine]) -> None:

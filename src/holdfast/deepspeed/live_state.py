@@ -20,6 +20,7 @@ from deepspeed import DeepSpeedEngine, PipelineEngine
 
 from holdfast.deepspeed.objects import make_object, trained_tensors
 from holdfast.integrations.deepspeed_files import from_plain, to_plain
+from holdfast.integrations.entries import with_entries
 from holdfast.state.marks import per_rank
 from holdfast.state.rng import rng
 
@@ -47,9 +48,7 @@ def state_of(engine: DeepSpeedEngine, **more: Any) -> dict[str, Any]:
         "scheduler": engine.lr_scheduler,
         "rng": per_rank(rng()),
     }
-    if twice := sorted(taken.keys() & more.keys()):
-        raise ValueError(f"state_of has entries of these names itself: {', '.join(twice)}. Choose others")
-    return {**taken, **more}
+    return with_entries(taken, more)
 
 
 class _Part:

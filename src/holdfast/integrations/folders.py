@@ -9,12 +9,14 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from holdfast.caller import stack_level
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CorruptCheckpoint, HoldfastError
 from holdfast.store import is_checkpoint, verify
+
+_REMOVED = ".holdfast-removed"
 
 
 def numbered(folder: str, before: str) -> list[tuple[int, str]]:
@@ -24,14 +26,19 @@ def numbered(folder: str, before: str) -> list[tuple[int, str]]:
     return sorted((int(match[1]), os.path.join(folder, name)) for match, name in found if match)
 
 
-def newest_intact(checkpoints: Iterable[tuple[int, str]], folder: str) -> str | None:
+def newest_intact(
+    checkpoints: Iterable[tuple[int, str]], folder: str, foreign: Container[str] = ()
+) -> str | None:
     """The path of the newest checkpoint whose bytes all verify; None if there is no checkpoint.
 
+    `foreign`: those that the framework wrote by itself. They have no checksums, and are taken as they are.
     Damage is passed over with a warning. If all are damaged, that is an error: a training must not start
     from the beginning because of it.
     """
     damage = ""
     for step, path in sorted(checkpoints, reverse=True):
+        if path in foreign:
+            return path
         if not is_checkpoint(path):
             continue  # a save that did not finish, or one of the framework's own
         problems = verify(path).problems
@@ -47,27 +54,32 @@ def newest_intact(checkpoints: Iterable[tuple[int, str]], folder: str) -> str | 
 def by_rank_zero(
     look: Callable[[], str | None], rank: int, broadcast: Callable[[list[Any]], list[Any]]
 ) -> str | None:
-    """What rank 0 finds, on all ranks. If it finds only damage, all ranks raise that error."""
+    """What rank 0 finds, on all ranks. If it fails, as when it finds only damage, all ranks raise that."""
     found: list[Any] = [None]
     if rank == 0:
         try:
             found = [look()]
-        except CorruptCheckpoint as error:
+        except (HoldfastError, OSError) as error:
             found = [error]
     (result,) = broadcast(found)
-    if isinstance(result, CorruptCheckpoint):
+    if isinstance(result, Exception):
         raise result
     path: str | None = result
     return path
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Removes a checkpoint: a directory, or a link or a file of the framework's own."""
+    """Removes a checkpoint: a directory, or a link or a file of the framework's own.
+
+    A directory gets a name that nobody looks for first. What a kill leaves of it, the next removal removes.
+    """
     if os.path.islink(path) or os.path.isfile(path):
         os.unlink(path)
     elif os.path.isdir(path):
-        # Under a name that nobody looks for: what is left after a kill is no checkpoint.
-        removed = f"{os.fspath(path).rstrip('/')}.removed"
-        shutil.rmtree(removed, ignore_errors=True)
-        os.rename(path, removed)
-        shutil.rmtree(removed)
+        whole = os.path.abspath(path)
+        folder = os.path.dirname(whole)
+        for name in os.listdir(folder):
+            if name.endswith(_REMOVED):
+                shutil.rmtree(os.path.join(folder, name))
+        os.rename(whole, f"{whole}{_REMOVED}")
+        shutil.rmtree(f"{whole}{_REMOVED}")

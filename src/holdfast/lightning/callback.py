@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning import __version__
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.data import Loader
@@ -36,6 +37,7 @@ class HoldfastCallback(Callback):
         self._options = options
         self._checkpointer: Checkpointer | None = None
         self._steps: list[LateStep] = []
+        self._after_others = _AfterOthers(self)
         self._rng = rng(hold=True)
         self._state: dict[str, Any] = {}
         self._saved_step = 0
@@ -46,6 +48,12 @@ class HoldfastCallback(Callback):
     def checkpointer(self) -> Checkpointer | None:
         """The `Checkpointer` at work, while ``fit`` runs."""
         return self._checkpointer
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A restore comes before what other callbacks do, and the save of a batch after it."""
+        own = (self, self._after_others)
+        others = [callback for callback in trainer.callbacks if callback not in own]
+        trainer.callbacks = [self, *others, self._after_others]  # Lightning goes through the old list now
 
     # --- resuming
 
@@ -84,12 +92,15 @@ class HoldfastCallback(Callback):
         self._at_epoch_end = loops["epoch_ended"]
         if self._at_epoch_end:
             trainer.fit_loop.epoch_loop.restarting = False  # it begins a new epoch
-        for callback in trainer.callbacks:
-            if callback.state_key in extras["callbacks"] and callback is not self:
-                callback.load_state_dict(extras["callbacks"][callback.state_key])
+        replaced = extras.get("weights", [])
+        hooks = {**extras["module"], **dict.fromkeys(replaced, pl_module.state_dict() if replaced else {})}
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(extras["datamodule"])
-        pl_module.on_load_checkpoint(extras["module"])
+        pl_module.on_load_checkpoint(hooks)
+        for callback in trainer.callbacks:
+            callback.on_load_checkpoint(trainer, pl_module, hooks)
+            if callback.state_key in extras["callbacks"]:
+                callback.load_state_dict(extras["callbacks"][callback.state_key])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loaders = trainer.fit_loop._combined_loader.flattened
@@ -108,7 +119,7 @@ class HoldfastCallback(Callback):
         for step in self._steps:
             step.begin(optimizer)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def after_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed:
             # Lightning would not step plateau schedulers at the end of an epoch that it has resumed.
             trainer.fit_loop._restarting = self._resumed = False
@@ -124,6 +135,11 @@ class HoldfastCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.on_train_epoch_start(trainer, pl_module)
+        self.on_validation_start(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.wait()  # other callbacks may now exchange the weights for averages
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._checkpointer is None or trainer.global_step == self._saved_step:
@@ -140,18 +156,26 @@ class HoldfastCallback(Callback):
 
     def _extras(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """What hooks have to say. All ranks ask them, since some talk to each other; rank 0's is stored."""
-        module: dict[str, Any] = {
+        hooks: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
             "pytorch-lightning_version": __version__,
             pl_module.CHECKPOINT_HYPER_PARAMS_KEY: dict(pl_module.hparams),
         }
-        pl_module.on_save_checkpoint(module)
+        weights: dict[str, Any] = {}
+        hooked = [each for each in trainer.callbacks if is_overridden("on_save_checkpoint", each, Callback)]
+        if hooked:  # some of them look at the weights, or put others in their place
+            hooks["state_dict"] = weights = pl_module.state_dict()
+        for callback in hooked:
+            callback.on_save_checkpoint(trainer, pl_module, hooks)
+        pl_module.on_save_checkpoint(hooks)
         states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
         return {
             "callbacks": {key: state for key, state in states.items() if state},
             "datamodule": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
-            "module": module,
+            # The weights themselves are not stored a second time.
+            "module": {key: value for key, value in hooks.items() if value is not weights},
+            "weights": [key for key, value in hooks.items() if value is weights],
         }
 
     # --- the end
@@ -165,3 +189,13 @@ class HoldfastCallback(Callback):
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
+
+
+class _AfterOthers(Callback):
+    """The last callback of all: when it hears of a batch, the others have done what they do after it."""
+
+    def __init__(self, owner: HoldfastCallback) -> None:
+        self._owner = owner
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._owner.after_batch(trainer, pl_module)

@@ -11,6 +11,7 @@ from typing import Any
 from lightning import Fabric
 from lightning.fabric.wrappers import _unwrap_objects
 
+from holdfast.integrations.entries import with_entries
 from holdfast.state.marks import per_rank
 from holdfast.state.rng import rng
 
@@ -22,7 +23,4 @@ def state_of(fabric: Fabric, **objects: Any) -> dict[str, Any]:
     the names ``precision`` and ``rng``. It works with every strategy, without gathering.
     """
     own = {"precision": fabric.strategy.precision, "rng": per_rank(rng())}
-    if twice := sorted(own.keys() & objects.keys()):
-        raise ValueError(f"state_of has entries of these names itself: {', '.join(twice)}. Choose others")
-    unwrapped: dict[str, Any] = _unwrap_objects(objects)
-    return {**unwrapped, **own}
+    return with_entries(own, _unwrap_objects(objects))

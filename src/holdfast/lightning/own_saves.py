@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins import CheckpointIO
 
+from holdfast.engine import fs
 from holdfast.integrations.folders import remove
 from holdfast.state.marks import rank_zero
 from holdfast.store import Options, is_checkpoint, load, save
@@ -40,8 +43,9 @@ class HoldfastIO(CheckpointIO):
     ) -> None:
         if storage_options is not None:
             raise TypeError("HoldfastIO takes no storage_options; give it options=holdfast.Options(...)")
-        step = _step_in(checkpoint)
-        save(path, checkpoint, step=step, overwrite=True, options=self._options, process_group="none")
+        with _replacing(path) as place:
+            step = _step_in(checkpoint)
+            save(place, checkpoint, step=step, overwrite=True, options=self._options, process_group="none")
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -82,7 +86,8 @@ class HoldfastSharded(_Strategy):
         }
         optimizers = list(self.optimizers) if "optimizer_states" in checkpoint else []
         state = {"state_dict": self.model, "optimizers": optimizers, "rest": rank_zero(rest)}
-        save(self.broadcast(os.fspath(filepath)), state, step=_step_in(rest), overwrite=True)
+        with _replacing(self.broadcast(os.fspath(filepath)), leads=self.is_global_zero) as place:
+            save(place, state, step=_step_in(rest), overwrite=True)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -104,9 +109,33 @@ def load_from_checkpoint(cls: type[Any], path: str | os.PathLike[str], **argumen
     if "rest" in found:
         found = {**found["rest"], "state_dict": found["state_dict"]}
     elif "state_dict" not in found:
-        found = {**found["extras"]["module"], "state_dict": found["model"]}
+        found = {
+            "state_dict": found["model"],
+            **found["extras"]["module"],
+        }  # a hook may have put others there
     # The file is made here, of plain values and tensors: there is nothing in it to beware of.
     return cls.load_from_checkpoint(_torch_file(found), **{"weights_only": False, **arguments})
+
+
+@contextmanager
+def _replacing(path: str | os.PathLike[str], *, leads: bool = True) -> Iterator[str]:
+    """Where to save what shall be at `path`. `save` replaces nothing but checkpoints of Holdfast.
+
+    Lightning also saves over what it wrote without Holdfast, and over its link ``last.ckpt``: these are
+    exchanged for the new checkpoint when that is durable.
+    """
+    path = os.path.abspath(path)
+    if not (os.path.islink(path) or os.path.isfile(path) or os.path.isfile(os.path.join(path, "meta.pt"))):
+        yield path
+        return
+    place = f"{path}.new"
+    if leads:
+        remove(place)  # what a kill has left
+    yield place
+    if leads:
+        fs.exchange(place, path)
+        fs.sync_dir(os.path.dirname(path))
+        remove(place)
 
 
 def _torch_file(state: dict[str, Any]) -> io.BytesIO:
