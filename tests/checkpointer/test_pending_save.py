@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -162,3 +163,21 @@ def test_a_save_that_failed_keeps_no_reference_to_the_state(tmp_path: Path) -> N
         del array
         gc.collect()
         assert alive() is None
+
+
+@pytest.mark.parametrize("mode", ["sync", "snapshot", "overlap"])
+@pytest.mark.filterwarnings("ignore:the state holds no optimizer")
+def test_a_save_that_ended_frees_the_state_without_a_garbage_collection(
+    tmp_path: Path, mode: Literal["sync", "snapshot", "overlap"]
+) -> None:
+    state: dict[str, object] = {"w": np.ones(300_000), "rng": holdfast.rng()}
+    alive = weakref.ref(state["w"])
+    gc.disable()  # TensorFlow and JAX compute into fresh memory until the old one is free
+    try:
+        with Checkpointer(tmp_path, state, mode=mode) as ckpt:
+            started(ckpt, 1).result(PATIENCE)
+            ckpt.state = {}
+            del state["w"]
+            assert alive() is None
+    finally:
+        gc.enable()

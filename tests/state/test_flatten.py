@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import holdfast
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.state import flatten, leaf_names, unflatten
 from support.memory_store import load, round_trip, save
@@ -247,3 +251,23 @@ def test_keys_that_cannot_be_printed_are_refused_by_their_place() -> None:
         key = (key,)
     with pytest.raises(UnsupportedState, match=r"'a\.tuple'.*nested deeper"):
         flatten({"a": {key: 1}})
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_arrays_are_free_when_the_flat_state_is_without_a_garbage_collection() -> None:
+    array = np.zeros(8)
+    lives = weakref.ref(array)
+    state = {"weights": array, "rng": holdfast.rng(), "own": holdfast.per_rank({"drawn": np.ones(2)})}
+    flat = flatten(state)
+    assert lives() is not None
+    del flat, state, array
+    assert lives() is None

@@ -120,7 +120,7 @@ class _Walk:
         self.own: _Walk | None = None
         self._state = state
         self._rank = rank
-        self._outer = outer
+        self._is_own = outer is not None
         self._keep_bytes = keep_bytes
         self._last: list[Callable[[], None]] = [] if outer is None else outer._last
         self._parameters: torch_objects.ParameterNames | None = None
@@ -146,9 +146,14 @@ class _Walk:
         return self._other(value, place, depth)
 
     def finish(self) -> None:
-        """Asks those that are to be asked last. What others do in ``state_dict`` may draw random numbers."""
+        """Asks those that are to be asked last. What others do in ``state_dict`` may draw random numbers.
+
+        Then forgets them: they refer to this walk. As a cycle, its arrays would live until the garbage
+        collector comes by, and TensorFlow and JAX would compute into fresh memory as long.
+        """
         for ask in self._last:
             ask()
+        self._last.clear()
 
     # --- containers
 
@@ -328,7 +333,7 @@ class _Walk:
         if torch_objects.is_optimizer(value):
             return self._optimizer(value, place, depth)
         if torch_objects.is_module(value):
-            if self._rank > 0 and self._outer is None:  # rank 0, or a process by itself, has all that counts
+            if self._rank > 0 and not self._is_own:  # rank 0, or a process by itself, has all that counts
                 self._lent |= torch_objects.lent_buffers(value)
             state = torch_objects.module_state(torch_objects.plain_module(value))
             return self.node(state, place, self._deeper(place, depth))
@@ -340,7 +345,7 @@ class _Walk:
         return value_encoder.encode(value, place)
 
     def _per_rank(self, mark: PerRank[Any], place: str, depth: int) -> Node:
-        if self._outer is not None:
+        if self._is_own:
             raise unsupported(place, "per_rank within per_rank: mark it once")
         depth = self._deeper(place, depth)
         if self.own is None:
@@ -355,7 +360,7 @@ class _Walk:
 
     def _rank_zero(self, mark: RankZero[Any], place: str) -> Any:
         """The value of an entry of a dict, or `_LEFT_OUT` on ranks that say nothing about it."""
-        if self._outer is not None or isinstance(mark.value, Mark):
+        if self._is_own or isinstance(mark.value, Mark):
             raise unsupported(place, "rank_zero and per_rank within each other: mark it once")
         return mark.value if self._rank == 0 else _LEFT_OUT
 

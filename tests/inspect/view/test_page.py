@@ -186,6 +186,13 @@ def test_a_checkpoint_of_another_system_is_shown(tmp_path: Path) -> None:
     assert shown["contents"][0]["sampled"] == 2
 
 
+def test_a_file_that_is_no_checkpoint_gets_no_page(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing to show")
+    with pytest.raises(holdfast.HoldfastError, match=r"notes\.txt"):
+        inspect.write_page([tmp_path / "notes.txt"], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_ranks_and_volumes_are_told(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (1, 2):

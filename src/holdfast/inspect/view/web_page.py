@@ -24,6 +24,7 @@ from holdfast.inspect.view.leaf_samples import LeafSample
 from holdfast.inspect.view.run_reader import RunReader, RunView
 from holdfast.inspect.view.words import labels
 from holdfast.store import is_checkpoint, locate
+from holdfast.store.read.stored_checkpoint import open_any
 
 MAX_RUNS = 64
 _PAGE = Path(__file__).parent / "page"
@@ -73,6 +74,8 @@ def open_runs(runs: Sequence[str | os.PathLike[str]]) -> tuple[RunReader, ...]:
 
 
 def _meant(path: str) -> list[str]:
+    if os.path.isfile(path):
+        open_any(path).close()  # an error that says what is there, unless it is a checkpoint of another system
     if not os.path.isdir(path) or is_checkpoint(path) or is_run(path):
         return [path]
     return list(runs_below(path)) or [path]
