@@ -134,7 +134,7 @@ def _with_state(root: Any) -> Iterator[_Variable | _Serializable]:
         prefix = f"{place}." if place else ""
         if isinstance(target, (tf.distribute.DistributedValues, tf.compat.v1.train.Optimizer)):
             raise UnsupportedState(f"{place}: holdfast.tensorflow does not support {type(target).__name__}")
-        for name, variable in _keras_variables(target).items():
+        for name, variable in _keras_variables(target, seen).items():
             if id(variable.value) not in seen:
                 seen.update((id(variable), id(variable.value)))
                 yield _Variable(_unused(prefix + name, names), variable.value)
@@ -149,13 +149,18 @@ def _with_state(root: Any) -> Iterator[_Variable | _Serializable]:
         waiting.extend((prefix + name, child) for name, child in children.items())
 
 
-def _keras_variables(target: Any) -> Mapping[str, Any]:
+def _keras_variables(target: Any, seen: set[int]) -> Mapping[str, Any]:
+    """Those of an object of Keras by name. None of a layer whose model has told all of them before: to name
+    them layer by layer takes longer than the rest of a save.
+    """
     keras = sys.modules.get("keras")
     if keras is None:
         return {}
     if isinstance(target, keras.optimizers.Optimizer):
         return keras_names.named_slots(target.variables, target._trainable_variables)
-    return keras_names.named(target.variables) if isinstance(target, keras.Layer) else {}
+    variables = target.variables if isinstance(target, keras.Layer) else []
+    told = all(id(variable.value) in seen for variable in variables)
+    return {} if told else keras_names.named(variables)
 
 
 def _is_keras_variable(target: Any) -> bool:

@@ -127,6 +127,17 @@ def test_a_framework_in_trouble_costs_its_rows_and_not_the_study(
     assert any("ends the process" in line and "exit code 7" in line for line in said)
 
 
+def test_a_model_that_cannot_be_built_costs_its_rows_and_not_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_TROUBLES", "build")
+    found = study(tmp_path, "cost", "formats")
+    assert [entry.part.suite for entry in found.entries] == ["cost", "formats"]
+    for entry in found.entries:
+        (row,) = entry.result.rows
+        assert (row.status, row.reason) == ("failed", "WorkerFailed: NotImplementedError: no such layer")
+
+
 def test_a_mechanism_that_restores_something_else_is_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

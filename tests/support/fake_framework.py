@@ -179,4 +179,10 @@ class TroubledFramework(FakeFramework):
     mechanisms = (Crashing, Hanging, Raising, NotInstalled, Wrong, Checked)
 
 
-FRAMEWORK = TroubledFramework() if os.environ.get("FAKE_TROUBLES") else FakeFramework()
+class UnbuildableFramework(FakeFramework):
+    def build(self, model: str, quick: bool, seed: int) -> FakeTraining:
+        raise NotImplementedError("no such layer")
+
+
+_TROUBLES = {"1": TroubledFramework, "build": UnbuildableFramework}
+FRAMEWORK = _TROUBLES.get(os.environ.get("FAKE_TROUBLES", ""), FakeFramework)()

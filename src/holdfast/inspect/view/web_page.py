@@ -75,7 +75,9 @@ def open_runs(runs: Sequence[str | os.PathLike[str]]) -> tuple[RunReader, ...]:
 
 def _meant(path: str) -> list[str]:
     if os.path.isfile(path):
-        open_any(path).close()  # an error that says what is there, unless it is a checkpoint of another system
+        open_any(
+            path
+        ).close()  # an error that says what is there, unless it is a checkpoint of another system
     if not os.path.isdir(path) or is_checkpoint(path) or is_run(path):
         return [path]
     return list(runs_below(path)) or [path]

@@ -33,6 +33,17 @@ STALE_SECONDS = 900.0
 _BLOCK_NBYTES, _QUEUE_DEPTH = 1 << 20, 32
 
 
+class WithLoss(torch.nn.Module):
+    """A model that is given its targets, too: an engine calls one module for all of a forward pass."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch_models.loss_of(self.model, (inputs, targets))
+
+
 class DeepSpeedTraining(TorchTraining):
     """One process of data-parallel training, without ZeRO."""
 
@@ -45,15 +56,16 @@ class DeepSpeedTraining(TorchTraining):
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
             deepspeed.init_distributed()
         config = {"train_micro_batch_size_per_gpu": 1}
-        self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)
+        whole = WithLoss(self.model)
+        self.engine, *_ = deepspeed.initialize(model=whole, optimizer=self.optimizer, config=config)
 
     def step(self) -> float:
         if self.engine is None:
             return super().step()
-        loss = torch_models.loss_of(self.engine, self._batch)
+        loss = self.engine(*self._batch)
         self.engine.backward(loss)
         self.engine.step()
-        return loss.item()
+        return float(loss)
 
     def holdfast_state(self, weights_only: bool) -> object:
         from holdfast.deepspeed import state_of

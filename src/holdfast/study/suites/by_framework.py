@@ -91,7 +91,10 @@ class FrameworkSuite(Suite):
             hello["mechanisms"] = [
                 each for each in hello["mechanisms"] if not self.mechanisms or each["key"] in self.mechanisms
             ]
-            yield from self.measured(process, hello, folder)
+            try:
+                yield from self.measured(process, hello, folder)
+            except WorkerFailed as error:  # of a model that cannot be built; a mechanism costs its row only
+                yield self._absent(None, str(error))
 
     @abstractmethod
     def measured(self, process: FrameworkProcess, hello: dict[str, Any], folder: Path) -> Iterator[Group]:
