@@ -110,7 +110,7 @@ def _at_a_glance(entries: Sequence[Entry]) -> Table | None:
     """
     section, reading = f"durable every {EVERY[0]}", "stall_seconds"
     rows = []
-    for entry in entries:
+    for entry in sorted(entries, key=_by_model):
         source = Source(entry)
         found = [row for row in source.rows(section) if row.samples]
         by_stall = sorted(found, key=lambda row: row.median(reading) or 0)
@@ -124,21 +124,29 @@ def _at_a_glance(entries: Sequence[Entry]) -> Table | None:
             shown = ratio(source.number(best, reading), source.number(row, reading))
             return Words(NOTHING) if shown is None else (shown,)
 
-        cells: list[Cell] = []
-        for row in (own, other, best):
-            cells += [Words(row.title), source.cell(row, reading)]
-        rows.append((name_of(entry), (*cells, compared(own), compared(other)), False))
+        def stalled(row: Row, source: Source = source) -> Cell:
+            shown = source.number(row, reading)
+            return Words(NOTHING) if shown is None else (shown, Words(f" {row.title}"))
+
+        cells = (*map(stalled, (own, other, best)), compared(own), compared(other))
+        rows.append((name_of(entry), cells, False))
     headings = (
-        "usual mechanism",
-        "its stall, ms",
-        "fastest of the others",
-        "its stall, ms",
-        "Holdfast",
-        "its stall, ms",
-        "Holdfast's, of the usual one's",
-        "of the fastest other's",
+        "usual mechanism, ms",
+        "its fastest other, ms",
+        "Holdfast, ms",
+        "of the usual",
+        "of the fastest",
     )
     return Table("A durable checkpoint after every step", headings, tuple(rows)) if rows else None
+
+
+def _by_model(entry: Entry) -> tuple[int, int]:
+    known, models = list(frameworks.FRAMEWORKS), list(TITLES)
+    name, model = entry.part.framework, entry.part.model
+    return (
+        models.index(model) if model in models else len(models),
+        known.index(name) if name in known else len(known),
+    )
 
 
 def _split_chart(source: Source, rows: Sequence[Row]) -> Chart:
