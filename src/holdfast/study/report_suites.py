@@ -126,9 +126,17 @@ def _at_a_glance(entries: Sequence[Entry]) -> Table | None:
 
         def stalled(row: Row, source: Source = source) -> Cell:
             shown = source.number(row, reading)
-            return Words(NOTHING) if shown is None else (shown, Words(f" {row.title}"))
+            title = row.title.rpartition(", ")[2] if is_ours(row) else row.title
+            return Words(NOTHING) if shown is None else (shown, Words(f" {title}"))
 
-        cells = (*map(stalled, (own, other, best)), compared(own), compared(other))
+        same = other is own
+        cells = (
+            stalled(own),
+            Words(NOTHING) if same else stalled(other),
+            stalled(best),
+            compared(own),
+            Words(NOTHING) if same else compared(other),
+        )
         rows.append((name_of(entry), cells, False))
     headings = (
         "usual mechanism, ms",
