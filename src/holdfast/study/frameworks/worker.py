@@ -243,7 +243,8 @@ class Worker:
         model, quick, seed = self._built
         fresh = self._changed() if again else None
         if fresh is None:
-            fresh = self._filled = self._framework.build(model, quick, seed + 1)
+            fresh = self._framework.build(model, quick, seed + 1)
+        self._filled = fresh if again else None  # kept, it would count as memory of the next load
         opened = self._open(
             mechanism, Path(directory), durable=False, weights_only=weights_only, slots=1, training=fresh
         )
