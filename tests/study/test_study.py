@@ -15,7 +15,8 @@ import pytest
 
 from holdfast.study import campaign, frameworks, report_page
 from holdfast.study.campaign import Options
-from holdfast.study.frameworks import Entry, worker
+from holdfast.study.frameworks import Entry
+from holdfast.study.frameworks.orders import context, cost
 from holdfast.study.frameworks.process import FrameworkProcess, WorkerEnded
 from holdfast.study.results import Row
 from holdfast.study.results_directory import FILE, Part, ResultsDirectory, StudyError
@@ -75,11 +76,11 @@ def test_cost_has_every_mechanism_durable_and_not_with_raw_rounds(whole: Path) -
 def test_a_slow_save_is_made_once_and_costs_what_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "SLOW_SECONDS", 0.0)
-    monkeypatch.setattr(worker, "LONG_SECONDS", 0.0)
-    asked = worker.Worker(FakeFramework())
-    asked.build("mlp", True, 0)
-    found = asked.train("pickled", True, [1, 4], 4, str(tmp_path))
+    monkeypatch.setattr(cost, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(cost, "LONG_SECONDS", 0.0)
+    kept = context.Context(FakeFramework())
+    context.build(kept, "mlp", True, 0)
+    found = cost.train(kept, "pickled", True, [1, 4], 4, str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 1, "one name of two was written"
     for readings in found.values():
         assert readings["saves"] == 1

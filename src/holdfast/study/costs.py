@@ -39,6 +39,13 @@ def cost_of(call: Callable[[], T]) -> tuple[T, dict[str, float]]:
     return result, readings | peak_since(before)
 
 
+def wall_seconds(call: Callable[[], object]) -> float:
+    """How long `call` takes, and nothing else: for calls that are timed beside a training."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
 def cpu_seconds(*, children: bool = False) -> float:
     found = [resource.getrusage(resource.RUSAGE_SELF)]
     if children:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.study import frameworks
 from holdfast.study.frameworks.models import TITLES
-from holdfast.study.frameworks.worker import NOTICED_LOSS
+from holdfast.study.frameworks.orders.bitflips import NOTICED_LOSS
 from holdfast.study.report_parts import (
     NOTHING,
     Bar,

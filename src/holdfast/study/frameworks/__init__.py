@@ -4,7 +4,8 @@
 |---|---|
 | this one | which frameworks there are |
 | `process` | their processes, seen from the harness: started, asked, timed out, killed |
-| `worker` | the same from inside: orders, clocks, comparisons |
+| `worker` | the same from inside: reads orders and answers them |
+| `orders` | what the orders do: clocks, damage, comparisons; one file per suite |
 | `api` | what a framework brings: models, steps, mechanisms; **how to add one** |
 | `models` | the sizes of the models, the same in all |
 | `*_worker` | one framework each |

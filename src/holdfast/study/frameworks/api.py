@@ -135,6 +135,12 @@ class Mechanism(ABC):
         self.save()
         self.wait()
 
+    def save_and_sync(self) -> None:
+        """Saves; syncs if that is wanted, and left to the harness."""
+        self.save()
+        if self.durable and not self.always_durable and not self.background:
+            self.sync()
+
     def sync(self) -> None:
         """Make the newest one durable: its files and every directory entry that leads to them."""
         sync_tree(self.path)

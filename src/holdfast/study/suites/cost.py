@@ -2,7 +2,7 @@
 
 Each turn of a mechanism trains some steps without checkpoints and as many with them, for each frequency.
 Durable and not durable are different cases; what is always durable has no other one. The durable one also
-splits one save into serialising, writing and syncing (`frameworks.worker.Worker.split`).
+splits one save into serialising, writing and syncing (`frameworks.orders.cost.split`).
 """
 
 from __future__ import annotations

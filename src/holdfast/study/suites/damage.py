@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.study.frameworks import Entry
+from holdfast.study.frameworks.orders.bitflips import file_bit_flipped
 from holdfast.study.frameworks.process import FrameworkProcess, WorkerFailed
-from holdfast.study.frameworks.worker import file_bit_flipped
 from holdfast.study.peers.base import files_below, remove
 from holdfast.study.suite import Turn
 from holdfast.study.suites.by_framework import MechanismCase
