@@ -17,10 +17,12 @@ from holdfast.study import campaign, frameworks, report_page
 from holdfast.study.campaign import Options
 from holdfast.study.frameworks import Entry
 from holdfast.study.frameworks.orders import context, cost
-from holdfast.study.frameworks.process import FrameworkProcess, WorkerEnded
+from holdfast.study.frameworks.process import FrameworkProcess, TimeUp, WorkerEnded
 from holdfast.study.results import Row
 from holdfast.study.results_directory import FILE, Part, ResultsDirectory, StudyError
+from holdfast.study.suite import Turn
 from holdfast.study.suites import by_framework
+from holdfast.study.suites.damage import Flips
 from support.bench_results import quiet
 from support.fake_framework import FakeFramework
 
@@ -157,6 +159,46 @@ def test_a_process_that_babbles_is_ended(tmp_path: Path) -> None:
         pytest.raises(WorkerEnded, match="no answer"),
     ):
         process.ask("hello")
+
+
+class TestTimeUp:
+    """A hanging mechanism whose order may take ten minutes, in a study of three seconds."""
+
+    @pytest.fixture(autouse=True)
+    def _hanging(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FAKE_TROUBLES", "hanging")
+        monkeypatch.setattr(by_framework, "QUICK_ORDER_SECONDS", 600.0)
+        monkeypatch.setattr(campaign, "QUICK_SECONDS", 2.5)
+        monkeypatch.setattr(campaign, "LAST_PART_SECONDS", 0.5)
+
+    def test_a_part_in_progress_is_cut_off_and_left_for_the_next_call(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        found = study(tmp_path, "determinism", "cost", said=said)
+        assert [entry.part.suite for entry in found.entries] == ["determinism"]
+        assert said[-1] == "the time is up: 1 parts are left for another call"
+
+    def test_the_first_part_of_a_call_is_kept_as_far_as_it_got(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        rows = rows_of(study(tmp_path, "cost", "determinism", said=said), "cost")
+        assert {row.status for row in rows.values()} == {"failed"}
+        assert all(row.reason.endswith("the time of the study was up") for row in rows.values())
+        assert said[-1] == "the time is up: 1 parts are left for another call"
+
+    def test_it_is_not_taken_for_a_loader_that_refuses(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class EndsBeforeLoad(FrameworkProcess):
+            def ask(self, do: str, seconds: float | None = None, **arguments: Any) -> dict[str, Any]:
+                if do == "load":
+                    self.end = time.monotonic()
+                return super().ask(do, seconds, **arguments)
+
+        monkeypatch.delenv("FAKE_TROUBLES")
+        mechanism = {"key": "checked", "title": "", "missing": None}
+        with EndsBeforeLoad("fake", FAKE, tmp_path, 600.0) as process:
+            process.ask("build", model="mlp", quick=True, seed=0)
+            with pytest.raises(TimeUp):
+                Flips(process, mechanism, 1, 0).measure(Turn(tmp_path / "saved", 1))
 
 
 @pytest.mark.parametrize(

@@ -184,5 +184,9 @@ class UnbuildableFramework(FakeFramework):
         raise NotImplementedError("no such layer")
 
 
-_TROUBLES = {"1": TroubledFramework, "build": UnbuildableFramework}
+class HangingFramework(FakeFramework):
+    mechanisms = (Hanging,)
+
+
+_TROUBLES = {"1": TroubledFramework, "build": UnbuildableFramework, "hanging": HangingFramework}
 FRAMEWORK = _TROUBLES.get(os.environ.get("FAKE_TROUBLES", ""), FakeFramework)()

@@ -4,6 +4,7 @@ other.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,11 @@ from holdfast.study.suites.formats import FormatsSuite
 from holdfast.study.suites.rank_waiting import ScaleSuite
 
 QUICK_SECONDS = 270.0
-"""What `--quick` divides among its parts; the rest of five minutes is for the last of them to end."""
+"""What `--quick` divides among its parts; none begins later."""
+LAST_PART_SECONDS = 20.0
+"""How much longer the last part of a quick study may take before it is cut off. What is then left of five
+minutes is for ending processes and removing files.
+"""
 FORMATS_MODEL, QUICK_FORMATS_MODEL = "resnet50", "mlp"
 
 _SUITES: dict[str, type[FrameworkSuite]] = {
@@ -58,6 +63,11 @@ class Options:
     @property
     def seconds(self) -> float | None:
         return 60 * self.minutes if self.minutes else QUICK_SECONDS if self.quick else None
+
+    @property
+    def end_seconds(self) -> float:
+        """When a part in progress is cut off. Only quick parts are short enough to be repeated for that."""
+        return self.seconds + LAST_PART_SECONDS if self.quick and self.seconds else math.inf
 
 
 def suite_names(words: Sequence[str]) -> tuple[str, ...]:
@@ -100,7 +110,11 @@ def _models(suite: str, options: Options) -> tuple[str, ...]:
 
 
 def run(directory: Path, options: Options, console: Console, say: Callable[[str], None]) -> ResultsDirectory:
-    """Measures what is not there yet. May be interrupted, and called again."""
+    """Measures what is not there yet. May be interrupted, and called again.
+
+    When the time is up, the part in progress is cut off and left for the next call, which begins with it. The
+    first part that a call measures is kept as far as it got: it would not get further in another call.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     machine = machine_facts(directory, os.getloadavg()[0], None)
     header = Header(time.time(), options.quick, options.seed, holdfast.__version__, machine)
@@ -116,32 +130,38 @@ def run(directory: Path, options: Options, console: Console, say: Callable[[str]
             say(f"{len(parts) - len(left)} of {len(parts)} parts have been measured before")
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("", total=len(parts), completed=len(parts) - len(left))
+            unmeasured, kept_one = len(left), False
             for index, part in enumerate(left):
                 spent = time.monotonic() - began
-                if index and options.seconds is not None and spent > options.seconds:
-                    say(f"the time is up: {len(left) - index} parts are left for another call")
+                if kept_one and options.seconds is not None and spent > options.seconds:
                     break
                 seconds = _share(options.seconds, spent, left[index:])
-                suite = make_suite(part, options, seconds)
+                suite = make_suite(part, options, seconds, began + options.end_seconds)
 
                 def tell(said: str, part: Part = part) -> None:
                     progress.update(task, description=f"{part.suite}: {said}")
 
                 tell(part.framework)
                 result = runner.run(suite, directory, console, say=tell)
-                found.append(Entry(part, suite.versions, result))
+                if kept_one and time.monotonic() >= suite.end:
+                    break
+                entry = Entry(part, suite.versions, result)
+                found.append(entry)
+                unmeasured, kept_one = unmeasured - 1, kept_one or not entry.missing
                 progress.advance(task)
                 troubles = {(row.title, row.status, row.reason): None for row in result.rows if row.reason}
                 for title, status, reason in troubles:
                     say(f"{part}: {title}: {status}. {reason}")
+        if unmeasured:
+            say(f"the time is up: {unmeasured} parts are left for another call")
     finally:
         found.close()
     return found
 
 
-def make_suite(part: Part, options: Options, seconds: float | None) -> FrameworkSuite:
+def make_suite(part: Part, options: Options, seconds: float | None, end: float) -> FrameworkSuite:
     entry: Framework = frameworks.FRAMEWORKS[part.framework]
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"end": end}
     if options.rounds is not None:
         more["rounds"] = options.rounds
     return _SUITES[part.suite](

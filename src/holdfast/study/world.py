@@ -8,6 +8,7 @@ reaches only this process, which then ends them.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import subprocess
@@ -42,11 +43,13 @@ class RankEnded(RuntimeError):
 
 
 class World(AbstractContextManager["World"]):
-    """`size` ranks, each with the same state of `nbytes`; an order may take `timeout` seconds."""
+    """`size` ranks, each with the same state of `nbytes`. An order may take `timeout` seconds, and no order
+    may take longer than until `end` (of `time.monotonic`).
+    """
 
-    def __init__(self, size: int, nbytes: int, logs: Path, timeout: float) -> None:
+    def __init__(self, size: int, nbytes: int, logs: Path, timeout: float, end: float = math.inf) -> None:
         self.size = size
-        self._timeout = timeout
+        self._timeout, self._end = timeout, end
         self._logs = [logs / f"rank-{rank}.log" for rank in range(size)]
         self._decoder = msgspec.json.Decoder(Answer)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -102,7 +105,7 @@ class World(AbstractContextManager["World"]):
 
     def _answers(self) -> list[Answer]:
         """One answer of every rank, within the time."""
-        end = time.monotonic() + self._timeout
+        end = min(time.monotonic() + self._timeout, self._end)
         found: dict[int, Answer] = {}
         begun = [b""] * self.size
         with selectors.DefaultSelector() as selector:
@@ -160,9 +163,9 @@ def seconds_of(answers: Sequence[Answer]) -> float:
 class RestartedWorld:
     """A world that is started when it is first needed, and again after a rank has failed."""
 
-    def __init__(self, size: int, nbytes: int, folder: Path, timeout: float) -> None:
+    def __init__(self, size: int, nbytes: int, folder: Path, timeout: float, end: float = math.inf) -> None:
         self.size = size
-        self._nbytes, self._folder, self._timeout = nbytes, folder, timeout
+        self._nbytes, self._folder, self._timeout, self._end = nbytes, folder, timeout, end
         self._world: World | None = None
         self._prepared: set[str] = set()
         self._starts = 0
@@ -204,7 +207,8 @@ class RestartedWorld:
             self._starts += 1
             self._prepared.clear()
             try:
-                self._world = World(self.size, self._nbytes, self._directory("logs"), self._timeout)
+                logs = self._directory("logs")
+                self._world = World(self.size, self._nbytes, logs, self._timeout, self._end)
             except RankEnded as error:
                 self._why_not = f"{self.size} ranks could not be started: {error}"
                 raise RankEnded(self._why_not) from error

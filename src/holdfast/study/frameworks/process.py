@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -34,15 +35,24 @@ class WorkerEnded(WorkerFailed):
     """The process ended, or took too long and was killed. The next order starts another one."""
 
 
+class TimeUp(RuntimeError):
+    """The time of the study is up. It says nothing about the framework, so it is no `WorkerFailed`."""
+
+
 class FrameworkMissing(RuntimeError):
     """The framework is not installed; the message says what to do."""
 
 
 class FrameworkProcess:
-    """The worker of one framework, started at the first order and again after it has ended."""
+    """The worker of one framework, started at the first order and again after it has ended.
 
-    def __init__(self, name: str, entry: Entry, folder: Path, seconds: float) -> None:
+    An order may take `seconds`, and none may take longer than until `end` (of `time.monotonic`): then it is
+    ended with `TimeUp`, and so is every later one.
+    """
+
+    def __init__(self, name: str, entry: Entry, folder: Path, seconds: float, end: float = math.inf) -> None:
         self._name, self._entry, self._folder, self._seconds = name, entry, folder, seconds
+        self.end = end
         self._process: subprocess.Popen[bytes] | None = None
         self._log = folder / f"{name}.log"
         self._prelude: dict[str, Any] | None = None
@@ -52,6 +62,7 @@ class FrameworkProcess:
 
         A training that was built is built again in a new process.
         """
+        self.look_at_clock()
         if self._process is None:
             self._start()
             self._send({"do": "hello"})  # importing a framework may take longer than any order
@@ -64,6 +75,10 @@ class FrameworkProcess:
             self._prelude = order
         self._send(order)
         return self._answer(seconds or (START_SECONDS if do == "build" else self._seconds))
+
+    def look_at_clock(self) -> None:
+        if time.monotonic() >= self.end:
+            raise TimeUp("the time of the study was up")
 
     def begin(self, do: str, **arguments: Any) -> None:
         """Sends an order whose answer is not waited for: the process is to be killed."""
@@ -129,12 +144,13 @@ class FrameworkProcess:
     def _answer(self, seconds: float) -> dict[str, Any]:
         assert self._process is not None
         assert self._process.stdout is not None
-        end, line = time.monotonic() + seconds, b""
+        end, line = min(time.monotonic() + seconds, self.end), b""
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._process.stdout, selectors.EVENT_READ)
                 while not line.endswith(b"\n"):
                     if not selector.select(max(0.0, end - time.monotonic())):
+                        self.look_at_clock()
                         raise WorkerEnded(f"did not answer within {seconds:g} s and was killed")
                     data = os.read(self._process.stdout.fileno(), 1 << 16)
                     if not data:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from holdfast.study.frameworks import Entry
 from holdfast.study.frameworks.models import TITLES
-from holdfast.study.frameworks.process import FrameworkMissing, FrameworkProcess, WorkerFailed
+from holdfast.study.frameworks.process import FrameworkMissing, FrameworkProcess, TimeUp, WorkerFailed
 from holdfast.study.results import Result
 from holdfast.study.suite import Case, Group, Needs, Suite, Turn
 from holdfast.study.views import View
@@ -56,7 +57,9 @@ class MechanismCase(Case):
 
 @dataclass
 class FrameworkSuite(Suite):
-    """`seconds` is what this part of the study may take; None for no limit."""
+    """One part of the study. `seconds` is the time that is planned for it: no round begins that would take
+    longer. At `end` (of `time.monotonic`) it is cut off: what is not measured by then is reported as failed.
+    """
 
     framework: str
     entry: Entry
@@ -69,6 +72,7 @@ class FrameworkSuite(Suite):
     """Only these; empty for all."""
     versions: dict[str, str] = field(default_factory=dict)
     built: dict[str, float] = field(default_factory=dict)
+    end: float = math.inf
 
     def needs(self) -> Needs:
         return Needs()
@@ -78,14 +82,14 @@ class FrameworkSuite(Suite):
         return QUICK_ORDER_SECONDS if self.quick else ORDER_SECONDS
 
     def groups(self, folder: Path) -> Iterator[Group]:
-        with FrameworkProcess(self.framework, self.entry, folder, self.order_seconds) as process:
+        with FrameworkProcess(self.framework, self.entry, folder, self.order_seconds, self.end) as process:
             try:
                 hello = process.ask("hello")
                 self.versions = hello["versions"]
             except FrameworkMissing as error:
                 yield self._absent(str(error))
                 return
-            except WorkerFailed as error:
+            except (WorkerFailed, TimeUp) as error:
                 yield self._absent(None, str(error))
                 return
             hello["mechanisms"] = [
@@ -93,7 +97,7 @@ class FrameworkSuite(Suite):
             ]
             try:
                 yield from self.measured(process, hello, folder)
-            except WorkerFailed as error:  # of a model that cannot be built; a mechanism costs its row only
+            except (WorkerFailed, TimeUp) as error:  # of a model that cannot be built, or of the clock
                 yield self._absent(None, str(error))
 
     @abstractmethod

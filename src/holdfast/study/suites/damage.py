@@ -157,7 +157,9 @@ class Kills(MechanismCase):
 
     def measure(self, turn: Turn) -> None:
         counts = {"kills": 0.0, "old kept": 0.0, "new complete": 0.0, "lost": 0.0}
-        with FrameworkProcess("victim", self._entry, turn.directory, _BEGIN_SECONDS) as victim:
+        with FrameworkProcess(
+            "victim", self._entry, turn.directory, _BEGIN_SECONDS, self.process.end
+        ) as victim:
             victim.ask("build", **self._build)
             whole = turn.directory / "whole"
             seconds = victim.ask("overwrite", mechanism=self.key, directory=str(whole))["seconds"]
@@ -180,6 +182,7 @@ class Kills(MechanismCase):
         begun = Path(f"{place}.begun")
         end = time.monotonic() + _BEGIN_SECONDS
         while not begun.exists():
+            victim.look_at_clock()
             if time.monotonic() > end:
                 raise WorkerFailed("the save that was to be killed did not begin")
             time.sleep(_POLL_SECONDS)

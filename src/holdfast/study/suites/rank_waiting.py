@@ -102,9 +102,10 @@ class ScaleSuite(FrameworkSuite):
 
     def measured(self, process: FrameworkProcess, hello: dict[str, Any], folder: Path) -> Iterator[Group]:
         for number in WORLDS:
+            process.look_at_clock()
             own = folder / f"world-{number}"
             own.mkdir()
-            world = RestartedWorld(number, self.nbytes, own, self.order_seconds)
+            world = RestartedWorld(number, self.nbytes, own, self.order_seconds, self.end)
             try:
                 cases = [RankedSave(world, key, self._found) for key in SYSTEMS]
                 yield self.group(f"{number} ranks", [*cases], share=1 / len(WORLDS))
