@@ -23,6 +23,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list
 
 from holdfast.errors import CheckpointNotFound, StateMismatch
+from holdfast.integrations.attributes import Attributes
 from holdfast.integrations.entries import with_entries
 from holdfast.integrations.folders import by_rank_zero, newest_intact, numbered, remove
 from holdfast.state.marks import per_rank, rank_zero
@@ -59,7 +60,7 @@ def state_of(accelerator: Accelerator, *models: Any, **more: Any) -> dict[str, A
         "schedulers": list(accelerator._schedulers),
         "registered": rank_zero(list(accelerator._custom_objects)),
         "scaler": accelerator.scaler,
-        "counters": _Counters(accelerator),
+        "counters": Attributes(accelerator, "step"),
         "loaders": per_rank(_Loaders(accelerator)),
         "rng": per_rank(rng()),
     }
@@ -120,19 +121,6 @@ def _folder(accelerator: Accelerator) -> str | None:
     """Where checkpoints with automatic names are."""
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
     return os.path.join(accelerator.project_dir, "checkpoints") if automatic else None
-
-
-class _Counters:
-    """Where gradient accumulation is."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._accelerator.step = state["step"]
 
 
 class _Loaders:

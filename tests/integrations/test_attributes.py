@@ -1,4 +1,4 @@
-"""State of callbacks that save none: what has changed since they were made."""
+"""Attributes as state: by name, and of callbacks that save none those that have changed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from holdfast.integrations.attributes import ChangedAttributes
+from holdfast.integrations.attributes import Attributes, ChangedAttributes
 
 
 class Callback:
@@ -18,6 +18,13 @@ class Callback:
         self.weights: list[np.ndarray[tuple[int], np.dtype[np.float64]]] | None = None
         self.compare = min
         self.delta = 1.0
+
+
+def test_attributes_are_saved_and_restored_by_name() -> None:
+    before, after = Callback(1), Callback(2)
+    before.wait, before.best = 5, 0.25
+    Attributes(after, "wait", "best").load_state_dict(Attributes(before, "wait", "best").state_dict())
+    assert (after.wait, after.best, after.patience) == (5, 0.25, 2)
 
 
 def trained(patience: int = 3) -> tuple[Callback, ChangedAttributes]:

@@ -11,6 +11,7 @@ import pytest
 import holdfast
 from holdfast.engine import faults
 from holdfast.integrations import deepspeed_tags as tags
+from holdfast.integrations.folders import damage_of
 
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
@@ -31,6 +32,7 @@ def test_a_tag_appears_when_it_is_published(tmp_path: Path) -> None:
     tags.publish(str(tmp_path / "a"))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert tags.read_latest(str(tmp_path)) is None
+    assert tags.newest_first(str(tmp_path)) == []
 
 
 def test_a_save_without_files_makes_no_tag(tmp_path: Path) -> None:
@@ -84,12 +86,14 @@ def test_files_of_others_stay_in_a_tag_that_is_replaced(tmp_path: Path) -> None:
 def test_damage_is_named_and_tags_are_ordered_by_step(tmp_path: Path) -> None:
     for step, tag in enumerate(("z", "a", "m"), start=8):
         save(tmp_path, tag, step)
-    assert tags.newest_first(str(tmp_path)) == ["m", "a", "z"]
+    assert tags.newest_first(str(tmp_path)) == [str(tmp_path / tag) for tag in "maz"]
+    tags.write_latest(str(tmp_path), "a")  # as after going back to it
+    assert tags.newest_first(str(tmp_path)) == [str(tmp_path / tag) for tag in "amz"]
     files = tags.files_of(str(tmp_path / "m"))
-    assert tags.damage_of(files) is None
+    assert damage_of(files) is None
     (shard,) = Path(files[1]).glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
-    damage = tags.damage_of(files)
+    damage = damage_of(files)
     assert damage is not None
     assert OPTIMIZER in damage
 
@@ -97,3 +101,4 @@ def test_damage_is_named_and_tags_are_ordered_by_step(tmp_path: Path) -> None:
 def test_an_empty_latest_names_nothing(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("")
     assert tags.read_latest(str(tmp_path)) is None
+    assert tags.newest_first(str(tmp_path)) == []

@@ -211,7 +211,7 @@ def folders(folder: str) -> None:
 
     # Damaged: passed over, and its name is not used again.
     damage(there / "checkpoint_4")
-    told("passing over step 4", lambda: again(batches=0.0))
+    told(f"passing over {there / 'checkpoint_4'}: ", lambda: again(batches=0.0))
     new, restored, other, note = again(batches=0.0)
     assert (other.value, new.save_iteration) == (4.0, 5)
     assert save_state(new, restored, note=note) == str(there / "checkpoint_5")

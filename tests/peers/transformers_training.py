@@ -194,7 +194,7 @@ def own(folder: str) -> None:
     # A damaged one is passed over.
     damage(Path(output, "checkpoint-15", "holdfast"))
     older = trainer_of(output, **plain)
-    told("passing over step 15", lambda: older.train(resume_from_checkpoint=True))
+    told(f"passing over {output}/checkpoint-15/holdfast: ", lambda: older.train(resume_from_checkpoint=True))
     assert digest(older.model.parameters()) == digest(whole.model.parameters())
 
     # The best model comes back at the end, and stays within the limit.

@@ -3,11 +3,11 @@
 | module | what it owns |
 |---|---|
 | `checkpoint_engine` | `use`: ``save_checkpoint`` and ``load_checkpoint`` of an engine go through Holdfast |
-| `writes` | the files of such a save on their way to the disk |
 | `live_state` | `state_of`: an engine as a state, for `holdfast.Checkpointer`, `save` and `load` |
 | `objects` | what both need: DeepSpeed's own classes, and which tensors only a step changes |
 
-What needs no DeepSpeed, names and contents of the files, is in `holdfast.integrations`.
+What needs no DeepSpeed is in `holdfast.integrations`: names and contents of the files, and how they are
+committed.
 """
 
 from __future__ import annotations

@@ -2,43 +2,45 @@
 
 Every file that DeepSpeed would write with ``torch.save`` is a Holdfast checkpoint of that name, a directory.
 DeepSpeed looks for these names with ``glob`` and ``os.path.exists``, and a rank reads only its own files:
-hence one checkpoint per file, not one per tag. The tag as a whole appears at once:
-
-1. Each rank writes its files into ``.TAG.partial``. Each of them is durable by itself.
-2. The ranks tell each other whether that succeeded. If one has failed, all raise, and there is no such tag.
-3. Rank 0 renames ``.TAG.partial`` to ``TAG`` and syncs the directory above. **This is the commit.**
-4. Rank 0 replaces the file ``latest`` by a new one, synced. So it only ever names complete tags.
+hence one checkpoint per file, not one per tag. How the tag as a whole is committed: `deepspeed_saves`.
 
 DeepSpeed does not admit engines of others: ``create_checkpoint_engine`` chooses among four of its own. It
 also writes ``latest`` itself, in place, so that a kill can leave it empty; but not for a *decoupled* engine.
-So `use` sets ``engine.checkpoint_engine`` to one that says it is decoupled, and wraps three methods of that
-DeepSpeedEngine: ``save_checkpoint``, which commits, ``load_checkpoint``, which passes over damage, and
-``_take_model_step``, which waits for a save that overlaps.
+So `use` sets ``engine.checkpoint_engine`` to one that says it is decoupled, and wraps four methods of that
+DeepSpeedEngine: ``save_checkpoint``, which commits, ``load_checkpoint``, which passes over damage,
+``load_module_state_dict``, which first looks whether the checkpoint fits, and ``_take_model_step``, which
+waits for a save that overlaps.
 
 Other names of DeepSpeed that this relies on: ``basic_optimizer``, ``global_steps``, ``local_rank``,
-``global_rank``.
+``global_rank``, ``seq_dp_world_size``, ``_get_zero_param_shapes``.
 """
 
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
-import warnings
 import weakref
-from typing import Any
+from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from holdfast.caller import stack_level
-from holdfast.deepspeed.objects import make_object
-from holdfast.deepspeed.writes import Write, copies, save_for_others
-from holdfast.errors import CorruptCheckpoint, HoldfastError, SaveFailed, StateMismatch
+from holdfast.deepspeed.objects import copies_but, make_object, trained_tensors
+from holdfast.engine import fs
+from holdfast.errors import StateMismatch
 from holdfast.integrations import deepspeed_tags as tags
 from holdfast.integrations.deepspeed_files import from_plain, to_plain
+from holdfast.integrations.deepspeed_saves import TagSave
+from holdfast.integrations.fitting import merged, require_fit
+from holdfast.integrations.folders import damage_of, first_intact
 from holdfast.store import load
+
+WRAPPED: Final = ("save_checkpoint", "load_checkpoint", "load_module_state_dict", "_take_model_step")
+"""The methods of a DeepSpeedEngine that `use` replaces."""
 
 
 def use(engine: DeepSpeedEngine, *, overlap: bool = False) -> DeepSpeedEngine:
@@ -66,88 +68,62 @@ class HoldfastEngine(CheckpointEngine):
         self._engine = engine
         self._overlap = overlap
         self._leads = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
-        self._info: CheckpointCommitInfo | None = None
-        self._writes: list[Write] = []
-        self._failure: Exception | None = None
+        self._saving: tuple[TagSave, CheckpointCommitInfo] | None = None
         self._read: tuple[str, Any] | None = None
         self._restores_optimizer = True
-        self._save, engine.save_checkpoint = engine.save_checkpoint, self._save_checkpoint
-        self._load, engine.load_checkpoint = engine.load_checkpoint, self._load_checkpoint
-        self._step, engine._take_model_step = engine._take_model_step, self._take_model_step
+        self._own = {name: getattr(engine, name) for name in WRAPPED}
+        engine.save_checkpoint = self._save_checkpoint
+        engine.load_checkpoint = self._load_checkpoint
+        engine.load_module_state_dict = self._load_weights
+        engine._take_model_step = self._take_step
         atexit.register(_at_exit, weakref.ref(self))
 
     # --- saving
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         self.finish()
-        saved = self._save(*args, **kwargs)
+        saved = self._own["save_checkpoint"](*args, **kwargs)
         if not self._overlap:
             self.finish()
         return saved
 
-    def _take_model_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _take_step(self, *args: Any, **kwargs: Any) -> Any:
         self.finish()
-        return self._step(*args, **kwargs)
+        return self._own["_take_model_step"](*args, **kwargs)
 
     def finish(self) -> None:
         """Commits the save that is under way, if there is one. All ranks call it."""
-        if self._info is not None:
-            self.commit(self._info)
+        if self._saving is not None:
+            self.commit(self._saving[1])
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        self._info, self._writes, self._failure = info, [], None
-        self._tag = os.path.abspath(os.path.join(info.save_dir, info.tag))
-        try:
-            if self._leads:
-                tags.begin(self._tag)
-        except (HoldfastError, OSError) as error:
-            self._failure = error
-        dist.barrier()
+        path = os.path.abspath(os.path.join(info.save_dir, info.tag))
+        self._saving = TagSave(path, self._engine.global_steps, _gathered, leads=self._leads), info
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        if self._info is None or os.path.abspath(path) != self._tag:  # that one appears with the commit
+        if not self._is_saved(path):  # that one appears with the commit
             super().makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Begins to write a file. If it fails, the commit raises that, on all ranks."""
-        folder, name = os.path.split(os.path.abspath(path))
-        try:
-            if self._info is None or folder != self._tag:
-                save_for_others(state_dict, os.path.join(folder, name))
-            elif self._failure is None:
-                state = to_plain(state_dict, copies(self._engine)) if self._overlap else to_plain(state_dict)
-                target = os.path.join(tags.partial_of(self._tag), name)
-                step = self._engine.global_steps
-                self._writes.append(Write(target, state, step, watched=self._overlap))
-        except (HoldfastError, OSError) as error:
-            self._failure = error
+        folder, name = os.path.split(path)
+        if self._saving is None or not self._is_saved(folder):
+            _save_as_deepspeed(state_dict, os.path.abspath(path))
+        elif self._overlap:
+            # Only a step changes the tensors that are trained; others, as buffers, may change before it.
+            plain = to_plain(state_dict, copies_but(trained_tensors(self._engine)))
+            self._saving[0].write(name, plain, watched=True)
+        else:
+            self._saving[0].write(name, to_plain(state_dict), watched=False)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Steps 2 to 4."""
-        assert self._info is not None
-        given, self._info = self._info, None
-        failures = [self._failure, *[write.wait() for write in self._writes]]
-        self._writes = []
-        self._agree(next(filter(None, failures), None))
-        failure = None
-        try:
-            if self._leads:
-                tags.publish(self._tag)
-                if given.save_latest:
-                    tags.write_latest(os.path.abspath(given.save_dir), given.tag)
-        except (HoldfastError, OSError) as error:
-            failure = error
-        self._agree(failure)
+        assert self._saving is not None
+        (saving, _), self._saving = self._saving, None
+        saving.commit(latest=info.save_latest)
         return True
 
-    def _agree(self, failure: Exception | None) -> None:
-        """Raises on all ranks if one of them has failed."""
-        said = _gathered(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(said):
-            if text is not None:
-                raise SaveFailed(f"{self._tag} was not saved, because of rank {rank}: {text}")
+    def _is_saved(self, folder: str) -> bool:
+        """Whether this is the directory of the tag that is being saved."""
+        return self._saving is not None and os.path.abspath(folder) == self._saving[0].path
 
     def is_decoupled(self) -> bool:
         return True
@@ -160,34 +136,20 @@ class HoldfastEngine(CheckpointEngine):
 
     # --- loading
 
-    def _load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> Any:
+    def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         self.finish()
-        engine = self._engine
-        if tag is None and not engine.load_universal_checkpoint():
-            tag = _newest_intact(load_dir)
-        ours = tag is not None and bool(tags.files_of(os.path.join(load_dir, tag)))
-        if ours and engine.zero_optimization_partition_weights() and not load_optimizer_states:
+        engine, own = self._engine, self._own["load_checkpoint"]
+        call = inspect.signature(own).bind(*args, **kwargs)
+        call.apply_defaults()
+        asked = call.arguments
+        if asked["tag"] is None and not engine.load_universal_checkpoint():
+            asked["tag"] = _newest_intact(asked["load_dir"])
+        ours = asked["tag"] is not None and tags.files_of(os.path.join(asked["load_dir"], asked["tag"]))
+        if ours and engine.zero_optimization_partition_weights() and not asked["load_optimizer_states"]:
             raise NotImplementedError("ZeRO-3 cannot load a tag of Holdfast without its optimizer states")
-        self._restores_optimizer = load_optimizer_states and not load_module_only
+        self._restores_optimizer = asked["load_optimizer_states"] and not asked["load_module_only"]
         try:
-            return self._load(
-                load_dir,
-                tag,
-                load_module_strict,
-                load_optimizer_states,
-                load_lr_scheduler_states,
-                load_module_only,
-                custom_load_fn,
-            )
+            return own(*call.args, **call.kwargs)
         finally:
             self._read = None
 
@@ -197,20 +159,44 @@ class HoldfastEngine(CheckpointEngine):
             return TorchCheckpointEngine().load(path, map_location)
         if self._read is None or self._read[0] != path:  # DeepSpeed asks twice for the first file
             self._read = path, from_plain(load(path, process_group="none"), make_object)
-            self._check_ranks(*self._read)
         return self._read[1]
 
-    def _check_ranks(self, path: str, content: dict[str, Any]) -> None:
+    def _load_weights(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """The first thing that a load changes. `StateMismatch` if the checkpoint does not fit."""
+        if self._read is not None:
+            self._check(checkpoint, os.path.dirname(self._read[0]))
+        try:
+            self._own["load_module_state_dict"](checkpoint, *args, **kwargs)
+        except RuntimeError as error:
+            if "loading state_dict" not in str(error):
+                raise
+            raise StateMismatch(f"the checkpoint is of another model: {error}") from error
+
+    def _check(self, checkpoint: dict[str, Any], where: str) -> None:
         """Of ZeRO: DeepSpeed would find out when it has loaded half of it, or not at all."""
         engine = self._engine
-        saved, here = content.get("dp_world_size"), engine.seq_dp_world_size
         cut = engine.zero_optimization() and self._restores_optimizer
-        if (cut or engine.zero_optimization_partition_weights()) and saved not in (None, here):
+        if not (cut or engine.zero_optimization_partition_weights()):
+            return
+        saved, here = checkpoint.get("dp_world_size"), engine.seq_dp_world_size
+        if saved not in (None, here):
             raise StateMismatch(
-                f"{path} was saved on {saved} data-parallel ranks, and there are {here} now. Start as many, "
+                f"{where} was saved on {saved} data-parallel ranks, and there are {here} now. Start as many, "
                 "or convert the tag: holdfast convert --from deepspeed --to ds-universal",
                 wrong=["dp_world_size"],
             )
+        require_fit(merged(checkpoint["param_shapes"]), merged(engine._get_zero_param_shapes()), where)
+
+
+def _save_as_deepspeed(state: Any, path: str) -> None:
+    """The weights of ``save_16bit_model``: a file as DeepSpeed writes it, but whole and durable."""
+    partial = tags.partial_of(path)
+    with open(partial, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    fs.sync_dir(os.path.dirname(path))
 
 
 def _gathered(said: str | None) -> list[str | None]:
@@ -223,20 +209,13 @@ def _gathered(said: str | None) -> list[str | None]:
 
 def _newest_intact(folder: str) -> str | None:
     """The tag that ``latest`` names; if it is damaged, the newest that is not. Each rank reads a share."""
-    newest = tags.read_latest(folder)
-    if newest is None:
-        return None
-    reason = None
-    for tag in dict.fromkeys([newest, *tags.newest_first(folder)]):
-        path = os.path.join(folder, tag)
-        files = tags.files_of(path)
-        said = _gathered(tags.damage_of(files[dist.get_rank() :: dist.get_world_size()]))
-        damage = next(filter(None, said), None)
-        if damage is None:
-            return tag
-        reason = reason or damage
-        warnings.warn(f"passing over {path}: {damage}", RuntimeWarning, stacklevel=stack_level())
-    raise CorruptCheckpoint(f"no tag is intact: {reason}", path=folder)
+
+    def damage(tag: str) -> str | None:
+        share = tags.files_of(tag)[dist.get_rank() :: dist.get_world_size()]
+        return next(filter(None, _gathered(damage_of(share))), None)
+
+    found = first_intact(tags.newest_first(folder), folder, damage)
+    return None if found is None else os.path.basename(found)
 
 
 def _at_exit(reference: weakref.ref[HoldfastEngine]) -> None:

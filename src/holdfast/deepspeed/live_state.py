@@ -5,8 +5,8 @@ finds the newest intact one: what ``save_checkpoint`` has no arguments for.
 
 Names of DeepSpeed that this relies on, most of them private: ``basic_optimizer``, ``global_steps``,
 ``global_samples``, ``skipped_steps``, ``micro_steps``, ``seq_dp_world_size``, ``mp_world_size``,
-``has_moe_layers``, ``checkpoint_event_prologue``, ``checkpoint_event_epilogue``, ``ds_tensor``, and the
-arguments that ``load_state_dict`` of each optimizer has.
+``has_moe_layers``, ``checkpoint_event_prologue``, ``checkpoint_event_epilogue``, ``ds_tensor``,
+``_get_zero_param_shapes``, and the arguments that ``load_state_dict`` of each optimizer has.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine, PipelineEngine
 
 from holdfast.deepspeed.objects import make_object, trained_tensors
+from holdfast.integrations.attributes import Attributes
 from holdfast.integrations.deepspeed_files import from_plain, to_plain
 from holdfast.integrations.entries import with_entries
+from holdfast.integrations.fitting import merged, require_fit
 from holdfast.state.marks import per_rank
 from holdfast.state.rng import rng
-
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 def state_of(engine: DeepSpeedEngine, **more: Any) -> dict[str, Any]:
@@ -39,11 +39,11 @@ def state_of(engine: DeepSpeedEngine, **more: Any) -> dict[str, Any]:
         )
     # Without model parallelism, all ranks have the same weights, and each writes a share of them.
     alike = engine.mp_world_size == 1 and not engine.has_moe_layers and not isinstance(engine, PipelineEngine)
-    model, optimizer = _Model(engine), _Optimizer(engine)
+    model, optimizer = _Tensors(lambda: _weights(engine.module)), _Optimizer(engine)
     taken = {
         "counters": _Counters(engine),  # the first one: it checks that the world is the same
         "model": model if alike else per_rank(model),
-        "buffers": per_rank(_Buffers(engine)),
+        "buffers": per_rank(_Tensors(lambda: _buffers(engine.module))),
         "optimizer": optimizer if alike and not engine.zero_optimization() else per_rank(optimizer),
         "scheduler": engine.lr_scheduler,
         "rng": per_rank(rng()),
@@ -51,65 +51,57 @@ def state_of(engine: DeepSpeedEngine, **more: Any) -> dict[str, Any]:
     return with_entries(taken, more)
 
 
-class _Part:
-    """A part of an engine's state. Taken anew at each save, since DeepSpeed may move its tensors."""
+class _Tensors:
+    """Tensors by name, found again for each save: DeepSpeed may move them. They are filled in place."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._engine = engine
-
-
-class _Tensors(_Part):
-    """Tensors by name. They are filled in place."""
+    def __init__(self, named: Callable[[], dict[str, torch.Tensor]]) -> None:
+        self._named = named
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+        return self._named()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        own = self.state_dict()
-        if own.keys() != state.keys():
-            differing = sorted(own.keys() ^ state.keys())
-            raise ValueError(f"the checkpoint is of another model: {', '.join(differing[:3])}")
+        own = self._named()
+        saved, here = ({name: tensor.shape for name, tensor in side.items()} for side in (state, own))
+        require_fit(saved, here)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state[name])
 
 
-class _Model(_Tensors):
-    """The weights. Those of ZeRO-3 are elsewhere: in the optimizer's state, frozen ones in `_Buffers`."""
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, parameter in self._engine.module.named_parameters():
-            if not hasattr(parameter, "ds_tensor"):
-                found[name] = parameter.detach()
-        return found
+def _weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those of ZeRO-3 are elsewhere: in the optimizer's state, frozen ones in `_buffers`."""
+    named = module.named_parameters()
+    return {name: weight.detach() for name, weight in named if not hasattr(weight, "ds_tensor")}
 
 
-class _Buffers(_Tensors):
+def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What each rank has for itself: DeepSpeed does not make statistics of batches equal on all ranks."""
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        module = self._engine.module
-        persistent = module.state_dict().keys()
-        found = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-        for name, parameter in module.named_parameters():
-            if hasattr(parameter, "ds_tensor") and not parameter.requires_grad:
-                found[name] = parameter.ds_tensor.detach()
-        return found
+    persistent = module.state_dict().keys()
+    found = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    for name, weight in module.named_parameters():
+        if hasattr(weight, "ds_tensor") and not weight.requires_grad:
+            found[name] = weight.ds_tensor.detach()
+    return found
 
 
-class _Counters(_Part):
+class _Counters(Attributes):
     """The counters of the engine, and in which world they count."""
 
-    def state_dict(self) -> dict[str, int]:
-        engine = self._engine
-        world = {
-            "stage": int(engine.zero_optimization_stage()),
-            "ranks": int(engine.seq_dp_world_size) if engine.zero_optimization() else 1,
-        }
-        return world | {name: getattr(engine, name) for name in _COUNTERS}
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        super().__init__(engine, "global_steps", "global_samples", "skipped_steps", "micro_steps")
+        self._engine = engine
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        engine, found = self._engine, super().state_dict()
+        found["stage"] = int(engine.zero_optimization_stage())
+        found["ranks"] = int(engine.seq_dp_world_size) if engine.zero_optimization() else 1
+        if engine.zero_optimization_partition_weights():  # then no leaf has the shape of a parameter
+            shapes = merged(engine._get_zero_param_shapes())
+            found["shapes"] = {name: tuple(shape) for name, shape in shapes.items()}
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         own = self.state_dict()
         saved, here = (state["stage"], state["ranks"]), (own["stage"], own["ranks"])
         if saved != here:
@@ -117,8 +109,9 @@ class _Counters(_Part):
                 f"it was saved by ZeRO stage {saved[0]} on {saved[1]} data-parallel ranks, and the engine "
                 f"has stage {here[0]} on {here[1]}. Start it as it was"
             )
-        for name in _COUNTERS:
-            setattr(self._engine, name, state[name])
+        if "shapes" in state:  # checkpoints of the first versions have none
+            require_fit(state["shapes"], own["shapes"])
+        super().load_state_dict(state)
 
 
 class _Optimizer(torch.optim.Optimizer):

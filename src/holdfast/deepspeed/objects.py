@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -35,3 +35,15 @@ def trained_tensors(engine: Any) -> Iterator[torch.Tensor]:
     # ZeRO-3 has its parameters in the groups during a step only.
     for parameter, states in optimizer.state.items() if optimizer is not None else ():
         yield from (one for one in (parameter, *states.values()) if isinstance(one, torch.Tensor))
+
+
+def copies_but(stay: Iterable[torch.Tensor]) -> Callable[[Any], Any]:
+    """A function that copies tensors, but those that `stay` as they are."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in stay}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in memory:
+            return value.detach().clone()
+        return value
+
+    return copied

@@ -1,4 +1,4 @@
-"""The attributes of an object that have changed since it was made: state of callbacks that save none."""
+"""Attributes of a framework's objects as state: of those that save none, or not all of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ from typing import Any
 import numpy as np
 
 _VALUES = (bool, int, float, str, bytes, type(None))
+
+
+class Attributes:
+    """Attributes of `owner` with these names."""
+
+    def __init__(self, owner: object, *names: str) -> None:
+        self._owner = owner
+        self._names = names
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._owner, name) for name in self._names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self._names:
+            setattr(self._owner, name, state[name])
 
 
 class ChangedAttributes:

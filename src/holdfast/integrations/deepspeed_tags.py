@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
 
 from holdfast.engine import fs
 from holdfast.errors import CheckpointExists, HoldfastError
 from holdfast.store import open as open_checkpoint
-from holdfast.store import verify
 
 LATEST = "latest"
 _FILE = "_states.pt"
@@ -99,20 +97,14 @@ def files_of(tag: str) -> list[str]:
     return [path for path in found if os.path.isdir(path)]
 
 
-def damage_of(files: Sequence[str]) -> str | None:
-    """What is wrong with the first of these that is not intact. Reads all their bytes."""
-    for path in files:
-        try:
-            for problem in verify(path).problems:
-                leaf = "" if problem.leaf is None else f", leaf {problem.leaf!r}"
-                return f"{problem.file}{leaf}: {problem.reason}"
-        except HoldfastError as error:
-            return str(error)
-    return None
-
-
 def newest_first(folder: str) -> list[str]:
-    """The tags of a directory by their steps. Those whose step cannot be read are left out."""
+    """The paths of tags: that which ``latest`` names, then ours by their steps. None without ``latest``.
+
+    Those whose step cannot be read are left out.
+    """
+    newest = read_latest(folder)
+    if newest is None:
+        return []
     found: list[tuple[int, float, str]] = []
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
@@ -120,5 +112,5 @@ def newest_first(folder: str) -> list[str]:
             continue
         for file in files_of(path)[:1]:
             with contextlib.suppress(HoldfastError), open_checkpoint(file) as opened:
-                found.append((opened.step, opened.created, name))
-    return [name for *_, name in sorted(found, reverse=True)]
+                found.append((opened.step, opened.created, path))
+    return list(dict.fromkeys([os.path.join(folder, newest), *(path for *_, path in sorted(found)[::-1])]))

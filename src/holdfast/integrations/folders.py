@@ -27,27 +27,44 @@ def numbered(folder: str, before: str) -> list[tuple[int, str]]:
 
 
 def newest_intact(
-    checkpoints: Iterable[tuple[int, str]], folder: str, foreign: Container[str] = ()
+    numbers: Iterable[tuple[int, str]], folder: str, foreign: Container[str] = ()
 ) -> str | None:
     """The path of the newest checkpoint whose bytes all verify; None if there is no checkpoint.
 
     `foreign`: those that the framework wrote by itself. They have no checksums, and are taken as they are.
-    Damage is passed over with a warning. If all are damaged, that is an error: a training must not start
-    from the beginning because of it.
     """
-    damage = ""
-    for step, path in sorted(checkpoints, reverse=True):
-        if path in foreign:
+    # Others are of a save that did not finish, or of the framework's own.
+    there = (path for _, path in sorted(numbers, reverse=True) if path in foreign or is_checkpoint(path))
+    return first_intact(there, folder, lambda path: None if path in foreign else damage_of([path]))
+
+
+def first_intact(paths: Iterable[str], folder: str, damage: Callable[[str], str | None]) -> str | None:
+    """The first of these without damage, which `damage` describes. Each with damage is named by a warning.
+
+    If there is none but damaged ones, that is an error: a training must not start from the beginning because
+    of it.
+    """
+    reason = None
+    for path in paths:
+        found = damage(path)
+        if found is None:
             return path
-        if not is_checkpoint(path):
-            continue  # a save that did not finish, or one of the framework's own
-        problems = verify(path).problems
-        if not problems:
-            return path
-        damage = "; ".join(f"{problem.file}: {problem.reason}" for problem in problems)
-        warnings.warn(f"passing over step {step}: {damage}", RuntimeWarning, stacklevel=stack_level())
-    if damage:
-        raise CorruptCheckpoint(f"no checkpoint is intact: {damage}", path=folder)
+        reason = reason or found
+        warnings.warn(f"passing over {path}: {found}", RuntimeWarning, stacklevel=stack_level())
+    if reason is not None:
+        raise CorruptCheckpoint(f"no checkpoint is intact: {reason}", path=folder)
+    return None
+
+
+def damage_of(checkpoints: Iterable[str]) -> str | None:
+    """What is wrong with the first of these that is not intact. Reads all their bytes."""
+    for path in checkpoints:
+        try:
+            for problem in verify(path).problems:
+                leaf = "" if problem.leaf is None else f", leaf {problem.leaf!r}"
+                return f"{problem.file}{leaf}: {problem.reason}"
+        except HoldfastError as error:
+            return str(error)
     return None
 
 

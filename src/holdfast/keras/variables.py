@@ -14,7 +14,7 @@ import numpy as np
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
-from holdfast.errors import StateMismatch
+from holdfast.integrations.fitting import require_fit
 from holdfast.integrations.keras_names import named
 from holdfast.state.boxed import unchanging
 from holdfast.store import load
@@ -35,11 +35,8 @@ class Variables:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         named = self._named()
-        if named.keys() != state.keys():
-            odd = sorted(named.keys() ^ state.keys())
-            raise StateMismatch(
-                f"the model and the checkpoint have other variables: {', '.join(odd)}", wrong=odd
-            )
+        saved, own = ({name: each.shape for name, each in side.items()} for side in (state, named))
+        require_fit(saved, own)
         for name, variable in named.items():
             variable.assign(state[name])
 

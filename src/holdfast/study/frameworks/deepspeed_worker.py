@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 EXTENSIONS = Path(sys.prefix) / "torch-extensions"
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -95,18 +95,29 @@ class HoldfastUse(EngineSave):
 
     key, title = "holdfast-use", "Holdfast, use(engine)"
     ours = always_durable = True
+    overlap: ClassVar[bool] = False
 
     def open(self) -> None:
         from holdfast.deepspeed import use
 
         self._own = self.training.engine.checkpoint_engine
-        use(self.training.engine)
+        use(self.training.engine, overlap=self.overlap)
 
     def close(self) -> None:
+        from holdfast.deepspeed.checkpoint_engine import WRAPPED
+
         engine = self.training.engine
         engine.checkpoint_engine = self._own
-        for name in ("save_checkpoint", "load_checkpoint", "_take_model_step"):
-            delattr(engine, name)  # the wrappers of `use`: the engine's own methods are in its class
+        for name in WRAPPED:
+            delattr(engine, name)  # the engine's own methods are in its class
+
+
+class HoldfastUseOverlap(HoldfastUse):
+    key, title = "holdfast-use-overlap", "Holdfast, use(engine), overlap"
+    overlap = background = True
+
+    def wait(self) -> None:
+        self.training.engine.checkpoint_engine.finish()
 
 
 class FastWriter(TorchMechanism):
@@ -168,7 +179,15 @@ class FastWriter(TorchMechanism):
 
 
 class DeepSpeedFramework(Framework):
-    mechanisms = (EngineSave, TorchSave, FastWriter, HoldfastUse, HoldfastSync, HoldfastOverlap)
+    mechanisms = (
+        EngineSave,
+        TorchSave,
+        FastWriter,
+        HoldfastUse,
+        HoldfastUseOverlap,
+        HoldfastSync,
+        HoldfastOverlap,
+    )
 
     def versions(self) -> dict[str, str]:
         return {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
