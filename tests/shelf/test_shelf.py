@@ -11,6 +11,8 @@ import pytest
 
 import holdfast
 from holdfast import Shelf
+from holdfast.format.geometry import Box
+from holdfast.state.boxed import BoxedArray, unchanging
 
 MEDIA = ["page cache", "memory", "persistent memory"]
 
@@ -130,6 +132,15 @@ def test_structured_and_object_arrays_are_not_stored(tmp_path: Path) -> None:
         with pytest.raises(holdfast.UnsupportedState):
             shelf.a = object()
         assert list(shelf) == []
+
+
+def test_an_array_in_parts_is_not_stored(tmp_path: Path) -> None:
+    halves = tuple((Box((start,), (2,)), np.zeros(2)) for start in (0, 2))
+    with Shelf(tmp_path / "a.shelf") as shelf:
+        with pytest.raises(holdfast.UnsupportedState, match="w: a shelf stores whole arrays"):
+            shelf.a = {"w": BoxedArray((4,), np.dtype(float), halves)}
+        shelf.a = {"w": unchanging(np.arange(4.0))}
+        assert shelf.a["w"].tolist() == [0, 1, 2, 3]
 
 
 def test_tensors_come_back_as_tensors_and_what_is_done_to_them_stays_in_them(tmp_path: Path) -> None:

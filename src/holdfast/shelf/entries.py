@@ -110,6 +110,12 @@ def encode(value: object) -> Encoded:
     tree: Any = flat.tree
     if flat.local:
         raise UnsupportedState("a shelf has no ranks: `per_rank` has no meaning in it")
+    for leaf in flat.leaves:
+        if leaf.shape != leaf.whole_shape:
+            raise UnsupportedState(
+                f"{leaf.name}: a shelf stores whole arrays, and this one lies in parts on several devices or "
+                "ranks. Store a copy that is joined, such as numpy.asarray(array) of a jax.Array"
+            )
     if len(flat.leaves) == 1 and tree == {"$leaf": flat.leaves[0].name} and not flat.aliases:
         leaf = flat.leaves[0]
         meta = _json.encode(ArrayMeta(leaf.dtype, leaf.shape, leaf.framework))
