@@ -48,6 +48,18 @@ def test_errors_can_be_caught_without_importing_anything() -> None:
     assert loaded_after(script, SELDOM) == []
 
 
+def test_saving_and_loading_numpy_arrays_imports_no_framework() -> None:
+    script = """
+        import os, tempfile
+        import numpy as np
+        import holdfast
+        path = os.path.join(tempfile.mkdtemp(), "one")
+        holdfast.save(path, {"w": np.ones(3), "n": 1, "set": {2}})
+        holdfast.load(path, into={"w": np.zeros(3), "n": 0, "set": set()})
+    """
+    assert loaded_after(script, [name for name in HEAVY if name != "numpy"]) == []
+
+
 LAYERS = ["engine", "format", "state", "plan", "store", "checkpointer"]
 ABOVE = ["torch.dcp", "inspect", "drill", "study", "cli"]
 

@@ -1,6 +1,7 @@
 """Trainings with JAX, Flax and Optax, in an environment without torch. Called by `test_jax.py`.
 
 trees FOLDER                          all kinds of leaves, on eight devices, two and four; what does not fit
+plain FOLDER                          arrays in states of `holdfast.save`, `Checkpointer` and `Shelf`
 exact FOLDER STEP...                  whole, and killed after each step and then resumed; one JSON line each
 save FOLDER, load FOLDER              a tree on all devices of all processes, written; read and compared
 train RUN STEPS [STEP]                once; with STEP, the last process is killed when it has been saved
@@ -156,12 +157,12 @@ def trees(folder: str) -> None:
 
     gone = {"params": jnp.zeros(1000)}
     jax.jit(lambda tree: jax.tree.map(jnp.exp, tree), donate_argnums=0)(gone)
-    raises(holdfast.UnsupportedState, "params: this array is deleted", lambda: save(f"{folder}/gone", gone))
+    raises(holdfast.UnsupportedState, "'params': this array is deleted", lambda: save(f"{folder}/gone", gone))
 
     @jax.jit
     def inside(array: jax.Array) -> jax.Array:
         traced = {"array": array}
-        raises(holdfast.UnsupportedState, "array: a tracer", lambda: save(f"{folder}/traced", traced))
+        raises(holdfast.UnsupportedState, "'array': a tracer", lambda: save(f"{folder}/traced", traced))
         return array
 
     inside(jnp.zeros(3))
@@ -189,6 +190,77 @@ def raises(kind: type[Exception], text: str, call: Callable[[], object]) -> None
     except kind as error:
         found = str(error)
     assert text in found, found
+
+
+# --- states of holdfast.save and holdfast.Checkpointer
+
+
+def plain(folder: str) -> None:
+    """Without pytrees: each array is a leaf, and comes back as a numpy array."""
+    kinds = all_kinds(Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y")))
+    special = {"key", "keys"}
+    odd = {"float8_e4m3b11fnuz", "int4", "uint4"}
+    state = {key: leaf for key, leaf in kinds.items() if key not in special}
+    state["moments"] = tuple(state["moments"][0]), state["moments"][2]
+    state["kinds"] = {kind: array for kind, array in kinds["kinds"].items() if kind not in odd}
+    state["no_rows"] = jax.device_put(jnp.zeros((0, 8)), kinds["params"]["dense"]["kernel"].sharding)
+    holdfast.save(f"{folder}/plain", state)
+    found = holdfast.load(f"{folder}/plain")
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    for mine, its in zip(*map(jax.tree.leaves, (found, state)), strict=True):
+        assert bits(mine)[:3] == bits(its)[:3]
+        assert isinstance(mine, np.ndarray) is hasattr(its, "shape")
+    # `holdfast.jax` names the items of tuples as keys of dicts, so it reads trees of dicts only.
+    dicts = jax.tree.map(strong, {key: leaf for key, leaf in state.items() if key != "moments"})
+    holdfast.save(f"{folder}/dicts", dicts)
+    check(load(f"{folder}/dicts", dicts), dicts, dicts)
+    assert holdfast.verify(f"{folder}/plain").problems == ()
+
+    def unsupported(text: str, call: Callable[[], object]) -> None:
+        raises(holdfast.UnsupportedState, text, call)
+
+    def save_in(name: str, leaf: Any) -> Callable[[], object]:
+        return lambda: holdfast.save(f"{folder}/{name}", {"a": [leaf]})
+
+    for name in special:
+        unsupported("'a.0': typed random keys. Use holdfast.jax.save", save_in(name, kinds[name]))
+    for name in odd:
+        unsupported(f"'a.0': a jax.Array of dtype {name}. Use", save_in(name, kinds["kinds"][name]))
+    gone = jnp.zeros(3)
+    gone.delete()
+    unsupported("'a.0': this array is deleted", save_in("gone", gone))
+
+    def inside(array: jax.Array) -> jax.Array:
+        unsupported("'a.0': a tracer has no values", save_in("traced", array))
+        return array.sum()
+
+    for transform in (jax.jit, jax.grad, jax.vmap):
+        transform(inside)(jnp.ones(3))
+    with holdfast.Shelf(f"{folder}/shelf") as shelf:
+        shelf.a = jnp.arange(3.0)
+        assert shelf.a.tolist() == [0, 1, 2]
+
+    live = {"w": jnp.zeros(1000), "kernel": state["params"]["dense"]["kernel"], "steps": 0}
+    step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+    with holdfast.Checkpointer(f"{folder}/run", live, preemption=False) as ckpt:
+        assert ckpt.restore() == 0
+        for number in range(1, 4):
+            live.update(step({"w": live["w"], "kernel": live["kernel"]}), steps=number)
+            ckpt.save(number)
+        unsupported("holdfast.jax.load", ckpt.restore)
+    for number in (2, 3):
+        found = holdfast.load(f"{folder}/run@{number}")
+        assert (found["w"].tolist(), found["steps"]) == ([number] * 1000, number)
+    target = {"w": live["w"], "kernel": live["kernel"] * 0, "steps": 0}
+    unsupported("'w': a jax.Array cannot be filled", lambda: holdfast.load(f"{folder}/run", into=target))
+    check(load(f"{folder}/run", target), live, live)
+    assert "torch" not in sys.modules
+    print("plain: ok")
+
+
+def strong(leaf: Any) -> Any:
+    """The same without a weak type, which numpy does not have."""
+    return jax.lax.convert_element_type(leaf, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
 
 
 # --- a training
@@ -319,6 +391,12 @@ def spread(folder: str, *, write: bool) -> None:
     if jax.process_count() > 1:
         mine = {"host": jnp.full(3, float(jax.process_index()))}
         raises(holdfast.RanksDisagree, "host", lambda: save(f"{folder}/apart", mine))
+        alone = f"{folder}/alone-{jax.process_index()}"
+        parts = {"rows": tree["rows"]}
+        text = "'rows': other processes have parts of this jax.Array. Call holdfast.jax.save"
+        raises(holdfast.UnsupportedState, text, lambda: holdfast.save(alone, parts))
+        holdfast.save(alone, mine, overwrite=True)
+        assert holdfast.load(alone)["host"].tolist() == [jax.process_index()] * 3
     assert "torch" not in sys.modules
     print("spread: ok")
 
@@ -346,6 +424,8 @@ if __name__ == "__main__":
         join()
         if what == "trees":
             trees(folder)
+        elif what == "plain":
+            plain(folder)
         elif what == "train":
             print("\n" + json.dumps(train(folder, *map(int, rest))), flush=True)
         else:

@@ -66,6 +66,10 @@ def test_trees_on_eight_two_and_four_devices(tmp_path: Path, env: dict[str, str]
     assert "trees: ok" in peers.run("jax", SCRIPT, "trees", tmp_path, env=env, timeout=SECONDS)
 
 
+def test_states_without_pytrees_may_hold_arrays_of_jax(tmp_path: Path, env: dict[str, str]) -> None:
+    assert "plain: ok" in peers.run("jax", SCRIPT, "plain", tmp_path, env=env, timeout=SECONDS)
+
+
 def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, env: dict[str, str]) -> None:
     kills = (1, 4, 7)
     output = peers.run("jax", SCRIPT, "exact", tmp_path, *map(str, kills), env=env, timeout=SECONDS)

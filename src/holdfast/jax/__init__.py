@@ -11,8 +11,9 @@
 | module | what it owns |
 |---|---|
 | `trees` | a pytree as named leaves, and back |
-| `arrays` | one ``jax.Array`` as boxes in host memory, and back |
 | `processes` | messages between the processes of ``jax.distributed`` |
+
+`holdfast.state.jax_arrays` owns single arrays: the boxes of one in host memory, and back.
 
 Private names of JAX that this relies on: ``jax._src.distributed.global_state.client``, and
 ``jax._src.lax.lax._convert_element_type`` for arrays of a weak type.

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import tree_util
+from jax._src.lax.lax import _convert_element_type
 
 from holdfast.errors import StateMismatch, UnsupportedState
-from holdfast.format.geometry import whole
-from holdfast.jax import arrays
+from holdfast.state import jax_arrays as arrays
 from holdfast.state.boxed import BoxedArray
 from holdfast.state.node import NAMELESS
 
@@ -41,13 +41,8 @@ class Live:
         dtypes: dict[str, str] = {}
         for path, leaf in leaves:
             name = ".".join(path)
-            if isinstance(leaf, jax.core.Tracer):
-                raise UnsupportedState(f"{name}: a tracer. Save outside of functions that JAX transforms")
             if isinstance(leaf, jax.Array):
-                if leaf.is_deleted():
-                    raise UnsupportedState(
-                        f"{name}: this array is deleted, as donated to a step. Save what that returned"
-                    )
+                arrays.require_values(leaf, name)
                 if arrays.is_key(leaf):
                     keys[name] = arrays.key_name(leaf)
                     leaf = jax.random.key_data(leaf)
@@ -104,7 +99,7 @@ class Target:
         if not _is_jax(like):
             if isinstance(found, np.ndarray) and not isinstance(like, np.ndarray):
                 # A number that has become an array since, as the step of a TrainState does.
-                return arrays.placed(_plain(found), _whole(found), weak=name in weak)
+                return _typed(jax.device_put(found), weak=name in weak)
             return found
         assert isinstance(found, BoxedArray)
         if id(found) in self._unfilled:  # with strict=False: the checkpoint has nothing for it
@@ -114,10 +109,10 @@ class Target:
         is_key = arrays.is_key(like)
         _compare(name, "random keys of", said["keys"].get(name), arrays.key_name(like) if is_key else None)
         if is_key:
-            data = arrays.placed(arrays.key_data_like(like), found, weak=False)
+            data = arrays.placed(arrays.key_data_like(like), found)
             return jax.random.wrap_key_data(data, dtype=like.dtype)
         _compare(name, "elements of type", said["dtypes"].get(name), arrays.foreign_dtype(like))
-        return arrays.placed(like, found, weak=name in weak)
+        return _typed(arrays.placed(like, found), weak=name in weak)
 
 
 def knows_jax(values: Mapping[str, object]) -> bool:
@@ -150,12 +145,8 @@ def _is_jax(leaf: object) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
-def _plain(array: np.ndarray[Any, Any]) -> Any:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-
-def _whole(array: np.ndarray[Any, Any]) -> BoxedArray:
-    return BoxedArray(array.shape, array.dtype, ((whole(array.shape), array),))
+def _typed(array: jax.Array, *, weak: bool) -> jax.Array:
+    return _convert_element_type(array, weak_type=True) if weak else array
 
 
 def _compare(name: str, what: str, stored: str | None, wanted: str | None) -> None:

@@ -13,12 +13,13 @@
 | `unflatten`, `select`, `merging` | putting a state together; part of a tree; the trees of several ranks |
 | `restore`, `restore_context`, `restore_modules`, `restore_optimizers` | filling a state in place |
 | `destinations`, `overlaps`, `targets`, `mismatch` | memory to fill, arrays that share it, misfits |
-| `arrays`, `numpy_arrays`, `torch_arrays`, `torch_objects` | the two frameworks |
-| `sharded`, `fsdp1` | arrays of which a part is here |
+| `arrays`, `numpy_arrays`, `torch_arrays`, `torch_objects` | numpy and torch |
+| `jax_arrays` | arrays of JAX, which are read and made here, but never filled in place |
+| `sharded`, `fsdp1`, `boxed` | arrays of which a part is here |
 | `rng`, `marks` | random number generators as one object; the marks on state that differs between ranks |
 
 Import `rng` from its module: the function has the module's name. Nothing here imports torch until
-a state holds a torch object, or a leaf saved from torch is built.
+a state holds a torch object, or a leaf saved from torch is built; or JAX, until a state holds its arrays.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`BoxedArray`: an array of which this process has some boxes, each as a numpy array of its own.
 
-Owns how such an array becomes leaves. It is what an integration hands over for an array that its framework
-has cut over devices and processes (`jax.Array`): nothing is put together in memory, neither to save it nor to
-fill it. Every element of the array must be in exactly one box of one process.
+Owns how such an array becomes leaves. It is what `jax_arrays` makes of an array that is cut over devices and
+processes, and what integrations hand over for arrays that nobody changes. Nothing is put together in memory,
+neither to save it nor to fill it. Every element of the array must be in exactly one box of one process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """From a state to its tree and named leaves: what every save does first.
 
 Owns the walk over a state: which containers are descended, how leaves are named, which of them share memory.
-Single values belong to `value_encoder`, arrays to `arrays` and `torch_arrays`, those of which only a part is
-here to `sharded`. Nothing is copied here: a leaf describes where its bytes lie.
+Single values belong to `value_encoder`, arrays to `numpy_arrays`, `torch_arrays` and `jax_arrays`, those of
+which only a part is here to `sharded` and `boxed`. Nothing is copied here: a leaf describes where its bytes
+lie.
 
 The walk is on the path of every save, so it dispatches on exact types through one table; anything not in the
 table (modules, optimizers, stateful objects, mistakes) takes the slow way.
@@ -20,7 +21,15 @@ import numpy as np
 
 from holdfast.engine.buffers import Produced
 from holdfast.errors import UnsupportedState
-from holdfast.state import boxed, numpy_arrays, sharded, torch_arrays, torch_objects, value_encoder
+from holdfast.state import (
+    boxed,
+    jax_arrays,
+    numpy_arrays,
+    sharded,
+    torch_arrays,
+    torch_objects,
+    value_encoder,
+)
 from holdfast.state.leaf_table import LeafTable, component
 from holdfast.state.leaves import Flat, LeafSource, Sharding
 from holdfast.state.marks import Mark, PerRank, RankZero
@@ -328,6 +337,8 @@ class _Walk:
             raise unsupported(
                 place, f"its type is {type_name(value)}, more than an array. Store its plain arrays instead"
             )
+        if jax_arrays.is_array(value):
+            return self._boxed(jax_arrays.stored_alone(value, place), place, depth)
         if type(value) is RankZero:
             raise unsupported(place, "rank_zero marks entries of dicts. Put it in one")
         if torch_objects.is_optimizer(value):

@@ -18,7 +18,7 @@ from typing import Any
 from holdfast.engine.buffers import Destination
 from holdfast.errors import UnsupportedState
 from holdfast.format.geometry import Box
-from holdfast.state import torch_objects
+from holdfast.state import jax_arrays, torch_objects
 from holdfast.state.destinations import Lookup, Plan, never_alike
 from holdfast.state.flatten import key_node
 from holdfast.state.leaf_table import component
@@ -134,6 +134,12 @@ def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: i
         return _plan_marked(context, target, node, place, depth)
     if is_array(target):
         return _plan_array(context, target, node, place)
+    if jax_arrays.is_array(target):
+        raise unfillable(
+            place,
+            "a jax.Array cannot be filled. holdfast.jax.load(path, like=...) returns new ones, and a load "
+            "without a target returns numpy arrays. Nothing has been changed",
+        )
     if type(target) in MAPPINGS or type(target) in SEQUENCES:
         return _plan_container(context, target, node, place, depth)
     if torch_objects.is_module(target):

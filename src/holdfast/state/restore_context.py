@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from holdfast.state import sharded, torch_objects
+from holdfast.state import jax_arrays, sharded, torch_objects
 from holdfast.state.boxed import BoxedArray
 from holdfast.state.destinations import Lookup, MemoryPlan, Plan, TiedElsewhere, never_alike
 from holdfast.state.flatten import names_in
@@ -82,7 +82,8 @@ class RestoreContext:
         if self.only is None or self.only.covers(place):
             names = names_in(target, place, self.state)
             self._missing.extend(names)
-            self.lacks |= arrays or is_array(target) or names != [place or NAMELESS]
+            arrays |= is_array(target) or jax_arrays.is_array(target)
+            self.lacks |= arrays or names != [place or NAMELESS]
         return lambda lookup: target
 
     def extra(self, place: str, node: Node) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.engine.buffers import Consumed, Destination, Memory
 from holdfast.errors import StateMismatch, UnsupportedState
-from holdfast.state import arrays, boxed, numpy_arrays, sharded, torch_arrays, torch_objects
+from holdfast.state import arrays, boxed, jax_arrays, numpy_arrays, sharded, torch_arrays, torch_objects
 from holdfast.state.marks import Mark
 from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, blob_of, items_of, leaf_of, pairs_of, shorten
 from holdfast.state.value_encoder import is_value, type_name, unfillable
@@ -24,6 +24,7 @@ SEQUENCES = (list, tuple, deque)
 
 
 def is_array(value: object) -> bool:
+    """Whether this is an array that can be filled. One of JAX cannot."""
     torch = sys.modules.get("torch")
     return isinstance(value, (np.ndarray, boxed.BoxedArray)) or (
         torch is not None and isinstance(value, torch.Tensor)
@@ -158,7 +159,9 @@ def has_arrays(value: Any, depth: int) -> bool:
         return any(has_arrays(item, depth + 1) for item in value.values())
     if type(value) in SEQUENCES:
         return any(has_arrays(item, depth + 1) for item in value)
-    return is_array(value) or isinstance(value, Mark) or torch_objects.is_stateful(value)
+    if is_array(value) or jax_arrays.is_array(value):
+        return True
+    return isinstance(value, Mark) or torch_objects.is_stateful(value)
 
 
 def is_value_target(value: object) -> bool:

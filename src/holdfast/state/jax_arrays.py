@@ -1,32 +1,70 @@
-"""One ``jax.Array`` as boxes in host memory, and back, without gathering.
+"""JAX's side of leaves: one ``jax.Array`` as boxes in host memory, and back, without gathering.
 
 `boxed` gives what this process writes: each shard that it has and no other process, and its share of those
 that several have, so that all elements are written once. On the CPU these are views of the array's own
 buffers. `empty` gives memory for what the devices of this process need, and `placed` makes an array of it.
+
+`stored_alone` is what `flatten` asks for: an array that needs no other process and no notes beside it. All
+others are for `holdfast.jax`, which owns both. Importing this module does not import JAX; calls do.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any, Final
 
-import jax
 import numpy as np
-from jax._src.lax.lax import _convert_element_type
-from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.geometry import Box, whole
-from holdfast.state import empty as fresh
+from holdfast.state import numpy_arrays
 from holdfast.state.boxed import BoxedArray
 from holdfast.state.numpy_arrays import logical_name
+from holdfast.state.value_encoder import unsupported
 
 _WORTH_SHARING: Final = 1 << 14
 """Elements of a shard that several processes have; the first of them writes a smaller one alone."""
 
 
+def is_array(value: object) -> bool:
+    """Whether this is an array of JAX, or stands for one in a function that JAX traces."""
+    kind = getattr(sys.modules.get("jax"), "Array", None)  # None also while another thread imports JAX
+    return kind is not None and isinstance(value, kind)
+
+
+def require_values(array: Any, place: str) -> None:
+    """`UnsupportedState` for an array of JAX that has no values to store."""
+    import jax
+
+    if isinstance(array, jax.core.Tracer):
+        raise unsupported(place, "a tracer has no values. Save outside of functions that JAX transforms")
+    if array.is_deleted():
+        raise unsupported(place, "this array is deleted, as donated to a step. Save what that step returned")
+
+
+def stored_alone(array: Any, place: str) -> BoxedArray:
+    """The array, if its elements are all here and numpy can hold them; `UnsupportedState` for any other."""
+    require_values(array, place)
+    if is_key(array):
+        raise unsupported(
+            place, "typed random keys. Use holdfast.jax.save, or store jax.random.key_data(keys) instead"
+        )
+    if not array.is_fully_addressable:
+        raise unsupported(
+            place, "other processes have parts of this jax.Array. Call holdfast.jax.save in all of them"
+        )
+    if foreign_dtype(array) is not None:
+        raise unsupported(
+            place, f"a jax.Array of dtype {array.dtype}. Use holdfast.jax.save, or convert it to a wider type"
+        )
+    return boxed(array)
+
+
 def is_key(array: Any) -> bool:
     """Whether these are typed random keys (``jax.random.key``)."""
+    import jax
+
     return bool(jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 
@@ -36,8 +74,10 @@ def foreign_dtype(array: Any) -> str | None:
     return None if logical_name(dtype) is not None or dtype.itemsize != 1 else dtype.name
 
 
-def boxed(array: jax.Array) -> BoxedArray:
+def boxed(array: Any) -> BoxedArray:
     """What this process stores of an array. Waits until it is computed."""
+    import jax
+
     if jax.process_count() > 1 and array.is_fully_addressable:
         # Each process has such an array for itself, and all must have the same: it is stored once.
         parts = [(whole(array.shape), np.asarray(array))]
@@ -58,27 +98,32 @@ def empty(like: Any) -> BoxedArray:
     name = logical_name(dtype)
     assert name is not None, "all types of JAX's arrays but those of one byte have a name"
     boxes = dict.fromkeys(_box(index, like.shape) for index in _indices(like).values())
-    return BoxedArray(like.shape, dtype, tuple((box, fresh(name, box.shape, "numpy")[0]) for box in boxes))
+    return BoxedArray(
+        like.shape, dtype, tuple((box, numpy_arrays.empty(name, box.shape, 0)[0]) for box in boxes)
+    )
 
 
-def placed(like: Any, filled: BoxedArray, *, weak: bool) -> jax.Array:
+def placed(like: Any, filled: BoxedArray) -> Any:
     """The array whose boxes have been filled, where `like` is."""
+    import jax
+
     parts = {box: part.view(np.dtype(like.dtype)) for box, part in filled.boxes}
     if like.sharding is None or not getattr(like, "committed", True):
         (part,) = parts.values()
-        array = jax.device_put(part)
-    else:
-        pieces = [
-            jax.device_put(parts[_box(index, like.shape)], device) for device, index in _indices(like).items()
-        ]
-        array = jax.make_array_from_single_device_arrays(
-            like.shape, like.sharding, pieces, dtype=np.dtype(like.dtype)
-        )
-    return _convert_element_type(array, weak_type=True) if weak else array
+        return jax.device_put(part)
+    pieces = [
+        jax.device_put(parts[_box(index, like.shape)], device) for device, index in _indices(like).items()
+    ]
+    return jax.make_array_from_single_device_arrays(
+        like.shape, like.sharding, pieces, dtype=np.dtype(like.dtype)
+    )
 
 
 def key_data_like(keys: Any) -> Any:
     """What ``jax.random.key_data`` gives for such keys: an array, or its description."""
+    import jax
+    from jax.sharding import NamedSharding, SingleDeviceSharding
+
     if isinstance(keys, jax.Array):
         return jax.random.key_data(keys)
     data = jax.eval_shape(jax.random.key_data, keys)
@@ -89,6 +134,8 @@ def key_data_like(keys: Any) -> Any:
 
 def key_name(keys: Any) -> str:
     """The name of the generator that keys are for, such as ``threefry2x32``."""
+    import jax
+
     if not isinstance(keys, jax.Array):
         zeros = np.zeros(jax.eval_shape(jax.random.key_data, keys).shape, np.uint32)
         keys = jax.random.wrap_key_data(zeros, dtype=keys.dtype)
@@ -101,6 +148,8 @@ def _shares(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Any, Box, Any]
 
     All processes divide the shards that they have in common in the same way, without asking each other.
     """
+    import jax
+
     holders: dict[Box, dict[int, Any]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         holders.setdefault(_box(index, shape), {}).setdefault(device.process_index, device)

@@ -1,0 +1,142 @@
+"""Arrays of JAX as leaves, with a stand-in for JAX. `tests/peers/test_jax.py` has the real one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.errors import StateMismatch, UnsupportedState
+from holdfast.state import flatten
+
+WHOLE = np.arange(48, dtype=np.float32).reshape(6, 8)
+
+
+class Device:
+    process_index = 0
+
+
+class Rows:
+    """A sharding: the rows of an array, cut over devices of this process."""
+
+    def __init__(self, devices: int) -> None:
+        self.devices = [Device() for _ in range(devices)]
+
+    def devices_indices_map(self, shape: tuple[int, ...]) -> dict[Device, tuple[slice, ...]]:
+        each = shape[0] // len(self.devices)
+        rest = (slice(None),) * (len(shape) - 1)
+        return {
+            device: (slice(number * each, (number + 1) * each), *rest)
+            for number, device in enumerate(self.devices)
+        }
+
+
+class Array:
+    """A ``jax.Array``, as far as it is used."""
+
+    is_fully_addressable = True
+
+    def __init__(self, data: np.ndarray[Any, Any], devices: int = 1) -> None:
+        self.shape = data.shape
+        self.dtype: Any = data.dtype
+        self.sharding = Rows(devices)
+        self.addressable_shards = [
+            SimpleNamespace(device=device, data=data[index])
+            for device, index in self.sharding.devices_indices_map(data.shape).items()
+        ]
+
+    def is_deleted(self) -> bool:
+        return False
+
+
+class Tracer(Array):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def jax(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    found = ModuleType("jax")
+    vars(found).update(
+        Array=Array,
+        core=SimpleNamespace(Tracer=Tracer),
+        dtypes=SimpleNamespace(issubdtype=lambda dtype, kind: dtype == kind, prng_key="key<fry>"),
+        process_count=lambda: 1,
+        process_index=lambda: 0,
+    )
+    monkeypatch.setitem(sys.modules, "jax", found)
+    return found
+
+
+def changed(**attributes: Any) -> Array:
+    array = Array(WHOLE)
+    vars(array).update(attributes)
+    return array
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_an_array_is_stored_where_it_lies_and_comes_back_as_numpy(tmp_path: Path, devices: int) -> None:
+    state = {"model": {"w": Array(WHOLE, devices)}, "n": 3}
+    flat = flatten(state)
+    assert flat.tree == {"model": {"w": {"$leaf": "model.w"}}, "n": 3}
+    assert [leaf.source.address for leaf in flat.leaves] == [
+        shard.data.ctypes.data for shard in state["model"]["w"].addressable_shards
+    ]
+    holdfast.save(tmp_path / "one", state)
+    found = holdfast.load(tmp_path / "one")["model"]["w"]
+    assert type(found) is np.ndarray
+    assert (found.dtype, found.tolist()) == (np.float32, WHOLE.tolist())
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (Tracer(WHOLE), "a tracer has no values. Save outside of functions that JAX transforms"),
+        (changed(is_deleted=lambda: True), "this array is deleted, as donated to a step. Save what"),
+        (changed(dtype="key<fry>"), "typed random keys. Use holdfast.jax.save, or store jax.random.key_data"),
+        (changed(is_fully_addressable=False), "other processes have parts of this jax.Array. Call holdfast"),
+        (Array(np.zeros(3, ml_dtypes.int4)), "a jax.Array of dtype int4. Use holdfast.jax.save, or"),
+    ],
+)
+def test_what_needs_more_than_its_elements_is_refused_by_place(
+    tmp_path: Path, array: Array, reason: str
+) -> None:
+    with pytest.raises(UnsupportedState) as caught:
+        holdfast.save(tmp_path / "one", {"model": [array]})
+    assert f"at 'model.0': {reason}" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_target_of_jax_is_refused_by_place_before_anything_changes(tmp_path: Path, strict: bool) -> None:
+    holdfast.save(tmp_path / "one", {"a": np.ones(3), "values": {"n": 1}, "w": WHOLE})
+    own = np.zeros(3)
+    for place, target in [
+        ("w", {"a": own, "values": {"n": 1}, "w": Array(WHOLE)}),
+        ("values.n", {"a": own, "values": {"n": Array(WHOLE)}, "w": WHOLE.copy()}),
+    ]:
+        with pytest.raises(UnsupportedState, match=rf"'{place}': a jax\.Array .* holdfast\.jax\.load"):
+            holdfast.load(tmp_path / "one", target, strict=strict)
+    assert own.tolist() == [0, 0, 0]
+
+
+def test_a_target_of_jax_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "one", {"w": WHOLE})
+    for strict in (True, False):
+        with pytest.raises(StateMismatch, match="v"):
+            holdfast.load(tmp_path / "one", {"v": Array(WHOLE)}, strict=strict)
+    target = {"w": np.zeros_like(WHOLE), "v": (kept := Array(WHOLE))}
+    holdfast.load(tmp_path / "one", target, select="w")
+    assert target["v"] is kept
+
+
+def test_jax_that_another_thread_still_imports_changes_nothing(jax: ModuleType) -> None:
+    del jax.Array
+    with pytest.raises(UnsupportedState, match=r"'x': its type is object"):
+        flatten({"x": object()})
+    assert flatten({"x": WHOLE}).tree == {"x": {"$leaf": "x"}}
