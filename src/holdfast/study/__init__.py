@@ -13,7 +13,7 @@
 | `suites` | what is measured, one file each |
 | `campaign`, `results_directory` | ``holdfast study``: suites over frameworks, and what they found |
 | `frameworks`, `environments` | the frameworks of the study in processes, and environments, of their own |
-| `report_parts`, `report_suites`, `report_page` | the study's report |
+| `report_parts`, `report_sections`, `report_page` | the study's report |
 
 No module outside of `study` and `cli` imports this package, and ``import holdfast`` does not either.
 """

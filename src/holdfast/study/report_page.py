@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from holdfast.study.report_parts import Bar, Cell, Chart, Number, Section, Strip, Table, Words
-from holdfast.study.report_suites import name_of, sections
+from holdfast.study.report_parts import Bar, Cell, Chart, Number, Section, Strip, Table, Words, name_of
+from holdfast.study.report_sections import sections
 from holdfast.study.results_directory import FILE, ResultsDirectory
 from holdfast.study.suites.cost import SLOW_TURN_SECONDS
 

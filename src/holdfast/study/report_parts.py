@@ -1,16 +1,18 @@
 """What the study's report is made of: sections with prose, tables and charts. Every number has a source.
 
 A `Number` is made by `Source` from the raw samples of one row, and remembers which. The page shows that
-source with each number, and a test computes all of them again from the file of results. Reports are built by
-`report_suites`, and written as a page or as Markdown by `report_page`.
+source with each number, and a test computes all of them again from the file of results. `report_sections` has
+what is said of each suite, and `report_page` writes it as a page or as Markdown.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+from holdfast.study import frameworks
+from holdfast.study.frameworks.models import TITLES
 from holdfast.study.results import Row
 from holdfast.study.results_directory import Entry
 
@@ -117,6 +119,13 @@ class Table:
     """Name, cells, and whether it is Holdfast."""
 
 
+def table(
+    title: str, headings: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], Sequence[Cell]]
+) -> Table:
+    """One line for each row."""
+    return Table(title, tuple(headings), tuple((row.title, tuple(cells(row)), is_ours(row)) for row in rows))
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """Parts of one bar, one behind the other, by the names of the chart's legend."""
@@ -148,18 +157,43 @@ class Strip:
     """What stands below the squares, spread over their width."""
 
 
+Item = Table | Chart | Strip
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Below one heading: tables and charts of one framework and model."""
 
     title: str
-    items: tuple[Table | Chart | Strip, ...]
+    items: tuple[Item, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     key: str
     title: str
-    prose: list[str]
-    parts: list[Part] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    prose: Sequence[str]
+    parts: Sequence[Part]
+    notes: Sequence[str]
+    """What was not measured, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteReport:
+    """`prose` explains a suite, `items` shows one of its entries, and `overview` compares all of them."""
+
+    title: str
+    prose: tuple[str, ...]
+    items: Callable[[Source], Iterator[Item]]
+    overview: Callable[[Sequence[Entry]], Item | None] = lambda entries: None
+
+
+def name_of(entry: Entry) -> str:
+    known = frameworks.FRAMEWORKS.get(entry.part.framework)
+    title = known.title if known is not None else entry.part.framework
+    model = TITLES.get(entry.part.model, entry.part.model)
+    return f"{title}, {model}" if model else title
+
+
+def is_ours(row: Row) -> bool:
+    return row.case.startswith("holdfast")
