@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -87,13 +88,18 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(tmp_path: Path) 
                 os.kill(pid, 0)
 
 
+def test_no_rank_is_waited_for_after_the_end(tmp_path: Path) -> None:
+    with pytest.raises(RankEnded, match="rank 0 did not answer within 0 s"):
+        World(1, 1 << 20, tmp_path, timeout=600.0, end=time.monotonic())
+
+
 class FakeWorld:
     """Stands in for ranks: saves write a file, and one system kills its rank."""
 
     started = 0
     prepared: ClassVar[list[str]] = []
 
-    def __init__(self, size: int, nbytes: int, logs: Path, timeout: float) -> None:
+    def __init__(self, size: int, nbytes: int, logs: Path, timeout: float, end: float) -> None:
         type(self).started += 1
         self.size = size
 

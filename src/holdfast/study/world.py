@@ -105,7 +105,8 @@ class World(AbstractContextManager["World"]):
 
     def _answers(self) -> list[Answer]:
         """One answer of every rank, within the time."""
-        end = min(time.monotonic() + self._timeout, self._end)
+        limit = max(0.0, min(self._timeout, self._end - time.monotonic()))
+        end = time.monotonic() + limit
         found: dict[int, Answer] = {}
         begun = [b""] * self.size
         with selectors.DefaultSelector() as selector:
@@ -116,7 +117,7 @@ class World(AbstractContextManager["World"]):
                 ready = selector.select(max(0.0, end - time.monotonic()))
                 if not ready:
                     late = [rank for rank in range(self.size) if rank not in found]
-                    raise RankEnded(f"rank {late[0]} did not answer within {self._timeout:g} s")
+                    raise RankEnded(f"rank {late[0]} did not answer within {limit:.3g} s")
                 for key, _ in ready:
                     rank = key.data
                     data = os.read(key.fd, 1 << 16)
