@@ -15,8 +15,7 @@
 
 `holdfast.state.jax_arrays` owns single arrays: the boxes of one in host memory, and back.
 
-Private names of JAX that this relies on: ``jax._src.distributed.global_state.client``, and
-``jax._src.lax.lax._convert_element_type`` for arrays of a weak type.
+A private name of JAX that this relies on: ``jax._src.distributed.global_state.client``.
 """
 
 from __future__ import annotations

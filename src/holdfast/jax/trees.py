@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import tree_util
-from jax._src.lax.lax import _convert_element_type
 
 from holdfast.errors import StateMismatch, UnsupportedState
 from holdfast.state import jax_arrays as arrays
@@ -99,7 +98,7 @@ class Target:
         if not _is_jax(like):
             if isinstance(found, np.ndarray) and not isinstance(like, np.ndarray):
                 # A number that has become an array since, as the step of a TrainState does.
-                return _typed(jax.device_put(found), weak=name in weak)
+                return arrays.typed(jax.device_put(found), weak=name in weak)
             return found
         assert isinstance(found, BoxedArray)
         if id(found) in self._unfilled:  # with strict=False: the checkpoint has nothing for it
@@ -109,10 +108,10 @@ class Target:
         is_key = arrays.is_key(like)
         _compare(name, "random keys of", said["keys"].get(name), arrays.key_name(like) if is_key else None)
         if is_key:
-            data = arrays.placed(arrays.key_data_like(like), found)
+            data = arrays.placed(arrays.key_data_like(like), found, weak=False)
             return jax.random.wrap_key_data(data, dtype=like.dtype)
         _compare(name, "elements of type", said["dtypes"].get(name), arrays.foreign_dtype(like))
-        return _typed(arrays.placed(like, found), weak=name in weak)
+        return arrays.placed(like, found, weak=name in weak)
 
 
 def knows_jax(values: Mapping[str, object]) -> bool:
@@ -143,10 +142,6 @@ def _insert(state: dict[str, Any], path: _Path, leaf: Any) -> None:
 
 def _is_jax(leaf: object) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
-
-
-def _typed(array: jax.Array, *, weak: bool) -> jax.Array:
-    return _convert_element_type(array, weak_type=True) if weak else array
 
 
 def _compare(name: str, what: str, stored: str | None, wanted: str | None) -> None:

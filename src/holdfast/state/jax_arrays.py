@@ -4,8 +4,11 @@
 that several have, so that all elements are written once. On the CPU these are views of the array's own
 buffers. `empty` gives memory for what the devices of this process need, and `placed` makes an array of it.
 
-`stored_alone` is what `flatten` asks for: an array that needs no other process and no notes beside it. All
-others are for `holdfast.jax`, which owns both. Importing this module does not import JAX; calls do.
+`stored_alone` and `empty_alone` are for states that hold an array which needs no other process and no notes
+beside it. All others are for `holdfast.jax`, which owns both. Importing this module does not import JAX;
+calls do.
+
+A private name of JAX that this relies on: ``jax._src.lax.lax._convert_element_type``, for weak types.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from holdfast.format.geometry import Box, whole
 from holdfast.state import numpy_arrays
 from holdfast.state.boxed import BoxedArray
 from holdfast.state.numpy_arrays import logical_name
-from holdfast.state.value_encoder import unsupported
+from holdfast.state.value_encoder import unfillable, unsupported
 
 _WORTH_SHARING: Final = 1 << 14
 """Elements of a shard that several processes have; the first of them writes a smaller one alone."""
@@ -35,10 +38,8 @@ def is_array(value: object) -> bool:
 
 def require_values(array: Any, place: str) -> None:
     """`UnsupportedState` for an array of JAX that has no values to store."""
-    import jax
-
-    if isinstance(array, jax.core.Tracer):
-        raise unsupported(place, "a tracer has no values. Save outside of functions that JAX transforms")
+    if _is_tracer(array):
+        raise unsupported(place, _TRACED)
     if array.is_deleted():
         raise unsupported(place, "this array is deleted, as donated to a step. Save what that step returned")
 
@@ -46,19 +47,36 @@ def require_values(array: Any, place: str) -> None:
 def stored_alone(array: Any, place: str) -> BoxedArray:
     """The array, if its elements are all here and numpy can hold them; `UnsupportedState` for any other."""
     require_values(array, place)
-    if is_key(array):
-        raise unsupported(
-            place, "typed random keys. Use holdfast.jax.save, or store jax.random.key_data(keys) instead"
-        )
-    if not array.is_fully_addressable:
-        raise unsupported(
-            place, "other processes have parts of this jax.Array. Call holdfast.jax.save in all of them"
-        )
-    if foreign_dtype(array) is not None:
-        raise unsupported(
-            place, f"a jax.Array of dtype {array.dtype}. Use holdfast.jax.save, or convert it to a wider type"
-        )
+    if reason := _needs_more(array):
+        raise unsupported(place, reason)
     return boxed(array)
+
+
+def empty_alone(like: Any, place: str) -> BoxedArray:
+    """Memory for such an array; `UnsupportedState` for any other."""
+    if reason := _TRACED if _is_tracer(like) else _needs_more(like):
+        raise unfillable(place, reason)
+    return empty(like)
+
+
+_TRACED: Final = "a tracer has no values. Save and load outside of functions that JAX transforms"
+
+
+def _is_tracer(array: Any) -> bool:
+    import jax
+
+    return isinstance(array, jax.core.Tracer)
+
+
+def _needs_more(array: Any) -> str | None:
+    """Why an array is for `holdfast.jax` only, if it is."""
+    if is_key(array):
+        return "typed random keys. Use holdfast.jax, or jax.random.key_data(keys) instead"
+    if not array.is_fully_addressable:
+        return "other processes have parts of this jax.Array. Use holdfast.jax in all of them"
+    if foreign_dtype(array) is not None:
+        return f"a jax.Array of dtype {array.dtype}. Use holdfast.jax, or convert it to a wider type"
+    return None
 
 
 def is_key(array: Any) -> bool:
@@ -103,20 +121,30 @@ def empty(like: Any) -> BoxedArray:
     )
 
 
-def placed(like: Any, filled: BoxedArray) -> Any:
+def placed(like: Any, filled: BoxedArray, *, weak: bool) -> Any:
     """The array whose boxes have been filled, where `like` is."""
     import jax
 
     parts = {box: part.view(np.dtype(like.dtype)) for box, part in filled.boxes}
     if like.sharding is None or not getattr(like, "committed", True):
         (part,) = parts.values()
-        return jax.device_put(part)
+        return typed(jax.device_put(part), weak=weak)
     pieces = [
         jax.device_put(parts[_box(index, like.shape)], device) for device, index in _indices(like).items()
     ]
-    return jax.make_array_from_single_device_arrays(
+    array = jax.make_array_from_single_device_arrays(
         like.shape, like.sharding, pieces, dtype=np.dtype(like.dtype)
     )
+    return typed(array, weak=weak)
+
+
+def typed(array: Any, *, weak: bool) -> Any:
+    """The array, with a weak type if it shall have one."""
+    if not weak:
+        return array
+    from jax._src.lax.lax import _convert_element_type
+
+    return _convert_element_type(array, weak_type=True)
 
 
 def key_data_like(keys: Any) -> Any:

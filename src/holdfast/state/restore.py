@@ -135,11 +135,7 @@ def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: i
     if is_array(target):
         return _plan_array(context, target, node, place)
     if jax_arrays.is_array(target):
-        raise unfillable(
-            place,
-            "a jax.Array cannot be filled. holdfast.jax.load(path, like=...) returns new ones, and a load "
-            "without a target returns numpy arrays. Nothing has been changed",
-        )
+        return _plan_jax_array(context, target, node, place)
     if type(target) in MAPPINGS or type(target) in SEQUENCES:
         return _plan_container(context, target, node, place, depth)
     if torch_objects.is_module(target):
@@ -182,6 +178,23 @@ def _plan_array(context: RestoreContext, target: Any, node: Node, place: str) ->
     if name is None:
         return context.wrong(place, f"holds {kind_of(node)}", target, f"a {type_name(target)}")
     return context.plan_leaf(target, name, place)
+
+
+def _plan_jax_array(context: RestoreContext, target: Any, node: Node, place: str) -> Plan:
+    """Arrays of JAX do not change: a new one takes the old one's place in the target, on the same devices."""
+    boxes = jax_arrays.empty_alone(target, place)
+    name = leaf_of(node)
+    if name is None:
+        return context.wrong(place, f"holds {kind_of(node)}", target, "a jax.Array")
+    fill = context.plan_leaf(boxes, name, place)
+
+    def replaced(lookup: Lookup) -> Any:
+        filled = fill(lookup)
+        if filled is boxes:  # it does not fit
+            return target
+        return jax_arrays.placed(target, filled, weak=target.weak_type)
+
+    return replaced
 
 
 def _plan_container(context: RestoreContext, target: Any, node: Node, place: str, depth: int) -> Plan:
