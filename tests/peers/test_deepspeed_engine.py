@@ -32,15 +32,10 @@ def reports(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
 
 
-def has_fp16(env: dict[str, str]) -> bool:
-    code = "from deepspeed.accelerator import get_accelerator as a; print('fp16:', a().is_fp16_supported())"
-    return "fp16: True" in peers.run("deepspeed", "-c", code, env=env, timeout=SECONDS)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, env: dict[str, str], ranks: int) -> None:
     cases = CASES if ranks == 2 else ["1-fp32-use", "2-fp32-state", "3-fp32-overlap"]
-    if not has_fp16(env):  # DeepSpeed refuses to train in fp16 on most processors
+    if not peers.deepspeed_has_fp16():
         cases = [case for case in cases if "fp16" not in case]
 
     def train(part: str, *, dies: bool) -> list[dict[str, Any]]:

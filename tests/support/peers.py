@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,13 @@ def with_holdfast(folder: Path) -> dict[str, str]:
     The environments have Python and numpy as here, but not msgspec and no Holdfast.
     """
     return {"PYTHONPATH": str(environments.bridge(folder))}
+
+
+@lru_cache(maxsize=1)
+def deepspeed_has_fp16() -> bool:
+    """Whether DeepSpeed trains in fp16 here. On most processors it refuses to."""
+    code = "from deepspeed.accelerator import get_accelerator as a; print('fp16:', a().is_fp16_supported())"
+    return "fp16: True" in run("deepspeed", "-c", code)
 
 
 def _release_builds(folder: Path, since: float) -> None:
