@@ -409,7 +409,7 @@ def spread(folder: str, *, write: bool) -> None:
         raises(holdfast.RanksDisagree, "host", lambda: save(f"{folder}/apart", mine))
         alone = f"{folder}/alone-{jax.process_index()}"
         parts = {"rows": tree["rows"]}
-        text = "'rows': other processes have parts of this jax.Array. Call holdfast.jax.save"
+        text = "'rows': other processes have parts of this jax.Array. Use holdfast.jax"
         raises(holdfast.UnsupportedState, text, lambda: holdfast.save(alone, parts))
         holdfast.save(alone, mine, overwrite=True)
         assert holdfast.load(alone)["host"].tolist() == [jax.process_index()] * 3
