@@ -32,7 +32,11 @@ def run(
     ] = None,
     models: Annotated[
         str | None,
-        typer.Option("--models", metavar="NAME,...", help="mlp, resnet50, vgg16, gpt2. Default: all."),
+        typer.Option(
+            "--models",
+            metavar="NAME,...",
+            help="mlp, resnet50, vgg16, gpt2. Default: all; with --quick, the smallest.",
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small models and few rounds: five minutes.")

@@ -135,10 +135,14 @@ class Dcp(TorchMechanism):
         return empty.numpy()
 
     def _read(self, into: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        load(into, storage_reader=FileSystemReader(self.path), no_dist=True)
+        try:
+            load(into, storage_reader=FileSystemReader(self.path), no_dist=True)
+        except CheckpointException as error:  # no Exception: it would end the process
+            raise RuntimeError(str(error)) from error
 
 
 class DcpAsync(Dcp):
