@@ -41,7 +41,7 @@ def state_of(engine: DeepSpeedEngine, **more: Any) -> dict[str, Any]:
     alike = engine.mp_world_size == 1 and not engine.has_moe_layers and not isinstance(engine, PipelineEngine)
     model, optimizer = _Tensors(lambda: _weights(engine.module)), _Optimizer(engine)
     taken = {
-        "counters": _Counters(engine),  # the first one: it checks that the world is the same
+        "counters": _Counters(engine, alike),  # the first one: it checks that the world is the same
         "model": model if alike else per_rank(model),
         "buffers": per_rank(_Tensors(lambda: _buffers(engine.module))),
         "optimizer": optimizer if alike and not engine.zero_optimization() else per_rank(optimizer),
@@ -88,15 +88,16 @@ def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 class _Counters(Attributes):
     """The counters of the engine, and in which world they count."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: DeepSpeedEngine, alike: bool) -> None:
         super().__init__(engine, "global_steps", "global_samples", "skipped_steps", "micro_steps")
-        self._engine = engine
+        self._engine, self._alike = engine, alike
 
     def state_dict(self) -> dict[str, Any]:
         engine, found = self._engine, super().state_dict()
         found["stage"] = int(engine.zero_optimization_stage())
         found["ranks"] = int(engine.seq_dp_world_size) if engine.zero_optimization() else 1
-        if engine.zero_optimization_partition_weights():  # then no leaf has the shape of a parameter
+        if self._alike and engine.zero_optimization_partition_weights():
+            # Then no leaf has the shape of a parameter.
             shapes = merged(engine._get_zero_param_shapes())
             found["shapes"] = {name: tuple(shape) for name, shape in shapes.items()}
         return found

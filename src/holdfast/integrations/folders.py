@@ -27,14 +27,14 @@ def numbered(folder: str, before: str) -> list[tuple[int, str]]:
 
 
 def newest_intact(
-    numbers: Iterable[tuple[int, str]], folder: str, foreign: Container[str] = ()
+    checkpoints: Iterable[tuple[int, str]], folder: str, foreign: Container[str] = ()
 ) -> str | None:
     """The path of the newest checkpoint whose bytes all verify; None if there is no checkpoint.
 
     `foreign`: those that the framework wrote by itself. They have no checksums, and are taken as they are.
     """
     # Others are of a save that did not finish, or of the framework's own.
-    there = (path for _, path in sorted(numbers, reverse=True) if path in foreign or is_checkpoint(path))
+    there = (path for _, path in sorted(checkpoints, reverse=True) if path in foreign or is_checkpoint(path))
     return first_intact(there, folder, lambda path: None if path in foreign else damage_of([path]))
 
 

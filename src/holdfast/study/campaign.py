@@ -31,7 +31,7 @@ from holdfast.study.suites.rank_waiting import ScaleSuite
 
 QUICK_SECONDS = 270.0
 """What `--quick` divides among its parts; none begins later."""
-LAST_PART_SECONDS = 20.0
+LAST_PART_SECONDS = 10.0
 """How much longer the last part of a quick study may take before it is cut off. What is then left of five
 minutes is for ending processes and removing files.
 """
