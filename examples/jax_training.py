@@ -37,8 +37,7 @@ def train_step(state: dict, batch: jax.Array) -> tuple[dict, jax.Array]:
 
 def main(run: str, steps: int) -> None:
     mesh = Mesh(jax.devices(), ("devices",))
-    rows = NamedSharding(mesh, PartitionSpec("devices"))
-    columns = NamedSharding(mesh, PartitionSpec(None, "devices"))
+    rows, columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["devices"], [None, "devices"]))
     init, key, data = jax.random.split(jax.random.key(1), 3)
     # Each device has a part of the first layer, of its optimizer state, and of every batch.
     kernel = jax.device_put(jax.random.normal(init, (16, 64)) * 0.2, columns)
@@ -50,6 +49,7 @@ def main(run: str, steps: int) -> None:
             batch = jax.random.normal(jax.random.fold_in(data, step), (32, 16))
             state, loss = train_step(state, jax.device_put(batch, rows))
             ckpt.save(step + 1, state, metrics={"loss": float(loss)})
+    print(f"steps {first} to {steps}: the kernel sums to {state['params']['hidden']['kernel'].sum()}")
 
 
 if __name__ == "__main__":

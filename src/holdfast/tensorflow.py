@@ -24,7 +24,7 @@ require("tensorflow", "2.21", "2.22", extra="tensorflow", builds=("tensorflow-cp
 import tensorflow as tf
 from tensorflow.python.eager.context import context
 
-from holdfast.errors import UnsupportedState
+from holdfast.errors import StateMismatch, UnsupportedState
 from holdfast.integrations import keras_names
 from holdfast.integrations.entries import with_entries
 from holdfast.state.boxed import unchanging
@@ -70,7 +70,7 @@ class _Objects:
         missing = [name for name in own if name not in state]
         extra = [name for name in state if name not in own]
         if mismatch := Mismatch(tuple(missing), tuple(extra), tuple(different)):
-            raise mismatch.error()
+            raise StateMismatch(f"{mismatch}", missing=missing, extra=extra, wrong=different)
         for item, tensors in items:
             item.restore({name: _tensor(state[name], tensor.dtype) for name, tensor in tensors.items()})
 

@@ -257,6 +257,12 @@ def plain(folder: str) -> None:
         assert ckpt.restore(2) == 2
         assert (live["w"].tolist(), live["steps"]) == ([2] * 1000, 2)
         live.update(wanted)
+    with holdfast.Checkpointer(f"{folder}/rebound", {"w": live["w"]}, preemption=False) as ckpt:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            ckpt.save(1)
+            ckpt.save(2)
+        assert any("same as in the checkpoint before" in str(each.message) for each in told), told
     for number in (2, 3):
         found = holdfast.load(f"{folder}/run@{number}")
         assert (found["w"].tolist(), found["steps"]) == ([number] * 1000, number)

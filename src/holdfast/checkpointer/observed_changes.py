@@ -3,16 +3,20 @@
 `ownership` tells which leaves should not change without an announcement. This module corrects it by what
 earlier saves have observed. A leaf that changed while it was read in place made that save fail; it is copied
 from then on. A frozen parameter (``requires_grad=False``) is copied until two saves have found it the same:
-forward may change it, as that of a momentum encoder.
+forward may change it, as that of a momentum encoder. Arrays that cannot change, as those of JAX, must be
+other ones in a later save: a state that still has the old ones is not the one that is trained.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 
+from holdfast.caller import stack_level
 from holdfast.checkpointer.guard import Look, look_at
 from holdfast.checkpointer.ownership import FROZEN, NOBODY
 from holdfast.state import LeafSource
+from holdfast.state.boxed import Immutable
 
 OwnerOf = Callable[[LeafSource], int | None]
 
@@ -23,10 +27,28 @@ class ObservedChanges:
     def __init__(self) -> None:
         self._changing: frozenset[str] = frozenset()
         self._frozen: dict[str, Look] = {}
+        self._immutable: list[Look | None] | None = None
+        self._renewed = False
 
     def add_changed(self, names: Iterable[str]) -> None:
         """These leaves changed while a save read them in place."""
         self._changing |= frozenset(names)
+
+    def warn_if_stale(self, leaves: Iterable[LeafSource]) -> None:
+        """Warns if the second save finds all arrays that cannot change as the first one did."""
+        if self._renewed:
+            return
+        before = self._immutable
+        self._immutable = [look_at(leaf) for leaf in leaves if type(leaf.source.owner) is Immutable]
+        self._renewed = before is not None or not self._immutable
+        if self._immutable and self._immutable == before:
+            warnings.warn(
+                "the arrays of the state are the same as in the checkpoint before. A Checkpointer saves the "
+                "dict that it was given: put new arrays of JAX into it (state.update(...)), or use "
+                "holdfast.jax.Checkpointer, whose save takes the new state",
+                RuntimeWarning,
+                stacklevel=stack_level(),
+            )
 
     def corrected(self, owner_of: OwnerOf) -> OwnerOf:
         """The owners for one save: as `owner_of` says, but None for leaves that must be copied."""

@@ -94,6 +94,7 @@ class SaveTask(SaveObserver):
         """Divides the leaves: those that are read in place, and those that are copied, now."""
         context = self._context
         with self._telling_a_failure():
+            context.observed.warn_if_stale(self._leaves())
             if self.mode == "sync":
                 division = Division()  # training does not run until all is over
             elif self.mode == "overlap":
