@@ -30,7 +30,7 @@ def test_saving_the_same_arrays_twice_is_told_once(tmp_path: Path, mode: Any) ->
 
 def test_new_arrays_and_arrays_that_can_change_are_not_told(tmp_path: Path) -> None:
     state: dict[str, Any] = {"w": unchanging(np.ones(5)), "frozen": unchanging(np.ones(3))}
-    plain = {"w": np.ones(5)}
+    plain = {"w": np.ones(5), "gaps": unchanging(np.ones((5, 4))[:, ::2])}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with holdfast.Checkpointer(tmp_path / "a", state, mode="snapshot", preemption=False) as ckpt:

@@ -274,6 +274,18 @@ def own(folder: str) -> None:
             lambda at=there, stage=stage: holdfast.load(f"{at}/run", into=state_of(made(stage, width=40))),
         )
 
+    # Weights of a training without ZeRO go into one with ZeRO, as with DeepSpeed's own files.
+    bare = made(0)
+    step(bare, 0, seeded=True)
+    use(bare).save_checkpoint(f"{folder}/bare", tag="runs/first")
+    assert Path(folder, "bare", "latest").read_text() == "runs/first"
+    zero = use(made(1))
+    refused("CheckpointNotFound: .*optim_states", lambda: zero.load_checkpoint(f"{folder}/bare"))
+    path, _ = zero.load_checkpoint(f"{folder}/bare", load_optimizer_states=False)
+    assert path is not None
+    for mine, its in zip(zero.module.parameters(), bare.module.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
     # Weights for others that cannot be written are an error at once.
     refused("NotADirectoryError|FileExistsError", lambda: engine.save_16bit_model(f"{at}/latest"))
 

@@ -27,7 +27,7 @@ class ObservedChanges:
     def __init__(self) -> None:
         self._changing: frozenset[str] = frozenset()
         self._frozen: dict[str, Look] = {}
-        self._immutable: list[Look | None] | None = None
+        self._immutable: list[Look] | None = None
         self._renewed = False
 
     def add_changed(self, names: Iterable[str]) -> None:
@@ -39,7 +39,8 @@ class ObservedChanges:
         if self._renewed:
             return
         before = self._immutable
-        self._immutable = [look_at(leaf) for leaf in leaves if type(leaf.source.owner) is Immutable]
+        looks = [look_at(leaf) for leaf in leaves if type(leaf.source.owner) is Immutable]
+        self._immutable = [look for look in looks if look is not None]
         self._renewed = before is not None or not self._immutable
         if self._immutable and self._immutable == before:
             warnings.warn(

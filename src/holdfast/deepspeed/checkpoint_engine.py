@@ -97,8 +97,8 @@ class HoldfastEngine(CheckpointEngine):
             self.commit(self._saving[1])
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        path = os.path.abspath(os.path.join(info.save_dir, info.tag))
-        self._saving = TagSave(path, self._engine.global_steps, _gathered, leads=self._leads), info
+        step = self._engine.global_steps
+        self._saving = TagSave(info.save_dir, info.tag, step, _gathered, leads=self._leads), info
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         if not self._is_saved(path):  # that one appears with the commit
@@ -185,7 +185,10 @@ class HoldfastEngine(CheckpointEngine):
                 "or convert the tag: holdfast convert --from deepspeed --to ds-universal",
                 wrong=["dp_world_size"],
             )
-        require_fit(merged(checkpoint["param_shapes"]), merged(engine._get_zero_param_shapes()), where)
+        if (
+            checkpoint.get("param_shapes") is not None
+        ):  # a tag without ZeRO has none; torch compares its weights
+            require_fit(merged(checkpoint["param_shapes"]), merged(engine._get_zero_param_shapes()), where)
 
 
 def _save_as_deepspeed(state: Any, path: str) -> None:
@@ -215,7 +218,7 @@ def _newest_intact(folder: str) -> str | None:
         return next(filter(None, _gathered(damage_of(share))), None)
 
     found = first_intact(tags.newest_first(folder), folder, damage)
-    return None if found is None else os.path.basename(found)
+    return None if found is None else os.path.relpath(found, folder)
 
 
 def _at_exit(reference: weakref.ref[HoldfastEngine]) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from holdfast.checkpointer.guard import Guard
-from holdfast.errors import HoldfastError, MutatedDuringSave, SaveFailed
+from holdfast.errors import MutatedDuringSave, SaveFailed
 from holdfast.integrations import deepspeed_tags as tags
 from holdfast.state import flatten
 from holdfast.store import Options, SingleCommit, Target
@@ -31,19 +31,25 @@ class TagSave:
     """
 
     def __init__(
-        self, path: str, step: int, gather: Callable[[str | None], list[str | None]], *, leads: bool
+        self,
+        folder: str,
+        tag: str,
+        step: int,
+        gather: Callable[[str | None], list[str | None]],
+        *,
+        leads: bool,
     ) -> None:
-        self.path = path
+        self.path = os.path.abspath(os.path.join(folder, tag))
+        self._folder, self._tag = os.path.abspath(folder), tag
         self._step = step
         self._gather = gather
         self._leads = leads
-        self._pool = ThreadPoolExecutor(
-            _WRITERS, "holdfast-deepspeed"
-        )  # an interpreter that ends waits for it
+        # An interpreter that ends waits for its threads.
+        self._pool = ThreadPoolExecutor(_WRITERS, "holdfast-deepspeed")
         self._writes: list[_Write] = []
         self._failure: Exception | None = None
         if leads:
-            self._try(lambda: tags.begin(path))
+            self._try(lambda: tags.begin(self.path))
         gather(None)  # the directory is there
 
     def write(self, name: str, state: Any, *, watched: bool) -> None:
@@ -64,14 +70,14 @@ class TagSave:
         if self._leads:
             self._try(lambda: tags.publish(self.path))
             if latest and self._failure is None:
-                self._try(lambda: tags.write_latest(*os.path.split(self.path)))
+                self._try(lambda: tags.write_latest(self._folder, self._tag))
         self._agree()
 
     def _try(self, act: Callable[[], object]) -> None:
-        """Keeps the first failure for `_agree`."""
+        """Keeps the first failure, of whatever kind, for `_agree`: the others must not wait for this rank."""
         try:
             act()
-        except (HoldfastError, OSError) as error:
+        except Exception as error:
             self._failure = self._failure or error
 
     def _agree(self) -> None:
