@@ -212,7 +212,9 @@ def _steps(run: str) -> dict[int, str]:
 
 def leftovers(run: str) -> tuple[Leftover, ...]:
     found = []
-    for name in sorted(os.listdir(run)):
+    with reading(run):
+        names = sorted(os.listdir(run))
+    for name in names:
         match = _LEFTOVER.fullmatch(name)
         if match is not None:
             path = os.path.join(run, name)

@@ -141,6 +141,13 @@ def _refuse_own(path: str, checkpoint: StoredCheckpoint) -> None:
     for part in checkpoint.parts:
         reader = checkpoint.reader(part.rank)
         for file in part.files:
-            stored = reader.path(file)
-            if os.path.exists(stored) and os.path.samefile(path, stored):
+            if _same_file(path, reader.path(file)):
                 raise CheckpointExists(f"{path} is a file of the checkpoint to export: name another")
+
+
+def _same_file(one: str, other: str) -> bool:
+    """Whether both are there, and one file. Retention may remove a checkpoint while it is exported."""
+    try:
+        return os.path.samefile(one, other)
+    except (FileNotFoundError, NotADirectoryError):
+        return False

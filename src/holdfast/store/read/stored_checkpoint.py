@@ -40,7 +40,7 @@ from holdfast.state.name_groups import did_you_mean
 from holdfast.state.node import localized
 from holdfast.state.select import Selection, nodes_at, with_keys
 from holdfast.store.names import MANIFEST, SHARD, is_step_name, step_name
-from holdfast.store.os_errors import shows_damage
+from holdfast.store.os_errors import reading, shows_damage
 from holdfast.store.read.file_access import FileAccess
 from holdfast.store.read.foreign import open_foreign
 from holdfast.store.read.lazy_leaf import LazyLeaf
@@ -328,6 +328,11 @@ class StoredCheckpoint(LeafReader):
         unrestored = Unrestored.of(restore, restore.mismatch, beyond)
         unrestored.warn(self.path, rank=0, world=1, saved_world=self.world)
         return restored
+
+    def names_inside(self) -> list[str]:
+        """The names in its directory, even if retention has renamed that; none if it has removed it."""
+        with reading(self.path):
+            return os.listdir(self._hold.directory)
 
     def misplaced(self) -> str | None:
         """What is wrong with its name: a run's checkpoint is named by its step."""

@@ -67,7 +67,7 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | No
         misplaced = checkpoint.misplaced()
         if misplaced is not None:
             problems.append(Problem(checkpoint.manifest_path, misplaced))
-        strangers = tuple(sorted(set(os.listdir(where)) - files.names))
+        strangers = tuple(sorted(set(checkpoint.names_inside()) - files.names))
         leaves = 0 if files.unreadable else len(checkpoint)
         found = tuple(dict.fromkeys(problems))
         return Report(where, checkpoint.step, leaves, files.nbytes, found, strangers, files.number)
@@ -91,7 +91,8 @@ class _Files:
             raise
         except (CorruptCheckpoint, ReadFailed) as error:
             self.unreadable = True
-            self.names.update(name for name in os.listdir(self._checkpoint.path) if _is_shard_of(name, rank))
+            inside = self._checkpoint.names_inside()
+            self.names.update(name for name in inside if _is_shard_of(name, rank))
             own = self._checkpoint.parts.file_of(rank)
             return [Problem(getattr(error, "path", None) or own, getattr(error, "reason", str(error)))]
         self.names.update(file.name for file in part.files if file.volume is None)
