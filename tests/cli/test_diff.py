@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+import tempfile
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import holdfast
 from holdfast.inspect import comparison
@@ -119,24 +122,91 @@ def test_equal_values_are_equal_even_as_nan_and_as_sets_in_another_order(tmp_pat
         ({"x": 1, "y": 2}, {"y": 2, "x": 1}),
         ({"x": np.zeros(2), "y": np.ones(2)}, {"y": np.ones(2), "x": np.zeros(2)}),
         ({"in": {"x": np.zeros(2), "y": 1}}, {"in": {"y": 1, "x": np.zeros(2)}}),
-        (OrderedDict(x=1, y=2), OrderedDict(y=2, x=1)),
-        ({1: "x", 2: "y"}, {2: "y", 1: "x"}),
+        ({1: "x", (2, "b"): {"p": 1, "q": 2}}, {(2, "b"): {"q": 2, "p": 1}, 1: "x"}),
+        ({"l": [{"x": 1, 2: 2}]}, {"l": [{2: 2, "x": 1}]}),
+        ({"n": Counter(x=1, y=2)}, {"n": Counter(y=2, x=1)}),
     ],
-    ids=["values", "leaves", "nested", "ordered", "other keys"],
+    ids=["values", "leaves", "nested", "other keys", "inside of a value", "counter"],
 )
-def test_keys_in_another_order_are_a_difference(a: object, b: object, tmp_path: Path) -> None:
-    """A state that is loaded has its keys in the order in which they were saved."""
+def test_keys_of_a_plain_dict_in_another_order_are_no_difference(
+    a: dict[Any, Any], b: dict[Any, Any], tmp_path: Path
+) -> None:
+    """Python holds them equal; and a dict with arrays keeps its own order when it is restored."""
     document = differences(tmp_path, a, b)
-    assert (document["equal"], document["structure"]) == (False, True)
+    assert (document["equal"], document["structure"]) == (True, [])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_ordered_dict_in_another_order_is_a_difference_at_a_place(inside: bool, tmp_path: Path) -> None:
+    a = {"in": [OrderedDict(x=np.zeros(1), y=2), 3]}
+    b = {"in": [OrderedDict(y=2, x=np.zeros(1)), 3]}
+    document = differences(tmp_path, a, b) if inside else differences(tmp_path, a["in"][0], b["in"][0])
+    (change,) = document["structure"]
     assert document["leaves"] == document["values"] == []
-    shown = command("diff", tmp_path / "a", tmp_path / "b")
-    assert shown.code == 1
-    assert "another order" in " ".join(shown.lines)
+    assert change["name"] == ("in.0" if inside else "_")
+    assert [change["a"], change["b"]] == [f'OrderedDict with the keys "{x}", "{y}"' for x, y in ("xy", "yx")]
+    shown = " ".join(command("diff", tmp_path / "a", tmp_path / "b").lines)
+    assert ("in.0 OrderedDict" in shown) is inside
+    assert "1 container differs" in shown
 
 
-def test_keys_in_another_order_inside_of_a_value_are_a_difference(tmp_path: Path) -> None:
-    document = differences(tmp_path, {"l": [{"x": 1, "y": 2}]}, {"l": [{"y": 2, "x": 1}]})
+def test_an_ordered_dict_without_arrays_in_another_order_is_a_difference(tmp_path: Path) -> None:
+    document = differences(tmp_path, {"l": [OrderedDict(x=1, y=2)]}, {"l": [OrderedDict(y=2, x=1)]})
     assert [change["name"] for change in document["values"]] == ["l"]
+
+
+_ARRAYS = st.integers(0, 2).map(lambda number: np.full(2, number))
+_VALUES = st.none() | st.integers(0, 3) | st.sampled_from(["x", "$leaf"])
+_KEYS = st.sampled_from(["a", "b", "c", "$d", 1, (1, "x")])
+_STATES = st.recursive(
+    _ARRAYS | _VALUES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.lists(inner, max_size=2).map(lambda items: deque(items, 2))
+        | st.dictionaries(_KEYS, inner, max_size=3)
+        | st.dictionaries(_KEYS, inner, max_size=3).map(OrderedDict)
+    ),
+    max_leaves=8,
+)
+
+
+def python_holds_equal(a: Any, b: Any) -> bool:
+    """As Python's ``==``, with arrays by their bits and types that count everywhere."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return bool(a.tobytes() == b.tobytes())
+    if isinstance(a, dict):
+        ordered = isinstance(a, OrderedDict)
+        same = list(a) == list(b) if ordered else a.keys() == b.keys()
+        return same and all(python_holds_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple | deque):
+        return len(a) == len(b) and all(map(python_holds_equal, a, b))
+    return bool(a == b)
+
+
+def shuffled(state: Any, draw: Any) -> Any:
+    """The same, with the keys of its dicts in another order, and now and then another container."""
+    if isinstance(state, dict):
+        keys = draw(st.permutations(list(state)))
+        kind = draw(st.sampled_from([type(state)] * 4 + [dict, OrderedDict]))
+        return kind((key, shuffled(state[key], draw)) for key in keys)
+    if isinstance(state, list | tuple):
+        kind = draw(st.sampled_from([type(state)] * 6 + [list, tuple]))
+        return kind(shuffled(item, draw) for item in state)
+    return state
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_two_states_are_equal_where_python_holds_them_equal(data: st.DataObject) -> None:
+    a = data.draw(_STATES)
+    b = shuffled(a, data.draw) if data.draw(st.booleans()) else data.draw(_STATES)
+    with tempfile.TemporaryDirectory() as place:
+        one, other = (saved(Path(place) / name, state) for name, state in (("a", a), ("b", b)))
+        found = holdfast.inspect.compare(one, other)
+    assert found.equal is python_holds_equal(a, b), found
 
 
 def test_values_on_one_side(tmp_path: Path) -> None:
@@ -150,7 +220,7 @@ def test_values_on_one_side(tmp_path: Path) -> None:
 
 def test_other_containers_around_the_same_leaves_are_a_difference(tmp_path: Path) -> None:
     document = differences(tmp_path, {"l": [np.zeros(1)]}, {"l": (np.zeros(1),)})
-    assert (document["equal"], document["structure"]) == (False, True)
+    assert document["structure"] == [{"name": "l", "a": "list of 1", "b": "tuple of 1"}]
     assert document["leaves"] == document["values"] == []
 
 

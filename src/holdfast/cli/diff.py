@@ -10,7 +10,7 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from holdfast.inspect import Difference, LeafChange, Side, SubtreeChange, ValueChange
+    from holdfast.inspect import ContainerChange, Difference, LeafChange, Side, SubtreeChange, ValueChange
     from holdfast.state import Node
 
 _MANY = 100
@@ -41,7 +41,8 @@ def diff(
     """Show which leaves and values differ, and by how much. Exit code 1 if any does.
 
     Leaves are compared bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not.
-    The order of keys counts. Step, time and metrics may differ. Neither checkpoint has to fit in memory.
+    The order of keys counts in an OrderedDict, not in a plain dict. Step, time and metrics may differ.
+    Neither checkpoint has to fit in memory.
     """
     with session(as_json) as out:
         from holdfast import inspect
@@ -79,6 +80,8 @@ def _print(out: Session, found: Difference, everything: bool, summary: bool, *, 
         _print_leaves(out, found.leaves, len(found.leaves) if everything else _MANY)
     if found.values and not summary:
         _print_values(out, found.values, len(found.values) if everything else _MANY)
+    if found.structure and not summary:
+        _print_containers(out, found.structure, len(found.structure) if everything else _MANY)
     out.console.print()
     if found.equal:
         leaves = words.count(found.identical, "leaf", "leaves")
@@ -93,7 +96,8 @@ def _print(out: Session, found: Difference, everything: bool, summary: bool, *, 
     ]
     out.say(", ".join(parts))
     if found.structure:
-        out.say("the containers around leaves and values differ (a list for a tuple, keys in another order)")
+        count = words.count(len(found.structure), "container differs", "containers differ")
+        out.say(f"{count}, though all leaves and values in them are the same")
 
 
 def _print_subtrees(out: Session, changes: tuple[SubtreeChange, ...]) -> None:
@@ -177,6 +181,19 @@ def _print_values(out: Session, changes: tuple[ValueChange, ...], limit: int) ->
         mine = "" if change.change == "only in b" else _node(change.a)
         other = "" if change.change == "only in a" else _node(change.b)
         rows.add_row(words.plain(change.name), mine or "-", other or "-")
+    out.console.print()
+    out.tabulate(rows)
+    if len(changes) > limit:
+        out.say(f"{words.ELLIPSIS} and {len(changes) - limit:,} more (--all shows them)", style="dim")
+
+
+def _print_containers(out: Session, changes: tuple[ContainerChange, ...], limit: int) -> None:
+    from holdfast.cli import words
+    from holdfast.cli.session import table
+
+    rows = table("container", "A", "B", fold=("container", "A", "B"))
+    for change in changes[:limit]:
+        rows.add_row(*(words.plain(text) for text in (change.name, change.a, change.b)))
     out.console.print()
     out.tabulate(rows)
     if len(changes) > limit:

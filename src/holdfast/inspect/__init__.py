@@ -31,7 +31,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from holdfast.inspect.comparison import Difference, LeafChange, Side, SubtreeChange, ValueChange, compare
+from holdfast.inspect.comparison import (
+    ContainerChange,
+    Difference,
+    LeafChange,
+    Side,
+    SubtreeChange,
+    ValueChange,
+    compare,
+)
 from holdfast.inspect.description import Description, describe
 from holdfast.inspect.event_summary import (
     Distribution,
@@ -58,6 +66,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Choice",
+    "ContainerChange",
     "Description",
     "Device",
     "Diagnosis",

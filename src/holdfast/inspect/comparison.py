@@ -16,7 +16,24 @@ from holdfast.inspect.leaf_windows import Extent, WindowReader, windows
 from holdfast.inspect.progress import Progress, no_progress
 from holdfast.inspect.subtrees import subtree_of, usual_depth
 from holdfast.state import Node
+from holdfast.state.leaf_table import component
 from holdfast.state.name_groups import did_you_mean
+from holdfast.state.node import (
+    COUNTER,
+    DEQUE,
+    DICT,
+    NAMELESS,
+    ORDERED,
+    STATE_DICT,
+    TUPLE,
+    deque_body,
+    items_of,
+    pairs_of,
+    shorten,
+    state_dict_body,
+    tag_of,
+)
+from holdfast.state.unflatten import decode_key
 from holdfast.store import LeafInfo
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, matching_names, open_newest
 
@@ -50,6 +67,15 @@ class ValueChange:
 
 
 @dataclass(frozen=True, slots=True)
+class ContainerChange:
+    """A container that differs though all in it agrees: what it is on each side. ``_``: the state itself."""
+
+    name: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
 class SubtreeChange:
     """How the leaves of one subtree differ. `only_a` and `only_b` have no counterpart."""
 
@@ -75,18 +101,19 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """All that differs. `structure`: leaves and values agree, but not the containers around them.
+    """All that differs. `structure`: leaves and values agree, but not these containers around them.
 
     `names` are the leaves that were compared.
 
-    The order of a dict's keys is part of that: a restored state has it, too.
+    The order of keys counts where Python compares it: in an `OrderedDict`. That of a plain dict does not: two
+    runs are equal though one of them filled a dict in another order.
     """
 
     a: Side
     b: Side
     leaves: tuple[LeafChange, ...]
     values: tuple[ValueChange, ...]
-    structure: bool
+    structure: tuple[ContainerChange, ...]
     identical: int
     names: tuple[str, ...] = ()
 
@@ -118,7 +145,8 @@ def compare(
     but that. With either of them, the containers around leaves and values are not compared.
 
     Leaves are compared bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not. The order of
-    keys counts; step, time and metrics do not. `holdfast.CorruptCheckpoint` if one of them is damaged.
+    keys counts in an `OrderedDict`, not in a plain dict; step, time and metrics do not count.
+    `holdfast.CorruptCheckpoint` if one of them is damaged.
     """
     with open_newest(a) as left, open_newest(b) as right:
         chosen = _chosen([*left, *left.values, *right, *right.values], leaves, ignore)
@@ -192,7 +220,8 @@ class _Comparison:
         leaves = tuple(self._leaf_changes(self._tally(progress)))
         values = tuple(_value_changes(self._values(a), self._values(b)))
         whole = self._chosen is None
-        structure = whole and not leaves and not values and exact_bytes(a.tree) != exact_bytes(b.tree)
+        agree = whole and not leaves and not values
+        structure = tuple(_container_changes(a.tree, b.tree, "")) if agree else ()
         changed = {change.name for change in leaves}
         names = [name for name in dict.fromkeys((*leaf_order(a), *leaf_order(b))) if self._wants(name)]
         identical = sum(name in a and name in b and name not in changed for name in names)
@@ -256,6 +285,60 @@ def _value_changes(a: Mapping[str, Node], b: Mapping[str, Node]) -> Iterator[Val
     for name, other in b.items():
         if name not in a:
             yield ValueChange(name, "only in b", b=other)
+
+
+def _container_changes(a: Node, b: Node, place: str) -> Iterator[ContainerChange]:
+    """The containers that differ in two trees with the same leaves and values, outermost first."""
+    pairs_a, pairs_b = pairs_of(a), pairs_of(b)
+    items_a, items_b = items_of(a), items_of(b)
+    kinds = _kind(a), _kind(b)
+    prefix = f"{place}." if place else ""
+    if pairs_a is not None and pairs_b is not None:
+        mine, other = ({exact_bytes(key): (key, item) for key, item in pairs} for pairs in (pairs_a, pairs_b))
+        ordered = tag_of(a) in (ORDERED, STATE_DICT)
+        if kinds[0] != kinds[1] or mine.keys() != other.keys() or (ordered and list(mine) != list(other)):
+            sides = (_with_keys(kind, found) for kind, found in zip(kinds, (mine, other), strict=True))
+            yield ContainerChange(place or NAMELESS, *sides)
+        for known, (key, item) in mine.items():
+            if known in other:
+                at = prefix + component(decode_key(key))
+                yield from _container_changes(item, other[known][1], at)
+    elif items_a is not None and items_b is not None:
+        if kinds[0] != kinds[1] or len(items_a) != len(items_b):
+            yield ContainerChange(
+                place or NAMELESS, f"{kinds[0]} of {len(items_a)}", f"{kinds[1]} of {len(items_b)}"
+            )
+        for index, (item, its) in enumerate(zip(items_a, items_b, strict=False)):
+            yield from _container_changes(item, its, f"{prefix}{index}")
+    elif exact_bytes(a) != exact_bytes(b):
+        yield ContainerChange(place or NAMELESS, *kinds)
+
+
+_KINDS = {
+    None: "dict",
+    DICT: "dict",
+    ORDERED: "OrderedDict",
+    COUNTER: "Counter",
+    TUPLE: "tuple",
+}
+
+
+def _kind(node: Node) -> str:
+    """What a node is, in words: a container, and all of it that is not its items."""
+    tag = tag_of(node)
+    if type(node) is list:
+        return "list"
+    if type(node) is dict and tag in _KINDS:
+        return _KINDS[tag]
+    if type(node) is dict and tag == STATE_DICT:
+        return f"state dict with the metadata {shorten(exact_bytes(state_dict_body(node[tag])[0]).decode())}"
+    if type(node) is dict and tag == DEQUE:
+        return f"deque with maxlen={deque_body(node[tag])[1]}"
+    return shorten(exact_bytes(node).decode())
+
+
+def _with_keys(kind: str, found: Mapping[bytes, object]) -> str:
+    return f"{kind} with the keys {shorten(', '.join(key.decode() for key in found))}"
 
 
 def _bits_change(name: str, info: LeafInfo, tally: Tally) -> LeafChange:

@@ -11,9 +11,12 @@ import msgspec
 from holdfast.format.records import ShardFile
 from holdfast.inspect.subtrees import Subtotal, subtotals
 from holdfast.state import Node, flatten, leaf_names
-from holdfast.state.node import without_order_of_sets
+from holdfast.state.node import COUNTER, DICT, UNORDERED, without_order
 from holdfast.store import LeafInfo
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+
+_UNORDERED = (*UNORDERED, DICT, COUNTER)
+"""Nodes whose pairs or members are equal in any order. Dicts with other keys than text are among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,9 @@ def stored_values(values: Mapping[str, object]) -> dict[str, Node]:
 
 
 def exact_bytes(node: Node) -> bytes:
-    """Equal for equal nodes only: in Python 1, 1.0 and True are equal, and dicts in another order.
+    """Equal for equal nodes only: in Python, 1, 1.0 and True are equal.
 
-    The members of sets have no order, and every process stores them in its own.
+    The order of a plain dict's keys does not count: Python holds such dicts for equal. The members of sets
+    have no order, and every process stores them in its own.
     """
-    return msgspec.json.encode(without_order_of_sets(node))
+    return msgspec.json.encode(without_order(node, _UNORDERED), order="deterministic")

@@ -244,15 +244,18 @@ def collide(keys: Collection[Hashable]) -> bool:
     return len(keys) > MAX_COLLISIONS and max(Counter(map(hash, keys)).values()) > MAX_COLLISIONS
 
 
-def without_order_of_sets(node: Node) -> Node:
-    """The node with the members of sets sorted, whose order every process has for itself."""
+def without_order(node: Node, tags: Collection[str] = UNORDERED) -> Node:
+    """The node with the members of sets sorted, whose order every process has for itself.
+
+    `tags`: of the nodes to sort.
+    """
     if type(node) is list:
-        return [without_order_of_sets(item) for item in node]
+        return [without_order(item, tags) for item in node]
     if type(node) is not dict:
         return node
-    inner = {key: without_order_of_sets(item) for key, item in node.items()}
+    inner = {key: without_order(item, tags) for key, item in node.items()}
     tag = tag_of(node)
-    body = inner[tag] if tag in UNORDERED and tag is not None else None
+    body = inner[tag] if tag in tags and tag is not None else None
     if tag is not None and type(body) is list:
         return {tag: sorted(body, key=msgspec.json.encode)}
     return inner

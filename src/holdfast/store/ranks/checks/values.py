@@ -30,7 +30,7 @@ from holdfast.state.node import (
     per_rank_of,
     reference_of,
     tag_of,
-    without_order_of_sets,
+    without_order,
 )
 from holdfast.state.unflatten import decode_key
 from holdfast.team.group import Team
@@ -133,7 +133,7 @@ def _canonical(node: Node) -> bytes:
     data = msgspec.json.encode(node, order="deterministic")
     if not _has_sets(data):
         return data
-    return msgspec.json.encode(without_order_of_sets(node), order="deterministic")
+    return msgspec.json.encode(without_order(node), order="deterministic")
 
 
 _SCALARS = ("$int", "$float", "$str")
