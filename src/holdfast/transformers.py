@@ -22,6 +22,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from holdfast.integrations.versions import require
+from holdfast.state.mismatch import offering
 
 require("transformers", "5.23", "5.24", extra="transformers")
 require("accelerate", "1.15", "1.16", extra="transformers")
@@ -138,7 +139,8 @@ class HoldfastMixin(_Base):
             return False
         for there in reversed([there for there in self._run.steps if there <= step]):
             try:
-                self._run.restore(step=there)
+                with offering():
+                    self._run.restore(step=there)
                 return os.path.join(self._run.path, step_name(there)) == self._source
             except CorruptCheckpoint as error:
                 text = f"passing over step {there}: {error}"

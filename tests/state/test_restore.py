@@ -207,8 +207,10 @@ class TestMismatch:
         )
 
     def test_the_error_lists_them_and_says_nothing_was_changed(self) -> None:
+        into = {"a": np.zeros(1), "c": np.zeros(1), "d": np.zeros(1)}
+        saved = save({"a": np.zeros(2), "b": np.zeros(1), "d": np.zeros(1)})
         with pytest.raises(StateMismatch, match="Nothing has been changed") as caught:
-            restore({"a": np.zeros(1), "c": np.zeros(1)}, save({"a": np.zeros(2), "b": np.zeros(1)}))
+            restore(into, saved)
         assert (caught.value.missing, caught.value.extra) == (("c",), ("b",))
         assert caught.value.wrong == ("a: checkpoint F64[2], target F64[1]",)
         assert "strict=False" in str(caught.value)

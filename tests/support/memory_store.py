@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from holdfast.engine.buffers import Consumed, Memory, Produced, Strided
 from holdfast.state import Flat, LeafMeta, Restore, empty, flatten, unflatten
+from holdfast.state.mismatch import offering
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,13 @@ def round_trip(state: object) -> Any:
     return load(save(state))
 
 
-def restore(into: object, saved: Saved, *, strict: bool = True) -> Any:
-    plan = Restore(into, saved.tree, saved.leaves, saved.aliases)
+def restore(
+    into: object, saved: Saved, *, strict: bool = True, rename: Callable[[str], str] | None = None
+) -> Any:
+    plan = Restore(into, saved.tree, saved.leaves, saved.aliases, strict=strict, rename=rename)
     if strict and plan.mismatch:
-        raise plan.mismatch.error()
+        with offering("strict", "rename"):
+            raise plan.mismatch.error()
     assert not set(plan.destinations) & set(plan.fresh)
     for name, where in plan.destinations.items():
         write(where, saved.data[name])

@@ -81,11 +81,11 @@ def test_an_empty_run_starts_from_a_foreign_checkpoint_and_later_from_its_own(tm
     assert _start_from(str(path), str(tmp_path / "run")) == (0, 1, True)
 
 
-def test_a_run_starts_from_a_native_checkpoint_at_its_step(tmp_path: Path) -> None:
+def test_a_run_continues_the_steps_of_a_native_checkpoint_when_asked(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "first", {"model": make_model(), "epoch": 3}, step=41)
     state = {"model": make_model(1), "epoch": 0, "other": np.zeros(2)}
     with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
-        assert ckpt.restore(start_from=tmp_path / "first") == 41
+        assert ckpt.restore(start_from=tmp_path / "first", continue_steps=True) == 41
         assert ckpt.steps == []
         assert state["epoch"] == 3
         assert same_weights(state["model"], make_model())
@@ -98,7 +98,7 @@ def test_start_from_leaves_out_what_only_the_source_has(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "first", first, step=41)
     state = {"model": make_model(1), "epoch": 0}
     with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
-        assert ckpt.restore(start_from=tmp_path / "first") == 41
+        ckpt.restore(start_from=tmp_path / "first")
     assert state["epoch"] == 3
     assert same_weights(state["model"], make_model())
     with (

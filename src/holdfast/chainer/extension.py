@@ -14,6 +14,7 @@ from chainer.training import Extension
 from holdfast import store
 from holdfast.chainer.serializer import Serialized, leaf_name
 from holdfast.checkpointer import Checkpointer
+from holdfast.state.mismatch import offering
 from holdfast.state.rng import Rng
 
 _ELAPSED = "_snapshot_elapsed_time"
@@ -53,7 +54,8 @@ class Snapshot(Extension):
         hooked = [_Announced(optimizer) for optimizer in optimizers.values()]
         self.checkpointer = Checkpointer(self._run, state, **{"optimizers": hooked, **self._options})
         try:
-            step = self.checkpointer.restore() if self._autoload else 0
+            with offering():
+                step = self.checkpointer.restore() if self._autoload else 0
         except BaseException:
             self.finalize()  # the trainer does that only once it has begun
             raise

@@ -24,14 +24,16 @@ from holdfast.checkpointer.open_runs import register
 from holdfast.checkpointer.opening import Arguments, OnError, open_context
 from holdfast.checkpointer.pending_save import PendingSave
 from holdfast.checkpointer.preemption_duty import PreemptionDuty, checked_exit_code
-from holdfast.checkpointer.restore import restore
+from holdfast.checkpointer.restore import Beginning, restore
 from holdfast.checkpointer.run_observer import Closed, Completed
 from holdfast.checkpointer.save_task import SaveTask
 from holdfast.checkpointer.schedule import Schedule
 from holdfast.engine import forks
 from holdfast.errors import DeviceTimeout, EngineTimeout
+from holdfast.state.mismatch import offering
 from holdfast.store import Options, WritableRun, check_step, list_steps
 from holdfast.store.ranks.group import ProcessGroup
+from holdfast.store.read.foreign import renaming
 
 
 class Checkpointer:
@@ -298,7 +300,9 @@ class Checkpointer:
         step: int | None = None,
         *,
         strict: bool = True,
+        rename: object = None,
         start_from: str | os.PathLike[str] | None = None,
+        continue_steps: bool = False,
     ) -> int:
         """Puts the newest intact checkpoint back into the state and returns its step; 0 for a new run.
 
@@ -316,8 +320,13 @@ class Checkpointer:
 
         `start_from`: where a run without checkpoints begins: a checkpoint or run, of Holdfast or of another
         system. It fills those entries of the state that it has something for, such as ``"model"``; each of
-        them must fit, and the others stay as they are. Returns its step: 0 if it does not say one. Later
+        them must fit, and the others stay as they are. A warning names what was filled and what was not. The
+        new run counts from 0; with `continue_steps` from the step of `start_from`, if that says one. Later
         launches find checkpoints in the run, and do not look at `start_from`.
+
+        `rename` gives parameters of the checkpoint the names that they have in the state: see
+        `holdfast.load`. With `start_from` it is for that checkpoint alone; without, for those of the run, so
+        leave it out again once a checkpoint with the new names is durable.
         """
         self._check_usable()
         if step is not None:
@@ -327,9 +336,16 @@ class Checkpointer:
                 "restore() and start_over=True contradict each other: to resume, leave start_over out; to "
                 "begin anew, do not call restore() before the first save"
             )
+        if continue_steps and start_from is None:
+            raise ValueError("continue_steps=True goes with start_from=: it continues the steps of that")
+        new_names = renaming(rename)
         self._release(None)
         self.wait()
-        return restore(self._context, self.state, step, strict=strict, start_from=start_from)
+        with offering("rename", "strict"):
+            if start_from is None:
+                return restore(self._context, self.state, step, strict=strict, rename=new_names)
+            begin = Beginning(start_from, new_names, continue_steps)
+            return restore(self._context, self.state, step, strict=strict, begin=begin)
 
     # --- the end
 

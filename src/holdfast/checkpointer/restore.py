@@ -8,10 +8,11 @@ state that cannot be restored in place is an error, whether there is anything to
 
 from __future__ import annotations
 
+import difflib
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ from holdfast.errors import (
     IncompleteCheckpoint,
     ReadFailed,
 )
-from holdfast.state.node import pairs_of
+from holdfast.state.node import pairs_of, shorten
 from holdfast.store import RankGroup, list_steps
 from holdfast.store.os_errors import shows_damage
 from holdfast.store.ranks.consensus import all_or_none
@@ -37,6 +38,8 @@ from holdfast.store.ranks.open_together import open_newest_together, open_togeth
 from holdfast.store.ranks.shared_load import load_together
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 from holdfast.team import Team
+
+_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,20 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What is to be filled. Unless `strict`, with what fits."""
+    """What is to be filled. Unless `strict`, with what fits. `rename` gives parameters their new names."""
 
     state: object
     strict: bool
+    rename: Callable[[str], str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a run without checkpoints begins. It counts from 0, unless it is to continue the steps there."""
+
+    path: str | os.PathLike[str]
+    rename: Callable[[str], str] | None
+    continue_steps: bool
 
 
 def restore(
@@ -63,20 +76,21 @@ def restore(
     step: int | None,
     *,
     strict: bool,
-    start_from: str | os.PathLike[str] | None = None,
+    rename: Callable[[str], str] | None = None,
+    begin: Beginning | None = None,
 ) -> int:
     """Fills the state from the newest checkpoint that is intact, or from that of `step`; returns its step.
 
-    When the run holds no checkpoint, fills it from `start_from` and returns the step of that; else returns 0.
+    When the run holds no checkpoint, fills it from where it is to `begin`; returns the step to begin at.
     """
     context.observers.tell(Restoring())
-    found = _load_newest(context, _Target(state, strict), step)
+    found = _load_newest(context, _Target(state, strict, rename), step)
     if found is None:
         context.observers.tell(NothingToRestore())
         context.retention.resumed(None)
-        if start_from is None:
+        if begin is None:
             return 0
-        begun = _begin_from(context, _Target(state, strict), start_from)
+        begun = _begin_from(context, _Target(state, strict, begin.rename), begin)
         context.schedule.resumed(begun)
         return begun
     context.observers.tell(Restored(found.step, time.time(), found.nbytes, found.seconds))
@@ -120,19 +134,22 @@ def _load_newest(context: RunContext, into: _Target, only: int | None) -> _Found
         return None
 
 
-def _begin_from(context: RunContext, into: _Target, path: str | os.PathLike[str]) -> int:
-    """Fills what the checkpoint at `path` has something for; the other entries of the state stay."""
-    group = context.group
+def _begin_from(context: RunContext, into: _Target, begin: Beginning) -> int:
+    """Fills what that checkpoint has something for; the other entries of the state stay."""
+    group, path = context.group, begin.path
     with group.again(f"start from {os.fspath(path)}") as team:
         if team is None:
             with open_newest(path) as checkpoint:
+                there = _keys_of(checkpoint)
                 part = _entries_in(into.state, checkpoint)
-                restored = checkpoint.load(part, strict=into.strict)
+                restored = checkpoint.load(part, strict=into.strict, rename=into.rename)
                 refuse_replaced(part, restored, checkpoint.path)
                 _put_back(into.state, restored)
-                return checkpoint.step
+                _tell_entries(into.state, there, checkpoint, begin)
+                return checkpoint.step if begin.continue_steps else 0
         group.restart(team)
         with open_newest_together(team, path, group.timeout) as checkpoint:
+            there = _keys_of(checkpoint)
             part = _entries_in(into.state, checkpoint)
             restored = load_together(
                 team,
@@ -141,13 +158,63 @@ def _begin_from(context: RunContext, into: _Target, path: str | os.PathLike[str]
                 select=None,
                 verify=True,
                 strict=into.strict,
+                rename=into.rename,
                 timeout=group.timeout,
                 channel=group.channel,
             )
             with _all_or_none(group, team, "in place"):
                 refuse_replaced(part, restored, checkpoint.path)
             _put_back(into.state, restored)
-            return checkpoint.step
+            if group.leads:
+                _tell_entries(into.state, there, checkpoint, begin)
+            return checkpoint.step if begin.continue_steps else 0
+
+
+def _keys_of(checkpoint: StoredCheckpoint) -> list[str]:
+    """The entries of a checkpoint, by name; none if it is not a dict."""
+    return [key for key, _ in pairs_of(checkpoint.tree) or () if isinstance(key, str)]
+
+
+def _tell_entries(
+    state: object, there: Sequence[str], checkpoint: StoredCheckpoint, begin: Beginning
+) -> None:
+    """Warns, in one line, of what only one side has, and of steps that do not count."""
+    here = [key for key in state if isinstance(key, str)] if isinstance(state, dict) else []
+    left = [key for key in here if key not in there]
+    unused = [key for key in there if key not in here] if here else []
+    uncounted = checkpoint.step and not begin.continue_steps
+    if not (left or unused or uncounted):
+        return
+    said = [f"filled {_listed([key for key in here if key in there])}" if here else "filled the state"]
+    if left:
+        said.append(f"left {_listed(left)} as {'it was' if len(left) == 1 else 'they were'}")
+    if unused:
+        said.append(f"did not use {_listed(unused)} of the checkpoint")
+    if uncounted:
+        said.append(
+            f"and counts from step 0 (that checkpoint is of step {checkpoint.step}; with "
+            "continue_steps=True the run goes on from there)"
+        )
+    alike = [(own, other) for own in left for other in unused if _alike(own, other)]
+    hints = [
+        f". Is {other!r} there what the state calls {own!r}? Then give both one name" for own, other in alike
+    ]
+    warnings.warn(
+        f"started from {checkpoint.path}: {', '.join(said)}{''.join(hints)}",
+        RuntimeWarning,
+        stacklevel=stack_level(),
+    )
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether two names may mean the same, such as ``lr_scheduler`` and ``scheduler``."""
+    short, long = sorted((one.lower(), other.lower()), key=len)
+    return (len(short) > 2 and short in long) or bool(difflib.get_close_matches(short, [long], 1))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [repr(shorten(name, 40)) for name in names[:_SHOWN]]
+    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _entries_in(state: object, checkpoint: StoredCheckpoint) -> object:
@@ -155,10 +222,9 @@ def _entries_in(state: object, checkpoint: StoredCheckpoint) -> object:
 
     What only the checkpoint has, such as the counters of another system, is left out.
     """
-    pairs = pairs_of(checkpoint.tree)
-    if not isinstance(state, dict) or pairs is None:
+    if not isinstance(state, dict):
         return state
-    there = {key for key, _ in pairs if isinstance(key, str)}
+    there = set(_keys_of(checkpoint))
     common: dict[str, object] = {key: item for key, item in state.items() if key in there}
     if not common:
         return state  # the error that follows lists both sides
@@ -195,7 +261,7 @@ def _load(group: RankGroup, team: Team | None, into: _Target, path: str) -> int:
     if team is None:
         with StoredCheckpoint(path) as checkpoint:
             _check(checkpoint)
-            restored = checkpoint.load(into.state, strict=into.strict)
+            restored = checkpoint.load(into.state, strict=into.strict, rename=into.rename)
             refuse_replaced(into.state, restored, path)
             return checkpoint.nbytes
     with open_together(team, path, group.timeout, _check) as checkpoint:
@@ -206,6 +272,7 @@ def _load(group: RankGroup, team: Team | None, into: _Target, path: str) -> int:
             select=None,
             verify=True,
             strict=into.strict,
+            rename=into.rename,
             timeout=group.timeout,
             channel=group.channel,
         )

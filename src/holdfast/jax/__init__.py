@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from holdfast.integrations.versions import require
+from holdfast.state.mismatch import offering
 
 require("jax", "0.10", "0.11", extra="jax")
 
@@ -85,15 +86,16 @@ def load(
     with store.open(path, options=options) as checkpoint:
         target = Target(like, described=knows_jax(checkpoint.values))
         path = checkpoint.path  # of a run: all processes read the same one, whatever is saved meanwhile
-    store.load(
-        path,
-        target.state,
-        verify=verify,
-        strict=strict,
-        options=options,
-        process_group=process_group(),
-        timeout=timeout,
-    )
+    with offering("strict"):
+        store.load(
+            path,
+            target.state,
+            verify=verify,
+            strict=strict,
+            options=options,
+            process_group=process_group(),
+            timeout=timeout,
+        )
     found: T = target.tree()
     return found
 
@@ -135,7 +137,8 @@ class Checkpointer:
         target = Target(like)
         self.inner.state = target.state
         try:
-            found = self.inner.restore(step, strict=strict)
+            with offering("strict"):
+                found = self.inner.restore(step, strict=strict)
         finally:
             self.inner.state = {}
         return (found, target.tree()) if found or target.filled else (found, like)

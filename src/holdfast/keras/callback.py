@@ -25,6 +25,7 @@ from holdfast.integrations.attributes import ChangedAttributes
 from holdfast.integrations.keras_names import named, named_slots
 from holdfast.keras.batches import Batches
 from holdfast.keras.variables import GlobalSeed, Variables
+from holdfast.state.mismatch import offering
 from holdfast.state.rng import rng
 from holdfast.state.torch_objects import is_stateful
 
@@ -107,7 +108,8 @@ class HoldfastCallback(keras.callbacks.Callback):
         self._checkpointer = Checkpointer(self._run, self._state, **self._options)
         try:
             if not self._options.get("start_over"):
-                self._step = self._checkpointer.restore()
+                with offering():
+                    self._step = self._checkpointer.restore()
             if self._step:
                 self._apply(model)
         except BaseException:

@@ -18,6 +18,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.data import Loader
 from holdfast.integrations.late_step import LateStep
 from holdfast.state.marks import per_rank, rank_zero
+from holdfast.state.mismatch import offering
 from holdfast.state.rng import rng
 
 
@@ -79,7 +80,8 @@ class HoldfastCallback(Callback):
                     "give HoldfastCallback an empty run"
                 )
             return
-        self._saved_step = checkpointer.restore()
+        with offering():
+            self._saved_step = checkpointer.restore()
         if self._saved_step:
             self._apply(trainer, pl_module)
 

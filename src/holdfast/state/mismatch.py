@@ -1,11 +1,15 @@
 """What a checkpoint says about its leaves, and where it does not fit a target.
 
-Owns the two records and their words; `restore` does the comparing.
+Owns the two records and their words, and which arguments these words may suggest; `restore` does the
+comparing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -15,6 +19,28 @@ from holdfast.state.leaves import Framework
 from holdfast.state.name_groups import did_you_mean, grouped
 from holdfast.state.node import shorten
 from holdfast.state.targets import describe
+
+_offered: ContextVar[frozenset[str] | None] = ContextVar("offered", default=None)
+
+
+@contextmanager
+def offering(*arguments: str) -> Iterator[None]:
+    """Inside, messages suggest only these arguments: those of the call that the user has made.
+
+    Of calls within calls, the outermost counts.
+    """
+    if _offered.get() is not None:
+        yield
+        return
+    token = _offered.set(frozenset(arguments))
+    try:
+        yield
+    finally:
+        _offered.reset(token)
+
+
+def _offers(argument: str) -> bool:
+    return argument in (_offered.get() or ())
 
 
 class LeafMeta(msgspec.Struct, frozen=True, gc=False):
@@ -43,6 +69,10 @@ class Mismatch:
     """All leaves of the checkpoint, by which a subtree is known to be missing as a whole."""
     keys: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """What the target has at its top, if it is a mapping with names for keys."""
+    prefixes: tuple[str, str] | None = field(default=None, compare=False, repr=False)
+    """How names of parameters begin in the checkpoint, and in the target, where that is all that differs."""
+    fits_nothing: bool = field(default=False, compare=False, repr=False)
+    """Whether the target asks for arrays, and none of the checkpoint fits."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.wrong)
@@ -66,7 +96,9 @@ class Mismatch:
 
     def error(self, where: str = "") -> StateMismatch:
         advice = self._advice()
-        fix = "Fix the target, or pass strict=False to restore what fits."
+        fix = "Fix the target."
+        if _offers("strict") and not self.fits_nothing:
+            fix = "Fix the target, or pass strict=False to restore what fits."
         return StateMismatch(
             f"{where}{': ' if where else ''}{self}\n"
             + "".join(f"  {line}\n" for line in advice)
@@ -80,12 +112,13 @@ class Mismatch:
         """Guesses at what was meant."""
         if not self.missing and not self.wrong:
             tops = {name.partition(".")[0] for name in self.extra}
-            if self.keys and not tops.intersection(key.partition(".")[0] for key in self.keys):
-                names = [repr(key).replace("'", '"') for key in self.keys]
+            others = not tops.intersection(key.partition(".")[0] for key in self.keys)
+            if self.keys and others and _offers("select"):
+                names = [_quoted(key) for key in self.keys]
                 chosen = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
                 return [f"To load only what the target has, call load(..., select={chosen})."]
             return []
-        guess = another_prefix(self.missing, self.extra)
+        guess = self._beginnings()
         if guess is not None:
             return [guess]
         questions = []
@@ -94,6 +127,24 @@ class Mismatch:
             if top not in have and (question := did_you_mean(top, have)):
                 questions.append(f"The checkpoint has no {top!r}{question}")
         return questions[:_FEW]
+
+    def _beginnings(self) -> str | None:
+        """A sentence, if names of the two sides differ in how they begin, and in nothing else."""
+        if self.prefixes is None:
+            return another_prefix(self.missing, self.extra)
+        there, here = self.prefixes
+        if not here:
+            said = f"Names of parameters begin with {there!r} in the checkpoint, but not in the target."
+        elif not there:
+            said = f"Names of parameters begin with {here!r} in the target, but not in the checkpoint."
+        else:
+            said = (
+                f"Names of parameters that begin with {there!r} in the checkpoint begin with {here!r} "
+                "in the target."
+            )
+        if not _offers("rename"):
+            return said
+        return f"{said} To restore them, pass rename={{{_quoted(there)}: {_quoted(here)}}}."
 
     def nothing(self, where: str) -> StateMismatch:
         """For a restore of what fits, when no array does."""
@@ -106,7 +157,7 @@ class Mismatch:
             )
             if names
         ]
-        guess = another_prefix(self.missing, self.extra)
+        guess = self._beginnings()
         text = [
             f"{where}: no array of the checkpoint fits the target, so strict=False has none to restore",
             *sides,
@@ -126,8 +177,8 @@ _TRIED = 64
 """So many pairs of names are looked at for a common ending."""
 
 
-def another_prefix(target: Sequence[str], checkpoint: Sequence[str]) -> str | None:
-    """A sentence, if most names of the two sides differ in how they begin, and in nothing else."""
+def differing_beginnings(target: Sequence[str], checkpoint: Sequence[str]) -> tuple[str, str] | None:
+    """How most names begin in the target and in the checkpoint, if they differ in nothing else."""
     best, most = None, min(len(target), len(checkpoint)) // 2
     stored = set(checkpoint)
     for own in target[:4]:
@@ -138,20 +189,30 @@ def another_prefix(target: Sequence[str], checkpoint: Sequence[str]) -> str | No
             alike = sum(name.startswith(here) and there + name[len(here) :] in stored for name in target)
             if alike > most:
                 best, most = (here, there), alike
+    return best
+
+
+def another_prefix(target: Sequence[str], checkpoint: Sequence[str]) -> str | None:
+    """A sentence, if most names of leaves differ in how they begin, and in nothing else."""
+    best = differing_beginnings(target, checkpoint)
     if best is None:
         return None
     here, there = best
     if not here:
-        return (
-            f"The names of the target have {there!r} before them in the checkpoint: did you mean "
-            f"into={{{there[:-1]!r}: ...}}?"
-        )
+        said = f"The names of the target have {there!r} before them in the checkpoint"
+        entry = f"{{{_quoted(there[:-1])}: ...}}"
+        return f"{said}: did you mean into={entry}?" if _offers("into") else f"{said}."
     if not there:
         return f"The names of the target begin with {here!r}; those of the checkpoint do not."
-    return (
-        f"Names that begin with {here!r} in the target begin with {there!r} in the checkpoint: "
-        f"did you mean {there[:-1]!r}?"
-    )
+    said = f"Names that begin with {here!r} in the target begin with {there!r} in the checkpoint"
+    if here.count(".") == there.count(".") == 1:
+        return f"{said}: name that entry of the target {there[:-1]!r}."
+    return f"{said}."
+
+
+def _quoted(text: str) -> str:
+    """Ready to be pasted."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _beginnings(one: str, other: str) -> tuple[str, str]:

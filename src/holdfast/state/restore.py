@@ -37,7 +37,7 @@ from holdfast.state.node import (
     pairs_of,
     per_rank_of,
 )
-from holdfast.state.restore_context import RestoreContext
+from holdfast.state.restore_context import Renaming, RestoreContext
 from holdfast.state.restore_modules import plan_module
 from holdfast.state.restore_optimizers import plan_optimizer
 from holdfast.state.select import Selection
@@ -69,6 +69,8 @@ class Restore:
     and may have more than this one: leaves that have no place here are listed in `elsewhere`. Of a sharded
     optimizer, those of other ranks always are. With `only`, every place that is not selected stays as it is.
     `alike` says whether two leaves have the same bytes: then they may be one array in the target.
+    `rename` gives the names that parameters of the checkpoint have in the target: in the state dicts of
+    modules and optimizers, and in dicts of nothing but arrays.
     """
 
     def __init__(
@@ -82,11 +84,23 @@ class Restore:
         local: Mapping[str, Node] | None = None,
         shared: bool = False,
         alike: Callable[[str, str], bool] = never_alike,
+        rename: Renaming | None = None,
+        strict: bool = True,
     ) -> None:
         own = local or {}
         if only is not None and not isinstance(only, Selection):
             only = Selection(frozenset(only))
-        context = RestoreContext(into, leaves, aliases, only, own_places=own, shared=shared, alike=alike)
+        context = RestoreContext(
+            into,
+            leaves,
+            aliases,
+            only,
+            own_places=own,
+            shared=shared,
+            alike=alike,
+            rename=rename,
+            strict=strict,
+        )
         self._context = context
         self._plan = _plan(context, into, localized(tree, local), "", 0)
         memory_plan = context.memory_plan
@@ -227,13 +241,21 @@ def _plan_mapping(
     prefix = f"{place}." if place else ""
     plans: dict[Any, Plan] = {}
     strange: dict[str, list[Any]] = {}
+    found: dict[Any, Node] = {}
+    rename = bool(target) and all(is_array(item) or jax_arrays.is_array(item) for item in target.values())
     for node, item in pairs:
-        key = node if type(node) is str else _own_key(target, node, strange)
-        at = prefix + component(key)
-        if key not in target:
+        stored = node if type(node) is str else _own_key(target, node, strange)
+        at = prefix + component(stored)
+        key = context.renamed(stored) if rename else stored
+        if rename and key in found:
+            context.require_same(at, key, found[key], item, target)
+        elif key not in target:
             context.extra(at, item)
         else:
             plans[key] = _plan(context, target[key], item, at, depth + 1)
+        found[key] = item
+    if rename:
+        context.compare_names(target, found)
     for key, item in target.items():
         if key not in plans:
             context.missing(prefix + component(key), item)

@@ -7,20 +7,21 @@ those objects; all three work on one `RestoreContext`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from holdfast.state import jax_arrays, sharded, torch_objects
 from holdfast.state.boxed import BoxedArray
 from holdfast.state.destinations import Lookup, MemoryPlan, Plan, TiedElsewhere, never_alike
 from holdfast.state.flatten import names_in
-from holdfast.state.mismatch import LeafMeta, Mismatch
+from holdfast.state.mismatch import LeafMeta, Mismatch, differing_beginnings
 from holdfast.state.node import (
     NAMELESS,
     Node,
     blob_names,
     corrupt,
     leaf_names,
+    leaf_of,
     per_rank_of,
     per_rank_places,
     shorten,
@@ -28,6 +29,9 @@ from holdfast.state.node import (
 from holdfast.state.select import Selection, prune
 from holdfast.state.targets import array_type, assign, describe, is_array, load_state
 from holdfast.state.unflatten import decode, is_blob
+
+Renaming = Callable[[str], str]
+"""From the name of a parameter in the checkpoint to its name in the target."""
 
 
 class RestoreContext:
@@ -46,8 +50,11 @@ class RestoreContext:
         own_places: Collection[str] = (),
         shared: bool = False,
         alike: Callable[[str, str], bool] = never_alike,
+        rename: Renaming | None = None,
+        strict: bool = True,
     ) -> None:
         self.state = into
+        self.strict = strict
         self.only = only
         self.shardings: sharded.Shardings = {}
         self.memory_plan = MemoryPlan(aliases, self.shardings, alike)
@@ -59,6 +66,9 @@ class RestoreContext:
         self.load_last: list[Callable[[], None]] = []
         self._leaves = leaves
         self._aliases = aliases
+        self._alike = alike
+        self._rename = rename
+        self._prefixes: tuple[str, str] | None = None
         self._own_places = frozenset(own_places)
         self._shared = shared
         self._missing: list[str] = []
@@ -75,7 +85,15 @@ class RestoreContext:
         state = self.state if isinstance(self.state, Mapping) else {}
         keys = tuple(state) if all(type(key) is str for key in state) and self.only is None else ()
         stored = (*self._leaves, *self._aliases)
-        return Mismatch(tuple(self._missing), tuple(self._extra), tuple(self._wrong), stored, keys)
+        return Mismatch(
+            tuple(self._missing),
+            tuple(self._extra),
+            tuple(self._wrong),
+            stored,
+            keys,
+            self._prefixes,
+            self.lacks and not self.memory_plan.used,
+        )
 
     def missing(self, place: str, target: object, *, arrays: bool = False) -> Plan:
         """`arrays`: the checkpoint should have some there, though the target has none yet."""
@@ -107,6 +125,38 @@ class RestoreContext:
         self.lacks = True
         self._wrong.append(f"{place or NAMELESS}: checkpoint {found}, target {wanted}")
         return lambda lookup: target
+
+    # --- names
+
+    def renamed(self, key: Any) -> Any:
+        """What a parameter of the checkpoint is called in the target."""
+        return self._rename(key) if self._rename is not None and type(key) is str else key
+
+    def require_same(self, place: str, key: str, one: Node, other: Node, target: object) -> None:
+        """Two entries of the checkpoint have one name in the target: they must be the same bytes."""
+        first, second = leaf_of(one), leaf_of(other)
+        if first is not None and second is not None:
+            first, second = self.meta(first).name, self.meta(second).name
+            if first == second or self._alike(first, second):
+                return
+        self.wrong(place, "has another entry of that name, too", target, f"takes one {key!r}")
+
+    def compare_names(self, target: Iterable[Any], checkpoint: Iterable[Any]) -> None:
+        """Finds out whether all names of parameters at a place differ by one prefix. For the advice only."""
+        if self._rename is not None:
+            return
+        here, there = set(target), dict.fromkeys(key for key in checkpoint if type(key) is str)
+        absent = [key for key in target if type(key) is str and key not in there]
+        found = differing_beginnings(absent, [key for key in there if key not in here])
+        if found is None or self._prefixes is not None:
+            return
+        new, old = found
+        renamed = [new + key.removeprefix(old) if key.startswith(old) else key for key in there]
+        fitting = len(here.intersection(renamed))
+        if fitting > len(here.intersection(there)) and len(set(renamed)) == len(renamed):
+            self._prefixes = old, new
+
+    # --- what is selected
 
     def leaves_out(self, node: Node, place: str) -> bool:
         """Whether nothing of this node is to be restored."""

@@ -29,17 +29,21 @@ def plan_module(context: RestoreContext, module: Any, node: Node, place: str) ->
     state = module_state(module)
     live = _live_memory(module)
     plans: dict[Any, Plan] = {}
-    seen: set[Any] = set()
+    seen: dict[Any, Node] = {}
     needs_load = _customises_loading(module)
     for key_node, item in pairs:
-        key = decode_key(key_node)
-        seen.add(key)
+        stored = decode_key(key_node)
+        key = context.renamed(stored)
+        if key in seen:
+            context.require_same(f"{prefix}{stored}", key, seen[key], item, module)
+            continue
+        seen[key] = item
         own = state.get(key)
         name = leaf_of(item)
-        if context.leaves_out(item, f"{prefix}{key}"):
+        if context.leaves_out(item, f"{prefix}{stored}"):
             continue
         if key not in state:
-            context.extra(f"{prefix}{key}", item)
+            context.extra(f"{prefix}{stored}", item)
         elif name is None or not is_array(own) or _uninitialized(own):
             plans[key] = context.plan_new(item, place=f"{prefix}{key}")
             needs_load = True
@@ -57,6 +61,7 @@ def plan_module(context: RestoreContext, module: Any, node: Node, place: str) ->
     for key, own in state.items():
         if key not in seen:
             context.missing(f"{prefix}{key}", own)
+    context.compare_names(state, seen)
     metadata = _metadata(node)
 
     def fill(lookup: Lookup) -> Any:

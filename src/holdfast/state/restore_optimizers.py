@@ -43,7 +43,7 @@ class _Saved:
     others: dict[Any, Node]
 
 
-def _read_saved(node: Node) -> _Saved | None:
+def _read_saved(context: RestoreContext, node: Node, place: str) -> _Saved | None:
     top = _by_key(node)
     group_nodes = items_of(top.pop("param_groups", None)) if top is not None else None
     state = _by_key(top.pop("state", None)) if top is not None else None
@@ -57,8 +57,19 @@ def _read_saved(node: Node) -> _Saved | None:
         if group is None or type(names) is not list or not all(type(name) in (str, int) for name in names):
             return None
         groups.append(group)
-        members.append(names)
-    return _Saved(groups, members, state, top)
+        members.append([context.renamed(name) for name in names])
+    renamed: dict[Any, Node] = {}
+    for key, item in state.items():
+        name = context.renamed(key)
+        if name in renamed:
+            context.wrong(
+                f"{place}.{key}" if place else str(key),
+                "has another entry of that name, too",
+                None,
+                f"takes one {name!r}",
+            )
+        renamed[name] = item
+    return _Saved(groups, members, renamed, top)
 
 
 def _by_key(node: Node) -> dict[Any, Node] | None:
@@ -72,7 +83,7 @@ def plan_optimizer(context: RestoreContext, optimizer: Any, node: Node, place: s
     index_names = name_of_index(current, view.names)
     if index_names is None:  # an optimizer with a state of its own form
         return context.plan_stateful(optimizer, node, place)
-    saved = _read_saved(node)
+    saved = _read_saved(context, node, place)
     if saved is None:
         return context.wrong(place, f"holds {kind_of(node)}", optimizer, "an optimizer")
     prefix = f"{place}." if place else ""
@@ -203,6 +214,7 @@ def _report(
     for name in names.flat():
         if name not in saved_key:
             context.missing(f"{prefix}{name}", None, arrays=True)
+    context.compare_names(names.flat(), [key for group in saved.members for key in group])
     used = set(saved_key.values())
     for group in saved.members:
         for key in group:

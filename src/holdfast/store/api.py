@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.engine import READING, Tuning, fs
 from holdfast.errors import CheckpointExists
 from holdfast.state import Framework, flatten
+from holdfast.state.mismatch import offering
 from holdfast.store.checkpoint import Checkpoint
 from holdfast.store.commit.existing_directory import found_at
 from holdfast.store.commit.info import CheckpointInfo, check_step
@@ -25,6 +26,7 @@ from holdfast.store.ranks.channel import Channel
 from holdfast.store.ranks.group import ProcessGroup, RankGroup, join_group, leaving
 from holdfast.store.ranks.open_together import open_newest_together
 from holdfast.store.ranks.shared_load import load_together
+from holdfast.store.read.foreign import renaming
 from holdfast.store.read.open import newest
 from holdfast.store.read.references import is_reference
 from holdfast.store.read.stored_checkpoint import refuse_fresh
@@ -106,6 +108,7 @@ def load(
     device: Any = None,
     verify: bool = True,
     strict: bool = True,
+    rename: object = None,
     options: Options | None = None,
     process_group: ProcessGroup = None,
     timeout: float = 600.0,
@@ -127,6 +130,10 @@ def load(
     warns about the rest, and is a `StateMismatch` if no array fits. Should the checkpoint turn out damaged
     while it is read, `CorruptCheckpoint` is raised and part of `into` is overwritten.
 
+    `rename` gives parameters of the checkpoint the names that they have in `into`: ``{"module.": ""}`` takes
+    a prefix away, and a `holdfast.universal.Spec` or a list of its rules says more. It is for names in the
+    state dicts of modules and optimizers, and in dicts of nothing but arrays; what nothing matches stays.
+
     Under ``torch.distributed`` all ranks call this with `into`, each with its own target, whatever layout the
     checkpoint was saved in: each gets the parts it holds, and ranks of a node that hold the same share the
     reading. With ``process_group="none"``, and without `into`, a rank reads alone: of what is `per_rank`, it
@@ -136,13 +143,21 @@ def load(
     if team is None:
         with open(path, options=options) as checkpoint:
             return checkpoint.load(
-                into, select=select, framework=framework, device=device, verify=verify, strict=strict
+                into,
+                select=select,
+                framework=framework,
+                device=device,
+                verify=verify,
+                strict=strict,
+                rename=rename,
             )
     with leaving(team):
         refuse_fresh(framework, device)
+        new_names = renaming(rename)
         with (
             open_newest_together(team, path, timeout, _reading(options)) as opened,
             _channel(team, timeout) as channel,
+            offering("into", "rename", "select", "strict"),
         ):
             return load_together(
                 team,
@@ -151,6 +166,7 @@ def load(
                 select=select,
                 verify=verify,
                 strict=strict,
+                rename=new_names,
                 timeout=timeout,
                 channel=channel,
             )

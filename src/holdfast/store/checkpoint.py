@@ -8,6 +8,8 @@ from typing import Any
 
 from holdfast.engine import READING, Tuning
 from holdfast.state import Framework
+from holdfast.state.mismatch import offering
+from holdfast.store.read.foreign import renaming
 from holdfast.store.read.stored_checkpoint import LeafInfo, open_any
 from holdfast.store.read.subtree import leaf_or_subtree
 
@@ -117,11 +119,19 @@ class Checkpoint:
         device: Any = None,
         verify: bool = True,
         strict: bool = True,
+        rename: object = None,
     ) -> Any:
         """The whole tree in fresh memory, or put back in place with `into`. See `holdfast.load`."""
-        return self._stored.load(
-            into, select=select, framework=framework, device=device, verify=verify, strict=strict
-        )
+        with offering("into", "rename", "select", "strict"):
+            return self._stored.load(
+                into,
+                select=select,
+                framework=framework,
+                device=device,
+                verify=verify,
+                strict=strict,
+                rename=renaming(rename),
+            )
 
     def close(self) -> None:
         """Releases the files. Arrays that were read stay; leaves that were not can no longer be read."""

@@ -17,7 +17,7 @@ warning reports both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ def load_together(
     select: str | Iterable[str] | None = None,
     verify: bool = True,
     strict: bool = True,
+    rename: Callable[[str], str] | None = None,
     timeout: float = 600.0,
     channel: Channel | None = None,
 ) -> object:
@@ -62,7 +63,7 @@ def load_together(
     To be called by all ranks, in the training's thread, with the same arguments but for `into`. `timeout` is
     how long ranks wait for each other in each step. Without a `channel` every rank reads all it wants itself.
     """
-    load = _Load(team, checkpoint, timeout, channel)
+    load = _Load(team, checkpoint, timeout, channel, rename)
     restore, wishes, mismatch = load.plan(into, select, strict)
     sharing = load.share(wishes)
     load.read(restore, wishes, sharing, verify=verify)
@@ -104,12 +105,18 @@ class _Load:
     """One load of one rank; its methods are the steps, in their order."""
 
     def __init__(
-        self, team: Team, checkpoint: StoredCheckpoint, timeout: float, channel: Channel | None
+        self,
+        team: Team,
+        checkpoint: StoredCheckpoint,
+        timeout: float,
+        channel: Channel | None,
+        rename: Callable[[str], str] | None,
     ) -> None:
         self._team = team
         self._checkpoint = checkpoint
         self._timeout = timeout
         self._channel = channel
+        self._rename = rename
         self._what = f"loading {checkpoint.path}"
         self._metas: Mapping[str, LeafMeta] = {}
         self._aliases: Mapping[str, str] = {}
@@ -123,7 +130,7 @@ class _Load:
         wishes = _Wishes((), (), {})
         failed: Exception | None = None
         try:
-            restore = self._compare(into, select)
+            restore = self._compare(into, select, strict)
             wishes = self._wishes(restore)
         except Exception as error:  # told to all ranks, and raised below
             failed = error
@@ -143,7 +150,7 @@ class _Load:
             raise mismatch.nothing(self._checkpoint.path)
         return restore, wishes, mismatch
 
-    def _compare(self, into: object, select: str | Iterable[str] | None) -> Restore:
+    def _compare(self, into: object, select: str | Iterable[str] | None, strict: bool) -> Restore:
         checkpoint, rank = self._checkpoint, self._team.rank
         only = None if select is None else checkpoint.selection(select, rank=rank)
         self._metas = checkpoint.metas_for(rank)
@@ -157,6 +164,8 @@ class _Load:
             local=checkpoint.local(rank),
             shared=True,
             alike=checkpoint.alike,
+            rename=self._rename,
+            strict=strict,
         )
         renumber_targets(restore, self._team.subgroup)
         return restore

@@ -1,4 +1,4 @@
-"""Checkpoints that other systems wrote. They are looked for only where there is none of ours.
+"""Checkpoints that other systems wrote, and other names. They are looked for only where they are needed.
 
 The readers of foreign checkpoints are a layer above this one, which this one must not import. So they are
 known by the name of a module, which is imported when a path holds no checkpoint of ours.
@@ -7,8 +7,11 @@ known by the name of a module, which is imported when a path holds no checkpoint
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
+_RENAMING = "holdfast.universal.renaming"
+"""Has ``renaming(given)``."""
 _READERS = "holdfast.universal.opening"
 """Has ``recognises(path)``, ``open_foreign(path, tuning)`` and ``looked_for(path)``."""
 
@@ -31,3 +34,11 @@ def open_foreign(path: str, tuning: Any) -> Any:
 def looked_for(path: str) -> str:
     """For an error message: what was looked for in vain, and what was found instead."""
     return str(_readers().looked_for(path))
+
+
+def renaming(given: object) -> Callable[[str], str] | None:
+    """What `rename=` stands for; None for None. `SpecError` or `TypeError` for what gives no names."""
+    if given is None:
+        return None
+    found: Callable[[str], str] = importlib.import_module(_RENAMING).renaming(given)
+    return found

@@ -51,6 +51,8 @@ from holdfast.store.read.requests import box_requests, boxes_of_targets
 from holdfast.store.read.restore_warnings import Unrestored
 from holdfast.store.read.shard_reader import Problem
 
+_RENAME_INTO = "rename= goes with into=: it gives the names that parameters have in the target"
+
 
 @dataclass(frozen=True, slots=True)
 class LeafInfo:
@@ -269,9 +271,12 @@ class StoredCheckpoint(LeafReader):
         device: Any = None,
         verify: bool = True,
         strict: bool = True,
+        rename: Callable[[str], str] | None = None,
     ) -> Any:
         """The whole tree in fresh memory, or put back in place with `into`. See `holdfast.load`."""
         if into is None:
+            if rename is not None:
+                raise TypeError(_RENAME_INTO)
             tree = localized(self.tree, self.local(0))
             if select is None:
                 chosen = self.parts.names_for(0)
@@ -285,10 +290,16 @@ class StoredCheckpoint(LeafReader):
                 arrays = self._read_to_device(chosen, framework, device, verify=verify)
             return unflatten(tree, arrays, where=self.manifest_path)
         refuse_fresh(framework, device)
-        return self._restore(into, select, verify=verify, strict=strict)
+        return self._restore(into, select, verify=verify, strict=strict, rename=rename)
 
     def plan_restore(
-        self, into: object, select: str | Iterable[str] | None = None, *, rank: int = 0, strict: bool = True
+        self,
+        into: object,
+        select: str | Iterable[str] | None = None,
+        *,
+        rank: int = 0,
+        strict: bool = True,
+        rename: Callable[[str], str] | None = None,
     ) -> Restore:
         """How the state `into` of a rank is filled. With `strict`, `StateMismatch` unless all of it fits.
 
@@ -298,7 +309,17 @@ class StoredCheckpoint(LeafReader):
         aliases = {**self.aliases, **self.parts.local_aliases(rank)}
         local = self.local(rank)
         metas = self.metas_for(rank)
-        restore = Restore(into, self.tree, metas, aliases, only, local=local, alike=self.alike)
+        restore = Restore(
+            into,
+            self.tree,
+            metas,
+            aliases,
+            only,
+            local=local,
+            alike=self.alike,
+            rename=rename,
+            strict=strict,
+        )
         if restore.mismatch and strict:
             raise restore.mismatch.error(self.path)
         if restore.lacks and not restore.fills:
@@ -317,9 +338,15 @@ class StoredCheckpoint(LeafReader):
         return bool(arrays[one].tobytes() == arrays[other].tobytes())
 
     def _restore(
-        self, into: object, select: str | Iterable[str] | None, *, verify: bool, strict: bool
+        self,
+        into: object,
+        select: str | Iterable[str] | None,
+        *,
+        verify: bool,
+        strict: bool,
+        rename: Callable[[str], str] | None,
     ) -> object:
-        restore = self.plan_restore(into, select, strict=strict)
+        restore = self.plan_restore(into, select, strict=strict, rename=rename)
         arrays, wanted = self.fresh(restore.fresh)
         wanted += [*box_requests(restore, self.metas_for(0), 0), *boxes_of_targets(restore)]
         self.fetch(wanted, verify=verify)
