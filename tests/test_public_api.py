@@ -41,6 +41,7 @@ ERRORS = {
     "StateMismatch": ValueError,
     "UnsupportedSource": ValueError,
     "UnsupportedState": TypeError,
+    "UnsupportedURL": ValueError,
     "UnsupportedVersion": ImportError,
     "SpecError": ValueError,
     "Locked": BlockingIOError,

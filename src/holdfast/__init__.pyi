@@ -45,6 +45,7 @@ from holdfast.errors import UnsupportedCheckpoint as UnsupportedCheckpoint
 from holdfast.errors import UnsupportedShelf as UnsupportedShelf
 from holdfast.errors import UnsupportedSource as UnsupportedSource
 from holdfast.errors import UnsupportedState as UnsupportedState
+from holdfast.errors import UnsupportedURL as UnsupportedURL
 from holdfast.errors import UnsupportedVersion as UnsupportedVersion
 from holdfast.shelf import Shelf as Shelf
 from holdfast.shelf import ShelfWarning as ShelfWarning

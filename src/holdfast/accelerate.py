@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.integrations.versions import require
+from holdfast.paths import local_path
 
 require("accelerate", "1.15", "1.16", extra="accelerate")
 
@@ -120,7 +121,7 @@ def load_state(
 def _folder(accelerator: Accelerator) -> str | None:
     """Where checkpoints with automatic names are."""
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    return os.path.join(accelerator.project_dir, "checkpoints") if automatic else None
+    return os.path.join(local_path(accelerator.project_dir), "checkpoints") if automatic else None
 
 
 class _Loaders:

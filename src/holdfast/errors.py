@@ -113,6 +113,14 @@ class UnsupportedSource(HoldfastError, ValueError):
     """
 
 
+class UnsupportedURL(HoldfastError, ValueError):
+    """A URL (``s3://bucket/run``) was given for a path. Holdfast reads and writes file systems.
+
+    Nothing was read or written. Give the path of a directory, on a local disk or a mounted file system; for
+    ``file://``, the path without the scheme.
+    """
+
+
 class UnsupportedState(HoldfastError, TypeError):
     """A value in the state has a type Holdfast does not store. The message names its place and type.
 

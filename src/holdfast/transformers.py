@@ -22,13 +22,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from holdfast.integrations.versions import require
+from holdfast.paths import local_path
 from holdfast.state.mismatch import offering
 
 require("transformers", "5.23", "5.24", extra="transformers")
 require("accelerate", "1.15", "1.16", extra="transformers")
 
 from accelerate.utils import broadcast_object_list
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from holdfast.caller import stack_level
@@ -59,6 +60,9 @@ class HoldfastMixin(_Base):
     """
 
     def __init__(self, *args: Any, holdfast: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, TrainingArguments):
+                local_path(given.output_dir)  # Trainer makes that directory
         super().__init__(*args, **kwargs)
         self._options = holdfast
         self._run: Checkpointer | None = None

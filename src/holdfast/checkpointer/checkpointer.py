@@ -30,6 +30,7 @@ from holdfast.checkpointer.save_task import SaveTask
 from holdfast.checkpointer.schedule import Schedule
 from holdfast.engine import forks
 from holdfast.errors import DeviceTimeout, EngineTimeout
+from holdfast.paths import local_path
 from holdfast.state.mismatch import offering
 from holdfast.store import Options, WritableRun, check_step, list_steps
 from holdfast.store.ranks.group import ProcessGroup
@@ -329,6 +330,8 @@ class Checkpointer:
         leave it out again once a checkpoint with the new names is durable.
         """
         self._check_usable()
+        if start_from is not None:
+            start_from = local_path(start_from)
         if step is not None:
             step = check_step(step)
         if self._context.retention.starts_over:

@@ -23,6 +23,7 @@ from holdfast.caller import stack_level
 from holdfast.engine import forks, fs
 from holdfast.engine.fs import HeldDirectory
 from holdfast.format.manifest import spell_metrics
+from holdfast.paths import local_path
 from holdfast.store.os_errors import reading
 from holdfast.store.read.listing import no_run
 
@@ -321,8 +322,9 @@ def read_events(run: str | os.PathLike[str]) -> tuple[list[Event], int]:
 
     Passed over is what is no event of this version: lines torn by a crash, of another program, too long.
     """
+    run = local_path(run)
     if not os.path.isdir(run):
-        raise no_run(os.fspath(run))
+        raise no_run(run)
     events: list[Event] = []
     skipped = 0
     # The newer one first: were the log rotated in between, it would be the older one, not be missed.

@@ -25,6 +25,7 @@ from holdfast.checkpointer.retention import Retention, history
 from holdfast.checkpointer.run_observer import Opening, RunObservers
 from holdfast.checkpointer.schedule import make_schedule
 from holdfast.checkpointer.staging import Staging
+from holdfast.paths import local_path
 from holdfast.store import FollowedRun, Options, RankGroup, WritableRun, checked_options, list_steps
 from holdfast.store.commit.volumes import Ledger
 from holdfast.store.locks import path_to_read
@@ -66,7 +67,7 @@ def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -
     options = given.options or Options()
     schedule = make_schedule(given.every, budget=given.budget, mtbf=given.mtbf)
     observers = RunObservers()
-    path = os.path.abspath(os.fspath(given.run))
+    path = local_path(given.run)
     settings = drilling.without_volumes(options.write_settings())
     group = RankGroup.gather(f"Checkpointer of {path}", given.process_group, settings, given.timeout)
     run: WritableRun | FollowedRun = FollowedRun(path)

@@ -1,4 +1,4 @@
-"""Examples that ``--help`` shows, by command; and the classes by which typer shows help."""
+"""Examples that ``--help`` shows, by command; and the classes by which typer runs commands and shows help."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import BytesIO, TextIOWrapper
+from pathlib import Path
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
+
+from holdfast.errors import UnsupportedURL
+from holdfast.paths import local_path
 
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "": (
@@ -91,7 +96,16 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 class ExampleCommand(TyperCommand):
-    """A command whose help ends with examples."""
+    """A command whose help ends with examples. It refuses URLs where it takes paths."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = [part for word in args for part in (word, word.partition("=")[2])]
+        rest = super().parse_args(ctx, args)
+        for value in ctx.params.values():
+            for path in value if isinstance(value, list) else [value]:
+                if isinstance(path, Path):
+                    _refuse_url(path, given)
+        return rest
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return _without_braces(super().collect_usage_pieces(ctx))
@@ -110,6 +124,14 @@ class ExampleGroup(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         with _plain_help(self, ctx):
             super().format_help(ctx, formatter)
+
+
+def _refuse_url(path: Path, given: list[str]) -> None:
+    """Wrong usage if `path` is a URL. `given` has what a `Path` lost: one of two slashes."""
+    try:
+        local_path(next((word for word in given if "://" in word and Path(word) == path), path))
+    except UnsupportedURL as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _without_braces(pieces: list[str]) -> list[str]:

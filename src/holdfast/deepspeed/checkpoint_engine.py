@@ -37,6 +37,7 @@ from holdfast.integrations.deepspeed_files import from_plain, to_plain
 from holdfast.integrations.deepspeed_saves import TagSave
 from holdfast.integrations.fitting import merged, require_fit
 from holdfast.integrations.folders import damage_of, first_intact
+from holdfast.paths import local_path
 from holdfast.store import load
 
 WRAPPED: Final = ("save_checkpoint", "load_checkpoint", "load_module_state_dict", "_take_model_step")
@@ -81,6 +82,8 @@ class HoldfastEngine(CheckpointEngine):
     # --- saving
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(self._own["save_checkpoint"]).bind(*args, **kwargs)
+        local_path(call.arguments["save_dir"])
         self.finish()
         saved = self._own["save_checkpoint"](*args, **kwargs)
         if not self._overlap:
@@ -101,13 +104,13 @@ class HoldfastEngine(CheckpointEngine):
         self._saving = TagSave(info.save_dir, info.tag, step, _gathered, leads=self._leads), info
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        if not self._is_saved(path):  # that one appears with the commit
+        if not self._is_saved(local_path(path)):  # that one appears with the commit
             super().makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        folder, name = os.path.split(path)
+        folder, name = os.path.split(local_path(path))
         if self._saving is None or not self._is_saved(folder):
-            _save_as_deepspeed(state_dict, os.path.abspath(path))
+            _save_as_deepspeed(state_dict, os.path.join(folder, name))
         elif self._overlap:
             # Only a step changes the tensors that are trained; others, as buffers, may change before it.
             plain = to_plain(state_dict, copies_but(trained_tensors(self._engine)))
@@ -142,6 +145,7 @@ class HoldfastEngine(CheckpointEngine):
         call = inspect.signature(own).bind(*args, **kwargs)
         call.apply_defaults()
         asked = call.arguments
+        local_path(asked["load_dir"])
         if asked["tag"] is None and not engine.load_universal_checkpoint():
             asked["tag"] = _newest_intact(asked["load_dir"])
         ours = asked["tag"] is not None and tags.files_of(os.path.join(asked["load_dir"], asked["tag"]))
@@ -155,6 +159,7 @@ class HoldfastEngine(CheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Onto the CPU, where DeepSpeed wants it. Files that DeepSpeed wrote itself are still read."""
+        local_path(path)
         if os.path.isfile(path):
             return TorchCheckpointEngine().load(path, map_location)
         if self._read is None or self._read[0] != path:  # DeepSpeed asks twice for the first file

@@ -35,6 +35,7 @@ from holdfast.drill.likely_causes import UNDISTURBED, likely_causes
 from holdfast.drill.processes import DrillFailed, Stage, Start
 from holdfast.drill.report import DrillReport, Killed, Problem
 from holdfast.engine import choose_backend
+from holdfast.paths import local_path
 from holdfast.store import list_steps, step_name
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 
@@ -75,8 +76,10 @@ def run_drill(options: DrillOptions, on_progress: OnProgress = lambda progress: 
         if directory is None:
             temporary = tempfile.TemporaryDirectory(prefix="holdfast-drill-", dir=Path.cwd())
             directory = Path(stack.enter_context(temporary))
-        elif directory.exists() and any(directory.iterdir()):
-            raise DrillFailed(f"{directory} is not empty: a drill must start in an empty directory")
+        else:
+            directory = Path(local_path(directory))
+            if directory.exists() and any(directory.iterdir()):
+                raise DrillFailed(f"{directory} is not empty: a drill must start in an empty directory")
         return _Procedure(options, directory, on_progress).report(began)
 
 

@@ -17,6 +17,7 @@ from holdfast import __version__, engine
 from holdfast.engine import READING, SAVING
 from holdfast.errors import EngineUnavailable
 from holdfast.inspect.progress import Progress, no_progress
+from holdfast.paths import local_path
 from holdfast.shelf.creation import medium_of_directory
 
 SPEED_NBYTES = 256 << 20
@@ -119,7 +120,7 @@ def diagnose(
     Writes and reads `speed_nbytes` three times to measure speed; 0 writes only a trial of direct I/O.
     `import_torch`: import torch to ask it for GPUs.
     """
-    where = os.path.abspath(directory)
+    where = local_path(directory)
     if not os.path.isdir(where):
         kind = NotADirectoryError if os.path.exists(where) else FileNotFoundError
         raise kind(None, "not a directory: name one on the device to look at", where)

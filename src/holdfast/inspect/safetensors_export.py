@@ -18,6 +18,7 @@ from holdfast.engine import fs
 from holdfast.errors import CheckpointExists, StateMismatch
 from holdfast.inspect.progress import Progress, no_progress
 from holdfast.inspect.safetensors_writer import FileEntry, SafetensorsFile
+from holdfast.paths import local_path
 from holdfast.store import is_checkpoint
 from holdfast.store.names import PARTIAL, RETIRED
 from holdfast.store.os_errors import saving
@@ -54,7 +55,7 @@ def export(
     `strip`: a prefix that all names lose, such as ``model.``. `holdfast.CheckpointExists` if `output` exists,
     unless `force`; `ValueError` if its name does not end in ``.safetensors``.
     """
-    target = os.path.abspath(output)
+    target = local_path(output)
     if not target.endswith(SUFFIX):
         raise ValueError(wrong_suffix(target))
     with open_newest(path) as checkpoint:

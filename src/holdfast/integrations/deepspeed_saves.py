@@ -16,6 +16,7 @@ from typing import Any, Final
 from holdfast.checkpointer.guard import Guard
 from holdfast.errors import MutatedDuringSave, SaveFailed
 from holdfast.integrations import deepspeed_tags as tags
+from holdfast.paths import local_path
 from holdfast.state import flatten
 from holdfast.store import Options, SingleCommit, Target
 
@@ -39,8 +40,8 @@ class TagSave:
         *,
         leads: bool,
     ) -> None:
-        self.path = os.path.abspath(os.path.join(folder, tag))
-        self._folder, self._tag = os.path.abspath(folder), tag
+        self._folder, self._tag = local_path(folder), tag
+        self.path = os.path.abspath(os.path.join(self._folder, tag))
         self._step = step
         self._gather = gather
         self._leads = leads

@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.caller import stack_level
 from holdfast.errors import CorruptCheckpoint, HoldfastError
+from holdfast.paths import local_path
 from holdfast.store import is_checkpoint, verify
 
 _REMOVED = ".holdfast-removed"
@@ -90,13 +91,13 @@ def remove(path: str | os.PathLike[str]) -> None:
 
     A directory gets a name that nobody looks for first. What a kill leaves of it, the next removal removes.
     """
+    path = local_path(path)
     if os.path.islink(path) or os.path.isfile(path):
         os.unlink(path)
     elif os.path.isdir(path):
-        whole = os.path.abspath(path)
-        folder = os.path.dirname(whole)
+        folder = os.path.dirname(path)
         for name in os.listdir(folder):
             if name.endswith(_REMOVED):
                 shutil.rmtree(os.path.join(folder, name))
-        os.rename(whole, f"{whole}{_REMOVED}")
-        shutil.rmtree(f"{whole}{_REMOVED}")
+        os.rename(path, f"{path}{_REMOVED}")
+        shutil.rmtree(f"{path}{_REMOVED}")

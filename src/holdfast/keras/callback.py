@@ -25,6 +25,7 @@ from holdfast.integrations.attributes import ChangedAttributes
 from holdfast.integrations.keras_names import named, named_slots
 from holdfast.keras.batches import Batches
 from holdfast.keras.variables import GlobalSeed, Variables
+from holdfast.paths import local_path
 from holdfast.state.mismatch import offering
 from holdfast.state.rng import rng
 from holdfast.state.torch_objects import is_stateful
@@ -53,7 +54,7 @@ class HoldfastCallback(keras.callbacks.Callback):
         **options: Any,
     ) -> None:
         super().__init__()
-        self._run = run
+        self._run = local_path(run)
         self._data = data
         self._remember = list(remember)
         self._options = {"mode": "snapshot", **options}

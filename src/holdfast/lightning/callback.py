@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from holdfast.checkpointer import Checkpointer
 from holdfast.data import Loader
 from holdfast.integrations.late_step import LateStep
+from holdfast.paths import local_path
 from holdfast.state.marks import per_rank, rank_zero
 from holdfast.state.mismatch import offering
 from holdfast.state.rng import rng
@@ -34,7 +35,7 @@ class HoldfastCallback(Callback):
     """
 
     def __init__(self, run: str | os.PathLike[str], **options: Any) -> None:
-        self._run = run
+        self._run = local_path(run)
         self._options = options
         self._checkpointer: Checkpointer | None = None
         self._steps: list[LateStep] = []

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins import CheckpointIO
 
 from holdfast.engine import fs
 from holdfast.integrations.folders import remove
+from holdfast.paths import local_path
 from holdfast.state.marks import rank_zero
 from holdfast.store import Options, is_checkpoint, load, save
 
@@ -50,6 +51,7 @@ class HoldfastIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        path = local_path(path)
         if os.path.isfile(path):
             found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
             return found
@@ -86,13 +88,13 @@ class HoldfastSharded(_Strategy):
         }
         optimizers = list(self.optimizers) if "optimizer_states" in checkpoint else []
         state = {"state_dict": self.model, "optimizers": optimizers, "rest": rank_zero(rest)}
-        with _replacing(self.broadcast(os.fspath(filepath)), leads=self.is_global_zero) as place:
+        with _replacing(self.broadcast(local_path(filepath)), leads=self.is_global_zero) as place:
             save(place, state, step=_step_in(rest), overwrite=True)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = self.broadcast(os.fspath(checkpoint_path))
+        path = self.broadcast(local_path(checkpoint_path))
         if not is_checkpoint(path):
             native: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
             return native
@@ -124,7 +126,7 @@ def _replacing(path: str | os.PathLike[str], *, leads: bool = True) -> Iterator[
     Lightning also saves over what it wrote without Holdfast, and over its link ``last.ckpt``: these are
     exchanged for the new checkpoint when that is durable.
     """
-    path = os.path.abspath(path)
+    path = local_path(path)
     if not (os.path.islink(path) or os.path.isfile(path) or os.path.isfile(os.path.join(path, "meta.pt"))):
         yield path
         return

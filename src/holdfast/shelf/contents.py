@@ -20,6 +20,7 @@ import numpy as np
 from holdfast.engine import fs
 from holdfast.errors import CorruptShelf, UnsupportedState
 from holdfast.format.dtypes import carrier
+from holdfast.paths import local_path
 from holdfast.shelf import entries
 from holdfast.shelf.shelf import Shelf
 from holdfast.shelf.usage import ShelfWarning, Usage
@@ -113,6 +114,7 @@ def export(path: str | os.PathLike[str], output: str | os.PathLike[str], *, forc
     Arrays in containers are named ``entry.place``. ``.npz`` has numbers and text as arrays without
     dimensions; ``.safetensors`` has all values as JSON in its metadata.
     """
+    local_path(output)
     target = os.fspath(output)
     kind = os.path.splitext(target)[1]
     if kind not in FORMATS:

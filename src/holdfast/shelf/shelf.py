@@ -35,6 +35,7 @@ from holdfast.errors import (
     StorageFull,
     TransactionError,
 )
+from holdfast.paths import local_path
 from holdfast.shelf import entries
 from holdfast.shelf.naming import require_attribute, to_key
 from holdfast.shelf.opening import open_core, open_shelves
@@ -99,6 +100,7 @@ class Shelf:
     ) -> None:
         if mode not in ("r", "w"):
             raise ValueError(f"mode must be 'r' or 'w', not {mode!r}")
+        local_path(path)
         where = os.fspath(path)
         limit = None if size is None else to_nbytes(size)
         _set(self, "_core", None)

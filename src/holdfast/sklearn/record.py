@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import StateMismatch
+from holdfast.paths import local_path
 from holdfast.shelf import Shelf
 from holdfast.sklearn.estimator_state import attributes_of, put_together, take_apart
 from holdfast.sklearn.fingerprints import of_identity
@@ -142,6 +143,7 @@ class FitRecord:
 
     def _path(self) -> Path:
         text = os.fspath(self._where)  # type: ignore[arg-type]
+        local_path(text)
         path = Path(text)
         if path.is_dir() or text.endswith(os.sep):
             path.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.engine import READING, Tuning, fs
 from holdfast.errors import CheckpointExists
+from holdfast.paths import local_path
 from holdfast.state import Framework, flatten
 from holdfast.state.mismatch import offering
 from holdfast.store.checkpoint import Checkpoint
@@ -63,7 +64,7 @@ def save(
     >>> holdfast.load(f"{folder}/first")
     {'w': array([0, 1, 2]), 'epoch': 7}
     """
-    target = os.path.abspath(os.fspath(path))
+    target = local_path(path)
     what = f"save to {target}"
     step = check_step(step)
     options = checked_options(options)
@@ -139,6 +140,7 @@ def load(
     reading. With ``process_group="none"``, and without `into`, a rank reads alone: of what is `per_rank`, it
     gets what rank 0 saved.
     """
+    local_path(path)
     team = join_group(f"load of {os.fspath(path)}", process_group if into is not None else "none", timeout)
     if team is None:
         with open(path, options=options) as checkpoint:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.engine import READING, Tuning
+from holdfast.paths import local_path
 from holdfast.state import Framework
 from holdfast.state.mismatch import offering
 from holdfast.store.read.foreign import renaming
@@ -23,7 +24,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str, tuning: Tuning = READING) -> None:
-        self._stored = open_any(path, tuning)
+        self._stored = open_any(local_path(path), tuning)
 
     @property
     def path(self) -> str:

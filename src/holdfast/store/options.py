@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from holdfast.engine import READING, Backend, Tuning
 from holdfast.engine.tuning import SMALL_NBYTES, STAGING_NBYTES, WINDOW_NBYTES
+from holdfast.paths import local_path
 from holdfast.plan.topology import Writers, check_writers
 
 Replicas = Literal["check", "trust"]
@@ -53,6 +54,8 @@ class Options:
         check_writers(self.writers)
         if isinstance(self.volumes, (str, os.PathLike)) or not isinstance(self.volumes, Sequence):
             raise ValueError(f"volumes must be a list of directories, not {self.volumes!r}")
+        for volume in self.volumes:
+            local_path(volume)
         if self.replicas not in get_args(Replicas):
             raise ValueError(f'replicas must be "check" or "trust", not {self.replicas!r}')
         for name, nbytes in (("memory_nbytes", self.memory_nbytes), ("small_nbytes", self.small_nbytes)):
@@ -80,7 +83,7 @@ class Options:
 
     def write_settings(self) -> WriteSettings:
         """How several ranks, or one to several volumes, write."""
-        volumes = tuple(os.path.abspath(os.fsdecode(volume)) for volume in self.volumes)
+        volumes = tuple(local_path(volume) for volume in self.volumes)
         for volume in volumes:
             try:
                 volume.encode()

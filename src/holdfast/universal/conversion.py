@@ -9,6 +9,7 @@ from typing import Literal
 
 from holdfast.errors import CheckpointExists, SpecError, UnsupportedSource
 from holdfast.inspect.progress import Progress, no_progress
+from holdfast.paths import local_path
 from holdfast.state.node import blob_names, localized
 from holdfast.store import Options, checked_options
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
@@ -118,7 +119,7 @@ def convert(
     >>> holdfast.load(f"{folder}/a")
     {'w': array([0, 1, 2])}
     """
-    target = os.path.abspath(os.fspath(dst))
+    target = local_path(dst)
     writer = _writer(to, target)
     cast = type_named(dtype)
     layout = _layout(writer, tp, pp, zero_stage)
@@ -235,7 +236,7 @@ def _open(
 
 def _is_whole(src: str | os.PathLike[str], kind: str) -> bool:
     """Whether a source has whole parameters: its own layout is no question, and a spec is for the target."""
-    reader = find_reader(os.path.abspath(os.fspath(src))) if kind == "auto" else reader_of(kind)
+    reader = find_reader(local_path(src)) if kind == "auto" else reader_of(kind)
     return reader is None or reader.parameters is None
 
 
@@ -244,7 +245,7 @@ def _carried(checkpoint: StoredCheckpoint, carry: str | os.PathLike[str] | None)
     given = checkpoint.source.carried if isinstance(checkpoint, ForeignCheckpoint) else ()
     found = {os.path.basename(path): path for path in given}
     if carry is not None:
-        where = os.path.abspath(os.fspath(carry))
+        where = local_path(carry)
         if not os.path.exists(where):
             raise ValueError(f"carry: there is no {where}")
         found.update({os.path.basename(path): path for path in carried_files(where)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from holdfast.errors import CheckpointNotFound, UnsupportedSource
+from holdfast.paths import local_path
 from holdfast.store.names import PARTIAL, RETIRED
 from holdfast.universal.source import Source
 from holdfast.universal.sources import READERS, Reader
@@ -23,7 +24,7 @@ def kinds() -> list[str]:
 
 def recognise(path: str | os.PathLike[str]) -> str:
     """The kind of the checkpoint at a path; `UnsupportedSource` says what was looked for and found."""
-    where = os.path.abspath(os.fspath(path))
+    where = local_path(path)
     found = find_reader(where)
     if found is None:
         if not os.path.exists(where):
@@ -46,7 +47,7 @@ def reader_of(kind: str) -> Reader | None:
 
 def describe(path: str | os.PathLike[str], kind: str = "auto", spec: Spec | None = None) -> Source:
     """The description of a foreign checkpoint. `kind`: the system that wrote it, if that is known."""
-    where = os.path.abspath(os.fspath(path))
+    where = local_path(path)
     if kind == "auto":
         kind = recognise(where)
     reader = reader_of(kind)

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from holdfast.errors import CheckpointNotFound, SpecError
+from holdfast.paths import local_path
 from holdfast.universal.recognition import describe, find_reader, recognise
 from holdfast.universal.spec import Explanation, Spec
 from holdfast.universal.whole_source import parameters_of
@@ -31,7 +32,7 @@ class SpecCheck:
 
 def check_spec(spec: Spec, path: str | os.PathLike[str]) -> SpecCheck:
     """Tries a spec on a foreign checkpoint: its names, and the shapes if all names have a rule."""
-    where = os.path.abspath(os.fspath(path))
+    where = local_path(path)
     if not os.path.exists(where):
         raise CheckpointNotFound(f"there is no checkpoint at {where}")
     kind = recognise(where)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from holdfast.errors import SpecError
+from holdfast.paths import local_path
 from holdfast.universal.rules import (
     Flat,
     Fused,
@@ -31,7 +32,7 @@ _TOP = {"preset", "rule"}
 
 def read_spec(path: str | os.PathLike[str]) -> tuple[Rule, ...]:
     """The rules of a file. Every error names it."""
-    with open(path, "rb") as file:
+    with open(local_path(path), "rb") as file:
         data = file.read(_MAX_NBYTES + 1)
     if len(data) > _MAX_NBYTES:
         raise SpecError(f"{os.fspath(path)}: larger than {_MAX_NBYTES >> 20} MiB")

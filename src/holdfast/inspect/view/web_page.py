@@ -23,6 +23,7 @@ from holdfast.inspect.view.leaf_changes import ChangedLeaf, Changes
 from holdfast.inspect.view.leaf_samples import LeafSample
 from holdfast.inspect.view.run_reader import RunReader, RunView
 from holdfast.inspect.view.words import labels
+from holdfast.paths import local_path
 from holdfast.store import is_checkpoint, locate
 from holdfast.store.read.stored_checkpoint import open_any
 
@@ -96,12 +97,12 @@ def write_page(
     `seconds`: about how long arrays may be read, for histograms and changes. `verify`: read every byte of
     every checkpoint first, and show what was found. `holdfast.CheckpointNotFound` if a directory is missing.
     """
+    where = local_path(path)
     readers = open_runs(runs)
     if verify:
         verify_runs(readers, progress)
     shown = tuple(_with_arrays(reader, seconds / len(readers)) for reader in readers)
     text = page_text(shown, served=False)
-    where = os.path.abspath(path)
     aside = f"{where}.{uuid.uuid4().hex[:12]}.tmp"
     data = text.encode()
     try:

@@ -10,6 +10,7 @@ import os
 import re
 
 from holdfast.errors import CheckpointNotFound
+from holdfast.paths import local_path
 from holdfast.store.names import step_name
 from holdfast.store.os_errors import reading
 from holdfast.store.read.listing import list_steps, runs_in
@@ -23,7 +24,7 @@ def locate(path: str | os.PathLike[str]) -> str:
 
     `CheckpointNotFound` if that run does not have it; the message names the steps that it has.
     """
-    where = os.path.abspath(os.fspath(path))
+    where = local_path(path)
     parts = _split(where)
     if parts is None:
         return where

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 
+from holdfast.paths import local_path
+
 
 def path_of(checkpoint_id: str | os.PathLike[str]) -> str:
-    """The directory that is meant; `ValueError` for an address of something else than a file system."""
-    path = os.fspath(checkpoint_id)
-    if "://" in path:
-        raise ValueError(f"{path}: Holdfast writes to file systems only; give the path of a directory")
-    return os.path.abspath(path)
+    """The directory that is meant; `UnsupportedURL` (a ValueError) for a URL."""
+    return local_path(checkpoint_id)
 
 
 def valid_path(checkpoint_id: str | os.PathLike[str]) -> bool:

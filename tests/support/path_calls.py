@@ -1,0 +1,415 @@
+"""Every public call that takes a path, as a function of that path.
+
+`path_parameters` finds them by their signatures, `CALLS` has one entry for each. Those of frameworks run
+where the framework is installed (`FRAMEWORKS`), also in the environments of `make peers`.
+"""
+
+from __future__ import annotations
+
+import ast
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from holdfast import errors
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "holdfast"
+Call = Callable[[Any], object]
+
+FRAMEWORKS = ("accelerate", "chainer", "deepspeed", "jax", "keras", "lightning", "tensorflow", "transformers")
+MODULES = (
+    "",
+    "data",
+    "drill",
+    "inspect",
+    "shelf",
+    "shelf.contents",
+    "sklearn",
+    "torch.dcp",
+    "universal",
+    *FRAMEWORKS,
+)
+_NAMES = {"checkpoint_path", "directory", "dst", "filepath", "folder", "output", "path", "run", "runs", "src"}
+_TYPES = ("PathLike", "Path |", "ShelfLike")
+
+
+def path_parameters() -> set[str]:
+    """``module.name.parameter`` of all public functions, classes and methods that take a path.
+
+    Read from the source, since most frameworks are not installed.
+    """
+    return {found for module in MODULES for name in _public(module) for found in _parameters(module, name)}
+
+
+def _tree(module: str) -> ast.Module:
+    where = PACKAGE.joinpath(*module.split(".")) if module else PACKAGE
+    file = where / "__init__.py" if where.is_dir() else where.with_suffix(".py")
+    return ast.parse(file.read_text("utf-8"))
+
+
+def _public(module: str) -> list[str]:
+    if module in ("", "sklearn"):  # their names resolve on first use
+        import importlib
+
+        package = importlib.import_module(f"holdfast.{module}".rstrip("."))
+        return list(package.__all__)
+    tree = _tree(module)
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    defined = (node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
+    return [node.name for node in defined if not node.name.startswith("_")]
+
+
+def _parameters(module: str, name: str) -> Iterator[str]:
+    node = _definition(module, name)
+    label = f"{module}.{name}".lstrip(".")
+    if isinstance(node, ast.FunctionDef):
+        yield from _paths_of(label, node)
+    elif isinstance(node, ast.ClassDef) and not _is_error(node):
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef) and (
+                item.name == "__init__" or not item.name.startswith("_")
+            ):
+                yield from _paths_of(label if item.name == "__init__" else f"{label}.{item.name}", item)
+            elif isinstance(item, ast.AnnAssign) and _is_path("", item.annotation):
+                yield f"{label}.{ast.unparse(item.target)}"
+
+
+def _paths_of(label: str, function: ast.FunctionDef) -> Iterator[str]:
+    arguments = function.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        if _is_path(argument.arg, argument.annotation):
+            yield f"{label}.{argument.arg}"
+
+
+def _is_path(name: str, annotation: ast.expr | None) -> bool:
+    text = "" if annotation is None else ast.unparse(annotation)
+    return name in _NAMES or text == "Path" or any(kind in text for kind in _TYPES)
+
+
+def _is_error(node: ast.ClassDef) -> bool:
+    bases = [ast.unparse(base) for base in node.bases]
+    return node.name in vars(errors) or any(base.endswith(("Error", "Exception")) for base in bases)
+
+
+def _definition(module: str, name: str) -> ast.stmt | None:
+    """The function or class that a name of a module is, wherever it is defined."""
+    if module in ("", "sklearn"):
+        import importlib
+
+        package: Any = importlib.import_module(f"holdfast.{module}".rstrip("."))
+        home = package._HOME_OF[name]
+        if home == "holdfast":
+            return None  # a module
+        return _definition(home.removeprefix("holdfast."), name)
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("holdfast"):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _definition((node.module or "").removeprefix("holdfast").lstrip("."), alias.name)
+    return None
+
+
+def _state() -> dict[str, Any]:
+    import numpy as np
+
+    return {"w": np.zeros(3)}
+
+
+def _elsewhere() -> str:
+    """A checkpoint that is there, outside of the directory that is looked at."""
+    import holdfast
+
+    return holdfast.save(tempfile.mkdtemp() + "/there", _state()).path
+
+
+def _new(name: str) -> str:
+    return f"{tempfile.mkdtemp()}/{name}"
+
+
+def _holdfast(call: str, *arguments: Any, **options: Any) -> Any:
+    """Calls a public name, such as ``inspect.prune``."""
+    import importlib
+
+    module, _, name = call.rpartition(".")
+    return getattr(importlib.import_module(f"holdfast.{module}".rstrip(".")), name)(*arguments, **options)
+
+
+def _start_from(url: Any) -> None:
+    with closing(_holdfast("Checkpointer", tempfile.mkdtemp(), _state(), mode="snapshot")) as checkpointer:
+        checkpointer.restore(start_from=url)
+
+
+def _fit(kind: str) -> Call:
+    import numpy as np
+
+    rows = np.arange(20.0).reshape(10, 2)
+    return lambda url: _holdfast(f"sklearn.{kind}", 2, random_state=0, shelf=url).fit(rows)
+
+
+def _stream(url: Any) -> None:
+    import numpy as np
+    from sklearn.linear_model import SGDRegressor
+
+    rows = [(np.ones((2, 2)), np.ones(2))]
+    _holdfast("sklearn.stream", SGDRegressor(), rows, shelf=url)
+
+
+def _shelf() -> str:
+    path = _new("a.shelf")
+    with _holdfast("Shelf", path) as shelf:
+        shelf["w"] = 1
+    return path
+
+
+def _load_spec(url: Any) -> None:
+    from holdfast.universal import Spec
+
+    Spec.load(url)
+
+
+def _drill(url: Any) -> None:
+    _holdfast("drill.run_drill", _holdfast("drill.DrillOptions", ("true",), directory=url))
+
+
+def _lightning_sharded(method: str) -> Call:
+    def call(url: Any) -> None:
+        from holdfast.lightning import HoldfastSharded
+
+        class Sharded(HoldfastSharded):
+            optimizers: tuple[()] = ()
+            model = None
+            is_global_zero = True
+
+            def broadcast(self, value: Any) -> Any:
+                return value
+
+        if method == "save":
+            Sharded().save_checkpoint({}, url)
+        else:
+            Sharded().load_checkpoint(url)
+
+    return call
+
+
+def _model_checkpoint(url: Any) -> None:
+    import lightning as L
+    import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    # Of fsspec only what needs no further package. Others become paths: Lightning knows no Path of a URL.
+    dirpath = url.replace("s3:", "memory:") if isinstance(url, str) else url
+    torch.manual_seed(0)
+    trainer = L.Trainer(
+        plugins=[_holdfast("lightning.HoldfastIO")],
+        callbacks=[ModelCheckpoint(dirpath=dirpath)],
+        max_epochs=1,
+        limit_train_batches=2,
+        limit_val_batches=0,
+        logger=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+        devices=1,
+    )
+    trainer.fit(BoringModel())
+
+
+def _accelerate(call: str) -> Call:
+    def run(url: Any) -> None:
+        import torch
+        from accelerate import Accelerator
+        from accelerate.utils import ProjectConfiguration
+
+        if call in ("automatic_save", "automatic_load"):
+            settings = ProjectConfiguration(project_dir=str(url), automatic_checkpoint_naming=True)
+        else:
+            settings = ProjectConfiguration()
+        accelerator = Accelerator(project_config=settings)
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        name, option = {
+            "save": ("save_state", {"output_dir": url}),
+            "load": ("load_state", {"input_dir": url}),
+            "automatic_save": ("save_state", {}),
+            "automatic_load": ("load_state", {}),
+        }[call]
+        _holdfast(f"accelerate.{name}", accelerator, model, **option)
+
+    return run
+
+
+def _trainer(url: Any) -> Any:
+    import torch
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(output_dir=str(url), use_cpu=True, report_to=[], max_steps=1)
+    return _holdfast(
+        "transformers.HoldfastTrainer",
+        model=torch.nn.Linear(2, 2),
+        args=arguments,
+        train_dataset=[],
+    )
+
+
+def _keras_weights(url: Any) -> None:
+    import keras
+
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    _holdfast("keras.load_weights", model, url)
+
+
+def _chainer(name: str) -> Call:
+    def call(url: Any) -> None:
+        import chainer
+
+        _holdfast(f"chainer.{name}", url, chainer.links.Linear(2, 2))
+
+    return call
+
+
+def _jax(name: str) -> Call:
+    def call(url: Any) -> None:
+        import jax.numpy as jnp
+
+        _holdfast(f"jax.{name}", url, {"w": jnp.zeros(3)})
+
+    return call
+
+
+def _deepspeed(method: str, *arguments: Any) -> Call:
+    """An engine of DeepSpeed needs a process group; of it, only what is asked before a path is looked at."""
+
+    def call(url: Any) -> None:
+        from types import SimpleNamespace
+
+        from holdfast.deepspeed import HoldfastEngine
+
+        def save_checkpoint(save_dir: Any, tag: Any = None) -> None:
+            raise AssertionError("DeepSpeed was asked to save")
+
+        def load_checkpoint(load_dir: Any, tag: Any = None) -> None:
+            raise AssertionError("DeepSpeed was asked to load")
+
+        engine = SimpleNamespace(
+            save_checkpoint=save_checkpoint,
+            load_checkpoint=load_checkpoint,
+            load_module_state_dict=None,
+            _take_model_step=None,
+            local_rank=0,
+            global_rank=0,
+            use_node_local_storage=lambda: False,
+        )
+        made: Any = HoldfastEngine(engine, overlap=False)  # type: ignore[arg-type]
+        if hasattr(engine, method):
+            getattr(engine, method)(url)
+        else:
+            getattr(made, method)(*arguments, url)
+
+    return call
+
+
+CALLS: dict[str, Call] = {
+    "save.path": lambda url: _holdfast("save", url, _state()),
+    "load.path": lambda url: _holdfast("load", url),
+    "load.path into": lambda url: _holdfast("load", url, into=_state()),
+    "open.path": lambda url: _holdfast("open", url),
+    "verify.path": lambda url: _holdfast("verify", url),
+    "Checkpoint.path": lambda url: _holdfast("Checkpoint", url),
+    "Checkpointer.run": lambda url: _holdfast("Checkpointer", url, _state()),
+    "Checkpointer.restore.start_from": _start_from,
+    "Options.volumes": lambda url: _holdfast("Options", volumes=[url]),
+    "Shelf.path": lambda url: _holdfast("Shelf", url),
+    "Shelf.path to read": lambda url: _holdfast("Shelf", url, mode="r"),
+    "shelf.Shelf.path": lambda url: _holdfast("shelf.Shelf", url),
+    "shelf.contents.listing.path": lambda url: _holdfast("shelf.contents.listing", url),
+    "shelf.contents.verify.path": lambda url: _holdfast("shelf.contents.verify", url),
+    "shelf.contents.export.path": lambda url: _holdfast("shelf.contents.export", url, _new("a.npz")),
+    "shelf.contents.export.output": lambda url: _holdfast(
+        "shelf.contents.export", _shelf(), f"{url}.npz" if isinstance(url, str) else url / "a.npz"
+    ),
+    "sklearn.KMeans.shelf": lambda url: _fit("KMeans")(url),
+    "sklearn.MiniBatchKMeans.shelf": lambda url: _fit("MiniBatchKMeans")(url),
+    "sklearn.GaussianMixture.shelf": lambda url: _fit("GaussianMixture")(url),
+    "sklearn.stream.shelf": _stream,
+    "drill.DrillOptions.directory": _drill,
+    "inspect.compare.a": lambda url: _holdfast("inspect.compare", url, _elsewhere()),
+    "inspect.compare.b": lambda url: _holdfast("inspect.compare", _elsewhere(), url),
+    "inspect.describe.path": lambda url: _holdfast("inspect.describe", url),
+    "inspect.diagnose.directory": lambda url: _holdfast("inspect.diagnose", url),
+    "inspect.export.path": lambda url: _holdfast("inspect.export", url, _new("a.safetensors")),
+    "inspect.export.output": lambda url: _holdfast("inspect.export", _elsewhere(), url),
+    "inspect.list_run.path": lambda url: _holdfast("inspect.list_run", url),
+    "inspect.prune.run": lambda url: _holdfast("inspect.prune", url, _holdfast("Keep", last=1)),
+    "inspect.summarize.run": lambda url: _holdfast("inspect.summarize", url),
+    "inspect.verify_all.path": lambda url: _holdfast("inspect.verify_all", url),
+    "inspect.view_runs.runs": lambda url: _holdfast("inspect.view_runs", [url]),
+    "inspect.serve_page.runs": lambda url: _holdfast("inspect.serve_page", [url]),
+    "inspect.write_page.runs": lambda url: _holdfast("inspect.write_page", [url], _new("a.html")),
+    "inspect.write_page.path": lambda url: _holdfast("inspect.write_page", [_elsewhere()], url),
+    "torch.dcp.Reader.path": lambda url: _holdfast("torch.dcp.Reader", url),
+    "torch.dcp.Reader.reset.checkpoint_id": lambda url: _holdfast("torch.dcp.Reader").reset(url),
+    "torch.dcp.Writer.path": lambda url: _holdfast("torch.dcp.Writer", url),
+    "torch.dcp.Writer.reset.checkpoint_id": lambda url: _holdfast("torch.dcp.Writer").reset(url),
+    "universal.convert.src": lambda url: _holdfast("universal.convert", url, _new("there")),
+    "universal.convert.src of a kind": lambda url: _holdfast(
+        "universal.convert", url, _new("there"), kind="npz"
+    ),
+    "universal.convert.dst": lambda url: _holdfast("universal.convert", _elsewhere(), url),
+    "universal.convert.spec": lambda url: _holdfast(
+        "universal.convert", _elsewhere(), _new("there"), spec=url
+    ),
+    "universal.convert.carry": lambda url: _holdfast(
+        "universal.convert", _elsewhere(), _new("there"), to="hf", carry=url
+    ),
+    "universal.describe.path": lambda url: _holdfast("universal.describe", url),
+    "universal.recognise.path": lambda url: _holdfast("universal.recognise", url),
+    "universal.Spec.load.path": _load_spec,
+    "accelerate.save_state.output_dir": _accelerate("save"),
+    "accelerate.load_state.input_dir": _accelerate("load"),
+    "accelerate.save_state of a project": _accelerate("automatic_save"),
+    "accelerate.load_state of a project": _accelerate("automatic_load"),
+    "chainer.save.path": _chainer("save"),
+    "chainer.load.path": _chainer("load"),
+    "chainer.snapshot.run": lambda url: _holdfast("chainer.snapshot", url),
+    "chainer.Snapshot.run": lambda url: _holdfast("chainer.Snapshot", url, autoload=True),
+    "deepspeed.HoldfastEngine.makedirs.path": _deepspeed("makedirs"),
+    "deepspeed.HoldfastEngine.save.path": _deepspeed("save", {}),
+    "deepspeed.HoldfastEngine.load.path": _deepspeed("load"),
+    "deepspeed.use, to save": _deepspeed("save_checkpoint"),
+    "deepspeed.use, to load": _deepspeed("load_checkpoint"),
+    "jax.save.path": _jax("save"),
+    "jax.load.path": _jax("load"),
+    "jax.Checkpointer.run": lambda url: _holdfast("jax.Checkpointer", url),
+    "keras.HoldfastCallback.run": lambda url: _holdfast("keras.HoldfastCallback", url),
+    "keras.load_weights.path": _keras_weights,
+    "lightning.HoldfastCallback.run": lambda url: _holdfast("lightning.HoldfastCallback", url),
+    "lightning.HoldfastIO.save_checkpoint.path": lambda url: _holdfast(
+        "lightning.HoldfastIO"
+    ).save_checkpoint({}, url),
+    "lightning.HoldfastIO.load_checkpoint.path": lambda url: _holdfast(
+        "lightning.HoldfastIO"
+    ).load_checkpoint(url),
+    "lightning.HoldfastIO.remove_checkpoint.path": lambda url: _holdfast(
+        "lightning.HoldfastIO"
+    ).remove_checkpoint(url),
+    "lightning.HoldfastSharded.save_checkpoint.filepath": _lightning_sharded("save"),
+    "lightning.HoldfastSharded.load_checkpoint.checkpoint_path": _lightning_sharded("load"),
+    "lightning.load_from_checkpoint.path": lambda url: _holdfast("lightning.load_from_checkpoint", None, url),
+    "lightning.ModelCheckpoint with HoldfastIO": _model_checkpoint,
+    "transformers.HoldfastTrainer of an output_dir": _trainer,
+    "transformers.HoldfastMixin.train.resume_from_checkpoint": lambda url: _trainer(tempfile.mkdtemp()).train(
+        resume_from_checkpoint=str(url)
+    ),
+}
+"""By the names of `path_parameters`; further ones are other ways to the same path."""
+
+
+def framework_of(call: str) -> str | None:
+    module = call.partition(".")[0]
+    return module if module in FRAMEWORKS else None
