@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 import warnings
 import weakref
@@ -554,3 +555,37 @@ def test_progress_says_what_is_under_way(tmp_path: Path, slow_device: None) -> N
         assert "saving step 1: " in ckpt.progress()
         ckpt.wait()
         assert ckpt.progress() == "idle, step 1 durable"
+
+
+def test_a_replaced_optimizer_is_let_go_and_the_new_one_is_read_in_place(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    state: dict[str, Any] = {"model": model}
+    made: list[weakref.ref[Any]] = []
+    saved: list[Saved] = []
+    with Checkpointer(tmp_path, state, keep=Keep(last=9)) as ckpt:
+        ckpt.events.subscribe(lambda event: saved.append(event) if isinstance(event, Saved) else None)
+        for step in range(1, 7):
+            state["optimizer"] = torch.optim.AdamW(model.parameters())
+            made.append(weakref.ref(state["optimizer"]))
+            gc.collect()
+            assert [reference() is None for reference in made] == [True] * (step - 1) + [False]
+            model(torch.ones(2, 64)).sum().backward()
+            state["optimizer"].step()
+            ckpt.save(step)
+            ckpt.wait()
+    assert len({(event.in_place_nbytes, event.copied_nbytes) for event in saved}) == 1
+    assert saved[0].in_place_nbytes >= 3 * 64 * 64 * 4
+
+
+def test_an_optimizer_that_left_the_state_is_not_waited_for(tmp_path: Path) -> None:
+    """Neither does it own what it still refers to: that is another's, or copied."""
+    model = nn.Linear(4, 4)
+    old, new = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+    state = {"model": model, "optimizer": old}
+    with Checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(1)
+        ckpt.wait()
+        state["optimizer"] = new
+        ckpt.save(2)
+        assert not old._optimizer_step_pre_hooks
+        assert len(new._optimizer_step_pre_hooks) == 1

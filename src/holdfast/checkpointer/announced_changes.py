@@ -29,7 +29,7 @@ class AnnouncedChanges:
         self._noticed = False
 
     def attach(self, state: object) -> None:
-        """Hooks the optimizers that are not hooked yet."""
+        """Hooks the optimizers of the state, and lets go of those that are not in it any more."""
         self._hooks.attach(find_optimizers(state, self._optimizers))
 
     def detach(self) -> None:

@@ -11,6 +11,7 @@ What is owned is told by address, since a module's ``state_dict`` hands out new 
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import weakref
@@ -46,25 +47,34 @@ class Hooks:
     def __init__(self, before_step: Callable[[int], None]) -> None:
         # Weak: an optimizer that outlives its Checkpointer must not keep it, and its run's lock.
         self._before_step = weakref.WeakMethod(before_step)
-        self._optimizers: list[Any] = []
-        self._handles: list[Any] = []
+        # Weak, too: one that was replaced goes when the training lets go of it.
+        self._optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._handles: dict[int, Any] = {}
+        self._numbers = itertools.count()
 
     @property
-    def optimizers(self) -> list[Any]:
-        """An owner is the index of an optimizer here."""
-        return self._optimizers
+    def optimizers(self) -> dict[int, Any]:
+        """The optimizers that are hooked, by owner."""
+        return dict(self._optimizers)
 
     def attach(self, optimizers: Iterable[Any]) -> None:
-        """Hooks those that are not yet. One that cannot be is left out, and its tensors are copied."""
-        for given in optimizers:
-            optimizer = _innermost(given)
-            if any(optimizer is known for known in self._optimizers):
-                continue
+        """Hooks these optimizers, and no others: one that is not in the state any more owns nothing of it.
+
+        One that cannot be hooked is left out, and its tensors are copied.
+        """
+        wanted = {id(optimizer): optimizer for optimizer in map(_innermost, optimizers)}
+        known = {owner: id(optimizer) for owner, optimizer in self.optimizers.items()}
+        for owner in [owner for owner in self._handles if known.get(owner) not in wanted]:
+            self._handles.pop(owner).remove()
+            self._optimizers.pop(owner, None)
+        hooked = set(known.values())
+        for identity, optimizer in wanted.items():
             register = getattr(optimizer, "register_step_pre_hook", None)
-            if register is None or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            if identity in hooked or register is None or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
                 continue
-            self._handles.append(register(self._hook(len(self._optimizers))))
-            self._optimizers.append(optimizer)
+            owner = next(self._numbers)
+            self._handles[owner] = register(self._hook(owner))
+            self._optimizers[owner] = optimizer
 
     def _hook(self, owner: int) -> Hook:
         before_step = self._before_step
@@ -78,10 +88,7 @@ class Hooks:
         return _hidden_from_compiler(hook)
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._optimizers = []
+        self.attach(())
 
 
 Hook = Callable[[Any, Any, Any], None]
@@ -174,15 +181,15 @@ def owners(state: object, hooks: Hooks, *, updates: bool) -> Owners:
     """Who owns what now. `updates`: the user announces changes of parameters that no optimizer owns."""
     found = Owners()
     owned: set[int] = set()
-    for index, optimizer in enumerate(hooks.optimizers):
+    for owner, optimizer in hooks.optimizers.items():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                found.add(parameter, index)
+                found.add(parameter, owner)
                 owned.add(id(parameter))
         # One that divides its state among ranks steps through another, and changes all parameters afterwards.
         holder = optimizer.optim if is_zero(optimizer) else optimizer
         for tensor in _tensors(list(holder.state.values())):
-            found.add(tensor, index)
+            found.add(tensor, owner)
     for _, module in modules_in(state):
         parameters = list(module.parameters())
         trained = updates or any(id(parameter) in owned for parameter in parameters)
