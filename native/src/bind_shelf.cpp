@@ -1,12 +1,16 @@
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
+#include <nanobind/stl/unique_ptr.h>
 
+#include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "bind.hpp"
 #include "persist.hpp"
@@ -40,16 +44,138 @@ const char* name_of(Medium medium) {
 std::string text(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 nb::bytes bytes_of(const std::string& data) { return nb::bytes(data.data(), data.size()); }
 
-using Found = std::tuple<uint32_t, nb::bytes, uint64_t, uint64_t, uint64_t>;
+struct ShelfGone : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
-Found facts(const ShelfEntry& entry) {
-  return {entry.kind, bytes_of(entry.meta), entry.data.nbytes, entry.data.offset, entry.data.born};
+// Tells threads apart, also from one that had the same id before. Python's state of a thread holds it, which is
+// gone when others are told that the thread has ended; what is local to a thread in C++ goes later.
+std::shared_ptr<char> this_thread() {
+  thread_local std::weak_ptr<char> known;
+  auto found = known.lock();
+  if (!found) {
+    found = std::make_shared<char>();
+    auto held = std::make_unique<std::shared_ptr<char>>(found);
+    const nb::capsule holder(held.release(),
+                             [](void* pointer) noexcept { delete static_cast<std::shared_ptr<char>*>(pointer); });
+    PyObject* const state = PyThreadState_GetDict();
+    if (state == nullptr) throw std::logic_error("this thread has no state of Python's");
+    nb::borrow<nb::dict>(state)["holdfast.shelf"] = holder;
+    known = found;
+  }
+  return found;
 }
 
-const ShelfEntry& must_find(const Shelf& shelf, const std::string& name) {
-  const ShelfEntry* entry = shelf.find(name);
-  if (entry == nullptr) throw nb::key_error(name.c_str());
-  return *entry;
+struct Block;
+
+// What Python calls a NativeShelf.
+struct OpenShelf : Shelf {
+  using Shelf::Shelf;
+  Block* current = nullptr;  // the transaction under way, which clears this when it goes away
+  std::weak_ptr<char> owner;
+  bool changing = false;  // `owner` is in a call that lets other threads run
+  bool closed = false;
+
+  [[nodiscard]] bool mine() const { return current != nullptr && owner.lock() == this_thread(); }
+  // For another thread to end it: its own can do so no more.
+  [[nodiscard]] bool ownerless() const { return current != nullptr && owner.expired(); }
+  void end() noexcept {
+    current = nullptr;
+    owner.reset();
+    rollback();
+  }
+  void require_open() const {
+    if (closed) throw ShelfGone("closed");
+  }
+};
+
+// `with shelf.transaction():`. It is not Python because of signals: their handlers run, and raise, between any two
+// steps of Python code, also at the first one of an `__exit__`. Here nothing comes between the steps, and a block
+// that was left, or forgotten, has ended.
+struct Block {
+  nb::object core;   // keeps `shelf` alive
+  nb::object outer;  // holdfast.Shelf, for what Python does: `_commit`, and `_refuse`, which raises
+  OpenShelf& shelf;
+  nb::dict shadows;
+
+  Block(nb::object core_, nb::object outer_)
+      : core(std::move(core_)), outer(std::move(outer_)), shelf(nb::cast<OpenShelf&>(core)) {}
+  ~Block() {
+    if (is_current()) shelf.end();
+  }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  [[nodiscard]] bool is_current() const { return shelf.current == this; }
+  void refuse(const char* reason) const {
+    outer.attr("_refuse")(reason);
+    throw std::logic_error(reason);
+  }
+
+  void begin() {
+    if (shelf.ownerless()) shelf.end();
+    if (shelf.closed) return refuse("closed");
+    if (!shelf.is_writable()) return refuse("for reading");
+    if (shelf.current != nullptr) return refuse(shelf.mine() ? "in this thread" : "in another thread");
+    if (!shelf.failure().empty()) return refuse("failed");
+    shadows.clear();
+    shelf.owner = this_thread();
+    shelf.current = this;
+  }
+
+  void leave(bool committing) {
+    if (!is_current()) return committing ? refuse("closed inside") : void();
+    if (!shelf.mine()) {
+      if (shelf.changing) return refuse("in another thread");
+      shelf.end();
+      return committing ? refuse("left elsewhere") : void();
+    }
+    struct Ending {
+      Block& block;
+      ~Ending() {
+        if (block.is_current()) block.shelf.end();
+        block.shadows.clear();
+      }
+    } ending{*this};
+    if (committing) outer.attr("_commit")();
+  }
+};
+
+// A call that changes the transaction under way.
+class Change {
+ public:
+  explicit Change(OpenShelf& shelf) : shelf_(shelf) {
+    shelf.require_open();
+    if (!shelf.mine()) throw std::logic_error("this thread has no transaction under way");
+    shelf.changing = true;
+  }
+  ~Change() { shelf_.changing = false; }
+  Change(const Change&) = delete;
+  Change& operator=(const Change&) = delete;
+
+  // What was assigned or removed replaces the shadow copy.
+  void drop_shadow(const nb::bytes& name) {
+    nb::dict& shadows = shelf_.current->shadows;
+    if (shadows.contains(name)) nb::del(shadows[name]);
+  }
+
+ private:
+  OpenShelf& shelf_;
+};
+
+std::string_view bytes_in(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+void put(OpenShelf& shelf, const nb::bytes& name, uint32_t kind, const nb::bytes& meta, const void* data,
+         uint64_t nbytes) {
+  Change change(shelf);
+  shelf.put(text(name), kind, text(meta), data, nbytes);
+  change.drop_shadow(name);
+}
+
+nb::list names_of(const std::vector<std::string>& names) {
+  nb::list found;
+  for (const std::string& name : names) found.append(bytes_of(name));
+  return found;
 }
 
 nb::capsule owner_of(std::unique_ptr<Pin> pin) {
@@ -63,6 +189,7 @@ void bind_shelf(nb::module_& m) {
   nb::exception<ShelfForeign>(m, "NativeShelfForeign");
   nb::exception<ShelfNewer>(m, "NativeShelfNewer");
   nb::exception<ShelfDamaged>(m, "NativeShelfDamaged");
+  nb::exception<ShelfGone>(m, "NativeShelfClosed");
   m.def("empty_shelf", [](uint64_t id, uint64_t limit) { return bytes_of(Shelf::empty_file(id, limit)); });
   m.def("write_back_instruction", &write_back_instruction);
   // For tests: the routine works on any memory.
@@ -74,14 +201,44 @@ void bind_shelf(nb::module_& m) {
   m.def("shelf_medium",
         [](nb::handle path) { return name_of(ShelfFile(fs_path(path), false, std::nullopt).medium()); });
 
-  nb::class_<Shelf>(m, "NativeShelf")
+  // What a read of one entry works on: its bytes stay as they are while this lives, or an array on them.
+  nb::class_<Pin>(m, "NativePin")
+      .def_prop_ro("nbytes", &Pin::nbytes)
+      // What is damaged, or nothing. Bytes that this process has verified are not read again, unless told to.
+      .def("damage",
+           [](Pin& self, bool again) -> std::string {
+             if (!again && self.verified()) return {};
+             std::string found;
+             if (self.nbytes() < Shelf::kLong) {
+               found = self.damage();
+             } else {
+               Released release;
+               found = self.damage();
+             }
+             if (found.empty()) self.set_verified();
+             return found;
+           })
+      .def("view",
+           [](nb::handle self) {
+             const Pin& pin = nb::cast<const Pin&>(self);
+             return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(
+                 reinterpret_cast<const uint8_t*>(pin.data()), {pin.nbytes()}, self);
+           })
+      // Changes to it stay in it.
+      .def("own_view", [](const Pin& self) {
+        auto own = self.own();
+        auto* data = reinterpret_cast<uint8_t*>(own->data());
+        return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {self.nbytes()}, owner_of(std::move(own)));
+      });
+
+  nb::class_<OpenShelf>(m, "NativeShelf")
       .def("__init__",
-           [](Shelf* self, nb::handle path, bool writable, const std::string& medium) {
+           [](OpenShelf* self, nb::handle path, bool writable, const std::string& medium) {
              const std::string where = fs_path(path);
              const auto forced = to_medium(medium);
              {
                Released release;
-               new (self) Shelf(where, writable, forced);
+               new (self) OpenShelf(where, writable, forced);
              }
              self->let_others_run([](const std::function<void()>& work) {
                Released release;
@@ -91,73 +248,104 @@ void bind_shelf(nb::module_& m) {
       .def_prop_ro("locked_by_another", &Shelf::locked_by_another)
       .def_prop_ro("warning", &Shelf::warning)
       .def_prop_ro("failure", &Shelf::failure)
-      .def_prop_ro("medium", [](const Shelf& self) { return name_of(self.medium()); })
+      .def_prop_ro("medium", [](const OpenShelf& self) { return name_of(self.medium()); })
       .def("usage",
-           [](const Shelf& self) {
+           [](const OpenShelf& self) {
              const ShelfUsage found = self.usage();
              return std::make_tuple(found.entries, found.used, found.file, found.limit, found.waiting,
                                     found.generation);
            })
       .def("set_limit", &Shelf::set_limit)
+      // Of the committed state; and as the calling thread sees it, in its transaction.
+      .def("committed_names", [](const OpenShelf& self) { return names_of(self.names()); })
       .def("names",
-           [](const Shelf& self) {
-             nb::list found;
-             for (const std::string& name : self.names()) found.append(bytes_of(name));
-             return found;
+           [](const OpenShelf& self) { return names_of(self.mine() ? self.changed_names() : self.names()); })
+      .def("has",
+           [](const OpenShelf& self, const nb::bytes& name) {
+             const auto changed = self.mine() ? self.changed(bytes_in(name)) : std::nullopt;
+             return changed ? *changed != nullptr : self.has(bytes_in(name));
            })
-      .def("find",
-           [](const Shelf& self, const nb::bytes& name) -> std::optional<Found> {
-             const ShelfEntry* entry = self.find({name.c_str(), name.size()});
-             return entry == nullptr ? std::nullopt : std::optional(facts(*entry));
+      // Of the committed state: kind, description, generation, and the pinned data if there are any.
+      .def("read",
+           [](OpenShelf& self, const nb::bytes& name) -> nb::object {
+             self.require_open();
+             auto found = self.read(bytes_in(name));
+             if (!found) return nb::none();
+             return nb::make_tuple(found->kind, bytes_of(found->meta), found->born,
+                                   nb::cast(std::move(found->pin)));
            })
-      .def("has", [](const Shelf& self,
-                     const nb::bytes& name) { return self.find({name.c_str(), name.size()}) != nullptr; })
-      // (whether the transaction changed it, what it is then)
+      // The transaction that the calling thread has under way.
+      .def("mine", [](const OpenShelf& self) { return self.mine() ? nb::find(*self.current) : nb::none(); })
+      // Nothing if the transaction has not changed it; else whether it is there, and a copy of what it is then.
       .def("changed",
-           [](const Shelf& self, const nb::bytes& name) -> std::pair<bool, std::optional<Found>> {
-             const auto found = self.changed({name.c_str(), name.size()});
-             if (!found) return {false, std::nullopt};
-             return {true, *found == nullptr ? std::nullopt : std::optional(facts(**found))};
+           [](OpenShelf& self, const nb::bytes& name) -> nb::object {
+             const auto found = self.changed(bytes_in(name));
+             if (!found) return nb::none();
+             if (*found == nullptr) return nb::make_tuple();
+             const ShelfEntry entry = **found;
+             const size_t nbytes = entry.data.nbytes;
+             auto copy = std::make_unique<uint8_t[]>(nbytes);
+             if (nbytes != 0) std::memcpy(copy.get(), self.changed_data(entry), nbytes);
+             uint8_t* const data = copy.get();
+             const nb::capsule owner(copy.release(),
+                                     [](void* pointer) noexcept { delete[] static_cast<uint8_t*>(pointer); });
+             return nb::make_tuple(entry.kind, bytes_of(entry.meta),
+                                   nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {nbytes}, owner));
            })
-      // The bytes of an entry, on the mapping. They do not change while the array, or a view of it, lives.
-      .def("view",
-           [](Shelf& self, const nb::bytes& name) {
-             auto pin = self.pin(must_find(self, text(name)), false);
-             const auto* data = reinterpret_cast<const uint8_t*>(pin->data());
-             const auto nbytes = static_cast<size_t>(pin->nbytes());
-             return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(data, {nbytes}, owner_of(std::move(pin)));
+      .def("refresh",
+           [](OpenShelf& self) {
+             self.require_open();
+             return self.refresh();
            })
-      .def("own_view",
-           [](Shelf& self, const nb::bytes& name) {
-             auto pin = self.pin(must_find(self, text(name)), true);
-             auto* data = reinterpret_cast<uint8_t*>(pin->data());
-             const auto nbytes = static_cast<size_t>(pin->nbytes());
-             return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {nbytes}, owner_of(std::move(pin)));
-           })
-      // A copy of what the transaction under way has stored.
-      .def("copy_changed",
-           [](Shelf& self, const nb::bytes& name, uintptr_t to) {
-             self.copy_changed({name.c_str(), name.size()}, reinterpret_cast<void*>(to));
-           })
-      .def("damage", [](Shelf& self, const nb::bytes& name) { return self.damage(must_find(self, text(name))); })
-      .def("refresh", &Shelf::refresh)
       .def("put",
-           [](Shelf& self, const nb::bytes& name, uint32_t kind, const nb::bytes& meta, uintptr_t address,
-              uint64_t nbytes) {
-             std::string named = text(name), described = text(meta);
-             const auto* data = reinterpret_cast<const void*>(address);
-             self.put(named, kind, std::move(described), data, nbytes);
-           })
+           [](OpenShelf& self, const nb::bytes& name, uint32_t kind, const nb::bytes& meta, uintptr_t address,
+              uint64_t nbytes) { put(self, name, kind, meta, reinterpret_cast<const void*>(address), nbytes); })
       .def("put_buffer",
-           [](Shelf& self, const nb::bytes& name, uint32_t kind, const nb::bytes& meta, nb::handle data) {
+           [](OpenShelf& self, const nb::bytes& name, uint32_t kind, const nb::bytes& meta, nb::handle data) {
              const View view(data);
-             self.put(text(name), kind, text(meta), view.buffer.buf, static_cast<uint64_t>(view.buffer.len));
+             put(self, name, kind, meta, view.buffer.buf, static_cast<uint64_t>(view.buffer.len));
            })
-      .def("remove", [](Shelf& self, const nb::bytes& name) { self.remove(text(name)); })
-      .def("commit", &Shelf::commit)
-      .def("rollback", &Shelf::rollback)
-      .def("close", &Shelf::close)
-      .def("abandon", &Shelf::abandon);
+      .def("remove",
+           [](OpenShelf& self, const nb::bytes& name) {
+             Change change(self);
+             self.remove(text(name));
+             change.drop_shadow(name);
+           })
+      // Commits and ends the transaction; false if shadow copies have to be stored before.
+      .def("commit",
+           [](OpenShelf& self) {
+             Change change(self);
+             if (self.current->shadows.size() != 0) return false;
+             self.commit();
+             self.end();
+             return true;
+           })
+      // False if another thread has a transaction under way.
+      .def("close",
+           [](OpenShelf& self) {
+             if (self.current != nullptr && !self.mine() && !self.ownerless()) return false;
+             if (self.current != nullptr) self.end();
+             self.close();
+             self.closed = true;
+             return true;
+           })
+      .def("abandon", [](OpenShelf& self) {
+        self.current = nullptr;
+        self.closed = true;
+        self.abandon();
+      });
+
+  nb::class_<Block>(m, "NativeTransaction")
+      .def(nb::init<nb::object, nb::object>())
+      .def_ro("shadows", &Block::shadows)
+      .def("__enter__",
+           [](nb::handle self) {
+             nb::cast<Block&>(self).begin();
+             return self;
+           })
+      .def(
+          "__exit__", [](Block& self, nb::handle kind, nb::handle, nb::handle) { self.leave(kind.is_none()); },
+          "kind"_a.none(), "error"_a.none(), "trace"_a.none());
 }
 
 }  // namespace holdfast

@@ -18,20 +18,38 @@ GenerationLock::GenerationLock(std::shared_ptr<ShelfFile> file, uint64_t generat
 
 GenerationLock::~GenerationLock() { file_->unlock_generation(generation_); }
 
-Pin::Pin(std::shared_ptr<const Mapping> mapping, Extent extent, std::shared_ptr<PinCounts> counts,
+Pin::Pin(std::shared_ptr<const Mapping> mapping, Extent extent, std::shared_ptr<ExtentUses> uses,
          std::shared_ptr<GenerationLock> lock)
-    : mapping_(std::move(mapping)), extent_(extent), counts_(std::move(counts)), lock_(std::move(lock)) {
-  ++(*counts_)[extent_.offset];
+    : mapping_(std::move(mapping)), extent_(extent), uses_(std::move(uses)), lock_(std::move(lock)) {
+  ++uses_->pins[extent_.offset];
 }
 
 Pin::~Pin() {
-  const auto found = counts_->find(extent_.offset);
-  if (--found->second == 0) counts_->erase(found);
+  const auto found = uses_->pins.find(extent_.offset);
+  if (--found->second == 0) uses_->pins.erase(found);
+}
+
+std::unique_ptr<Pin> Pin::own() const {
+  auto mapping = std::make_shared<const Mapping>(lock_->file().file(), extent_.offset,
+                                                 extent_.offset + extent_.nbytes, Mapping::Use::own);
+  return std::make_unique<Pin>(std::move(mapping), extent_, uses_, lock_);
+}
+
+bool Pin::verified() const {
+  const auto found = uses_->verified.find(extent_.offset);
+  return found != uses_->verified.end() && found->second == extent_.born;
+}
+
+std::string Pin::damage() const {
+  const auto bad = bad_block(data(), extent_.nbytes, extent_.checksum, data() + table_offset(extent_.nbytes));
+  if (!bad) return {};
+  const uint64_t first = *bad * Shelf::kBlock;
+  return "the checksum of its bytes " + std::to_string(first) + " to " +
+         std::to_string(std::min(first + Shelf::kBlock, extent_.nbytes)) + " does not fit";
 }
 
 template <typename Work>
 void Shelf::run(uint64_t nbytes, Work work) {
-  constexpr uint64_t kLong = 256 << 10;  // below, letting go of the lock would cost more
   if (nbytes < kLong) {
     work();
   } else {
@@ -77,9 +95,14 @@ void Shelf::find_free_space() {
   }
 }
 
-void Shelf::release(uint64_t offset, uint64_t nbytes) {
+void Shelf::release(uint64_t offset, uint64_t nbytes) noexcept {
   if (nbytes == 0) return;
-  auto [at, fresh] = free_.emplace(offset, nbytes);
+  std::map<uint64_t, uint64_t>::iterator at;
+  try {
+    at = free_.emplace(offset, nbytes).first;
+  } catch (const std::bad_alloc&) {
+    return;
+  }
   if (const auto next = std::next(at); next != free_.end() && offset + nbytes == next->first) {
     at->second += next->second;
     free_.erase(next);
@@ -106,7 +129,7 @@ void Shelf::reclaim() {
     quarantined_.clear();
   }
   std::erase_if(freed_, [&](const Freed& freed) {
-    if (used(freed.extent.born, freed.died) || counts_->contains(freed.extent.offset)) return false;
+    if (used(freed.extent.born, freed.died) || uses_->pins.contains(freed.extent.offset)) return false;
     give_back(freed.extent);
     return true;
   });
@@ -120,8 +143,12 @@ uint64_t Shelf::allocate(uint64_t nbytes) {
   for (auto at = free_.begin(); at != free_.end(); ++at) {
     if (at->second < nbytes) continue;
     const auto [offset, available] = *at;
-    free_.erase(at);
-    if (available > nbytes) free_[offset + nbytes] = available - nbytes;
+    auto space = free_.extract(at);
+    if (available > nbytes) {
+      space.key() = offset + nbytes;
+      space.mapped() = available - nbytes;
+      free_.insert(std::move(space));
+    }
     return offset;
   }
   uint64_t offset = end_;
@@ -174,33 +201,22 @@ std::vector<std::string> Shelf::names() const {
   return found;
 }
 
-std::unique_ptr<Pin> Shelf::pin(const ShelfEntry& entry, bool own) {
+std::optional<Reading> Shelf::read(std::string_view name) {
+  const ShelfEntry* const entry = find(name);
+  if (entry == nullptr) return std::nullopt;
+  const Extent& extent = entry->data;
+  Reading found{entry->kind, entry->meta, extent.born, nullptr};
+  if (extent.nbytes == 0) return found;
   auto lock = writable_ ? pinned_generation_.lock() : reading_;
   if (writable_ && (!lock || lock->generation() != state_.generation)) {
     lock = std::make_shared<GenerationLock>(file_, state_.generation);
     pinned_generation_ = lock;
   }
-  const uint64_t end = entry.data.offset + entry.data.nbytes;
-  const auto mapping =
-      own ? std::make_shared<const Mapping>(file_->file(), entry.data.offset, end, Mapping::Use::own)
-          : file_->mapped(end);
-  return std::make_unique<Pin>(mapping, entry.data, counts_, std::move(lock));
-}
-
-std::string Shelf::damage(const ShelfEntry& entry) {
-  const Extent extent = entry.data;  // others may change the entry while this lets them run
-  if (extent.nbytes == 0) return {};
   const uint64_t end = extent.offset + stored_nbytes(extent.nbytes);
-  if (end > file_->nbytes()) return "the file ends before it";
-  const auto mapping = file_->mapped(end);
-  const char* const data = mapping->at(extent.offset);
-  std::optional<uint64_t> bad;
-  run(extent.nbytes,
-      [&] { bad = bad_block(data, extent.nbytes, extent.checksum, data + table_offset(extent.nbytes)); });
-  if (!bad) return {};
-  const uint64_t first = *bad * kBlock;
-  return "the checksum of its bytes " + std::to_string(first) + " to " +
-         std::to_string(std::min(first + kBlock, extent.nbytes)) + " does not fit";
+  auto mapping = file_->mapped(end);
+  if (mapping->end() < end) throw ShelfDamaged("the file ends before it");
+  found.pin = std::make_unique<Pin>(std::move(mapping), extent, uses_, std::move(lock));
+  return found;
 }
 
 // --- transactions --------------------------------------------------------------------------------------------
@@ -224,52 +240,51 @@ Extent Shelf::store_data(uint64_t offset, const void* data, uint64_t nbytes) {
 }
 
 void Shelf::put(const std::string& name, uint32_t kind, std::string meta, const void* data, uint64_t nbytes) {
-  const auto found = changes_.find(name);
+  // In space of its own, also if this transaction has stored the name before: what fails leaves that as it was.
+  Entries made;
+  const auto entry = made.emplace(name, ShelfEntry{kind, std::move(meta), {}}).first;
   const uint64_t needed = stored_nbytes(nbytes);
-  const bool again = found != changes_.end() && found->second.has_value();
-  if (again && stored_nbytes(found->second->data.nbytes) == needed) {
-    // Stored before in this transaction: no root knows of it yet.
-    const uint64_t offset = found->second->data.offset;
-    found->second->data = store_data(offset, data, nbytes);
-    found->second->kind = kind;
-    found->second->meta = std::move(meta);
-    return;
-  }
   const uint64_t offset = needed != 0 ? allocate(needed) : 0;
-  Extent extent;
   try {
-    extent = store_data(offset, data, nbytes);
+    entry->second.data = store_data(offset, data, nbytes);
   } catch (...) {
     release(offset, needed);
     throw;
   }
-  if (again) give_back(found->second->data);
-  changes_.insert_or_assign(name, ShelfEntry{kind, std::move(meta), extent});
+  const auto before = assigned_.find(name);
+  if (before != assigned_.end()) {
+    give_back(before->second.data);
+    before->second = std::move(entry->second);
+  } else {
+    assigned_.insert(made.extract(entry));
+    if (const auto removed = removed_.find(name); removed != removed_.end()) removed_.erase(removed);
+  }
 }
 
 void Shelf::remove(const std::string& name) {
-  const auto found = changes_.find(name);
-  if (found != changes_.end() && found->second) give_back(found->second->data);
-  if (find(name) != nullptr) {
-    changes_.insert_or_assign(name, std::nullopt);
-  } else {
-    changes_.erase(name);
-  }
+  if (has(name)) removed_.insert(name);
+  const auto assigned = assigned_.find(name);
+  if (assigned == assigned_.end()) return;
+  give_back(assigned->second.data);
+  assigned_.erase(assigned);
+}
+
+std::vector<std::string> Shelf::changed_names() const {
+  std::vector<std::string> found = names();
+  std::erase_if(found,
+                [&](const std::string& name) { return removed_.contains(name) || assigned_.contains(name); });
+  for (const auto& [name, entry] : assigned_) found.push_back(name);
+  return found;
 }
 
 std::optional<const ShelfEntry*> Shelf::changed(std::string_view name) const {
-  const auto found = changes_.find(name);
-  if (found == changes_.end()) return std::nullopt;
-  return found->second ? &*found->second : nullptr;
+  const auto found = assigned_.find(name);
+  if (found != assigned_.end()) return &found->second;
+  return removed_.contains(name) ? std::optional<const ShelfEntry*>(nullptr) : std::nullopt;
 }
 
-void Shelf::copy_changed(std::string_view name, void* to) {
-  const auto found = changed(name);
-  if (!found || *found == nullptr) return;
-  const Extent& extent = (*found)->data;
-  if (extent.nbytes != 0) {
-    std::memcpy(to, file_->mapped(extent.offset + extent.nbytes)->at(extent.offset), extent.nbytes);
-  }
+const char* Shelf::changed_data(const ShelfEntry& entry) {
+  return file_->mapped(entry.data.offset + entry.data.nbytes)->at(entry.data.offset);
 }
 
 namespace {
@@ -292,12 +307,9 @@ void append_entry(std::string& node, const std::string& name, const ShelfEntry& 
 }  // namespace
 
 void Shelf::commit() {
-  if (changes_.empty()) return rollback();
-  uint64_t entry_count = state_.entry_count;
-  for (const auto& [name, entry] : changes_) {
-    const bool had = find(name) != nullptr, has = entry.has_value();
-    entry_count = entry_count + (has && !had) - (had && !has);
-  }
+  if (assigned_.empty() && removed_.empty()) return rollback();
+  uint64_t entry_count = state_.entry_count - removed_.size();
+  for (const auto& [name, entry] : assigned_) entry_count += has(name) ? 0 : 1;
   if (entry_count > kMostEntries)
     throw ShelfFull("a shelf has at most " + std::to_string(kMostEntries) + " names");
   size_t count = state_.buckets.size();
@@ -307,25 +319,30 @@ void Shelf::commit() {
   // The new nodes: old entries and changes merged, nothing copied that stays.
   std::vector<std::string> nodes(count);
   std::vector<bool> touched(count, all);
-  for (const auto& [name, entry] : changes_) touched[bucket_of(name, count)] = true;
+  for (const std::string& name : removed_) touched[bucket_of(name, count)] = true;
+  for (const auto& [name, entry] : assigned_) touched[bucket_of(name, count)] = true;
   for (size_t i = 0; i < state_.buckets.size(); ++i) {
     if (!all && !touched[i]) continue;
     for (const auto& [name, entry] : state_.buckets[i].entries) {
-      if (!changes_.contains(name)) append_entry(nodes[all ? bucket_of(name, count) : i], name, entry);
+      if (changed(name)) continue;
+      append_entry(nodes[all ? bucket_of(name, count) : i], name, entry);
     }
   }
-  for (const auto& [name, entry] : changes_) {
-    if (entry) append_entry(nodes[bucket_of(name, count)], name, *entry);
-  }
+  for (const auto& [name, entry] : assigned_) append_entry(nodes[bucket_of(name, count)], name, entry);
   State next;
   next.generation = state_.generation + 1;
   next.limit = state_.limit;
   next.entry_count = entry_count;
   next.buckets.resize(count);
+  new_nodes_.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     if (!touched[i]) {
       next.buckets[i].node = state_.buckets[i].node;
     } else if (!nodes[i].empty()) {
+      if (nodes[i].size() > kMostNodeNbytes) {
+        throw ShelfFull("the descriptions of its entries have more than " + std::to_string(kMostNodeNbytes) +
+                        " bytes in one directory node");
+      }
       const uint64_t needed = stored_nbytes(nodes[i].size());
       const uint64_t offset = allocate(needed);
       new_nodes_.push_back({offset, nodes[i].size(), 0, next.generation});
@@ -336,64 +353,70 @@ void Shelf::commit() {
   // Page cache: one sync for small transactions. Elsewhere ordering costs next to nothing.
   const bool ordered = file_->medium() != Medium::page_cache || stored_ > kSmall;
   const std::string root = encode(next, id_, ordered);
+  freed_.reserve(freed_.size() + state_.buckets.size() + assigned_.size() + removed_.size());
   try {
     if (ordered) order();
     file_->store(kPage * (1 + next.generation % 2), root.data(), root.size());
     order();
+    replace_state(std::move(next), touched);
   } catch (const sys::Error& error) {
+    failure_ = "device error";  // short enough to need no memory, should there be none for the next
     failure_ = std::string(sys::name(error.call)) + ": " + std::strerror(error.code);
     throw;
+  } catch (...) {
+    failure_ = "out of memory";
+    throw;
   }
-
-  // Committed. From here on nothing can fail but for want of memory.
-  const auto free_later = [&](const Extent& extent) {
-    if (extent.nbytes == 0) return;
-    freed_.push_back({extent, next.generation});
-    used_ -= stored_nbytes(extent.nbytes);
-  };
-  for (size_t i = 0; i < state_.buckets.size(); ++i) {
-    if (all || touched[i]) free_later(state_.buckets[i].node);
-  }
-  for (const Extent& node : new_nodes_) used_ += stored_nbytes(node.nbytes);
-  for (size_t i = 0; i < state_.buckets.size(); ++i) {
-    if (!all) {
-      next.buckets[i].entries.swap(state_.buckets[i].entries);
-      continue;
-    }
-    auto& entries = state_.buckets[i].entries;
-    while (!entries.empty()) {
-      auto moved = entries.extract(entries.begin());
-      next.buckets[bucket_of(moved.key(), count)].entries.insert(std::move(moved));
-    }
-  }
-  for (auto& [name, entry] : changes_) {
-    auto& entries = next.buckets[bucket_of(name, count)].entries;
-    const auto old = entries.find(name);
-    if (old != entries.end()) free_later(old->second.data);
-    if (entry) {
-      used_ += stored_nbytes(entry->data.nbytes);
-      if (old != entries.end()) {
-        old->second = std::move(*entry);
-      } else {
-        entries.emplace(name, std::move(*entry));
-      }
-    } else if (old != entries.end()) {
-      entries.erase(old);
-    }
-  }
-  state_ = std::move(next);
-  changes_.clear();
+  removed_.clear();
   new_nodes_.clear();
   stored_ = 0;
   begun_ = false;
 }
 
-void Shelf::rollback() {
-  for (const auto& [name, entry] : changes_) {
-    if (entry) give_back(entry->data);
+// The new root is on the medium, so none of this may fail: it only moves what there is.
+void Shelf::replace_state(State next, const std::vector<bool>& touched) noexcept {
+  const size_t count = next.buckets.size();
+  const bool all = count != state_.buckets.size();
+  const auto free_later = [&](const Extent& extent) {
+    if (extent.nbytes == 0) return;
+    freed_.push_back({extent, next.generation});  // reserved
+    used_ -= stored_nbytes(extent.nbytes);
+  };
+  for (size_t i = 0; i < state_.buckets.size(); ++i) {
+    Bucket& bucket = state_.buckets[i];
+    if (all || touched[i]) free_later(bucket.node);
+    if (!all) {
+      next.buckets[i].entries.swap(bucket.entries);
+      continue;
+    }
+    while (!bucket.entries.empty()) {
+      auto moved = bucket.entries.extract(bucket.entries.begin());
+      next.buckets[bucket_of(moved.key(), count)].entries.insert(std::move(moved));
+    }
   }
+  for (const Extent& node : new_nodes_) used_ += stored_nbytes(node.nbytes);
+  const auto take_out = [&](const std::string& name) {
+    Entries& entries = next.buckets[bucket_of(name, count)].entries;
+    if (const auto old = entries.find(name); old != entries.end()) {
+      free_later(old->second.data);
+      entries.erase(old);
+    }
+  };
+  for (const std::string& name : removed_) take_out(name);
+  while (!assigned_.empty()) {
+    auto moved = assigned_.extract(assigned_.begin());
+    take_out(moved.key());
+    used_ += stored_nbytes(moved.mapped().data.nbytes);
+    next.buckets[bucket_of(moved.key(), count)].entries.insert(std::move(moved));
+  }
+  state_ = std::move(next);
+}
+
+void Shelf::rollback() noexcept {
+  for (const auto& [name, entry] : assigned_) give_back(entry.data);
   for (const Extent& node : new_nodes_) give_back(node);
-  changes_.clear();
+  assigned_.clear();
+  removed_.clear();
   new_nodes_.clear();
   stored_ = 0;
   begun_ = false;

@@ -13,11 +13,13 @@
 // anything else: a killed process, or a failed sync, may have left it where only this machine sees it.
 //
 // So the root before always stays whole until the new one is on the medium, and a root that does not verify is
-// passed over. A failed sync leaves it open which of the two a crash would leave: the shelf takes no more changes.
+// passed over. If anything fails from step 3 on (a sync, or for want of memory), a crash may leave either of the
+// two: the shelf takes no more changes until it is opened again. Before step 3 a failure changes nothing: each
+// call allocates what it needs before it changes anything, and `rollback` cannot fail.
 //
 // Not safe to call from several threads at once: Python's own lock keeps them apart. Long work lets go of that
-// lock
-// (`let_others_run`), and touches nothing meanwhile that others use.
+// lock (`let_others_run`), and touches nothing meanwhile that others use. An entry that is read is pinned by the
+// call that finds it (`read`), so that what others commit meanwhile does not change its bytes.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +27,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -70,31 +73,49 @@ class GenerationLock {
   GenerationLock(const GenerationLock&) = delete;
   GenerationLock& operator=(const GenerationLock&) = delete;
   [[nodiscard]] uint64_t generation() const { return generation_; }
+  [[nodiscard]] const ShelfFile& file() const { return *file_; }
 
  private:
   std::shared_ptr<ShelfFile> file_;
   uint64_t generation_;
 };
 
-// How many arrays of this process lie on each extent, by its offset.
-using PinCounts = std::unordered_map<uint64_t, uint64_t>;
+// What this process does with extents, by their offset. Pins outlive the shelf, and so does this.
+struct ExtentUses {
+  std::unordered_map<uint64_t, uint64_t> pins;      // how many there are
+  std::unordered_map<uint64_t, uint64_t> verified;  // the generation whose bytes fit their checksum
+};
 
 // The bytes of an entry in memory. They do not change while this lives.
 class Pin {
  public:
-  Pin(std::shared_ptr<const Mapping> mapping, Extent extent, std::shared_ptr<PinCounts> counts,
+  Pin(std::shared_ptr<const Mapping> mapping, Extent extent, std::shared_ptr<ExtentUses> uses,
       std::shared_ptr<GenerationLock> lock);
   ~Pin();
   Pin(const Pin&) = delete;
   Pin& operator=(const Pin&) = delete;
   [[nodiscard]] char* data() const { return mapping_->at(extent_.offset); }
   [[nodiscard]] uint64_t nbytes() const { return extent_.nbytes; }
+  // The same bytes, where changes stay in this process and in what it gives.
+  [[nodiscard]] std::unique_ptr<Pin> own() const;
+  [[nodiscard]] bool verified() const;
+  // A message about the first damaged block; empty if there is none. Uses nothing but the pinned bytes.
+  [[nodiscard]] std::string damage() const;
+  void set_verified() { uses_->verified[extent_.offset] = extent_.born; }
 
  private:
   std::shared_ptr<const Mapping> mapping_;
   Extent extent_;
-  std::shared_ptr<PinCounts> counts_;
+  std::shared_ptr<ExtentUses> uses_;
   std::shared_ptr<GenerationLock> lock_;
+};
+
+// An entry of the committed state: a copy, as the state may change while its caller works.
+struct Reading {
+  uint32_t kind;
+  std::string meta;
+  uint64_t born;
+  std::unique_ptr<Pin> pin;  // null if the entry has no data
 };
 
 struct ShelfUsage {
@@ -105,11 +126,12 @@ class Shelf {
  public:
   static constexpr uint64_t kBlock = 1 << 20;
   static constexpr uint64_t kPage = 4096;
+  static constexpr uint64_t kLong = 256 << 10;  // shorter work keeps Python's lock: letting go would cost more
 
   // The bytes of an empty shelf.
   static std::string empty_file(uint64_t id, uint64_t limit);
 
-  // Throws sys::Error, ShelfForeign, ShelfNewer, ShelfDamaged. `locked` tells a second writer.
+  // Throws sys::Error, ShelfForeign, ShelfNewer, ShelfDamaged. `locked_by_another` tells a second writer.
   Shelf(const std::string& path, bool writable, std::optional<Medium> forced);
   ~Shelf();
   Shelf(const Shelf&) = delete;
@@ -119,6 +141,7 @@ class Shelf {
   // Why the newest root was passed over; empty if it was not.
   [[nodiscard]] const std::string& warning() const { return warning_; }
   [[nodiscard]] ShelfUsage usage() const;
+  [[nodiscard]] bool is_writable() const { return writable_; }
   [[nodiscard]] Medium medium() const { return file_->medium(); }
   void set_limit(uint64_t limit);
   // How to run long work.
@@ -126,23 +149,24 @@ class Shelf {
   void let_others_run(Run run) { run_ = std::move(run); }
 
   // --- committed state
-  [[nodiscard]] const ShelfEntry* find(std::string_view name) const;
+  [[nodiscard]] bool has(std::string_view name) const { return find(name) != nullptr; }
   [[nodiscard]] std::vector<std::string> names() const;
-  // With `own`, changes to it stay in this process, and in this array.
-  std::unique_ptr<Pin> pin(const ShelfEntry& entry, bool own);
-  // A message about the first damaged block; empty if there is none.
-  std::string damage(const ShelfEntry& entry);
+  // Pins the data of an entry, if there is such an entry.
+  std::optional<Reading> read(std::string_view name);
   // For readers: the newest committed state. Whether it is another one than before.
   bool refresh();
 
-  // --- the transaction under way; it begins with the first change
+  // --- the transaction under way; it begins with the first change. A change that fails changes nothing.
   void put(const std::string& name, uint32_t kind, std::string meta, const void* data, uint64_t nbytes);
   void remove(const std::string& name);
+  // The names as the transaction would leave them.
+  [[nodiscard]] std::vector<std::string> changed_names() const;
   // What the name has in the transaction: nothing if it is unchanged, null if it is removed.
   [[nodiscard]] std::optional<const ShelfEntry*> changed(std::string_view name) const;
-  void copy_changed(std::string_view name, void* to);
+  // The bytes that the transaction has stored, as long as no other change follows.
+  [[nodiscard]] const char* changed_data(const ShelfEntry& entry);
   void commit();
-  void rollback();
+  void rollback() noexcept;
   // Empty unless a commit failed in a way that leaves it open what is on the medium.
   [[nodiscard]] const std::string& failure() const { return failure_; }
 
@@ -150,8 +174,9 @@ class Shelf {
   void abandon() { file_->abandon(); }
 
  private:
+  using Entries = std::map<std::string, ShelfEntry, std::less<>>;
   struct Bucket {
-    std::map<std::string, ShelfEntry, std::less<>> entries;
+    Entries entries;
     Extent node;
   };
   struct State {
@@ -178,11 +203,14 @@ class Shelf {
   void settle();
   void reclaim();
   uint64_t allocate(uint64_t nbytes);
-  void release(uint64_t offset, uint64_t nbytes);
-  void give_back(const Extent& extent) { release(extent.offset, stored_nbytes(extent.nbytes)); }
+  // For want of memory, the space stays unused until the shelf is opened again.
+  void release(uint64_t offset, uint64_t nbytes) noexcept;
+  void give_back(const Extent& extent) noexcept { release(extent.offset, stored_nbytes(extent.nbytes)); }
   Extent store_data(uint64_t offset, const void* data, uint64_t nbytes);
   void read_header();
+  [[nodiscard]] const ShelfEntry* find(std::string_view name) const;
   void order();
+  void replace_state(State next, const std::vector<bool>& touched) noexcept;
   template <typename Work>
   void run(uint64_t nbytes, Work work);
 
@@ -197,7 +225,7 @@ class Shelf {
   State state_;
   std::string warning_;
   std::string failure_;
-  std::shared_ptr<PinCounts> counts_ = std::make_shared<PinCounts>();
+  std::shared_ptr<ExtentUses> uses_ = std::make_shared<ExtentUses>();
   std::weak_ptr<GenerationLock> pinned_generation_;  // of the writer's own arrays
   std::shared_ptr<GenerationLock> reading_;          // of a reader's snapshot
   // Space, in bytes: whole pages.
@@ -211,7 +239,8 @@ class Shelf {
   bool begun_ = false;
   uint64_t stored_ = 0;
   std::vector<Extent> new_nodes_;
-  std::map<std::string, std::optional<ShelfEntry>, std::less<>> changes_;
+  Entries assigned_;
+  std::set<std::string, std::less<>> removed_;
 };
 
 }  // namespace holdfast

@@ -5,7 +5,7 @@
 
 | module | what it owns |
 |---|---|
-| `shelf`, `transaction` | `Shelf`: reading, changing, shadow copies, which thread may change what |
+| `shelf` | `Shelf`: reading, changing, shadow copies |
 | `opening` | a file to a shelf, typed errors, forked children |
 | `naming`, `sizes`, `usage` | names of entries; sizes as people write them; what a shelf says of itself |
 | `entries` | values and arrays to the bytes of an entry, and back onto the mapping |

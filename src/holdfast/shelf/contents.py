@@ -88,9 +88,8 @@ def _opened(path: str | os.PathLike[str]) -> Shelf:
 
 
 def _describe(shelf: Shelf, name: str) -> EntryInfo:
-    found = shelf._opened().find(name.encode())
-    assert found is not None
-    kind, meta, nbytes, _, born = found
+    kind, meta, born, pin = shelf._entry(name)
+    nbytes = 0 if pin is None else pin.nbytes
     if kind == entries.ARRAY:
         try:
             array = entries.array_meta(meta, nbytes)
@@ -136,17 +135,12 @@ def export(path: str | os.PathLike[str], output: str | os.PathLike[str], *, forc
 
 def _arrays(shelf: Shelf, name: str) -> Iterator[tuple[str, tuple[entries.ArrayMeta, Array]]]:
     _ = shelf[name]  # verifies it
-    core = shelf._opened()
-    key = name.encode()
-    found = core.find(key)
-    assert found is not None
-    kind, meta, nbytes, _, _ = found
+    kind, meta, _, pin = shelf._entry(name)
+    data = np.empty(0, np.uint8) if pin is None else pin.view()
     if kind == entries.ARRAY:
-        data = core.view(key) if nbytes else np.empty(0, np.uint8)
-        yield name, (entries.array_meta(meta, nbytes), data)
+        yield name, (entries.array_meta(meta, data.size), data)
     elif kind == entries.PACKED:
-        data = core.view(key)
-        for leaf in entries.packed_meta(meta, nbytes).leaves:
+        for leaf in entries.packed_meta(meta, data.size).leaves:
             part = data[leaf.offset : leaf.offset + leaf.array.nbytes]
             yield f"{name}.{leaf.name}", (leaf.array, part)
 

@@ -2,22 +2,25 @@
 
 Owns names, who may change what and when, and shadow copies. A change goes this way:
 
-1. A transaction belongs to the thread that began it. There is one at a time; a second one is an error.
+1. A transaction belongs to the thread that began it. There is one at a time; a second one is an error. Its
+   block is native code (`NativeTransaction`): a signal handler that raises cannot leave it half begun or half
+   ended.
 2. An assignment stores the bytes at once, in space that no committed state uses (`NativeShelf.put`).
 3. `writable`, and reading what was assigned in the same transaction, makes a shadow copy in ordinary memory.
    Shadow copies are stored when the transaction ends: whatever was done to them by then counts.
 4. The end of the block commits (`NativeShelf.commit`, whose protocol is in ``native/src/shelf.hpp``). An
    exception rolls back: nothing of it was ever visible.
+5. A change that fails, or is refused, leaves its entry as it was before that change, shadow copy included.
 
 Arrays that are read outside of a transaction lie on the mapping and are read-only. They keep their bytes
-while they live: space is used again only when no array and no reader needs it.
+while they live: space is used again only when no array and no reader needs it. `NativeShelf.read` finds an
+entry and pins its bytes in one call, so that type and bytes are of one commit, whatever other threads do.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import threading
 import warnings
 from collections.abc import Iterator
 from types import TracebackType
@@ -40,7 +43,6 @@ from holdfast.shelf import entries
 from holdfast.shelf.naming import require_attribute, to_key
 from holdfast.shelf.opening import open_core, open_shelves
 from holdfast.shelf.sizes import to_nbytes
-from holdfast.shelf.transaction import Transaction
 from holdfast.shelf.usage import ShelfWarning, Usage
 
 _S = TypeVar("_S", bound="Shelf")
@@ -66,26 +68,10 @@ class Shelf:
     (['centers', 'n_iter'], 3, [1.0, 0.0])
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_checked",
-        "_core",
-        "_lock",
-        "_owner",
-        "_path",
-        "_shadows",
-        "_transaction",
-        "_verify",
-        "_writable",
-    )
+    __slots__ = ("__weakref__", "_core", "_path", "_verify", "_writable")
 
-    _checked: dict[str, tuple[int, int]]
     _core: engine.NativeShelf | None
-    _lock: threading.Lock
-    _owner: int
     _path: str
-    _shadows: dict[str, Any]
-    _transaction: Transaction | None
     _verify: bool
     _writable: bool
 
@@ -107,12 +93,6 @@ class Shelf:
         _set(self, "_path", where)
         _set(self, "_writable", mode == "w")
         _set(self, "_verify", verify)
-        _set(self, "_transaction", None)
-        _set(self, "_owner", 0)
-        _set(self, "_lock", threading.Lock())
-        _set(self, "_shadows", {})
-        # What this process has verified: name -> (offset, generation) of its data.
-        _set(self, "_checked", {})
         core = open_core(where, mode == "w", limit, _medium)
         if core.warning:
             warnings.warn(
@@ -130,19 +110,18 @@ class Shelf:
         """The value, or the array on the mapping. In the transaction that changed it, the shadow copy."""
         core = self._opened()
         key = to_key(name)
-        if self._transaction is not None and self._owner == threading.get_ident():
-            shadow = self._shadows.get(name)
-            if shadow is not None:
+        transaction = core.mine()
+        if transaction is not None:
+            shadow = transaction.shadows.get(key, _ABSENT)
+            if shadow is not _ABSENT:
                 return shadow
-            changed, found = core.changed(key)
-            if changed:
-                if found is None:
+            changed = core.changed(key)
+            if changed is not None:
+                if not changed:
                     raise KeyError(name)
-                return self._read_back(name, key, found)
-        found = core.find(key)
-        if found is None:
-            raise KeyError(name)
-        return self._decode(name, key, found)
+                return self._read_back(key, changed, transaction.shadows)
+        kind, meta, _, pin = self._entry(name)
+        return self._decode(name, kind, meta, pin, again=False)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -163,31 +142,19 @@ class Shelf:
         if not isinstance(name, str) or not name:
             return False
         core = self._opened()
-        key = name.encode("utf-8", "surrogatepass")
-        if self._transaction is not None and self._owner == threading.get_ident():
-            changed, found = core.changed(key)
-            if changed:
-                return found is not None
-        return core.has(key)
+        return core.has(name.encode("utf-8", "surrogatepass"))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
+        return iter(self.keys())
 
     def __len__(self) -> int:
-        return len(self._names()) if self._transaction is not None else self._opened().usage()[0]
+        return len(self._opened().names())
 
     def __bool__(self) -> bool:
         return True  # an empty shelf is one, too
 
     def keys(self) -> list[str]:
-        return self._names()
-
-    def _names(self) -> list[str]:
-        core = self._opened()
-        found = {self._text(name) for name in core.names()}
-        if self._transaction is not None and self._owner == threading.get_ident():
-            found = (found - self._transaction.removed) | self._transaction.assigned
-        return sorted(found)
+        return sorted(self._text(name) for name in self._opened().names())
 
     def _text(self, name: bytes) -> str:
         try:
@@ -195,43 +162,53 @@ class Shelf:
         except UnicodeDecodeError:
             raise CorruptShelf("a name is not text", path=self._path) from None
 
-    def _read_back(self, name: str, key: bytes, found: tuple[int, bytes, int, int, int]) -> Any:
+    def _read_back(
+        self, key: bytes, changed: tuple[int, bytes, np.ndarray[Any, Any]], shadows: dict[bytes, Any]
+    ) -> Any:
         """What this transaction has assigned: an array comes as its shadow copy."""
-        kind, meta, nbytes, _, _ = found
-        data = np.empty(nbytes, np.uint8)
-        self._opened().copy_changed(key, data.ctypes.data)
+        kind, meta, data = changed
         if kind == entries.VALUE:
             return entries.decode_value(meta)
         if kind == entries.ARRAY:
-            shadow = entries.decode_array(entries.array_meta(meta, nbytes), data)
+            shadow = entries.decode_array(entries.array_meta(meta, data.size), data)
             if isinstance(shadow, np.ndarray):
                 shadow.flags.writeable = True
-            self._shadows[name] = shadow
+            shadows[key] = shadow
             return shadow
         fixed = data.view()
         fixed.flags.writeable = False
         return entries.decode_packed(meta, fixed, lambda: data)
 
-    def _decode(self, name: str, key: bytes, found: tuple[int, bytes, int, int, int]) -> Any:
-        kind, meta, nbytes, offset, born = found
-        core = self._opened()
-        if nbytes and self._verify and self._checked.get(name) != (offset, born):
-            damage = core.damage(key)
+    def _entry(self, name: str) -> tuple[int, bytes, int, engine.NativePin | None]:
+        """Kind, description, generation and pinned data of a committed entry, all of one commit."""
+        try:
+            found = self._opened().read(to_key(name))
+        except engine.NativeShelfClosed:
+            raise self._closed() from None
+        except engine.NativeShelfDamaged as error:
+            raise CorruptShelf(str(error), path=self._path, name=name) from None
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def _decode(self, name: str, kind: int, meta: bytes, pin: engine.NativePin | None, *, again: bool) -> Any:
+        """The value of an entry. `again`: verify its bytes even if that was done before, or is off."""
+        if pin is not None and (self._verify or again):
+            damage = pin.damage(again)
             if damage:
                 raise CorruptShelf(damage, path=self._path, name=name)
-            self._checked[name] = (offset, born)
         try:
-            if kind == entries.VALUE and not nbytes:
+            if kind == entries.VALUE and pin is None:
                 return entries.decode_value(meta)
             if kind == entries.ARRAY:
-                array = entries.array_meta(meta, nbytes)
-                if not nbytes:
-                    return entries.decode_array(array, _NO_BYTES)
+                if pin is None:
+                    return entries.decode_array(entries.array_meta(meta, 0), _NO_BYTES)
+                array = entries.array_meta(meta, pin.nbytes)
                 # Torch has no read-only tensors: what is done to this one stays in it.
-                data = core.own_view(key) if array.framework == "torch" else core.view(key)
+                data = pin.own_view() if array.framework == "torch" else pin.view()
                 return entries.decode_array(array, data)
-            if kind == entries.PACKED and nbytes:
-                return entries.decode_packed(meta, core.view(key), lambda: core.own_view(key))
+            if kind == entries.PACKED and pin is not None:
+                return entries.decode_packed(meta, pin.view(), pin.own_view)
         except (entries.Malformed, CorruptCheckpoint) as error:
             reason = getattr(error, "reason", str(error))
             raise CorruptShelf(reason, path=self._path, name=name) from None
@@ -241,13 +218,13 @@ class Shelf:
 
     def __setitem__(self, name: str, value: Any) -> None:
         key = to_key(name)
-        transaction = self._transaction
+        core = self._opened()
+        transaction = core.mine()
         if transaction is None:
-            with self.transaction() as transaction:
-                self._put(name, key, value, transaction)
-        else:
-            self._require_owner()
-            self._put(name, key, value, transaction)
+            with self.transaction():
+                self._put(core, key, value)
+        elif transaction.shadows.get(key, _ABSENT) is not value:  # it is after shelf.a += 1
+            self._put(core, key, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         require_attribute(name, _RESERVED)
@@ -255,17 +232,14 @@ class Shelf:
 
     def __delitem__(self, name: str) -> None:
         key = to_key(name)
-        if self._transaction is None:
+        core = self._opened()
+        if core.mine() is None:
             with self.transaction():
                 del self[name]
             return
-        self._require_owner()
-        if name not in self:
+        if not core.has(key):
             raise KeyError(name)
-        self._opened().remove(key)
-        self._transaction.assigned.discard(name)
-        self._transaction.removed.add(name)
-        self._shadows.pop(name, None)
+        core.remove(key)
 
     def __delattr__(self, name: str) -> None:
         require_attribute(name, _RESERVED)
@@ -274,115 +248,95 @@ class Shelf:
         except KeyError:
             raise AttributeError(f"the shelf {self._path} has no entry {name!r}") from None
 
-    def transaction(self) -> Transaction:
+    def transaction(self) -> engine.NativeTransaction:
         """A block in which any number of changes become durable together, or not at all.
 
         Raises `TransactionError` if one is under way, in this thread or another.
         """
-        return Transaction(self)
+        return engine.NativeTransaction(self._opened(), self)
 
     def writable(self, name: str) -> Any:
         """A copy of an array that can be changed in place; the end of the transaction stores it."""
-        transaction = self._transaction
+        transaction = self._opened().mine()
         if transaction is None:
             raise TransactionError(
                 f"writable({name!r}) gives a copy that the end of a transaction stores: "
-                "call it inside of `with shelf.transaction():`"
+                "call it inside of `with shelf.transaction():`, in the same thread"
             )
-        self._require_owner()
         array = self[name]
         if not isinstance(array, np.ndarray) and not entries.is_tensor(array):
             raise TypeError(
                 f"the entry {name!r} is no array but of type {type(array).__name__}: "
                 "it is not changed in place, but assigned"
             )
-        if self._shadows.get(name) is not array:
+        key = to_key(name)
+        if transaction.shadows.get(key, _ABSENT) is not array:
             array = entries.copy_of(array)
-            self._shadows[name] = array
-            transaction.assigned.add(name)
-            transaction.removed.discard(name)
+            transaction.shadows[key] = array
         return array
 
-    def _put(self, name: str, key: bytes, value: Any, transaction: Transaction) -> None:
-        if self._shadows:
-            if self._shadows.get(name) is value:
-                return  # shelf.a += 1: the shadow copy itself
-            self._shadows.pop(name, None)
-        core = self._opened()
+    def _put(self, core: engine.NativeShelf, key: bytes, value: Any) -> None:
+        """Stores a value in the transaction under way, instead of a shadow copy. A failure changes nothing."""
         try:
             if type(value) is np.ndarray and value.flags.c_contiguous:
                 core.put_buffer(key, entries.ARRAY, entries.numpy_meta(value), value)
+                return
+            text = entries.scalar_text(value)
+            if text is not None:
+                core.put(key, entries.VALUE, text, 0, 0)
+                return
+            made = entries.encode(value)
+            if isinstance(made.data, bytes):
+                core.put_buffer(key, made.kind, made.meta, made.data)
             else:
-                text = entries.scalar_text(value)
-                if text is not None:
-                    core.put(key, entries.VALUE, text, 0, 0)
-                else:
-                    self._put_other(core, key, value)
+                core.put(key, made.kind, made.meta, made.data.address, made.data.nbytes)
         except engine.NativeShelfFull as error:
             raise self._full(error) from None
+        except engine.NativeShelfClosed:
+            raise self._closed() from None
         except OSError as error:
             raise self._failed(error) from error
-        transaction.assigned.add(name)
-        transaction.removed.discard(name)
 
-    def _put_other(self, core: engine.NativeShelf, key: bytes, value: Any) -> None:
-        made = entries.encode(value)
-        if isinstance(made.data, bytes):
-            core.put_buffer(key, made.kind, made.meta, made.data)
-        else:
-            core.put(key, made.kind, made.meta, made.data.address, made.data.nbytes)
+    # --- transactions, as `NativeTransaction` drives them
 
-    # --- transactions, as `Transaction` drives them
-
-    def _begin(self, transaction: Transaction) -> None:
+    def _commit(self) -> None:
         core = self._opened()
-        if not self._writable:
-            raise TransactionError(f"the shelf {self._path} was opened for reading; open it without mode='r'")
-        if not self._lock.acquire(blocking=False):
-            mine = self._owner == threading.get_ident()
-            raise TransactionError(
-                f"a transaction on the shelf {self._path} is already under way "
-                + (
-                    "in this thread; put the changes into one block"
-                    if mine
-                    else "in another thread; wait for it"
-                )
-            )
-        if core.failure:
-            self._lock.release()
-            raise SaveFailed(
-                f"an earlier commit to the shelf {self._path} failed ({core.failure}), and whether it is on "
-                "the medium is not known. Close the shelf and open it again: it then has that commit, "
-                "or the one before"
-            )
-        _set(self, "_transaction", transaction)
-        _set(self, "_owner", threading.get_ident())
-
-    def _commit(self, transaction: Transaction) -> None:
-        core = self._opened()
+        transaction = core.mine()
+        assert transaction is not None
         try:
-            for name in list(self._shadows):
-                shadow = self._shadows.pop(name)
-                self._put(name, to_key(name), shadow, transaction)
-            core.commit()
+            while not core.commit():
+                key, shadow = next(iter(transaction.shadows.items()))
+                self._put(core, key, shadow)
         except engine.NativeShelfFull as error:
             raise self._full(error) from None
         except (ShelfFull, SaveFailed):
             raise
         except OSError as error:
             raise self._failed(error) from error
-        finally:
-            self._end()
 
-    def _end(self) -> None:
-        """Whatever was not committed is undone."""
-        core = self._core
-        if core is not None:
-            core.rollback()
-        self._shadows.clear()
-        _set(self, "_transaction", None)
-        _set(self, "_owner", 0)
-        self._lock.release()
+    def _refuse(self, reason: str) -> None:
+        """Says why a transaction cannot begin, or cannot commit."""
+        if reason == "closed":
+            raise self._closed()
+        if reason == "closed inside":
+            raise ShelfClosed(f"the shelf {self._path} was closed inside of a transaction, which is undone")
+        if reason == "failed":
+            raise SaveFailed(
+                f"an earlier commit to the shelf {self._path} failed ({self._opened().failure}), and whether "
+                "it is on the medium is not known. Close the shelf and open it again: it then has that "
+                "commit, or the one before"
+            )
+        if reason == "for reading":
+            raise TransactionError(f"the shelf {self._path} was opened for reading; open it without mode='r'")
+        if reason == "left elsewhere":
+            raise TransactionError(
+                f"a transaction on the shelf {self._path} ended in another thread than it began in, "
+                "and is undone: end it where it began"
+            )
+        raise TransactionError(
+            f"a transaction on the shelf {self._path} is already under way {reason}; "
+            + ("put the changes into one block" if reason == "in this thread" else "wait for it")
+        )
 
     def _full(self, error: Exception) -> ShelfFull:
         full = ShelfFull(
@@ -409,11 +363,8 @@ class Shelf:
         failed.errno = cause.errno
         return failed
 
-    def _require_owner(self) -> None:
-        if self._owner != threading.get_ident():
-            raise TransactionError(
-                f"another thread has a transaction on the shelf {self._path} under way; wait for it"
-            )
+    def _closed(self) -> ShelfClosed:
+        return ShelfClosed(f"the shelf {self._path} is closed")
 
     # --- the whole
 
@@ -445,35 +396,35 @@ class Shelf:
             return False  # it always has the last state: its own
         try:
             return core.refresh()
+        except engine.NativeShelfClosed:
+            raise self._closed() from None
         except engine.NativeShelfDamaged as error:
             raise CorruptShelf(str(error), path=self._path) from None
 
     def verify(self) -> list[CorruptShelf]:
-        """Reads every byte; the errors of all damaged entries."""
+        """Reads every byte of the committed state; the errors of all damaged entries."""
         core = self._opened()
-        found = []
-        for key in core.names():
+        damaged = []
+        for key in core.committed_names():
             name = self._text(key)
-            entry = core.find(key)
-            assert entry is not None
             try:
-                self._checked.pop(name, None)
-                self._decode(name, key, entry)
+                kind, meta, _, pin = self._entry(name)
+                self._decode(name, kind, meta, pin, again=True)
+            except KeyError:
+                continue  # another thread has removed it meanwhile
             except CorruptShelf as error:
-                found.append(error)
-        return found
+                damaged.append(error)
+        return damaged
 
     def close(self) -> None:
         """Arrays that were read stay valid. What a transaction under way has changed is undone."""
         core = self._core
         if core is None:
             return
-        if self._transaction is not None:
-            self._require_owner()
-            self._end()
+        if not core.close():
+            self._refuse("in another thread")
         _set(self, "_core", None)
         open_shelves.discard(self)
-        core.close()
 
     def _abandon(self) -> None:
         """In a forked child: the shelf is the parent's."""
@@ -485,7 +436,7 @@ class Shelf:
     def _opened(self) -> engine.NativeShelf:
         core = self._core
         if core is None:
-            raise ShelfClosed(f"the shelf {self._path} is closed")
+            raise self._closed()
         return core
 
     def __enter__(self: _S) -> _S:
@@ -504,7 +455,7 @@ class Shelf:
         return f"<Shelf {self._path!r}, {len(core.names())} entries, {core.medium}>"
 
     def __dir__(self) -> list[str]:
-        names = [name for name in self._names() if name.isidentifier()] if self._core is not None else []
+        names = [name for name in self.keys() if name.isidentifier()] if self._core is not None else []
         return [*object.__dir__(self), *names]
 
     def __reduce__(self) -> Any:
@@ -512,5 +463,6 @@ class Shelf:
 
 
 _set = object.__setattr__
+_ABSENT = object()
 _NO_BYTES = np.empty(0, np.uint8)
 _RESERVED = frozenset(name for name in dir(Shelf) if not name.startswith("_"))
