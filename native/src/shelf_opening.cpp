@@ -57,7 +57,7 @@ std::string Shelf::empty_file(uint64_t id, uint64_t limit) {
   put_number(at + kHeaderNbytes - 8, xxh3(at, kHeaderNbytes - 8));
   State state;
   state.generation = 1;
-  state.limit = limit;
+  state.limit = std::min(limit, kMostNbytes);
   state.buckets.resize(1);
   const std::string root = encode(state, id, true);
   std::memcpy(at + 2 * kPage, root.data(), root.size());  // slot 1: that of odd generations

@@ -359,10 +359,18 @@ def test_a_second_writer_is_refused_also_in_another_process(tmp_path: Path) -> N
 def test_a_place_that_cannot_hold_a_shelf_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(holdfast.StorageMissing, match="does not exist"):
         Shelf(tmp_path / "none" / "a.shelf")
-    for size in (10, "10", "x", "64QiB", True):
+    for size in (10, "10", "x", "64QiB", True, 2**47 + 1, "129TiB", "9" * 400):
         with pytest.raises((ValueError, TypeError)):
             Shelf(tmp_path / "a.shelf", size)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shelf_of_the_largest_size_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.shelf"
+    with Shelf(path, 2**47) as shelf:
+        shelf.a = 1
+    with Shelf(path, "128TiB") as shelf:
+        assert (shelf.a, shelf.usage.limit) == (1, 2**47)
 
 
 def test_thousands_of_names(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 LEAST_NBYTES = 64 << 10
+MOST_NBYTES = 1 << 47
+"""A root with a larger limit is one that no reader believes (native/src/shelf_format.hpp)."""
 
 
 def to_nbytes(size: int | str) -> int:
@@ -22,7 +25,9 @@ def to_nbytes(size: int | str) -> int:
         match = _SIZE.fullmatch(size)
         if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f"cannot read the size {size!r}: write it as '64MiB' or '1GB'")
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
+        size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
+    if size > MOST_NBYTES:
+        raise ValueError(f"a shelf can have at most {MOST_NBYTES} bytes (128 TiB), not {size}")
     if size < LEAST_NBYTES:
         raise ValueError(f"a shelf needs at least {LEAST_NBYTES} bytes, not {size}")
     return size
