@@ -276,7 +276,7 @@ class Shelf:
         return array
 
     def _put(self, core: engine.NativeShelf, key: bytes, value: Any) -> None:
-        """Stores a value in the transaction under way, instead of a shadow copy. A failure changes nothing."""
+        """Stores a value in the transaction under way, in place of a shadow copy, or changes nothing."""
         try:
             if type(value) is np.ndarray and value.flags.c_contiguous:
                 core.put_buffer(key, entries.ARRAY, entries.numpy_meta(value), value)
