@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import datetime as dt
 import enum
 import math
+import random
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -19,6 +21,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import holdfast
 from holdfast.errors import UnsupportedState
 from holdfast.state import flatten, unflatten, values
 from support.memory_store import round_trip, through_json
@@ -268,6 +271,51 @@ def test_what_would_not_come_back_as_itself_is_refused_by_place_and_type(value: 
     with pytest.raises(UnsupportedState, match=r"run\.0\.odd") as caught:
         flatten({"run": [{"odd": value}]})
     assert isinstance(caught.value, TypeError)
+
+
+@dataclasses.dataclass
+class Options:
+    rate: float = 0.5
+
+
+class Easy(dict[str, Any]):
+    """As EasyDict and others: dicts of their own kind, all the way down."""
+
+
+class Locked:
+    """As ml_collections.ConfigDict."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rate": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("value", "said", "instead"),
+    [
+        (Options(), r"dataclasses\.asdict\(\.\.\.\) of it", dataclasses.asdict),
+        (Colour.RED, "its name or its value", lambda value: [value.name, value.value]),
+        (Point(1, 2), r"its _asdict\(\)", lambda value: value._asdict()),
+        (Locked(), r"its to_dict\(\)", lambda value: value.to_dict()),
+        (Easy(a=Easy(b=1)), r"dict\(\.\.\.\) of it instead, and of those inside", lambda _: {"a": {"b": 1}}),
+        (Easy(a=1), r"dict\(\.\.\.\) of it instead$", dict),
+        (np.random.default_rng(), r"holdfast\.rng\(\.\.\.\) of it", holdfast.rng),
+        (np.random.RandomState(), r"holdfast\.rng\(\.\.\.\) of it", holdfast.rng),
+        (random.Random(), r"holdfast\.rng\(\.\.\.\) of it", holdfast.rng),
+        (torch.Generator(), r"holdfast\.rng\(\.\.\.\) of it", holdfast.rng),
+    ],
+)
+def test_a_refusal_says_what_to_store_and_that_can_be_stored(value: Any, said: str, instead: Any) -> None:
+    with pytest.raises(UnsupportedState, match=said):
+        flatten({"odd": value})
+    flatten({"odd": instead(value)})
+
+
+def test_a_refused_attrs_instance_says_what_to_store() -> None:
+    attrs = pytest.importorskip("attrs")
+    value = attrs.make_class("Options", ["rate"])(0.5)
+    with pytest.raises(UnsupportedState, match=r"attrs\.asdict\(\.\.\.\) of it"):
+        flatten({"odd": value})
+    assert round_trip(attrs.asdict(value)) == {"rate": 0.5}
 
 
 @pytest.mark.parametrize(

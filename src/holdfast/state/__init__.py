@@ -8,7 +8,8 @@
 | module | what it owns |
 |---|---|
 | `leaves`, `node` | what a leaf is; what the nodes of a tree look like |
-| `value_encoder`, `value_decoder` | single values to nodes and back |
+| `value_encoder`, `value_decoder`, `omegaconf_values` | values, and configurations, to nodes and back |
+| `refusals` | what a state cannot hold, in words |
 | `flatten`, `leaf_table` | taking a state apart; names of leaves, and which of them share memory |
 | `unflatten`, `select`, `merging` | putting a state together; part of a tree; the trees of several ranks |
 | `restore`, `restore_context`, `restore_modules`, `restore_optimizers` | filling a state in place |

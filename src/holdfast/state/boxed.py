@@ -16,7 +16,7 @@ from holdfast.engine.buffers import Memory, Strided
 from holdfast.format.geometry import Box, whole
 from holdfast.state import numpy_arrays
 from holdfast.state.leaves import LeafSource, Sharding, Slot
-from holdfast.state.value_encoder import unsupported
+from holdfast.state.refusals import unsupported
 
 
 @dataclass(frozen=True, slots=True, eq=False)

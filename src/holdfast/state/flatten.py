@@ -49,7 +49,8 @@ from holdfast.state.node import (
     Node,
     collide,
 )
-from holdfast.state.value_encoder import ENCODERS, is_text, type_name, unsupported
+from holdfast.state.refusals import type_name, unsupported
+from holdfast.state.value_encoder import ENCODERS, is_text
 
 BLOB_NBYTES = 64 << 10
 """Bytes beyond this are stored as leaves: in a tree they would take several times their size in memory."""
@@ -353,7 +354,7 @@ class _Walk:
             if getattr(value, "restore_last", False) is True:
                 return self._ask_last(value, place, depth)
             return self.node(value.state_dict(), place, depth)
-        return value_encoder.encode(value, place)
+        return value_encoder.encode(value, place, depth)
 
     def _per_rank(self, mark: PerRank[Any], place: str, depth: int) -> Node:
         if self._is_own:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from holdfast.state.value_encoder import unsupported
+from holdfast.state.refusals import unsupported
 
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """How modules call what they wrap and leave out of the names in their state dicts: FSDP1, and wrappers that

@@ -24,7 +24,7 @@ from holdfast.format.geometry import Box, whole
 from holdfast.state import numpy_arrays
 from holdfast.state.boxed import BoxedArray
 from holdfast.state.numpy_arrays import logical_name
-from holdfast.state.value_encoder import unfillable, unsupported
+from holdfast.state.refusals import unfillable, unsupported
 
 _WORTH_SHARING: Final = 1 << 14
 """Elements of a shard that several processes have; the first of them writes a smaller one alone."""

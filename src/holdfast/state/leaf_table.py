@@ -17,7 +17,8 @@ from holdfast.format.validate import is_own_name
 from holdfast.state import sharded
 from holdfast.state.leaves import LeafSource
 from holdfast.state.node import NAMELESS
-from holdfast.state.value_encoder import is_text, unsupported
+from holdfast.state.refusals import unsupported
+from holdfast.state.value_encoder import is_text
 
 _LIKE_PER_RANK = "names that begin with '@' are those of per_rank state. Use another key here"
 

@@ -37,6 +37,7 @@ from holdfast.state.node import (
     pairs_of,
     per_rank_of,
 )
+from holdfast.state.refusals import type_name, unfillable
 from holdfast.state.restore_context import Renaming, RestoreContext
 from holdfast.state.restore_modules import plan_module
 from holdfast.state.restore_optimizers import plan_optimizer
@@ -51,7 +52,6 @@ from holdfast.state.targets import (
     kind_of,
 )
 from holdfast.state.unflatten import decode_key
-from holdfast.state.value_encoder import type_name, unfillable
 
 
 class Restore:

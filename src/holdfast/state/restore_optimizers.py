@@ -17,11 +17,11 @@ from typing import Any
 from holdfast.state import fsdp1, sharded
 from holdfast.state.destinations import Lookup, Plan
 from holdfast.state.node import Node, items_of, leaf_of, pairs_of, shorten
+from holdfast.state.refusals import type_name
 from holdfast.state.restore_context import RestoreContext
 from holdfast.state.targets import array_type, describe, is_array, kind_of, load_state
 from holdfast.state.torch_objects import OptimizerNames, OptimizerView, name_of_index, optimizer_view
 from holdfast.state.unflatten import decode_key, decode_value
-from holdfast.state.value_encoder import type_name
 
 _SWITCHES = frozenset(
     {"capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import StateMismatch, UnsupportedState
-from holdfast.state.value_encoder import type_name
+from holdfast.state.refusals import type_name
 
 _PYTHON_VERSION = 3
 """The form of ``random.getstate()``, the same since Python 3.2."""

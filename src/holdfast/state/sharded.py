@@ -16,8 +16,8 @@ from typing import Any
 from holdfast.errors import UnsupportedState
 from holdfast.format.geometry import Box
 from holdfast.state.leaves import Sharding
+from holdfast.state.refusals import type_name, unsupported
 from holdfast.state.torch_arrays import torch_dtype, wrapper_refusal
-from holdfast.state.value_encoder import type_name, unsupported
 
 
 @dataclass(frozen=True, slots=True)

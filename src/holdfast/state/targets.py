@@ -17,7 +17,8 @@ from holdfast.errors import StateMismatch, UnsupportedState
 from holdfast.state import arrays, boxed, jax_arrays, numpy_arrays, sharded, torch_arrays, torch_objects
 from holdfast.state.marks import Mark
 from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, blob_of, items_of, leaf_of, pairs_of, shorten
-from holdfast.state.value_encoder import is_value, type_name, unfillable
+from holdfast.state.refusals import type_name, unfillable
+from holdfast.state.value_encoder import is_value
 
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple, deque)

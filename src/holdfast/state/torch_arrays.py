@@ -20,7 +20,7 @@ from holdfast.format import dtypes
 from holdfast.format.geometry import boxes_of_range
 from holdfast.state import numpy_arrays
 from holdfast.state.node import corrupt
-from holdfast.state.value_encoder import type_name, unfillable, unsupported
+from holdfast.state.refusals import type_name, unfillable, unsupported
 
 if TYPE_CHECKING:
     import torch

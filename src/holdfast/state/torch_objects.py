@@ -16,7 +16,8 @@ from typing import Any
 from holdfast.state import fsdp1
 from holdfast.state.marks import Mark
 from holdfast.state.node import MAX_DEPTH
-from holdfast.state.value_encoder import unsupported
+from holdfast.state.refusals import unsupported
+from holdfast.state.value_encoder import is_value
 
 _CONTAINERS = (list, tuple, deque)
 _MAPPINGS = (dict, OrderedDict)
@@ -79,6 +80,7 @@ def is_stateful(value: object) -> bool:
     """Whether the value brings its own state and can take it back (schedulers, loaders, scalers)."""
     return (
         not isinstance(value, type)
+        and not is_value(value)  # configurations of OmegaConf have any attribute
         and callable(getattr(value, "state_dict", None))
         and callable(getattr(value, "load_state_dict", None))
     )

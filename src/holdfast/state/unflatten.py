@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import CorruptCheckpoint
-from holdfast.state import torch_arrays
+from holdfast.state import omegaconf_values, torch_arrays
 from holdfast.state.arrays import convert
 from holdfast.state.leaf_table import component
 from holdfast.state.node import (
@@ -130,7 +130,7 @@ def decode(node: Node, resolve: Resolve, depth: int = 0) -> Any:
         container = _CONTAINERS.get(tag)
         if container is not None:
             return container(node[tag], resolve, _deeper(depth))
-        decoder = DECODERS.get(tag)
+        decoder = DECODERS.get(tag) or _DECODERS.get(tag)
         if decoder is None:
             corrupt(f"unknown tag {shorten(tag)!r} (a newer version of Holdfast may know it)")
         return decoder(node[tag])
@@ -269,6 +269,12 @@ _CONTAINERS: dict[str, Callable[[Node, Resolve, int], object]] = {
     STATE_DICT: _state_dict,
     "$set": _set,
     "$frozenset": _frozenset,
+}
+
+
+_DECODERS: dict[str, Callable[[Node], object]] = {
+    omegaconf_values.OMEGACONF: omegaconf_values.decode,
+    omegaconf_values.OMEGACONF_TYPE: omegaconf_values.decode_type,
 }
 
 

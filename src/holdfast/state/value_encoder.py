@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import random
 import struct
 import sys
 from base64 import b64encode
@@ -18,30 +19,14 @@ from zoneinfo import ZoneInfo
 
 import numpy as np
 
-from holdfast.errors import UnsupportedState
-from holdfast.state import numpy_arrays
+from holdfast.state import numpy_arrays, omegaconf_values
 from holdfast.state.node import MAX_EXACT_INT, ZONE_KEY, Node
+from holdfast.state.refusals import type_name, unsupported
 
 _DECIMAL_BITS: Final = 2000
 """Larger integers are written in hexadecimal: decimal takes quadratic time, and Python limits its digits."""
 
 Encoder = Callable[[Any, str], Node]
-
-
-def unsupported(place: str, reason: str) -> UnsupportedState:
-    where = f"at {place!r}" if place else "at the top of the state"
-    return UnsupportedState(f"cannot store the value {where}: {reason}")
-
-
-def unfillable(place: str, reason: str) -> UnsupportedState:
-    """As `unsupported`, of a target: what cannot be saved cannot be restored into, either."""
-    where = f"at {place!r}" if place else "of the load"
-    return UnsupportedState(f"cannot restore into the target {where}: {reason}")
-
-
-def type_name(value: object) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_text(value: str) -> bool:
@@ -183,35 +168,62 @@ def _numpy_dtype(value: np.dtype[Any], place: str) -> Node:
     return {"$npdtype": code}
 
 
-def encode(value: object, place: str) -> Node:
-    """The node of a value that is no container and no array; `UnsupportedState` for any other."""
+def encode(value: object, place: str, depth: int = 0) -> Node:
+    """The node of a value that is no container and no array; `UnsupportedState` for any other.
+
+    `depth`: the number of containers around it. Configurations of OmegaConf nest, too.
+    """
     encoder = ENCODERS.get(type(value))
     if encoder is not None:
         return encoder(value, place)
     if isinstance(value, np.dtype):  # every numpy dtype is of a class of its own
         return _numpy_dtype(value, place)
     if sys.modules.get("torch") is not None and _learn_torch():
-        encoder = ENCODERS.get(type(value))
-        if encoder is not None:
-            return encoder(value, place)
+        return encode(value, place)
+    if omegaconf_values.is_config(value):
+        return {omegaconf_values.OMEGACONF: omegaconf_values.encode(value, place, encode, depth)}
+    if isinstance(value, type):
+        return {omegaconf_values.OMEGACONF_TYPE: omegaconf_values.encode_type(value, place)}
     raise unsupported(place, f"its type is {type_name(value)}. {_advice(value)}")
 
 
 def is_value(value: object) -> bool:
     """Whether its type is one that `encode` knows."""
-    if type(value) in ENCODERS or isinstance(value, np.dtype):
+    if type(value) in ENCODERS or isinstance(value, np.dtype) or omegaconf_values.is_config(value):
         return True
     return sys.modules.get("torch") is not None and _learn_torch() and type(value) in ENCODERS
 
 
 def _advice(value: object) -> str:
+    """What to store instead."""
+    kind = type(value)
+    torch = sys.modules.get("torch")
+    if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)) or (
+        torch is not None and isinstance(value, torch.Generator)
+    ):
+        return "Store holdfast.rng(...) of it instead, which also restores it in place"
+    for sign, plain in _PLAIN_FORMS.items():
+        if hasattr(kind, sign):
+            return f"A checkpoint runs no code of classes; store {plain} instead"
     for base in (dict, list, tuple, set, frozenset, str, bytes, bool, int, float):
         if isinstance(value, base):
+            inside = isinstance(value, dict) and any(type(its) is kind for its in value.values())
             return (
                 f"A subclass of {base.__name__} would not come back as itself; "
-                f"store {base.__name__}(...) of it instead"
+                f"store {base.__name__}(...) of it instead{', and of those inside it' if inside else ''}"
             )
     return "Convert it to a supported type, or give its class state_dict() and load_state_dict()"
+
+
+_PLAIN_FORMS: Final = {
+    "__members__": "its name or its value",
+    "__dataclass_fields__": "dataclasses.asdict(...) of it",
+    "__attrs_attrs__": "attrs.asdict(...) of it",
+    "__pydantic_fields__": "its model_dump()",
+    "_asdict": "its _asdict()",
+    "to_dict": "its to_dict()",
+}
+"""Enums, dataclasses, attrs, pydantic, named tuples, configurations: a sign of each, and its plain form."""
 
 
 def _torch_size(value: tuple[int, ...], place: str) -> Node:
