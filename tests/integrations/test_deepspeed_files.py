@@ -82,7 +82,7 @@ def test_the_converter_reads_it_as_it_reads_a_torch_file(tmp_path: Path, state: 
     assert isinstance(stage, Record)
     assert (stage.name, stage.args) == (STAGE, (2,))
     assert found["slices"][0]["w"].attributes == {"numel": 3, "start": 5}
-    assert found["args"] == {"lr": 0.1, "sizes": (1, 2)}
+    assert found["args"] == state["args"]
     flat = found["flat"]
     assert isinstance(flat, StoredTensor)
     with open(flat.file, "rb") as file:

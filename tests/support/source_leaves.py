@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from holdfast.format import dtypes
+from holdfast.universal.plain_pickles import TORCH_DTYPES
 from holdfast.universal.source import Source, SourceLeaf, Stretch
 
-_TORCH = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    "C128": torch.complex128,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
+_TORCH = {ours: getattr(torch, name) for name, ours in TORCH_DTYPES.items()}
 
 
 def assembled(leaf: SourceLeaf, stretches: Sequence[Stretch] | None = None) -> torch.Tensor:
     """A leaf as a tensor. Fails if its stretches overlap or leave something out."""
+    if leaf.computed is not None:
+        made = io.BytesIO()
+        leaf.computed.write(made)
+        return torch.frombuffer(bytearray(made.getvalue()), dtype=_TORCH[leaf.dtype]).reshape(leaf.shape)
     size = dtypes.itemsize(leaf.dtype)
     found = np.zeros((*leaf.shape, size), dtype=np.uint8)
     times = np.zeros(leaf.shape, dtype=np.int64)

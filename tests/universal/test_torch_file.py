@@ -23,8 +23,10 @@ import torch
 import holdfast
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.universal.pickle_machine import PickleMachine, Record
-from holdfast.universal.torch_file import PLAIN_MAKERS, StoredTensor, read_torch_file
-from holdfast.universal.trees import Collected, leaf_of
+from holdfast.universal.plain_pickles import PLAIN_MAKERS, PLAIN_SETTERS, PLAIN_VALUES
+from holdfast.universal.tensor_leaves import leaf_of
+from holdfast.universal.torch_file import StoredTensor, read_torch_file
+from holdfast.universal.trees import Collected
 from support.source_leaves import assembled, assert_same
 
 
@@ -153,7 +155,7 @@ def test_every_binary_protocol(tmp_path: Path, protocol: int) -> None:
     found = read_torch_file(saved(tmp_path, value, pickle_protocol=protocol))
     assert_same(tensor_of(found["w"]), value["w"])
     assert found["a"] == value["a"]
-    np.testing.assert_array_equal(found["n"].array, value["n"])
+    np.testing.assert_array_equal(found["n"], value["n"])
 
 
 class Custom:
@@ -281,7 +283,9 @@ def test_every_truncation_of_a_pickle(cut: int) -> None:
     data = pickle.dumps({"a": [1, 2.5, "x", (None, True)], "b": collections.OrderedDict(x=1)}, protocol=4)
     if cut < len(data):
         with pytest.raises(CorruptCheckpoint):
-            PickleMachine(data[:-cut], path="f", makers=PLAIN_MAKERS).run()
+            PickleMachine(
+                data[:-cut], path="f", makers=PLAIN_MAKERS, values=PLAIN_VALUES, setters=PLAIN_SETTERS
+            ).run()
 
 
 def test_a_tensor_that_reaches_past_its_storage(tmp_path: Path) -> None:

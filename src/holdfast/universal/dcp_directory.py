@@ -16,8 +16,10 @@ from typing import Any
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.format.geometry import Box, TooTangled, disjoint, whole
 from holdfast.universal.pickle_machine import MAX_PICKLE_NBYTES, PickleMachine, Record
-from holdfast.universal.source import SourceLeaf, Stretch
-from holdfast.universal.torch_file import PLAIN_MAKERS, StoredTensor, read_torch_file, torch_dtype
+from holdfast.universal.plain_pickles import PLAIN_MAKERS, PLAIN_SETTERS, PLAIN_VALUES
+from holdfast.universal.source import SourceLeaf
+from holdfast.universal.tensor_leaves import leaf_of_pieces
+from holdfast.universal.torch_file import StoredTensor, read_torch_file, torch_dtype
 from holdfast.universal.zip_records import OpenFile
 
 METADATA = ".metadata"
@@ -118,7 +120,7 @@ class DcpDirectory:
         if not _is_shape(shape) or not isinstance(properties, Record):
             raise self._corrupt("the description of the tensor is damaged", name)
         assert isinstance(shape, tuple)
-        return self._dtype(name, properties), shape
+        return self._dtype(name, properties), tuple(shape)
 
     def pieces(self, name: str) -> list[Piece]:
         """The pieces of a tensor, which are together all of it, and disjoint."""
@@ -142,10 +144,8 @@ class DcpDirectory:
     def leaf(self, name: str, renamed: str) -> SourceLeaf:
         """A tensor as a leaf."""
         dtype, shape = self.describe(name)
-        stretches: list[Stretch] = []
-        for piece in self.pieces(name):
-            stretches.extend(piece.stored.stretches(piece.box, leaf=name))
-        return SourceLeaf(renamed, dtype, shape, tuple(stretches))
+        pieces = [(piece.box, piece.stored) for piece in self.pieces(name)]
+        return leaf_of_pieces(renamed, dtype, shape, pieces, title=name)
 
     def read_number(self, name: str) -> float:
         """The value of a tensor with one element, such as a learning rate."""
@@ -168,7 +168,14 @@ class DcpDirectory:
             if file.nbytes > MAX_PICKLE_NBYTES:
                 raise UnsupportedSource(f"{self.metadata_path}: {file.nbytes} bytes are above the limit")
             data = file.read(0, file.nbytes)
-        made = PickleMachine(data, path=self.metadata_path, makers=PLAIN_MAKERS, inert=_ALLOWED).run()
+        made = PickleMachine(
+            data,
+            path=self.metadata_path,
+            makers=PLAIN_MAKERS,
+            values=PLAIN_VALUES,
+            setters=PLAIN_SETTERS,
+            inert=_ALLOWED,
+        ).run()
         if not isinstance(made, Record) or made.name not in _ROOTS:
             raise UnsupportedSource(f"{self.metadata_path}: this is not the metadata of DCP")
         return made.attributes

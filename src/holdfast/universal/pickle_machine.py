@@ -2,28 +2,36 @@
 
 A pickle is a program that may call anything Python can import. This machine imports and calls nothing: a
 class or function in a pickle is only a `Name`, and the caller gives a table of what each name makes of its
-arguments. Names of a second list become inert `Record`s. Any other name is an error that says which.
+arguments. Names of a second list become inert `Record`s. Any other name is an error that says which, and
+where in the object it stands as far as that is known.
 
 Owns the opcodes of protocols 2 to 5, and limits: the number of opcodes (and with it of objects, since none
 makes more than one), the numbers of the memo, the length of integers, and what may be a key (hashing nested
 tuples that share their parts could take forever). Objects in pickles may share parts or contain themselves,
-so a caller that walks them needs limits of its own: `trees` has them.
+so a caller that walks them needs limits of its own.
 """
 
 from __future__ import annotations
 
+import datetime
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+
 from holdfast.errors import CorruptCheckpoint, UnsupportedSource
+from holdfast.universal.torch_values import TorchDevice, TorchDtype
 
 MAX_PICKLE_NBYTES = 256 << 20
 MAX_OPCODES = 64_000_000
 _MAX_INTEGER_NBYTES = 1024
 _MAX_KEY_INTEGER = 1 << 60
-_MAX_KEY_LENGTH = 64
+_MAX_KEY_PARTS = 256
+_MAX_KEY_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,46 @@ class Record:
         return state if isinstance(state, dict) else {}
 
 
+class Refused(ValueError):
+    """Raised by makers and setters: this is a proper pickle, of something that cannot be kept exactly."""
+
+
 Maker = Callable[..., Any]
+Setter = Callable[[Any, Any], None]
+
+
+_KEY_TYPES = (
+    *(str, bytes, float, np.number, np.bool_, np.character, np.datetime64, np.timedelta64),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.timezone, PurePath),
+    *(TorchDtype, TorchDevice, Name, Record),
+)
+
+
+def checked_key(key: Any) -> Any:
+    """A key, or a member of a set, whose hash takes bounded time; `Refused` for any other.
+
+    Hashes of nested tuples that share parts do not, nor do dictionaries of many integers with one hash.
+    """
+    _check_key(key, 0, 0)
+    return key
+
+
+def _check_key(key: Any, depth: int, parts: int) -> int:
+    if isinstance(key, (tuple, frozenset)):
+        if depth >= _MAX_KEY_DEPTH:
+            raise Refused("a key that is a deeply nested tuple")
+        for one in key:
+            parts = _check_key(one, depth + 1, parts + 1)
+            if parts > _MAX_KEY_PARTS:
+                raise Refused("a key that is a long or nested tuple")
+    elif isinstance(key, int):
+        if abs(key) > _MAX_KEY_INTEGER:
+            raise Refused("a key that is an integer beyond 2**60")
+    elif isinstance(key, (complex, np.complexfloating)):
+        raise Refused("a key that is a complex number")
+    elif key is not None and not isinstance(key, _KEY_TYPES):
+        raise Refused(f"a key that is {_kind(key)}")
+    return parts
 
 
 class _Mark:
@@ -67,8 +114,9 @@ _MARK = _Mark()
 class PickleMachine:
     """One pickle, from its bytes to objects.
 
-    `makers` maps a name to a function that is called with the arguments that the pickle gives. `inert` names
-    become records. `persistent` answers persistent ids (torch: storages).
+    `makers` maps a name to a function that is called with the arguments that the pickle gives, `values` a
+    name to what it stands for, `setters` the type of an object to a function that gives it a state. `inert`
+    names become records. `persistent` answers persistent ids (torch: storages).
     """
 
     def __init__(
@@ -77,6 +125,8 @@ class PickleMachine:
         *,
         path: str,
         makers: Mapping[str, Maker],
+        values: Mapping[str, object],
+        setters: Mapping[type, Setter],
         inert: Collection[str] = (),
         persistent: Callable[[object], object] | None = None,
     ) -> None:
@@ -84,6 +134,8 @@ class PickleMachine:
         self._data = data
         self._at = 0
         self._makers = makers
+        self._values = values
+        self._setters = setters
         self._inert = inert
         self._persistent = persistent
         self._stack: list[Any] = []
@@ -109,6 +161,8 @@ class PickleMachine:
             return maker(*args)
         except (CorruptCheckpoint, UnsupportedSource):
             raise
+        except Refused as error:
+            raise self._unsupported(str(error)) from error
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
             raise self._corrupt(f"{function.text} has arguments that do not fit: {error}") from error
 
@@ -144,9 +198,43 @@ class PickleMachine:
 
     def _refuse(self, name: str) -> UnsupportedSource:
         return UnsupportedSource(
-            f"{self.path}: the file contains {name[:200]!r}, which is not on the list of known classes. "
-            "Nothing of it was run. Save the file again with tensors and plain values only"
+            f"{self.path}: the file contains {name[:200]!r}{self._place(self._stack)}, which is not on the "
+            "list of known classes. Nothing of it was run. Save the file again with tensors and plain values only"
         )
+
+    def _unsupported(self, what: str, *, of_top: bool = False) -> UnsupportedSource:
+        """`of_top`: it is about the object on top of the stack, not about the one that comes next."""
+        where = self._place(self._stack[:-1] if of_top else self._stack)
+        return UnsupportedSource(
+            f"{self.path}: the file contains {what}{where}, which cannot be kept exactly. "
+            "Save the file again without it"
+        )
+
+    def _place(self, stack: Sequence[Any]) -> str:
+        """Where in the object the machine is: keys and indices of the containers that are being filled."""
+        # A container that is being filled is followed by a mark, or stands at the bottom.
+        keys: list[object] = []
+        container: object = None
+        inside: list[Any] = []
+        marked = True
+        for number, item in enumerate(stack):
+            if item is not _MARK:
+                if number == 0 and _is_container(item):
+                    container, marked = item, False
+                else:
+                    inside.append(item)
+            elif not inside and not marked:
+                marked = True
+            elif inside and _is_container(inside[-1]):
+                keys += _open_key(container, inside[:-1])
+                container, inside, marked = inside[-1], [], True
+            else:  # the mark of a tuple, which may be the arguments of a call or a state
+                is_state = bool(inside) and self._setter(inside[-1]) is not None
+                is_call = bool(inside) and isinstance(inside[-1], Name)
+                keys += _open_key(container, inside[:-1] if is_state else inside)
+                container, inside, marked = None if is_state or is_call else _MARK, [], True
+        keys += _open_key(container, inside)
+        return f" at {'.'.join(map(str, keys))[:200]!r}" if keys else ""
 
     def _unknown(self, code: int) -> CorruptCheckpoint | UnsupportedSource:
         if bytes([code]) in b"FILSTUVXpgidotPm":
@@ -199,18 +287,10 @@ class PickleMachine:
         return value
 
     def _key(self, key: Any) -> Any:
-        """A key whose hash takes bounded time: hashes of nested tuples that share parts do not."""
-        if isinstance(key, tuple):
-            if len(key) > _MAX_KEY_LENGTH or any(isinstance(one, (tuple, frozenset)) for one in key):
-                raise UnsupportedSource(f"{self.path}: a key that is a nested or long tuple")
-            for one in key:
-                self._key(one)
-        elif isinstance(key, int):
-            if abs(key) > _MAX_KEY_INTEGER:
-                raise UnsupportedSource(f"{self.path}: a key that is an integer beyond 2**60")
-        elif key is not None and not isinstance(key, (str, bytes, float, Name, Record)):
-            raise UnsupportedSource(f"{self.path}: a key that is {_kind(key)}")
-        return key
+        try:
+            return checked_key(key)
+        except Refused as error:
+            raise self._unsupported(str(error), of_top=True) from None
 
     # --- opcodes
 
@@ -218,9 +298,12 @@ class PickleMachine:
         text = f"{module}.{name}"
         # Python 2 names of what Python 3 moved; pickles of protocol 2 use them.
         text = _OLD_NAMES.get(text, text)
-        if text not in self._makers and text not in self._inert:
+        if text in self._values:
+            self._stack.append(self._values[text])
+        elif text in self._makers or text in self._inert:
+            self._stack.append(Name(text))
+        else:
             raise self._refuse(text)
-        self._stack.append(Name(text))
 
     def _global(self) -> None:
         module = self._line()
@@ -247,19 +330,23 @@ class PickleMachine:
         target = self._top()
         if isinstance(target, Record):
             target.state = state
-        elif hasattr(target, "set_pickle_state"):
-            try:
-                target.set_pickle_state(state)
-            except (TypeError, ValueError, IndexError) as error:
-                raise self._corrupt(f"the state of {_kind(target)} does not fit: {error}") from error
-        elif not isinstance(
-            target, dict
-        ):  # attributes of a state dict (`_metadata`) say nothing about its arrays
-            raise self._corrupt(f"the pickle sets attributes of {_kind(target)}")
+            return
+        setter = self._setter(target)
+        if setter is None:
+            raise self._unsupported(f"{_kind(target)} with attributes", of_top=True)
+        try:
+            setter(target, state)
+        except Refused as error:
+            raise self._unsupported(str(error), of_top=True) from error
+        except (TypeError, ValueError, IndexError, OverflowError) as error:
+            raise self._corrupt(f"the state of {_kind(target)} does not fit: {error}") from error
+
+    def _setter(self, target: object) -> Setter | None:
+        return next((set_ for kind, set_ in self._setters.items() if isinstance(target, kind)), None)
 
     def _append(self, values: list[Any]) -> None:
         target = self._top()
-        if not isinstance(target, list):
+        if not isinstance(target, (list, deque)):
             raise self._corrupt(f"the pickle appends to {_kind(target)}")
         target.extend(values)
 
@@ -309,7 +396,7 @@ class PickleMachine:
         self._stack.append(self._take(nbytes).decode("utf-8", "surrogatepass"))
 
     def _old_text(self, nbytes: int) -> None:
-        self._stack.append(self._take(nbytes).decode("latin-1"))
+        self._stack.append(self._take(nbytes).decode("utf-8"))  # of Python 2; torch.load decodes it so
 
     def _bytes(self, nbytes: int) -> None:
         self._stack.append(self._take(nbytes))
@@ -351,6 +438,22 @@ def _kind(value: object) -> str:
     if isinstance(value, (Record, Name)):
         return f"a {(value.name if isinstance(value, Record) else value.text)!r}"
     return f"a {type(value).__name__}"
+
+
+def _is_container(item: object) -> bool:
+    return isinstance(item, (list, deque, dict, Record))
+
+
+def _open_key(container: object, inside: list[Any]) -> list[object]:
+    """The key or index of a container's entry that is being read, as far as it has one."""
+    if isinstance(container, (dict, Record)):
+        # Keys and values take turns. What stands at the place of a value and is called is not yet one.
+        called = next((i for i, item in enumerate(inside) if i % 2 and isinstance(item, Name)), len(inside))
+        return [inside[called - 1]] if called % 2 and isinstance(inside[called - 1], (str, int)) else []
+    if container is _MARK or isinstance(container, (list, deque)):
+        called = next((i for i, item in enumerate(inside) if isinstance(item, Name)), len(inside))
+        return [called if container is _MARK else len(container) + called]  # type: ignore[arg-type]
+    return []
 
 
 _OLD_NAMES = {

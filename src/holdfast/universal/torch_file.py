@@ -7,21 +7,27 @@ lie in the file, not the elements. The file is a zip archive (`zip_records`) wit
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import math
 import os
-import pathlib
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.format import dtypes
 from holdfast.format.geometry import Box
-from holdfast.universal.numpy_pickles import NUMPY_MAKERS
-from holdfast.universal.pickle_machine import MAX_PICKLE_NBYTES, Maker, Name, PickleMachine
+from holdfast.universal.pickle_machine import MAX_PICKLE_NBYTES, Name, PickleMachine, Refused
+from holdfast.universal.plain_pickles import (
+    PLAIN_MAKERS,
+    PLAIN_SETTERS,
+    PLAIN_VALUES,
+    TORCH_DTYPES,
+    not_called,
+)
 from holdfast.universal.source import Stretch
+from holdfast.universal.torch_values import TorchDtype
 from holdfast.universal.zip_records import LOCAL_MAGIC, OpenFile, ZipRecords
 
 MAX_RUNS = 4096
@@ -30,30 +36,6 @@ _MAX_DIMENSIONS = 64
 _MAX_INT = 2**63 - 1
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
-DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "bool": "BOOL",
-    "complex32": "C32",
-    "complex64": "C64",
-    "complex128": "C128",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float4_e2m1fn_x2": "F4_E2M1_X2",
-}
 STORAGES = {
     "torch.DoubleStorage": "F64",
     "torch.FloatStorage": "F32",
@@ -69,14 +51,20 @@ STORAGES = {
     "torch.ComplexDoubleStorage": "C128",
 }
 _UNTYPED = frozenset({"torch.storage.UntypedStorage", "torch.UntypedStorage"})
-_TENSOR_TYPES = frozenset(
-    {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
-)
+_TENSOR_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor"})
+_REBUILD = "torch._utils._rebuild_tensor"
+_COMPLEX = frozenset({"C32", "C64", "C128"})
+_SIGNED = _COMPLEX | {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file. Element (i, j) lies ``i * strides[0] + j * strides[1]`` elements after `offset`."""
+    """A tensor of a file. Element (i, j) lies ``i * strides[0] + j * strides[1]`` elements after `offset`.
+
+    What lies there is the conjugate of the tensor if `conj` is set, and its negative if `neg` is: such a
+    tensor is a computed leaf (`tensor_leaves`). If `is_parameter` is set, `torch.load` gives a
+    `torch.nn.Parameter`. `attributes` are those that Python code has given to the tensor.
+    """
 
     file: str
     offset: int
@@ -84,6 +72,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     storage_nbytes: int
+    conj: bool = False
+    neg: bool = False
+    is_parameter: bool = field(default=False, compare=False)
+    requires_grad: bool = field(default=False, compare=False)
+    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def itemsize(self) -> int:
@@ -96,9 +89,11 @@ class StoredTensor:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements follow each other in C order."""
+        """Whether the elements follow each other in C order, as they are."""
         if not self.count:
             return True
+        if self.conj or self.neg:
+            return False
         expected = 1
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if n != 1 and stride != expected:
@@ -114,6 +109,12 @@ class StoredTensor:
             raise ValueError(f"a tensor of shape {self.shape} is not the box {box}")
         if not self.count:
             return ()
+        if self.conj or self.neg:
+            what = f"tensor {leaf!r}" if leaf else "a tensor"
+            raise UnsupportedSource(
+                f"{self.file}: {what} is a conjugated or negative view. "
+                "Save it again with .resolve_conj().resolve_neg()"
+            )
         if self.contiguous:
             return (Stretch(self.file, self.offset, box),)
         # The trailing dimensions that follow each other make a run; one run for each index of the others.
@@ -205,32 +206,42 @@ class _TorchArchive:
         if order in self._records and self._records.read(order, 16) != b"little":
             raise UnsupportedSource(f"{self._path}: the file was written on a big-endian machine")
         self._storages: dict[str, _Storage] = {}
+        self._unused: list[str] = []  # a pickle refers to a storage right before the tensor of it is made
         self._machine = PickleMachine(
             self._records.read(pickles[0], MAX_PICKLE_NBYTES),
             path=self._path,
             makers={
                 **PLAIN_MAKERS,
-                "torch._utils._rebuild_tensor": self._tensor_v2,
-                "torch._utils._rebuild_tensor_v2": self._tensor_v2,
-                "torch._utils._rebuild_tensor_v3": self._tensor_v3,
+                **{name: not_called(name) for name in (*STORAGES, *_UNTYPED, *_TENSOR_TYPES)},
+                _REBUILD: self._tensor_v1,
+                f"{_REBUILD}_v2": self._tensor_v2,
+                f"{_REBUILD}_v3": self._tensor_v3,
                 "torch._utils._rebuild_parameter": self._parameter,
-                "torch._utils._rebuild_parameter_with_state": self._parameter,
+                "torch._utils._rebuild_parameter_with_state": self._parameter_with_state,
                 "torch._tensor._rebuild_from_type_v2": self._typed,
             },
+            values=PLAIN_VALUES,
+            setters=PLAIN_SETTERS,
             inert=allowed,
             persistent=self._storage,
         )
 
     def read(self) -> Any:
-        return self._machine.run()
+        found = self._machine.run()
+        if self._unused:
+            raise UnsupportedSource(
+                f"{self._path}: the file contains a {self._unused[-1]!r} itself, "
+                "which cannot be kept exactly. Save a tensor of it instead"
+            )
+        return found
 
     def _corrupt(self, reason: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(reason, path=self._path)
 
     def _storage(self, key: object) -> _Storage:
-        if not isinstance(key, tuple) or len(key) < 5 or key[0] != "storage":
+        if not isinstance(key, tuple) or len(key) != 5 or key[0] != "storage":
             raise self._corrupt("the pickle refers to something that is not a storage")
-        _, kind, name, _, count = key[:5]
+        _, kind, name, _, count = key
         if not isinstance(kind, Name) or not isinstance(name, str) or type(count) is not int or count < 0:
             raise self._corrupt("the pickle refers to a storage in a way torch does not")
         dtype = STORAGES.get(kind.text)
@@ -243,13 +254,24 @@ class _TorchArchive:
         size = 1 if dtype is None else dtypes.itemsize(dtype)
         if count * size > known.nbytes:
             raise self._corrupt(f"storage {name!r} has {known.nbytes} bytes, but {count * size} are needed")
+        self._unused.append(kind.text)
         return _Storage(known.offset, known.nbytes, dtype)
 
     def _tensor(
-        self, storage: object, first: object, shape: object, strides: object, dtype: str | None
+        self,
+        storage: object,
+        first: object,
+        shape: object,
+        strides: object,
+        dtype: str | None,
+        requires_grad: object = False,
+        hooks: object = None,
+        bits: object = None,
     ) -> StoredTensor:
         if not isinstance(storage, _Storage):
             raise self._corrupt("a tensor without a storage")
+        if self._unused:
+            self._unused.pop()
         dtype = dtype or storage.dtype
         if dtype is None:
             raise self._corrupt("a tensor without an element type")
@@ -267,12 +289,47 @@ class _TorchArchive:
                 raise self._corrupt(
                     f"a tensor of shape {shape} reaches past its storage of {storage.nbytes} bytes"
                 )
-        return StoredTensor(self._path, storage.offset + first * size, dtype, shape, strides, storage.nbytes)
+        if type(requires_grad) is not bool:
+            raise self._corrupt("a tensor that does not say whether it needs gradients")
+        _require_no_hooks(hooks)
+        bits = {} if bits is None else bits
+        if type(bits) is not dict or not all(type(bit) is bool for bit in bits.values()):
+            raise self._corrupt("a tensor with properties of an unknown form")
+        conj, neg = bits.get("conj", False), bits.get("neg", False)
+        if (
+            not bits.keys() <= {"conj", "neg"}
+            or (conj and dtype not in _COMPLEX)
+            or (neg and dtype not in _SIGNED)
+        ):
+            raise Refused(f"a tensor of type {dtype} with unknown properties")
+        return StoredTensor(
+            self._path,
+            storage.offset + first * size,
+            dtype,
+            shape,
+            strides,
+            storage.nbytes,
+            conj=conj,
+            neg=neg,
+            requires_grad=requires_grad,
+        )
+
+    # These take exactly the arguments that torch writes: what an unknown one means is not known either.
+
+    def _tensor_v1(self, storage: object, first: object, shape: object, strides: object) -> StoredTensor:
+        return self._tensor(storage, first, shape, strides, None)
 
     def _tensor_v2(
-        self, storage: object, first: object, shape: object, strides: object, *_: object
+        self,
+        storage: object,
+        first: object,
+        shape: object,
+        strides: object,
+        requires_grad: object,
+        hooks: object,
+        bits: object = None,
     ) -> StoredTensor:
-        return self._tensor(storage, first, shape, strides, None)
+        return self._tensor(storage, first, shape, strides, None, requires_grad, hooks, bits)
 
     def _tensor_v3(
         self,
@@ -283,212 +340,47 @@ class _TorchArchive:
         requires_grad: object,
         hooks: object,
         dtype: object,
-        *_: object,
+        bits: object = None,
     ) -> StoredTensor:
-        return self._tensor(storage, first, shape, strides, _dtype_of(dtype))
+        kind = torch_dtype(dtype)
+        return self._tensor(storage, first, shape, strides, kind, requires_grad, hooks, bits)
 
-    def _parameter(self, data: object, *_: object) -> StoredTensor:
-        if not isinstance(data, StoredTensor):
+    def _parameter(self, data: object, requires_grad: object, hooks: object) -> StoredTensor:
+        if not isinstance(data, StoredTensor) or type(requires_grad) is not bool:
             raise self._corrupt("a parameter without a tensor")
-        return data
+        _require_no_hooks(hooks)
+        return replace(data, is_parameter=True, requires_grad=requires_grad)
 
-    def _typed(self, function: object, kind: object, args: object, state: object) -> Any:
+    def _parameter_with_state(
+        self, data: object, requires_grad: object, hooks: object, state: object
+    ) -> StoredTensor:
+        return _with_attributes(self._parameter(data, requires_grad, hooks), state)
+
+    def _typed(self, function: object, kind: object, args: object, state: object) -> StoredTensor:
         if not isinstance(kind, Name) or kind.text not in _TENSOR_TYPES:
             name = kind.text if isinstance(kind, Name) else type(kind).__name__
-            raise UnsupportedSource(f"{self._path}: tensors of type {name!r} are not known")
-        return self._machine.call(function, args)
+            raise Refused(f"a tensor of type {name!r}")
+        if not isinstance(function, Name) or not function.text.startswith(_REBUILD):
+            raise self._corrupt("a tensor that is made by something else")
+        made = self._machine.call(function, args)
+        return _with_attributes(made, state)
 
 
-def _dtype_of(value: object) -> str:
-    if isinstance(value, Name) and value.text.startswith("torch."):
-        found = DTYPES.get(value.text.removeprefix("torch."))
-        if found is not None:
-            return found
-    raise ValueError(f"not an element type: {value!r}")
+def _require_no_hooks(hooks: object) -> None:
+    if hooks is not None and not (type(hooks) is OrderedDict and not hooks):
+        raise Refused("a tensor with hooks")
 
 
-torch_dtype = _dtype_of
-"""The name of an element type that a pickle mentions. `ValueError` if it is none."""
+def _with_attributes(tensor: StoredTensor, state: object) -> StoredTensor:
+    if state is None:
+        return tensor
+    if type(state) is not dict or not all(type(name) is str for name in state):
+        raise Refused("a tensor with slots of its own")
+    return replace(tensor, attributes=state)
 
 
-# --- what names without tensors make
-
-
-def _ordered(items: Any = ()) -> dict[Any, Any]:
-    """Dictionaries keep their order; the pairs of old pickles are lists."""
-    if not isinstance(items, (list, tuple)):
-        raise TypeError("an OrderedDict of something that is not pairs")
-    made: dict[Any, Any] = {}
-    for key, value in items:
-        if not isinstance(key, (str, int)):
-            raise TypeError("an OrderedDict with a key that is not text")
-        made[key] = value
-    return made
-
-
-def _default(_: object = None, *rest: Any) -> dict[Any, Any]:
-    return _counter(*rest)
-
-
-def _counter(items: Any = None) -> dict[Any, Any]:
-    if items is None:
-        return {}
-    if not isinstance(items, dict):
-        raise TypeError("a dictionary of something that is not one")
-    return dict(items)
-
-
-def _size(items: Any = ()) -> tuple[Any, ...]:
-    return tuple(_sequence(items))
-
-
-def _sequence(items: Any = ()) -> list[Any]:
-    if not isinstance(items, (list, tuple)):
-        raise TypeError("a sequence of something that is not one")
-    return list(items)
-
-
-def _set(items: Any = ()) -> set[Any]:
-    made = _sequence(items)
-    if any(isinstance(one, (tuple, frozenset)) for one in made):
-        raise TypeError("a set of something that is not text or numbers")
-    return set(made)
-
-
-def _frozen(items: Any = ()) -> frozenset[Any]:
-    return frozenset(_set(items))
-
-
-def _deque(items: Any = (), maxlen: object = None) -> list[Any]:
-    return _sequence(items)
-
-
-def _device(kind: str, index: int | None = None) -> str:
-    if not isinstance(kind, str):
-        raise TypeError("a device that is not text")
-    return kind if index is None else f"{kind}:{int(index)}"
-
-
-def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """How protocol 2 writes bytes."""
-    if encoding not in ("latin1", "latin-1") or not isinstance(text, str):
-        raise ValueError("bytes in an encoding that pickle does not use")
-    return text.encode("latin-1")
-
-
-def _bytes(*args: Any) -> bytes:
-    if not args:
-        return b""
-    if len(args) == 1 and isinstance(args[0], bytes):
-        return args[0]
-    raise TypeError("bytes of something else")
-
-
-def _bytearray(*args: Any) -> bytearray:
-    if len(args) == 2 and isinstance(args[0], str):
-        return bytearray(_encode(args[0], args[1]))
-    return bytearray(_bytes(*args))
-
-
-def _complex(real: float, imag: float) -> complex:
-    return complex(float(real), float(imag))
-
-
-def _path(*parts: Any) -> str:
-    if not all(isinstance(part, str) for part in parts):
-        raise TypeError("a path that is not text")
-    return str(pathlib.PurePosixPath(*parts))
-
-
-def _windows_path(*parts: Any) -> str:
-    if not all(isinstance(part, str) for part in parts):
-        raise TypeError("a path that is not text")
-    return str(pathlib.PureWindowsPath(*parts))
-
-
-class Namespace(dict[str, Any]):
-    """`argparse.Namespace`: its attributes, as a dictionary."""
-
-    def set_pickle_state(self, state: object) -> None:
-        if not isinstance(state, dict):
-            raise TypeError("a Namespace without attributes")
-        self.update(state)
-
-
-def _datetime(*args: Any) -> datetime.datetime:
-    _check_time_args(args)
-    return datetime.datetime(*args)
-
-
-def _date(*args: Any) -> datetime.date:
-    _check_time_args(args)
-    return datetime.date(*args)
-
-
-def _time(*args: Any) -> datetime.time:
-    _check_time_args(args)
-    return datetime.time(*args)
-
-
-def _timedelta(*args: Any) -> datetime.timedelta:
-    _check_time_args(args)
-    return datetime.timedelta(*args)
-
-
-def _timezone(*args: Any) -> datetime.timezone:
-    _check_time_args(args)
-    return datetime.timezone(*args)
-
-
-def _check_time_args(args: tuple[Any, ...]) -> None:
-    kinds = (int, bytes, str, datetime.timedelta, datetime.timezone)
-    if not all(isinstance(one, kinds) for one in args):
-        raise TypeError("a time of something that is not numbers")
-
-
-def _not_called(name: str) -> Maker:
-    def refuse(*args: object) -> object:
-        raise TypeError(f"{name} is not made by calling it")
-
-    return refuse
-
-
-def _layout(name: str) -> str:
-    return str(name)
-
-
-PLAIN_MAKERS: Mapping[str, Maker] = {
-    **{name: _not_called(name) for name in (*STORAGES, *_UNTYPED, *_TENSOR_TYPES)},
-    **{f"torch.{name}": _not_called(f"torch.{name}") for name in DTYPES},
-    **{f"builtins.{kind.__name__}": _not_called(kind.__name__) for kind in (int, float, bool, str, object)},
-    **NUMPY_MAKERS,
-    "builtins.set": _set,
-    "builtins.frozenset": _frozen,
-    "builtins.list": _sequence,
-    "builtins.dict": _counter,
-    "builtins.bytes": _bytes,
-    "builtins.bytearray": _bytearray,
-    "builtins.complex": _complex,
-    "_codecs.encode": _encode,
-    "collections.OrderedDict": _ordered,
-    "collections.defaultdict": _default,
-    "collections.Counter": _counter,
-    "collections.deque": _deque,
-    "argparse.Namespace": Namespace,
-    "pathlib.PosixPath": _path,
-    "pathlib.PurePosixPath": _path,
-    "pathlib.Path": _path,
-    "pathlib._local.PosixPath": _path,
-    "pathlib.WindowsPath": _windows_path,
-    "pathlib.PureWindowsPath": _windows_path,
-    "pathlib._local.WindowsPath": _windows_path,
-    "datetime.datetime": _datetime,
-    "datetime.date": _date,
-    "datetime.time": _time,
-    "datetime.timedelta": _timedelta,
-    "datetime.timezone": _timezone,
-    "torch.Size": _size,
-    "torch.device": _device,
-    "torch.serialization._get_layout": _layout,
-}
-"""What names that have nothing to do with storages make of their arguments."""
+def torch_dtype(value: object) -> str:
+    """The name of an element type that a pickle mentions. `ValueError` if it is none."""
+    if not isinstance(value, TorchDtype):
+        raise ValueError(f"not an element type: {value!r}")
+    return TORCH_DTYPES[value.name]

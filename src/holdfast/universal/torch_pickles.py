@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.dtypes import itemsize
-from holdfast.universal.torch_file import DTYPES, STORAGES
+from holdfast.universal.plain_pickles import TORCH_DTYPES
+from holdfast.universal.torch_file import STORAGES
 
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
-_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+_NAME_OF = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 

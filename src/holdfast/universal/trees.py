@@ -6,16 +6,21 @@ parts or contain themselves, so walking them is limited in depth and number.
 
 from __future__ import annotations
 
+import argparse
 import datetime
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from holdfast.errors import UnsupportedSource
-from holdfast.universal.numpy_pickles import NumpyArray
 from holdfast.universal.pickle_machine import Name, Record
 from holdfast.universal.source import SourceLeaf
+from holdfast.universal.tensor_leaves import leaf_of
 from holdfast.universal.torch_file import StoredTensor
+from holdfast.universal.torch_values import TorchDevice, TorchDtype
 
 MAX_DEPTH = 100
 MAX_NODES = 4_000_000
@@ -100,6 +105,16 @@ class Collected:
         self._count(depth)
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
             return value
+        if isinstance(value, deque):
+            return self._plain(list(value), depth)
+        if isinstance(value, argparse.Namespace):
+            return self._plain(vars(value), depth)
+        if isinstance(value, (np.ndarray, np.generic)):
+            return value
+        if isinstance(value, TorchDtype):
+            return f"torch.{value.name}"
+        if isinstance(value, TorchDevice):
+            return value.text
         if isinstance(value, (list, tuple)):
             made = [self._plain(one, depth + 1) for one in value]
             return made if isinstance(value, list) else tuple(made)
@@ -115,8 +130,6 @@ class Collected:
             return self._plain(value.args[0] if len(value.args) == 1 else value.args, depth + 1)
         if isinstance(value, Name):
             return value.text
-        if isinstance(value, NumpyArray):
-            return value.array
         if isinstance(value, bytearray):
             return bytes(value)
         if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
@@ -132,11 +145,6 @@ class Collected:
         if isinstance(key, Name):
             return key.text
         return str(key) if isinstance(key, Record) else key
-
-
-def leaf_of(name: str, tensor: StoredTensor) -> SourceLeaf:
-    """A tensor that is all of a leaf."""
-    return SourceLeaf(name, tensor.dtype, tensor.shape, tensor.stretches(leaf=name))
 
 
 def step_of(values: Mapping[str, object], names: Iterable[str]) -> int:

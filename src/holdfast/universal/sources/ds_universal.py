@@ -26,8 +26,9 @@ from holdfast.universal.presets import deepspeed_rules
 from holdfast.universal.rules import Rule, replicated, rule
 from holdfast.universal.source import Source, SourceLeaf, Stretch, flat_stretches
 from holdfast.universal.sources.deepspeed import CLASSES, OWN_KEYS
+from holdfast.universal.tensor_leaves import leaf_of
 from holdfast.universal.torch_file import StoredTensor, read_torch_file
-from holdfast.universal.trees import Collected, leaf_of
+from holdfast.universal.trees import Collected
 
 KIND = "ds-universal"
 WANTED = "zero/optimizer_state.pt, or latest_universal"

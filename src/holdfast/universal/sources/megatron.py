@@ -8,6 +8,7 @@ by a spec; without one, by the preset ``megatron-gpt`` with the arguments that t
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Mapping
@@ -114,8 +115,7 @@ class _Checkpoint:
 
     @property
     def args(self) -> Mapping[str, Any]:
-        found = self.ranks[0, 0].content.get("args")
-        return found if isinstance(found, Mapping) else {}
+        return _args_of(self.ranks[0, 0])
 
     def preset(self) -> Spec:
         args = self.args
@@ -218,9 +218,15 @@ def _common_step(ranks: Mapping[tuple[int, int], _Rank]) -> int:
     return first if isinstance(first, int) else 0
 
 
+def _args_of(rank: _Rank) -> Mapping[str, Any]:
+    """The arguments of Megatron's command line."""
+    found = rank.content.get("args")
+    return vars(found) if isinstance(found, argparse.Namespace) else {}
+
+
 def _require_degrees(rank: _Rank, tp: int, pp: int) -> None:
-    args = rank.content.get("args")
-    experts = args.get("expert_model_parallel_size") if isinstance(args, Mapping) else None
+    args = _args_of(rank)
+    experts = args.get("expert_model_parallel_size")
     if isinstance(experts, int) and experts > 1:
         # Without pipeline parallelism, directories of expert-parallel ranks look like those of stages.
         raise UnsupportedSource(
@@ -228,7 +234,7 @@ def _require_degrees(rank: _Rank, tp: int, pp: int) -> None:
             "Megatron can save them with --ckpt-format torch_dist"
         )
     for name, found in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
-        said = args.get(name) if isinstance(args, Mapping) else None
+        said = args.get(name)
         if isinstance(said, int) and said != found:
             raise IncompleteCheckpoint(
                 f"{name} is {said}, but there are directories for {found}", path=rank.file

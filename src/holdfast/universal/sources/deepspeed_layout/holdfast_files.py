@@ -6,6 +6,7 @@ when it is opened: all bytes of it are read once more than those of other files.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 from typing import Any
@@ -16,7 +17,7 @@ from holdfast.state import unflatten
 from holdfast.store import verify
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.universal.pickle_machine import Record
-from holdfast.universal.torch_file import Namespace, StoredTensor
+from holdfast.universal.torch_file import StoredTensor
 
 
 def read_holdfast_file(path: str) -> Any:
@@ -48,7 +49,5 @@ def _plain_size(value: Any) -> Any:
 def _record(name: str, state: Any) -> Any:
     """What `read_torch_file` makes of such an object."""
     if name == NAMESPACE:
-        made = Namespace()
-        made.update(state)
-        return made
+        return argparse.Namespace(**state)
     return Record(name, (state,)) if name == STAGE else Record(name, (), state)

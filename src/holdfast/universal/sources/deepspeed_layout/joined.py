@@ -14,8 +14,9 @@ from holdfast.universal.sources.deepspeed_layout.optimizer_files import Held, St
 from holdfast.universal.sources.deepspeed_layout.unsharded import read_unsharded
 from holdfast.universal.sources.deepspeed_layout.weights import read_weights
 from holdfast.universal.spec import Assigned, Spec
+from holdfast.universal.tensor_leaves import leaf_of
 from holdfast.universal.torch_file import StoredTensor
-from holdfast.universal.trees import Collected, leaf_of
+from holdfast.universal.trees import Collected
 from holdfast.universal.union import union
 
 KIND = "deepspeed"

@@ -128,7 +128,7 @@ def param_shapes(folder: Folder, mp: int) -> list[dict[str, Shape]]:
         for name, shape in group.items():
             if not isinstance(name, str) or not is_shape(shape):
                 raise CorruptCheckpoint("the shape of a parameter is damaged", path=path, leaf=str(name))
-    return shapes
+    return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
 
 
 def is_shape(value: object) -> bool:

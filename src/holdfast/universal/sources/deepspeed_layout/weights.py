@@ -124,7 +124,7 @@ def _frozen(folder: Folder, mp: int) -> dict[str, Held]:
             dtype = piece.dtype
             if start < stop:
                 extents.append(Extent(piece.file, piece.offset, start, stop))
-        found[name] = Held(dtype, LocalTensor(shape, tuple(extents)))
+        found[name] = Held(dtype, LocalTensor(tuple(shape), tuple(extents)))
     return found
 
 
