@@ -16,6 +16,7 @@ from holdfast.errors import StateMismatch
 from holdfast.format.geometry import Box
 from holdfast.state import sharded
 from holdfast.state.boxed import BoxedArray
+from holdfast.state.filled_memory import FilledMemory
 from holdfast.state.leaves import Sharding
 from holdfast.state.node import corrupt, shorten
 from holdfast.state.overlaps import Host, clash
@@ -113,6 +114,7 @@ class MemoryPlan:
         self._all: list[FilledArray] = []
         self._by_memory: dict[tuple[Any, ...], str] = {}
         self._fresh: dict[str, None] = {}
+        self.filled = FilledMemory()
         self._later: list[_Later] = []
 
     def want(self, leaf: str) -> None:
@@ -133,6 +135,7 @@ class MemoryPlan:
             self.want(leaf)
             if replaceable(target):
                 return lambda lookup: lookup(leaf)
+            self.filled.add(target)
             return FilledArray(target, target, name, leaf, None, direct=False)
         memory = memory_key(where)
         if memory is not None:
@@ -142,6 +145,7 @@ class MemoryPlan:
                     raise TiedElsewhere(tied)
                 return lambda lookup: target  # the other leaf has the same bytes, and is read to there
         self.used = True
+        self.filled.add(target)
         filled = FilledArray(target, array, name, leaf, sharding, direct=True)
         self._all.append(filled)
         first = self._first.setdefault(leaf, filled)

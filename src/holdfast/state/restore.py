@@ -24,7 +24,7 @@ from holdfast.state.flatten import key_node
 from holdfast.state.leaf_table import component
 from holdfast.state.leaves import Sharding
 from holdfast.state.marks import Mark
-from holdfast.state.mismatch import LeafMeta
+from holdfast.state.mismatch import LeafMeta, Mismatch
 from holdfast.state.node import (
     MAX_DEPTH,
     Node,
@@ -103,6 +103,7 @@ class Restore:
         )
         self._context = context
         self._plan = _plan(context, into, localized(tree, local), "", 0)
+        context.settle()
         memory_plan = context.memory_plan
         memory_plan.settle_overlaps()
         self.state = into
@@ -113,11 +114,15 @@ class Restore:
         self.kept: tuple[str, ...] = tuple(context.kept)
         self.left_out: tuple[str, ...] = tuple(context.left_out)
         self.elsewhere: tuple[str, ...] = tuple(context.elsewhere)
-        self.mismatch = context.mismatch()
         self.fills: bool = memory_plan.used
         """Whether any leaf of the checkpoint has a place in the target."""
         self.lacks: bool = context.lacks or (only is not None and bool(self.mismatch))
         """Whether a leaf that the target, or `only`, asks for cannot be restored."""
+
+    @property
+    def mismatch(self) -> Mismatch:
+        """Where checkpoint and target do not fit. `finish` may find more, where modules decide."""
+        return self._context.mismatch()
 
     def finish(self, arrays: Mapping[str, object]) -> object:
         """Put everything that is not an array in place back, and return the restored state.
@@ -158,7 +163,7 @@ def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: i
     if torch_objects.is_stateful(target) and not context.takes_all(node, place):
         return context.wrong(place, "has only some of its leaves selected", target, "takes all or none")
     if torch_objects.is_optimizer(target):
-        return plan_optimizer(context, target, node, place)
+        return context.after_all(lambda: plan_optimizer(context, target, node, place))
     if torch_objects.is_stateful(target):
         return context.plan_stateful(target, node, place)
     return _plan_other(context, target, node, place)

@@ -7,15 +7,18 @@ those objects; all three work on one `RestoreContext`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from holdfast.state import jax_arrays, sharded, torch_objects
 from holdfast.state.boxed import BoxedArray
 from holdfast.state.destinations import Lookup, MemoryPlan, Plan, TiedElsewhere, never_alike
 from holdfast.state.flatten import names_in
+from holdfast.state.leaf_table import component
+from holdfast.state.marks import Mark
 from holdfast.state.mismatch import LeafMeta, Mismatch, differing_beginnings
 from holdfast.state.node import (
+    MAX_DEPTH,
     NAMELESS,
     Node,
     blob_names,
@@ -27,7 +30,7 @@ from holdfast.state.node import (
     shorten,
 )
 from holdfast.state.select import Selection, prune
-from holdfast.state.targets import array_type, assign, describe, is_array, load_state
+from holdfast.state.targets import MAPPINGS, SEQUENCES, array_type, assign, describe, is_array, load_state
 from holdfast.state.unflatten import decode, is_blob
 
 Renaming = Callable[[str], str]
@@ -64,13 +67,19 @@ class RestoreContext:
         self.left_out: list[str] = []
         self.elsewhere: dict[str, None] = {}
         self.load_last: list[Callable[[], None]] = []
+        self.misfits: set[str] = set()
+        """Places of parameters that have another type in the checkpoint, and stay as they are."""
+        self.resized: set[str] = set()
+        """Places of parameters whose shape their module decides while it loads."""
         self._leaves = leaves
         self._aliases = aliases
         self._alike = alike
         self._rename = rename
         self._prefixes: tuple[str, str] | None = None
         self._own_places = frozenset(own_places)
-        self._shared = shared
+        self.shared = shared
+        self._last: list[Callable[[], None]] = []
+        self._absent: list[tuple[str, object, bool]] = []
         self._missing: list[str] = []
         self._extra: list[str] = []
         self._wrong: list[str] = []
@@ -96,18 +105,57 @@ class RestoreContext:
         )
 
     def missing(self, place: str, target: object, *, arrays: bool = False) -> Plan:
-        """`arrays`: the checkpoint should have some there, though the target has none yet."""
+        """`arrays`: the checkpoint should have some there, though the target has none yet.
+
+        It is no mismatch if all is memory that another leaf fills: tied weights that are stored once.
+        """
         if self.only is None or self.only.covers(place):
-            names = names_in(target, place, self.state)
+            self._absent.append((place, target, arrays))
+        return lambda lookup: target
+
+    def after_all(self, make: Callable[[], Plan]) -> Plan:
+        """The plan of what can be planned only when all else is, such as optimizers of parameters."""
+        made: list[Plan] = []
+        self._last.append(lambda: made.append(make()))
+        return lambda lookup: made[0](lookup)
+
+    def settle(self) -> None:
+        """To be called when all has been walked: plans what waited for that, and finds what is missing."""
+        for make in self._last:
+            make()
+        for place, target, arrays in self._absent:
+            filled = set(self._filled_names(place, target, 0))
+            names = [name for name in names_in(target, place, self.state) if name not in filled]
+            if filled and not names:
+                continue
             self._missing.extend(names)
             arrays |= is_array(target) or jax_arrays.is_array(target)
             self.lacks |= arrays or names != [place or NAMELESS]
-        return lambda lookup: target
+
+    def _filled_names(self, place: str, target: Any, depth: int) -> Iterator[str]:
+        """The names of arrays in a part of the target whose memory is filled by other leaves."""
+        if depth > MAX_DEPTH:
+            return
+        prefix = f"{place}." if place else ""
+        if is_array(target):
+            if self.memory_plan.filled.covers(target):
+                yield place or NAMELESS
+        elif isinstance(target, Mark):
+            yield from self._filled_names(place, target.value, depth + 1)
+        elif type(target) in SEQUENCES:
+            for index, item in enumerate(target):
+                yield from self._filled_names(f"{prefix}{index}", item, depth + 1)
+        elif type(target) in MAPPINGS or torch_objects.is_module(target):
+            items = target
+            if torch_objects.is_module(target):
+                items = torch_objects.module_state(torch_objects.plain_module(target))
+            for key, item in items.items():
+                yield from self._filled_names(prefix + component(key), item, depth + 1)
 
     def extra(self, place: str, node: Node) -> None:
         if self.only is None and (place in self._own_places or per_rank_of(node) is not None):
             self.left_out.append(place)
-        elif self._shared:
+        elif self.shared:
             self.others(node)
         elif self.only is None:
             self._extra.extend(list(leaf_names(node)) or [place or NAMELESS])
@@ -158,6 +206,14 @@ class RestoreContext:
 
     # --- what is selected
 
+    def refused(
+        self, *, missing: Iterable[str] = (), extra: Iterable[str] = (), wrong: Iterable[str] = ()
+    ) -> None:
+        """What a module that decides by itself did not take after all."""
+        self._missing.extend(missing)
+        self._extra.extend(extra)
+        self._wrong.extend(wrong)
+
     def leaves_out(self, node: Node, place: str) -> bool:
         """Whether nothing of this node is to be restored."""
         if self.only is None or self.only.reaches(place):
@@ -186,6 +242,11 @@ class RestoreContext:
         if found is None:
             corrupt(f"it refers to leaf {shorten(name)!r}, which the checkpoint does not hold")
         return found
+
+    def fits(self, target: Any, name: str, place: str) -> bool:
+        """Whether an array of the target is of the type and shape of a leaf."""
+        meta = self.meta(name)
+        return (meta.dtype, tuple(meta.shape)) == array_type(target, place, self.shardings)
 
     # --- plans
 
@@ -224,10 +285,9 @@ class RestoreContext:
 
     def plan_leaf(self, target: Any, name: str, place: str) -> Plan:
         """Read a leaf into an array of the target, in place where its memory allows."""
-        meta = self.meta(name)
-        dtype, shape = array_type(target, place, self.shardings)
-        if (meta.dtype, tuple(meta.shape)) != (dtype, shape):
-            return self.wrong(name, str(meta), target, describe(dtype, shape))
+        if not self.fits(target, name, place):
+            wanted = describe(*array_type(target, place, self.shardings))
+            return self.wrong(name, str(self.meta(name)), target, wanted)
         if isinstance(target, BoxedArray):
             return self.memory_plan.plan_boxes(target, name)
         try:

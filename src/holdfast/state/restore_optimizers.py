@@ -102,6 +102,8 @@ def plan_optimizer(context: RestoreContext, optimizer: Any, node: Node, place: s
     fsdp = view.fsdp1
     parameters = _parameter_of_index(view.optimizer, current) if fsdp is None else fsdp1.module_state(fsdp)
     states: dict[Any, dict[Any, Plan] | Plan] = {}
+    # What the checkpoint does not know stays as it is; what it knows as never stepped becomes so.
+    keeps = {index for index, name in index_names.items() if name not in saved_key}
     for index, name in index_names.items():
         item = saved.state.get(saved_key.get(name))
         if name not in saved_key or item is None:
@@ -110,17 +112,14 @@ def plan_optimizer(context: RestoreContext, optimizer: Any, node: Node, place: s
         own = current["state"].get(index)
         if entries is None:
             states[index] = context.plan_new(item)
+        elif _of_another_parameter(context, view, own, entries, parameters[index], f"{prefix}{name}"):
+            keeps.add(index)
         else:
             states[index] = {
                 key: _plan_entry(context, own, key, entry, parameters[index], f"{prefix}{name}.{key}")
                 for key, entry in entries.items()
             }
-    # What the checkpoint does not know stays as it is; what it knows as never stepped becomes so.
-    kept = {
-        index: current["state"][index]
-        for index, name in index_names.items()
-        if name not in saved_key and index in current["state"]
-    }
+    kept = {index: current["state"][index] for index in keeps if index in current["state"]}
     claimed = {key for group in saved.members for key in group}
     shared = {key: context.plan_new(item) for key, item in saved.state.items() if key not in claimed}
     groups = _plan_groups(context, current, names, saved, saved_key, place)
@@ -230,10 +229,52 @@ def _parameter_of_index(optimizer: Any, current: Any) -> dict[Any, Any]:
     }
 
 
+def _of_another_parameter(
+    context: RestoreContext,
+    view: OptimizerView,
+    own: Any,
+    entries: dict[Any, Node],
+    parameter: Any,
+    place: str,
+) -> bool:
+    """Whether saved state is that of a parameter of another shape. It is reported, and left out as a whole.
+
+    Of the shape that the parameter had, its module tells, or the state that the optimizer has now. In
+    torch's own optimizers nearly all tensors have the shape of their parameter.
+    """
+    full = context.parameter_names().get(id(parameter))
+    known = "" if full is None else full.full
+    if known in context.resized:
+        return False
+    shape = sharded.whole_shape(parameter, place, context.shardings)
+    found = False
+    for key, node in entries.items():
+        name = leaf_of(node)
+        stored = () if name is None else tuple(context.meta(name).shape)
+        tensor = own.get(key) if isinstance(own, dict) else None
+        follows = _follows_parameters(view.optimizer)
+        if is_array(tensor):
+            follows = array_type(tensor, place, context.shardings)[1] == shape
+        if name is not None and follows and stored != shape and (stored or is_array(tensor)):
+            wanted = describe(context.meta(name).dtype, shape)
+            context.wrong(name, str(context.meta(name)), tensor, wanted)
+            found = True
+    if not found and known and known in context.misfits:
+        context.wrong(place, "has the state of a parameter of another type", None, "keeps its own")
+        return True
+    return found
+
+
+def _follows_parameters(optimizer: Any) -> bool:
+    """Whether all tensors of a parameter's state have its shape, or none."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("LBFGS", "Adafactor")
+
+
 def _plan_entry(context: RestoreContext, own: Any, key: Any, node: Node, parameter: Any, place: str) -> Plan:
     """One entry of a parameter's state: in place where the optimizer has such a tensor, else a new one.
 
-    A different shape is normal (a history that grows) unless the tensor follows the parameter's shape.
+    A different shape is normal (a history that grows): see `_of_another_parameter` for when it is not.
     """
     name = leaf_of(node)
     if name is None:
@@ -244,8 +285,6 @@ def _plan_entry(context: RestoreContext, own: Any, key: Any, node: Node, paramet
         dtype, shape = array_type(tensor, place, context.shardings)
         if (dtype, shape) == (meta.dtype, tuple(meta.shape)):
             return context.plan_leaf(tensor, name, place)
-        if tuple(meta.shape) != shape == sharded.whole_shape(parameter, place, context.shardings):
-            return context.wrong(name, str(meta), tensor, describe(dtype, shape))
     if key == "step" and not meta.shape:
         return context.plan_new(
             node

@@ -143,11 +143,15 @@ def load_state(target: Any, state: object, place: str) -> None:
     try:
         target.load_state_dict(state)
     except Exception as error:
-        raise StateMismatch(
-            f"{place or NAMELESS}: {type_name(target)}.load_state_dict failed with the saved state: {error}. "
-            "Other parts of the target may already be restored",
-            wrong=[place or NAMELESS],
-        ) from error
+        raise load_failed(target, place, error) from error
+
+
+def load_failed(target: object, place: str, reason: object) -> StateMismatch:
+    return StateMismatch(
+        f"{place or NAMELESS}: {type_name(target)}.load_state_dict failed with the saved state: "
+        f"{str(reason).rstrip(' .')}. Other parts of the target may already be restored",
+        wrong=[place or NAMELESS],
+    )
 
 
 def has_arrays(value: Any, depth: int) -> bool:
