@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import pytest
@@ -104,7 +105,16 @@ def test_nesting_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"$dict": 3}, {"$odict": [[1]]}, {"$state_dict": []}, {"$tuple": 1}, {"a": 1, "$b": 2}]
+    "bad",
+    [
+        {"$dict": 3},
+        {"$odict": [[1]]},
+        {"$state_dict": []},
+        {"$defaultdict": []},
+        {"$namespace": 3},
+        {"$tuple": 1},
+        {"a": 1, "$b": 2},
+    ],
 )
 def test_what_is_malformed_is_damage(bad: Node) -> None:
     with pytest.raises(CorruptCheckpoint):
@@ -119,6 +129,8 @@ states: st.SearchStrategy[Any] = st.recursive(
         | st.dictionaries(st.text(max_size=3) | st.integers(), below, max_size=4)
         | st.dictionaries(st.text(max_size=3), below, max_size=4).map(OrderedDict)
         | st.dictionaries(st.text(max_size=3), st.integers(), max_size=4).map(Counter)
+        | st.dictionaries(st.text(max_size=3), below, max_size=4).map(lambda held: defaultdict(list, held))
+        | st.dictionaries(st.sampled_from("abc"), below, max_size=4).map(lambda held: Namespace(**held))
     ),
     max_leaves=12,
 )

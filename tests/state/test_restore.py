@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
 
@@ -136,6 +137,8 @@ class TestValues:
             ({"a": 1}, {"b": 2}),
             (OrderedDict(a=1), OrderedDict(b=2)),
             (Counter("ab"), Counter("c")),
+            (defaultdict(list, a=[1]), defaultdict(list, b=[2])),
+            (Namespace(a=1), Namespace(b=[2])),
             (deque([1], 3), deque([2, 3], 3)),
             (bytearray(b"abc"), bytearray(b"d")),
         ],
@@ -152,6 +155,19 @@ class TestValues:
         restore(into, save({"x": "three", "d": deque([1], 5), "t": (3,)}))
         assert into == {"x": "three", "d": deque([1], 5), "t": (3,)}
         assert into["d"].maxlen == 5
+
+    def test_arrays_in_a_namespace_and_a_defaultdict_are_filled_in_place(self) -> None:
+        array, other = np.zeros(2), torch.zeros(2)
+        into = {"args": Namespace(mean=array, lr=0), "held": defaultdict(list, a=[other])}
+        args, held = into["args"], into["held"]
+        restore(into, save({"args": Namespace(mean=np.ones(2), lr=3), "held": {"a": [torch.ones(2)]}}))
+        assert (into["args"], into["held"]) == (args, held)
+        assert args.mean is array
+        assert array.tolist() == other.tolist() == [1, 1]
+        assert args.lr == 3
+        assert held["new"] == []
+        wrong = plan({"args": Namespace(mean=array)}, save({"args": {"mean": np.ones(2)}})).mismatch.wrong
+        assert len(wrong) == 1
 
     def test_tuples_are_rebuilt_around_arrays_filled_in_place(self) -> None:
         array = np.zeros(2)
@@ -413,13 +429,17 @@ class Plain:
         self.w = np.zeros(3)
 
 
+class Own(dict[str, Any]):
+    pass
+
+
 Pair = namedtuple("Pair", ["array", "number"])
 
 
 @pytest.mark.parametrize(
     ("target", "place", "kind"),
     [
-        ({"x": defaultdict(dict, a=np.zeros(4))}, "x", "collections.defaultdict"),
+        ({"x": Own(a=np.zeros(4))}, "x", "Own"),
         ({"x": Plain()}, "x", "Plain"),
         ({"x": 5}, "x", "int"),
         ({"x": {"a"}}, "x", "set"),

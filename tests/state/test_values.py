@@ -9,6 +9,7 @@ import enum
 import math
 import random
 import struct
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -37,10 +38,14 @@ def same(one: Any, other: Any) -> bool:
         return same(one.real, other.real) and same(one.imag, other.imag)
     if isinstance(one, np.generic):
         return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, defaultdict) and one.default_factory is not other.default_factory:
+        return False
     if isinstance(one, dict):
         return len(one) == len(other) and all(
             same(*keys) and same(one[keys[0]], other[keys[1]]) for keys in zip(one, other, strict=True)
         )
+    if isinstance(one, Namespace):
+        return same(vars(one), vars(other))
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, deque):
@@ -124,6 +129,12 @@ def is_hashable(value: Any) -> bool:
     return True
 
 
+def attributes(namespace: Namespace, held: dict[str, Any]) -> Namespace:
+    """Attributes of any name, "self" too."""
+    vars(namespace).update(held)
+    return namespace
+
+
 hashables = st.recursive(
     atoms.filter(is_hashable),
     lambda inner: st.one_of(st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)),
@@ -142,6 +153,12 @@ any_value = st.recursive(
         st.dictionaries(hashables, inner, max_size=4),
         st.dictionaries(hashables, inner, max_size=4).map(OrderedDict),
         st.dictionaries(hashables, st.integers(), max_size=4).map(Counter),
+        st.dictionaries(any_text, inner, max_size=4).map(lambda held: attributes(Namespace(), held)),
+        st.builds(
+            defaultdict,
+            st.sampled_from([None, list, int, frozenset]),
+            st.dictionaries(hashables, inner, max_size=4),
+        ),
         st.sets(hashables, max_size=4),
         st.frozensets(hashables, max_size=4),
         st.lists(inner, max_size=4).flatmap(
@@ -250,7 +267,8 @@ Point = namedtuple("Point", "x y")
         Colour.RED,
         Name("x"),
         Point(1, 2),
-        defaultdict(list),
+        defaultdict(lambda: 0),
+        defaultdict(collections.OrderedDict),
         collections.UserDict(),
         object(),
         int,
@@ -408,6 +426,9 @@ def test_nodes_are_what_the_format_page_says() -> None:
     assert text({1: 2}) == '{"$dict":[[1,2]]}'
     assert text(OrderedDict(a=1)) == '{"$odict":[["a",1]]}'
     assert text(Counter("a")) == '{"$counter":[["a",1]]}'
+    assert text(Namespace(lr=1)) == '{"$namespace":[["lr",1]]}'
+    assert text(defaultdict(list, a=1)) == '{"$defaultdict":["list",["a",1]]}'
+    assert text(defaultdict(None, a=1)) == '{"$defaultdict":[null,["a",1]]}'
     assert text(deque([1], 3)) == '{"$deque":[[1],3]}'
     assert text(np.float32(1)) == '{"$np":["<f4","0000803f"]}'
     assert text(torch.bfloat16) == '{"$torch.dtype":"bfloat16"}'

@@ -20,13 +20,16 @@ from holdfast.state.leaf_table import component
 from holdfast.state.name_groups import did_you_mean
 from holdfast.state.node import (
     COUNTER,
+    DEFAULT_DICT,
     DEQUE,
     DICT,
     NAMELESS,
+    NAMESPACE,
     ORDERED,
     STATE_DICT,
     TUPLE,
     deque_body,
+    headed_body,
     items_of,
     pairs_of,
     shorten,
@@ -319,6 +322,7 @@ _KINDS = {
     DICT: "dict",
     ORDERED: "OrderedDict",
     COUNTER: "Counter",
+    NAMESPACE: "Namespace",
     TUPLE: "tuple",
 }
 
@@ -332,6 +336,8 @@ def _kind(node: Node) -> str:
         return _KINDS[tag]
     if type(node) is dict and tag == STATE_DICT:
         return f"state dict with the metadata {shorten(exact_bytes(state_dict_body(node[tag])[0]).decode())}"
+    if type(node) is dict and tag == DEFAULT_DICT:
+        return f"defaultdict({headed_body(tag, node[tag])[0]})"
     if type(node) is dict and tag == DEQUE:
         return f"deque with maxlen={deque_body(node[tag])[1]}"
     return shorten(exact_bytes(node).decode())

@@ -12,7 +12,8 @@ table (modules, optimizers, stateful objects, mistakes) takes the slow way.
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict, deque
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from typing import Any
@@ -35,12 +36,15 @@ from holdfast.state.leaves import Flat, LeafSource, Sharding
 from holdfast.state.marks import Mark, PerRank, RankZero
 from holdfast.state.node import (
     COUNTER,
+    DEFAULT_DICT,
     DEQUE,
     DICT,
+    FACTORIES,
     LEAF,
     MAX_COLLISIONS,
     MAX_DEPTH,
     NAMELESS,
+    NAMESPACE,
     ORDERED,
     PER_RANK,
     STATE_DICT,
@@ -232,6 +236,16 @@ class _Walk:
     def _counter(self, value: Counter[Any], place: str, depth: int) -> Node:
         return {COUNTER: self._pairs(value.items(), place, depth)}
 
+    def _namespace(self, value: Namespace, place: str, depth: int) -> Node:
+        return {NAMESPACE: self._pairs(vars(value).items(), place, depth)}
+
+    def _default_dict(self, value: defaultdict[Any, Any], place: str, depth: int) -> Node:
+        made_by = value.default_factory
+        name = None if made_by is None else getattr(made_by, "__name__", "")
+        if name is not None and FACTORIES.get(name) is not made_by:
+            raise unsupported(place, f"a defaultdict whose values are made by {made_by!r}")
+        return {DEFAULT_DICT: [name, *self._pairs(value.items(), place, depth)]}
+
     def _ordered(self, value: OrderedDict[Any, Any], place: str, depth: int) -> Node:
         attributes = vars(value)
         if not attributes:
@@ -419,7 +433,9 @@ _WALKERS: dict[type, Walker] = {
     frozenset: _Walk._frozenset,
     OrderedDict: _Walk._ordered,
     Counter: _Walk._counter,
+    defaultdict: _Walk._default_dict,
     deque: _Walk._deque,
+    Namespace: _Walk._namespace,
     np.memmap: _Walk._array,
     PerRank: _Walk._per_rank,
     boxed.BoxedArray: _Walk._boxed,

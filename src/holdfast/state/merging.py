@@ -17,22 +17,25 @@ import msgspec
 
 from holdfast.state.node import (
     COUNTER,
+    DEFAULT_DICT,
     DICT,
+    HEADED,
     MAX_DEPTH,
+    NAMESPACE,
     ORDERED,
     STATE_DICT,
     TUPLE,
     Node,
     corrupt,
+    headed_body,
     items_of,
     pairs_of,
-    state_dict_body,
     tag_of,
 )
 
 _PLAIN = "plain"
 _LIST = "list"
-_MAPPINGS = (DICT, ORDERED, COUNTER, STATE_DICT)
+_MAPPINGS = (DICT, ORDERED, COUNTER, NAMESPACE, STATE_DICT, DEFAULT_DICT)
 _STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
 
 
@@ -72,9 +75,9 @@ def _rebuilt(first: Node, kind: str, body: list[Node]) -> Node:
         return body
     if kind == _PLAIN:
         return {str(pair[0]): pair[1] for pair in body if type(pair) is list}
-    if kind == STATE_DICT:
+    if kind in HEADED:
         assert type(first) is dict
-        return {kind: [state_dict_body(first[kind])[0], *body]}
+        return {kind: [headed_body(kind, first[kind])[0], *body]}
     return {kind: body}
 
 

@@ -46,7 +46,15 @@ DEQUE = "$deque"
 DICT = "$dict"
 ORDERED = "$odict"
 COUNTER = "$counter"
+DEFAULT_DICT = "$defaultdict"
+NAMESPACE = "$namespace"
 STATE_DICT = "$state_dict"
+HEADED = {STATE_DICT: "its metadata", DEFAULT_DICT: "what makes its values"}
+"""Mappings with something before their pairs."""
+FACTORIES: dict[str, Callable[[], object]] = {
+    kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+}
+"""What may make the values of a `defaultdict`, by name."""
 PER_RANK = "$per_rank"
 UNORDERED = ("$set", "$frozenset")
 
@@ -187,10 +195,10 @@ def pairs_of(node: Node) -> Iterator[tuple[Node, Node]] | None:
     tag = tag_of(node)
     if tag is None:
         return _plain_pairs(node)
-    if tag in (DICT, ORDERED, COUNTER):
+    if tag in (DICT, ORDERED, COUNTER, NAMESPACE):
         return _tagged_pairs(tag, node[tag])
-    if tag == STATE_DICT:
-        return _tagged_pairs(tag, state_dict_body(node[tag])[1])
+    if tag in HEADED:
+        return _tagged_pairs(tag, headed_body(tag, node[tag])[1])
     return None
 
 
@@ -234,8 +242,13 @@ def _length(node: Node) -> int:
 
 def state_dict_body(body: Node) -> tuple[Node, list[Node]]:
     """The metadata node and the pairs of an ordered dict that torch made."""
+    return headed_body(STATE_DICT, body)
+
+
+def headed_body(tag: str, body: Node) -> tuple[Node, list[Node]]:
+    """What stands before the pairs of a mapping, and the pairs."""
     if type(body) is not list or not body:
-        corrupt(f"{STATE_DICT} needs its metadata and then pairs")
+        corrupt(f"{tag} needs {HEADED[tag]} and then pairs")
     return body[0], body[1:]
 
 

@@ -12,6 +12,7 @@ there. Plans run in the order of the tree, but for objects that ask to be restor
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +27,9 @@ from holdfast.state.leaves import Sharding
 from holdfast.state.marks import Mark
 from holdfast.state.mismatch import LeafMeta, Mismatch
 from holdfast.state.node import (
+    DICT,
     MAX_DEPTH,
+    NAMESPACE,
     Node,
     holds_arrays,
     holds_leaves,
@@ -36,6 +39,7 @@ from holdfast.state.node import (
     localized,
     pairs_of,
     per_rank_of,
+    tag_of,
 )
 from holdfast.state.refusals import type_name, unfillable
 from holdfast.state.restore_context import Renaming, RestoreContext
@@ -155,6 +159,10 @@ def _plan(context: RestoreContext, target: Any, node: Node, place: str, depth: i
         return _plan_array(context, target, node, place)
     if jax_arrays.is_array(target):
         return _plan_jax_array(context, target, node, place)
+    if type(target) is Namespace and tag_of(node) == NAMESPACE:
+        assert type(node) is dict
+        fill = _plan_container(context, vars(target), {DICT: node[NAMESPACE]}, place, depth)
+        return lambda lookup: (fill(lookup), target)[1]
     if type(target) in MAPPINGS or type(target) in SEQUENCES:
         return _plan_container(context, target, node, place, depth)
     if torch_objects.is_module(target):

@@ -7,7 +7,8 @@ what was saved. Knows nothing of checkpoints, but for the kinds of nodes.
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict, deque
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from holdfast.state.node import MAX_DEPTH, NAMELESS, Node, blob_of, items_of, le
 from holdfast.state.refusals import type_name, unfillable
 from holdfast.state.value_encoder import is_value
 
-MAPPINGS = (dict, OrderedDict, Counter)
+MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 SEQUENCES = (list, tuple, deque)
 
 
@@ -116,6 +117,11 @@ def assign(target: Any, value: Any) -> Any:
     kind = type(target)
     if kind is not type(value) or target is value:
         return value
+    if kind is Namespace:
+        assign(vars(target), vars(value))
+        return target
+    if kind is defaultdict:
+        target.default_factory = value.default_factory
     if kind in MAPPINGS:
         merged = {key: assign(target.get(key), item) for key, item in value.items()}
         target.clear()
@@ -160,6 +166,8 @@ def has_arrays(value: Any, depth: int) -> bool:
         raise UnsupportedState(
             f"the target is nested deeper than {MAX_DEPTH} levels, or a container holds itself"
         )
+    if type(value) is Namespace:
+        value = vars(value)
     if type(value) in MAPPINGS:
         return any(has_arrays(item, depth + 1) for item in value.values())
     if type(value) in SEQUENCES:
@@ -181,6 +189,8 @@ def holds_strangers(value: Any, depth: int) -> bool:
     """
     if depth > MAX_DEPTH:
         return False  # `has_arrays` raises
+    if type(value) is Namespace:
+        value = vars(value)
     if type(value) in MAPPINGS:
         return any(holds_strangers(item, depth + 1) for item in value.values())
     if type(value) in SEQUENCES:

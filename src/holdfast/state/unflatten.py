@@ -7,7 +7,8 @@ to `restore`. Trees come from files: whatever is wrong with one is a `CorruptChe
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +21,16 @@ from holdfast.state.leaf_table import component
 from holdfast.state.node import (
     BLOBS,
     COUNTER,
+    DEFAULT_DICT,
     DEQUE,
     DICT,
+    FACTORIES,
     LEAF,
     MAX_COLLISIONS,
     MAX_DEPTH,
     MAX_EXACT_INT,
     NAMELESS,
+    NAMESPACE,
     ORDERED,
     PER_RANK,
     STATE_DICT,
@@ -37,6 +41,7 @@ from holdfast.state.node import (
     collide,
     corrupt,
     deque_body,
+    headed_body,
     holds_leaves,
     holds_per_rank,
     items_of,
@@ -245,6 +250,22 @@ def _counter(body: Node, resolve: Resolve, depth: int) -> object:
     return counter
 
 
+def _namespace(body: Node, resolve: Resolve, depth: int) -> object:
+    made, found = Namespace(), _pairs(body, resolve, depth, NAMESPACE)
+    if not all(type(key) is str for key in found):
+        corrupt(f"{NAMESPACE} has an attribute whose name is no text")
+    vars(made).update(found)
+    return made
+
+
+def _default_dict(body: Node, resolve: Resolve, depth: int) -> object:
+    name = headed_body(DEFAULT_DICT, body)[0]
+    if not (name is None or (type(name) is str and name in FACTORIES)):
+        corrupt(f"{DEFAULT_DICT} makes its values with {shorten(name)}")
+    factory = None if name is None else FACTORIES[str(name)]
+    return defaultdict(factory, _pairs(body, resolve, depth, DEFAULT_DICT))
+
+
 def _state_dict(body: Node, resolve: Resolve, depth: int) -> object:
     metadata, _ = state_dict_body(body)
     found = OrderedDict(_pairs(body, resolve, depth, STATE_DICT))
@@ -266,6 +287,8 @@ _CONTAINERS: dict[str, Callable[[Node, Resolve, int], object]] = {
     DICT: _dict,
     ORDERED: _ordered,
     COUNTER: _counter,
+    NAMESPACE: _namespace,
+    DEFAULT_DICT: _default_dict,
     STATE_DICT: _state_dict,
     "$set": _set,
     "$frozenset": _frozenset,
