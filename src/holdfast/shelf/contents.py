@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import warnings
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -123,12 +124,24 @@ def export(path: str | os.PathLike[str], output: str | os.PathLike[str], *, forc
     with Shelf(path, mode="r") as shelf:
         arrays: dict[str, tuple[entries.ArrayMeta, Array]] = {}
         values: dict[str, Any] = {}
+        references: list[str] = []  # of the arrays in containers
         for name in shelf:
-            arrays.update(_arrays(shelf, name))
-            if name not in arrays:
+            found = dict(_arrays(shelf, name))
+            for taken in found.keys() & arrays.keys():
+                raise UnsupportedState(
+                    f"cannot export {shelf.path}: two of its arrays have the name {taken!r}, one as an entry "
+                    "and one in a container. Assign one of them to an entry of another name"
+                )
+            arrays.update(found)
+            if name not in found:
                 values[name] = shelf[name]
+                references += found
         with _atomic(target, force) as file:
-            left_out = (_write_npz if kind == ".npz" else _write_safetensors)(file, arrays, values)
+            if kind == ".npz":
+                left_out = _write_npz(file, arrays, values)
+            else:
+                left_out = []
+                _write_safetensors(file, arrays, entries.encode_tree(values, references))
             nbytes = file.tell()
     return Export(target, len(arrays), nbytes, tuple(left_out))
 
@@ -148,7 +161,7 @@ def _arrays(shelf: Shelf, name: str) -> Iterator[tuple[str, tuple[entries.ArrayM
 def _write_npz(
     file: BinaryIO, arrays: dict[str, tuple[entries.ArrayMeta, Array]], values: dict[str, Any]
 ) -> list[str]:
-    whole = {}
+    whole: dict[str, Any] = {}
     for name, (meta, data) in arrays.items():
         array = entries.numpy_on(data, meta)
         if array.dtype.kind == "V" and meta.dtype[:3] != "NP:":
@@ -156,21 +169,38 @@ def _write_npz(
                 f"a .npz file cannot hold {name!r}, of type {meta.dtype}: use .safetensors"
             )
         whole[name] = array
-    plain = {name: value for name, value in values.items() if _is_plain(value)}
-    np.savez(file, **whole, **plain)  # type: ignore[arg-type]
+    plain = {name: value for name, value in values.items() if _is_plain(value) and name not in whole}
+    whole |= plain
+    for name in whole:
+        if f"{name}.npy" in whole:
+            raise UnsupportedState(
+                f"a .npz file cannot hold both {name!r} and {name + '.npy'!r}: numpy reads one as the other. "
+                "Use .safetensors"
+            )
+    # As numpy.savez does, which takes some names for its own arguments.
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, value in whole.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asanyarray(value), allow_pickle=False)
     return [name for name in values if name not in plain]
 
 
 def _is_plain(value: object) -> bool:
     if type(value) is int:
         return -(2**63) <= value < 2**63
-    return type(value) in (float, complex, bool, str)
+    if type(value) is str:
+        return not value.endswith("\0")  # which numpy drops
+    return type(value) in (float, complex, bool)
 
 
 def _write_safetensors(
-    file: BinaryIO, arrays: dict[str, tuple[entries.ArrayMeta, Array]], values: dict[str, Any]
-) -> list[str]:
-    header: dict[str, Any] = {"__metadata__": {"values": entries.encode_tree(values)}}
+    file: BinaryIO, arrays: dict[str, tuple[entries.ArrayMeta, Array]], values: str
+) -> None:
+    if "__metadata__" in arrays:
+        raise UnsupportedState(
+            "a .safetensors file cannot hold an array of the name '__metadata__': use .npz, or another name"
+        )
+    header: dict[str, Any] = {"__metadata__": {"values": values}}
     offset = 0
     for name, (meta, data) in arrays.items():
         stored = carrier(meta.dtype)
@@ -185,7 +215,6 @@ def _write_safetensors(
     file.write(len(text).to_bytes(8, "little") + text)
     for _, data in arrays.values():
         file.write(data.data)
-    return []
 
 
 @contextlib.contextmanager

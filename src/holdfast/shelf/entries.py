@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -264,6 +264,19 @@ def is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def encode_tree(values: dict[str, Any]) -> str:
-    """The JSON tree of values; arrays in them appear as references."""
-    return _json.encode(flatten(values).tree).decode()
+def encode_tree(values: dict[str, Any], names: Sequence[str]) -> str:
+    """The JSON tree of values. `names` are those of the arrays in it, as references, in the tree's order."""
+    flat = flatten(values)
+    references = dict(zip((leaf.name for leaf in flat.leaves), names, strict=True))
+    references |= {alias: references[name] for alias, name in flat.aliases}
+    return _json.encode(_renamed(flat.tree, references)).decode()
+
+
+def _renamed(node: Any, references: dict[str, str]) -> Any:
+    if isinstance(node, list):
+        return [_renamed(item, references) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: references[item] if key == "$leaf" else _renamed(item, references) for key, item in node.items()
+    }
