@@ -166,6 +166,22 @@ def test_tensors_come_back_as_tensors_and_what_is_done_to_them_stays_in_them(tmp
         assert torch.equal(shelf.nested["w"], torch.ones(3))
 
 
+def test_a_parameter_that_is_changed_in_place_is_committed_and_stays_one(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with Shelf(tmp_path / "a.shelf") as shelf:
+        shelf.w = torch.nn.Parameter(torch.zeros(2))
+        shelf.frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        with torch.no_grad(), shelf.transaction():
+            shelf.writable("w")[0] = 1
+            shelf.writable("frozen")[0] = 2
+            shelf.new = torch.nn.Parameter(torch.zeros(2))
+            shelf.new[0] = 3
+        for name, first in {"w": 1, "frozen": 2, "new": 3}.items():
+            assert isinstance(shelf[name], torch.nn.Parameter)
+            assert shelf[name].requires_grad == (name != "frozen")
+            assert shelf[name].tolist() == [first, 0]
+
+
 def test_in_place_changes_of_all_sorts_are_committed(tmp_path: Path, medium: str) -> None:
     with Shelf(tmp_path / "a.shelf", _medium=medium) as shelf:
         shelf.a = np.zeros(4)

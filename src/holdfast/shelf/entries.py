@@ -8,6 +8,7 @@ element types. Files may be hostile: whatever is wrong with one is a `CorruptChe
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -253,10 +254,10 @@ def decode_packed(meta: bytes, data: Array, own: Callable[[], Array]) -> object:
 
 
 def copy_of(array: Any) -> Any:
-    """A copy that may be changed, of a numpy array or a tensor."""
+    """A copy that may be changed, of a numpy array or a tensor: a parameter stays one."""
     if isinstance(array, np.ndarray):
         return np.array(array, order="C", copy=True)
-    return array.detach().clone()
+    return copy.deepcopy(array)
 
 
 def is_tensor(value: object) -> bool:

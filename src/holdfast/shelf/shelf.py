@@ -170,14 +170,16 @@ class Shelf:
         if kind == entries.VALUE:
             return entries.decode_value(meta)
         if kind == entries.ARRAY:
-            shadow = entries.decode_array(entries.array_meta(meta, data.size), data)
-            if isinstance(shadow, np.ndarray):
-                shadow.flags.writeable = True
-            shadows[key] = shadow
-            return shadow
-        fixed = data.view()
-        fixed.flags.writeable = False
-        return entries.decode_packed(meta, fixed, lambda: data)
+            found = entries.decode_array(entries.array_meta(meta, data.size), data)
+            if isinstance(found, np.ndarray):
+                found.flags.writeable = True
+        else:
+            fixed = data.view()
+            fixed.flags.writeable = False
+            found = entries.decode_packed(meta, fixed, lambda: data)
+        if kind == entries.ARRAY or entries.is_tensor(found):  # a parameter is packed
+            shadows[key] = found
+        return found
 
     def _entry(self, name: str) -> tuple[int, bytes, int, engine.NativePin | None]:
         """Kind, description, generation and pinned data of a committed entry, all of one commit."""
