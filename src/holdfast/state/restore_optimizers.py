@@ -121,7 +121,12 @@ def plan_optimizer(context: RestoreContext, optimizer: Any, node: Node, place: s
             }
     kept = {index: current["state"][index] for index in keeps if index in current["state"]}
     claimed = {key for group in saved.members for key in group}
-    shared = {key: context.plan_new(item) for key, item in saved.state.items() if key not in claimed}
+    shared: dict[Any, Plan] = {}
+    for key, item in saved.state.items():
+        if key not in claimed and key not in current["state"] and _is_stray(key, item, saved, claimed):
+            context.extra(f"{prefix}{key}", item)
+        elif key not in claimed:
+            shared[key] = context.plan_new(item)
     groups = _plan_groups(context, current, names, saved, saved_key, place)
     others = {key: context.plan_new(item) for key, item in saved.others.items()}
 
@@ -271,6 +276,20 @@ def _follows_parameters(optimizer: Any) -> bool:
     return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("LBFGS", "Adafactor")
 
 
+def _is_stray(key: Any, node: Node, saved: _Saved, claimed: set[Any]) -> bool:
+    """Whether this seems to be a parameter's state, and no group has the parameter.
+
+    Optimizers may keep state that belongs to no parameter, under names of their own.
+    """
+    if type(key) is not str:
+        return True
+    if any(key.startswith(f"{name}.") for name in claimed):
+        return True
+    fields = set(_by_key(node) or ())
+    known = (set(_by_key(item) or ()) for name, item in saved.state.items() if name in claimed)
+    return bool(fields) and fields in known
+
+
 def _plan_entry(context: RestoreContext, own: Any, key: Any, node: Node, parameter: Any, place: str) -> Plan:
     """One entry of a parameter's state: in place where the optimizer has such a tensor, else a new one.
 
@@ -322,7 +341,8 @@ def _plan_groups(
             group = dict(saved.groups[source])
             if keys != saved.members[source]:
                 group.pop("param_names", None)  # these follow the order of the saved group
-            plans.append(own | {key: context.plan_new(item) for key, item in group.items()})
+            restored = {key: context.plan_new(item) for key, item in group.items()}
+            plans.append(restored | {key: plan for key, plan in own.items() if key not in group})
             continue
         if sources:
             context.wrong(
