@@ -422,11 +422,11 @@ def test_a_run_that_is_empty_needs_no_restore_and_no_start_over(tmp_path: Path) 
             assert checkpointer.steps == [1, 2]
 
 
-def test_nothing_but_checkpoints_the_lock_and_the_events_is_left_after_closing(tmp_path: Path) -> None:
+def test_nothing_but_checkpoints_lock_rules_and_events_is_left_after_closing(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, at(0), keep=Keep(last=1), mode="sync") as checkpointer:
         for step in range(6):
             checkpointer.save(step)
-    assert sorted(os.listdir(tmp_path)) == [".lock", "events.jsonl", step_name(5)]
+    assert sorted(os.listdir(tmp_path)) == [".lock", ".rules", "events.jsonl", step_name(5)]
 
 
 # --- damage -------------------------------------------------------------------------------------------------

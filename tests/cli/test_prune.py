@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import holdfast
+from holdfast import inspect
+from holdfast.checkpointer import recorded_rules as recorded_rules_module
+from holdfast.checkpointer.recorded_rules import record_rules, recorded_rules
 from holdfast.store import WritableRun
+from holdfast.store.names import RULES
 from support.command import command, damage_manifest, make_run, make_state, run_names, step_path, truncate
 
 
@@ -18,13 +26,110 @@ def steps(run: Path) -> list[int]:
     return [int(name[5:]) for name in run_names(run)]
 
 
-def test_keeps_the_last_three_unless_told_otherwise(tmp_path: Path) -> None:
+def trained(run: Path, keep: holdfast.Keep | None, steps: range = range(1, 7)) -> Path:
+    """A run with more checkpoints than its own rules keep, as after a kill, and those rules."""
+    make_run(run, list(steps))
+    (run / RULES).unlink()
+    with closing(holdfast.Checkpointer(run, make_state(), keep=keep, mode="sync")) as checkpointer:
+        record_rules(checkpointer._context.run.directory, keep or holdfast.Keep())
+    return run
+
+
+@pytest.mark.parametrize(
+    ("keep", "stay"),
+    [
+        (None, [4, 5, 6]),
+        (holdfast.Keep(last=1), [6]),
+        (holdfast.Keep(last=1, every=3, best=("loss", "max", 1)), [1, 3, 6]),
+        (holdfast.Keep(last=np.int64(1), every=np.int32(4), best=("loss", "max", np.int8(2))), [1, 2, 4, 6]),
+        (holdfast.Keep(last=1, seconds=math.inf), [1, 6]),
+    ],
+)
+def test_the_rules_of_the_runs_own_training_hold(
+    keep: holdfast.Keep | None, stay: list[int], tmp_path: Path
+) -> None:
+    run = trained(tmp_path / "run", keep)
+    assert recorded_rules(str(run)) == (keep or holdfast.Keep())
+    assert "rules of the run: keep the last" in command("prune", run, "--dry-run").out
+    document = command("prune", run, "--json").document
+    assert document["kept"] == steps(run) == stay
+    assert inspect.prune(run).rules == (keep or holdfast.Keep())
+
+
+def test_a_training_records_its_rules_with_its_first_save(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(
+        tmp_path / "run", make_state(), keep=holdfast.Keep(last=7), mode="sync"
+    ) as checkpointer:
+        assert recorded_rules(str(tmp_path / "run")) is None
+        checkpointer.save(1)
+        checkpointer.wait()
+        assert recorded_rules(str(tmp_path / "run")) == holdfast.Keep(last=7)
+    # A script that only restores has rules of its own, which say nothing of the run.
+    with holdfast.Checkpointer(tmp_path / "run", make_state(), keep=holdfast.Keep(last=1)) as checkpointer:
+        checkpointer.restore()
+    assert recorded_rules(str(tmp_path / "run")) == holdfast.Keep(last=7)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"",
+        b'{"last":3',
+        b'{"last":3,"every":null,"best":null}',
+        b'{"last":3,"every":null,"best":null,"seconds":null,"newer":1}',
+        b'{"last":0,"every":null,"best":null,"seconds":null}',
+        b'{"last":"3","every":null,"best":null,"seconds":null}',
+        b'{"last":1,"every":null,"best":["loss","least",1],"seconds":null}',
+        b"[1]",
+        b'"',
+        b"\xff",
+    ],
+)
+def test_without_readable_rules_prune_asks_for_one(content: bytes | None, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    outcome = command("prune", run)
-    assert outcome.code == 0
+    (run / RULES).unlink()
+    if content is not None:
+        (run / RULES).write_bytes(content)
+    for arguments in ([], ["--dry-run"]):
+        outcome = command("prune", run, *arguments)
+        assert outcome.code == 2
+        assert "--last 3" in outcome.err
+    with pytest.raises(ValueError, match="does not say which of its checkpoints to keep"):
+        inspect.prune(run)
+    assert steps(run) == [1, 2, 3, 4, 5]
+    assert command("prune", run, "--last", "3").code == 0
     assert steps(run) == [3, 4, 5]
+
+
+def test_rules_that_cannot_be_recorded_leave_no_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    state = make_state()
+    with holdfast.Checkpointer(
+        run, state, keep=holdfast.Keep(last=100, every=2), mode="sync"
+    ) as checkpointer:
+        checkpointer.restore()
+        monkeypatch.setattr(recorded_rules_module.fs, "open_regular", full)
+        with pytest.warns(RuntimeWarning, match="rules of .* were not recorded"):
+            checkpointer.save(6)
+    monkeypatch.undo()
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+    assert recorded_rules(str(run)) is None
+
+
+def test_rules_that_are_given_hold_alone(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", holdfast.Keep(every=1))
+    outcome = command("prune", run, "--last", "3")
+    assert outcome.code == 0
+    assert steps(run) == [4, 5, 6]
     assert "rules: keep the last 3" in outcome.out
-    assert "kept: step 3, 4, 5" in outcome.out
+    assert "kept: step 4, 5, 6" in outcome.out
 
 
 @pytest.mark.parametrize(
@@ -174,7 +279,7 @@ def test_a_link_that_is_re_pointed_meanwhile_costs_the_other_run_nothing(
 
     name = "__init__" if when == "before the lock" else "retire"
     monkeypatch.setattr(WritableRun, name, changed(getattr(WritableRun, name)))
-    outcome = command("prune", current, "--json")
+    outcome = command("prune", current, "--last", "3", "--json")
     assert steps(other) == [1, 2, 3]
     assert steps(first) == [1, 2, 3, 4, 5]
     if when == "after the lock":

@@ -98,4 +98,5 @@ def truncate(checkpoint: Path) -> None:
 
 
 def run_names(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir() if path.name not in (".lock", "events.jsonl"))
+    beside = (".rules", ".lock", "events.jsonl")
+    return sorted(path.name for path in run.iterdir() if path.name not in beside)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from holdfast.checkpointer.events import warn
 from holdfast.checkpointer.keep import Keep, Kept
+from holdfast.checkpointer.recorded_rules import record_rules
 from holdfast.errors import (
     CheckpointExists,
     CheckpointNotFound,
@@ -48,6 +49,7 @@ class Retention:
         self._run = run
         self._ledger = ledger
         self._keep = keep
+        self._recorded = False
         self._known = list(known)
         self._superseded: list[int] = []
         self._found = tuple(found)
@@ -165,6 +167,9 @@ class Retention:
     def add(self, info: CheckpointInfo) -> None:
         """One that has just become durable; retires what is not to be kept any more."""
         newest = info.step
+        if self._run.directory is not None and not self._recorded:
+            self._recorded = True
+            record_rules(self._run.directory, self._keep)
         self._ours.add(newest)
         self._damaged.discard(newest)
         self.remove_outdated(newest)

@@ -63,7 +63,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("holdfast convert model.bin out --dry-run", "only say what would be written"),
     ),
     "prune": (
-        ("holdfast prune runs/gpt --dry-run", "what would go, and how many bytes that frees"),
+        ("holdfast prune runs/gpt --dry-run", "what would go by the rules of its training"),
         ("holdfast prune runs/gpt --last 2 --every 1000", "keep the last 2, and every 1000 steps"),
         ("holdfast prune runs/gpt --best loss:min:3", "keep the best 3, too"),
     ),

@@ -18,9 +18,7 @@ _DEFAULT_LAST = 3
 
 def prune(
     run: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="A run's directory.")],
-    last: Annotated[
-        int, typer.Option("--last", min=1, metavar="N", help="Keep the newest N.")
-    ] = _DEFAULT_LAST,
+    last: Annotated[int | None, typer.Option("--last", min=1, metavar="N", help="Keep the newest N.")] = None,
     every: Annotated[
         int | None, typer.Option("--every", min=1, metavar="N", help="Keep steps that are multiples of N.")
     ] = None,
@@ -39,25 +37,37 @@ def prune(
 ) -> None:
     """Remove the checkpoints that no rule keeps, and the leftovers of unfinished saves.
 
-    A checkpoint stays if any rule keeps it. Damaged ones stay too, to be looked at. Fails if a training is
-    writing to the run: its Checkpointer prunes by itself.
+    Without a rule, those of the run's own training hold (Keep). If rules are given here, only these hold; the
+    newest 3 stay unless --last says otherwise. A checkpoint stays if any rule keeps it. Damaged ones stay
+    too, to be looked at. Fails if a training is writing to the run: its Checkpointer prunes by itself.
     """
     with session(as_json) as out:
         from holdfast import inspect
+        from holdfast.cli import words
 
-        done = inspect.prune(run, _keep(last, every, best, seconds), dry_run=dry_run)
+        given = _keep(last, every, best, seconds)
+        try:
+            done = inspect.prune(run, given, dry_run=dry_run)
+        except ValueError as error:
+            if type(error) is not ValueError:
+                raise
+            raise typer.BadParameter(words.plain(str(error))) from None
         if as_json:
             out.emit(done)
         else:
-            _print(out, done)
+            _print(out, done, "rules" if given else "rules of the run")
         out.finish(problem=False)
 
 
-def _keep(last: int, every: int | None, best: str | None, seconds: float | None) -> Keep:
+def _keep(last: int | None, every: int | None, best: str | None, seconds: float | None) -> Keep | None:
+    """The rules that were given; None if there are none."""
     from holdfast.checkpointer import Keep
 
+    if (last, every, best, seconds) == (None, None, None, None):
+        return None
     try:
-        return Keep(last=last, every=every, best=None if best is None else _best(best), seconds=seconds)
+        ranking = None if best is None else _best(best)
+        return Keep(_DEFAULT_LAST if last is None else last, every, ranking, seconds)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -69,7 +79,7 @@ def _best(text: str) -> tuple[str, Literal["min", "max"], int]:
     return parts[0], "min" if parts[1] == "min" else "max", int(parts[2])
 
 
-def _print(out: Session, done: Pruned) -> None:
+def _print(out: Session, done: Pruned, whose: str) -> None:
     import os
 
     from holdfast.cli import words
@@ -83,7 +93,7 @@ def _print(out: Session, done: Pruned) -> None:
             rows.add_row(name if item.step is not None else f"{name} (unfinished)", words.size(item.nbytes))
         out.tabulate(rows)
         out.console.print()
-    out.say(f"rules: {_rules(done.rules)}")
+    out.say(f"{whose}: {_rules(done.rules)}")
     steps = ", ".join(map(str, done.kept[-10:]))
     more = f"{words.ELLIPSIS}, " if len(done.kept) > 10 else ""
     if done.kept:

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from holdfast.checkpointer import Keep, Kept
+from holdfast.checkpointer.recorded_rules import recorded_rules
 from holdfast.errors import CheckpointNotFound, StateMismatch
 from holdfast.inspect.run_listing import Listing, leftovers, list_run
 from holdfast.store import WritableRun, is_checkpoint, locate, step_name
@@ -39,9 +40,10 @@ class Pruned:
     freed_nbytes: int
 
 
-def prune(run: str | os.PathLike[str], keep: Keep, *, dry_run: bool = False) -> Pruned:
+def prune(run: str | os.PathLike[str], keep: Keep | None = None, *, dry_run: bool = False) -> Pruned:
     """Removes the checkpoints of a run that `keep` does not want. Damaged ones stay, to be looked at.
 
+    Without `keep`, the rules of the run's last training hold; `ValueError` if the run does not have them.
     `holdfast.StateMismatch` if `keep` names a metric that no checkpoint has: its best would go.
     `holdfast.Locked` if a training is writing to the run: its Checkpointer prunes by itself.
     """
@@ -51,20 +53,33 @@ def prune(run: str | os.PathLike[str], keep: Keep, *, dry_run: bool = False) -> 
     before = _own(list_run(where))
     if before.runs:
         raise CheckpointNotFound(f"{where} is not a run, but there are runs below it: prune them one by one")
-    unwanted = _unwanted(before, keep)
+    rules = keep or _recorded(before, where)
+    unwanted = _unwanted(before, rules)
     if (unwanted or before.leftovers) and not dry_run:
-        before, unwanted = _remove(where, before, keep)
+        before, unwanted, rules = _remove(where, before, keep)
     held = () if dry_run else leftovers(where)
-    return _outcome(before, unwanted, keep, dry_run, {found.path: found.nbytes for found in held})
+    return _outcome(before, unwanted, rules, dry_run, {found.path: found.nbytes for found in held})
 
 
-def _remove(where: str, before: Listing, keep: Keep) -> tuple[Listing, list[int]]:
-    """Removes under the run's lock; the run as it was then, and the steps that are gone."""
+def _recorded(run: Listing, directory: str) -> Keep:
+    """The run's own rules. Without checkpoints, it makes no difference which these are."""
+    found = recorded_rules(directory) or (None if run.checkpoints else Keep())
+    if found is None:
+        raise ValueError(
+            f"{run.path} does not say which of its checkpoints to keep: a Checkpointer records that with its "
+            "first save. Nothing was removed. Give a rule: --last 3, or Keep(last=3) in Python"
+        )
+    return found
+
+
+def _remove(where: str, before: Listing, keep: Keep | None) -> tuple[Listing, list[int], Keep]:
+    """Removes under the run's lock; the run as it was then, the steps that are gone, and by which rules."""
     with closing(WritableRun(where)) as writable:  # removes the leftovers of unfinished saves
         # List again: until the lock was taken, a training may have saved, or the path have led elsewhere.
         now = replace(_own(list_run(where)), leftovers=before.leftovers)
         writable.require_current()
-        unwanted = _unwanted(now, keep)
+        rules = keep or _recorded(now, path_to_read(writable.directory))
+        unwanted = _unwanted(now, rules)
         elsewhere = {
             step: volumes.homes_of(path_to_read(writable.directory, step_name(step))) for step in unwanted
         }
@@ -72,7 +87,7 @@ def _remove(where: str, before: Listing, keep: Keep) -> tuple[Listing, list[int]
         writable.retire(unwanted, ids={step: id for step, (id, _) in elsewhere.items()})
     for home in (home for _, homes in elsewhere.values() for home in homes):
         volumes.remove(home)
-    return now, unwanted
+    return now, unwanted, rules
 
 
 def _own(found: Listing) -> Listing:

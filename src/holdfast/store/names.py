@@ -21,6 +21,8 @@ RETIRED = ".retired"
 LOCK_FILE = ".lock"
 LEDGER = ".volumes"
 """The ids of the checkpoints of a run whose shards on volumes are to be removed."""
+RULES = ".rules"
+"""Which checkpoints of a run stay, as its last training said."""
 SAVE_MARK = ".saving"
 """``ID.saving`` in a partial directory names a save that has files there or on volumes."""
 
@@ -31,7 +33,7 @@ ANY_SHARD = re.compile(r"r[0-9]{5}\.v[0-9]+\.safetensors")
 _STEP = re.compile(r"step-([0-9]{12})")
 _OF_A_CHECKPOINT = re.compile(r"manifest\.json|r[0-9]{5}(?:\.json|\.v[0-9]+\.safetensors)")
 _OF_A_RUN_OR_DCP = re.compile(
-    r"step-[0-9]{12}.*|\.lock|\.volumes.*|events(?:\.1)?\.jsonl"  # a run
+    r"step-[0-9]{12}.*|\.lock|\.volumes.*|\.rules|events(?:\.1)?\.jsonl"  # a run
     r"|\.metadata|.*\.distcp"  # a checkpoint of torch DCP's own format
 )
 
