@@ -40,15 +40,23 @@ def test_version() -> None:
     assert command("--version").out == f"holdfast {__version__}\n"
 
 
-def test_runs_as_a_module() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli", "--version"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (result.returncode, result.stdout) == (0, f"holdfast {__version__}\n")
+@pytest.mark.parametrize("module", ["holdfast", "holdfast.cli"])
+def test_runs_as_a_module(module: str, tmp_path: Path) -> None:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    assert run("--version") == (0, f"holdfast {__version__}\n", "")
+    missing = str(tmp_path / "missing")
+    expected = command("ls", missing)
+    assert run("ls", missing) == (expected.code, expected.out, expected.err)
+    assert run("ls", "--none")[2].startswith("Usage: holdfast ls ")
 
 
 def test_without_a_command_it_shows_help_and_counts_as_wrong_usage() -> None:
