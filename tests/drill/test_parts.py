@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 import holdfast
 from holdfast.checkpointer.drilling import DIARY, DIRECTORY, RUNS, Contents, Kill, Mark, Observed, What
-from holdfast.drill import processes
+from holdfast.drill import kill_times, processes
 from holdfast.drill.activity import ActivityLog, RunActivity, SeenCheckpoint
 from holdfast.drill.comparison import Difference, agree, compare_last, index
 from holdfast.drill.kill_times import Aim, TrainingProfile, draw_aims, how_to_kill
@@ -354,6 +355,17 @@ def test_what_every_rank_wrote_of_the_last_checkpoint_is_compared(tmp_path: Path
 def likely(names: list[str], state: list[str], *, undisturbed_too: bool = False) -> str:
     found = Difference("run", 3, "leaf", names[0], tuple(names), len(names), len(state), 0, 1)
     return likely_causes(found, state, undisturbed_too=undisturbed_too)[0]
+
+
+def test_the_causes_are_told_in_plain_words() -> None:
+    """A rename of a function once put its name into these sentences."""
+    found = Difference("run", 3, "leaf", "w", ("w",), 1, 1, 0, 1)
+    printed = " ".join(likely_causes(found, [], undisturbed_too=False)) + likely(["data.epoch"], ["rng"])
+    assert "dropout, shuffling and augmentation draw from them" in printed
+    assert printed.count("or draw each batch from the step number") == 1
+    assert "or draw the batch from the step number" in printed
+    names = {name for name in vars(kill_times) if "_" in name.strip("_")}
+    assert names.isdisjoint(re.findall(r"\w+", printed))
 
 
 def test_the_likeliest_cause_follows_from_what_differs_and_what_is_missing() -> None:

@@ -34,7 +34,7 @@ _CLOCK_HINT = (
 )
 _DATA_HINT = (
     "{name}: the place in the data does not come back; wrap the loader with holdfast.data, "
-    "or draw_aims the batch from the step number"
+    "or draw the batch from the step number"
 )
 _RANDOM_HINT = (
     "{name}: a random number generator is in the state, but something draws from it between restore() and "
@@ -42,11 +42,11 @@ _RANDOM_HINT = (
 )
 _NO_RANDOM = (
     'random number generators are not in the state: add "rng": holdfast.rng() '
-    "(Python, NumPy, torch; dropout, shuffling and augmentation draw_aims from them)"
+    "(Python, NumPy, torch; dropout, shuffling and augmentation draw from them)"
 )
 _NO_DATA = (
     'the order of the data is not in the state: add the loader ("data": holdfast.data...), '
-    "or draw_aims each batch from the step number"
+    "or draw each batch from the step number"
 )
 _BUFFER_HINT = "{name} is a buffer or an average: is the object in the state the one that training updates?"
 _OPTIMIZER_HINT = (
