@@ -57,6 +57,26 @@ def test_the_page_is_one_file_that_loads_nothing(run: Path, tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["page.html"]
 
 
+@pytest.mark.parametrize("what", ["an empty directory", "other files", "a device", "a text file"])
+def test_no_page_is_made_of_what_is_no_run(what: str, tmp_path: Path) -> None:
+    there, page = tmp_path / "there", tmp_path / "page.html"
+    if what == "a device":
+        there = Path(os.devnull)
+    elif what == "a text file":
+        there.write_text("hello")
+    else:
+        there.mkdir()
+        if what == "other files":
+            (there / "notes").mkdir()
+            (there / "notes" / "a.txt").write_text("hello")
+    outcome = command("view", there, "--out", page)
+    assert outcome.code == 1
+    assert str(there) in outcome.err
+    with pytest.raises(holdfast.CheckpointNotFound, match=re.escape(str(there))):
+        inspect.serve_page([there])
+    assert not page.exists()
+
+
 def test_the_page_holds_the_run_its_newest_leaves_and_two_comparisons(run: Path, tmp_path: Path) -> None:
     inspect.write_page([run], tmp_path / "page.html")
     (shown,) = document(tmp_path / "page.html")["runs"]
@@ -144,9 +164,12 @@ def test_checkpoints_of_other_names_come_before_those_of_the_run(tmp_path: Path)
 
 
 def test_too_many_runs_for_a_page_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at most 64 runs"):
-        inspect.view_runs([tmp_path / str(number) for number in range(65)])
     too_many = [tmp_path / str(number) for number in range(65)]
+    for run in too_many:
+        run.mkdir()
+        (run / "events.jsonl").touch()
+    with pytest.raises(ValueError, match="at most 64 runs"):
+        inspect.view_runs(too_many)
     assert command("view", *too_many, "--out", tmp_path / "page.html").code == 2
 
 
@@ -169,7 +192,8 @@ def test_damage_is_part_of_what_is_shown(run: Path, tmp_path: Path) -> None:
     assert "model.embed.weight" in " ".join(shown["problems"])
 
 
-def test_a_directory_without_anything_a_checkpoint_and_a_missing_one(run: Path, tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_a_checkpoint_and_a_missing_one(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
     (view,) = inspect.view_runs([tmp_path])
     assert (view.checkpoints, view.summary, view.timeline.events) == ((), None, 0)
     (view,) = inspect.view_runs([step_path(run, 5)])
@@ -308,6 +332,8 @@ def test_a_checkpoint_that_may_not_be_read_is_listed(tmp_path: Path, monkeypatch
 def test_a_run_below_a_closed_directory_is_not_called_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").touch()
     (reader,) = open_runs([tmp_path / "run"])
 
     def refuse(path: Any, **more: Any) -> Any:

@@ -24,8 +24,7 @@ from holdfast.inspect.view.leaf_samples import LeafSample
 from holdfast.inspect.view.run_reader import RunReader, RunView
 from holdfast.inspect.view.words import labels
 from holdfast.paths import local_path
-from holdfast.store import is_checkpoint, locate
-from holdfast.store.read.stored_checkpoint import open_any
+from holdfast.store import is_checkpoint, locate, resolve
 
 MAX_RUNS = 64
 _PAGE = Path(__file__).parent / "page"
@@ -75,13 +74,11 @@ def open_runs(runs: Sequence[str | os.PathLike[str]]) -> tuple[RunReader, ...]:
 
 
 def _meant(path: str) -> list[str]:
-    if os.path.isfile(path):
-        open_any(
-            path
-        ).close()  # an error that says what is there, unless it is a checkpoint of another system
-    if not os.path.isdir(path) or is_checkpoint(path) or is_run(path):
+    """The runs to show; an error that says what is there instead, if there are none."""
+    if is_checkpoint(path) or is_run(path):
         return [path]
-    return list(runs_below(path)) or [path]
+    below = list(runs_below(path)) if os.path.isdir(path) else []
+    return below or [resolve(path)]
 
 
 def write_page(
