@@ -37,6 +37,51 @@ def test_verify_reads_checkpoints_of_other_names(named: Path) -> None:
     assert "DAMAGED epoch-2 1 problem" in outcome.lines
 
 
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """What a Trainer of transformers leaves in its ``output_dir``, as far as names matter."""
+    state = {"w": np.ones(3, np.float32)}
+    source = holdfast.save(tmp_path / "source", state).path
+    for step in (9, 10, 20):
+        folder = tmp_path / "outputs" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        holdfast.inspect.export(source, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+    (tmp_path / "outputs" / "runs").mkdir()
+    (tmp_path / "outputs" / "notes.txt").write_text("hello")
+    return tmp_path / "outputs"
+
+
+def test_a_directory_of_other_systems_checkpoints_names_them(outputs: Path, tmp_path: Path) -> None:
+    names = "checkpoint-9, checkpoint-10, checkpoint-20"
+    advice = f"Name one of them, such as {outputs / 'checkpoint-20'}"
+    page, target = tmp_path / "page.html", tmp_path / "target"
+    for arguments in (
+        ("show", outputs),
+        ("verify", outputs),
+        ("diff", outputs, outputs),
+        ("convert", outputs, target),
+        ("export", outputs, tmp_path / "a.safetensors"),
+        ("view", outputs, "--out", page),
+    ):
+        outcome = command(*arguments)
+        assert outcome.code == 1
+        assert f"holds 3 of other systems: {names}. {advice}" in outcome.err
+    listed = command("ls", outputs)
+    assert listed.code == 0
+    assert f"but 3 of other systems: {names}" in listed.out
+    assert command("ls", outputs, "--json").document["others"] == names.split(", ")
+    with pytest.raises(holdfast.CheckpointNotFound, match="checkpoint-9, checkpoint-10, checkpoint-20"):
+        holdfast.load(outputs)
+    with (
+        holdfast.Checkpointer(tmp_path / "run", {"model": {"w": np.zeros(3)}}, mode="sync") as checkpointer,
+        pytest.raises(holdfast.CheckpointNotFound, match="checkpoint-9, checkpoint-10, checkpoint-20"),
+    ):
+        checkpointer.restore(start_from=outputs)
+    assert not page.exists()
+    assert not target.exists()
+
+
 def test_a_damaged_one_is_called_by_its_name(named: Path) -> None:
     damage_manifest(named / "epoch-10")
     outcome = command("ls", named)

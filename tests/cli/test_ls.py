@@ -34,7 +34,8 @@ def test_lists_checkpoints_in_order_of_step(tmp_path: Path) -> None:
 def test_json_holds_every_fact(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [1, 2])
     document = command("ls", run, "--json").document
-    assert set(document) == {"path", "checkpoints", "runs", "leftovers", "nbytes", "damaged", "unreadable"}
+    keys = ("path", "checkpoints", "runs", "others", "leftovers", "nbytes", "damaged", "unreadable")
+    assert set(document) == set(keys)
     assert document["path"] == str(run)
     first, second = document["checkpoints"]
     files = list(step_path(run, 1).iterdir())

@@ -12,6 +12,8 @@ from holdfast.cli.session import Json, Session, session
 if TYPE_CHECKING:
     from holdfast.inspect import Entry, Leftover, Listing, RunEntry
 
+_SHOWN = 10
+
 
 def ls(
     run: Annotated[
@@ -45,6 +47,7 @@ def _document(found: Listing) -> dict[str, object]:
         "path": found.path,
         "checkpoints": found.checkpoints,
         "runs": found.runs,
+        "others": found.others,
         "leftovers": found.leftovers,
         "nbytes": found.nbytes,
         "damaged": [entry.path for entry in found.damaged],
@@ -66,6 +69,13 @@ def _print(out: Session, found: Listing) -> None:
     if found.foreign:
         where = words.plain(found.path)
         out.say(f"{where} is a checkpoint of another system: `holdfast show` lists what it holds")
+    elif found.others:
+        names = ", ".join(map(words.plain, found.others[:_SHOWN]))
+        left_out = f" and {len(found.others) - _SHOWN:,} more" if len(found.others) > _SHOWN else ""
+        out.say(
+            f"no checkpoints of Holdfast in {words.plain(found.path)}, but {len(found.others):,} of other "
+            f"systems: {names}{left_out}. `holdfast show` lists what one of them holds"
+        )
     elif not found.checkpoints and not found.runs:
         runs = "no readable runs" if found.unreadable else "no runs"
         out.say(f"no checkpoints in {words.plain(found.path)}, and {runs} below it")

@@ -72,7 +72,8 @@ class Leftover:
 class Listing:
     """A directory's checkpoints: those of the run in order of step, then those of other names.
 
-    `runs`: unless it is a run itself, the runs below it. `foreign`: it is a checkpoint of another system.
+    `runs`: unless it is a run itself, the runs below it. `foreign`: it is a checkpoint of another system,
+    `others`: names of such checkpoints right inside of it.
     `unreadable`: directories below that may hold runs, but could not be listed.
     """
 
@@ -81,6 +82,7 @@ class Listing:
     leftovers: tuple[Leftover, ...]
     runs: tuple[RunEntry, ...] = ()
     foreign: bool = False
+    others: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
 
     @property
@@ -115,7 +117,16 @@ def list_run(path: str | os.PathLike[str]) -> Listing:
     runs = tuple(map(_run_entry, runs_below(where, unreadable)))
     nothing = not present and not runs
     is_foreign = nothing and foreign.recognises(where)
-    return Listing(where, present, (), runs, foreign=is_foreign, unreadable=tuple(unreadable))
+    others = foreign.checkpoints_in(where) if nothing and not is_foreign else ()
+    return Listing(
+        where,
+        present,
+        (),
+        runs,
+        foreign=is_foreign,
+        others=tuple(others),
+        unreadable=tuple(unreadable),
+    )
 
 
 def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from holdfast.format.records import Alias, Fragment, Leaf, Part, Root, ShardFile
 from holdfast.format.validate import is_own_name
 from holdfast.store.os_errors import reading
 from holdfast.store.read.gather import FileReads
+from holdfast.store.read.listing import natural_order
 from holdfast.store.read.requests import BoxRequest
 from holdfast.store.read.shard_reader import Problem, ShardReader
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
@@ -35,11 +36,18 @@ from holdfast.universal.source import Computed, Source, SourceLeaf, Stretch
 from holdfast.universal.tree import build_tree
 
 _NO_CHECKSUM = "0" * 16
+_MAX_LOOKED_INTO = 1000
 
 
 def recognises(path: str) -> bool:
     """Whether there is a checkpoint of a system that is known."""
     return find_reader(path) is not None
+
+
+def checkpoints_in(directory: str) -> list[str]:
+    """Names of the checkpoints right inside of a directory, sorted: ``checkpoint-10`` of a Trainer."""
+    names = sorted(os.listdir(directory), key=natural_order)[:_MAX_LOOKED_INTO]
+    return [name for name in names if recognises(os.path.join(directory, name))]
 
 
 def looked_for(path: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 _RENAMING = "holdfast.universal.renaming"
 """Has ``renaming(given)``."""
 _READERS = "holdfast.universal.opening"
-"""Has ``recognises(path)``, ``open_foreign(path, tuning)`` and ``looked_for(path)``."""
+"""Has ``recognises``, ``open_foreign``, ``checkpoints_in`` and ``looked_for``."""
 
 
 def _readers() -> Any:
@@ -29,6 +29,11 @@ def open_foreign(path: str, tuning: Any) -> Any:
     """A `StoredCheckpoint` of what another system wrote; None if there is nothing that is known."""
     readers = _readers()
     return readers.open_foreign(path, tuning) if readers.recognises(path) else None
+
+
+def checkpoints_in(directory: str) -> list[str]:
+    """Names of such checkpoints right inside of a directory, sorted."""
+    return list(_readers().checkpoints_in(directory))
 
 
 def looked_for(path: str) -> str:

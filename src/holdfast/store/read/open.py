@@ -87,6 +87,12 @@ def _no_checkpoint(where: str) -> HoldfastError:
         return CheckpointNotFound(
             f"{where} is not a run, but holds runs: {_some(runs)}. Name one of them, such as {example}"
         )
+    others = foreign.checkpoints_in(where)
+    if others:
+        return CheckpointNotFound(
+            f"{where} is not one checkpoint, but holds {len(others)} of other systems: {_some(others)}. "
+            f"Name one of them, such as {os.path.join(where, others[-1])}"
+        )
     return CheckpointNotFound(
         f"{where} is not a checkpoint, nor a run with one: it has no manifest and no checkpoints inside. "
         + foreign.looked_for(where)
