@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,17 @@ def test_a_damaged_newest_root_falls_back_to_the_older_one_with_a_warning(
             shelf.n = 5
         with Shelf(path) as shelf:
             assert (shelf.n, shelf.a[5]) == (5, 5)
+
+
+def test_a_warning_that_is_an_error_leaves_no_lock(path: Path) -> None:
+    _change(path, 2 * PAGE, b"\xaa")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", holdfast.ShelfWarning)
+        with pytest.raises(holdfast.ShelfWarning) as raised:
+            Shelf(path)
+    assert raised.tb is not None  # and all that its frames refer to
+    with Shelf(path) as shelf:
+        assert shelf.n == 1
 
 
 def test_a_damaged_directory_falls_back_to_the_older_root_with_a_warning(path: Path) -> None:

@@ -64,21 +64,20 @@ for number in itertools.count(1):
         armed = True
         signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 3e-4))  # strikes once, and always in the block
         while armed:
+            if number % 5 == 1:
+                shelf.close()
+                shelf = Shelf(path, "1MiB")
             change(shelf, number)
             if number % 5 == 0:
                 shelf["single"] = number
-            if number % 5 == 1:
-                shelf.close()
-                armed = False
     except Interrupt:
         # The traceback keeps all frames alive, with what they were doing.
-        if number % 5 != 1:
-            check(shelf, (before, number))
-            with shelf.transaction():
-                shelf["later"] = number
-    if number % 5 == 1:
-        shelf.close()
-        shelf = Shelf(path)
+        if number % 5 == 1:
+            shelf.close()
+            shelf = Shelf(path)
+        check(shelf, (before, number))
+        with shelf.transaction():
+            shelf["later"] = number
     check(shelf, (before, number))
 shelf.close()
 with Shelf(path) as shelf:

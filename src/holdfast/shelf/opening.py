@@ -40,7 +40,7 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def open_core(path: str, writable: bool, limit: int | None, medium: str) -> engine.NativeShelf:
-    """The native side of a shelf. To write, with a limit if one is given; a file is made if there is none."""
+    """The native side of a shelf. To write, a file is made if there is none, with the limit if one is given."""
     if writable and not os.path.lexists(path):
         try:
             creation.create(path, DEFAULT_SIZE if limit is None else limit)
@@ -68,6 +68,4 @@ def open_core(path: str, writable: bool, limit: int | None, medium: str) -> engi
             f"the shelf {path} is open for writing elsewhere; it has one writer at a time. "
             "Readers open it with mode='r'"
         )
-    if limit is not None and writable:
-        core.set_limit(limit)
     return core

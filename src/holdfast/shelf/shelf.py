@@ -94,15 +94,21 @@ class Shelf:
         _set(self, "_writable", mode == "w")
         _set(self, "_verify", verify)
         core = open_core(where, mode == "w", limit, _medium)
-        if core.warning:
-            warnings.warn(
-                f"the newest commit of the shelf {where} is not complete or is damaged ({core.warning}); "
-                "the one before it is used",
-                ShelfWarning,
-                stacklevel=2,
-            )
-        _set(self, "_core", core)
-        open_shelves.add(self)
+        try:
+            if limit is not None and self._writable:
+                core.set_limit(limit)
+            if core.warning:
+                warnings.warn(
+                    f"the newest commit of the shelf {where} is not complete or is damaged ({core.warning}); "
+                    "the one before it is used",
+                    ShelfWarning,
+                    stacklevel=2,
+                )
+            _set(self, "_core", core)
+            open_shelves.add(self)
+        except BaseException:
+            core.close()  # the error's traceback keeps it alive, and with it the lock
+            raise
 
     # --- reading
 
