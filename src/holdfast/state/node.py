@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from typing import NoReturn, TypeAlias
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
@@ -27,6 +27,8 @@ _MAX_JSON_DEPTH = 3 * MAX_DEPTH + 3
 
 MAX_COLLISIONS = 1000
 """Keys of one dict or set with the same hash: such integers can be made up, and each is compared with all."""
+
+_MANY = 16
 
 MAX_EXACT_INT = 2**53
 """Integers beyond this are tagged: many JSON readers would round them."""
@@ -280,6 +282,48 @@ def leaf_names(tree: Node) -> Iterator[str]:
     Leaves that each rank has for itself are not among them: the tree refers to their place only.
     """
     return _names(tree, reference_of, 0)
+
+
+def references(node: Node, found: list[str]) -> None:
+    """Adds every leaf name that a tree refers to, as `leaf_names` gives them, of a tree that can be trusted.
+
+    On the path of every save: large containers of a large state hold leaves only, and these are read at once.
+    """
+    items: Any = node.values() if type(node) is dict else node
+    if len(items) > _MANY:
+        try:
+            found += [item[LEAF] for item in items]
+            return
+        except (KeyError, TypeError):  # there is something else, too
+            pass
+    for item in items:
+        kind = type(item)
+        if kind is dict:
+            if LEAF in item:
+                found.append(item[LEAF])
+            elif TENSOR in item:
+                found.append(item[TENSOR][0])
+            else:
+                references(item, found)
+        elif kind is list:
+            references(item, found)
+
+
+def unmatched(trees: Iterable[Node], names: set[str], elsewhere: Collection[str] = ()) -> str | None:
+    """What is wrong unless trees refer to exactly the leaves and aliases of these names.
+
+    They may refer to those that are `elsewhere`, too: other ranks have them.
+    """
+    found: list[str] = []
+    for tree in trees:
+        references([tree], found)
+    lost = names.difference(found)
+    if lost:
+        return f"the leaf {shorten(min(lost))!r} has no place in the tree"
+    for name in found if len(found) > len(names) else ():
+        if name not in names and name not in elsewhere:
+            return f"the tree refers to the leaf {shorten(name)!r}, which is not there"
+    return None
 
 
 def blob_names(tree: Node) -> Iterator[str]:

@@ -24,6 +24,7 @@ from holdfast.format.dtypes import is_known, itemsize
 from holdfast.format.geometry import whole
 from holdfast.format.records import Alias, Fragment, Leaf, Part, Root, ShardFile
 from holdfast.format.validate import is_own_name
+from holdfast.state.node import unmatched
 from holdfast.store.os_errors import reading
 from holdfast.store.read.gather import FileReads
 from holdfast.store.read.listing import natural_order
@@ -207,12 +208,16 @@ class _Records:
         leaves = tuple(self._leaves)
         aliases = tuple(Alias(name, of) for name, of in source.aliases.items())
         part = Part(0, CHUNK_NBYTES, tuple(self._files), leaves, aliases)
+        tree = build_tree(source)
+        problem = unmatched([tree], {leaf.name for leaf in leaves} | source.aliases.keys())
+        if problem is not None:
+            raise UnsupportedSource(f"{source.path}: {problem}. This is an error of Holdfast's reader")
         return Root(
             format=source.kind,
             id=_identity(source, part),
             step=source.step,
             created=self._created,
-            tree=build_tree(source),
+            tree=tree,
             part=part,
         )
 

@@ -197,9 +197,10 @@ class PickleMachine:
         return CorruptCheckpoint(reason, path=self.path)
 
     def _refuse(self, name: str) -> UnsupportedSource:
+        where = self._place(self._stack)
         return UnsupportedSource(
-            f"{self.path}: the file contains {name[:200]!r}{self._place(self._stack)}, which is not on the "
-            "list of known classes. Nothing of it was run. Save the file again with tensors and plain values only"
+            f"{self.path}: the file contains {name[:200]!r}{where}, which is not on the list of known "
+            "classes. Nothing of it was run. Save the file again with tensors and plain values only"
         )
 
     def _unsupported(self, what: str, *, of_top: bool = False) -> UnsupportedSource:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from holdfast import engine
 from holdfast.engine import CHUNK_NBYTES
+from holdfast.errors import UnsupportedState
 from holdfast.format.embedded import EMBEDDING_SHARD, embed_root
 from holdfast.format.records import EMBEDDED, Alias, Fragment, Leaf, Part, PartRef, Root, ShardFile
 from holdfast.plan import Layout, ShardPlan
 from holdfast.state import Flat, LeafSource
+from holdfast.state.node import Node, unmatched
 
 
 class Identity(Struct, frozen=True):
@@ -22,6 +24,20 @@ class Identity(Struct, frozen=True):
     step: int
     created: float
     metrics: Mapping[str, float]
+
+
+def require_complete(trees: Iterable[Node], names: set[str], elsewhere: Collection[str] = ()) -> None:
+    """`UnsupportedState` unless trees refer to exactly these leaves and aliases, and so readers accept them.
+
+    Every way to a committed checkpoint comes by here before its manifest is written. They may also refer to
+    leaves that are `elsewhere`, on other ranks.
+    """
+    problem = unmatched(trees, names, elsewhere)
+    if problem is not None:
+        raise UnsupportedState(
+            f"cannot save this state: {problem}. Nothing was committed, and earlier checkpoints are "
+            "untouched. This is an error of Holdfast or of the program that took the state apart"
+        )
 
 
 def leaf_records(

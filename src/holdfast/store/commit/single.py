@@ -19,7 +19,14 @@ from holdfast.format.records import ShardFile
 from holdfast.plan import ShardPlan, arrange
 from holdfast.state import Flat, LeafSource
 from holdfast.store.commit.info import CheckpointInfo, Seconds, check_step
-from holdfast.store.commit.manifest import Identity, OneFile, leaf_records, one_file, root_of_one
+from holdfast.store.commit.manifest import (
+    Identity,
+    OneFile,
+    leaf_records,
+    one_file,
+    require_complete,
+    root_of_one,
+)
 from holdfast.store.commit.observer import SaveObserver
 from holdfast.store.commit.transaction import Target, Transaction
 from holdfast.store.names import MANIFEST, SHARD
@@ -59,6 +66,7 @@ class SingleCommit(Struct, frozen=True):
         began: float,
     ) -> CheckpointInfo:
         leaves = flat.leaves + flat.local_leaves
+        names = {leaf.name for leaf in leaves}
         _refuse_parts(leaves)
         layout = arrange([leaves] if groups is None else groups)
         limit = self.tuning.small_nbytes
@@ -68,6 +76,7 @@ class SingleCommit(Struct, frozen=True):
         if single is None:
             transaction.refuse_existing()
         else:
+            _require_complete(flat, names)
             # All has been copied: the sources are free before the file system is even asked.
             observer.writing([(plan, single.packed)])
             observer.written()
@@ -78,7 +87,7 @@ class SingleCommit(Struct, frozen=True):
         transaction.make()
         writing = time.perf_counter()
         if single is None:
-            manifest_nbytes, synced = self._write(identity, flat, plan, tuning, observer, transaction)
+            manifest_nbytes, synced = self._write(identity, flat, names, plan, tuning, observer, transaction)
         else:
             manifest_nbytes, synced = 0, self._write_one_file(single, transaction)
         syncing = time.perf_counter()
@@ -92,7 +101,7 @@ class SingleCommit(Struct, frozen=True):
             id=identity.id,
             created=identity.created,
             metrics=identity.metrics,
-            leaves=len({leaf.name for leaf in leaves}),
+            leaves=len(names),
             nbytes=sum([leaf.source.nbytes for leaf in leaves]),
             stored_nbytes=plan.nbytes + manifest_nbytes,
             seconds=ended - began,
@@ -103,6 +112,7 @@ class SingleCommit(Struct, frozen=True):
         self,
         identity: Identity,
         flat: Flat,
+        leaf_names: set[str],
         plan: ShardPlan,
         tuning: Tuning,
         observer: SaveObserver,
@@ -121,6 +131,7 @@ class SingleCommit(Struct, frozen=True):
             recycle=transaction.recycle,
             background=plan.nbytes > tuning.small_nbytes,
         ) as job:
+            _require_complete(flat, leaf_names)  # while the engine writes
             observer.writing([(plan, job)])
             job.wait()
             observer.written()
@@ -143,6 +154,13 @@ class SingleCommit(Struct, frozen=True):
             began = time.perf_counter()
             transaction.seal({SHARD}, None, [file])
         return time.perf_counter() - began
+
+
+def _require_complete(flat: Flat, leaf_names: set[str]) -> None:
+    names = leaf_names
+    if flat.aliases or flat.local_aliases:
+        names = names | {name for name, _ in (*flat.aliases, *flat.local_aliases)}
+    require_complete((flat.tree, *flat.local.values()), names)
 
 
 def _refuse_parts(leaves: Sequence[LeafSource]) -> None:

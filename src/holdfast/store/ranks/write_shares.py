@@ -27,6 +27,7 @@ from holdfast.plan.volumes import stripe
 from holdfast.plan.world import Beside, besides, merge_views
 from holdfast.state import Flat, LeafSource
 from holdfast.store.commit.coordinated import Agreement, WriteShare
+from holdfast.store.commit.manifest import require_complete
 from holdfast.store.commit.messages import Done, Here
 from holdfast.store.commit.shard_writer import Description
 from holdfast.store.options import Replicas
@@ -145,6 +146,7 @@ class WriteShares:
             if self._replicas == "check":
                 check_replicas(self._team, flat.leaves, layouts, self._timeout, f"{key}/replicas")
                 check_layouts(self._team, flat.leaves, layouts, others, self._timeout, f"{key}/ways")
+        self._require_complete(flat, layouts)
         self._known = _signature(flat), self._planned(layouts, others, speakers)
 
     def check_replicas(self, flat: Flat) -> None:
@@ -208,6 +210,13 @@ class WriteShares:
             copies_of(self.rank, writes.leaves) if compared else (),
             crossings_of(self.rank, writes.leaves, others),
         )
+
+    def _require_complete(self, flat: Flat, layouts: Sequence[LeafLayout]) -> None:
+        """As long as leaves and structure stay the same, so do the references between them."""
+        own = [leaf.name for leaf in (*flat.leaves, *flat.local_leaves)]
+        tied = [name for name, _ in (*flat.aliases, *flat.local_aliases)]
+        elsewhere = {layout.name for layout in layouts}
+        require_complete((flat.tree, *flat.local.values()), {*own, *tied}, elsewhere)
 
     def _speakers(self, structure: str, key: str) -> tuple[int, ...]:
         """Who speaks for whom."""

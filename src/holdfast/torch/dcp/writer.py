@@ -41,7 +41,7 @@ from holdfast.state.leaf_table import require_readable
 from holdfast.state.torch_arrays import describer, wrapper_refusal
 from holdfast.store.api import check_target
 from holdfast.store.commit.info import check_step
-from holdfast.store.commit.manifest import Identity, root_of
+from holdfast.store.commit.manifest import Identity, require_complete, root_of
 from holdfast.store.commit.observer import SaveObserver
 from holdfast.store.commit.shard_writer import Description, ShardLocation, ShardWriter
 from holdfast.store.commit.transaction import refuse_existing
@@ -420,7 +420,9 @@ def _tree(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Node:
         properties=tuple(properties),
     )
     values = frozenset(name for name in nodes if written[name].kind == "value")
-    return compose(nodes, record, values, metadata.planner_data)
+    tree = compose(nodes, record, values, metadata.planner_data)
+    require_complete([tree], {name for name in written if written[name].kind != "value"})
+    return tree
 
 
 def _require_whole(name: str, pieces: Sequence[tuple[int, Piece]]) -> None:
