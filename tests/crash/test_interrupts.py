@@ -19,6 +19,7 @@ import pytest
 
 import holdfast
 from crash.conftest import WAYS
+from holdfast.checkpointer.save_task import SaveTask
 from support.identified_states import load_identity, make_state
 
 # Where CPython looks for signals: behind calls, at the beginning of a function, and in loops.
@@ -83,6 +84,8 @@ def test_an_interrupt_anywhere_in_a_save_leaves_no_lease_and_no_lock(
     ram: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.store.read.reader_lock.LOCK_SECONDS", 0.0)  # a reader who would wait fails
+    # As in an interpreter that ends, and as `holdfast.save` does: on the thread in which handlers run.
+    monkeypatch.setattr(SaveTask, "_start_thread", lambda task: False)
     run, nth, leases_seen = ram / "run", 0, 0
     with holdfast.Checkpointer(
         run,

@@ -107,6 +107,7 @@ class Checkpointer:
         self._stalled = 0.0
         self._overlapped = False
         self._open = True
+        self._awaited = False
         self._closed = False
         self._announced = AnnouncedChanges(self._before_step, optimizers)
         self._context = open_context(given, state, self._announced)
@@ -206,13 +207,18 @@ class Checkpointer:
             self._group.failed(decision.talk, error)
             raise
         task = SaveTask(self._context, step, self._mode, decision.talk)
-        task.prepare(self.state, metrics)
-        task.stage(self.state)
+        try:
+            task.prepare(self.state, metrics)
+            task.stage(self.state)
+        except BaseException as error:
+            task.failed(error)
+            raise
         try:
             self._task = task
             task.start(self._timeout)
         except BaseException as error:
-            task.interrupted(error)
+            task.interrupted = True  # at once: another signal may come before the next line
+            task.give_up(error)
             raise
         if decision.signal is not None:
             self._end_process(task, decision.signal)
@@ -374,14 +380,17 @@ class Checkpointer:
             rest.callback(self._duty.close)
             rest.callback(self._context.staging.clear)
             rest.callback(self._announced.detach)
-            opened, self._open = self._open, False
+            self._open = False
             self._mode = mode
-            if opened and task is not None and not task.join(patience):
-                raise DeviceTimeout(
-                    f"the save of step {task.step} is still under way after {patience:g} s and may "
-                    "never become durable; earlier checkpoints are untouched"
-                )
-            if opened:
+            if not self._awaited:  # else an earlier call has waited to the end
+                ended = task is None or task.join(patience)
+                self._awaited = True
+                if not ended:
+                    assert task is not None
+                    raise DeviceTimeout(
+                        f"the save of step {task.step} is still under way after {patience:g} s and may "
+                        "never become durable; earlier checkpoints are untouched"
+                    )
                 self._report(task)
 
     def _release_run(self, task: SaveTask | None) -> None:

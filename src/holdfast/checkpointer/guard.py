@@ -61,10 +61,13 @@ class Guard:
     def take(self, owner: int | None = None) -> list[str]:
         """Names of an owner's leaves (None: of everybody's) that have changed.
 
-        Each owner is looked at once: after that it may change them.
+        Each owner is looked at once: after that it may change them. A look that was interrupted is no look.
         """
         wanted = list(self._watched) if owner is None else [owner] if owner in self._watched else []
-        return [name for key in wanted for name in _changed(self._watched.pop(key))]
+        found = [name for key in wanted for name in _changed(self._watched[key])]
+        for key in wanted:
+            del self._watched[key]
+        return found
 
 
 def _look(leaves: list[LeafSource]) -> _Watched:

@@ -20,6 +20,7 @@ from holdfast.checkpointer.guard import Guard
 from holdfast.checkpointer.ownership import NOBODY
 from holdfast.checkpointer.staging import Division
 from holdfast.engine import WriteJob
+from holdfast.engine.threads import Latch
 from holdfast.errors import DeviceTimeout, MutatedDuringSave, SaveFailed
 from holdfast.plan import ShardPlan
 from holdfast.state import LeafSource
@@ -34,7 +35,7 @@ class LiveMemory:
         self._urgent = bool(division.urgent)
         self._guard = Guard(division.in_place)
         self._lock = threading.Lock()
-        self._reading = threading.Event()
+        self._reading = Latch()
         self._jobs: list[WriteJob] = []
         self._plan_nbytes = 0
         # How far each file must have been read before an owner may change its leaves, or the save returns.
@@ -43,6 +44,8 @@ class LiveMemory:
         self._changed: list[str] = []
         self._abandoned: str | None = None
         self._late = False
+        self.interrupted = False
+        """The training was interrupted while it waited for its memory to be read, and may change it now."""
         self.in_place_nbytes = sum(leaf.nbytes for group in division.in_place.values() for leaf in group)
         self.copied_nbytes = sum(leaf.nbytes for leaf in division.copied)
 
@@ -58,11 +61,11 @@ class LiveMemory:
 
     @property
     def is_abandoned(self) -> bool:
-        return self._abandoned is not None
+        return self.interrupted or self._abandoned is not None
 
     def abandoned_error(self) -> SaveFailed:
         """The error of a save that was abandoned."""
-        why = self._abandoned
+        why = self._abandoned or "it was interrupted before the state had left memory"
         what = f"the save of step {self._step} was abandoned: {why}. Earlier checkpoints are untouched"
         if not self._late:
             return SaveFailed(what)
@@ -91,20 +94,18 @@ class LiveMemory:
         if not self._urgent:
             return
         end = time.monotonic() + timeout
-        try:
-            left = self._wait_for(self._urgent_ends if self._reading.wait(timeout) else None, end)
-        except BaseException:  # Ctrl-C: the caller goes on to change what has not been read
-            self._abandon("it was interrupted before the state had left memory", late=False)
-            raise
-        if not left:
+        if not self._wait_for(self._urgent_ends if self._reading.wait(timeout) else None, end):
             self._abandon(f"its bytes had not left memory after {timeout:g} s", late=True)
 
     def _abandon(self, why: str, *, late: bool) -> None:
         """The save must not become a checkpoint. It ends soon. If it was committed meanwhile, it stays."""
         with self._lock:
             self._abandoned, self._late = why, late
-            jobs = self._jobs
-        for job in jobs:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """The engine reads no more."""
+        for job in self._jobs:
             job.cancel()
 
     def _wait_for(self, ends: Sequence[int] | None, end: float) -> bool:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from holdfast.checkpointer.live_memory import LiveMemory
 from holdfast.engine import forks
+from holdfast.engine.threads import Latch
 from holdfast.errors import EngineTimeout
 from holdfast.store import CheckpointInfo
 
 
 class Stall:
-    """How long training has waited for one save so far."""
+    """How long training has waited for one save so far. ``with stall:`` the training's thread waits."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -32,14 +31,12 @@ class Stall:
     def add(self, seconds: float) -> None:
         self._seconds += seconds
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """The training's thread waits in this block."""
-        began = self._since = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._since = None
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        began, self._since = self._since, None
+        if began is not None:
             self._seconds += time.perf_counter() - began
 
 
@@ -57,7 +54,7 @@ class PendingSave:
         self._stall = stall
         self._pid, self._forks = os.getpid(), forks()
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._info: CheckpointInfo | None = None
         self._error: BaseException | None = None
         self._seen = False
@@ -81,7 +78,7 @@ class PendingSave:
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits until the save has ended. Returns its error; None if the checkpoint is durable."""
         self._check_process()
-        with self._stall.counted():
+        with self._stall:
             ended = self._ended.wait(timeout)
         if not ended:
             raise EngineTimeout(f"step {self.step} was not durable within {timeout} s; its save goes on")
@@ -109,7 +106,7 @@ class PendingSave:
 
     @property
     def ended(self) -> bool:
-        return self._ended.is_set()
+        return self._ended.is_set
 
     def wait_for_end(self, timeout: float | None) -> bool:
         """Whether the save has ended in time. The error still counts as not seen."""

@@ -4,8 +4,8 @@ On the training's thread:
 
 1. `prepare`: the state is taken apart, and it is known which leaves this rank writes.
 2. `stage`: leaves that may change without an announcement are copied, as far as the memory for copies goes.
-3. `start`: the rest runs on a thread of its own (in ``mode="sync"``, on this one). `start` returns when
-   everything has left the state's memory that may be neither copied nor read in place.
+3. `start`: the rest runs on a thread of its own. `start` returns when everything has left the state's memory
+   that may be neither copied nor read in place; in ``mode="sync"``, when the checkpoint is durable.
 
 On the save's thread, in `run`:
 
@@ -15,14 +15,18 @@ On the save's thread, in `run`:
 `release` is called by the training's thread before it changes leaves that are read in place. What the user
 holds of all this is a `PendingSave`. The thread is not a daemon: an interpreter that ends waits for the
 checkpoint that is under way.
+
+What a signal handler raises (Ctrl-C) may come between any two steps of the training's thread, also while an
+earlier one is being dealt with. So nothing that the save's thread needs is half done there: files and locks
+are handled on the save's thread only, waits are those of `engine.threads`, and that the training was
+interrupted is noted by storing one attribute, which no signal can divide.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from holdfast.checkpointer.context import Mode, RunContext
 from holdfast.checkpointer.events import Failed, Phases, Saved
@@ -34,6 +38,7 @@ from holdfast.checkpointer.run_observer import Durable, Saving
 from holdfast.checkpointer.schedule import Cost
 from holdfast.checkpointer.staging import Division
 from holdfast.engine import WriteJob
+from holdfast.engine.threads import start_thread
 from holdfast.errors import CheckpointExists, MutatedDuringSave, SaveFailed
 from holdfast.plan import ShardPlan
 from holdfast.state import Flat, LeafSource, flatten
@@ -48,6 +53,8 @@ from holdfast.store import (
 )
 from holdfast.store.locks import path_to_read
 from holdfast.store.ranks.group import Ready
+
+_RUNS = "runs"
 
 
 class SaveTask(SaveObserver):
@@ -66,62 +73,79 @@ class SaveTask(SaveObserver):
         self._flat: Flat | None = None
         self._ready: Ready | None = None
         self._live: tuple[str, ...] | None = None
-        self._lock = threading.Lock()
-        self._runner: int | None = None
+        self._fate: dict[str, bool] = {}
+        """Whether the save runs, once that is decided: by its thread, or by who asks after an interrupt."""
         self._awaited = True
+        self.interrupted = False
+        """`start` has raised what a signal handler raised. The save may run nevertheless."""
 
     # --- on the training's thread
 
     def prepare(self, state: object, metrics: Mapping[str, float] | None) -> None:
         """Takes the state apart, and plans what this rank writes where that has changed."""
         context, group = self._context, self._context.group
-        with self._telling_a_failure():
-            if self.mode == "overlap":
-                context.announced.attach(state)
-                context.announced.warn_if_none()
-                self.mode = "overlap" if context.announced.announced else "snapshot"
-            context.observers.tell(Saving(self.step, self.mode))
-            self._metrics = plain_metrics(metrics) if group.leads else {}  # those of rank 0 are stored
-            self._replace = context.retention.begin(self.step)
-            if not group.needed:
-                self._flat = flatten(state)
-                return
-            self._ready = group.prepare(state, self._talk)
-            if context.ledger is not None and context.run.directory is not None:
-                self._live = ids(path_to_read(context.run.directory))
+        if self.mode == "overlap":
+            context.announced.attach(state)
+            context.announced.warn_if_none()
+            self.mode = "overlap" if context.announced.announced else "snapshot"
+        context.observers.tell(Saving(self.step, self.mode))
+        self._metrics = plain_metrics(metrics) if group.leads else {}  # those of rank 0 are stored
+        self._replace = context.retention.begin(self.step)
+        if not group.needed:
+            self._flat = flatten(state)
+            return
+        self._ready = group.prepare(state, self._talk)
+        if context.ledger is not None and context.run.directory is not None:
+            self._live = ids(path_to_read(context.run.directory))
 
     def stage(self, state: object) -> None:
         """Divides the leaves: those that are read in place, and those that are copied, now."""
         context = self._context
-        with self._telling_a_failure():
-            context.observed.warn_if_stale(self._leaves())
-            if self.mode == "sync":
-                division = Division()  # training does not run until all is over
-            elif self.mode == "overlap":
-                owner_of = context.observed.corrected(context.announced.owner_of(state))
-                division = context.staging.divide(self._leaves(), owner_of)
-            else:
-                division = context.staging.divide(self._leaves(), _owner_in_snapshot)
-            self._stage_seconds = time.perf_counter() - self._began
-            self._memory = LiveMemory(self.step, division)
+        context.observed.warn_if_stale(self._leaves())
+        if self.mode == "sync":
+            division = Division()  # training does not run until all is over
+        elif self.mode == "overlap":
+            owner_of = context.observed.corrected(context.announced.owner_of(state))
+            division = context.staging.divide(self._leaves(), owner_of)
+        else:
+            division = context.staging.divide(self._leaves(), _owner_in_snapshot)
+        self._stage_seconds = time.perf_counter() - self._began
+        self._memory = LiveMemory(self.step, division)
+        self._must_leave = self.mode == "sync" or bool(division.urgent)
         self.pending = PendingSave(self.step, self._memory, self._stall)
 
+    def failed(self, error: BaseException) -> None:
+        """It could not be prepared or staged: tells the observers and the other ranks."""
+        self._stall.add(time.perf_counter() - self._began)
+        self._tell_failed(error)
+        self._context.group.failed(self._talk, error)
+
     def start(self, timeout: float) -> None:
-        """Runs the save, on a thread of its own if it may. Waits at most `timeout` for urgent leaves."""
+        """Runs the save on a thread of its own. Waits at most `timeout` for urgent leaves.
+
+        In ``mode="sync"`` it waits until the save has ended.
+        """
         self._context.schedule.started(self.step, time.monotonic())
         self._stall.add(time.perf_counter() - self._began)
-        with self._stall.counted():
-            if self.mode == "sync" or not self._start_thread():
-                self.run()
-            self._memory.leave_urgent(timeout)
+        try:
+            with self._stall:
+                if not self._start_thread():
+                    self.run()
+                elif self.mode == "sync":
+                    self.pending.wait_for_end(None)
+                else:
+                    self._memory.leave_urgent(timeout)
+        except BaseException:
+            # The training goes on to change what may not have been read. A store that no signal comes before.
+            self._memory.interrupted = self._must_leave
+            raise
 
-    def interrupted(self, error: BaseException) -> None:
-        """`start` was interrupted, by Ctrl-C: a save that does not run on another thread ends with that."""
-        with self._lock:
-            if self._runner not in (None, threading.get_ident()):
-                return
-            self._runner = threading.get_ident()
-        if not self.pending.ended:
+    def give_up(self, error: BaseException) -> None:
+        """After an interrupt of `start`: a save that reads what may change now ends soon, one that has not
+        begun ends at once. Other saves go on."""
+        if self._memory.interrupted:
+            self._memory.cancel()
+        if not self.pending.ended and self.ended:
             failure = SaveFailed(f"the save of step {self.step} was interrupted")
             failure.__cause__ = error
             self._end(None, failure, seen=True)
@@ -136,7 +160,7 @@ class SaveTask(SaveObserver):
         if self.ended or self._memory.is_abandoned or not self._awaited:
             return 0.0
         began = time.monotonic()
-        with self._stall.counted():
+        with self._stall:
             if self._memory.leave(owner, timeout):
                 left = max(0.0, began + timeout - time.monotonic())
                 # One that is late may become durable yet, but training waits for it no longer.
@@ -145,34 +169,25 @@ class SaveTask(SaveObserver):
 
     def join(self, timeout: float | None) -> bool:
         """Waits for the end of the save; returns whether it came in time."""
-        with self._stall.counted():
-            return self.pending.wait_for_end(timeout)
+        with self._stall:
+            return self.ended or self.pending.wait_for_end(timeout)
 
     @property
     def ended(self) -> bool:
-        return self.pending.ended
+        """Whether nothing of it is under way, or will be."""
+        if self.pending.ended:
+            return True
+        return self.interrupted and not self._fate.setdefault(_RUNS, False)
 
     def _start_thread(self) -> bool:
         """Not in the interpreter's last moments: it waits for no more threads."""
         if not threading.main_thread().is_alive():
             return False
-        thread = threading.Thread(target=self.run, name=f"holdfast-step-{self.step}", daemon=False)
         try:
-            thread.start()
+            start_thread(self.run, f"holdfast-step-{self.step}")
         except RuntimeError:  # no more threads: the interpreter is ending
             return False
         return True
-
-    @contextmanager
-    def _telling_a_failure(self) -> Iterator[None]:
-        """Tells the observers and the other ranks if this block fails."""
-        try:
-            yield
-        except BaseException as error:
-            self._stall.add(time.perf_counter() - self._began)
-            self._tell_failed(error)
-            self._context.group.failed(self._talk, error)
-            raise
 
     def _leaves(self) -> tuple[LeafSource, ...]:
         """Those that this rank writes."""
@@ -185,10 +200,8 @@ class SaveTask(SaveObserver):
 
     def run(self) -> None:
         """Makes the checkpoint. The outcome goes to the `PendingSave`; nothing is raised here."""
-        with self._lock:
-            if self._runner is not None:
-                return  # interrupted before it began
-            self._runner = threading.get_ident()
+        if not self._fate.setdefault(_RUNS, True):
+            return  # interrupted before it began
         info: CheckpointInfo | None = None
         failure: BaseException | None = None
         try:
@@ -293,14 +306,18 @@ class SaveTask(SaveObserver):
         self._context.observers.tell(Failed(self.step, time.time(), self.mode, kind, str(error), stall))
 
     def _end(self, info: CheckpointInfo | None, failure: BaseException | None, *, seen: bool = False) -> None:
-        """Forgets the state's arrays, then says how the save ended."""
+        """Forgets the state's arrays, then says how the save ended.
+
+        `seen`: what interrupted it is raised already.
+        """
         self._flat = self._ready = None
         self._memory.end()
         if info is not None:
             self.pending.set_result(info)
         else:
             self.pending.set_exception(
-                failure or SaveFailed(f"the save of step {self.step} failed"), seen=seen
+                failure or SaveFailed(f"the save of step {self.step} failed"),
+                seen=seen or (self.mode == "sync" and self.interrupted),
             )
 
     def _array_nbytes(self) -> int:

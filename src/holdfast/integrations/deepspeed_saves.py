@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 import os
+import queue
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from holdfast.checkpointer.guard import Guard
+from holdfast.engine.threads import Background
 from holdfast.errors import MutatedDuringSave, SaveFailed
 from holdfast.integrations import deepspeed_tags as tags
 from holdfast.paths import local_path
@@ -45,8 +46,9 @@ class TagSave:
         self._step = step
         self._gather = gather
         self._leads = leads
-        # An interpreter that ends waits for its threads.
-        self._pool = ThreadPoolExecutor(_WRITERS, "holdfast-deepspeed")
+        self._turns: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(_WRITERS):
+            self._turns.put(None)
         self._writes: list[_Write] = []
         self._failure: Exception | None = None
         if leads:
@@ -60,13 +62,12 @@ class TagSave:
         """
         target = os.path.join(tags.partial_of(self.path), name)
         if self._failure is None:
-            self._try(lambda: self._writes.append(_Write(self._pool, target, state, self._step, watched)))
+            self._try(lambda: self._writes.append(_Write(self._turns, target, state, self._step, watched)))
 
     def commit(self, *, latest: bool) -> None:
         """Steps 2 to 4. `latest`: whether to make the fourth one."""
         for write in self._writes:
             self._try(write.wait)
-        self._pool.shutdown()
         self._agree()
         if self._leads:
             self._try(lambda: tags.publish(self.path))
@@ -93,13 +94,24 @@ class TagSave:
 
 
 class _Write:
-    """A file that a thread of the pool writes."""
+    """A file that a thread writes when it is its turn."""
 
-    def __init__(self, pool: ThreadPoolExecutor, path: str, state: Any, step: int, watched: bool) -> None:
+    def __init__(
+        self, turns: queue.SimpleQueue[None], path: str, state: Any, step: int, watched: bool
+    ) -> None:
         flat = flatten(state)
+        commit = SingleCommit(Target(path), step, {}, _TUNING)
         self._path = path
         self._guard = Guard({0: list(flat.leaves)} if watched else {})
-        self._done = pool.submit(SingleCommit(Target(path), step, {}, _TUNING).run, flat)
+
+        def run() -> None:
+            turns.get()
+            try:
+                commit.run(flat)
+            finally:
+                turns.put(None)
+
+        self._done = Background(run, "holdfast-deepspeed")
 
     def wait(self) -> None:
         """Returns when it is durable. Raises what has failed."""

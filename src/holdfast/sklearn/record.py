@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from holdfast.engine.threads import Background
 from holdfast.errors import StateMismatch
 from holdfast.paths import local_path
 from holdfast.shelf import Shelf
@@ -40,8 +40,7 @@ class FitRecord:
         self._shelf: Shelf | None = None
         self._identity: dict[str, str] = {}
         self._stored = False
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._pending: Background[None] | None = None
 
     def open(self, identity: Mapping[str, str], nbytes: int) -> None:
         """Opens the shelf for the fit with this identity, whose state takes about `nbytes`.
@@ -63,9 +62,6 @@ class FitRecord:
         try:
             self._settle()
         finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-                self._thread = None
             if self._shelf is not None and self._shelf is not self._where:
                 self._shelf.close()
             self._shelf = None
@@ -92,9 +88,7 @@ class FitRecord:
             name: np.array(value) if isinstance(value, np.ndarray) else value
             for name, value in changes.items()
         }
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-fit")
-        self._pending = self._thread.submit(self._commit, shelf, taken)
+        self._pending = Background(lambda: self._commit(shelf, taken), "holdfast-fit")
 
     def _commit(self, shelf: Shelf, changes: Mapping[str, Any], remove: Iterable[str] = ()) -> None:
         with shelf.transaction():
@@ -109,8 +103,9 @@ class FitRecord:
 
     def _settle(self) -> None:
         """Waits for the commit under way; raises what went wrong with it, once."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        if self._pending is not None:
+            self._pending.wait()  # interrupted here, it is still the one to wait for
+            pending, self._pending = self._pending, None
             pending.result()
 
     def names(self) -> list[str]:

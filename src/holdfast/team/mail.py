@@ -25,6 +25,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from holdfast.engine import forks
+from holdfast.engine.threads import Latch, start_thread
 from holdfast.errors import RankFailed
 
 MAX_KEY_LENGTH: Final = 4096
@@ -252,7 +253,7 @@ class _Line:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Any, Callable[[Any], Any], _Answer] | None] = queue.SimpleQueue()
         # A daemon: it may be stuck in a call that never returns.
-        threading.Thread(target=self._speak, name="holdfast-mail", daemon=True).start()
+        start_thread(self._speak, "holdfast-mail", daemon=True)
 
     def call(self, store: Any, function: Callable[[Any], _T], seconds: float) -> _T:
         """The function's result. Whatever goes wrong in it is the store's failure."""
@@ -293,7 +294,7 @@ class _Lost(Exception):
 
 class _Answer:
     def __init__(self) -> None:
-        self.there = threading.Event()
+        self.there = Latch()
         self.result: Any = None
         self.error: BaseException | None = None
 

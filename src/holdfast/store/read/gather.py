@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.engine import Consumed, Destination, Unkept
+from holdfast.engine.threads import Background
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import Box, contiguous_runs, whole
@@ -103,10 +104,33 @@ def fetch(
         for queue in volumes.values():
             read_volume(queue)
         return
-    with ThreadPoolExecutor(min(len(volumes), _MOST_VOLUMES), "holdfast-volume") as pool:
-        under_way = [pool.submit(read_volume, queue) for queue in volumes.values()]
-    for job in under_way:
-        job.result()
+    left = deque(enumerate(volumes.values()))
+    failures: dict[int, BaseException] = {}
+
+    def read_volumes() -> None:
+        while left:
+            try:
+                number, queue = left.popleft()
+            except IndexError:
+                return  # another thread took the last one
+            try:
+                read_volume(queue)
+            except BaseException as error:
+                failures[number] = error
+
+    under_way: list[Background[None]] = []
+    try:
+        for _ in range(min(len(volumes), _MOST_VOLUMES)):
+            under_way.append(Background(read_volumes, "holdfast-volume"))
+        for job in under_way:
+            job.result()
+    except BaseException:
+        left.clear()  # the destinations may be freed or changed once this is raised
+        for job in under_way:
+            job.wait()
+        raise
+    for _, error in sorted(failures.items()):
+        raise error
 
 
 class _Index:
