@@ -89,7 +89,7 @@ def _opened(path: str | os.PathLike[str]) -> Shelf:
 
 
 def _describe(shelf: Shelf, name: str) -> EntryInfo:
-    kind, meta, born, pin = shelf._entry(name)
+    kind, meta, born, pin = shelf._entry(shelf._opened(), name, name.encode())
     nbytes = 0 if pin is None else pin.nbytes
     if kind == entries.ARRAY:
         try:
@@ -148,7 +148,7 @@ def export(path: str | os.PathLike[str], output: str | os.PathLike[str], *, forc
 
 def _arrays(shelf: Shelf, name: str) -> Iterator[tuple[str, tuple[entries.ArrayMeta, Array]]]:
     _ = shelf[name]  # verifies it
-    kind, meta, _, pin = shelf._entry(name)
+    kind, meta, _, pin = shelf._entry(shelf._opened(), name, name.encode())
     data = np.empty(0, np.uint8) if pin is None else pin.view()
     if kind == entries.ARRAY:
         yield name, (entries.array_meta(meta, data.size), data)

@@ -40,7 +40,7 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def open_core(path: str, writable: bool, limit: int | None, medium: str) -> engine.NativeShelf:
-    """The native side of a shelf. To write, a file is made if there is none, with the limit if one is given."""
+    """The native side of a shelf. To write, a file is made if there is none, of at most `limit` bytes."""
     if writable and not os.path.lexists(path):
         try:
             creation.create(path, DEFAULT_SIZE if limit is None else limit)

@@ -126,7 +126,7 @@ class Shelf:
                 if not changed:
                     raise KeyError(name)
                 return self._read_back(key, changed, transaction.shadows)
-        kind, meta, _, pin = self._entry(name)
+        kind, meta, _, pin = self._entry(core, name, key)
         return self._decode(name, kind, meta, pin, again=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -187,10 +187,12 @@ class Shelf:
             shadows[key] = found
         return found
 
-    def _entry(self, name: str) -> tuple[int, bytes, int, engine.NativePin | None]:
+    def _entry(
+        self, core: engine.NativeShelf, name: str, key: bytes
+    ) -> tuple[int, bytes, int, engine.NativePin | None]:
         """Kind, description, generation and pinned data of a committed entry, all of one commit."""
         try:
-            found = self._opened().read(to_key(name))
+            found = core.read(key)
         except engine.NativeShelfClosed:
             raise self._closed() from None
         except engine.NativeShelfDamaged as error:
@@ -416,7 +418,7 @@ class Shelf:
         for key in core.committed_names():
             name = self._text(key)
             try:
-                kind, meta, _, pin = self._entry(name)
+                kind, meta, _, pin = self._entry(core, name, key)
                 self._decode(name, kind, meta, pin, again=True)
             except KeyError:
                 continue  # another thread has removed it meanwhile
