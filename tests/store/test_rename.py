@@ -224,3 +224,9 @@ def test_advice_names_only_arguments_of_the_call_at_hand(wrapped: Any, tmp_path:
     assert 'select="epoch"' in said
     said = message(lambda: holdfast.load(tmp_path / "two", into={"w": np.zeros(3)}))
     assert "strict=False" not in said, "nothing fits: strict=False would be an error, too"
+
+
+def test_a_warning_offers_the_prefix_too(wrapped: Any) -> None:
+    path, _, _ = wrapped
+    with pytest.warns(RuntimeWarning, match=re.escape('pass rename={"module.": ""}')):
+        holdfast.load(path, into={"model": network(1), "extra": 3, "optimizer": None}, strict=False)

@@ -90,6 +90,11 @@ class Mismatch:
         ]
         return "\n  ".join(["checkpoint and target do not fit", *parts])
 
+    def hint(self) -> str:
+        """A line on what may be the reason, or nothing."""
+        said = self._beginnings()
+        return f"\n  {said}" if said is not None else ""
+
     def with_extra(self, names: Iterable[str]) -> Mismatch:
         """With more that only the checkpoint has."""
         return replace(self, extra=(*self.extra, *names))

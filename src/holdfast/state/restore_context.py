@@ -68,7 +68,7 @@ class RestoreContext:
         self.elsewhere: dict[str, None] = {}
         self.load_last: list[Callable[[], None]] = []
         self.misfits: set[str] = set()
-        """Places of parameters that have another type in the checkpoint, and stay as they are."""
+        """Places of arrays that have another type in the checkpoint, and stay as they are."""
         self.resized: set[str] = set()
         """Places of parameters whose shape their module decides while it loads."""
         self._leaves = leaves
@@ -286,6 +286,7 @@ class RestoreContext:
     def plan_leaf(self, target: Any, name: str, place: str) -> Plan:
         """Read a leaf into an array of the target, in place where its memory allows."""
         if not self.fits(target, name, place):
+            self.misfits.add(place)
             wanted = describe(*array_type(target, place, self.shardings))
             return self.wrong(name, str(self.meta(name)), target, wanted)
         if isinstance(target, BoxedArray):

@@ -10,6 +10,7 @@ such a part differs from the checkpoint, it gets the tensors and decides, as in 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def plan_module(context: RestoreContext, module: Any, node: Node, place: str) ->
     state = module_state(module)
     live = _live_memory(module)
     metadata = _metadata(node)
-    deciding = _Deciding.of(context, module, metadata)
+    deciding = _Deciding(module, metadata)
     plans: dict[Any, Plan] = {}
     seen: dict[Any, Node] = {}
     needs_load = _customises_loading(module)
@@ -64,16 +65,16 @@ def plan_module(context: RestoreContext, module: Any, node: Node, place: str) ->
         elif name is None or not is_array(own) or _uninitialized(own):
             plans[key] = context.plan_new(item, place=at)
             needs_load = True
-        elif deciding.about_shape(key) and _another_shape(context, own, name, at):
+        elif _another_shape(context, own, name, at) and deciding.about_shape(key):
             plans[key] = context.plan_new(item, place=at)
             target = describe(*array_type(own, at, context.shardings))
             deciding.given[key] = f"{name}: checkpoint {context.meta(name)}, target {target}"
             context.resized.add(at)
         elif _nothing_here(own) or _memory(own) in live:
-            plans[key] = _plan_leaf(context, own, name, at)
+            plans[key] = context.plan_leaf(own, name, at)
         elif sharded.is_sharded(own):
             # Made for this state dict only. Filled all the same: no rank needs the whole of it.
-            plans[key] = _plan_leaf(context, own, name, at)
+            plans[key] = context.plan_leaf(own, name, at)
             needs_load = True
         else:
             # A hook made this tensor up: only the module knows where its contents belong.
@@ -109,12 +110,6 @@ def plan_module(context: RestoreContext, module: Any, node: Node, place: str) ->
     return fill
 
 
-def _plan_leaf(context: RestoreContext, own: Any, name: str, at: str) -> Plan:
-    if not context.fits(own, name, at):
-        context.misfits.add(at)
-    return context.plan_leaf(own, name, at)
-
-
 def _another_shape(context: RestoreContext, own: Any, name: str, at: str) -> bool:
     return tuple(context.meta(name).shape) != array_type(own, at, context.shardings)[1]
 
@@ -126,30 +121,34 @@ class _Deciding:
     now. `lacking`: what it has and the checkpoint does not, with its present value. True if there are any.
     """
 
-    def __init__(self, own: frozenset[str], upgrading: frozenset[str]) -> None:
-        self._own = own
-        self._upgrading = upgrading
+    def __init__(self, module: Any, metadata: Any) -> None:
+        self._module = module
+        self._metadata = metadata
         self.given: dict[Any, str] = {}
         self.strange: dict[Any, Node] = {}
         self.lacking: dict[Any, Any] = {}
 
-    @classmethod
-    def of(cls, context: RestoreContext, module: Any, metadata: Any) -> _Deciding:
-        if fsdp1.holds_fsdp1(module):
-            return cls(frozenset(), frozenset())
-        parts = list(module.named_modules(remove_duplicate=False))
-        own = frozenset(path for path, part in parts if _decides(part, is_whole=not path))
-        return cls(own, frozenset(path for path, part in parts if _upgrades(part, path, metadata)))
+    @functools.cached_property
+    def _parts(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The paths of parts that decide, and of those that add what old versions lack."""
+        if fsdp1.holds_fsdp1(self._module):
+            return frozenset(), frozenset()
+        parts = list(self._module.named_modules(remove_duplicate=False))
+        return (
+            frozenset(path for path, part in parts if _decides(part, is_whole=not path)),
+            frozenset(path for path, part in parts if _upgrades(part, path, self._metadata)),
+        )
 
     def about_shape(self, key: Any) -> bool:
-        return _is_in(key, self._own)
+        return _is_in(key, self._parts[0])
 
     def about_absence(self, key: Any) -> bool:
-        return _is_in(key, self._own) or (type(key) is str and key.rpartition(".")[0] in self._upgrading)
+        deciding, upgrading = self._parts
+        return _is_in(key, deciding) or (type(key) is str and key.rpartition(".")[0] in upgrading)
 
     def about_key(self, key: Any, *, shared: bool) -> bool:
         """On ranks, what this one does not know belongs to another one, unless it lacks something."""
-        return _is_in(key, self._own) and (not shared or bool(self.lacking))
+        return _is_in(key, self._parts[0]) and (not shared or bool(self.lacking))
 
     def __bool__(self) -> bool:
         return bool(self.given or self.strange or self.lacking)
@@ -188,8 +187,11 @@ def _let_decide(
         saved = {}
         outcome = _load(module, found, strict=False)
     missing = [f"{prefix}{key}" for key in getattr(outcome, "missing_keys", ()) if key in deciding.lacking]
-    unknown = [] if context.shared else getattr(outcome, "unexpected_keys", ())
-    extra = [f"{prefix}{key}" for key in unknown if key in deciding.strange]
+    unknown = [key for key in getattr(outcome, "unexpected_keys", ()) if key in deciding.strange]
+    if context.shared:  # other ranks may have the parts that this one has not
+        parts = {path for path, _ in module.named_modules(remove_duplicate=False) if path}
+        unknown = [key for key in unknown if key.rpartition(".")[0] in parts]
+    extra = [f"{prefix}{key}" for key in unknown]
     now = module_state(module) if saved else {}
     cast = [
         f"{words}, which the module has cast to {now[key].dtype}"

@@ -245,7 +245,8 @@ def _of_another_parameter(
     """Whether saved state is that of a parameter of another shape. It is reported, and left out as a whole.
 
     Of the shape that the parameter had, its module tells, or the state that the optimizer has now. In
-    torch's own optimizers nearly all tensors have the shape of their parameter.
+    torch's own optimizers nearly all tensors have the shape of their parameter. An optimizer with loading of
+    its own decides about shapes, unless the parameter itself is not restored.
     """
     full = context.parameter_names().get(id(parameter))
     known = "" if full is None else full.full
@@ -253,11 +254,12 @@ def _of_another_parameter(
         return False
     shape = sharded.whole_shape(parameter, place, context.shardings)
     found = False
-    for key, node in entries.items():
+    decides, follow = _customises_loading(view.optimizer), _follows_parameters(view.optimizer)
+    for key, node in () if decides else entries.items():
         name = leaf_of(node)
         stored = () if name is None else tuple(context.meta(name).shape)
         tensor = own.get(key) if isinstance(own, dict) else None
-        follows = _follows_parameters(view.optimizer)
+        follows = follow
         if is_array(tensor):
             follows = array_type(tensor, place, context.shardings)[1] == shape
         if name is not None and follows and stored != shape and (stored or is_array(tensor)):

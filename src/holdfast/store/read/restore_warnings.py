@@ -41,7 +41,7 @@ class Unrestored:
         """One text for each kind; `saved_world` ranks have saved the checkpoint, `world` load it."""
         found = []
         if self.mismatch:
-            found.append(f"{self.mismatch}\n  All else has been restored.")
+            found.append(f"{self.mismatch}{self.mismatch.hint()}\n  All else has been restored.")
         if self.kept:
             found.append(
                 f"{_some(self.kept)} of rank {rank} stays as it is: it is marked per_rank, and the "
