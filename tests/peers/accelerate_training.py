@@ -2,6 +2,9 @@
 
 exact FOLDER STEP...    whole, and killed when each step is durable and then resumed; one JSON line each
 train RUN [STEP]        once, under torchrun; with STEP, the last rank is killed before the next step
+loader FOLDER STEP...   the same as `exact`, with a prepared loader of the kind $KIND
+loader-train RUN [STEP] the same as `train`, with such a loader
+loader-told FOLDER      what is warned of when an epoch is not taken up
 restored RUN            what a restored state is, on any number of ranks
 own FOLDER              single saves, what else is in the state, and what does not fit
 folders FOLDER          `save_state` and `load_state`, with accelerate's own names
@@ -13,16 +16,18 @@ LAYOUT=fsdp2 in the environment shards the model.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, PartialState
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedType, PartialState, skip_first_batches
 from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
 from training_tools import (
     LAYOUT,
     count_collectives,
@@ -119,6 +124,84 @@ def train(run: str, kill: int = 0) -> dict[str, Any]:
     }
     accelerator.end_training()
     return report
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(torch.randn(40, 8, generator=torch.Generator().manual_seed(1)))
+
+
+def train_loader(
+    run: str, kill: int = 0, *, skip: str = "method", seed: int = 3, until: int = 25
+) -> dict[str, Any]:
+    """With prepared loaders, dropout, and an evaluation before each further epoch that draws numbers, too."""
+    kind = os.environ["KIND"]
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=kind == "seedable")
+    )
+    torch.manual_seed(seed if kill or not os.path.exists(run) else 77)  # a resumed training has other numbers
+    world = accelerator.num_processes
+    data: Any = (
+        Stream()
+        if kind == "iterable"
+        else torch.randn(40 * world, 8, generator=torch.Generator().manual_seed(1))
+    )
+    generator = torch.Generator().manual_seed(5) if kind == "generator" else None
+    workers = 2 if kind == "workers" else 0
+    shuffle = None if kind == "iterable" else True
+    loader = DataLoader(data, batch_size=4, shuffle=shuffle, generator=generator, num_workers=workers)
+    held_out = DataLoader(torch.ones(8, 8), batch_size=4, shuffle=True)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model, optimizer, loader, held_out = accelerator.prepare(net, optimizer, loader, held_out)
+    seen: dict[int, list[float]] = {}
+    with holdfast.Checkpointer(
+        run, state_of(accelerator, model, seen=holdfast.per_rank(seen)), keep=holdfast.Keep(last=2)
+    ) as ckpt:
+        batches = ckpt.restore()
+        done = batches % 10
+        while batches < until:
+            for batch in held_out if batches and not done else ():
+                model(batch)  # draws for dropout
+            now = loader
+            if done and skip == "method":
+                now = accelerator.skip_first_batches(loader, done)
+            elif done and skip == "function":
+                now = skip_first_batches(loader, done)
+            done = 0
+            for batch in now:
+                if kill and batches == kill:
+                    ckpt.wait()
+                    if accelerator.is_main_process == (world == 1):
+                        die()
+                if batches == until:
+                    break
+                loss = model(batch).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                batches += 1
+                seen[batches] = batch[:, 0].tolist()
+                ckpt.save(batches)
+    return {
+        "rank": accelerator.process_index,
+        "weights": digest(accelerator.unwrap_model(model).state_dict().values()),
+        "seen": seen,
+        "random": torch.rand(3).tolist(),
+    }
+
+
+def loader_told(folder: str) -> None:
+    os.environ["KIND"] = "plain"
+    for skip in ("function", "none"):
+        run = f"{folder}/{skip}"
+        assert in_child(lambda run=run: train_loader(run, 14)) != 0  # type: ignore[misc]
+
+        def resumed(run: str = run, skip: str = skip) -> None:
+            told("inside of an epoch", lambda: train_loader(run, skip=skip))
+            print(f"told: {skip}", flush=True)
+
+        in_child(resumed)
 
 
 def restored(run: str) -> dict[str, Any]:
@@ -267,6 +350,12 @@ if __name__ == "__main__":
         print("\n" + json.dumps(train(place, *map(int, rest))), flush=True)
     elif command == "restored":
         print("\n" + json.dumps(restored(place)), flush=True)
+    elif command == "loader":
+        exact(train_loader, place, list(map(int, rest)))
+    elif command == "loader-train":
+        print("\n" + json.dumps(train_loader(place, *map(int, rest))), flush=True)
+    elif command == "loader-told":
+        loader_told(place)
     elif command == "folders":
         folders(place)
     elif command == "together":

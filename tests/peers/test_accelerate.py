@@ -65,6 +65,37 @@ def test_fsdp2_resumes_exactly_and_on_another_number_of_ranks(tmp_path: Path, en
         assert {report["average"] for report in found} == {whole[0]["average"]}
 
 
+KINDS = ("plain", "seedable", "generator", "workers", "iterable")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prepared_loader_goes_on_inside_of_its_epoch(
+    tmp_path: Path, env: dict[str, str], kind: str
+) -> None:
+    kills = (4, 10, 19)  # batches: inside of an epoch, at its end, before its last batch
+    arguments = ["loader", tmp_path, *map(str, kills)]
+    output = peers.run("transformers", SCRIPT, *arguments, env={**env, "KIND": kind}, timeout=SECONDS)
+    whole, *resumed = reports(output)
+    assert len(whole["seen"]) == 25, output
+    assert resumed == [whole] * len(kills), output
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["plain", "seedable"])
+def test_prepared_loaders_of_several_ranks(tmp_path: Path, env: dict[str, str], kind: str) -> None:
+    kinds = {**env, "KIND": kind}
+    whole = train(kinds, "loader-train", tmp_path / "whole")
+    assert whole[0]["seen"] != whole[1]["seen"]
+    assert train(kinds, "loader-train", tmp_path / "killed", "14", dies=True) == []
+    assert train(kinds, "loader-train", tmp_path / "killed") == whole
+
+
+def test_an_epoch_that_is_not_taken_up_is_told(tmp_path: Path, env: dict[str, str]) -> None:
+    output = peers.run("transformers", SCRIPT, "loader-told", tmp_path, env=env, timeout=SECONDS)
+    assert "told: function" in output, output
+    assert "told: none" in output, output
+
+
 def test_single_saves_and_what_does_not_fit(tmp_path: Path, env: dict[str, str]) -> None:
     assert "own: ok" in peers.run("transformers", SCRIPT, "own", tmp_path / "own", env=env, timeout=SECONDS)
 
