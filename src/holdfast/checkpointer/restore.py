@@ -222,6 +222,7 @@ def _entries_in(state: object, checkpoint: StoredCheckpoint) -> object:
 
     What only the checkpoint has, such as the counters of another system, is left out.
     """
+    checkpoint.fit_to(state)
     if not isinstance(state, dict):
         return state
     there = set(_keys_of(checkpoint))

@@ -87,6 +87,13 @@ def convert(
             "--zero-stage", metavar="1|2|3", help="The ZeRO stage that DeepSpeed is to load it with."
         ),
     ] = None,
+    as_training: Annotated[
+        bool | None,
+        typer.Option(
+            "--as-training/--as-saved",
+            help="Arrange SRC into model and optimizer, or keep what its own library loads.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint of one system as one of another.
@@ -119,6 +126,7 @@ def convert(
                     tp=tp,
                     pp=pp,
                     zero_stage=zero_stage,
+                    as_training=as_training,
                     progress=progress,
                 )
         except ValueError as error:

@@ -33,13 +33,20 @@ def show(
         typer.Option("--depth", min=1, metavar="N", help="Only totals, by the first N parts of the names."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
+    as_training: Annotated[
+        bool | None,
+        typer.Option(
+            "--as-training/--as-saved",
+            help="Another system's file: arranged into model and optimizer, or as its library loads it.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: facts, totals per subtree, values, and the table of its leaves."""
     with session(as_json) as out:
         from holdfast import inspect
 
-        found = inspect.describe(path, leaves=leaves)
+        found = inspect.describe(path, leaves=leaves, as_training=as_training)
         if as_json:
             out.emit(_document(found, depth))
         elif depth is not None:
@@ -99,7 +106,7 @@ def _print_facts(out: Session, found: Description) -> None:
     tied = len(found.leaves) - len(stored)
     rows = [
         ("checkpoint", words.plain(found.path)),
-        ("step", f"{found.step:,}"),
+        ("step", "not stated" if found.step is None else f"{found.step:,}"),
         ("saved", f"{words.moment(found.created)}, {words.age(time.time() - found.created)}"),
         ("id", found.id),
         ("metrics", words.metrics(found.metrics) or "none"),
@@ -115,7 +122,7 @@ def _print_facts(out: Session, found: Description) -> None:
         ("size", f"{words.size(found.nbytes)}, {words.size(found.stored_nbytes)} in shards"),
         *_ranks(found),
         *((words.plain(name), words.plain(fact)) for name, fact in found.facts.items()),
-        ("format", found.format),
+        *([] if found.facts else [("format", found.format)]),
     ]
     out.show(facts(rows))
 

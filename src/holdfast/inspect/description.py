@@ -24,14 +24,15 @@ class Description:
     """A checkpoint as `describe` found it.
 
     `leaves` are those that were asked for, `all_leaves` is the number of all. `world` is the number of ranks
-    that wrote it. `values` are Python objects. `facts`: of a checkpoint of another
+    that wrote it. `step` is None where a checkpoint of another system does not say one. `values` are Python
+    objects. `facts`: of a checkpoint of another
     system, what it says of itself.
     """
 
     path: str
     format: str
     id: str
-    step: int
+    step: int | None
     created: float
     world: int
     metrics: Mapping[str, float]
@@ -48,15 +49,21 @@ class Description:
         return subtotals(self.leaves, depth)
 
 
-def describe(path: str | os.PathLike[str], *, leaves: str | None = None) -> Description:
-    """What a checkpoint holds; of a run, its newest. `leaves`: a glob or subtree, for only those in it."""
+def describe(
+    path: str | os.PathLike[str], *, leaves: str | None = None, as_training: bool | None = None
+) -> Description:
+    """What a checkpoint holds; of a run, its newest. `leaves`: a glob or subtree, for only those in it.
+
+    `as_training`: how a file of another system is shown, see `holdfast.load`.
+    """
     with open_newest(path) as checkpoint:
+        checkpoint.arrange(as_training)
         matching = None if leaves is None else set(checkpoint.select(leaves))
         return Description(
             path=checkpoint.path,
             format=checkpoint.root.format,
             id=checkpoint.id,
-            step=checkpoint.step,
+            step=checkpoint.stated_step,
             created=checkpoint.created,
             world=checkpoint.world,
             metrics=checkpoint.metrics,

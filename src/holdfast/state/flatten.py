@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -73,7 +73,7 @@ def flatten(state: object, rank: int = 0) -> Flat:
     >>> [(leaf.name, leaf.dtype, leaf.shape) for leaf in flat.leaves]
     [('model.w', 'F32', (2, 3))]
     """
-    walk = _Walk(state, rank)
+    walk = Walk(state, rank)
     tree = walk.node(state, "", 0)
     walk.finish()
     table, own = walk.table, walk.own
@@ -91,8 +91,21 @@ def flatten(state: object, rank: int = 0) -> Flat:
 
 
 def value_node(value: object) -> Node:
-    """The node of a value without arrays, all of it: large bytes are in it, too."""
-    return _Walk(None, keep_bytes=True).node(value, "", 0)
+    """The node of a value, all of it: large bytes are in it, too. `UnsupportedState` if it holds an array."""
+    walk = Walk(None, keep_bytes=True)
+    node = walk.node(value, "", 0)
+    if len(walk.table):
+        raise UnsupportedState(
+            f"a value without arrays was expected, but it has {walk.table.leaves[0].name!r}"
+        )
+    return node
+
+
+def described_tree(state: object, walkers: Mapping[type, Walker]) -> Node:
+    """The tree of a state whose arrays are elsewhere: `walkers` make the nodes of what stands for them."""
+    walk = Walk(None)
+    walk._walkers = {**walk._walkers, **walkers}
+    return walk.node(state, "", 0)
 
 
 def names_in(part: object, place: str, state: object) -> list[str]:
@@ -100,7 +113,7 @@ def names_in(part: object, place: str, state: object) -> list[str]:
 
     Also its place when it could not be saved: the caller reports another problem then.
     """
-    walk = _Walk(state)
+    walk = Walk(state)
     try:
         walk.node(part.value if type(part) is RankZero else part, place, 0)
         walk.finish()
@@ -112,26 +125,27 @@ def names_in(part: object, place: str, state: object) -> list[str]:
 
 def key_node(key: object, place: str) -> Node:
     """The node of a dict's key. Equal nodes are equal keys, also where Python says otherwise (NaN)."""
-    return _Walk(None)._hashable(key, place, 0)
+    return Walk(None)._hashable(key, place, 0)
 
 
-Walker = Callable[["_Walk", Any, str, int], Node]
+Walker = Callable[["Walk", Any, str, int], Node]
+"""Makes the node of a value of one type, at a place and a depth."""
 _LEFT_OUT = object()
 """Instead of the value of an entry that other ranks have."""
 
 
-class _Walk:
+class Walk:
     """One pass over one state. A place is the dotted path so far; a depth, the containers around.
 
     What is marked `per_rank` is walked by a second one, `own`: it has names, leaves and ties of its own.
     """
 
     def __init__(
-        self, state: object, rank: int = 0, *, outer: _Walk | None = None, keep_bytes: bool = False
+        self, state: object, rank: int = 0, *, outer: Walk | None = None, keep_bytes: bool = False
     ) -> None:
         self.table = LeafTable(per_rank=outer is not None)
         self.local: dict[str, Node] = {}
-        self.own: _Walk | None = None
+        self.own: Walk | None = None
         self._state = state
         self._rank = rank
         self._is_own = outer is not None
@@ -171,7 +185,7 @@ class _Walk:
 
     # --- containers
 
-    def _deeper(self, place: str, depth: int) -> int:
+    def deeper(self, place: str, depth: int) -> int:
         if depth >= MAX_DEPTH:
             raise unsupported(
                 place[:200], f"it is nested deeper than {MAX_DEPTH} levels, or a container holds itself"
@@ -182,7 +196,7 @@ class _Walk:
         for key in value:
             if type(key) is not str or key[:1] == "$" or not (key.isascii() or is_text(key)):
                 return {DICT: self._pairs(value.items(), place, depth)}
-        depth = self._deeper(place, depth)
+        depth = self.deeper(place, depth)
         prefix = f"{place}." if place else ""
         walkers, encoders = self._walkers, ENCODERS
         found: dict[str, Node] = {}
@@ -202,7 +216,7 @@ class _Walk:
         return found
 
     def _pairs(self, items: Collection[tuple[Any, Any]], place: str, depth: int) -> list[Node]:
-        depth = self._deeper(place, depth)
+        depth = self.deeper(place, depth)
         prefix = f"{place}." if place else ""
         if len(items) > MAX_COLLISIONS:
             _check_hashes([key for key, _ in items], place)
@@ -220,7 +234,7 @@ class _Walk:
         return found
 
     def _items(self, items: Iterable[Any], place: str, depth: int) -> list[Node]:
-        depth = self._deeper(place, depth)
+        depth = self.deeper(place, depth)
         prefix = f"{place}." if place else ""
         return [self.node(item, f"{prefix}{index}", depth) for index, item in enumerate(items)]
 
@@ -263,19 +277,19 @@ class _Walk:
         return {STATE_DICT: [metadata, *self._pairs(value.items(), place, depth)]}
 
     def _set(self, value: set[Any], place: str, depth: int) -> Node:
-        depth = self._deeper(place, depth)
+        depth = self.deeper(place, depth)
         _check_hashes(value, place)
         return {"$set": [self._hashable(item, place, depth) for item in value]}
 
     def _frozenset(self, value: frozenset[Any], place: str, depth: int) -> Node:
-        depth = self._deeper(place, depth)
+        depth = self.deeper(place, depth)
         _check_hashes(value, place)
         return {"$frozenset": [self._hashable(item, place, depth) for item in value]}
 
     def _hashable(self, value: object, place: str, depth: int) -> Node:
         """The node of a key or of a member of a set: values, and tuples and frozensets of them."""
         if type(value) is tuple:
-            depth = self._deeper(place, depth)
+            depth = self.deeper(place, depth)
             return {TUPLE: [self._hashable(item, place, depth) for item in value]}
         if type(value) is frozenset:
             return self._frozenset(value, place, depth)
@@ -362,9 +376,9 @@ class _Walk:
             if self._rank > 0 and not self._is_own:  # rank 0, or a process by itself, has all that counts
                 self._lent |= torch_objects.lent_buffers(value)
             state = torch_objects.module_state(torch_objects.plain_module(value))
-            return self.node(state, place, self._deeper(place, depth))
+            return self.node(state, place, self.deeper(place, depth))
         if torch_objects.is_stateful(value):
-            depth = self._deeper(place, depth)
+            depth = self.deeper(place, depth)
             if getattr(value, "restore_last", False) is True:
                 return self._ask_last(value, place, depth)
             return self.node(value.state_dict(), place, depth)
@@ -373,9 +387,9 @@ class _Walk:
     def _per_rank(self, mark: PerRank[Any], place: str, depth: int) -> Node:
         if self._is_own:
             raise unsupported(place, "per_rank within per_rank: mark it once")
-        depth = self._deeper(place, depth)
+        depth = self.deeper(place, depth)
         if self.own is None:
-            self.own = _Walk(self._state, self._rank, outer=self, keep_bytes=self._keep_bytes)
+            self.own = Walk(self._state, self._rank, outer=self, keep_bytes=self._keep_bytes)
         wanted = component(place) or NAMELESS
         key, count = wanted, 0
         while key in self.local:
@@ -407,8 +421,8 @@ class _Walk:
         view = torch_objects.optimizer_view(optimizer, self._names(), self._state, place)
         named = torch_objects.named_state(view)
         if named is None or not all(type(key) is str and key[:1] != "$" for key in named):
-            return self.node(view.state, place, self._deeper(place, depth))
-        depth = self._deeper(place, depth)
+            return self.node(view.state, place, self.deeper(place, depth))
+        depth = self.deeper(place, depth)
         prefix = f"{place}." if place else ""
         return {
             # Leaves are named after the parameter: optimizer.h.0.weight.exp_avg, without a "state" between.
@@ -423,29 +437,29 @@ class _Walk:
 
 
 _WALKERS: dict[type, Walker] = {
-    dict: _Walk._dict,
-    list: _Walk._list,
-    np.ndarray: _Walk._array,
-    bytes: _Walk._blob,
-    bytearray: _Walk._blob,
-    tuple: _Walk._tuple,
-    set: _Walk._set,
-    frozenset: _Walk._frozenset,
-    OrderedDict: _Walk._ordered,
-    Counter: _Walk._counter,
-    defaultdict: _Walk._default_dict,
-    deque: _Walk._deque,
-    Namespace: _Walk._namespace,
-    np.memmap: _Walk._array,
-    PerRank: _Walk._per_rank,
-    boxed.BoxedArray: _Walk._boxed,
+    dict: Walk._dict,
+    list: Walk._list,
+    np.ndarray: Walk._array,
+    bytes: Walk._blob,
+    bytearray: Walk._blob,
+    tuple: Walk._tuple,
+    set: Walk._set,
+    frozenset: Walk._frozenset,
+    OrderedDict: Walk._ordered,
+    Counter: Walk._counter,
+    defaultdict: Walk._default_dict,
+    deque: Walk._deque,
+    Namespace: Walk._namespace,
+    np.memmap: Walk._array,
+    PerRank: Walk._per_rank,
+    boxed.BoxedArray: Walk._boxed,
 }
 
 
 @lru_cache(maxsize=4)
 def _torch_walkers(torch: Any, sharded_types: tuple[type, ...]) -> dict[type, Walker]:
-    tensors: dict[type, Walker] = {torch.Tensor: _Walk._tensor, torch.nn.Parameter: _Walk._parameter}
-    return _WALKERS | tensors | dict.fromkeys(sharded_types, _Walk._sharded)
+    tensors: dict[type, Walker] = {torch.Tensor: Walk._tensor, torch.nn.Parameter: Walk._parameter}
+    return _WALKERS | tensors | dict.fromkeys(sharded_types, Walk._sharded)
 
 
 def _check_hashes(keys: Collection[Any], place: str) -> None:

@@ -110,6 +110,7 @@ def load(
     verify: bool = True,
     strict: bool = True,
     rename: object = None,
+    as_training: bool | None = None,
     options: Options | None = None,
     process_group: ProcessGroup = None,
     timeout: float = 600.0,
@@ -135,6 +136,10 @@ def load(
     a prefix away, and a `holdfast.universal.Spec` or a list of its rules says more. It is for names in the
     state dicts of modules and optimizers, and in dicts of nothing but arrays; what nothing matches stays.
 
+    A file of another system gives what its own library loads. ``as_training=True`` arranges it as a training
+    state, with entries ``model`` and ``optimizer`` (docs/universal.md). By default that is done for what a
+    training of that system wrote, and for a target whose entries the file does not have as it is.
+
     Under ``torch.distributed`` all ranks call this with `into`, each with its own target, whatever layout the
     checkpoint was saved in: each gets the parts it holds, and ranks of a node that hold the same share the
     reading. With ``process_group="none"``, and without `into`, a rank reads alone: of what is `per_rank`, it
@@ -143,7 +148,7 @@ def load(
     local_path(path)
     team = join_group(f"load of {os.fspath(path)}", process_group if into is not None else "none", timeout)
     if team is None:
-        with open(path, options=options) as checkpoint:
+        with open(path, as_training=as_training, options=options) as checkpoint:
             return checkpoint.load(
                 into,
                 select=select,
@@ -161,6 +166,7 @@ def load(
             _channel(team, timeout) as channel,
             offering("into", "rename", "select", "strict"),
         ):
+            opened.arrange(as_training)
             return load_together(
                 team,
                 opened,
@@ -184,12 +190,15 @@ def _channel(team: Team, timeout: float) -> Iterator[Channel | None]:
         yield channel
 
 
-def open(path: str | os.PathLike[str], *, options: Options | None = None) -> Checkpoint:
+def open(
+    path: str | os.PathLike[str], *, as_training: bool | None = None, options: Options | None = None
+) -> Checkpoint:
     """Open a checkpoint (of a run: the newest, or ``RUN@STEP``) without reading its arrays.
 
-    `options` say how to read: `backend` and `memory_nbytes`.
+    `as_training`: how a file of another system is shown, see `load`. `options` say how to read: `backend` and
+    `memory_nbytes`.
     """
-    return newest(path, partial(Checkpoint, tuning=_reading(options)))
+    return newest(path, partial(Checkpoint, tuning=_reading(options), as_training=as_training))
 
 
 def _reading(options: Options | None) -> Tuning:

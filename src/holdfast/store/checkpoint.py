@@ -23,8 +23,13 @@ class Checkpoint:
     open, retention may remove it from its run, but no save writes over its files.
     """
 
-    def __init__(self, path: str, tuning: Tuning = READING) -> None:
+    def __init__(self, path: str, tuning: Tuning = READING, *, as_training: bool | None = None) -> None:
         self._stored = open_any(local_path(path), tuning)
+        try:
+            self._stored.arrange(as_training)
+        except BaseException:
+            self._stored.close()
+            raise
 
     @property
     def path(self) -> str:

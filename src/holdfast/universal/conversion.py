@@ -91,6 +91,7 @@ def convert(
     tp: int = 1,
     pp: int = 1,
     zero_stage: int | None = None,
+    as_training: bool | None = None,
     options: Options | None = None,
     progress: Progress = no_progress,
 ) -> Converted:
@@ -107,6 +108,9 @@ def convert(
     with it and a tokenizer, for a Hugging Face target; those of a Hugging Face source are carried along
     anyway. `tp`, `pp`: into how many tensor-parallel ranks and pipeline stages a target cuts the parameters,
     if it is one that does. `zero_stage`: the stage of ZeRO that DeepSpeed is to load the result with.
+    `as_training`: whether a file that a training of any kind may have written is arranged into ``model`` and
+    ``optimizer`` (docs/universal.md). By default it is where the target or `dtype` needs to know the model;
+    else the result has what the system's own library loads.
 
     Memory is bounded by `options.memory_nbytes` and the largest computed leaf, however large the checkpoint.
     `dst` appears whole or not at all. `overwrite` replaces a Holdfast checkpoint or a file, not a directory.
@@ -131,6 +135,8 @@ def convert(
     rules = Spec.load(spec) if spec is not None and not isinstance(spec, Spec) else spec
     with _open(src, kind, rules, settings, cuts=writer.cuts_parameters) as checkpoint:
         _refuse_source(checkpoint, target)
+        if isinstance(checkpoint, ForeignCheckpoint):
+            checkpoint.arrange(_view(checkpoint, writer, cast, rules, as_training))
         whole = select is None and not writer.only_model
         names = choose(checkpoint, select, only_model=writer.only_model, local=whole)
         tree = tree_of(checkpoint, names, whole=whole)
@@ -232,6 +238,25 @@ def _open(
             raise UnsupportedSource(f"{path} is a checkpoint of kind {found!r}, not of Holdfast")
         return opened
     return ForeignCheckpoint(describe(src, kind), options.reading())
+
+
+def _view(
+    checkpoint: ForeignCheckpoint, writer: Writer, cast: str | None, spec: Spec | None, asked: bool | None
+) -> bool | None:
+    """Whether the source is arranged as a training state; None leaves it as its reader does."""
+    if spec is not None:
+        if asked is False:
+            raise ValueError(
+                "a spec is about the parameters of a model: as_training=False does not go with it"
+            )
+        return None
+    if asked is not None:
+        return asked
+    if writer.needs_model or cast is not None:
+        return True
+    # What Lightning loads has its own entries, so a torch file of a torch file keeps them.
+    keeps = writer.kind == checkpoint.source.kind == "torch" and os.path.isfile(checkpoint.source.path)
+    return False if keeps else None
 
 
 def _is_whole(src: str | os.PathLike[str], kind: str) -> bool:

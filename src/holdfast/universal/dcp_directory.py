@@ -8,7 +8,6 @@ a box's elements lie in one piece inside of it.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +51,6 @@ _ALLOWED = frozenset(
         f"{_MEGATRON}.MCoreSavePlan",
     }
 )
-_NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,8 @@ class Piece:
 
 
 class DcpDirectory:
-    """The metadata of a directory. `tensors` and `objects` are the names that it has, in their order."""
+    """The metadata of a directory. `names` are those that it has, in their order; `tensors` and
+    `objects` tell them apart."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -80,6 +79,7 @@ class DcpDirectory:
             if not isinstance(name, str) or not (at is None or isinstance(at, tuple)):
                 raise self._corrupt("the metadata has an entry without a name")
             self._items[name, at] = info
+        self.names = list(self._entries)
         self.tensors: list[str] = []
         self.objects: list[str] = []
         for name, entry in self._entries.items():
@@ -146,15 +146,6 @@ class DcpDirectory:
         dtype, shape = self.describe(name)
         pieces = [(piece.box, piece.stored) for piece in self.pieces(name)]
         return leaf_of_pieces(renamed, dtype, shape, pieces, title=name)
-
-    def read_number(self, name: str) -> float:
-        """The value of a tensor with one element, such as a learning rate."""
-        dtype, shape = self.describe(name)
-        if whole(shape).volume != 1 or dtype not in _NUMBERS:
-            raise UnsupportedSource(f"{self.metadata_path}: {name!r} should be a number, not a tensor")
-        stored = self.pieces(name)[0].stored
-        with OpenFile(stored.file) as file:
-            return float(struct.unpack(_NUMBERS[dtype], file.read(stored.offset, stored.itemsize))[0])
 
     def _read_metadata(self) -> Mapping[str, Any]:
         try:

@@ -7,7 +7,7 @@ a tied name holds in the files becomes a further copy of the leaf, so that a dif
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.universal.rules import Replicated, Rule
@@ -20,33 +20,31 @@ Holders = Sequence[Sequence[StoredTensor]]
 """For each tensor-parallel rank its tensor, and copies of it (see `union`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    leaves: tuple[SourceLeaf, ...]
-    aliases: Mapping[str, str]
-
-
 def join(
     taken: Sequence[Assigned], held: Mapping[str, Holders], prefix: str = "model.", suffix: str = ""
-) -> Joined:
-    """The leaves of the parameters that `held` has, by name; leaves are named with `prefix` and `suffix`."""
+) -> dict[str, SourceLeaf]:
+    """The leaves of the parameters that `held` has, by their new names; of tied ones, the same leaf.
+
+    Messages name leaves with `prefix` and `suffix`.
+    """
     rules = {found.new_name: found.rule for found in taken}
     leaves: dict[str, SourceLeaf] = {}
-    aliases: dict[str, str] = {}
     for found in taken:
         if found.tied_to is None and found.name in held:
             name = prefix + found.new_name + suffix
             leaves[found.new_name] = join_one(found.name, name, found.rule, held[found.name])
+    ties = {
+        found.new_name: found.tied_to
+        for found in taken
+        if found.tied_to is not None and found.tied_to in leaves
+    }
     for found in taken:
-        if found.tied_to is None or found.tied_to not in leaves:
-            continue
-        of = leaves[found.tied_to]
-        aliases[prefix + found.new_name + suffix] = of.name
-        if found.name in held:
+        if found.new_name in ties and found.tied_to is not None and found.name in held:
+            of = leaves[found.tied_to]
             same = join_one(found.name, of.name, rules[found.tied_to], held[found.name])
             _require_same_kind(same, of, found)
             leaves[found.tied_to] = replace(of, copies=(*of.copies, same.stretches, *same.copies))
-    return Joined(tuple(leaves.values()), aliases)
+    return {**leaves, **{name: leaves[of] for name, of in ties.items()}}
 
 
 def join_one(name: str, leaf: str, rule: Rule, holders: Holders) -> SourceLeaf:

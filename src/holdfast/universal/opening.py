@@ -34,7 +34,6 @@ from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.universal.recognition import brief_findings, describe, find_reader
 from holdfast.universal.reduction import reduced
 from holdfast.universal.source import Computed, Source, SourceLeaf, Stretch
-from holdfast.universal.tree import build_tree
 
 _NO_CHECKSUM = "0" * 16
 _MAX_LOOKED_INTO = 1000
@@ -164,14 +163,39 @@ class ForeignCheckpoint(StoredCheckpoint):
     """A checkpoint of another system, read as one of ours. Nothing that is read can be verified."""
 
     def __init__(self, source: Source, tuning: Tuning = READING) -> None:
+        self._chosen = False
+        self._show(source, tuning)
+
+    def _show(self, source: Source, tuning: Tuning) -> None:
         records = _Records(source)
         self.source = source
         self._files = SourceFiles(source, records.computed)
         self._begin(self._files, records.root(), source.path, tuning)
 
     @property
+    def stated_step(self) -> int | None:
+        return self.source.step
+
+    @property
     def facts(self) -> Mapping[str, str]:
-        return {"from": self.source.kind, **self.source.facts}
+        source = self.source
+        view = "arranged as a training state" if source.arranged else "as its own library loads it"
+        return {"from": source.kind, "view": view, **source.facts}
+
+    def arrange(self, as_training: bool | None) -> None:
+        self._chosen = as_training is not None
+        if as_training not in (None, self.source.arranged):
+            made = describe(self.source.path, self.source.kind, as_training=as_training)
+            self._files.close()
+            self._show(made, self._tuning)
+
+    def fit_to(self, target: object) -> None:
+        """A training names its model and optimizer; files may have them under other names, or under none."""
+        state = self.source.state
+        if self._chosen or self.source.arranged or type(target) is not dict or type(state) is not dict:
+            return
+        if not target.keys() <= state.keys():
+            self.arrange(True)
 
     def reads(self, wanted: Sequence[BoxRequest], *, verify: bool = True) -> list[FileReads]:
         return super().reads(wanted, verify=False)
@@ -199,7 +223,7 @@ class _Records:
         self.computed: dict[str, Computed] = {}
         self._files: list[ShardFile] = []
         self._numbers: dict[tuple[str, int], int] = {}
-        self._created = 0.0
+        self._created = _modified(source.path)
         self._known: dict[str, int] = {}
         self._leaves = self._describe_leaves()
 
@@ -208,16 +232,15 @@ class _Records:
         leaves = tuple(self._leaves)
         aliases = tuple(Alias(name, of) for name, of in source.aliases.items())
         part = Part(0, CHUNK_NBYTES, tuple(self._files), leaves, aliases)
-        tree = build_tree(source)
-        problem = unmatched([tree], {leaf.name for leaf in leaves} | source.aliases.keys())
+        problem = unmatched([source.tree], {leaf.name for leaf in leaves} | source.aliases.keys())
         if problem is not None:
             raise UnsupportedSource(f"{source.path}: {problem}. This is an error of Holdfast's reader")
         return Root(
             format=source.kind,
             id=_identity(source, part),
-            step=source.step,
+            step=source.step or 0,
             created=self._created,
-            tree=tree,
+            tree=source.tree,
             part=part,
         )
 

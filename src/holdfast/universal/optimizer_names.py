@@ -1,23 +1,21 @@
 """Which parameter each entry of a torch optimizer's state belongs to.
 
 An optimizer's state dict counts its parameters, in the order in which the optimizer got them; it has their
-names only if it was made of `named_parameters`. Otherwise they follow from the order of the model's
-parameters, if all shapes agree with exactly one of the usual ways to group them. When in doubt, the numbers
-stay.
+names only if it was made of `named_parameters`. The order of the model's parameters proves nothing: groups
+may have been made in any order. So numbers become names only where the file has the names, or where the
+shapes admit exactly one assignment. Otherwise the numbers stay.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.universal.state_tree import OptimizerState
 from holdfast.universal.torch_file import StoredTensor
-from holdfast.universal.trees import Collected
 
 _BUFFER = re.compile(r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked)$")
-# What Hugging Face's Trainer leaves without weight decay.
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -31,46 +29,47 @@ def is_optimizer_state(tree: object) -> bool:
     )
 
 
-def collect_optimizer(
-    into: Collected, tree: Mapping[str, Any], place: str, model: Mapping[str, StoredTensor]
-) -> bool:
-    """Adds an optimizer's state as ``<place>.<parameter>.<state>``, its groups as ``<place>.param_groups``.
+def optimizer_state(tree: Mapping[str, Any], model: Mapping[str, StoredTensor]) -> OptimizerState:
+    """The state dict of an optimizer, by the names of parameters where they are certain.
 
-    `model` has the model's tensors by the names of their parameters, in the model's order. False if the
-    parameters keep their numbers, because their names are not known.
+    `model` has the model's tensors by name.
     """
     state, groups = tree["state"], tree["param_groups"]
     names = parameter_names(state, groups, model)
-    for key, entries in state.items():
-        into.add(entries, f"{place}.{names.get(key, key)}")
-    renamed = [{**group, "params": [names.get(key, key) for key in _keys_of(group)]} for group in groups]
-    into.add_value(f"{place}.param_groups", renamed)
-    for key, value in tree.items():
-        if key not in ("state", "param_groups"):
-            into.add(value, f"{place}.{key}")
-    return all(isinstance(names.get(key, key), str) for key in state)
+    if not names:
+        return OptimizerState(tree)
+    return OptimizerState(
+        {
+            **tree,
+            "state": {names.get(key, key): entries for key, entries in state.items()},
+            "param_groups": [
+                {**group, "params": [names.get(key, key) for key in group["params"]]} for group in groups
+            ],
+        }
+    )
+
+
+def is_named(optimizer: Mapping[str, Any]) -> bool:
+    """Whether the state of an optimizer is by names, all of it."""
+    return all(isinstance(key, str) for key in optimizer["state"])
 
 
 def parameter_names(
     state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]], model: Mapping[str, StoredTensor]
 ) -> dict[Any, str]:
-    """The name of each parameter that an optimizer counts; empty when the file does not tell."""
+    """The name of each parameter that an optimizer counts; empty unless all of them are certain."""
     keys = [key for group in groups for key in _keys_of(group)]
-    if any(isinstance(key, str) for key in (*keys, *state)):
+    if len(set(keys)) != len(keys) or not set(state) <= set(keys):
+        return {}
+    if any(isinstance(key, str) for key in keys):
         return {}  # named already
     given = [name for group in groups for name in _names_of(group)]
     if len(given) == len(keys) and len(set(given)) == len(given):
         return dict(zip(keys, given, strict=True))
-    found: list[dict[Any, str]] = []
     for candidates in (_parameters(model, buffers=True), _parameters(model, buffers=False)):
-        if len(candidates) != len(keys):
-            continue
-        for order in _orders(candidates, [len(_keys_of(group)) for group in groups], model):
-            named = dict(zip(keys, order, strict=True))
-            if named not in found and all(_fits(state.get(key), model[name]) for key, name in named.items()):
-                found.append(named)
-        break
-    return found[0] if len(found) == 1 else {}
+        if len(candidates) == len(keys):
+            return _by_shape(keys, state, {name: model[name].shape for name in candidates})
+    return {}
 
 
 def _keys_of(group: Mapping[str, Any]) -> list[Any]:
@@ -96,27 +95,39 @@ def _parameters(model: Mapping[str, StoredTensor], *, buffers: bool) -> list[str
     return names
 
 
-def _orders(names: list[str], counts: list[int], model: Mapping[str, StoredTensor]) -> list[list[str]]:
-    """The orders in which an optimizer with groups of these sizes usually gets the parameters."""
-    if len(counts) == 1:
-        return [names]
-    rules: list[Callable[[str], bool]] = [
-        lambda name: _NO_DECAY.search(name) is None,
-        lambda name: len(model[name].shape) >= 2,
-    ]
-    orders = [names] if len(counts) != 2 else []
-    for first in rules if len(counts) == 2 else ():
-        split = [name for name in names if first(name)], [name for name in names if not first(name)]
-        if [len(part) for part in split] == counts:
-            orders.append([*split[0], *split[1]])
-        if [len(part) for part in reversed(split)] == counts:
-            orders.append([*split[1], *split[0]])
-    return orders or [names]
+def _by_shape(
+    keys: Sequence[Any], state: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[Any, str]:
+    """The one way to give each key a parameter that one of its tensors has the shape of; empty if several.
+
+    A key without such tensors (never stepped) may be any parameter. If there is exactly one way, then there
+    is always a key with one choice left, or a parameter that one key is left for.
+    """
+    choices: dict[Any, set[str]] = {}
+    for key in keys:
+        seen = _shapes_in(state.get(key))
+        choices[key] = {name for name, shape in shapes.items() if shape in seen} if seen else set(shapes)
+    found: dict[Any, str] = {}
+    while choices:
+        takers: dict[str, list[Any]] = {}
+        for key, names in choices.items():
+            for name in names:
+                takers.setdefault(name, []).append(key)
+        forced = [(key, next(iter(names))) for key, names in choices.items() if len(names) == 1]
+        forced += [(its[0], name) for name, its in takers.items() if len(its) == 1]
+        if not forced or any(not names for names in choices.values()):
+            return {}
+        for key, name in forced:
+            if key in choices:
+                if name not in choices.pop(key):
+                    return {}
+                found[key] = name
+                for names in choices.values():
+                    names.discard(name)
+    return found if len(set(found.values())) == len(keys) else {}
 
 
-def _fits(entries: object, parameter: StoredTensor) -> bool:
-    """Whether an optimizer may keep these entries for that parameter."""
+def _shapes_in(entries: object) -> set[tuple[int, ...]]:
     if not isinstance(entries, dict):
-        return entries is None
-    shapes = [entry.shape for entry in entries.values() if isinstance(entry, StoredTensor) and entry.shape]
-    return not shapes or any(shape == parameter.shape[: len(shape)] for shape in shapes)
+        return set()
+    return {entry.shape for entry in entries.values() if isinstance(entry, StoredTensor) and entry.shape}

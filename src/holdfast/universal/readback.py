@@ -14,7 +14,8 @@ from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.universal.items import Item, Job
 from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.recognition import describe
-from holdfast.universal.source import Source, SourceLeaf
+from holdfast.universal.source import SourceLeaf
+from holdfast.universal.state_tree import source_of
 
 _BLOCK_NBYTES = 8 << 20
 
@@ -83,11 +84,13 @@ def compare_copies(checkpoint: StoredCheckpoint) -> None:
     most = max((len(leaf.copies) for leaf in source.leaves), default=0)
     for number in range(most):
         having = [leaf for leaf in source.leaves if number < len(leaf.copies)]
-        copies = tuple(
-            SourceLeaf(leaf.name, leaf.dtype, leaf.shape, leaf.copies[number], framework=leaf.framework)
+        copies = {
+            leaf.name: SourceLeaf(
+                leaf.name, leaf.dtype, leaf.shape, leaf.copies[number], framework=leaf.framework
+            )
             for leaf in having
-        )
-        with ForeignCheckpoint(Source(source.path, source.kind, source.step, copies)) as other:
+        }
+        with ForeignCheckpoint(source_of(source.path, source.kind, copies)) as other:
             _compare_copy(checkpoint, other, having, number)
 
 

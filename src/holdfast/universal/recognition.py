@@ -45,8 +45,18 @@ def reader_of(kind: str) -> Reader | None:
     return next((reader for reader in READERS if reader.kind == kind), None)
 
 
-def describe(path: str | os.PathLike[str], kind: str = "auto", spec: Spec | None = None) -> Source:
-    """The description of a foreign checkpoint. `kind`: the system that wrote it, if that is known."""
+def describe(
+    path: str | os.PathLike[str],
+    kind: str = "auto",
+    spec: Spec | None = None,
+    as_training: bool | None = None,
+) -> Source:
+    """The description of a foreign checkpoint. `kind`: the system that wrote it, if that is known.
+
+    `as_training`: arranged as a training state, or as the system's own library loads it. By default only
+    what a training wrote is arranged (DeepSpeed, Megatron, Lightning, a Trainer, Hugging Face models), and
+    what a `spec` is for.
+    """
     where = local_path(path)
     if kind == "auto":
         kind = recognise(where)
@@ -55,7 +65,11 @@ def describe(path: str | os.PathLike[str], kind: str = "auto", spec: Spec | None
         raise UnsupportedSource(f"unknown kind of checkpoint {kind!r}: known are {', '.join(kinds())}")
     if not os.path.exists(where):
         raise CheckpointNotFound(f"there is no checkpoint at {where}")
-    found = reader.describe(where, spec)
+    found = reader.describe(where, spec, True if spec is not None else as_training)
+    if as_training is False and found.arranged:
+        raise UnsupportedSource(
+            f"{where}: a checkpoint of kind {kind!r} is always arranged as a training state"
+        )
     return found if spec is None or reader.parameters is not None else apply_spec(found, spec)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 
 from holdfast.format.geometry import Box, boxes_of_range
+from holdfast.state import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,11 @@ class Computed:
 class SourceLeaf:
     """A named array: `stretches` are together all of it, and disjoint.
 
-    Names are ours: ``model.<parameter>``, ``optimizer.<parameter>.<state name>``. Types have the names of
-    safetensors. `copies` are further complete copies, which must be equal: `convert` compares them. `terms`
-    are further complete copies with other values: the leaf is the mean, or the sum, of all. A leaf that is
-    `computed` has no stretches.
+    In the state of a `Source` it stands for an array, and its name is for messages only: the leaf is named by
+    its place there. Types have the names of safetensors. `copies` are further complete copies, which must be
+    equal: `convert` compares them. `terms` are further complete copies with other values: the leaf is the
+    mean, or the sum, of all. A leaf that is `computed` has no stretches. `is_parameter` and `requires_grad`
+    are those of a torch tensor.
     """
 
     name: str
@@ -57,26 +59,32 @@ class SourceLeaf:
     reduce: Literal["", "mean", "sum"] = ""
     framework: Literal["torch", "numpy"] = "torch"
     computed: Computed | None = None
+    is_parameter: bool = False
+    requires_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A foreign checkpoint. `path` is what the user named, `step` the optimizer's steps, 0 if not known.
+    """A foreign checkpoint, as `holdfast.universal.state_tree.source_of` makes it.
 
-    `values` are plain values by dotted name. ``optimizer.param_groups`` is a list of dicts whose ``params``
-    are names of parameters. `aliases` are tied names, and the leaf that each means. `facts` are shown to the
-    user: parallel degrees, versions. `carried` are small files that belong to the model, such as
-    ``config.json``; a Hugging Face target gets copies of them.
+    `path` is what the user named, `step` the optimizer's steps, None if the checkpoint does not say. `state`
+    is the tree that a load gives, with a `SourceLeaf` in place of each array. `tree`, `leaves` and `aliases`
+    are the same in the form of our own manifests. `arranged`: it is a training state (``model``,
+    ``optimizer``); else it is what the system's own library loads. `facts` are shown to the user: parallel
+    degrees, versions. `carried` are small files that belong to the model, such as ``config.json``; a Hugging
+    Face target gets copies of them.
     """
 
     path: str
     kind: str
-    step: int
+    step: int | None
+    state: object
+    tree: Node
     leaves: tuple[SourceLeaf, ...]
-    values: Mapping[str, object] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str]
     facts: Mapping[str, str] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
+    arranged: bool = True
 
 
 def flat_stretches(

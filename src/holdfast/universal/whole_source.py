@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from holdfast.errors import SpecError
 from holdfast.format import dtypes
@@ -16,68 +17,112 @@ from holdfast.universal.cuts import DoesNotFit
 from holdfast.universal.rules import Rule
 from holdfast.universal.source import Source, SourceLeaf, Stretch
 from holdfast.universal.spec import Assigned, Spec
+from holdfast.universal.state_tree import OptimizerState, source_of
+from holdfast.universal.tensor_leaves import leaf_of
+from holdfast.universal.torch_file import StoredTensor
 from holdfast.universal.union import LocalTensor, stretches_of_box, strip
 
-_MODEL, _OPTIMIZER = "model.", "optimizer."
-_GROUPS = "optimizer.param_groups"
+_MODEL, _OPTIMIZER = "model", "optimizer"
 
 
 def parameters_of(source: Source) -> list[str]:
-    """The names that rules are asked for: leaves of the model, or all if none is said to be one."""
-    names = [leaf.name for leaf in source.leaves]
-    models = [name.removeprefix(_MODEL) for name in names if name.startswith(_MODEL)]
-    return models or names
+    """The names that rules are asked for: arrays of the model, or all if none is said to be one."""
+    return list(_parameters(source.state))
 
 
 def apply_spec(source: Source, spec: Spec) -> Source:
     """The source with the names of a spec, without padding, and with tied parameters once."""
-    names = parameters_of(source)
-    prefix = _MODEL if any(leaf.name.startswith(_MODEL) for leaf in source.leaves) else ""
-    taken = {found.name: found for found in spec.assign(names)}
-    shapes = {leaf.name.removeprefix(prefix): leaf.shape for leaf in source.leaves}
-    leaves: dict[str, SourceLeaf] = {}
-    ties: list[tuple[SourceLeaf, str]] = []
-    for leaf in source.leaves:
-        before, name, after = _parameter(leaf.name, prefix, taken)
-        if name is None:
-            leaves[leaf.name] = leaf
-            continue
+    given = _parameters(source.state)
+    taken = {found.name: found for found in spec.assign(given)}
+    weights = _renamed(given, taken, {name: leaf.shape for name, leaf in given.items()})
+    state = source.state
+    if not isinstance(state, dict) or not isinstance(state.get(_MODEL), dict):
+        made: object = weights
+    else:
+        others = _arrays(state[_MODEL], values=True)
+        made = {
+            **state,
+            _MODEL: {**weights, **{taken[k].new_name if k in taken else k: v for k, v in others.items()}},
+        }
+        if isinstance(state.get(_OPTIMIZER), OptimizerState):
+            made[_OPTIMIZER] = _optimizer(state[_OPTIMIZER], taken, {k: v.shape for k, v in given.items()})
+    return source_of(
+        source.path, source.kind, made, step=source.step, facts=source.facts, carried=source.carried
+    )
+
+
+def _parameters(state: object) -> dict[str, SourceLeaf]:
+    model = state.get(_MODEL) if isinstance(state, dict) else None
+    return _arrays(model) or _arrays(state)
+
+
+def _arrays(tree: object, *, values: bool = False) -> dict[str, Any]:
+    """The arrays of nested dicts by dotted names; with `values`, what is no array."""
+    found: dict[str, Any] = {}
+    waiting: list[tuple[str, object]] = [("", tree)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, StoredTensor):
+            value = leaf_of(name, value)
+        if isinstance(value, dict) and value:
+            below = [(f"{name}.{key}" if name else str(key), one) for key, one in value.items()]
+            waiting.extend(reversed(below))
+        elif isinstance(value, SourceLeaf) is not values:
+            found[name] = value
+    return found
+
+
+def _renamed(
+    arrays: Mapping[str, SourceLeaf], taken: Mapping[str, Assigned], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, SourceLeaf]:
+    """Arrays that belong to parameters (weights, or one kind of an optimizer's state) by their new names."""
+    made: dict[str, SourceLeaf] = {}
+    ties: dict[str, str] = {}
+    for name, leaf in arrays.items():
         found = taken[name]
-        if found.tied_to is not None:
-            ties.append((replace(leaf, name=before + found.new_name + after), before + found.tied_to + after))
+        if found.tied_to is None:
+            rule = found.rule if leaf.shape == shapes[name] else Rule(found.rule.match)
+            made[found.new_name] = _stripped(leaf, rule, name)
+        else:
+            ties[name] = found.tied_to
+    for name, of in ties.items():
+        if of in made:
+            made[of] = _with_copy(made[of], arrays[name])
+    return {**made, **{taken[name].new_name: made[of] for name, of in ties.items() if of in made}}
+
+
+def _optimizer(
+    optimizer: Mapping[str, Any], taken: Mapping[str, Assigned], shapes: Mapping[str, tuple[int, ...]]
+) -> OptimizerState:
+    """The state of an optimizer by the new names. What is not of the parameter's shape is kept as it is."""
+    states = optimizer.get("state")
+    made: dict[Any, Any] = {}
+    by_kind: dict[Any, dict[str, SourceLeaf]] = {}
+    for name, entries in states.items() if isinstance(states, dict) else ():
+        if name not in taken or not isinstance(entries, dict):
+            made[name] = entries
             continue
-        rule = found.rule if leaf.shape == shapes[name] else Rule(found.rule.match)
-        made = _stripped(leaf, rule, name, before + found.new_name + after)
-        leaves[made.name] = made
-    aliases = {
-        _renamed(name, prefix, taken): _renamed(of, prefix, taken) for name, of in source.aliases.items()
-    }
-    for leaf, of in ties:
-        if of in leaves:
-            _tie(leaves, leaf, of)
-            aliases[leaf.name] = of
-    values = {_renamed(name, prefix, taken): value for name, value in source.values.items()}
-    groups = values.get(_GROUPS)
+        kept = made.setdefault(taken[name].new_name, {})
+        for kind, value in entries.items():
+            leaf = leaf_of(f"{name}.{kind}", value) if isinstance(value, StoredTensor) else value
+            if isinstance(leaf, SourceLeaf):
+                by_kind.setdefault(kind, {})[name] = leaf
+                kept[kind] = None  # its place in the order
+            else:
+                kept[kind] = value
+    for kind, arrays in by_kind.items():
+        renamed = _renamed(arrays, taken, shapes)
+        for name in arrays:
+            new_name = taken[name].new_name
+            if new_name in renamed:
+                made[new_name][kind] = renamed[new_name]
+            else:
+                del made[new_name][kind]
+    groups = optimizer.get("param_groups")
+    rest = {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
     if isinstance(groups, list):
-        values[_GROUPS] = [_group(group, taken) for group in groups]
-    return replace(source, leaves=tuple(leaves.values()), aliases=aliases, values=values)
-
-
-def _parameter(leaf: str, prefix: str, taken: Mapping[str, Assigned]) -> tuple[str, str | None, str]:
-    """A leaf's name as what stands before the parameter's name, that name, and what stands after it."""
-    name = leaf.removeprefix(prefix)
-    if leaf.startswith(prefix) and name in taken:
-        return prefix, name, ""
-    if leaf.startswith(_OPTIMIZER):
-        middle, _, last = leaf.removeprefix(_OPTIMIZER).rpartition(".")
-        if middle in taken:
-            return _OPTIMIZER, middle, f".{last}"
-    return "", None, ""
-
-
-def _renamed(leaf: str, prefix: str, taken: Mapping[str, Assigned]) -> str:
-    before, name, after = _parameter(leaf, prefix, taken)
-    return leaf if name is None else before + taken[name].new_name + after
+        rest["param_groups"] = [_group(group, taken) for group in groups]
+    return OptimizerState({"state": made, **rest})
 
 
 def _group(group: object, taken: Mapping[str, Assigned]) -> object:
@@ -87,16 +132,16 @@ def _group(group: object, taken: Mapping[str, Assigned]) -> object:
     return {**group, "params": params}
 
 
-def _tie(leaves: dict[str, SourceLeaf], leaf: SourceLeaf, of: str) -> None:
+def _with_copy(leaf: SourceLeaf, tied: SourceLeaf) -> SourceLeaf:
     """What the tied name holds must be equal, padding aside."""
-    other = leaves[of]
-    if leaf.shape == other.shape and leaf.dtype == other.dtype and leaf.stretches != other.stretches:
-        leaves[of] = replace(other, copies=(*other.copies, leaf.stretches))
+    if leaf.shape == tied.shape and leaf.dtype == tied.dtype and leaf.stretches != tied.stretches:
+        return replace(leaf, copies=(*leaf.copies, tied.stretches))
+    return leaf
 
 
-def _stripped(leaf: SourceLeaf, rule: Rule, name: str, new_name: str) -> SourceLeaf:
+def _stripped(leaf: SourceLeaf, rule: Rule, name: str) -> SourceLeaf:
     if not rule.pads:
-        return replace(leaf, name=new_name)
+        return leaf
     try:
         true = strip(rule, leaf.shape)
         if leaf.computed is not None and true != leaf.shape:
@@ -110,7 +155,6 @@ def _stripped(leaf: SourceLeaf, rule: Rule, name: str, new_name: str) -> SourceL
     size = dtypes.itemsize(leaf.dtype)
     return replace(
         leaf,
-        name=new_name,
         shape=true,
         stretches=_cut(leaf.stretches, true, size),
         copies=tuple(_cut(copy, true, size) for copy in leaf.copies),

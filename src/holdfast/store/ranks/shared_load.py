@@ -152,6 +152,7 @@ class _Load:
 
     def _compare(self, into: object, select: str | Iterable[str] | None, strict: bool) -> Restore:
         checkpoint, rank = self._checkpoint, self._team.rank
+        checkpoint.fit_to(into)
         only = None if select is None else checkpoint.selection(select, rank=rank)
         self._metas = checkpoint.metas_for(rank)
         self._aliases = {**checkpoint.aliases, **checkpoint.parts.local_aliases(rank)}

@@ -97,6 +97,11 @@ class StoredCheckpoint(LeafReader):
         return self.root.step
 
     @property
+    def stated_step(self) -> int | None:
+        """The step, None if a checkpoint of another system does not say it."""
+        return self.step
+
+    @property
     def id(self) -> str:
         return self.root.id
 
@@ -123,6 +128,12 @@ class StoredCheckpoint(LeafReader):
     def tree(self) -> Node:
         """The state with its arrays taken out, of all ranks together."""
         return self.parts.tree if self._entries is None else with_keys(self.parts.tree, self._entries)
+
+    def arrange(self, as_training: bool | None) -> None:
+        """Shows a foreign checkpoint as a training state, or as its own library loads it; None: as it is."""
+
+    def fit_to(self, target: object) -> None:
+        """Shows a foreign checkpoint as a target has its entries, unless `arrange` has decided."""
 
     def keep_entries(self, keys: Collection[str]) -> None:
         """Leaves out all other entries of the state, as if they had not been saved."""
@@ -290,6 +301,7 @@ class StoredCheckpoint(LeafReader):
                 arrays = self._read_to_device(chosen, framework, device, verify=verify)
             return unflatten(tree, arrays, where=self.manifest_path)
         refuse_fresh(framework, device)
+        self.fit_to(into)
         return self._restore(into, select, verify=verify, strict=strict, rename=rename)
 
     def plan_restore(

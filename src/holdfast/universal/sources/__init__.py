@@ -30,6 +30,9 @@ class Reader:
     tells what was found at a path that says that the checkpoint is of this system, or None. It is quick, and
     does not raise for anything that exists.
 
+    `describe` takes a path, a spec, and whether to arrange the state as that of a training; None leaves that
+    to the reader. A system whose checkpoints are nothing else is always arranged.
+
     A system with several ranks joins them by a spec: it has `parameters`, the names that rules are asked for.
     Without it, the spec is applied to the whole parameters that `describe` gives.
     """
@@ -37,7 +40,7 @@ class Reader:
     kind: str
     wanted: str
     looks_like: Callable[[str], str | None]
-    describe: Callable[[str, Spec | None], Source]
+    describe: Callable[[str, Spec | None, bool | None], Source]
     parameters: Callable[[str], list[str]] | None = None
 
 

@@ -1,26 +1,29 @@
 """Directories of `torch.distributed.checkpoint`: ``.metadata`` and ``__R_N.distcp`` files.
 
-Names stay as they are in the state dict, except those that torch's ``get_state_dict`` gives to an optimizer:
-``optimizer.state.<parameter>.<state>`` becomes ``optimizer.<parameter>.<state>``, and the options of its
-groups, which DCP stores one by one, become ``optimizer.param_groups`` again.
+A directory gives the nested state that was saved, as `dcp_to_torch_save` of torch restores it. Arranged as a
+training state, the optimizer's state is by parameter also where ``flatten_optimizer_state_dict`` has made one
+level of it, and ``optim`` is called ``optimizer``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from holdfast.errors import UnsupportedSource
+from holdfast.errors import CorruptCheckpoint
 from holdfast.universal.dcp_directory import METADATA, DcpDirectory
-from holdfast.universal.source import Source, SourceLeaf
-from holdfast.universal.trees import Collected, step_of
+from holdfast.universal.optimizer_names import is_optimizer_state
+from holdfast.universal.source import Source
+from holdfast.universal.state_tree import OptimizerState, source_of, step_in
+from holdfast.universal.training_state import longest_first
 
 KIND = "dcp"
 WANTED = "a directory with .metadata and *.distcp"
-_STEP_WORDS = ("global_step", "step", "iteration", "train_state.step")
-_STATE = (("optimizer.state.", "optimizer."), ("optim.state.", "optim."))
-_GROUPS = "optimizer.param_groups"
+_STEPS = (("global_step",), ("step",), ("iteration",), ("train_state", "step"))
+_STATE, _GROUPS = "state.", "param_groups."
+_MAX_GAP = 1000
+"""Elements of a list that were not saved are None. A damaged index must not make millions of them."""
 
 
 def looks_like(path: str | os.PathLike[str]) -> str | None:
@@ -30,143 +33,105 @@ def looks_like(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def describe(path: str | os.PathLike[str], spec: object = None) -> Source:
-    """The leaves and values of a DCP directory."""
+def describe(path: str | os.PathLike[str], spec: object = None, as_training: bool | None = None) -> Source:
+    """The state in a DCP directory."""
     directory = DcpDirectory(os.path.abspath(path))
-    into = Collected(directory.path)
-    leaves: list[SourceLeaf] = []
-    options: dict[str, Any] = {}
-    for name in directory.tensors:
-        if _is_option(name):
-            options[name] = directory.read_number(name)
-        else:
-            leaves.append(directory.leaf(name, _our_name(name)))
-    lists = _Lists(directory)
-    for name in directory.objects:
-        if _is_option(name):
-            options[name] = into.plain(directory.read_object(name))
-        elif lists.has(name):
-            lists.put(name, into.plain(directory.read_object(name)))
-        else:
-            into.add(directory.read_object(name), _our_name(name))
-    for name, made in lists.values():
-        into.add_value(name, made)
-    if options:
-        into.add_value(_GROUPS, _groups(directory, options))
-    others, same = into.leaves()
-    kept, aliases = _tied([*leaves, *others])
-    names = [leaf.name for leaf in kept]
-    aliases.update(same)
-    if len({*names, *aliases}) != len(names) + len(aliases):
-        raise UnsupportedSource(f"{directory.path}: two entries have one name")
-    facts = {"format": "torch.distributed.checkpoint"}
+    facts = {"written by": "torch.distributed.checkpoint"}
     if directory.version is not None:
         facts["version"] = directory.version
-    return Source(
-        path=directory.path,
-        kind=KIND,
-        step=step_of(into.values, _STEP_WORDS),
-        leaves=tuple(kept),
-        values=into.values,
-        aliases=aliases,
+    state = _nested(directory)
+    return source_of(
+        directory.path,
+        KIND,
+        _training_state(state) if as_training else state,
+        step=step_in(state, *_STEPS),
         facts=facts,
+        arranged=bool(as_training),
     )
 
 
-def _our_name(name: str) -> str:
-    for old, new in _STATE:
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
-
-
-def _is_option(name: str) -> bool:
-    return name.startswith(f"{_GROUPS}.")
-
-
-class _Lists:
-    """Values inside of lists, which DCP takes apart if a list has dictionaries in it.
-
-    They are put together again, unless there are tensors in the list: these are leaves.
-    """
-
-    def __init__(self, directory: DcpDirectory) -> None:
-        self._paths = directory.paths
-        self._with_tensors = {self._root(name) for name in directory.tensors}
-        self._made: dict[tuple[str | int, ...], dict[str | int, Any]] = {}
-
-    def _root(self, name: str) -> tuple[str | int, ...]:
-        """The path of the list that an entry is in; empty if it is in none."""
-        path = self._paths.get(name, ())
-        first = next((at for at, key in enumerate(path) if type(key) is int), 0)
-        return path[:first]
-
-    def has(self, name: str) -> bool:
-        root = self._root(name)
-        return bool(root) and root not in self._with_tensors
-
-    def put(self, name: str, value: object) -> None:
-        root = self._root(name)
-        below = self._made.setdefault(root, {})
-        *containers, last = self._paths[name][len(root) :]
-        for key in containers:
-            below = below.setdefault(key, {})
-        below[last] = value
-
-    def values(self) -> Iterator[tuple[str, object]]:
-        for root, made in self._made.items():
-            yield ".".join(map(str, root)), _with_lists(made)
-
-
-def _with_lists(made: Any) -> Any:
-    """Dictionaries whose keys are numbers are lists. An element that was not saved is None."""
-    if not isinstance(made, dict):
-        return made
-    items = {key: _with_lists(value) for key, value in made.items()}
-    if not items or not all(type(key) is int for key in items) or max(items) > 2 * len(items) + 1000:
-        return items
-    return [items.get(number) for number in range(max(items) + 1)]
-
-
-def _groups(directory: DcpDirectory, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups of an optimizer, whose options are entries of their own.
-
-    Named by the group's number and the option, or, if the state dict was flattened
-    (``flatten_optimizer_state_dict``), by the parameter and the option: then parameters with equal options
-    make a group.
-    """
+def _nested(directory: DcpDirectory) -> dict[str, Any]:
+    """Every entry at the place that the planner has noted for it; without a note, under its name."""
     paths = directory.paths
-    groups: dict[object, dict[str, Any]] = {}
-    by_parameter: dict[str, dict[str, Any]] = {}
-    for name, value in options.items():
-        below, _, option = name.removeprefix(f"{_GROUPS}.").rpartition(".")
-        number = _group_number(paths.get(name), below, f"{_GROUPS}.{below}.params" in options)
-        if number is not None:
-            groups.setdefault(number, {})[option] = value
-        else:
-            by_parameter.setdefault(below, {})[option] = value
-    for parameter, held in by_parameter.items():
+    state: dict[str, Any] = {}
+    for name in directory.names:
+        value = directory.leaf(name, name) if name in directory.tensors else directory.read_object(name)
+        place = paths.get(name, (name,))
+        try:
+            _put(state, place, value)
+        except (TypeError, IndexError):
+            raise CorruptCheckpoint(
+                f"its place in the state, {'.'.join(map(str, place))}, does not fit the others",
+                path=directory.metadata_path,
+                leaf=name,
+            ) from None
+    return state
+
+
+def _put(state: dict[str, Any], place: tuple[str | int, ...], value: object) -> None:
+    """Puts a value into nested dicts and lists, which are made as they are needed."""
+    container: Any = state
+    key: Any
+    for key, below in zip(place, (*place[1:], None), strict=True):
+        if isinstance(container, list):
+            if type(key) is not int or not 0 <= key <= len(container) + _MAX_GAP:
+                raise IndexError(key)
+            container.extend([None] * (key + 1 - len(container)))
+        elif not isinstance(container, dict):
+            raise TypeError(key)
+        if below is None:
+            container[key] = value
+            return
+        found = container[key] if isinstance(container, list) else container.get(key)
+        if found is None:
+            found = container[key] = [] if type(below) is int else {}
+        container = found
+
+
+def _training_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    arranged: dict[str, Any] = {}
+    model = state.get("model")
+    for key, value in state.items():
+        if key == "optim" and "optimizer" not in state:
+            key = "optimizer"
+        if key == "optimizer" and is_optimizer_state(value):
+            value = OptimizerState(value)
+        elif key == "optimizer" and _is_flattened(value):
+            value = _unflattened(value, model if isinstance(model, dict) else {})
+        arranged[key] = value
+    return arranged
+
+
+def _is_flattened(optimizer: object) -> bool:
+    return isinstance(optimizer, dict) and any(
+        isinstance(key, str) and key.startswith((_STATE, _GROUPS)) for key in optimizer
+    )
+
+
+def _unflattened(optimizer: Mapping[Any, Any], model: Mapping[Any, Any]) -> OptimizerState:
+    """The state of an optimizer of which ``flatten_optimizer_state_dict`` has made one level.
+
+    Entries are ``state.<parameter>.<key>`` and ``param_groups.<parameter>.<option>``.
+    A parameter's name ends where one of the model does; without the model, before the last dot. Parameters
+    with equal options make a group.
+    """
+    states: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    rest: dict[str, Any] = {}
+    for key, value in optimizer.items():
+        into = next(
+            (one for begin, one in ((_STATE, states), (_GROUPS, options)) if str(key).startswith(begin)), None
+        )
+        if into is None:
+            rest[key] = value
+            continue
+        name = key.partition(".")[2]
+        beginnings = list(longest_first(name))
+        parameter = next((one for one in beginnings if one in model), beginnings[0] if beginnings else name)
+        into.setdefault(parameter, {})[name[len(parameter) + 1 :]] = value
+    groups: dict[str, dict[str, Any]] = {}
+    for parameter, held in options.items():
+        held.pop("params", None)
         group = groups.setdefault(repr(sorted(held.items())), {**held, "params": []})
         group["params"].append(parameter)
-    return list(groups.values())
-
-
-def _group_number(path: tuple[str | int, ...] | None, below: str, counted: bool) -> int | None:
-    """The number of the group that an option belongs to; None if it belongs to a parameter."""
-    if path is not None:
-        return path[2] if len(path) == 4 and type(path[2]) is int else None
-    return int(below) if counted and below.isdecimal() else None
-
-
-def _tied(leaves: list[SourceLeaf]) -> tuple[list[SourceLeaf], dict[str, str]]:
-    """Leaves that lie in the same place are one, with several names."""
-    seen: dict[object, str] = {}
-    kept: list[SourceLeaf] = []
-    aliases: dict[str, str] = {}
-    for leaf in leaves:
-        first = seen.setdefault((leaf.dtype, leaf.shape, leaf.stretches), leaf.name)
-        if first != leaf.name and leaf.stretches:
-            aliases[leaf.name] = first
-        else:
-            kept.append(leaf)
-    return kept, aliases
+    return OptimizerState({"state": states, "param_groups": list(groups.values()), **rest})

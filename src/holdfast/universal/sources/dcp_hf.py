@@ -17,7 +17,8 @@ from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
 from holdfast.format.geometry import Box, TooTangled, disjoint, whole
 from holdfast.format.shard import HeaderEntry, is_pad
 from holdfast.universal.source import Source, SourceLeaf, Stretch
-from holdfast.universal.sources.safetensors import PREFIX, read_header
+from holdfast.universal.sources.safetensors import read_header
+from holdfast.universal.state_tree import source_of
 
 KIND = "dcp-hf"
 WANTED = "a directory with shard-XXXXX-model-XXXXX-of-XXXXX.safetensors"
@@ -30,8 +31,8 @@ def looks_like(path: str | os.PathLike[str]) -> str | None:
     return f"{len(found)} shards of HuggingFaceStorageWriter" if found else None
 
 
-def describe(path: str | os.PathLike[str], spec: object = None) -> Source:
-    """The leaves of a directory, whose names get the prefix ``model.``."""
+def describe(path: str | os.PathLike[str], spec: object = None, as_training: bool | None = None) -> Source:
+    """The weights of a model."""
     where = os.path.abspath(path)
     names = _shards(where)
     _require_ranks(where, names)
@@ -48,9 +49,9 @@ def describe(path: str | os.PathLike[str], spec: object = None) -> Source:
                 raise CorruptCheckpoint("other shards have another type of it", path=file, leaf=entry.name)
             box = Box(_start(starts, entry, file), entry.shape)
             pieces.setdefault(entry.name, []).append(Stretch(file, header.data_start + entry.begin, box))
-    leaves = tuple(_leaf(where, name, types[name], held) for name, held in pieces.items())
-    facts = {"format": "HuggingFaceStorageWriter", "shards": str(len(names))}
-    return Source(where, KIND, 0, leaves, facts=facts)
+    model = {name: _leaf(where, name, types[name], held) for name, held in pieces.items()}
+    facts = {"written by": "HuggingFaceStorageWriter", "shards": str(len(names))}
+    return source_of(where, KIND, {"model": model}, facts=facts)
 
 
 def _shards(path: str) -> list[str]:
@@ -100,4 +101,4 @@ def _leaf(where: str, name: str, dtype: str, held: list[Stretch]) -> SourceLeaf:
         raise CorruptCheckpoint(str(error), path=where, leaf=name) from error
     if not apart or sum(box.volume for box in boxes) != whole(shape).volume:
         raise CorruptCheckpoint("the pieces do not make up the tensor", path=where, leaf=name)
-    return SourceLeaf(PREFIX + name, dtype, shape, tuple(held))
+    return SourceLeaf(name, dtype, shape, tuple(held))

@@ -61,7 +61,9 @@ def parameters(path: str | os.PathLike[str]) -> list[str]:
     return parameters_of(checkpoint.describe(None))
 
 
-def describe(path: str | os.PathLike[str], spec: Spec | None = None) -> Source:
+def describe(
+    path: str | os.PathLike[str], spec: Spec | None = None, as_training: bool | None = None
+) -> Source:
     """The leaves and values of a checkpoint: the directory with ``latest``, or one of its tags.
 
     The ranks of tensor parallelism are joined by `spec`; without one, by the ``universal_checkpoint_info`` of

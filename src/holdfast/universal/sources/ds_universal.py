@@ -26,9 +26,10 @@ from holdfast.universal.presets import deepspeed_rules
 from holdfast.universal.rules import Rule, replicated, rule
 from holdfast.universal.source import Source, SourceLeaf, Stretch, flat_stretches
 from holdfast.universal.sources.deepspeed import CLASSES, OWN_KEYS
+from holdfast.universal.state_tree import source_of
 from holdfast.universal.tensor_leaves import leaf_of
 from holdfast.universal.torch_file import StoredTensor, read_torch_file
-from holdfast.universal.trees import Collected
+from holdfast.universal.training_state import TrainingState, plain
 
 KIND = "ds-universal"
 WANTED = "zero/optimizer_state.pt, or latest_universal"
@@ -56,7 +57,7 @@ def looks_like(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def describe(path: str | os.PathLike[str], spec: object = None) -> Source:
+def describe(path: str | os.PathLike[str], spec: object = None, as_training: bool | None = None) -> Source:
     """The leaves and values of a universal checkpoint: its directory, or that with ``latest_universal``."""
     return _Checkpoint(os.path.abspath(path)).source()
 
@@ -172,47 +173,23 @@ class _Checkpoint:
     # --- parameters
 
     def source(self) -> Source:
-        into = Collected(self._path)
-        leaves: dict[str, SourceLeaf] = {}
-        aliases: dict[str, str] = {}
+        made = TrainingState(self._path)
         masters: dict[str, SourceLeaf] = {}
         rules: dict[str, Rule] = {}
         for group, shapes in enumerate(self._shapes):
             for name, shape in shapes.items():
-                masters[name], rules[name] = self._add_states(into, leaves, group, name, shape)
-        self._add_module(leaves, aliases, masters, rules)
+                masters[name], rules[name] = self._add_states(made, group, name, shape)
+        self._add_module(made, masters, rules)
         for name, master in masters.items():
-            place = f"optimizer.{name}.{FP32}"
-            if f"model.{name}" in leaves or f"model.{name}" in aliases:
-                leaves[place] = master
-            else:  # there is no other weight than this
-                leaves[f"model.{name}"] = SourceLeaf(
-                    f"model.{name}", master.dtype, master.shape, master.stretches
-                )
-                aliases[place] = f"model.{name}"
-        self._add_tied(leaves, aliases)
-        self._add_values(into)
-        others, more = into.leaves()
-        leaves.update({leaf.name: leaf for leaf in others})
-        aliases.update(more)
+            made.model.setdefault(name, master)  # of ZeRO-3 there is no other weight than this
+            made.states[name] = {FP32: master, **made.states[name]}
+        self._add_tied(made)
+        self._add_values(made)
         step = self._model.get("global_steps", 0)
-        return Source(
-            path=self._path,
-            kind=KIND,
-            step=step if type(step) is int and step >= 0 else 0,
-            leaves=tuple(leaves.values()),
-            values=into.values,
-            aliases=aliases,
-            facts=self._facts(),
-        )
+        return source_of(self._path, KIND, made.tree(), step=step, facts=self._facts())
 
     def _add_states(
-        self,
-        into: Collected,
-        leaves: dict[str, SourceLeaf],
-        group: int,
-        name: str,
-        shape: tuple[int, ...],
+        self, made: TrainingState, group: int, name: str, shape: tuple[int, ...]
     ) -> tuple[SourceLeaf, Rule]:
         """Adds what the optimizer keeps for a parameter; gives its FP32 weight, and how ranks cut it."""
         if name != os.path.basename(name) or name in (".", "..", ""):
@@ -228,9 +205,10 @@ class _Checkpoint:
             )
         place = f"optimizer.{name}"
         master, found = self._state_leaf(f"{place}.{FP32}", name, folder, FP32, shape)
+        kept = made.states[name] = {}
         for state in states:
             if state == STEP:
-                self._add_number(into, leaves, f"{place}.{STEP}", self._read(f"{folder}/{STEP}.pt"))
+                kept[STEP] = plain(self._read(f"{folder}/{STEP}.pt"))
             elif state != FP32:
                 leaf, _ = self._state_leaf(f"{place}.{state}", name, folder, state, shape)
                 if leaf.shape != master.shape:
@@ -239,11 +217,11 @@ class _Checkpoint:
                         path=f"{folder}/{state}.pt",
                         leaf=leaf.name,
                     )
-                leaves[leaf.name] = leaf
+                kept[state] = leaf
         if STEP not in states:
             step = self._common_step(group)
             if step is not None:
-                self._add_number(into, leaves, f"{place}.{STEP}", step)
+                kept[STEP] = plain(step)
         return master, found
 
     def _state_leaf(
@@ -289,20 +267,10 @@ class _Checkpoint:
         state = states.get(group, states.get(0))
         return state.get(STEP) if isinstance(state, dict) else None
 
-    def _add_number(self, into: Collected, leaves: dict[str, SourceLeaf], name: str, content: object) -> None:
-        if isinstance(content, StoredTensor):
-            leaves[name] = leaf_of(name, content)
-        else:
-            into.add_value(name, content)
-
     # --- the model
 
     def _add_module(
-        self,
-        leaves: dict[str, SourceLeaf],
-        aliases: dict[str, str],
-        masters: Mapping[str, SourceLeaf],
-        rules: Mapping[str, Rule],
+        self, made: TrainingState, masters: Mapping[str, SourceLeaf], rules: Mapping[str, Rule]
     ) -> None:
         """Weights as they were trained with, buffers and frozen parameters."""
         shared = self._model.get("shared_params") or {}
@@ -337,10 +305,10 @@ class _Checkpoint:
                     path=self._models[0][0],
                     leaf=name,
                 )
-            leaves[leaf.name] = leaf
+            made.model[name] = leaf
         for name, shape in frozen.items():
             if name not in held:
-                leaves[f"model.{name}"] = self._frozen_leaf(name, shape)
+                made.model[name] = self._frozen_leaf(name, shape)
 
     def _true_count(self, name: str, masters: Mapping[str, SourceLeaf], frozen: Mapping[str, object]) -> int:
         shape: object = masters[name].shape if name in masters else frozen.get(name)
@@ -371,38 +339,38 @@ class _Checkpoint:
             stretches += flat_stretches(piece.file, piece.offset, start, stop, shape, piece.itemsize)
         return SourceLeaf(f"model.{name}", dtype, shape, tuple(stretches))
 
-    def _add_tied(self, leaves: Mapping[str, SourceLeaf], aliases: dict[str, str]) -> None:
+    def _add_tied(self, made: TrainingState) -> None:
         for name, other in (self._model.get("shared_params") or {}).items():
-            if f"model.{other}" not in leaves:
+            if other not in made.model:
                 raise CorruptCheckpoint(
                     f"it is tied to {other!r}, which is missing", path=self._models[0][0], leaf=str(name)
                 )
-            aliases[f"model.{name}"] = f"model.{other}"
+            made.model[name] = made.model[other]
 
     # --- values
 
-    def _add_values(self, into: Collected) -> None:
+    def _add_values(self, made: TrainingState) -> None:
         groups = self._common.get("param_groups")
         if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
             cut = "fp32_flat_groups" in self._common  # of ZeRO-3 itself, which counts sub-groups
             if not cut and len(groups) == len(self._shapes) and not _named(groups):
                 groups = [{**group, "params": list(self._shapes[i])} for i, group in enumerate(groups)]
-            into.add_value("optimizer.param_groups", groups)
+            made.groups = plain(groups)
         for key, value in self._model.items():
             if key not in OWN_KEYS:
-                into.add(value, str(key))
+                made.rest[key] = plain(value)
         for key in ("global_steps", "global_samples", "skipped_steps"):
             if type(self._model.get(key)) is int:
-                into.add_value(key, self._model[key])
+                made.rest[key] = self._model[key]
         if self._model.get("lr_scheduler") is not None:
-            into.add(self._model["lr_scheduler"], "lr_scheduler")
-        for key in GLOBAL_STATE:
-            if self._common.get(key) is not None:
-                into.add_value(f"deepspeed.{key}", self._common[key])
+            made.rest["lr_scheduler"] = plain(self._model["lr_scheduler"])
+        own = {key: plain(self._common[key]) for key in GLOBAL_STATE if self._common.get(key) is not None}
         if isinstance(self._model.get(INFO), dict):
-            into.add_value(f"deepspeed.{INFO}", self._model[INFO])
+            own[INFO] = plain(self._model[INFO])
         if isinstance(self._model.get(BUFFERS), list):
-            into.add_value(f"deepspeed.{BUFFERS}", self._model[BUFFERS])
+            own[BUFFERS] = self._model[BUFFERS]
+        if own:
+            made.rest["deepspeed"] = own
 
     def _facts(self) -> dict[str, str]:
         facts = {}

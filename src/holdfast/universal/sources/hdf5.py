@@ -28,6 +28,8 @@ from holdfast.format.geometry import whole
 from holdfast.state.numpy_arrays import logical_name
 from holdfast.store.os_errors import reading
 from holdfast.universal.source import Computed, Source, SourceLeaf, Stretch
+from holdfast.universal.state_tree import source_of
+from holdfast.universal.training_state import arranged_names
 from holdfast.universal.zip_records import OpenFile, ZipRecords
 
 KIND = "hdf5"
@@ -58,29 +60,48 @@ def looks_like(path: str) -> str | None:
         return None
 
 
-def describe(path: str, spec: object) -> Source:
+def describe(path: str, spec: object = None, as_training: bool | None = None) -> Source:
     h5py = _h5py(path)
     found = _Found(path, "")
     with _opened(path) as (file, start):
         found.keras = _keras_kind(file)
         _walk(h5py, file, start, found)
-        facts = {"format": found.keras or "HDF5"}
+        facts = {"written by": found.keras or "HDF5"}
         version = file.attrs.get("keras_version") if "keras_version" in file.attrs else None
         if isinstance(version, (str, bytes)):
             facts["keras"] = version.decode("ascii", "replace") if isinstance(version, bytes) else version
-    return Source(path, KIND, found.step, tuple(found.leaves), found.values, found.aliases, facts)
+    arranged = bool(found.keras or as_training)
+    state: object = found.nested()
+    if arranged:
+        state = arranged_names(path, found.named())
+    return source_of(path, KIND, state, step=found.step, facts=facts, arranged=arranged)
 
 
 @dataclass(slots=True)
 class _Found:
+    """What a file holds by the names of HDF5, with ``/`` between groups; of an empty group, None."""
+
     path: str
     keras: str
-    leaves: list[SourceLeaf] = field(default_factory=list)
-    values: dict[str, object] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
+    held: dict[str, Any] = field(default_factory=dict)
     seen: dict[Any, str] = field(default_factory=dict)
     objects: int = 0
-    step: int = 0
+    step: int | None = None
+
+    def nested(self) -> dict[str, Any]:
+        """Groups are dicts."""
+        state: dict[str, Any] = {}
+        for full, value in self.held.items():
+            *groups, last = full.split("/")
+            inside = state
+            for name in groups:
+                inside = inside.setdefault(name, {})
+            inside[last] = {} if value is None else value
+        return state
+
+    def named(self) -> dict[str, Any]:
+        """By dotted names, without empty groups."""
+        return {self.leaf_name(full): value for full, value in self.held.items() if value is not None}
 
     def refuse(self, name: str, why: str) -> UnsupportedSource:
         return UnsupportedSource(f"{self.path}: {name!r} {why}, and cannot be read")
@@ -193,6 +214,8 @@ def _walk(h5py: Any, root: Any, start: int, found: _Found) -> None:
                 if key in found.seen:
                     raise found.refuse(full, f"is the group {found.seen[key]!r} again")
                 found.seen[key] = full
+                if not len(opened):
+                    found.held[full] = None
                 below.append((opened, full, depth + 1))
             elif isinstance(opened, h5py.Dataset):
                 _add(h5py, opened, full, start, found)
@@ -210,11 +233,11 @@ def _add(h5py: Any, dataset: Any, full: str, start: int, found: _Found) -> None:
     name = found.leaf_name(full)
     key = _identity(h5py, dataset)
     if key in found.seen:
-        found.aliases[name] = found.seen[key]
+        found.held[full] = found.held[found.seen[key]]
         return
     _refuse_strange(h5py, dataset, full, found)
     if dataset.dtype.kind == "S":
-        found.values[name] = _text(dataset, full, found)
+        found.held[full] = _text(dataset, full, found)
         return
     dtype = _element_type(dataset)
     if dtype is None:
@@ -222,18 +245,18 @@ def _add(h5py: Any, dataset: Any, full: str, start: int, found: _Found) -> None:
     shape = tuple(int(length) for length in dataset.shape)
     if is_beyond_arrays(dtype, shape):
         raise CorruptCheckpoint("a shape beyond what any array can have", path=found.path, leaf=name)
-    found.seen[key] = name
+    found.seen[key] = full
     if name == "optimizer.vars.0" and dataset.dtype.kind in "iu" and not shape:
         found.step = max(0, int(dataset[()]))
     nbytes = dataset.dtype.itemsize * math.prod(shape)
     offset = dataset.id.get_offset() if nbytes and _lies_as_it_is(h5py, dataset, nbytes) else None
     if offset is not None:
         stretch = Stretch(found.path, start + int(offset), whole(shape))
-        found.leaves.append(SourceLeaf(name, dtype, shape, (stretch,), framework="numpy"))
+        found.held[full] = SourceLeaf(name, dtype, shape, (stretch,), framework="numpy")
         return
     _refuse_inflation(dataset, full, nbytes, found)
     computed = Computed(partial(_compute, found.path, full, nbytes))
-    found.leaves.append(SourceLeaf(name, dtype, shape, (), framework="numpy", computed=computed))
+    found.held[full] = SourceLeaf(name, dtype, shape, (), framework="numpy", computed=computed)
 
 
 def _refuse_strange(h5py: Any, dataset: Any, full: str, found: _Found) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -19,9 +20,10 @@ from holdfast.format.shard import Header, HeaderEntry, is_pad
 from holdfast.store.os_errors import open_stored, read_up_to, reading
 from holdfast.universal.safetensors_file import read_safetensors_file
 from holdfast.universal.source import Source, SourceLeaf
-from holdfast.universal.sources.safetensors import PREFIX, Names, leaf_of, read_header
+from holdfast.universal.sources.safetensors import Names, leaf_of, read_header
+from holdfast.universal.state_tree import source_of
 from holdfast.universal.torch_file import StoredTensor, read_torch_file
-from holdfast.universal.trees import Collected
+from holdfast.universal.training_state import arranged_names
 
 KIND = "hf"
 WANTED = (
@@ -43,6 +45,7 @@ _NOT_CARRIED = frozenset({"trainer_state.json", "latest_checkpointed_iteration.t
 _CARRIED_NBYTES = 256 << 20
 _INDEX_NBYTES = 256 << 20
 _CONFIG_NBYTES = 16 << 20
+_PREFIX = "model."
 
 
 class _Index(msgspec.Struct):
@@ -75,24 +78,20 @@ def looks_like(path: str) -> str | None:
     return None if found is None else found.name
 
 
-def describe(path: str, spec: object) -> Source:
+def describe(path: str, spec: object = None, as_training: bool | None = None) -> Source:
     weights = find_weights(path)
     if weights is None:
         raise IncompleteCheckpoint(f"the directory has none of {', '.join(_FILES)}", path=path)
     facts = {"files": weights.name}
-    step = 0
+    step = None
     if weights.is_torch:
-        into = Collected(path)
         tensors, shards = model_tensors(path, weights)
-        for name, tensor in tensors.items():
-            into.add_tensor(PREFIX + name, tensor)
-        leaves, aliases = into.leaves()
+        state: dict[str, Any] = {"model": tensors}
     else:
-        leaves, names, shards = (
+        leaves, step, shards = (
             _sharded(path, weights.name) if weights.is_index else _whole(path, weights.name)
         )
-        aliases = {name: of for found in names for name, of in found.aliases.items()}
-        step = max((found.step for found in names), default=0)
+        state = arranged_names(path, leaves)
     if shards > 1:
         facts["files"] = f"{shards} shards"
     if weights.variant:
@@ -100,7 +99,7 @@ def describe(path: str, spec: object) -> Source:
     kind = model_type_of(os.path.join(path, CONFIG))
     if kind is not None:
         facts["model type"] = kind[:80]
-    return Source(path, KIND, step, leaves, aliases=aliases, facts=facts, carried=carried_files(path))
+    return source_of(path, KIND, state, step=step, facts=facts, carried=carried_files(path))
 
 
 def find_weights(path: str) -> Weights | None:
@@ -209,18 +208,20 @@ def _beside(path: str, index: str, shard: str) -> str:
     return os.path.join(path, shard)
 
 
-def _whole(path: str, name: str) -> tuple[tuple[SourceLeaf, ...], list[Names], int]:
+def _whole(path: str, name: str) -> tuple[dict[str, SourceLeaf], int | None, int]:
+    """The leaves of a file by name, the step that the file says, and the number of files."""
     file = os.path.join(path, name)
     header = read_header(file)
-    names = Names(header.metadata, file)
-    leaves = tuple(leaf_of(file, header, entry, names) for entry in header.entries if not is_pad(entry.name))
-    return leaves, [names], 1
+    names = Names(header.metadata, file, _PREFIX)
+    leaves = [leaf_of(file, header, entry, names) for entry in header.entries if not is_pad(entry.name)]
+    return names.tied({leaf.name: leaf for leaf in leaves}, file), names.step, 1
 
 
-def _sharded(path: str, index: str) -> tuple[tuple[SourceLeaf, ...], list[Names], int]:
+def _sharded(path: str, index: str) -> tuple[dict[str, SourceLeaf], int | None, int]:
+    """The same of all files that an index names."""
     where = os.path.join(path, index)
     found: dict[str, tuple[Header, dict[str, HeaderEntry], Names]] = {}
-    leaves: list[SourceLeaf] = []
+    leaves: dict[str, SourceLeaf] = {}
     for name, shard in _read_index(where).items():
         file = os.path.join(path, shard)
         if shard not in found:
@@ -232,15 +233,19 @@ def _sharded(path: str, index: str) -> tuple[tuple[SourceLeaf, ...], list[Names]
             found[shard] = (
                 header,
                 {entry.name: entry for entry in header.entries},
-                Names(header.metadata, file),
+                Names(header.metadata, file, _PREFIX),
             )
         header, entries, names = found[shard]
         if name not in entries:
             raise CorruptCheckpoint(
                 "the index says that it is in this file, but it is not", path=file, leaf=name
             )
-        leaves.append(leaf_of(file, header, entries[name], names))
-    return tuple(leaves), [names for _, _, names in found.values()], len(found)
+        leaf = leaf_of(file, header, entries[name], names)
+        leaves[leaf.name] = leaf
+    for shard, (_, _, names) in found.items():
+        leaves = names.tied(leaves, os.path.join(path, shard))
+    steps = [names.step for _, _, names in found.values() if names.step is not None]
+    return leaves, max(steps, default=None), len(found)
 
 
 def _read_index(where: str) -> dict[str, str]:

@@ -17,11 +17,12 @@ from typing import Any
 
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.universal.joining import Holders, join, join_one, replicated_rule
-from holdfast.universal.source import Source, SourceLeaf
+from holdfast.universal.source import Source
 from holdfast.universal.sources.megatron_optimizer import OptimizerState, read_optimizer
 from holdfast.universal.spec import Assigned, Spec
+from holdfast.universal.state_tree import source_of
 from holdfast.universal.torch_file import StoredTensor, read_torch_file
-from holdfast.universal.trees import Collected
+from holdfast.universal.training_state import TrainingState, plain
 
 KIND = "megatron"
 WANTED = "mp_rank_XX[_YYY]/model_optim_rng.pt, or latest_checkpointed_iteration.txt beside such directories"
@@ -30,6 +31,7 @@ _LATEST = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(\..*)", re.DOTALL)
+_MAX_DEPTH = 100
 _CHUNK = re.compile(r"model(\d*)")
 INERT = (
     "megatron.core.enums.ModelType",
@@ -69,30 +71,29 @@ def parameters(path: str) -> list[str]:
     return list(_read(path).tensors)
 
 
-def describe(path: str, spec: Spec | None = None) -> Source:
+def describe(path: str, spec: Spec | None = None, as_training: bool | None = None) -> Source:
     """Where the parameters and the optimizer's state of a checkpoint lie."""
     found = _read(path)
     taken = (spec or found.preset()).assign(found.tensors)
-    model = join(taken, found.tensors)
-    leaves, aliases = list(model.leaves), dict(model.aliases)
-    values: dict[str, object] = {"iteration": found.step}
-    version = found.ranks[0, 0].content.get("checkpoint_version", 0)
-    if isinstance(version, (int, float)):
-        values["checkpoint_version"] = version
-    optimizer = _join_optimizer(found, taken, leaves, aliases, values)
+    made = TrainingState(path)
+    made.model = join(taken, found.tensors)
+    optimizer = _join_optimizer(found, taken, made)
     first = found.ranks[0, 0].content
-    plain = Collected(found.ranks[0, 0].file)
-    for name, value in found.args.items():
-        values[f"args.{name}"] = plain.plain(value)
+    made.rest["iteration"] = found.step
+    version = first.get("checkpoint_version", 0)
+    if isinstance(version, (int, float)):
+        made.rest["checkpoint_version"] = version
+    if found.args:
+        made.rest["args"] = plain(found.args)
     if first.get("opt_param_scheduler"):
-        values["opt_param_scheduler"] = plain.plain(first["opt_param_scheduler"])
+        made.rest["opt_param_scheduler"] = plain(first["opt_param_scheduler"])
     facts = {
         "tensor parallel": str(found.tp),
         "pipeline parallel": str(found.pp),
         "optimizer state": optimizer,
         "checkpoint version": str(first.get("checkpoint_version", 0)),
     }
-    return Source(path, KIND, found.step, tuple(leaves), values, aliases, facts)
+    return source_of(path, KIND, made.tree(), step=found.step, facts=facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +202,24 @@ def _read_rank(file: str) -> _Rank:
 
 def _flatten(file: str, tree: Mapping[Any, Any]) -> dict[str, StoredTensor]:
     """Nested dictionaries of older versions, by dotted names. State of transformer-engine is left out."""
-    found = Collected(file)
-    found.add(tree)
-    for name, value in found.values.items():
-        if not name.endswith("_extra_state") and value not in (None, {}):
+    found: dict[str, StoredTensor] = {}
+    waiting: list[tuple[str, object]] = [("", tree)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict) and value:
+            if name.count(".") > _MAX_DEPTH or not all(isinstance(key, str) for key in value):
+                raise UnsupportedSource(f"{file}: {name!r} is not a part of a model")
+            below = [(f"{name}.{key}" if name else key, one) for key, one in value.items()]
+            waiting.extend(reversed(below))
+        elif name.endswith("_extra_state"):
+            continue
+        elif isinstance(value, StoredTensor):
+            if name in found:
+                raise UnsupportedSource(f"{file}: two tensors are both named {name!r}")
+            found[name] = value
+        elif value not in (None, {}):
             raise UnsupportedSource(f"{file}: {name!r} is a {type(value).__name__}, not a tensor")
-    return {name: stored for name, stored in found.tensors.items() if not name.endswith("_extra_state")}
+    return found
 
 
 def _common_step(ranks: Mapping[tuple[int, int], _Rank]) -> int:
@@ -294,9 +307,7 @@ def _tensors(
 def _join_optimizer(
     found: _Checkpoint,
     taken: tuple[Assigned, ...],
-    leaves: list[SourceLeaf],
-    aliases: dict[str, str],
-    values: dict[str, object],
+    made: TrainingState,
 ) -> str:
     """Adds what the optimizer holds of each parameter; says what was found."""
     states: dict[tuple[int, int], OptimizerState] = {}
@@ -325,19 +336,21 @@ def _join_optimizer(
             for name, holders in held.items()
             if _shapes(holders) == _shapes(found.tensors[name])
         }
-        joined = join(taken, alike, "optimizer.", f".{kind}")
-        leaves.extend(joined.leaves)
+        for name, leaf in join(taken, alike, "optimizer.", f".{kind}").items():
+            made.states.setdefault(name, {})[kind] = leaf
         for assigned in taken:
             name = assigned.name
             if name in held and name not in alike and assigned.tied_to is None:
-                leaf = f"optimizer.{assigned.new_name}.{kind}"
-                leaves.append(join_one(name, leaf, replicated_rule(assigned.rule), held[name]))
+                place = f"optimizer.{assigned.new_name}.{kind}"
+                made.states.setdefault(assigned.new_name, {})[kind] = join_one(
+                    name, place, replicated_rule(assigned.rule), held[name]
+                )
     new_names = {assigned.name: assigned.new_name for assigned in taken if assigned.tied_to is None}
     for state in states.values():
         for name, numbers in state.values.items():
             for kind, value in numbers.items():
                 if name in new_names:
-                    values[f"optimizer.{new_names[name]}.{kind}"] = value
+                    made.states.setdefault(new_names[name], {})[kind] = value
     groups: list[dict[str, object]] = []
     for stage in range(found.pp):
         for number, group in enumerate(states[0, stage].groups):
@@ -346,7 +359,7 @@ def _join_optimizer(
             params = groups[number]["params"]
             assert isinstance(params, list)
             params.extend(new_names[name] for name in group.names if name in new_names)
-    values["optimizer.param_groups"] = groups
+    made.groups = groups
     return ", ".join(kinds) or "none"
 
 

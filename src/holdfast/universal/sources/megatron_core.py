@@ -29,8 +29,9 @@ from holdfast.format.geometry import Box, boxes_of_range
 from holdfast.universal.dcp_directory import METADATA, DcpDirectory
 from holdfast.universal.source import Source, SourceLeaf, Stretch
 from holdfast.universal.sources.megatron import INERT, checkpoint_directory
+from holdfast.universal.state_tree import source_of
 from holdfast.universal.torch_file import read_torch_file
-from holdfast.universal.trees import Collected
+from holdfast.universal.training_state import TrainingState, plain
 
 KIND = "megatron-core"
 WANTED = "metadata.json with a sharded_backend, or latest_checkpointed_iteration.txt beside such directories"
@@ -54,7 +55,7 @@ def looks_like(path: str | os.PathLike[str]) -> str | None:
     return None if config is None else f"{_CONFIG} with sharded_backend {config.get('sharded_backend')!r}"
 
 
-def describe(path: str | os.PathLike[str], spec: object = None) -> Source:
+def describe(path: str | os.PathLike[str], spec: object = None, as_training: bool | None = None) -> Source:
     """The leaves and values of a distributed checkpoint."""
     where = checkpoint_directory(os.path.abspath(path))
     backend = (_read_config(where) or {}).get("sharded_backend")
@@ -64,7 +65,7 @@ def describe(path: str | os.PathLike[str], spec: object = None) -> Source:
             "'torch_dist' is read. Megatron can convert it: load it, and save with --ckpt-format torch_dist"
         )
     directory = DcpDirectory(where)
-    leaves: list[SourceLeaf] = []
+    made = TrainingState(where)
     states: set[str] = set()
     buckets = 0
     for name in directory.tensors:
@@ -72,40 +73,32 @@ def describe(path: str | os.PathLike[str], spec: object = None) -> Source:
         if _BUCKETS.match(name):
             buckets += 1
             continue
-        before, after = "model.", ""
-        if matched is not None:
-            kind = "fp32" if matched[1] in _MASTERS else matched[1]
-            before, after = "optimizer.", f".{kind}"
-            states.add(kind)
         leaf = _leaf(directory, name)
         for parameter, single in _unstacked(matched[2] if matched else name, leaf):
-            leaves.append(replace(single, name=before + parameter + after))
-    into = Collected(where)
+            if matched is None:
+                made.model[parameter] = single
+                continue
+            kind = "fp32" if matched[1] in _MASTERS else matched[1]
+            states.add(kind)
+            kept = made.states.setdefault(parameter, {})
+            if kind in kept:
+                raise UnsupportedSource(f"{where}: two optimizers hold {kind!r} of {parameter!r}")
+            kept[kind] = single
     common = _read_common(directory)
-    step = common.get("iteration")
     for key, value in common.items():
         if key == "optimizer":
-            _add_optimizer(into, value, leaves)
+            _add_optimizer(made, value)
         else:
-            into.add(value, str(key))
-    others, aliases = into.leaves()
+            made.rest[key] = plain(value)
     facts = {
-        "format": "torch_dist",
+        "written by": "Megatron-Core, torch_dist",
         "optimizer state": _told(states, buckets),
         "checkpoint version": str(common.get("checkpoint_version", "")),
     }
     skipped = sorted({name.partition("/")[0] for name in directory.objects if name != _COMMON_OBJECT})
     if skipped:
         facts["objects left out"] = f"{len(skipped)}, such as {skipped[0]}"
-    return Source(
-        path=os.path.abspath(path),
-        kind=KIND,
-        step=step if type(step) is int and step >= 0 else 0,
-        leaves=(*leaves, *others),
-        values=into.values,
-        aliases=aliases,
-        facts=facts,
-    )
+    return source_of(os.path.abspath(path), KIND, made.tree(), step=common.get("iteration"), facts=facts)
 
 
 def _read_config(directory: str) -> Mapping[str, Any] | None:
@@ -136,19 +129,14 @@ def _told(states: set[str], buckets: int) -> str:
     return "in the buckets of a distributed optimizer, not read" if buckets else "none"
 
 
-def _add_optimizer(into: Collected, saved: object, leaves: list[SourceLeaf]) -> None:
+def _add_optimizer(made: TrainingState, saved: object) -> None:
     """The options of the groups. Parameters are counted per rank, so only a single group has known ones."""
     inner = saved.get("optimizer") if isinstance(saved, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     if isinstance(groups, list) and len(groups) == 1 and isinstance(groups[0], dict):
-        held = {
-            leaf.name.removeprefix("optimizer.").rpartition(".")[0]: None
-            for leaf in leaves
-            if leaf.name.startswith("optimizer.")
-        }
-        into.add_value("optimizer.param_groups", [{**groups[0], "params": list(held)}])
+        made.groups = [{**plain(groups[0]), "params": list(made.states)}]
     else:
-        into.add(saved, "megatron_optimizer")
+        made.rest["megatron_optimizer"] = plain(saved)
 
 
 # --- shapes

@@ -1,4 +1,4 @@
-"""Files of ``numpy.savez``. Arrays keep their names, which are those of no model.
+"""Files of ``numpy.savez``: a dict of arrays, as `numpy.load` gives it.
 
 What is stored as it is, is read in place. Compressed arrays, and those in Fortran order, are computed when
 they are read, one at a time. Arrays of Python objects would be pickles, and are refused.
@@ -21,6 +21,8 @@ from holdfast.format.geometry import whole
 from holdfast.state.numpy_arrays import logical_name
 from holdfast.store.os_errors import open_stored, reading
 from holdfast.universal.source import Computed, Source, SourceLeaf, Stretch
+from holdfast.universal.state_tree import source_of
+from holdfast.universal.training_state import arranged_names
 
 KIND = "npz"
 WANTED = "a file that ends in .npz"
@@ -51,17 +53,28 @@ def looks_like(path: str) -> str | None:
     return "an .npz file" if path.endswith(".npz") and os.path.isfile(path) else None
 
 
-def describe(path: str, spec: object) -> Source:
+def describe(path: str, spec: object = None, as_training: bool | None = None) -> Source:
     with reading(path), open_stored(path, path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 members = archive.infolist()
-                leaves = tuple(_leaf(path, file, archive, member) for member in members)
+                arrays: dict[str, SourceLeaf] = {}
+                for member in members:
+                    leaf = _leaf(path, file, archive, member)
+                    if leaf.name in arrays:
+                        raise UnsupportedSource(f"{path}: there are two arrays {leaf.name!r}")
+                    arrays[leaf.name] = leaf
         except _DAMAGE as error:
             if isinstance(error, CorruptCheckpoint | UnsupportedSource):
                 raise
             raise CorruptCheckpoint(f"this is not a readable .npz file: {error}", path=path) from None
-    return Source(path, KIND, 0, leaves, facts={"compressed": "yes" if _compressed(members) else "no"})
+    return source_of(
+        path,
+        KIND,
+        arranged_names(path, arrays) if as_training else arrays,
+        facts={"compressed": "yes" if _compressed(members) else "no"},
+        arranged=bool(as_training),
+    )
 
 
 def _compressed(members: list[zipfile.ZipInfo]) -> bool:

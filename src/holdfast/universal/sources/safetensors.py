@@ -1,7 +1,8 @@
 """Safetensors files, of any writer.
 
-Most hold the weights of a model, so their names get the prefix ``model.``. A file that Holdfast exported says
-in its metadata which prefix its names have lost, which leaves are tied, and the types that safetensors lacks.
+A file is a dict of tensors, as safetensors itself loads it; arranged as a training state, the weights of a
+model. A file that Holdfast exported says in its metadata which prefix its names have lost, which leaves are
+tied, and the types that safetensors lacks, so it is always arranged.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import json
 import os
 from collections.abc import Mapping
 
-from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
+from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.format.dtypes import carrier, is_known
 from holdfast.format.geometry import whole
 from holdfast.format.shard import LENGTH_NBYTES, Header, HeaderEntry, header_nbytes, is_pad, parse_header
 from holdfast.store.os_errors import open_stored, reading
 from holdfast.universal.source import Source, SourceLeaf, Stretch
+from holdfast.universal.state_tree import source_of
+from holdfast.universal.training_state import arranged_names
 
 KIND = "safetensors"
 WANTED = "a file with a header of JSON behind its length"
-PREFIX = "model."
 
 
 def looks_like(path: str) -> str | None:
@@ -37,12 +39,16 @@ def looks_like(path: str) -> str | None:
     return "a header of safetensors" if fits and begin[LENGTH_NBYTES:] in (b'{"', b"{}") else None
 
 
-def describe(path: str, spec: object) -> Source:
+def describe(path: str, spec: object = None, as_training: bool | None = None) -> Source:
     header = read_header(path)
     names = Names(header.metadata, path)
-    leaves = tuple(leaf_of(path, header, entry, names) for entry in header.entries if not is_pad(entry.name))
-    facts = {"writer": "holdfast export"} if names.exported else {}
-    return Source(path, KIND, names.step, leaves, aliases=names.aliases, facts=facts)
+    leaves = [leaf_of(path, header, entry, names) for entry in header.entries if not is_pad(entry.name)]
+    if names.exported:
+        state: object = arranged_names(path, names.tied({leaf.name: leaf for leaf in leaves}, path))
+        return source_of(path, KIND, state, step=names.step, facts={"written by": "holdfast export"})
+    weights = {leaf.name: leaf for leaf in leaves}
+    state = {"model": weights} if as_training else weights
+    return source_of(path, KIND, state, arranged=bool(as_training))
 
 
 def read_header(path: str) -> Header:
@@ -60,16 +66,29 @@ def read_header(path: str) -> Header:
 
 
 class Names:
-    """What the metadata of a file says about names; of a file that Holdfast did not export, nothing."""
+    """What the metadata of a file says about names; of a file that Holdfast did not export, nothing.
 
-    def __init__(self, metadata: Mapping[str, str], path: str) -> None:
+    `prefix` is what names have lost in a file that does not say it.
+    """
+
+    def __init__(self, metadata: Mapping[str, str], path: str, prefix: str = "") -> None:
         self.exported = "holdfast.id" in metadata
-        self.prefix = metadata.get("holdfast.prefix", "") if self.exported else PREFIX
-        step = metadata.get("holdfast.step", "0") if self.exported else "0"
-        self.step = int(step) if step.isascii() and step.isdigit() and len(step) <= 12 else 0
+        self.prefix = metadata.get("holdfast.prefix", "") if self.exported else prefix
+        step = metadata.get("holdfast.step", "0")
+        self.step = (
+            int(step) if self.exported and step.isascii() and step.isdigit() and len(step) <= 12 else None
+        )
         self.dtypes = self._table(metadata, "holdfast.dtypes", path)
-        tied = self._table(metadata, "holdfast.tied", path)
-        self.aliases = {self.prefix + name: self.prefix + of for name, of in tied.items()}
+        self._tied = self._table(metadata, "holdfast.tied", path)
+
+    def tied(self, leaves: dict[str, SourceLeaf], path: str) -> dict[str, SourceLeaf]:
+        """The leaves by name, and by the names that are tied to them."""
+        for name, of in self._tied.items():
+            found = leaves.get(self.prefix + of)
+            if found is None or self.prefix + name in leaves:
+                raise UnsupportedSource(f"{path}: {name!r} cannot be another name of {of!r}")
+            leaves[self.prefix + name] = found
+        return leaves
 
     def _table(self, metadata: Mapping[str, str], key: str, path: str) -> dict[str, str]:
         if not self.exported or key not in metadata:

@@ -1,30 +1,30 @@
 """Files of `torch.save`: state dicts, training states of them, Lightning checkpoints; Trainer directories.
 
-Names: a bare state dict is a model, ``model.<parameter>``. In a dictionary of several, each tensor is named
-by its place, where the usual words for the model and the optimizer (``model_state_dict``,
-``optimizer_state_dict``, ...) become ``model`` and ``optimizer``. An optimizer's state is
-``optimizer.<parameter>.<state>`` where the file tells which parameter is which (`optimizer_names`), else
-``optimizer.<number>.<state>``. What is not a tensor becomes a value.
+A file gives what `torch.load` gives. Arranged as a training state, a bare state dict is ``model``; in a
+dictionary of several, the usual words for the model and the optimizer (``model_state_dict``,
+``optimizer_state_dict``, ...) become ``model`` and ``optimizer``. An optimizer's state is by the names of
+parameters where the file proves which is which (`optimizer_names`), else by number. The files of Lightning
+and the directories of a Trainer are training states, so they are arranged unless something else is asked for.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from holdfast.universal.optimizer_names import collect_optimizer, is_optimizer_state
+from holdfast.universal.optimizer_names import is_optimizer_state, optimizer_state
+from holdfast.universal.pickle_machine import Record
 from holdfast.universal.source import Source
-from holdfast.universal.sources.trainer import TRAINER_STATE, collect_trainer
+from holdfast.universal.sources.trainer import TRAINER_STATE, read_trainer
+from holdfast.universal.state_tree import source_of, step_in
 from holdfast.universal.torch_file import StoredTensor, is_torch_file, read_torch_file
-from holdfast.universal.trees import Collected, step_of
 
 KIND = "torch"
 WANTED = "a file of torch.save, or a directory with trainer_state.json"
 _MODEL_WORDS = ("model", "model_state_dict", "state_dict", "module", "net")
 _OPTIMIZER_WORDS = ("optimizer", "optimizer_state_dict", "optim", "opt")
-_STEP_WORDS = ("global_step", "global_steps", "step", "steps", "iteration", "iter")
+_STEPS = [(word,) for word in ("global_step", "global_steps", "step", "steps", "iteration", "iter")]
 # The classes of Lightning whose objects its files hold, and of a Trainer's arguments.
 _ALLOWED = frozenset(
     {
@@ -46,38 +46,40 @@ def looks_like(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def describe(path: str | os.PathLike[str], spec: object = None) -> Source:
-    """The leaves and values of a file of `torch.save`, or of a Trainer's directory."""
+def describe(path: str | os.PathLike[str], spec: object = None, as_training: bool | None = None) -> Source:
+    """The state in a file of `torch.save`, or in a Trainer's directory."""
     path = os.path.abspath(path)
     if os.path.isdir(path):
-        into = Collected(path)
-        facts, carried = collect_trainer(path, into)
-        return replace(_source(path, into, facts), carried=carried)
+        return read_trainer(path, KIND)
     tree = read_torch_file(path, _ALLOWED)
-    into = Collected(path)
-    facts = {"format": "torch.save"}
-    if isinstance(tree, dict) and _is_lightning(tree):
-        facts["format"] = "Lightning"
+    facts = {"written by": "torch.save"}
+    lightning = isinstance(tree, dict) and _is_lightning(tree)
+    if lightning:
+        facts["written by"] = "Lightning"
         version = tree.get("pytorch-lightning_version")
         if isinstance(version, str):
             facts["lightning"] = version
-        _collect_lightning(into, tree)
-    else:
-        _collect_any(into, tree)
-    return _source(path, into, facts)
-
-
-def _source(path: str, into: Collected, facts: Mapping[str, str]) -> Source:
-    leaves, aliases = into.leaves()
-    return Source(
-        path=path,
-        kind=KIND,
-        step=step_of(into.values, _STEP_WORDS),
-        leaves=leaves,
-        values=into.values,
-        aliases=aliases,
-        facts=dict(facts),
+    arranged = lightning if as_training is None else as_training
+    state = tree
+    if arranged:
+        state = _lightning_state(tree) if lightning else _training_state(tree)
+    return source_of(
+        path,
+        KIND,
+        _without_records(state) if lightning else state,
+        step=step_in(tree, *_STEPS),
+        facts=facts,
+        arranged=arranged,
     )
+
+
+def _without_records(tree: Any) -> Any:
+    """Lightning's ``AttributeDict`` is a dict with another way to read it."""
+    if isinstance(tree, Record) and not tree.args and tree.state is None:
+        tree = tree.items
+    if type(tree) is dict:
+        return {key: _without_records(value) for key, value in tree.items()}
+    return type(tree)(map(_without_records, tree)) if type(tree) in (list, tuple) else tree
 
 
 def _is_state_dict(tree: object) -> bool:
@@ -87,30 +89,37 @@ def _is_state_dict(tree: object) -> bool:
     return 2 * sum(isinstance(value, StoredTensor) for value in tree.values()) >= len(tree)
 
 
-def _collect_any(into: Collected, tree: object) -> None:
+def _training_state(tree: object) -> object:
     if is_optimizer_state(tree):
         assert isinstance(tree, dict)
-        collect_optimizer(into, tree, "optimizer", {})
-    elif not isinstance(tree, dict) or not all(isinstance(key, (str, int)) for key in tree):
-        into.add(tree)
-    elif _is_state_dict(tree):
-        into.add(tree, "model")
-    else:
-        _collect_training_state(into, tree)
-
-
-def _collect_training_state(into: Collected, tree: Mapping[Any, Any]) -> None:
+        return {"optimizer": optimizer_state(tree, {})}
+    if not isinstance(tree, dict):
+        return tree
+    if _is_state_dict(tree):
+        return {"model": tree}
     model_key = _model_key(tree)
     model = _tensors_of(tree[model_key]) if model_key is not None else {}
     optimizers = [key for key, value in tree.items() if is_optimizer_state(value)]
+    arranged: dict[Any, Any] = {}
     for key, value in tree.items():
-        if key in optimizers:
-            renamed = "optimizer" not in tree and len(optimizers) == 1 and key in _OPTIMIZER_WORDS
-            collect_optimizer(into, value, "optimizer" if renamed else str(key), model)
+        if key in _OPTIMIZER_WORDS and "optimizer" not in tree and optimizers == [key]:
+            key = "optimizer"
         elif key == model_key and key in _MODEL_WORDS and "model" not in tree:
-            into.add(value, "model")
-        else:
-            into.add(value, str(key))
+            key = "model"
+        arranged[key] = _with_names(value, model)
+    return arranged
+
+
+def _with_names(tree: object, model: Mapping[str, StoredTensor]) -> object:
+    """Optimizers by the names of parameters: one, or several in a dict or a list (a GAN has two)."""
+    if is_optimizer_state(tree):
+        assert isinstance(tree, dict)
+        return optimizer_state(tree, model)
+    if type(tree) is dict and any(map(is_optimizer_state, tree.values())):
+        return {key: _with_names(value, model) for key, value in tree.items()}
+    if type(tree) in (list, tuple) and any(map(is_optimizer_state, tree)):  # type: ignore[call-overload]
+        return type(tree)(_with_names(value, model) for value in tree)  # type: ignore[call-arg, attr-defined]
+    return tree
 
 
 def _model_key(tree: Mapping[Any, Any]) -> Any:
@@ -132,17 +141,16 @@ def _is_lightning(tree: Mapping[Any, Any]) -> bool:
     )
 
 
-def _collect_lightning(into: Collected, tree: Mapping[Any, Any]) -> None:
+def _lightning_state(tree: Mapping[Any, Any]) -> object:
+    """``state_dict`` is the model, ``optimizer_states`` the optimizer; several of them stay a list."""
     model = _tensors_of(tree["state_dict"])
-    into.add(tree["state_dict"], "model")
-    optimizers = tree.get("optimizer_states")
-    states = optimizers if isinstance(optimizers, list) else []
-    for index, state in enumerate(states):
-        place = "optimizer" if len(states) == 1 else f"optimizer.{index}"
-        if is_optimizer_state(state):
-            collect_optimizer(into, state, place, model)
-        else:
-            into.add(state, place)
+    names = {"state_dict": "model", "optimizer_states": "optimizer"}
+    arranged: dict[Any, Any] = {}
     for key, value in tree.items():
-        if key not in ("state_dict", "optimizer_states"):
-            into.add(value, str(key))
+        if key == "optimizer_states" and isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        name = names.get(key, key)
+        if name != key and name in tree:
+            name = key
+        arranged[name] = _with_names(value, model)
+    return arranged

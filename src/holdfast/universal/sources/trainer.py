@@ -1,8 +1,8 @@
 """Directories ``checkpoint-N`` of Hugging Face's Trainer, for `torch_save`.
 
 The model's files, ``optimizer.pt``, ``scheduler.pt``, ``scaler.pt``, the states of random generators and
-``trainer_state.json``. The optimizer counts parameters in the order of the model. Files of `torch.save` have
-that order; safetensors files do not, so there it comes from what is known of the model's type.
+``trainer_state.json``. The optimizer counts parameters; where shapes do not prove which is which, the numbers
+stay.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ import re
 from typing import Any
 
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from holdfast.universal.optimizer_names import collect_optimizer, is_optimizer_state
+from holdfast.universal.optimizer_names import is_named, is_optimizer_state, optimizer_state
+from holdfast.universal.source import Source
 from holdfast.universal.sources.hf import (
-    CONFIG,
     Weights,
     carried_files,
     find_weights,
     model_tensors,
-    model_type_of,
 )
+from holdfast.universal.state_tree import source_of
 from holdfast.universal.torch_file import StoredTensor, read_torch_file
-from holdfast.universal.transformers_names import in_model_order
-from holdfast.universal.trees import Collected
 
 TRAINER_STATE = "trainer_state.json"
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -32,34 +30,42 @@ _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _MAX_JSON_NBYTES = 256 << 20
 
 
-def collect_trainer(path: str, into: Collected) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Adds everything in a directory; gives facts about it, and the files to carry along."""
-    facts = {"format": "Hugging Face Trainer"}
-    state = _read_json(os.path.join(path, TRAINER_STATE))
-    if not isinstance(state, dict):
+def read_trainer(path: str, kind: str) -> Source:
+    """Everything in a directory, as a training state."""
+    facts = {"written by": "Hugging Face Trainer"}
+    trainer = _read_json(os.path.join(path, TRAINER_STATE))
+    if not isinstance(trainer, dict):
         raise CorruptCheckpoint("the file is not a JSON object", path=os.path.join(path, TRAINER_STATE))
-    model, ordered = _model(path)
-    for name, tensor in model.items():
-        into.add_tensor(f"model.{name}", tensor)
+    model = _model(path)
+    state: dict[str, Any] = {"model": model}
     optimizer = os.path.join(path, "optimizer.pt")
     if os.path.exists(optimizer):
         tree = read_torch_file(optimizer)
         if not is_optimizer_state(tree):
             raise UnsupportedSource(f"{optimizer}: this is not the state of a torch optimizer")
-        if not collect_optimizer(into, tree, "optimizer", ordered):
-            facts["optimizer state"] = "by number: the files do not tell the order of the parameters"
+        state["optimizer"] = optimizer_state(tree, model)
+        if not is_named(state["optimizer"]):
+            facts["optimizer state"] = "by number: the files do not prove which parameter is which"
     for file, place in (("scheduler.pt", "lr_scheduler"), ("scaler.pt", "scaler")):
         where = os.path.join(path, file)
         if os.path.exists(where):
-            into.add(read_torch_file(where), place)
-    facts.update(_collect_random(path, into))
-    for key, value in state.items():
-        into.add_value(key if key in ("global_step", "epoch") else f"trainer.{key}", value)
-    return facts, carried_files(path)
+            state[place] = read_torch_file(where)
+    state.update(_random(path, facts))
+    counters = ("global_step", "epoch")
+    state.update({key: trainer[key] for key in counters if key in trainer})
+    state["trainer"] = {key: value for key, value in trainer.items() if key not in counters}
+    return source_of(
+        path,
+        kind,
+        state,
+        step=trainer.get("global_step"),
+        facts=facts,
+        carried=carried_files(path),
+    )
 
 
-def _model(path: str) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
-    """The tensors of the model by name; and the same in the model's order, or none if that is not known."""
+def _model(path: str) -> dict[str, StoredTensor]:
+    """The tensors of the model by name."""
     weights = find_weights(path)
     if weights is None:
         adapter = next((name for name in _ADAPTERS if os.path.exists(os.path.join(path, name))), None)
@@ -69,27 +75,26 @@ def _model(path: str) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]
                 path=path,
             )
         weights = Weights(adapter)
-    model, _ = model_tensors(path, weights)
-    if weights.is_torch:
-        return model, model
-    order = in_model_order(list(model), model_type_of(os.path.join(path, CONFIG)))
-    return model, {name: model[name] for name in order or ()}
+    return model_tensors(path, weights)[0]
 
 
-def _collect_random(path: str, into: Collected) -> dict[str, str]:
+def _random(path: str, facts: dict[str, str]) -> dict[str, Any]:
     """The states of random generators. Nothing depends on them: one that cannot be read is only told."""
-    facts: dict[str, str] = {}
+    states: dict[str, Any] = {}
     for name in sorted(os.listdir(path)):
         matched = _RANDOM.fullmatch(name)
         if matched is None:
             continue
+        where = os.path.join(path, name)
         try:
-            tree = read_torch_file(os.path.join(path, name))
+            states[matched[1] or ""] = read_torch_file(where)
+            source_of(where, "torch", states[matched[1] or ""])
         except UnsupportedSource as error:
+            del states[matched[1] or ""]
             facts[name] = f"not read: {error}"
-            continue
-        into.add(tree, f"rng_state.{matched[1]}" if matched[1] else "rng_state")
-    return facts
+    if "" in states:
+        return {"rng_state": states[""]}
+    return {"rng_state": states} if states else {}
 
 
 def _read_json(path: str) -> Any:

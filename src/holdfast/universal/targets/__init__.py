@@ -32,6 +32,10 @@ class Writer:
     cuts_parameters: bool = False
     has_zero_stage: bool = False
 
+    @property
+    def needs_model(self) -> bool:
+        return self.only_model or self.cuts_parameters
+
 
 WRITERS: tuple[Writer, ...] = (
     Writer("holdfast", native.plan, native.write),

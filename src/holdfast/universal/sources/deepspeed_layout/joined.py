@@ -14,9 +14,10 @@ from holdfast.universal.sources.deepspeed_layout.optimizer_files import Held, St
 from holdfast.universal.sources.deepspeed_layout.unsharded import read_unsharded
 from holdfast.universal.sources.deepspeed_layout.weights import read_weights
 from holdfast.universal.spec import Assigned, Spec
+from holdfast.universal.state_tree import source_of
 from holdfast.universal.tensor_leaves import leaf_of
 from holdfast.universal.torch_file import StoredTensor
-from holdfast.universal.trees import Collected
+from holdfast.universal.training_state import TrainingState, plain
 from holdfast.universal.union import union
 
 KIND = "deepspeed"
@@ -84,42 +85,29 @@ class Checkpoint:
     def describe(self, spec: Spec | None) -> Source:
         """The checkpoint, joined by the rules of a spec; without one, by those that it has itself."""
         taken = self._assign(spec)
-        into = Collected(self._path)
-        leaves: dict[str, SourceLeaf] = {}
-        aliases: dict[str, str] = {}
+        made = TrainingState(self._path)
         names = {found.name: found.new_name for found in taken}
         for found in taken:
             if found.tied_to is None:
-                name = f"model.{found.new_name}"
-                leaves[name] = self._join(found, name, self._weights.held[found.name])
-                self._add_states(found, leaves, aliases, into)
+                leaf = self._join(found, f"model.{found.new_name}", self._weights.held[found.name])
+                made.model[found.new_name] = leaf
+                self._add_states(found, made, leaf)
         for found in taken:
             if found.tied_to is not None:
-                aliases[f"model.{found.new_name}"] = f"model.{found.tied_to}"
+                made.model[found.new_name] = made.model[found.tied_to]
         for name, other in self._weights.tied.items():
-            if f"model.{names.get(other, other)}" not in leaves:
+            if names.get(other, other) not in made.model:
                 raise CorruptCheckpoint(
                     f"it is tied to {other!r}, which is missing",
                     path=self._folder.model_file(0),
                     leaf=str(name),
                 )
-            aliases[f"model.{name}"] = f"model.{names.get(other, other)}"
-        self._add_values(into, names)
-        others, more = into.leaves()
-        leaves.update({leaf.name: leaf for leaf in others})
-        aliases.update(more)
+            made.model[name] = made.model[names.get(other, other)]
+        self._add_values(made, names)
         step = self._folder.model(0).get("global_steps")
         if type(step) is not int:
             raise UnsupportedSource(f"{self._folder.model_file(0)}: 'global_steps' is not a number")
-        return Source(
-            path=self._path,
-            kind=KIND,
-            step=step,
-            leaves=tuple(leaves.values()),
-            values=into.values,
-            aliases=aliases,
-            facts=self._facts(),
-        )
+        return source_of(self._path, KIND, made.tree(), step=step, facts=self._facts())
 
     # --- rules
 
@@ -204,21 +192,16 @@ class Checkpoint:
             found.append([state for state in states if state is not None])
         return found
 
-    def _add_states(
-        self,
-        found: Assigned,
-        leaves: dict[str, SourceLeaf],
-        aliases: dict[str, str],
-        into: Collected,
-    ) -> None:
+    def _add_states(self, found: Assigned, made: TrainingState, weight: SourceLeaf) -> None:
         states = self._states_of(found.name)
         every = [state for copies in states for state in copies]
         if not every:
             return
         place = f"optimizer.{found.new_name}"
+        kept = made.states[found.new_name] = {}
         for key in dict.fromkeys(key for state in every for key in state.tensors):
             if key == "fp32" and self._stage == 3:
-                aliases[f"{place}.fp32"] = f"model.{found.new_name}"
+                kept[key] = weight
                 continue
             held: list[list[Held]] = []
             for copies in states:
@@ -229,16 +212,16 @@ class Checkpoint:
                             f"{key!r} is missing on some ranks", path=self._folder.path, leaf=found.name
                         )
                     held[-1].append(state.tensors[key])
-            leaves[f"{place}.{key}"] = self._join(found, f"{place}.{key}", held)
+            kept[key] = self._join(found, f"{place}.{key}", held)
         first = every[0]
         for key, number in first.numbers.items():
             for state in every[1:]:
                 self._require_same_number(number, state.numbers.get(key), key, found.name)
-            leaves[f"{place}.{key}"] = leaf_of(f"{place}.{key}", number)
+            kept[key] = number
         for key, value in first.values.items():
             if any(state.values.get(key) != value for state in every[1:]):
                 raise self._mixed(key, found.name)
-            into.add_value(f"{place}.{key}", value)
+            kept[key] = plain(value)
 
     def _require_same_number(
         self, one: StoredTensor, other: StoredTensor | None, key: str, name: str
@@ -253,25 +236,26 @@ class Checkpoint:
 
     # --- values
 
-    def _add_values(self, into: Collected, names: Mapping[str, str]) -> None:
-        self._add_groups(into, names)
+    def _add_values(self, made: TrainingState, names: Mapping[str, str]) -> None:
+        self._add_groups(made, names)
         model, first = self._folder.model(0), self._optimizers[0]
         for key, value in model.items():
             if key not in OWN_KEYS:
-                into.add(value, str(key))
+                made.rest[key] = plain(value)
         for key in ("global_steps", "global_samples", "skipped_steps"):
             if type(model.get(key)) is int:
-                into.add_value(key, model[key])
+                made.rest[key] = model[key]
         if model.get("lr_scheduler") is not None:
-            into.add(model["lr_scheduler"], "lr_scheduler")
-        for key, value in first.scaling.items():
-            into.add_value(f"deepspeed.{key}", value)
+            made.rest["lr_scheduler"] = plain(model["lr_scheduler"])
+        own = {key: plain(value) for key, value in first.scaling.items()}
         if isinstance(model.get(_INFO), dict):
-            into.add_value(f"deepspeed.{_INFO}", model[_INFO])
+            own[_INFO] = plain(model[_INFO])
         if isinstance(model.get("buffer_names"), list):
-            into.add_value("deepspeed.buffer_names", model["buffer_names"])
+            own["buffer_names"] = model["buffer_names"]
+        if own:
+            made.rest["deepspeed"] = own
 
-    def _add_groups(self, into: Collected, names: Mapping[str, str]) -> None:
+    def _add_groups(self, made: TrainingState, names: Mapping[str, str]) -> None:
         """The groups of the first tensor-parallel rank, with the parameters of all pipeline stages."""
         degrees = self._folder.degrees
         stages = [self._optimizers[degrees.model_rank(stage, 0)] for stage in range(degrees.pipeline)]
@@ -280,11 +264,11 @@ class Checkpoint:
             more = [one.groups[number].names for one in stages if number < len(one.groups)]
             listed = dict.fromkeys(names.get(name, name) for some in more for name in some)
             if listed or self._stage != 3:
-                groups.append({**group.options, "params": list(listed)})
+                groups.append({**plain(group.options), "params": list(listed)})
             else:
-                groups.append(dict(group.options))
+                groups.append(plain(group.options))
         if groups:
-            into.add_value("optimizer.param_groups", groups)
+            made.groups = groups
 
     def _facts(self) -> dict[str, str]:
         degrees, first = self._folder.degrees, self._optimizers[0]
