@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ import torch
 from holdfast.format import dtypes
 from holdfast.universal.plain_pickles import TORCH_DTYPES
 from holdfast.universal.source import Source, SourceLeaf, Stretch
+from holdfast.universal.state_tree import source_of
+from holdfast.universal.training_state import arranged_names
 
 _TORCH = {ours: getattr(torch, name) for name, ours in TORCH_DTYPES.items()}
 
@@ -37,6 +40,24 @@ def assembled(leaf: SourceLeaf, stretches: Sequence[Stretch] | None = None) -> t
     flat = torch.frombuffer(bytearray(found.tobytes()), dtype=torch.uint8) if found.size else torch.empty(0)
     kind = _TORCH[leaf.dtype]
     return flat.view(kind).reshape(leaf.shape) if found.size else torch.empty(leaf.shape, dtype=kind)
+
+
+def source_of_leaves(
+    path: str,
+    leaves: Iterable[SourceLeaf],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    step: int | None = None,
+    groups: list[Any] | None = None,
+    **rest: Any,
+) -> Source:
+    """A source of leaves at the places that their names say; `groups` are those of its optimizer."""
+    named = {leaf.name: leaf for leaf in leaves}
+    named.update({name: named[of] for name, of in (aliases or {}).items()})
+    state = {**arranged_names(path, named), **rest}
+    if groups is not None:
+        state["optimizer"]["param_groups"] = groups
+    return source_of(path, "test", state, step=step)
 
 
 def by_name(source: Source) -> dict[str, torch.Tensor]:

@@ -24,11 +24,12 @@ from holdfast.format.geometry import whole
 from holdfast.inspect.element_casts import cast
 from holdfast.universal import conversion
 from holdfast.universal.opening import ForeignCheckpoint
-from holdfast.universal.source import Source, SourceLeaf, Stretch
+from holdfast.universal.source import SourceLeaf, Stretch
 from support.child_processes import Pipe, forked
 from support.command import command
 from support.dcp_directories import load_all
 from support.foreign_checkpoints import make_model, same_weights, write_hf
+from support.source_leaves import source_of_leaves
 
 KINDS = ["holdfast", "safetensors", "hf", "torch", "dcp"]
 
@@ -36,7 +37,8 @@ KINDS = ["holdfast", "safetensors", "hf", "torch", "dcp"]
 def weights_in(path: Path, to: str) -> dict[str, torch.Tensor]:
     """By the library that the target is for."""
     if to == "holdfast":
-        return holdfast.load(path)["model"]
+        found = holdfast.load(path)
+        return found.get("model", found)
     if to == "safetensors":
         return load_file(path)
     if to == "torch":
@@ -236,7 +238,7 @@ def test_replicas_that_differ_are_an_error_and_the_target_is_untouched(
     file.write_bytes(np.arange(6, dtype=np.float32).tobytes() * 2)
     copy = (Stretch(str(file), 24, whole((6,))),)
     leaf = SourceLeaf("model.w", "F32", (6,), (Stretch(str(file), 0, whole((6,))),), copies=(copy,))
-    source = Source(str(file), "test", 0, (leaf,))
+    source = source_of_leaves(str(file), [leaf])
     monkeypatch.setattr(conversion, "open_newest", lambda *_: ForeignCheckpoint(source))
     universal.convert(file, tmp_path / "equal")
     with file.open("r+b") as opened:

@@ -67,7 +67,7 @@ def test_dcp_to_holdfast_and_back(tmp_path: Path, flat: bool) -> None:
     extra = {"note": "hi", "rows": [{"a": 1}, {"a": (2, None)}]}
     state = {"model": weights, "optimizer": states, "step": 12, "extra": extra}
     dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    universal.convert(tmp_path / "theirs", tmp_path / "ours", verify=True)
+    universal.convert(tmp_path / "theirs", tmp_path / "ours", verify=True, as_training=True)
     with holdfast.open(tmp_path / "ours") as checkpoint:
         assert checkpoint.step == 12
     loaded = holdfast.load(tmp_path / "ours")

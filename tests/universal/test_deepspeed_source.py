@@ -79,7 +79,7 @@ def test_values_and_ties(name: str) -> None:
     assert source.facts["zero stage"] == name[1]
     assert source.facts["data parallel"] == name.split("_")[2]
     groups: Any = source.values.get("optimizer.param_groups")
-    if groups is not None:
+    if name != "z1_fp32_3":  # elastic_checkpoint, which keeps no options
         assert groups[0]["weight_decay"] == 0.1
 
 

@@ -106,7 +106,7 @@ def test_keras_3_is_a_model_and_an_optimizer_by_number(tmp_path: Path, archive: 
         path = tmp_path / "m.keras"
     assert universal.recognise(path) == "hdf5"
     source = universal.describe(path)
-    assert (source.step, source.facts["format"]) == (12, "Keras 3")
+    assert (source.step, source.facts["written by"]) == (12, "Keras 3")
     with holdfast.open(path) as checkpoint:
         for name, array in truth.items():
             ours = (
@@ -132,7 +132,7 @@ def test_keras_2_whole_models_and_weights(tmp_path: Path) -> None:
         "model.dense.dense.kernel:0",
         "optimizer.Adam.m.dense.kernel:0",
     ]
-    assert source.facts == {"format": "Keras 2", "keras": "2.15.0"}
+    assert source.facts == {"written by": "Keras 2", "keras": "2.15.0"}
     with h5py.File(tmp_path / "weights.h5", "w") as file:
         file.attrs["layer_names"] = [b"dense"]
         file["dense/dense/kernel:0"] = MATRIX

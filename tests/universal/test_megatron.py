@@ -36,7 +36,7 @@ def test_every_parameter_and_moment_is_whole_again(tmp_path: Path, tp: int, pp: 
             found = read_leaf(leaves[f"optimizer.{name}.{kind}"])
             expected = model.moment(name, kind).numpy()
             np.testing.assert_array_equal(found, expected, err_msg=f"{name} {kind}")
-        assert source.values[f"optimizer.{name}.step"] == 7
+        assert source.values[f"optimizer.state.{name}.step"] == 7
     assert source.step == 100
     assert source.values["args.vocab_size"] == 21
     assert source.values["args.params_dtype"] == "torch.float32"

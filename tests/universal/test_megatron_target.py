@@ -210,7 +210,7 @@ def test_random_shapes_and_degrees_come_back_bit_for_bit(
             moment = optimizer["state"][name]["exp_avg"]  # type: ignore[index, call-overload]
             assert torch.equal(checkpoint[f"optimizer.{name}.exp_avg"][...], moment), name
             assert float(checkpoint[f"optimizer.{name}.step"][...]) == 3.0
-            assert source.values[f"optimizer.{name}.count"] == 4
+            assert source.values[f"optimizer.state.{name}.count"] == 4
         groups: Any = source.values["optimizer.param_groups"]
         assert sorted(groups[0]["params"]) == sorted(weights)
         assert (groups[0]["lr"], tuple(groups[0]["betas"])) == (0.5, (0.5, 0.9))

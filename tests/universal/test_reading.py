@@ -19,10 +19,11 @@ from holdfast import universal
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.format.geometry import Box, whole
 from holdfast.universal.opening import ForeignCheckpoint
-from holdfast.universal.source import Source, SourceLeaf, Stretch, flat_stretches
+from holdfast.universal.source import SourceLeaf, Stretch, flat_stretches
 from support.command import command
 from support.foreign_checkpoints import make_model, same_weights, write_hf
 from support.launcher import launch, values
+from support.source_leaves import source_of_leaves
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -260,7 +261,7 @@ def test_leaves_that_share_bytes_are_read_by_all_names(tmp_path: Path) -> None:
         SourceLeaf("model.b", "F32", (4, 6), (Stretch(file, 0, whole((4, 6))),)),
         SourceLeaf("model.c", "F32", (6,), (Stretch(file, 40, whole((6,))),)),
     )
-    with ForeignCheckpoint(Source(file, "test", 3, leaves, aliases={"model.d": "model.c"})) as checkpoint:
+    with ForeignCheckpoint(source_of_leaves(file, leaves, aliases={"model.d": "model.c"})) as checkpoint:
         found = checkpoint.load(framework="numpy")["model"]
         assert np.array_equal(found["a"], data)
         assert np.array_equal(found["b"], data.reshape(4, 6))
@@ -277,12 +278,12 @@ def test_pieces_of_a_flat_leaf_join_in_any_cut(tmp_path: Path) -> None:
         np.concatenate([[0], data.reshape(-1)[start:stop]]).tofile(file)
         stretches += flat_stretches(file, 8, start, stop, data.shape, 8)
     leaf = SourceLeaf("model.w", "I64", data.shape, stretches, framework="numpy")
-    with ForeignCheckpoint(Source(str(tmp_path), "test", 0, (leaf,))) as checkpoint:
+    with ForeignCheckpoint(source_of_leaves(str(tmp_path), [leaf])) as checkpoint:
         assert np.array_equal(checkpoint["model.w"][:], data)
         assert np.array_equal(checkpoint["model.w"][1:, 2:4, 3], data[1:, 2:4, 3])
     short = SourceLeaf("model.w", "I64", data.shape, stretches[1:])
     with pytest.raises(IncompleteCheckpoint, match="nowhere"):
-        ForeignCheckpoint(Source(str(tmp_path), "test", 0, (short,)))
+        ForeignCheckpoint(source_of_leaves(str(tmp_path), [short]))
 
 
 @pytest.mark.parametrize(("reduce", "dtype"), [("mean", "F32"), ("sum", "F32"), ("mean", "BF16")])
@@ -294,7 +295,7 @@ def test_partial_leaves_are_the_mean_or_sum_of_their_copies(tmp_path: Path, redu
     nbytes = copies[0].nbytes
     places = [(Stretch(str(file), number * nbytes, whole((40, 2))),) for number in range(3)]
     leaf = SourceLeaf("model.w", dtype, (40, 2), places[0], terms=tuple(places[1:]), reduce=reduce)  # type: ignore[arg-type]
-    with ForeignCheckpoint(Source(str(tmp_path), "test", 0, (leaf,))) as checkpoint:
+    with ForeignCheckpoint(source_of_leaves(str(tmp_path), [leaf])) as checkpoint:
         wide = copies.double()
         expected = (wide.mean(0) if reduce == "mean" else wide.sum(0)).to(torch_dtype)
         assert torch.equal(checkpoint["model.w"][:], expected)
@@ -320,7 +321,7 @@ def test_an_optimizer_is_restored_by_the_names_of_parameters(tmp_path: Path) -> 
                 add(f"optimizer.{name}.{key}", item)
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     group["params"] = [name for name, _ in model.named_parameters()]
-    source = Source(str(tmp_path), "test", 9, tuple(leaves), {"optimizer.param_groups": [group], "epoch": 2})
+    source = source_of_leaves(str(tmp_path), leaves, step=9, groups=[group], epoch=2)
     other = make_model(1)
     target = {"model": other, "optimizer": torch.optim.AdamW(other.parameters()), "epoch": 0}
     with ForeignCheckpoint(source) as checkpoint:
@@ -344,4 +345,4 @@ def test_box_records_reject_nonsense(tmp_path: Path) -> None:
     ]
     for leaf in wrong:
         with pytest.raises((CorruptCheckpoint, UnsupportedSource)):
-            ForeignCheckpoint(Source(str(tmp_path), "test", 0, (leaf,)))
+            ForeignCheckpoint(source_of_leaves(str(tmp_path), [leaf]))

@@ -24,9 +24,9 @@ import holdfast
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from holdfast.universal.pickle_machine import PickleMachine, Record
 from holdfast.universal.plain_pickles import PLAIN_MAKERS, PLAIN_SETTERS, PLAIN_VALUES
+from holdfast.universal.state_tree import source_of
 from holdfast.universal.tensor_leaves import leaf_of
 from holdfast.universal.torch_file import StoredTensor, read_torch_file
-from holdfast.universal.trees import Collected
 from support.source_leaves import assembled, assert_same
 
 
@@ -127,7 +127,7 @@ def test_plain_objects(tmp_path: Path) -> None:
         "moment": moment,
         "span": datetime.timedelta(days=1, seconds=2),
     }
-    found: Any = Collected("f").plain(read_torch_file(saved(tmp_path, values)))
+    found: Any = plain(read_torch_file(saved(tmp_path, values)), "f")
     expected = {
         **values,
         "set": [1, 2],
@@ -228,10 +228,10 @@ HUGE_INT = b"\x80\x02\x8b" + struct.pack("<L", 2**20) + b"\x01" * 2**20 + b"."
 def test_pickle_bombs_are_errors_in_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
-    monkeypatch.setattr("holdfast.universal.trees.MAX_NODES", 20_000)
+    monkeypatch.setattr("holdfast.universal.state_tree.MAX_NODES", 20_000)
     path = with_pickle(tmp_path, data)
     with pytest.raises((UnsupportedSource, CorruptCheckpoint)):
-        Collected(str(path)).add(read_torch_file(path))
+        source_of(str(path), "torch", read_torch_file(path))
 
 
 def test_a_large_memo_number_takes_no_memory(tmp_path: Path) -> None:
@@ -268,9 +268,7 @@ def test_any_changed_byte_is_an_error_or_stays_inside_of_the_file(tmp_path: Path
             changed[at] = value
             path.write_bytes(changed)
             try:
-                into = Collected(str(path))
-                into.add(read_torch_file(path))
-                leaves, _ = into.leaves()
+                leaves = source_of(str(path), "torch", read_torch_file(path)).leaves
             except (CorruptCheckpoint, UnsupportedSource):
                 continue
             for leaf in leaves:

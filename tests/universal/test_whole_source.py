@@ -12,6 +12,7 @@ from holdfast.format.geometry import whole
 from holdfast.universal import Source, SourceLeaf, Spec, Stretch, fused, pad, rename, rule, shard, tied
 from holdfast.universal.whole_source import apply_spec
 from support.rank_tensors import Array, read_leaf, store
+from support.source_leaves import source_of_leaves
 
 
 def leaf_of(folder: Path, name: str, array: Array) -> SourceLeaf:
@@ -36,7 +37,7 @@ def make(folder: Path, words: Array) -> Source:
         }.items()
     ]
     groups = [{"lr": 0.1, "params": ["wte.weight", "h.0.qkv.weight"]}]
-    return Source(str(folder), "torch", 1, tuple(leaves), {"optimizer.param_groups": groups, "epoch": 3})
+    return source_of_leaves(str(folder), leaves, step=1, groups=groups, epoch=3)
 
 
 SPEC = Spec(

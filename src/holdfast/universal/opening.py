@@ -185,17 +185,23 @@ class ForeignCheckpoint(StoredCheckpoint):
     def arrange(self, as_training: bool | None) -> None:
         self._chosen = as_training is not None
         if as_training not in (None, self.source.arranged):
-            made = describe(self.source.path, self.source.kind, as_training=as_training)
-            self._files.close()
-            self._show(made, self._tuning)
+            self._replace(describe(self.source.path, self.source.kind, as_training=as_training))
 
     def fit_to(self, target: object) -> None:
-        """A training names its model and optimizer; files may have them under other names, or under none."""
-        state = self.source.state
-        if self._chosen or self.source.arranged or type(target) is not dict or type(state) is not dict:
+        """A training names its model and optimizer; files may have them under other names, or under none.
+
+        Only a target whose entries the file has as it is, but not when arranged, gets the file as it is.
+        """
+        own = self.source.state
+        if self._chosen or self.source.arranged or type(target) is not dict:
             return
-        if not target.keys() <= state.keys():
-            self.arrange(True)
+        arranged = describe(self.source.path, self.source.kind, as_training=True)
+        if _has_entries(arranged.state, target) or not _has_entries(own, target):
+            self._replace(arranged)
+
+    def _replace(self, source: Source) -> None:
+        self._files.close()
+        self._show(source, self._tuning)
 
     def reads(self, wanted: Sequence[BoxRequest], *, verify: bool = True) -> list[FileReads]:
         return super().reads(wanted, verify=False)
@@ -213,6 +219,10 @@ class ForeignCheckpoint(StoredCheckpoint):
 
     def misplaced(self) -> str | None:
         return None
+
+
+def _has_entries(state: object, target: Mapping[Any, Any]) -> bool:
+    return isinstance(state, dict) and target.keys() <= state.keys()
 
 
 class _Records:

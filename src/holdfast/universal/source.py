@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 
 from holdfast.format.geometry import Box, boxes_of_range
-from holdfast.state import Node
+from holdfast.state import Node, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,11 @@ class Source:
     facts: Mapping[str, str] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
     arranged: bool = True
+
+    @property
+    def values(self) -> dict[str, object]:
+        """Everything that is not an array, by dotted name."""
+        return values(self.tree, local={}, where=self.path)
 
 
 def flat_stretches(

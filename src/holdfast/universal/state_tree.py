@@ -80,14 +80,31 @@ def step_in(state: object, *places: tuple[str, ...]) -> int | None:
     return None
 
 
+class _Same:
+    """A key that is equal for the same object only, and keeps it alive meanwhile."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: object) -> None:
+        self._of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._of is other._of
+
+    def __hash__(self) -> int:
+        return id(self._of)
+
+
 @dataclass(slots=True)
 class _Leaves:
-    """The leaves that a walk meets. Arrays that lie in the same place are one leaf with several names."""
+    """The leaves that a walk meets. The same placeholder in several places is one leaf with several names.
+
+    So are tensors of a torch file that lie in the same place, which are tied when torch loads them.
+    """
 
     leaves: list[SourceLeaf] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     _known: dict[object, str] = field(default_factory=dict)
-    _kept: list[object] = field(default_factory=list)
 
     def walkers(self) -> Mapping[type, Any]:
         return {
@@ -101,24 +118,23 @@ class _Leaves:
         }
 
     def _leaf(self, walk: Walk, leaf: SourceLeaf, place: str, depth: int) -> Node:
-        # Without elements or bytes of its own, only the same object is the same array.
-        key = (
-            (leaf.dtype, leaf.shape, leaf.stretches, leaf.terms, leaf.reduce) if leaf.stretches else id(leaf)
-        )
-        return self._node(self._name(walk, leaf, place, key), leaf)
+        return self._node(self._name(walk, leaf, place, _Same(leaf)), leaf)
 
     def _tensor(self, walk: Walk, tensor: StoredTensor, place: str, depth: int) -> Node:
-        return self._leaf(walk, leaf_of(place, tensor), place, depth)
+        if tensor.attributes:
+            names = ", ".join(map(str, tensor.attributes))
+            raise unsupported(place, f"a tensor with attributes of its own ({names}) would lose them")
+        leaf = leaf_of(place, tensor)
+        return self._node(self._name(walk, leaf, place, tensor if tensor.count else place), leaf)
 
     def _array(self, walk: Walk, array: Any, place: str, depth: int) -> Node:
         dtype = logical_name(array.dtype)
         if dtype is None:
             raise unsupported(place, f"a numpy array of dtype {array.dtype}")
-        self._kept.append(array)  # so that no other object gets its identity
         leaf = SourceLeaf(
             place, dtype, array.shape, (), framework="numpy", computed=Computed(partial(_write_array, array))
         )
-        return self._node(self._name(walk, leaf, place, id(array)), leaf)
+        return self._node(self._name(walk, leaf, place, _Same(array)), leaf)
 
     def _blob(self, walk: Walk, value: bytes | bytearray, place: str, depth: int) -> Node:
         if len(value) <= BLOB_NBYTES:

@@ -49,7 +49,8 @@ def leaf_of_pieces(
 
 def leaf_of(name: str, tensor: StoredTensor) -> SourceLeaf:
     """A tensor that is all of a leaf."""
-    return leaf_of_pieces(name, tensor.dtype, tensor.shape, [(whole(tensor.shape), tensor)])
+    leaf = leaf_of_pieces(name, tensor.dtype, tensor.shape, [(whole(tensor.shape), tensor)])
+    return replace(leaf, is_parameter=tensor.is_parameter, requires_grad=tensor.requires_grad)
 
 
 def _flip(tensor: StoredTensor, data: bytearray) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 from holdfast.errors import UnsupportedSource
+from holdfast.state.node import MAX_DEPTH
 from holdfast.universal.pickle_machine import Name, Record
 from holdfast.universal.state_tree import OptimizerState
 
@@ -82,21 +84,38 @@ def longest_first(name: str) -> Iterator[str]:
         yield name
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, path: str) -> Any:
     """Objects of classes that only their own system knows, as what they are made of: attributes or items.
 
-    For readers of systems that write such objects (a loss scaler, an enum of arguments).
+    For readers of systems that write such objects (a loss scaler, an enum of arguments). `path` is for
+    messages.
     """
+    return _plain(value, path, {}, 0)
+
+
+def _plain(value: Any, path: str, known: dict[int, Any], depth: int) -> Any:
+    """`known`: what was made of objects by their identity, for parts that several objects share."""
     kind = type(value)
+    if kind is Name:
+        return value.text
+    if kind is not Record and kind not in (list, tuple) and not isinstance(value, dict):
+        return value
+    if depth > MAX_DEPTH:
+        raise UnsupportedSource(f"{path}: objects are nested deeper than {MAX_DEPTH}, or contain themselves")
+    if id(value) in known:
+        return known[id(value)]
     if kind is Record:
         inside = dict(value.attributes) or value.items
         if not inside:
             inside = value.args[0] if len(value.args) == 1 else value.args
-        return plain(inside)
-    if kind is Name:
-        return value.text
-    if kind in (list, tuple):
-        return kind(plain(one) for one in value)
-    if isinstance(value, dict):
-        return {plain(key): plain(one) for key, one in value.items()}
-    return value
+        made = _plain(inside, path, known, depth + 1)
+    elif kind in (list, tuple):
+        items = [_plain(one, path, known, depth + 1) for one in value]
+        made = value if all(map(is_, items, value)) else kind(items)
+    else:
+        keys = [_plain(key, path, known, depth + 1) for key in value]
+        items = [_plain(one, path, known, depth + 1) for one in value.values()]
+        same = all(map(is_, keys, value)) and all(map(is_, items, value.values()))
+        made = value if same else dict(zip(keys, items, strict=True))
+    known[id(value)] = made
+    return made

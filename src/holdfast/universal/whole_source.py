@@ -59,11 +59,12 @@ def _parameters(state: object) -> dict[str, SourceLeaf]:
 def _arrays(tree: object, *, values: bool = False) -> dict[str, Any]:
     """The arrays of nested dicts by dotted names; with `values`, what is no array."""
     found: dict[str, Any] = {}
+    tensors: dict[StoredTensor, SourceLeaf] = {}
     waiting: list[tuple[str, object]] = [("", tree)]
     while waiting:
         name, value = waiting.pop()
         if isinstance(value, StoredTensor):
-            value = leaf_of(name, value)
+            value = tensors.setdefault(value, leaf_of(name, value))
         if isinstance(value, dict) and value:
             below = [(f"{name}.{key}" if name else str(key), one) for key, one in value.items()]
             waiting.extend(reversed(below))

@@ -13,8 +13,8 @@ from typing import Any
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.universal.dcp_directory import METADATA, DcpDirectory
-from holdfast.universal.optimizer_names import is_optimizer_state
-from holdfast.universal.source import Source
+from holdfast.universal.optimizer_names import is_named, is_optimizer_state
+from holdfast.universal.source import Source, SourceLeaf
 from holdfast.universal.state_tree import OptimizerState, source_of, step_in
 from holdfast.universal.training_state import longest_first
 
@@ -53,9 +53,15 @@ def describe(path: str | os.PathLike[str], spec: object = None, as_training: boo
 def _nested(directory: DcpDirectory) -> dict[str, Any]:
     """Every entry at the place that the planner has noted for it; without a note, under its name."""
     paths = directory.paths
+    tensors = set(directory.tensors)
+    tied: dict[object, SourceLeaf] = {}  # writers may store what is tied once, and name it twice
     state: dict[str, Any] = {}
     for name in directory.names:
-        value = directory.leaf(name, name) if name in directory.tensors else directory.read_object(name)
+        if name in tensors:
+            leaf = directory.leaf(name, name)
+            value = tied.setdefault((leaf.dtype, leaf.shape, leaf.stretches or name), leaf)
+        else:
+            value = directory.read_object(name)
         place = paths.get(name, (name,))
         try:
             _put(state, place, value)
@@ -65,7 +71,13 @@ def _nested(directory: DcpDirectory) -> dict[str, Any]:
                 path=directory.metadata_path,
                 leaf=name,
             ) from None
-    return state
+    return {key: _by_parameter(value) for key, value in state.items()}
+
+
+def _by_parameter(value: Any) -> Any:
+    """An optimizer's state by names, whose leaves are called as those of a live optimizer are."""
+    named = is_optimizer_state(value) and is_named(value)
+    return OptimizerState(value) if named else value
 
 
 def _put(state: dict[str, Any], place: tuple[str | int, ...], value: object) -> None:
@@ -94,9 +106,7 @@ def _training_state(state: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in state.items():
         if key == "optim" and "optimizer" not in state:
             key = "optimizer"
-        if key == "optimizer" and is_optimizer_state(value):
-            value = OptimizerState(value)
-        elif key == "optimizer" and _is_flattened(value):
+        if key == "optimizer" and _is_flattened(value):
             value = _unflattened(value, model if isinstance(model, dict) else {})
         arranged[key] = value
     return arranged

@@ -208,7 +208,7 @@ class _Checkpoint:
         kept = made.states[name] = {}
         for state in states:
             if state == STEP:
-                kept[STEP] = plain(self._read(f"{folder}/{STEP}.pt"))
+                kept[STEP] = plain(self._read(f"{folder}/{STEP}.pt"), folder)
             elif state != FP32:
                 leaf, _ = self._state_leaf(f"{place}.{state}", name, folder, state, shape)
                 if leaf.shape != master.shape:
@@ -221,7 +221,9 @@ class _Checkpoint:
         if STEP not in states:
             step = self._common_step(group)
             if step is not None:
-                kept[STEP] = plain(step)
+                kept[STEP] = (
+                    leaf_of(place, step) if isinstance(step, StoredTensor) else plain(step, self._path)
+                )
         return master, found
 
     def _state_leaf(
@@ -355,18 +357,22 @@ class _Checkpoint:
             cut = "fp32_flat_groups" in self._common  # of ZeRO-3 itself, which counts sub-groups
             if not cut and len(groups) == len(self._shapes) and not _named(groups):
                 groups = [{**group, "params": list(self._shapes[i])} for i, group in enumerate(groups)]
-            made.groups = plain(groups)
+            made.groups = plain(groups, self._path)
         for key, value in self._model.items():
             if key not in OWN_KEYS:
-                made.rest[key] = plain(value)
+                made.rest[key] = plain(value, self._path)
         for key in ("global_steps", "global_samples", "skipped_steps"):
             if type(self._model.get(key)) is int:
                 made.rest[key] = self._model[key]
         if self._model.get("lr_scheduler") is not None:
-            made.rest["lr_scheduler"] = plain(self._model["lr_scheduler"])
-        own = {key: plain(self._common[key]) for key in GLOBAL_STATE if self._common.get(key) is not None}
+            made.rest["lr_scheduler"] = plain(self._model["lr_scheduler"], self._path)
+        own = {
+            key: plain(self._common[key], self._path)
+            for key in GLOBAL_STATE
+            if self._common.get(key) is not None
+        }
         if isinstance(self._model.get(INFO), dict):
-            own[INFO] = plain(self._model[INFO])
+            own[INFO] = plain(self._model[INFO], self._path)
         if isinstance(self._model.get(BUFFERS), list):
             own[BUFFERS] = self._model[BUFFERS]
         if own:

@@ -84,9 +84,9 @@ def describe(path: str, spec: Spec | None = None, as_training: bool | None = Non
     if isinstance(version, (int, float)):
         made.rest["checkpoint_version"] = version
     if found.args:
-        made.rest["args"] = plain(found.args)
+        made.rest["args"] = plain(found.args, found.ranks[0, 0].file)
     if first.get("opt_param_scheduler"):
-        made.rest["opt_param_scheduler"] = plain(first["opt_param_scheduler"])
+        made.rest["opt_param_scheduler"] = plain(first["opt_param_scheduler"], found.ranks[0, 0].file)
     facts = {
         "tensor parallel": str(found.tp),
         "pipeline parallel": str(found.pp),
@@ -208,7 +208,10 @@ def _flatten(file: str, tree: Mapping[Any, Any]) -> dict[str, StoredTensor]:
         name, value = waiting.pop()
         if isinstance(value, dict) and value:
             if name.count(".") > _MAX_DEPTH or not all(isinstance(key, str) for key in value):
-                raise UnsupportedSource(f"{file}: {name!r} is not a part of a model")
+                raise UnsupportedSource(
+                    f"{file}: {name[:80]!r} is no part of a model: its keys are not names, or objects are "
+                    f"nested deeper than {_MAX_DEPTH}, or contain themselves"
+                )
             below = [(f"{name}.{key}" if name else key, one) for key, one in value.items()]
             waiting.extend(reversed(below))
         elif name.endswith("_extra_state"):
@@ -324,6 +327,7 @@ def _join_optimizer(
                 return "of a distributed optimizer (distrib_optim.pt), not read"
             return "of a form that is not known, not read" if rank.content.get("optimizer") else "none"
         states[tensor, stage] = state
+    trained = {assigned.new_name for assigned in taken if assigned.tied_to is None}
     kinds = sorted({kind for state in states.values() for held in state.tensors.values() for kind in held})
     for kind in kinds:
         held: dict[str, list[list[StoredTensor]]] = {}
@@ -337,7 +341,8 @@ def _join_optimizer(
             if _shapes(holders) == _shapes(found.tensors[name])
         }
         for name, leaf in join(taken, alike, "optimizer.", f".{kind}").items():
-            made.states.setdefault(name, {})[kind] = leaf
+            if name in trained:
+                made.states.setdefault(name, {})[kind] = leaf
         for assigned in taken:
             name = assigned.name
             if name in held and name not in alike and assigned.tied_to is None:

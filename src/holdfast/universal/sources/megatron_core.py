@@ -89,7 +89,7 @@ def describe(path: str | os.PathLike[str], spec: object = None, as_training: boo
         if key == "optimizer":
             _add_optimizer(made, value)
         else:
-            made.rest[key] = plain(value)
+            made.rest[key] = plain(value, where)
     facts = {
         "written by": "Megatron-Core, torch_dist",
         "optimizer state": _told(states, buckets),
@@ -134,9 +134,9 @@ def _add_optimizer(made: TrainingState, saved: object) -> None:
     inner = saved.get("optimizer") if isinstance(saved, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     if isinstance(groups, list) and len(groups) == 1 and isinstance(groups[0], dict):
-        made.groups = [{**plain(groups[0]), "params": list(made.states)}]
+        made.groups = [{**plain(groups[0], made.path), "params": list(made.states)}]
     else:
-        made.rest["megatron_optimizer"] = plain(saved)
+        made.rest["megatron_optimizer"] = plain(saved, made.path)
 
 
 # --- shapes

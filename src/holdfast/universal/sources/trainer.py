@@ -87,11 +87,12 @@ def _random(path: str, facts: dict[str, str]) -> dict[str, Any]:
             continue
         where = os.path.join(path, name)
         try:
-            states[matched[1] or ""] = read_torch_file(where)
-            source_of(where, "torch", states[matched[1] or ""])
+            state = read_torch_file(where)
+            source_of(where, "torch", state)
         except UnsupportedSource as error:
-            del states[matched[1] or ""]
             facts[name] = f"not read: {error}"
+        else:
+            states[matched[1] or ""] = state
     if "" in states:
         return {"rng_state": states[""]}
     return {"rng_state": states} if states else {}

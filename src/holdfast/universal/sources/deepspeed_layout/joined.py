@@ -217,11 +217,11 @@ class Checkpoint:
         for key, number in first.numbers.items():
             for state in every[1:]:
                 self._require_same_number(number, state.numbers.get(key), key, found.name)
-            kept[key] = number
+            kept[key] = leaf_of(f"{place}.{key}", number)  # of its own, though a group has one in common
         for key, value in first.values.items():
             if any(state.values.get(key) != value for state in every[1:]):
                 raise self._mixed(key, found.name)
-            kept[key] = plain(value)
+            kept[key] = plain(value, self._path)
 
     def _require_same_number(
         self, one: StoredTensor, other: StoredTensor | None, key: str, name: str
@@ -241,15 +241,15 @@ class Checkpoint:
         model, first = self._folder.model(0), self._optimizers[0]
         for key, value in model.items():
             if key not in OWN_KEYS:
-                made.rest[key] = plain(value)
+                made.rest[key] = plain(value, self._path)
         for key in ("global_steps", "global_samples", "skipped_steps"):
             if type(model.get(key)) is int:
                 made.rest[key] = model[key]
         if model.get("lr_scheduler") is not None:
-            made.rest["lr_scheduler"] = plain(model["lr_scheduler"])
-        own = {key: plain(value) for key, value in first.scaling.items()}
+            made.rest["lr_scheduler"] = plain(model["lr_scheduler"], self._path)
+        own = {key: plain(value, self._path) for key, value in first.scaling.items()}
         if isinstance(model.get(_INFO), dict):
-            own[_INFO] = plain(model[_INFO])
+            own[_INFO] = plain(model[_INFO], self._path)
         if isinstance(model.get("buffer_names"), list):
             own["buffer_names"] = model["buffer_names"]
         if own:
@@ -264,9 +264,9 @@ class Checkpoint:
             more = [one.groups[number].names for one in stages if number < len(one.groups)]
             listed = dict.fromkeys(names.get(name, name) for some in more for name in some)
             if listed or self._stage != 3:
-                groups.append({**plain(group.options), "params": list(listed)})
+                groups.append({**plain(group.options, self._path), "params": list(listed)})
             else:
-                groups.append(plain(group.options))
+                groups.append(plain(group.options, self._path))
         if groups:
             made.groups = groups
 
