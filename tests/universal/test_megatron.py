@@ -39,7 +39,7 @@ def test_every_parameter_and_moment_is_whole_again(tmp_path: Path, tp: int, pp: 
         assert source.values[f"optimizer.state.{name}.step"] == 7
     assert source.step == 100
     assert source.values["args.vocab_size"] == 21
-    assert source.values["args.params_dtype"] == "torch.float32"
+    assert source.values["args.params_dtype"] == torch.float32
     assert source.facts["tensor parallel"] == str(tp)
     assert source.facts["pipeline parallel"] == str(pp)
     groups: Any = source.values["optimizer.param_groups"]

@@ -20,7 +20,8 @@ from holdfast.state import Node
 from holdfast.state.flatten import BLOB_NBYTES, Walk, described_tree
 from holdfast.state.node import LEAF, MAX_DEPTH, TENSOR
 from holdfast.state.numpy_arrays import logical_name
-from holdfast.state.value_encoder import encode, unsupported
+from holdfast.state.refusals import unsupported
+from holdfast.state.value_encoder import encode
 from holdfast.universal.source import Computed, Source, SourceLeaf
 from holdfast.universal.tensor_leaves import leaf_of
 from holdfast.universal.torch_file import StoredTensor

@@ -6,6 +6,7 @@ the same for files that have nothing but dotted names.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_
@@ -98,6 +99,10 @@ def _plain(value: Any, path: str, known: dict[int, Any], depth: int) -> Any:
     kind = type(value)
     if kind is Name:
         return value.text
+    if kind is Namespace:
+        attributes = vars(value)
+        inside = _plain(attributes, path, known, depth + 1)
+        return value if inside is attributes else Namespace(**inside)
     if kind is not Record and kind not in (list, tuple) and not isinstance(value, dict):
         return value
     if depth > MAX_DEPTH:
