@@ -25,8 +25,7 @@ class Description:
 
     `leaves` are those that were asked for, `all_leaves` is the number of all. `world` is the number of ranks
     that wrote it. `step` is None where a checkpoint of another system does not say one. `values` are Python
-    objects. `facts`: of a checkpoint of another
-    system, what it says of itself.
+    objects. `facts`: of a checkpoint of another system, what it says of itself.
     """
 
     path: str

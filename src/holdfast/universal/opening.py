@@ -225,6 +225,11 @@ def _has_entries(state: object, target: Mapping[Any, Any]) -> bool:
     return isinstance(state, dict) and target.keys() <= state.keys()
 
 
+def _modified(path: str) -> float:
+    with reading(path):
+        return os.stat(path).st_mtime
+
+
 class _Records:
     """The records of our format that describe a source."""
 
