@@ -18,8 +18,7 @@ from holdfast.state import Flat
 from holdfast.state.flatten import flatten
 from holdfast.state.node import unmatched
 from holdfast.torch.dcp import Writer
-from holdfast.universal import opening
-from holdfast.universal.source import Source
+from holdfast.universal import state_tree
 
 
 def lost(flat: Flat) -> Flat:
@@ -79,14 +78,14 @@ def test_a_foreign_checkpoint_of_which_something_would_get_lost_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"a": {"w": torch.ones(3)}, "b": {"w": torch.ones(2)}}, tmp_path / "x.pt")
-    real = opening.build_tree
+    real = state_tree.described_tree
 
-    def forgetful(source: Source) -> Any:
-        tree: Any = real(source)
+    def forgetful(*args: Any) -> Any:
+        tree: Any = real(*args)
         tree.popitem()
         return tree
 
-    monkeypatch.setattr("holdfast.universal.opening.build_tree", forgetful)
+    monkeypatch.setattr(state_tree, "described_tree", forgetful)
     with pytest.raises(holdfast.errors.UnsupportedSource, match="has no place in the tree"):
         holdfast.load(tmp_path / "x.pt")
 
