@@ -102,6 +102,9 @@ std::shared_ptr<const Mapping> ShelfFile::mapped(uint64_t end) {
 
 const Mapping& ShelfFile::stores(uint64_t end) {
   if (!write_ || write_->end() < end) {
+    // A copy of a shelf may have holes where there were zeros: a store to one, when there is no space, is a
+    // SIGBUS.
+    if (!write_) sys::fallocate(file_, nbytes());
     // A medium that was forced, by a test, has no MAP_SYNC.
     const bool sync = medium_ == Medium::persistent && is_persistent(file_);
     write_ = std::make_shared<Mapping>(file_, 0, nbytes(), sync ? Mapping::Use::write_sync : Mapping::Use::write);

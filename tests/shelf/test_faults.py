@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import random
 import signal
@@ -17,6 +19,7 @@ import pytest
 import holdfast
 from holdfast import Shelf
 from holdfast.engine import faults
+from support.child_processes import NotPermitted, Pipe, mount_small, run_forked
 
 PAGE = 4096
 
@@ -78,6 +81,19 @@ def test_a_damaged_newest_root_falls_back_to_the_older_one_with_a_warning(
             shelf.n = 5
         with Shelf(path) as shelf:
             assert (shelf.n, shelf.a[5]) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "step", "kind"), [("r", "read", holdfast.ReadFailed), ("w", "sync", holdfast.SaveFailed)]
+)
+def test_a_device_that_fails_while_a_shelf_is_opened_is_a_typed_error(
+    path: Path, mode: str, step: str, kind: type[OSError]
+) -> None:
+    with pytest.raises(kind, match="cannot open the shelf") as raised, faults.injected(f"{step}:1:EIO"):
+        Shelf(path, mode=mode, _medium="page cache")  # type: ignore[arg-type]
+    assert raised.value.errno == errno.EIO
+    with Shelf(path) as shelf:
+        assert shelf.n == 2
 
 
 def test_a_warning_that_is_an_error_leaves_no_lock(path: Path) -> None:
@@ -417,3 +433,43 @@ def test_the_write_back_of_caches_leaves_memory_as_it_is() -> None:
     _native.write_back(memoryview(data)[3:])
     _native.write_back(b"")
     assert bytes(data) == same
+
+
+def test_a_copy_with_holes_on_a_full_disk_is_an_error_and_no_crash(memory: Path) -> None:
+    path = memory / "small" / "copy.shelf"
+
+    def work(pipe: Pipe) -> None:
+        with Shelf(memory / "whole.shelf", "8MiB") as shelf:
+            shelf.a = np.arange(10.0)
+            shelf.zeros = np.zeros(50_000)
+            del shelf.zeros
+        data = (memory / "whole.shelf").read_bytes()
+        try:
+            mount_small(path.parent, 1 << 20)
+        except NotPermitted as error:
+            return pipe.send(f"not permitted: {error}")
+        with open(path, "wb") as file:
+            file.truncate(len(data))
+            for at in range(0, len(data), PAGE):
+                if any(data[at : at + PAGE]):
+                    os.pwrite(file.fileno(), data[at : at + PAGE], at)
+        with open(path.parent / "rest", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(PAGE)):
+                pass
+        for _ in range(2):
+            try:
+                Shelf(path)
+            except holdfast.StorageFull as error:
+                pipe.send(str(error))
+            with Shelf(path, mode="r") as shelf:
+                pipe.send(shelf.a.tolist())
+        os.unlink(path.parent / "rest")
+        with Shelf(path) as shelf:
+            shelf.b = np.ones(50_000)
+            pipe.send([float(shelf.b.sum()), *shelf])
+
+    path.parent.mkdir()
+    said = run_forked(work)
+    if str(said[0]).startswith("not permitted"):
+        pytest.skip(said[0])
+    assert said == [said[0], list(range(10)), said[0], list(range(10)), [50_000.0, "a", "b"]]

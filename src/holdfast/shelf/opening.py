@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from typing import Protocol
@@ -11,9 +12,11 @@ from holdfast.errors import (
     CorruptShelf,
     Locked,
     ReadDenied,
+    ReadFailed,
     SaveFailed,
     ShelfNotFound,
     StorageDenied,
+    StorageFull,
     UnsupportedShelf,
 )
 from holdfast.shelf import creation
@@ -57,6 +60,8 @@ def open_core(path: str, writable: bool, limit: int | None, medium: str) -> engi
     except PermissionError as error:
         kind = StorageDenied if writable else ReadDenied
         raise kind(f"cannot open the shelf {path}: {error.strerror}; change its owner or mode") from error
+    except OSError as error:
+        raise _failed(error, path, writable) from error
     except engine.NativeShelfForeign as error:
         raise UnsupportedShelf(f"{path} is not a shelf: {error}") from None
     except engine.NativeShelfNewer as error:
@@ -69,3 +74,14 @@ def open_core(path: str, writable: bool, limit: int | None, medium: str) -> engi
             "Readers open it with mode='r'"
         )
     return core
+
+
+def _failed(cause: OSError, path: str, writable: bool) -> SaveFailed | ReadFailed:
+    """The typed error of a call that failed while a shelf was opened."""
+    full = writable and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+    failed = (StorageFull if full else SaveFailed if writable else ReadFailed)(
+        f"cannot open the shelf {path}: {cause.strerror or cause}. The last commit is as it was"
+        + ("; free space, and open it again" if full else "")
+    )
+    failed.errno = cause.errno
+    return failed
