@@ -39,14 +39,12 @@ def show(
 ) -> None:
     """Show the values of a shelf, its arrays in short, and how much space it uses."""
     with session(as_json) as out:
-        from holdfast.shelf import Shelf, contents
+        from holdfast.shelf import contents
 
-        found = contents.listing(file)
-        chosen = [entry for entry in found.entries if name in (None, entry.name)]
-        if name is not None and not chosen:
+        found, values = contents.values(file, name)
+        if name is not None and not values:
             out.fail("KeyError", f"the shelf {file} has no entry {name!r}")
-        with Shelf(file, mode="r") as opened:
-            shown = {entry.name: _text(opened[entry.name]) for entry in chosen}
+        shown = {entry: _text(value) for entry, value in values.items()}
         if as_json:
             out.emit({"path": found.path, "medium": found.medium, "usage": found.usage, "values": shown})
         else:

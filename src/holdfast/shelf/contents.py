@@ -77,8 +77,19 @@ class Export:
 def listing(path: str | os.PathLike[str]) -> Listing:
     """The entries of a shelf, without reading their data."""
     with _opened(path) as shelf:
-        found = tuple(_describe(shelf, name) for name in shelf)
-        return Listing(shelf.path, shelf.medium, shelf.usage, found, shelf._opened().warning)
+        return _listing(shelf)
+
+
+def values(path: str | os.PathLike[str], name: str | None = None) -> tuple[Listing, dict[str, object]]:
+    """The entries of a shelf, and their values: all, or that of one name; of one commit."""
+    with _opened(path) as shelf:
+        found = _listing(shelf)
+        return found, {entry.name: shelf[entry.name] for entry in found.entries if name in (None, entry.name)}
+
+
+def _listing(shelf: Shelf) -> Listing:
+    found = tuple(_describe(shelf, name) for name in shelf)
+    return Listing(shelf.path, shelf.medium, shelf.usage, found, shelf._opened().warning)
 
 
 def _opened(path: str | os.PathLike[str]) -> Shelf:
@@ -103,9 +114,13 @@ def _describe(shelf: Shelf, name: str) -> EntryInfo:
 def verify(path: str | os.PathLike[str]) -> Verification:
     """Reads and checks every byte."""
     with _opened(path) as shelf:
+        core = shelf._opened()
         damaged = tuple((error.name or "", error.reason) for error in shelf.verify())
-        found = [_describe(shelf, name).nbytes for name in shelf]
-        return Verification(shelf.path, len(shelf), sum(found), damaged, shelf._opened().warning)
+        nbytes = 0
+        for name in shelf:
+            _, meta, _, pin = shelf._entry(core, name, name.encode())
+            nbytes += len(meta) if pin is None else pin.nbytes
+        return Verification(shelf.path, len(shelf), nbytes, damaged, core.warning)
 
 
 def export(path: str | os.PathLike[str], output: str | os.PathLike[str], *, force: bool = False) -> Export:
