@@ -119,6 +119,7 @@ def test_a_thread_whose_start_is_struck_at_any_point_ends() -> None:
         while threading.active_count() > before:
             assert time.monotonic() < deadline, threading.enumerate()
             time.sleep(0.001)
+        assert threading.main_thread().is_alive()
 
     assert struck_everywhere(lambda: start_thread(lambda: None, "test-start"), whenever) > 30
 

@@ -24,7 +24,6 @@ interrupted is noted by storing one attribute, which no signal can divide.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -75,6 +74,7 @@ class SaveTask(SaveObserver):
         self._live: tuple[str, ...] | None = None
         self._fate: dict[str, bool] = {}
         """Whether the save runs, once that is decided: by its thread, or by who asks after an interrupt."""
+        self._on_this_thread = False
         self._awaited = True
         self.interrupted = False
         """`start` has raised what a signal handler raised. The save may run nevertheless."""
@@ -130,6 +130,7 @@ class SaveTask(SaveObserver):
         try:
             with self._stall:
                 if not self._start_thread():
+                    self._on_this_thread = True
                     self.run()
                 elif self.mode == "sync":
                     self.pending.wait_for_end(None)
@@ -177,12 +178,10 @@ class SaveTask(SaveObserver):
         """Whether nothing of it is under way, or will be."""
         if self.pending.ended:
             return True
-        return self.interrupted and not self._fate.setdefault(_RUNS, False)
+        return self.interrupted and (self._on_this_thread or not self._fate.setdefault(_RUNS, False))
 
     def _start_thread(self) -> bool:
         """Not in the interpreter's last moments: it waits for no more threads."""
-        if not threading.main_thread().is_alive():
-            return False
         try:
             start_thread(self.run, f"holdfast-step-{self.step}")
         except RuntimeError:  # no more threads: the interpreter is ending

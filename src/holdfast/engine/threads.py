@@ -59,27 +59,31 @@ class Latch:
 
 
 def start_thread(run: Callable[[], object], name: str, *, daemon: bool = False) -> None:
-    """Starts a thread, and returns when it has begun. `RuntimeError` if there can be no more threads.
+    """Starts a thread, and returns when it has begun. If a signal handler raises meanwhile, it may begin yet.
 
-    If a signal handler raises meanwhile, the thread may begin nevertheless.
+    `RuntimeError` if there can be no more threads: in the interpreter's last moments, one that is not a
+    `daemon` would not be waited for.
     """
     thread = threading.Thread(target=run, name=name, daemon=daemon)
-    if threading.get_ident() != threading.main_thread().ident:
-        thread.start()  # no handler runs here
-        return
     begun = Latch()
     failed: list[RuntimeError] = []
 
     def start() -> None:
         try:
+            # Not in the main thread: there, an interrupt of `is_alive` marks the main thread as ended.
+            if not daemon and not threading.main_thread().is_alive():
+                raise RuntimeError("the interpreter is ending")
             thread.start()
         except RuntimeError as error:
             failed.append(error)
         finally:
             begun.set()
 
-    _thread.start_new_thread(start, ())
-    begun.wait()
+    if threading.get_ident() == threading.main_thread().ident:
+        _thread.start_new_thread(start, ())
+        begun.wait()
+    else:
+        start()  # no handler runs here
     for error in failed:
         raise error
 
