@@ -63,7 +63,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     holdfast.save(step_path(hostile, 3), {"w": np.ones(3)}, step=3)
     damage_manifest(step_path(hostile, 3))
     write_log(hostile, long_story(1600))
-    (path / "empty").mkdir()
+    write_log(path / "empty", [])
+    (path / "empty" / "events.jsonl").touch()
     for step in (1, 2):
         volume = path / f"fast-{step}"
         volume.mkdir()
@@ -616,3 +617,132 @@ def test_a_run_that_vanishes_is_said_and_the_others_go_on(pages: Pages, tmp_path
         await_text(page, "#overview .alert", "cannot be found any more")
         pages.picture(page, "vanished", full=False)
         pages.forgive(REMOVED)
+
+
+def with_metrics(run: Path, points: list[dict[str, float]], keep: holdfast.Keep | None = None) -> Path:
+    with holdfast.Checkpointer(run, {"w": np.zeros(3)}, mode="sync", keep=keep) as ckpt:
+        for step, metrics in enumerate(points, 1):
+            ckpt.save(step, metrics=metrics)
+    page = run.with_suffix(".html")
+    inspect.write_page([run], page)
+    return page
+
+
+def lines_of(page: Any, name: str) -> list[list[tuple[float, float]]]:
+    """The lines of a metric's chart, as points in pixels."""
+    chart = page.locator("#metrics .charts > div", has=page.get_by_text(name, exact=True))
+    drawn = chart.locator(".plot path").evaluate_all("(found) => found.map((it) => it.getAttribute('d'))")
+    numbers = [[part.split() for part in d.replace("M", "L").split("L") if part] for d in drawn]
+    return [[(float(x), float(y)) for x, y in points] for points in numbers]
+
+
+def readings(page: Any) -> dict[str, str]:
+    names = texts(page, "#metrics h3 .foreign")
+    return dict(zip(names, texts(page, "#metrics .reading"), strict=True))
+
+
+def smooth(page: Any, amount: str) -> None:
+    page.locator("#metrics input[type=range]").evaluate(
+        "(slider, amount) => { slider.value = amount; slider.dispatchEvent(new Event('input')); }", amount
+    )
+
+
+def test_metrics_stand_in_the_order_of_use_with_their_last_and_best_values(
+    pages: Pages, tmp_path: Path
+) -> None:
+    points = [
+        {"train/loss": 4 / step, "lr": 0.1 * step, "accuracy": step / 20, "a": -step}
+        | ({"bleu": 30 - abs(step - 4)} if step % 2 == 0 else {})
+        for step in range(1, 11)
+    ]
+    points[6]["train/loss"] = 0.25
+    page = pages.open(with_metrics(tmp_path / "run", points, holdfast.Keep(last=2, best=("bleu", "min", 1))))
+    assert readings(page) == {
+        "train/loss": "last 0.4, best 0.25 at step 7",
+        "lr": "last 1, lowest 0.1 at step 1, highest 1 at step 10",
+        "accuracy": "last 0.5, best 0.5 at step 10",
+        "a": "last \N{MINUS SIGN}10, lowest \N{MINUS SIGN}10 at step 10, highest \N{MINUS SIGN}1 at step 1",
+        "bleu": "last 24, best 24 at step 10",  # the rules of the run say that less is better
+    }
+    assert list(readings(page)) == ["train/loss", "lr", "accuracy", "a", "bleu"]
+    tile = page.locator("[data-tile=Metric]").inner_text().split("\n")
+    assert [line for line in tile if line] == ["bleu", "24", "step 10; best 24 at step 10"]
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [(["lr", "val_loss", "loss"], "val_loss"), (["lr", "loss_scale", "x"], "lr"), ([], None)],
+)
+def test_the_overview_has_the_loss(pages: Pages, tmp_path: Path, names: list[str], shown: str | None) -> None:
+    points = [dict.fromkeys(names, 1 / step) for step in (1, 2, 3)]
+    tile = pages.open(with_metrics(tmp_path / "run", points)).locator("[data-tile=Metric]")
+    assert tile.count() == (shown is not None)
+    if shown is not None:
+        assert tile.inner_text().startswith(shown)
+        assert tile.locator(".trend path").count() == 1
+
+
+def test_a_loss_that_is_nan_is_said_in_the_overview(pages: Pages, tmp_path: Path) -> None:
+    page = pages.open(with_metrics(tmp_path / "run", [{"loss": 1.0}, {"loss": float("nan")}]))
+    assert "NaN or infinite" in page.locator(".tile.bad[data-tile=Metric]").inner_text()
+
+
+def test_a_logarithmic_scale_makes_a_line_of_an_exponential(pages: Pages, tmp_path: Path) -> None:
+    points = [
+        {
+            "decay": 1000 * 0.8**step,
+            "crossing": step - 5.5,
+            "negative": -step,
+            "odd": 0.0 if step == 3 else 1.0,
+        }
+        for step in range(1, 31)
+    ]
+    points[9]["decay"] = float("inf")
+    page = pages.open(with_metrics(tmp_path / "run", points))
+    linear = lines_of(page, "decay")
+    page.get_by_role("button", name="logarithmic").click()
+    (drawn,) = lines_of(page, "decay")
+    assert drawn != linear[0]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(drawn)]
+    assert max(slopes) - min(slopes) < 0.03
+    heads = dict(zip(texts(page, "#metrics h3 .foreign"), texts(page, "#metrics h3 .odd"), strict=True))
+    assert heads == {
+        "decay": "NaN or infinite at step 10",
+        "crossing": "5 values of 0 or less not drawn",
+        "negative": "no value above 0: linear",
+        "odd": "1 value of 0 or less not drawn",
+    }
+    ticks = page.locator("#metrics .charts > div").first.locator("text").all_text_contents()
+    assert {"10", "100"} <= set(ticks)
+    assert len(lines_of(page, "crossing")[0]) == 25
+    assert overlaps(page) == []
+    page.get_by_role("button", name="linear").click()
+    assert lines_of(page, "decay") == linear
+
+
+def test_smoothing_draws_a_moving_average_over_the_values(pages: Pages, tmp_path: Path) -> None:
+    values = [float(step % 2) for step in range(1, 41)]
+    page = pages.open(with_metrics(tmp_path / "run", [{"noise": value} for value in values]))
+    (plain,) = lines_of(page, "noise")
+    smooth(page, "0.9")
+    raw, average = lines_of(page, "noise")
+    assert raw == plain
+    low, high = max(y for _, y in raw), min(y for _, y in raw)  # of 0 and 1, in pixels
+    expected, total, known = [], 0.0, 0.0
+    for value in values:
+        total, known = 0.9 * total + 0.1 * value, 0.9 * known + 0.1
+        expected.append(total / known)
+    assert [(low - y) / (low - high) for _, y in average] == pytest.approx(expected, abs=0.01)
+    assert page.locator("#metrics output").inner_text() == "0.90"
+    smooth(page, "0")
+    assert lines_of(page, "noise") == [plain]
+
+
+def test_values_that_differ_by_rounding_alone_do_not_hang_the_page(pages: Pages, tmp_path: Path) -> None:
+    points = [{"a": 0.3 if step % 2 else 0.1 + 0.2, "b": 1e300 * (1 + step * 2e-16)} for step in range(5)]
+    page = pages.open(with_metrics(tmp_path / "run", points))
+    for amount in ("0", "0.7"):
+        smooth(page, amount)
+        for scale in ("logarithmic", "linear"):
+            page.get_by_role("button", name=scale).click()
+            assert len(lines_of(page, "a")) == (1 if amount == "0" else 2)

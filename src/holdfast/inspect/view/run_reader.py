@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from holdfast.checkpointer.events import EVENTS_NAME, OLDER_NAME, Event, read_events
+from holdfast.checkpointer.recorded_rules import recorded_rules
 from holdfast.errors import CheckpointNotFound, HoldfastError
 from holdfast.inspect.event_summary import EventSummary, summarize_events
 from holdfast.inspect.run_listing import (
@@ -76,7 +78,8 @@ class RunView:
     `is_there`: False of a run that was there before, and cannot be found any more. `being_written`: whether
     a training holds it; None if that cannot be told from here. `origin` is the time of the first event:
     while it stays, further events only follow. `timeline` has the events from
-    `first_event` on. `problems`: what could not be read, and why.
+    `first_event` on. `problems`: what could not be read, and why. `best`: the metric by which the run's rules
+    keep the best checkpoints, and which end of it is the good one.
     """
 
     name: str
@@ -95,6 +98,7 @@ class RunView:
     disks: tuple[Disk, ...]
     checks: tuple[Check, ...]
     problems: tuple[str, ...]
+    best: tuple[str, Literal["min", "max"]] | None = None
 
 
 @dataclass(slots=True)
@@ -177,6 +181,7 @@ class RunReader:
             disks=disks(self.path, own_nbytes, volumes),
             checks=self.checks,
             problems=tuple(problems),
+            best=_best(self.path),
         )
 
     def contents(self, name: str, *, budget: Budget | None = None) -> Contents:
@@ -268,6 +273,11 @@ class RunReader:
         except (HoldfastError, OSError):
             return []
         return [self.path]
+
+
+def _best(run: str) -> tuple[str, Literal["min", "max"]] | None:
+    rules = recorded_rules(run)
+    return None if rules is None or rules.best is None else rules.best[:2]
 
 
 def _look(path: str, signature: object) -> _Known:

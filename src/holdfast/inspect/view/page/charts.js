@@ -21,6 +21,14 @@ function ticks(low, high, count, { least = 0, binary = false, about = false } = 
   if (!(high > low)) return [low];
   return multiples(low, high, Math.max((binary ? binaryStep : niceStep)(high - low, count, about), least));
 }
+// On a logarithmic scale, as exponents of ten: powers of ten; where there are few of them, also twice and five times these.
+function logTicks(low, high, count) {
+  if (high - low >= 2) return multiples(Math.ceil(low - 1e-9), high, Math.max(1, Math.ceil((high - low) / (count + 1))));
+  const found = [];
+  for (let power = Math.floor(low); power <= high; power += 1) for (const factor of [1, 2, 5]) found.push(power + Math.log10(factor));
+  const inside = found.filter((at) => at >= low - 1e-9 && at <= high + 1e-9);
+  return inside.length > 2 ? inside : ticks(10 ** low, 10 ** high, count, { about: true }).filter((value) => value > 0).map(Math.log10);
+}
 // Within seconds all ticks have as many digits.
 function momentTicks(low, high, count) {
   const step = Math.max(niceStep(high - low, count), 1e-3);
@@ -99,7 +107,7 @@ class Chart {
     this.svg.addEventListener("dblclick", () => this.zoom(null));
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
-  // spec: x {kind, low, high, name}, y {format, unit, whole, binary, free}, layers, marks,
+  // spec: x {kind, low, high, name}, y {format, unit, whole, binary, free, log}, layers, marks,
   // tip(offset from the pointer in pixels, low, high)
   set(spec) {
     if (this.spec && this.spec.x.kind !== spec.x.kind) this.domain = null;
@@ -121,9 +129,14 @@ class Chart {
     this.scale = { low, high, inner, toX };
     const bars = layers.filter((layer) => layer.kind === "bars").map((layer) => [layer, this.columns(layer)]);
     const tops = bars.flatMap(([, columns]) => columns.map((column) => column.total));
-    const lines = layers.filter((layer) => layer.kind !== "bars").map((layer) => [layer, reduced(layer.x, layer.y, toX, low, high)]);
+    const lines = layers.filter((layer) => layer.kind !== "bars").map((layer) => [layer, reduced(layer.x, y.log ? layer.y.map((value) => (value > 0 ? Math.log10(value) : null)) : layer.y, toX, low, high)]);
     let [bottom, top] = extent(tops.concat(...lines.map(([, parts]) => parts.flatMap((part) => part.map((point) => point[1])))));
-    if (y.free) {  // measures whose zero means nothing
+    // Values that only differ by rounding are one value: no axis can be cut so finely.
+    if (top - bottom < 1e-11 * Math.max(Math.abs(top), Math.abs(bottom))) bottom = top;
+    if (y.log) {
+      const room = 0.06 * (top - bottom) || 0.3;
+      [bottom, top] = [bottom - room, top + room];
+    } else if (y.free) {  // measures whose zero means nothing
       const room = 0.06 * (top - bottom) || 0.1 * Math.abs(top) || 1;
       bottom = bottom >= 0 && bottom < room ? 0 : bottom - room;
       top += room;
@@ -138,16 +151,17 @@ class Chart {
       }
     }
     if (!(top > bottom)) top = bottom + 1;
-    const marksY = ticks(bottom, top, this.height < 170 ? 3 : 4, { least: y.whole ? 1 : 0, binary: y.binary, about: true });
-    if (!y.free && !clipped) top *= 1.04;
+    const most = this.height < 170 ? 3 : 4;
+    const marksY = y.log ? logTicks(bottom, top, most) : ticks(bottom, top, most, { least: y.whole ? 1 : 0, binary: y.binary, about: true });
+    if (!y.free && !y.log && !clipped) top *= 1.04;
     const toY = (value) => inner.bottom - ((Math.min(value, top) - bottom) / (top - bottom)) * (inner.bottom - inner.top);
     this.scale.toY = toY;
     const parts = [];
     for (const at of marksY) {
       const place = Math.round(toY(at)) + 0.5;
       if (place < inner.top - 8) continue;
-      parts.push(svg("line", { class: at === 0 ? "base" : "grid", x1: inner.left, x2: inner.right, y1: place, y2: place }));
-      parts.push(svg("text", { x: inner.left - 8, y: place + 4, "text-anchor": "end", text: y.format(at, marksY) }));
+      parts.push(svg("line", { class: at === 0 && !y.log ? "base" : "grid", x1: inner.left, x2: inner.right, y1: place, y2: place }));
+      parts.push(svg("text", { x: inner.left - 8, y: place + 4, "text-anchor": "end", text: y.format(y.log ? 10 ** at : at, marksY) }));
     }
     parts.push(svg("text", { x: 2, y: 11, text: y.unit }));
     const label = x.kind === "time" ? 80 : 7 * digits(high, 6).length + 30;
@@ -236,7 +250,7 @@ class Chart {
       const d = parts.map((part) => `${draw(part)}V${base}H${part[0][0].toFixed(1)}z`).join("");
       found.push(svg("path", { d, css: { fill: layer.color, opacity: "0.16" } }));
     }
-    found.push(svg("path", { d: parts.map(draw).join(""), css: { fill: "none", stroke: layer.color, "stroke-width": `${layer.wide || 1.6}`, "stroke-linejoin": "round" } }));
+    found.push(svg("path", { d: parts.map(draw).join(""), css: { fill: "none", stroke: layer.color, "stroke-width": `${layer.wide || 1.6}`, "stroke-linejoin": "round", opacity: `${layer.faint ? 0.3 : 1}` } }));
     const points = parts.reduce((sum, part) => sum + part.length, 0);
     if (layer.dots && points <= (this.scale.inner.right - this.scale.inner.left) / 12) {
       for (const part of parts) for (const [x, y] of part) found.push(svg("circle", { cx: x.toFixed(1), cy: toY(y).toFixed(1), r: 2.6, css: { fill: layer.color } }));

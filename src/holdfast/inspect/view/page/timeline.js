@@ -36,7 +36,7 @@ class Overview {
     const now = clockOf(run);
     const unsaved = run.happenings.filter((item) => item.lost_seconds !== null).map((item) => item.lost_seconds);
     const last = saves.step.length - 1;
-    const tile = (what, value, more, tone) => el("div", { class: `tile ${tone || ""}`, "data-tile": what }, el("div", { class: "what", text: what }), el("div", { class: "value", text: value }), el("div", { class: "more", text: more }));
+    const tile = (what, value, more, tone) => el("div", { class: `tile ${tone || ""}`, "data-tile": what }, el("div", { class: "what", text: what }), el("div", { class: "value", text: value }), el("div", { class: "more" }, more));
     const newest = view.checkpoints[view.checkpoints.length - 1];
     const found = [];
     if (last >= 0) found.push(tile("Newest durable step", whole(saves.step[last]), ago(now - saves.time[last])));
@@ -51,6 +51,14 @@ class Overview {
       if (typical) found.push(tile("Speed", `${typical.gb_per_second.median >= 0.095 ? `${typical.gb_per_second.median.toFixed(2)} GB/s` : `${digits(typical.gb_per_second.median * 1000, 2)} MB/s`}`, `median; ${bytes(typical.state_nbytes)} of state`));
       const stall = view.summary && view.summary.stall_share;
       if (stall !== null && stall !== undefined) found.push(tile("Stall", share(stall), "of the time between saves", stall > 0.1 ? "warn" : ""));
+    }
+    const measure = mainMetric(run);
+    if (measure) {
+      const { name, last: newestValue, said, points } = measure;
+      const shown = tile(name.length > 60 ? `${name.slice(0, 59)}…` : name, valueOf(newestValue[1]), [trend(points, run.color), el("div", { text: said })], newestValue[1] === null ? "bad" : "");
+      shown.dataset.tile = "Metric";
+      shown.firstChild.classList.add("foreign");
+      found.push(shown);
     }
     const size = view.checkpoints.reduce((sum, entry) => sum + entry.nbytes, 0);
     const damaged = view.checkpoints.filter((entry) => entry.damage !== null).length;
@@ -231,33 +239,98 @@ class Durability {
   }
 }
 
+// By name, in the order in which the training first used them: the value at each step. Those of later saves count.
 function metricsOf(run) {
   const found = new Map();
-  const add = (step, metrics) => {
-    for (const [name, value] of Object.entries(metrics)) {
-      if (!found.has(name)) found.set(name, new Map());
-      found.get(name).set(step, value);
-    }
-  };
-  for (const entry of run.view.checkpoints) if (entry.step !== null) add(entry.step, entry.metrics);
-  run.saves.metrics.forEach((metrics, at) => add(run.saves.step[at], metrics));
+  const values = (name) => { if (!found.has(name)) found.set(name, new Map()); return found.get(name); };
+  run.saves.metrics.forEach((metrics, at) => { for (const [name, value] of Object.entries(metrics)) values(name).set(run.saves.step[at], value); });
+  for (const entry of run.view.checkpoints) {
+    for (const [name, value] of entry.step === null ? [] : Object.entries(entry.metrics)) if (!values(name).has(entry.step)) values(name).set(entry.step, value);
+  }
   return found;
+}
+const inOrder = (values) => [...values].sort((a, b) => a[0] - b[0]);
+const valueOf = (value) => (value === null ? "NaN or infinite" : number(value));
+// Which end of a metric is the good one: as the run's rules say (Keep), else as its name does; null where nothing tells.
+function aimOf(run, name) {
+  if (run.view.best && run.view.best[0] === name) return run.view.best[1];
+  const parts = name.toLowerCase().split(/[^a-z0-9]+/);
+  const has = (words) => parts.some((part) => words.includes(part) || words.some((word) => word.length > 3 && part.endsWith(word)));
+  if (has(["scale", "rate", "lr", "count", "weight"])) return null;
+  if (has(["loss", "error", "err", "perplexity", "ppl", "mse", "rmse", "mae", "nll", "wer", "cer"])) return "min";
+  return has(["acc", "accuracy", "f1", "auc", "auroc", "bleu", "rouge", "reward", "score", "precision", "recall", "iou", "map"]) ? "max" : null;
+}
+// What is said of a metric's values: [step, value], in order of step.
+function reading(run, name, points) {
+  let low = null, high = null;
+  for (const point of points) {
+    if (point[1] === null) continue;
+    if (low === null || point[1] < low[1]) low = point;
+    if (high === null || point[1] > high[1]) high = point;
+  }
+  const at = (point) => `${number(point[1])} at step ${whole(point[0])}`;
+  const last = points[points.length - 1];
+  if (points.length === 1) return { last, ends: "the only value" };
+  if (low === null) return { last, ends: "" };
+  const aim = aimOf(run, name);
+  if (aim) return { last, ends: `best ${at(aim === "min" ? low : high)}` };
+  return { last, ends: low[1] === high[1] ? "always the same" : `lowest ${at(low)}, highest ${at(high)}` };
+}
+// The one that tells most in short: that of the run's rules, else a loss, else the first.
+function mainMetric(run) {
+  const found = metricsOf(run);
+  const names = [...found.keys()];
+  const ruled = run.view.best && found.has(run.view.best[0]) ? run.view.best[0] : null;
+  const name = ruled ?? names.find((item) => /loss/i.test(item) && aimOf(run, item) === "min") ?? names[0];
+  if (name === undefined) return null;
+  const points = inOrder(found.get(name));
+  const { last, ends } = reading(run, name, points);
+  return { name, points, last, said: `step ${whole(last[0])}${ends ? `; ${ends}` : ""}` };
+}
+// A small line without axes.
+function trend(points, color) {
+  const [low, high] = extent(points.map((point) => point[1]));
+  const [first, last] = extent(points.map((point) => point[0]));
+  if (!(high > low) || !(last > first)) return null;
+  const parts = reduced(points.map((point) => point[0]), points.map((point) => point[1]), (x) => (200 * (x - first)) / (last - first), first, last);
+  const d = parts.map((part) => part.map(([x, y], at) => `${at ? "L" : "M"}${x.toFixed(1)} ${(29 - (28 * (y - low)) / (high - low)).toFixed(1)}`).join("")).join("");
+  return svg("svg", { class: "trend", viewBox: "0 0 200 30", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("path", { d, css: { stroke: color } }));
+}
+// A moving average that weighs what is older ever less, and knows that it begins with nothing. Gaps stay.
+function smoothed(values, weight) {
+  let sum = 0, known = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = sum * weight + (1 - weight) * value;
+    known = known * weight + (1 - weight);
+    return sum / known;
+  });
 }
 
 class Metrics {
   constructor(runs) {
-    Object.assign(this, { id: "metrics", title: "Metrics", runs, charts: new Map(), all: false, off: new Set() });
+    Object.assign(this, { id: "metrics", title: "Metrics", runs, charts: new Map(), all: false, off: new Set(), log: false, smoothing: 0 });
     this.legend = el("div");
     this.grid = el("div", { class: "charts" });
     this.more = el("button", { class: "plainbutton", type: "button", on: { click: () => { this.all = true; this.show(); } } });
     this.empty = el("p", { class: "empty" }, "No metrics were saved. Pass them to ", el("span", { class: "mono", text: "ckpt.save(step, metrics={\"loss\": loss})" }), " and they appear here.");
-    this.element = el("section", { id: this.id }, el("div", { class: "head" }, el("h2", { text: this.title })), this.legend, this.grid, this.more, this.empty);
+    const amount = el("output", { text: "off" });
+    const slider = el("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0", "aria-label": "Smoothing", on: { input: (event) => {
+      this.smoothing = Number(event.target.value);
+      amount.textContent = this.smoothing ? this.smoothing.toFixed(2) : "off";
+      this.show();
+    } } });
+    this.tools = el("div", { class: "tools" },
+      segments("Scale of metrics", [["linear", "linear"], ["log", "logarithmic"]], "linear", (scale) => { this.log = scale === "log"; this.show(); }),
+      el("label", { class: "slider" }, "Smoothing", slider, amount));
+    this.element = el("section", { id: this.id }, el("div", { class: "head" }, el("h2", { text: this.title }), this.tools), this.legend, this.grid, this.more, this.empty);
   }
   show() {
     const found = this.runs.map(metricsOf);
-    const names = [...new Set(found.flatMap((metrics) => [...metrics.keys()]))].sort();
+    const names = [...new Set(found.flatMap((metrics) => [...metrics.keys()]))];
     const shown = this.all ? names : names.slice(0, 6);
     this.empty.classList.toggle("hidden", names.length > 0);
+    this.tools.classList.toggle("hidden", !names.length);
     this.more.classList.toggle("hidden", shown.length === names.length);
     this.more.textContent = `Show all ${names.length} metrics`;
     const several = this.runs.length > 1 && names.length > 0;
@@ -268,8 +341,8 @@ class Metrics {
     const hosts = shown.map((name) => {
       if (!this.charts.has(name)) {
         const chart = new Chart(`The metric ${name} by step`, 190);
-        const odd = el("span", { class: "odd" });
-        this.charts.set(name, { chart, odd, host: el("div", {}, el("h3", {}, el("span", { class: "foreign", text: name }), " ", odd), chart.element) });
+        const [odd, said] = [el("span", { class: "odd" }), el("div", { class: "reading" })];
+        this.charts.set(name, { chart, odd, said, host: el("div", {}, el("h3", {}, el("span", { class: "foreign", text: name }), " ", odd), said, chart.element) });
       }
       return this.charts.get(name).host;
     });
@@ -277,16 +350,31 @@ class Metrics {
     for (const name of shown) this.draw(name, found);
   }
   draw(name, found) {
+    const { chart, odd, said } = this.charts.get(name);
+    const several = this.runs.length > 1;
     const lines = this.runs.filter((run) => found[run.number].has(name) && !this.off.has(run.number)).map((run) => {
-      const points = [...found[run.number].get(name)].sort((a, b) => a[0] - b[0]);
-      return { kind: "line", run, x: points.map((point) => point[0]), y: points.map((point) => point[1]), color: run.color, dots: true, wide: 1.8 };
+      const points = inOrder(found[run.number].get(name));
+      const y = points.map((point) => point[1]);
+      return { kind: "line", run, points, x: points.map((point) => point[0]), y, color: run.color, dots: true, wide: 1.8, smooth: this.smoothing ? smoothed(y, this.smoothing) : null };
     });
     const [low, high] = extent(lines.flatMap((line) => [line.x[0], line.x[line.x.length - 1]]));
-    const odd = lines.flatMap((line) => line.x.filter((_, at) => line.y[at] === null)).sort((a, b) => a - b);
-    const newest = whole(odd[odd.length - 1]);
-    this.charts.get(name).odd.replaceChildren(odd.length ? tag(odd.length === 1 ? `NaN or infinite at step ${newest}` : `NaN or infinite ${whole(odd.length)} times, last at step ${newest}`, "bad") : "");
-    this.charts.get(name).chart.set({
-      x: { kind: "step", low, high, name: "step" }, y: { unit: "", format: (value) => digits(value, 4), free: true }, layers: lines,
+    const values = lines.flatMap((line) => line.y);
+    const log = this.log && values.some((value) => value > 0);
+    const below = this.log ? values.filter((value) => value !== null && value <= 0).length : 0;
+    const tags = [];
+    const strange = lines.flatMap((line) => line.x.filter((_, at) => line.y[at] === null)).sort((a, b) => a - b);
+    const newest = whole(strange[strange.length - 1]);
+    if (strange.length) tags.push(tag(strange.length === 1 ? `NaN or infinite at step ${newest}` : `NaN or infinite ${whole(strange.length)} times, last at step ${newest}`, "bad"));
+    if (below) tags.push(tag(log ? `${plural(below, "value")} of 0 or less not drawn` : "no value above 0: linear", "warn"));
+    odd.replaceChildren(...tags);
+    said.replaceChildren(...lines.slice(0, 6).map((line) => {
+      const { last, ends } = reading(line.run, name, line.points);
+      return el("div", {}, several ? el("span", { class: "swatch line", css: { background: line.color } }) : null, `last ${valueOf(last[1])}${ends ? `, ${ends}` : ""}`);
+    }), lines.length > 6 ? el("div", { text: `and ${lines.length - 6} more runs` }) : "");
+    const smooth = lines.filter((line) => line.smooth);
+    chart.set({
+      x: { kind: "step", low, high, name: "step" }, y: { unit: "", format: (value) => digits(value, 4), free: true, log },
+      layers: smooth.length ? [...lines.map((line) => ({ ...line, faint: true, dots: line.x.length === 1, wide: 1.2 })), ...smooth.map((line) => ({ ...line, y: line.smooth, dots: false, wide: 2 }))] : lines,
       tip: (offset, first, last) => {
         const rows = [];
         let at = null;
@@ -294,7 +382,8 @@ class Metrics {
           const place = nearest(line.x, offset);
           if (place === null || line.x[place] < first || line.x[place] > last) continue;
           if (at === null || Math.abs(offset(line.x[place])) < Math.abs(offset(at))) at = line.x[place];
-          rows.push([this.runs.length > 1 ? `${line.run.view.name}, step ${whole(line.x[place])}` : name, line.y[place] === null ? "NaN or infinite" : number(line.y[place]), line.color, true]);
+          rows.push([several ? `${line.run.view.name}, step ${whole(line.x[place])}` : name, valueOf(line.y[place]), line.color, true]);
+          if (line.smooth && line.smooth[place] !== null) rows.push(["smoothed", number(line.smooth[place])]);
         }
         return at === null ? null : { x: at, title: `Step ${whole(at)}`, rows };
       },
