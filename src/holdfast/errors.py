@@ -89,7 +89,8 @@ class StateMismatch(HoldfastError, ValueError):
     """The checkpoint and the state it should fill do not fit.
 
     `missing` are leaves the target has and the checkpoint lacks, `extra` the reverse, `wrong` those whose
-    shape or dtype differ. Fix the target, or pass ``strict=False`` to restore what fits: something must.
+    shape or dtype differ. Fix the target, or pass ``strict=False``, if the call has it, to restore what fits:
+    something must.
     """
 
     def __init__(
