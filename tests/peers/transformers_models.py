@@ -2,7 +2,7 @@
 
 python transformers_models.py write FOLDER
 python transformers_models.py check FOLDER < {"model": ["directory", ...]}
-python transformers_models.py orders
+python transformers_models.py families
 """
 
 from __future__ import annotations
@@ -63,14 +63,6 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in words]
 
 
-def optimizer_truth(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{key}": value.detach().clone()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
-
-
 def write(folder: Path) -> None:
     for name in CONFIGS:
         model, place = make(name), folder / name
@@ -101,8 +93,6 @@ def train(model: torch.nn.Module, place: Path) -> None:
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=batches())
     trainer.train()
     torch.save(clones(model.state_dict()), place / "trainer-truth.pt")
-    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    torch.save(optimizer_truth(model, inner), place / "trainer-optimizer.pt")
 
 
 def lightning(model: torch.nn.Module, place: Path) -> None:
@@ -133,7 +123,6 @@ def lightning(model: torch.nn.Module, place: Path) -> None:
     trainer.fit(module, torch.utils.data.DataLoader(batches(), batch_size=4))
     trainer.save_checkpoint(place / "lightning.ckpt")
     torch.save(clones(model.state_dict()), place / "lightning-truth.pt")
-    torch.save(optimizer_truth(module, trainer.optimizers[0]), place / "lightning-optimizer.pt")
 
 
 def check(wanted: list[dict[str, str]]) -> None:
@@ -157,7 +146,7 @@ def check(wanted: list[dict[str, str]]) -> None:
         print("opened", one["path"])
 
 
-def orders() -> None:
+def families() -> None:
     """The names of parameters in the order of the model, and where its base lies."""
     found = {}
     for kind in ORDERED.split():
@@ -174,7 +163,6 @@ def orders() -> None:
             model = auto.from_config(config)
         found[kind] = {
             "base": model.base_model_prefix,
-            "names": [name for name, _ in model.named_parameters()],
         }
     print("\n" + json.dumps(found))
 
@@ -185,4 +173,4 @@ if __name__ == "__main__":
     elif sys.argv[1] == "check":
         check(json.loads(Path(sys.argv[2]).read_text()))
     else:
-        orders()
+        families()

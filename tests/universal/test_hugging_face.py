@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import holdfast
 from holdfast import CorruptCheckpoint, IncompleteCheckpoint, StateMismatch, UnsupportedSource, universal
-from holdfast.universal.transformers_names import in_model_order, published
+from holdfast.universal.transformers_names import published
 from support.command import command
 from support.foreign_checkpoints import make_model
 from support.source_leaves import assert_same, by_name
@@ -164,13 +164,6 @@ def test_names_of_another_model_are_an_error() -> None:
         published(["model.transformer.wte.weight", "criterion.weight"], "gpt2")
     with pytest.raises(StateMismatch, match="one name"):
         published(["wte.weight", "_orig_mod.wte.weight"], "gpt2")
-
-
-def test_the_order_of_a_model_is_that_of_its_numbers_and_parts() -> None:
-    names = [name for name in gpt2_weights() if name != "lm_head.weight"]
-    assert in_model_order(sorted(names), "gpt2") == names
-    assert in_model_order([*names, "transformer.own.weight"], "gpt2") is None
-    assert in_model_order(names, "my-own") is None
 
 
 # --- the target

@@ -1,9 +1,8 @@
-"""The names of parameters in models of transformers: where a model begins in them, and their order.
+"""The names of parameters in models of transformers: where a model begins in them.
 
 `from_pretrained` gives random weights to what it does not find, with a warning at most. So a writer must know
 whether names are those of the model that ``config.json`` names, or have a wrapper's prefix before them
-(``module.``, ``_orig_mod.``, the attribute of a Lightning module). And a Trainer's optimizer counts
-parameters in the order of the model, but safetensors files sort them by name.
+(``module.``, ``_orig_mod.``, the attribute of a Lightning module).
 
 The table holds the families that people train most. Tests compare it with transformers itself.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from holdfast.errors import StateMismatch
 
@@ -28,17 +27,16 @@ class Family:
     """Models whose names are alike.
 
     A model with a head has its base below `base`. `first` are parts that every base has, one of them at
-    least. `order`: the parts of names in the order of the model; empty if that is not known.
+    least.
     """
 
     types: tuple[str, ...]
     base: str
     first: tuple[str, ...]
-    order: tuple[str, ...] = field(default=())
 
 
-def _family(types: str, base: str, first: str, order: str = "") -> Family:
-    return Family(tuple(types.split()), base, tuple(first.split()), tuple(order.split()))
+def _family(types: str, base: str, first: str) -> Family:
+    return Family(tuple(types.split()), base, tuple(first.split()))
 
 
 _FAMILIES = (
@@ -46,40 +44,14 @@ _FAMILIES = (
         "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 olmo olmo2 granite cohere smollm3 stablelm",
         "model",
         "embed_tokens",
-        "model embed_tokens layers self_attn q_proj k_proj v_proj o_proj qkv_proj q_norm k_norm "
-        "mlp gate_proj up_proj gate_up_proj down_proj input_layernorm post_attention_layernorm "
-        "pre_feedforward_layernorm post_feedforward_layernorm norm lm_head weight bias",
     ),
     _family(
         "phi starcoder2 mixtral qwen2_moe qwen3_moe deepseek_v2 deepseek_v3 gpt_oss", "model", "embed_tokens"
     ),
-    _family(
-        "gpt2",
-        "transformer",
-        "wte",
-        "transformer wte wpe h ln_1 attn ln_2 mlp c_attn c_fc c_proj ln_f lm_head weight bias",
-    ),
-    _family(
-        "gptj gpt_neo codegen",
-        "transformer",
-        "wte",
-        "transformer wte wpe h ln_1 attn attention k_proj v_proj q_proj qkv_proj out_proj ln_2 mlp c_fc "
-        "c_proj fc_in fc_out ln_f lm_head weight bias",
-    ),
-    _family(
-        "gpt_neox",
-        "gpt_neox",
-        "embed_in",
-        "gpt_neox embed_in layers input_layernorm post_attention_layernorm attention query_key_value dense "
-        "mlp dense_h_to_4h dense_4h_to_h final_layer_norm lm_head embed_out weight bias",
-    ),
-    _family(
-        "opt",
-        "model",
-        "decoder",
-        "model decoder embed_tokens embed_positions self_attn k_proj v_proj q_proj out_proj "
-        "self_attn_layer_norm fc1 fc2 final_layer_norm layers lm_head weight bias",
-    ),
+    _family("gpt2", "transformer", "wte"),
+    _family("gptj gpt_neo codegen", "transformer", "wte"),
+    _family("gpt_neox", "gpt_neox", "embed_in"),
+    _family("opt", "model", "decoder"),
     _family("bloom falcon", "transformer", "word_embeddings"),
     _family("mpt", "transformer", "wte"),
     _family("bart mbart", "model", "shared encoder"),
@@ -87,14 +59,7 @@ _FAMILIES = (
     _family("t5 mt5 umt5", "", "shared"),
     _family("bert", "bert", "embeddings"),
     _family("roberta xlm-roberta camembert", "roberta", "embeddings"),
-    _family(
-        "distilbert",
-        "distilbert",
-        "embeddings",
-        "distilbert embeddings word_embeddings position_embeddings transformer layer attention q_lin k_lin "
-        "v_lin out_lin sa_layer_norm ffn lin1 lin2 output_layer_norm LayerNorm vocab_transform "
-        "pre_classifier classifier vocab_layer_norm vocab_projector weight bias",
-    ),
+    _family("distilbert", "distilbert", "embeddings"),
     _family("deberta deberta-v2", "deberta", "embeddings"),
     _family("electra", "electra", "embeddings"),
     _family("albert", "albert", "embeddings"),
@@ -139,26 +104,6 @@ def published(names: Iterable[str], model_type: str | None) -> Published:
     if len(set(found.values())) != len(found):
         raise StateMismatch(f"without {', '.join(stripped)} two parameters would have one name")
     return Published(found, tuple(stripped))
-
-
-def in_model_order(names: Sequence[str], model_type: str | None) -> list[str] | None:
-    """Names in the order in which a model of this type has its parameters; None if that is not known."""
-    family = family_of(model_type)
-    if family is None or not family.order:
-        return None
-    ranks = {part: rank for rank, part in enumerate(family.order)}
-    keys: dict[str, list[int]] = {}
-    for name in names:
-        key: list[int] = []
-        for part in name.split("."):
-            if part.isdecimal():
-                key.append(int(part))
-            elif part in ranks:
-                key.append(ranks[part])
-            else:
-                return None
-        keys[name] = key
-    return sorted(names, key=keys.__getitem__)
 
 
 def is_first(name: str, model_type: str | None) -> bool:

@@ -237,7 +237,13 @@ class Checkpoint:
     # --- values
 
     def _add_values(self, made: TrainingState, names: Mapping[str, str]) -> None:
-        self._add_groups(made, names)
+        counted = self._optimizers[0].counted
+        if counted is None:
+            self._add_groups(made, names)
+        else:
+            parts = plain(counted, self._path)
+            made.states, made.groups = parts["state"], parts["param_groups"]
+            made.optimizer = {k: v for k, v in parts.items() if k not in ("state", "param_groups")}
         model, first = self._folder.model(0), self._optimizers[0]
         for key, value in model.items():
             if key not in OWN_KEYS:

@@ -51,7 +51,10 @@ class Group:
 
 @dataclass(slots=True)
 class OptimizerState:
-    """Of one model-parallel rank: by parameter name, whole over data-parallel ranks."""
+    """Of one model-parallel rank: by parameter name, whole over data-parallel ranks.
+
+    `counted` is the state dict of an optimizer that counts its parameters, if nothing tells which is which.
+    """
 
     stage: int
     states: dict[str, State]
@@ -59,6 +62,7 @@ class OptimizerState:
     groups: list[Group]
     scaling: dict[str, object]
     expert_degree: int = 1
+    counted: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Optimizer state without ZeRO: whole, and counted instead of named.
 
 It is in the model files, or, with a mixture of experts, in a file for each expert-parallel rank. Which
-parameter each number means follows from the order and the shapes of the model's parameters.
+parameter each number means is known where shapes prove it. Otherwise the numbers stay, if one rank has all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def read_unsharded(folder: Folder, mp: int) -> OptimizerState:
     made = OptimizerState(0, {}, {}, [], {})
     files = {rank: path for (of, rank), path in folder.files.expert_optimizers.items() if of == mp}
     if not files:
-        _add(made, folder.model_file(mp), folder.model(mp).get("optimizer"), _dense(folder, mp), {})
+        whole = folder.degrees.tensor * folder.degrees.pipeline == 1
+        _add(made, folder.model_file(mp), folder.model(mp).get("optimizer"), _dense(folder, mp), {}, whole)
         return made
     experts = _experts(folder, mp)
     numbers = Experts.of(folder, [experts]).local  # of whole layers: the files have the experts of all ranks
@@ -83,7 +84,9 @@ def _add(
     tree: Any,
     dense: Mapping[str, StoredTensor],
     experts: Mapping[str, StoredTensor],
+    whole: bool = False,
 ) -> None:
+    """`whole`: there is one model-parallel rank, so its numbers are those of the whole model."""
     if tree is None:
         return
     masters: Any = None
@@ -100,10 +103,13 @@ def _add(
             continue
         mine = {key: entry for key, entry in tree["state"].items() if key in wanted}
         named = parameter_names(mine, some, model)
+        if not wanted <= set(named) and not experts and whole:
+            made.counted = tree if masters is None else {**tree, "fp32_groups": masters}
+            return
         if not wanted <= set(named):
             raise UnsupportedSource(
-                f"{path}: the optimizer counts {len(wanted)} parameters, which cannot be matched with the "
-                f"{len(model)} of the model"
+                f"{path}: the optimizer counts {len(wanted)} parameters, and nothing proves which of the "
+                f"{len(model)} of the model each one is"
             )
         names.update(named)
     shapes = {**dense, **experts}
