@@ -76,7 +76,7 @@ def test_dcp_is_told_that_a_url_cannot_be_used(url: Any) -> None:
         b"s3://bucket/run",
         Path("s3://bucket") / "run",
         str(Path("s3://bucket/run")),
-        Named(),
+        pytest.param(Named(), id="PathLike"),
         "simplecache::s3://bucket/run",
         Path("simplecache::s3://bucket/run"),
         "file:///tmp/run",
