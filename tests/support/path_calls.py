@@ -328,6 +328,7 @@ CALLS: dict[str, Call] = {
     "Shelf.path to read": lambda url: _holdfast("Shelf", url, mode="r"),
     "shelf.Shelf.path": lambda url: _holdfast("shelf.Shelf", url),
     "shelf.contents.listing.path": lambda url: _holdfast("shelf.contents.listing", url),
+    "shelf.contents.values.path": lambda url: _holdfast("shelf.contents.values", url),
     "shelf.contents.verify.path": lambda url: _holdfast("shelf.contents.verify", url),
     "shelf.contents.export.path": lambda url: _holdfast("shelf.contents.export", url, _new("a.npz")),
     "shelf.contents.export.output": lambda url: _holdfast(
