@@ -21,7 +21,7 @@ def variables(*paths: str) -> list[Variable]:
 
 @pytest.fixture(autouse=True)
 def without_keras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(keras_names, "_automatic_names", lambda: {"sequential", "dense", "seed_generator"})
+    monkeypatch.setattr(keras_names, "_automatic_names", lambda: {"sequential", "dense", "variable"})
     yield
     keras_names._names.cache_clear()
     keras_names._slot_names.cache_clear()
@@ -61,4 +61,15 @@ def test_variables_of_an_optimizer_are_named_after_those_it_trains() -> None:
         "iteration",
         "sequential.dense.kernel.momentum",
         "sequential.dense.kernel_more.momentum",
+    ]
+
+
+def test_variables_that_nobody_has_named_are_counted_in_their_optimizer() -> None:
+    trained = variables("dense_2/variable_7", "dense_2/variable_8")
+    slots = variables("sgd/iteration", "sgd/variable_9", "sgd/dense_2_variable_8_momentum", "sgd/variable_10")
+    assert list(named_slots(slots, trained)) == [
+        "iteration",
+        "variable",
+        "dense.variable_1.momentum",
+        "variable_1",
     ]

@@ -238,6 +238,30 @@ def faults(folder: str) -> None:
         assert small(f"{folder}/stop", model_of(), epochs=5)._step == 10
     assert any("has ended this training" in str(warning.message) for warning in caught)
 
+    # A run that is complete says so, since fit then trains nothing.
+    assert small(f"{folder}/whole", model_of(), epochs=2)._step == 10
+    told("has completed all 2 epochs", lambda: small(f"{folder}/whole", model_of(), epochs=2))
+    told("has completed all 2 epochs", lambda: small(f"{folder}/whole", model_of(), epochs=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert small(f"{folder}/whole", model_of(), epochs=3)._step == 15
+
+    # Weights, and variables of an optimizer, that nobody has named. Keras counts them through the process.
+    unnamed = HoldfastCallback(f"{folder}/unnamed")
+    x = np.ones((20, 8), "float32")
+    for epochs in (1, 2):
+        model = keras.Sequential([keras.Input((8,)), Unnamed(), Unnamed(), keras.layers.Dense(1)])
+        model.compile(Counting(1e-2), "mse")
+        model.fit(x, x[:, :1], batch_size=4, epochs=epochs, verbose=0, callbacks=[unnamed])
+    with holdfast.open(f"{folder}/unnamed") as opened:
+        assert {
+            "model.sequential.unnamed.variable",
+            "model.sequential.unnamed.variable_1",
+            "model.sequential.unnamed_1.variable",
+        } <= set(opened)
+        assert "optimizer.variable" in opened
+    assert unnamed._step == 10
+
     # Fewer data than had been seen.
     x = np.zeros((20, 8), "float32")
     run = HoldfastCallback(f"{folder}/short")
@@ -256,6 +280,29 @@ def faults(folder: str) -> None:
     if keras.backend.backend() == "tensorflow":  # the others build it
         refused("that is built", lambda: small(f"{folder}/unbuilt", unbuilt))
     print("faults: ok")
+
+
+class Unnamed(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+        self.shift = self.add_weight(shape=(shape[-1],), initializer="zeros")
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale + self.shift
+
+
+class Counting(keras.optimizers.SGD):
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.count = self.add_variable(shape=(), initializer="zeros", name=None)
+
+
+def told(text: str, call: Any) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    said = [str(warning.message) for warning in caught]
+    assert any(text in one for one in said), said
 
 
 def other_data(run: str) -> None:

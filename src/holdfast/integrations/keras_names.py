@@ -55,14 +55,17 @@ def _slot_names(paths: tuple[str, ...], trained: tuple[str, ...]) -> tuple[str, 
     # Keras joins both names with underscores: adam/sequential_dense_kernel_momentum.
     of = {path.replace("/", "_"): name for path, name in zip(trained, _names(trained), strict=True)}
     longest_first = sorted(of, key=len, reverse=True)
-    found = []
+    found: list[str | None] = []
+    others = []
     for path in paths:
         own = path.partition("/")[2] or path
         reference = next((other for other in longest_first if own.startswith(f"{other}_")), None)
-        if reference is not None:
-            own = f"{of[reference]}.{own[len(reference) + 1 :]}"
-        found.append(own.replace("/", "."))
-    return _unique(found)
+        if reference is None:
+            others.append(own)
+        rest = "" if reference is None else own[len(reference) + 1 :].replace("/", ".")
+        found.append(None if reference is None else f"{of[reference]}.{rest}")
+    names = iter(_names(tuple(others)))
+    return _unique(next(names) if name is None else name for name in found)
 
 
 def _automatic_names() -> set[str]:
@@ -70,7 +73,7 @@ def _automatic_names() -> set[str]:
     import keras
     from keras.src.utils.naming import to_snake_case
 
-    waiting = [keras.Layer, keras.metrics.Metric, keras.random.SeedGenerator]
+    waiting = [keras.Layer, keras.metrics.Metric, keras.random.SeedGenerator, keras.Variable]
     found: set[str] = set()
     while waiting:
         kind = waiting.pop()

@@ -134,6 +134,13 @@ class HoldfastCallback(keras.callbacks.Callback):
             text = f"{self._run}: a callback has ended this training in epoch {self._epoch}: nothing to do"
             warnings.warn(text, RuntimeWarning, stacklevel=stack_level())
             model._initial_epoch = self.params["epochs"]
+        elif self._epoch >= self.params["epochs"]:
+            text = (
+                f"{self._run}: this run has completed all {self._epoch} epochs, and fit was asked for "
+                f"{self.params['epochs']}: nothing to do. Ask for more epochs, or name another run; "
+                "start_over=True begins this one again"
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=stack_level())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         for memory in self._memories:
