@@ -1,10 +1,15 @@
-"""Floating-point elements from one type to another, rounded to nearest, ties to even. Needs numpy only."""
+"""Elements from one type to another: floating-point ones rounded to nearest, ties to even; byte orders.
+
+Needs numpy only.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 import numpy as np
+
+from holdfast.state.numpy_arrays import logical_name
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[Any]]
@@ -16,7 +21,23 @@ _CODES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 def cast(data: Bytes, dtype: str, to: str) -> Bytes:
     """The bytes of elements of type `dtype` as those of type `to`."""
-    return data if dtype == to else from_floats(to_floats(data, dtype), to)
+    if dtype == to:
+        return data
+    known = little_endian(dtype)
+    if known != dtype:
+        data = data.view(dtype.removeprefix("NP:")).byteswap().view(np.uint8)
+    return data if known == to else from_floats(to_floats(data, known), to)
+
+
+def little_endian(dtype: str) -> str:
+    """The type of the same elements in the order of bytes that most formats have; of others, the type itself.
+
+    >>> little_endian("NP:>f4"), little_endian("I64")
+    ('F32', 'I64')
+    """
+    if not dtype.startswith("NP:>"):
+        return dtype
+    return logical_name(np.dtype(dtype.removeprefix("NP:")).newbyteorder("<")) or dtype
 
 
 def to_floats(data: Bytes, dtype: str) -> Floats:

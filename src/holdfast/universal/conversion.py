@@ -142,7 +142,8 @@ def convert(
         tree = tree_of(checkpoint, names, whole=whole)
         local = checkpoint.local(0) if whole else {}
         inlined = set(blob_names(localized(tree, local))) if writer.inlines_bytes else set()
-        items, tied = items_of(checkpoint, [name for name in names if name not in inlined], cast)
+        written = [name for name in names if name not in inlined]
+        items, tied = items_of(checkpoint, written, cast, big_endian=writer.keeps_types)
         foreign = isinstance(checkpoint, ForeignCheckpoint)
         job = Job(
             checkpoint=checkpoint,

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from holdfast.engine import Tuning
 from holdfast.format.dtypes import itemsize
-from holdfast.inspect.element_casts import FLOATS
+from holdfast.inspect.element_casts import FLOATS, little_endian
 from holdfast.inspect.progress import Progress
 from holdfast.state import Node, prune
 from holdfast.state.node import localized
@@ -106,9 +106,12 @@ def choose(
 
 
 def items_of(
-    checkpoint: StoredCheckpoint, names: Sequence[str], dtype: str | None
+    checkpoint: StoredCheckpoint, names: Sequence[str], dtype: str | None, *, big_endian: bool
 ) -> tuple[tuple[Item, ...], dict[str, str]]:
-    """Every stored leaf once, under the first of its names; and the other names."""
+    """Every stored leaf once, under the first of its names; and the other names.
+
+    `big_endian`: the target keeps the order of bytes.
+    """
     items: dict[str, Item] = {}
     tied: dict[str, str] = {}
     for name in names:
@@ -118,8 +121,9 @@ def items_of(
             tied[name] = items[stored].name
             continue
         # Moments and step counts lose their meaning in a narrow type.
-        casts = dtype is not None and info.dtype in FLOATS and not name.startswith(_OPTIMIZER)
-        to = dtype if casts and dtype is not None else info.dtype
+        known = info.dtype if big_endian else little_endian(info.dtype)
+        casts = dtype is not None and known in FLOATS and not name.startswith(_OPTIMIZER)
+        to = dtype if casts and dtype is not None else known
         nbytes = info.nbytes if to == info.dtype else info.nbytes // itemsize(info.dtype) * itemsize(to)
         items[stored] = Item(stored, name, to, info.shape, nbytes)
     return tuple(items.values()), tied

@@ -20,7 +20,7 @@ class Writer:
 
     `only_model`: it holds weights alone, as a rule. `inlines_bytes`: large ``bytes`` of the state are no
     arrays there. `cuts_parameters`: over the ranks of ``job.layout`` (``--tp``, ``--pp``), by the rules of
-    ``job.spec``. `has_zero_stage`: it takes ``--zero-stage``.
+    ``job.spec``. `has_zero_stage`: it takes ``--zero-stage``. `keeps_types`: also those that only numpy has.
     """
 
     kind: str
@@ -31,6 +31,7 @@ class Writer:
     inlines_bytes: bool = False
     cuts_parameters: bool = False
     has_zero_stage: bool = False
+    keeps_types: bool = False
 
     @property
     def needs_model(self) -> bool:
@@ -38,7 +39,7 @@ class Writer:
 
 
 WRITERS: tuple[Writer, ...] = (
-    Writer("holdfast", native.plan, native.write),
+    Writer("holdfast", native.plan, native.write, keeps_types=True),
     Writer(safetensors.KIND, safetensors.plan, safetensors.write, only_model=True),
     Writer(hf.KIND, hf.plan, hf.write, hf.prepare, only_model=True),
     Writer(
