@@ -1,8 +1,9 @@
 """HDF5 files: any, weights of Keras (``.weights.h5``, ``.h5``), and ``.keras`` archives, which hold one.
 
-A dataset is named by its path, with dots. Those of Keras are a model's: ``model.layers.dense.vars.0``, and
-``optimizer.vars.3`` for what its optimizer keeps by number. Contiguous datasets are read in place; chunked,
-compressed and big-endian ones are computed when they are read, one at a time.
+A file gives what h5py reads: nested dicts for groups, with an array for each dataset, without attributes.
+Those of Keras are arranged as a training state: ``model.layers.dense.vars.0``, and ``optimizer.vars.3`` for
+what the optimizer keeps by number. Contiguous datasets are read in place; chunked and compressed ones are
+computed when they are read, one at a time.
 
 h5py parses the files. Whatever would lead out of a file (external links and storage, virtual datasets) is
 refused, and so are elements that are no numbers of a fixed size.
@@ -42,7 +43,6 @@ _MAX_DEPTH = 64
 _MAX_OBJECTS = 1_000_000
 _SLAB_NBYTES = 16 << 20
 _MAX_CHUNK_NBYTES = 256 << 20
-_MAX_TEXT_NBYTES = 1 << 20
 # What deflate can do at most is about 1000; small datasets may be all fill value.
 _MAX_INFLATION = 2000
 _ALWAYS_NBYTES = 64 << 20
@@ -70,38 +70,38 @@ def describe(path: str, spec: object = None, as_training: bool | None = None) ->
         version = file.attrs.get("keras_version") if "keras_version" in file.attrs else None
         if isinstance(version, (str, bytes)):
             facts["keras"] = version.decode("ascii", "replace") if isinstance(version, bytes) else version
-    arranged = bool(found.keras or as_training)
-    state: object = found.nested()
-    if arranged:
-        state = arranged_names(path, found.named())
+    if found.left_out:
+        facts["not read"] = f"attributes of {found.left_out} of its groups and datasets"
+    arranged = bool(found.keras) if as_training is None else as_training
+    state = arranged_names(path, found.named()) if arranged else found.state
     return source_of(path, KIND, state, step=found.step, facts=facts, arranged=arranged)
 
 
 @dataclass(slots=True)
 class _Found:
-    """What a file holds by the names of HDF5, with ``/`` between groups; of an empty group, None."""
+    """What a file holds: `state` has a dict for each group, in it a leaf for each dataset."""
 
     path: str
     keras: str
-    held: dict[str, Any] = field(default_factory=dict)
-    seen: dict[Any, str] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    groups: dict[Any, str] = field(default_factory=dict)
+    datasets: dict[Any, SourceLeaf] = field(default_factory=dict)
     objects: int = 0
+    left_out: int = 0
     step: int | None = None
 
-    def nested(self) -> dict[str, Any]:
-        """Groups are dicts."""
-        state: dict[str, Any] = {}
-        for full, value in self.held.items():
-            *groups, last = full.split("/")
-            inside = state
-            for name in groups:
-                inside = inside.setdefault(name, {})
-            inside[last] = {} if value is None else value
-        return state
-
-    def named(self) -> dict[str, Any]:
-        """By dotted names, without empty groups."""
-        return {self.leaf_name(full): value for full, value in self.held.items() if value is not None}
+    def named(self) -> dict[str, SourceLeaf]:
+        """The leaves by dotted names. Empty groups have none."""
+        named: dict[str, SourceLeaf] = {}
+        waiting: list[tuple[str, Any]] = [("", self.state)]
+        while waiting:
+            full, value = waiting.pop()
+            if isinstance(value, dict):
+                below = [(f"{full}/{name}" if full else name, one) for name, one in value.items()]
+                waiting += reversed(below)
+            elif named.setdefault(name := self.leaf_name(full), value) is not value:
+                raise UnsupportedSource(f"{self.path}: two datasets are both named {name!r}")
+        return named
 
     def refuse(self, name: str, why: str) -> UnsupportedSource:
         return UnsupportedSource(f"{self.path}: {name!r} {why}, and cannot be read")
@@ -193,35 +193,46 @@ def _keras_kind(file: Any) -> str:
 
 def _walk(h5py: Any, root: Any, start: int, found: _Found) -> None:
     """Visits groups without following links that lead elsewhere."""
-    waiting = [(root, "", 0)]
+    found.left_out += bool(len(root.attrs))
+    waiting = [(root, "", found.state, 0)]
     while waiting:
-        group, place, depth = waiting.pop()
+        group, place, inside, depth = waiting.pop()
         if depth > _MAX_DEPTH:
             raise found.refuse(place, f"is nested deeper than {_MAX_DEPTH}")
         below = []
-        for name in group:
-            found.objects += 1
-            if found.objects > _MAX_OBJECTS:
-                raise found.refuse(place or "/", f"and others are more than {_MAX_OBJECTS} objects")
+        for name in _names(group, place, found):
             full = f"{place}/{name}" if place else name
             link = group.get(name, getlink=True)
             if not isinstance(link, h5py.HardLink):
                 kind = "external" if isinstance(link, h5py.ExternalLink) else "soft"
                 raise found.refuse(full, f"is a {kind} link")
             opened = group[name]
+            found.left_out += bool(len(opened.attrs))
             if isinstance(opened, h5py.Group):
-                key = _identity(h5py, opened)
-                if key in found.seen:
-                    raise found.refuse(full, f"is the group {found.seen[key]!r} again")
-                found.seen[key] = full
-                if not len(opened):
-                    found.held[full] = None
-                below.append((opened, full, depth + 1))
+                first = found.groups.setdefault(_identity(h5py, opened), full)
+                if first != full:
+                    raise found.refuse(full, f"is the group {first!r} again")
+                inside[name] = {}
+                below.append((opened, full, inside[name], depth + 1))
             elif isinstance(opened, h5py.Dataset):
-                _add(h5py, opened, full, start, found)
+                key = _identity(h5py, opened)
+                if key not in found.datasets:
+                    found.datasets[key] = _leaf(h5py, opened, full, start, found)
+                inside[name] = found.datasets[key]
             else:
                 raise found.refuse(full, "is neither a group nor a dataset")
         waiting += reversed(below)
+
+
+def _names(group: Any, place: str, found: _Found) -> list[str]:
+    found.objects += len(group)
+    if found.objects > _MAX_OBJECTS:
+        raise found.refuse(place or "/", f"and others are more than {_MAX_OBJECTS} objects")
+    names = list(group)
+    for name in names:
+        if not isinstance(name, str):
+            raise found.refuse(place or "/", f"holds something named {name!r}, which is not UTF-8")
+    return names
 
 
 def _identity(h5py: Any, opened: Any) -> Any:
@@ -229,34 +240,25 @@ def _identity(h5py: Any, opened: Any) -> Any:
     return info.fileno, info.addr
 
 
-def _add(h5py: Any, dataset: Any, full: str, start: int, found: _Found) -> None:
+def _leaf(h5py: Any, dataset: Any, full: str, start: int, found: _Found) -> SourceLeaf:
     name = found.leaf_name(full)
-    key = _identity(h5py, dataset)
-    if key in found.seen:
-        found.held[full] = found.held[found.seen[key]]
-        return
     _refuse_strange(h5py, dataset, full, found)
-    if dataset.dtype.kind == "S":
-        found.held[full] = _text(dataset, full, found)
-        return
     dtype = _element_type(dataset)
     if dtype is None:
         raise found.refuse(full, f"has elements of type {dataset.dtype}")
-    shape = tuple(int(length) for length in dataset.shape)
+    shape = (*map(int, dataset.shape), *dataset.dtype.shape)  # elements may be arrays
     if is_beyond_arrays(dtype, shape):
         raise CorruptCheckpoint("a shape beyond what any array can have", path=found.path, leaf=name)
-    found.seen[key] = full
     if name == "optimizer.vars.0" and dataset.dtype.kind in "iu" and not shape:
         found.step = max(0, int(dataset[()]))
-    nbytes = dataset.dtype.itemsize * math.prod(shape)
+    nbytes = _nbytes(dataset)
     offset = dataset.id.get_offset() if nbytes and _lies_as_it_is(h5py, dataset, nbytes) else None
     if offset is not None:
         stretch = Stretch(found.path, start + int(offset), whole(shape))
-        found.held[full] = SourceLeaf(name, dtype, shape, (stretch,), framework="numpy")
-        return
+        return SourceLeaf(name, dtype, shape, (stretch,), framework="numpy")
     _refuse_inflation(dataset, full, nbytes, found)
     computed = Computed(partial(_compute, found.path, full, nbytes))
-    found.held[full] = SourceLeaf(name, dtype, shape, (), framework="numpy", computed=computed)
+    return SourceLeaf(name, dtype, shape, (), framework="numpy", computed=computed)
 
 
 def _refuse_strange(h5py: Any, dataset: Any, full: str, found: _Found) -> None:
@@ -274,7 +276,11 @@ def _element_type(dataset: Any) -> str | None:
     """The name of the type. Keras stores bfloat16 as bytes, and says so beside them."""
     if dataset.dtype == np.dtype("V2") and _attribute(dataset, "dtype") == "bfloat16":
         return "BF16"
-    return None if dataset.dtype.kind == "V" else logical_name(dataset.dtype.newbyteorder("="))
+    return logical_name(dataset.dtype.base)
+
+
+def _nbytes(dataset: Any) -> int:
+    return int(dataset.dtype.itemsize * math.prod(dataset.shape))
 
 
 def _attribute(dataset: Any, name: str) -> object:
@@ -283,7 +289,7 @@ def _attribute(dataset: Any, name: str) -> object:
 
 
 def _lies_as_it_is(h5py: Any, dataset: Any, nbytes: int) -> bool:
-    """Whether the bytes in the file are those of numpy's type, in this machine's order.
+    """Whether the bytes in the file are those of numpy's type.
 
     One that was never written has no place; behind a user's block, HDF5 gives a wrong one.
     """
@@ -293,8 +299,9 @@ def _lies_as_it_is(h5py: Any, dataset: Any, nbytes: int) -> bool:
         return False
     if dataset.dtype.kind == "V":
         return True
-    stored = dataset.id.get_type()
-    return bool(dataset.dtype.isnative and stored.equal(h5py.h5t.py_create(dataset.dtype, logical=True)))
+    if dataset.dtype.kind in "mM":  # which HDF5 has no type for: h5py keeps them as bytes with a tag
+        return False
+    return bool(dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)))
 
 
 def _refuse_inflation(dataset: Any, full: str, nbytes: int, found: _Found) -> None:
@@ -308,24 +315,17 @@ def _refuse_inflation(dataset: Any, full: str, nbytes: int, found: _Found) -> No
         raise found.refuse(full, f"would be {nbytes} bytes out of {stored} in the file")
 
 
-def _text(dataset: Any, full: str, found: _Found) -> object:
-    if dataset.dtype.itemsize * math.prod(dataset.shape) > _MAX_TEXT_NBYTES:
-        raise found.refuse(full, "is text of more than a mebibyte")
-    return dataset[()].tolist()
-
-
 def _compute(path: str, full: str, nbytes: int, out: BinaryIO) -> None:
-    """Writes the elements of a dataset in C order and this machine's byte order, some rows at a time."""
+    """Writes the elements of a dataset in C order, some rows at a time."""
     with _opened(path) as (file, _):
         dataset = file[full]
-        native = dataset.dtype.newbyteorder("=")
-        if dataset.dtype.itemsize * math.prod(dataset.shape) != nbytes:
+        if _nbytes(dataset) != nbytes:
             raise CorruptCheckpoint("the dataset has changed", path=path, leaf=full)
         if not dataset.shape or not nbytes:
-            out.write(np.asarray(dataset[()]).astype(native, copy=False).tobytes())
+            out.write(np.asarray(dataset[()]).tobytes())
             return
         unit = dataset.chunks[0] if dataset.chunks else 1
         rows = max(1, _SLAB_NBYTES // (nbytes // dataset.shape[0]) // unit) * unit
         for first in range(0, dataset.shape[0], rows):
             slab = dataset[first : first + rows]
-            out.write(np.ascontiguousarray(slab).astype(native, copy=False).data.cast("B"))
+            out.write(np.ascontiguousarray(slab).view(np.uint8).data.cast("B"))
