@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CorruptCheckpoint, UnsupportedSource
 from holdfast.universal.dcp_directory import METADATA, DcpDirectory
 from holdfast.universal.optimizer_names import is_named, is_optimizer_state
 from holdfast.universal.source import Source, SourceLeaf
@@ -23,7 +23,14 @@ WANTED = "a directory with .metadata and *.distcp"
 _STEPS = (("global_step",), ("step",), ("iteration",), ("train_state", "step"))
 _STATE, _GROUPS = "state.", "param_groups."
 _MAX_GAP = 1000
-"""Elements of a list that were not saved are None. A damaged index must not make millions of them."""
+"""A damaged index of a list must not make millions of elements."""
+
+
+Place = tuple[str | int, ...]
+
+
+class _Missing:
+    """An element of a list that has not been met yet."""
 
 
 def looks_like(path: str | os.PathLike[str]) -> str | None:
@@ -56,6 +63,7 @@ def _nested(directory: DcpDirectory) -> dict[str, Any]:
     tensors = set(directory.tensors)
     tied: dict[object, SourceLeaf] = {}  # writers may store what is tied once, and name it twice
     state: dict[str, Any] = {}
+    lists: list[tuple[Place, list[Any]]] = []
     for name in directory.names:
         if name in tensors:
             leaf = directory.leaf(name, name)
@@ -64,14 +72,27 @@ def _nested(directory: DcpDirectory) -> dict[str, Any]:
             value = directory.read_object(name)
         place = paths.get(name, (name,))
         try:
-            _put(state, place, value)
+            _put(state, place, value, lists)
         except (TypeError, IndexError):
             raise CorruptCheckpoint(
                 f"its place in the state, {'.'.join(map(str, place))}, does not fit the others",
                 path=directory.metadata_path,
                 leaf=name,
             ) from None
+    _require_whole(directory, lists)
     return {key: _by_parameter(value) for key, value in state.items()}
+
+
+def _require_whole(directory: DcpDirectory, lists: list[tuple[Place, list[Any]]]) -> None:
+    """DCP saves nothing of an empty dict, and then cannot load the list that it was in, either."""
+    for place, made in lists:
+        missing = next((number for number, one in enumerate(made) if one is _Missing), None)
+        if missing is not None:
+            at = ".".join(map(str, (*place, missing)))
+            raise UnsupportedSource(
+                f"{directory.path}: DCP has not saved {at!r}, as a rule an empty dict. So the list cannot be "
+                "read as it was; torch can only load it into a state that has the list already"
+            )
 
 
 def _by_parameter(value: Any) -> Any:
@@ -80,23 +101,25 @@ def _by_parameter(value: Any) -> Any:
     return OptimizerState(value) if named else value
 
 
-def _put(state: dict[str, Any], place: tuple[str | int, ...], value: object) -> None:
-    """Puts a value into nested dicts and lists, which are made as they are needed."""
+def _put(state: dict[str, Any], place: Place, value: object, lists: list[tuple[Place, list[Any]]]) -> None:
+    """Puts a value into nested dicts and lists, which are made as they are needed; tells of new `lists`."""
     container: Any = state
     key: Any
-    for key, below in zip(place, (*place[1:], None), strict=True):
+    for number, (key, below) in enumerate(zip(place, (*place[1:], None), strict=True), 1):
         if isinstance(container, list):
             if type(key) is not int or not 0 <= key <= len(container) + _MAX_GAP:
                 raise IndexError(key)
-            container.extend([None] * (key + 1 - len(container)))
+            container.extend([_Missing] * (key + 1 - len(container)))
         elif not isinstance(container, dict):
             raise TypeError(key)
         if below is None:
             container[key] = value
             return
-        found = container[key] if isinstance(container, list) else container.get(key)
-        if found is None:
+        found = container[key] if isinstance(container, list) else container.get(key, _Missing)
+        if found is _Missing:
             found = container[key] = [] if type(below) is int else {}
+            if isinstance(found, list):
+                lists.append((place[:number], found))
         container = found
 
 
