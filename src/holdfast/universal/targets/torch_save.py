@@ -1,7 +1,8 @@
 """Files as ``torch.save`` writes them, which ``torch.load(weights_only=True)`` reads.
 
 The weights of a model alone become a state dict, which ``load_state_dict`` takes. Anything else is a dict
-with the keys of the state. Tensors stream into the archive: no more than a window of them is in memory.
+with the keys of the state, and what another library wrote keeps its form. Tensors stream into the archive: no
+more than a window of them is in memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from holdfast.state.node import blob_names, localized
 from holdfast.state.torch_arrays import load_torch, torch_dtype
 from holdfast.universal.atomic_output import output_file, refuse_file
 from holdfast.universal.items import Item, Job, OutputFile, progress_of
+from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.readback import compare_arrays
 from holdfast.universal.torch_archive import StorageBytes, pickled, storage_key, write_archive
 
@@ -59,7 +61,9 @@ def check(job: Job, path: str) -> None:
 
 
 def _is_state_dict(job: Job) -> bool:
-    tree = job.tree
+    checkpoint, tree = job.checkpoint, job.tree
+    if isinstance(checkpoint, ForeignCheckpoint) and not checkpoint.source.arranged:
+        return False  # what another library wrote keeps its form
     return bool(job.prefix) and isinstance(tree, dict) and list(tree) == ["model"]
 
 
