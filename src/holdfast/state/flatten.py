@@ -128,6 +128,11 @@ def key_node(key: object, place: str) -> Node:
     return Walk(None)._hashable(key, place, 0)
 
 
+def is_plain_key(key: object) -> bool:
+    """Whether a JSON object can have this key, and is not taken for a tag then."""
+    return type(key) is str and key[:1] != "$" and is_text(key)
+
+
 Walker = Callable[["Walk", Any, str, int], Node]
 """Makes the node of a value of one type, at a place and a depth."""
 _LEFT_OUT = object()
@@ -420,7 +425,7 @@ class Walk:
     def _optimizer(self, optimizer: Any, place: str, depth: int) -> Node:
         view = torch_objects.optimizer_view(optimizer, self._names(), self._state, place)
         named = torch_objects.named_state(view)
-        if named is None or not all(type(key) is str and key[:1] != "$" for key in named):
+        if named is None or not all(map(is_plain_key, named)):
             return self.node(view.state, place, self.deeper(place, depth))
         depth = self.deeper(place, depth)
         prefix = f"{place}." if place else ""

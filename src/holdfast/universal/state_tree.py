@@ -17,7 +17,7 @@ import numpy as np
 
 from holdfast.errors import UnsupportedSource, UnsupportedState
 from holdfast.state import Node
-from holdfast.state.flatten import BLOB_NBYTES, Walk, described_tree
+from holdfast.state.flatten import BLOB_NBYTES, Walk, described_tree, is_plain_key
 from holdfast.state.node import LEAF, MAX_DEPTH, TENSOR
 from holdfast.state.numpy_arrays import logical_name
 from holdfast.state.refusals import unsupported
@@ -159,7 +159,7 @@ class _Leaves:
 
 
 def _optimizer(walk: Walk, state: OptimizerState, place: str, depth: int) -> Node:
-    if not all(type(key) is str and key[:1] != "$" for key in state):
+    if not all(map(is_plain_key, state)):
         return walk.node(dict(state), place, depth)
     depth = walk.deeper(place, depth)
     prefix = f"{place}." if place else ""
