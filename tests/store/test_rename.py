@@ -230,3 +230,23 @@ def test_a_warning_offers_the_prefix_too(wrapped: Any) -> None:
     path, _, _ = wrapped
     with pytest.warns(RuntimeWarning, match=re.escape('pass rename={"module.": ""}')):
         holdfast.load(path, into={"model": network(1), "extra": 3, "optimizer": None}, strict=False)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "a.b."])
+def test_a_checkpoint_that_is_a_state_dict_itself_is_said_to_be_one(tmp_path: Path, prefix: str) -> None:
+    source, model = network(0), network(1)
+    holdfast.save(tmp_path / "bare", {f"{prefix}{key}": value for key, value in source.state_dict().items()})
+    with pytest.raises(holdfast.StateMismatch) as caught:
+        holdfast.load(tmp_path / "bare", into={"model": model})
+    said = str(caught.value)
+    assert "Pass what the target has under 'model' as into=" in said
+    pasted = re.search(r"rename=(\{.*?\})", said)
+    assert (pasted is None) == (prefix == "")
+    holdfast.load(tmp_path / "bare", into=model, rename=eval(pasted[1]) if pasted else None)
+    assert same(dict(model.state_dict()), dict(source.state_dict()))
+    with (
+        holdfast.Checkpointer(tmp_path / "run", {"model": model}) as ckpt,
+        pytest.raises(holdfast.StateMismatch, match="it is one state dict itself") as caught,
+    ):
+        ckpt.restore(start_from=tmp_path / "bare")
+    assert "into=" not in str(caught.value)

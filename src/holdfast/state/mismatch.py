@@ -71,6 +71,8 @@ class Mismatch:
     """What the target has at its top, if it is a mapping with names for keys."""
     prefixes: tuple[str, str] | None = field(default=None, compare=False, repr=False)
     """How names of parameters begin in the checkpoint, and in the target, where that is all that differs."""
+    entries: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """What the checkpoint has at its top, if it is a mapping with names for keys."""
     fits_nothing: bool = field(default=False, compare=False, repr=False)
     """Whether the target asks for arrays, and none of the checkpoint fits."""
 
@@ -136,7 +138,7 @@ class Mismatch:
     def _beginnings(self) -> str | None:
         """A sentence, if names of the two sides differ in how they begin, and in nothing else."""
         if self.prefixes is None:
-            return another_prefix(self.missing, self.extra)
+            return self._entry() or another_prefix(self.missing, self.extra)
         there, here = self.prefixes
         if not here:
             said = f"Names of parameters begin with {there!r} in the checkpoint, but not in the target."
@@ -150,6 +152,22 @@ class Mismatch:
         if not _offers("rename"):
             return said
         return f"{said} To restore them, pass rename={{{_quoted(there)}: {_quoted(here)}}}."
+
+    def _entry(self) -> str | None:
+        """A sentence, if the checkpoint itself is the state dict for an entry of the target."""
+        found = differing_beginnings(self.missing, self.extra)
+        if found is None:
+            return None
+        (entry, _, inner), there = found[0].partition("."), found[1]
+        if entry not in self.keys or there.partition(".")[0] in self.entries:
+            return None
+        said = f"The checkpoint has no entries such as {entry!r}: it is one state dict itself."
+        if not _offers("into"):
+            return said
+        said += f" Pass what the target has under {entry!r} as into="
+        if inner == there or not _offers("rename"):
+            return f"{said}."
+        return f"{said}, and rename={{{_quoted(there)}: {_quoted(inner)}}}."
 
     def nothing(self, where: str) -> StateMismatch:
         """For a restore of what fits, when no array does."""
@@ -211,7 +229,7 @@ def another_prefix(target: Sequence[str], checkpoint: Sequence[str]) -> str | No
         return f"The names of the target begin with {here!r}; those of the checkpoint do not."
     said = f"Names that begin with {here!r} in the target begin with {there!r} in the checkpoint"
     if here.count(".") == there.count(".") == 1:
-        return f"{said}: name that entry of the target {there[:-1]!r}."
+        return f"{said}: did you mean {there[:-1]!r}?"
     return f"{said}."
 
 

@@ -105,6 +105,7 @@ class Restore:
             rename=rename,
             strict=strict,
         )
+        context.entries = tuple(key for key, _ in pairs_of(tree) or () if isinstance(key, str))
         self._context = context
         self._plan = _plan(context, into, localized(tree, local), "", 0)
         context.settle()

@@ -66,6 +66,8 @@ class RestoreContext:
         self.kept: dict[str, None] = {}
         self.left_out: list[str] = []
         self.elsewhere: dict[str, None] = {}
+        self.entries: tuple[str, ...] = ()
+        """The keys of the checkpoint at its top, for advice."""
         self.load_last: list[Callable[[], None]] = []
         self.misfits: set[str] = set()
         """Places of arrays that have another type in the checkpoint, and stay as they are."""
@@ -101,6 +103,7 @@ class RestoreContext:
             stored,
             keys,
             self._prefixes,
+            self.entries,
             self.lacks and not self.memory_plan.used,
         )
 
