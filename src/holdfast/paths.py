@@ -31,6 +31,8 @@ def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
     ``pathlib`` (``s3:/bucket/run``) or was made absolute (``/work/s3:/bucket/run``).
     """
     text = os.fsdecode(path)
+    if not text:
+        raise ValueError("the path is empty. Nothing was read or written. Give '.' for the current directory")
     found = _URL.search(text) or _COLLAPSED.match(text) or _JOINED.search(text)
     if found is not None:
         raise UnsupportedURL(_refusal(text, found[1].lower(), whole=found.re is _URL))

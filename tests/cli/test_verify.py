@@ -58,7 +58,17 @@ def test_json_lists_problems(tmp_path: Path) -> None:
     assert set(document) == {"path", "intact", "checkpoints"}
     assert document["intact"] is False
     one, two, three, four = document["checkpoints"]
-    assert set(one) == {"path", "step", "intact", "leaves", "nbytes", "files", "problems", "strangers"}
+    assert set(one) == {
+        "path",
+        "step",
+        "intact",
+        "leaves",
+        "nbytes",
+        "files",
+        "problems",
+        "strangers",
+        "instead",
+    }
     assert (one["step"], one["intact"]) == (1, False)
     (problem,) = one["problems"]
     assert (problem["file"], problem["leaf"]) == (str(step_path(run, 1) / SHARD), "model.w")

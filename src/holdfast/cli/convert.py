@@ -60,7 +60,12 @@ def convert(
         str | None,
         typer.Option("--dtype", metavar="TYPE", help="Cast floating-point leaves, such as to bf16."),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read both sides again and compare them.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify", help="Read both sides again and compare them, before DST appears."
+        ),
+    ] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write nothing; show what would be written.")
     ] = False,

@@ -59,7 +59,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "convert": (
         ("holdfast convert ds-run/global_step100 runs/start", "DeepSpeed to Holdfast"),
         ("holdfast convert runs/gpt@30 hf-model --to hf --carry gpt2/config.json", "to Hugging Face"),
-        ("holdfast convert runs/gpt model.pt --verify", "to a file of torch.save, and compare"),
+        ("holdfast convert runs/gpt model.pt", "to a file of torch.save, and compare"),
         ("holdfast convert model.bin out --dry-run", "only say what would be written"),
     ),
     "prune": (
@@ -100,10 +100,16 @@ class ExampleCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = [part for word in args for part in (word, word.partition("=")[2])]
+        empty = any(not word or (word.startswith("--") and word.endswith("=")) for word in args)
         rest = super().parse_args(ctx, args)
         for value in ctx.params.values():
             for path in value if isinstance(value, list) else [value]:
                 if isinstance(path, Path):
+                    if empty and path == Path():
+                        raise typer.BadParameter(
+                            "a path is empty: perhaps a variable of the shell is not set. Nothing was read "
+                            "or written. Give . for the current directory"
+                        )
                     _refuse_url(path, given)
         return rest
 

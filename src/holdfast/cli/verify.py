@@ -22,7 +22,11 @@ def verify(
     ],
     as_json: Json = False,
 ) -> None:
-    """Read every byte and check it. Names each damaged file and leaf; exit code 1 if there is one."""
+    """Read every byte and check it. Names each damaged file and leaf; exit code 1 if there is one.
+
+    A checkpoint of another system has no checksums: its sizes, its structure and the CRCs of its archives are
+    checked, and it is called readable.
+    """
     with session(as_json) as out:
         import os
         import time
@@ -49,6 +53,7 @@ def _document(report: Report) -> dict[str, object]:
         "path": report.path,
         "step": report.step,
         "intact": report.intact,
+        "instead": report.instead,
         "leaves": report.leaves,
         "nbytes": report.nbytes,
         "files": report.files,
@@ -74,7 +79,10 @@ def _print(out: Session, report: Report, name: str) -> None:
         amount = f"{words.count(report.leaves, 'leaf', 'leaves')}, {words.size(report.nbytes)}"
         if report.files > 2:
             amount += f" in {words.count(report.files, 'file')}"
-        out.say(f"intact   {name}   {amount}", style="green")
+        word = "readable" if report.instead else "intact  "
+        out.say(f"{word} {name}   {amount}", style="green")
+        if report.instead:
+            out.say(f"         {words.plain(report.instead)}", style="dim")
     else:
         out.say(f"DAMAGED  {name}   {words.count(len(report.problems), 'problem')}", style="bold red")
     for problem in report.problems:
@@ -93,4 +101,7 @@ def _summary(out: Session, reports: tuple[Report, ...], damaged: int, seconds: f
     elif len(reports) > 1 or nbytes > 100_000_000:
         checked = words.count(len(reports), "checkpoint")
         amount = f"{words.size(nbytes)} at {words.speed(nbytes, seconds)}"
-        out.say(f"{checked} intact: every byte read and checked, {amount}")
+        how = (
+            "every byte read" if any(report.instead for report in reports) else "every byte read and checked"
+        )
+        out.say(f"{checked} intact: {how}, {amount}")

@@ -56,9 +56,14 @@ class _Window:
 
 
 class LeafStream:
-    """Leaves of one checkpoint to be written. Use it as a context manager: it owns threads."""
+    """Leaves of one checkpoint to be written. Use it as a context manager: it owns threads.
 
-    def __init__(self, checkpoint: StoredCheckpoint, leaves: Sequence[StreamedLeaf]) -> None:
+    `alone`: no other stream is read at the same time. Two share the memory that one has.
+    """
+
+    def __init__(
+        self, checkpoint: StoredCheckpoint, leaves: Sequence[StreamedLeaf], *, alone: bool = True
+    ) -> None:
         self._reader = WindowReader(checkpoint)
         self._names = [leaf.stored for leaf in leaves]
         self._types = [(checkpoint.leaves[leaf.stored].dtype, leaf.dtype) for leaf in leaves]
@@ -77,7 +82,7 @@ class LeafStream:
         self._ahead: dict[int, Future[_Window]] = {}
         self._buffers: list[Bytes] = []  # to be used again: fresh memory costs as much as reading into it
         roomy = checkpoint.window_nbytes >= _LEAST_NBYTES
-        self._most_ahead = _AHEAD if roomy else 1
+        self._most_ahead = _AHEAD if roomy else int(alone)
         self._pool = ThreadPoolExecutor(_READERS if roomy else 1, "holdfast-stream")
 
     def source(self, index: int) -> Produced:

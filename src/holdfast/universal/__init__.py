@@ -12,7 +12,10 @@
 | `sources` | one module per system: where its bytes lie |
 | `rules`, `patterns`, `spec`, `spec_file`, `presets` | the language for layouts: `Spec` and its rules |
 | `cuts`, `union`, `split`, `joining`, `whole_source` | from the tensors of ranks to whole leaves, and back |
-| `recognition` | which system wrote a checkpoint |
+| `recognition`, `checking` | which system wrote a checkpoint; what can be verified of it |
+| `torch_file`, `torch_values`, `tensor_leaves` | files of ``torch.save``, read without torch |
+| `pickle_machine`, `plain_pickles`, `numpy_pickles` | pickles, read without running code |
+| `zip_records` | the records of zip archives, and their CRCs |
 | `opening`, `tree`, `reduction` | a description as a checkpoint that the native path reads |
 | `conversion`, `items`, `readback` | `convert`: which leaves go where, under which names; `verify` |
 | `ds_training`, `ds_cuts` | a state in DeepSpeed's terms, for its universal layout |

@@ -83,7 +83,7 @@ def convert(
     to: str | None = None,
     select: str | Iterable[str] | None = None,
     dtype: str | None = None,
-    verify: bool = False,
+    verify: bool = True,
     dry_run: bool = False,
     overwrite: bool = False,
     max_shard_nbytes: int = 5_000_000_000,
@@ -103,7 +103,7 @@ def convert(
     ``megatron``; by default what the end of `dst` says, else ``holdfast``. `select`: globs of leaves; by
     default all, and of a target for weights alone those of the model. Names of a model lose ``model.`` there.
     `dtype`: casts floating-point leaves, except an optimizer's. `verify`: reads both sides again and compares
-    them, before `dst` appears.
+    them, before `dst` appears; False saves that time.
     `dry_run`: writes nothing, and tells what would be written. `carry`: a ``config.json``, or a directory
     with it and a tokenizer, for a Hugging Face target; those of a Hugging Face source are carried along
     anyway. `tp`, `pp`: into how many tensor-parallel ranks and pipeline stages a target cuts the parameters,

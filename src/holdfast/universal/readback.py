@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,12 @@ from holdfast.universal.recognition import describe
 from holdfast.universal.source import SourceLeaf
 from holdfast.universal.state_tree import source_of
 
-_BLOCK_NBYTES = 8 << 20
+_BLOCK_NBYTES = 1 << 20
 
 
 def compare_with(job: Job, path: str, kind: str) -> None:
     """`CorruptCheckpoint` unless the checkpoint at `path`, of this foreign kind, has the items of a job."""
-    with ForeignCheckpoint(describe(path, kind)) as written:
+    with ForeignCheckpoint(describe(path, kind), job.checkpoint.tuning) as written:
         compare_written(job, written)
 
 
@@ -40,25 +40,36 @@ def _compare(job: Job, items: tuple[Item, ...], written: StoredCheckpoint) -> No
     mine = [StreamedLeaf(item.stored, item.dtype) for item in items]
     stored = [written.leaves[item.name].alias_of or item.name for item in items]
     its = [StreamedLeaf(name, item.dtype) for name, item in zip(stored, items, strict=True)]
-    with LeafStream(job.checkpoint, mine) as left, LeafStream(written, its) as right:
-        blocks = memoryview(bytearray(_BLOCK_NBYTES)), memoryview(bytearray(_BLOCK_NBYTES))
-        done = 0
-        for number, item in enumerate(items):
-            for start in range(0, item.nbytes, _BLOCK_NBYTES):
-                nbytes = min(_BLOCK_NBYTES, item.nbytes - start)
-                left.fill(number, blocks[0][:nbytes], start)
-                right.fill(number, blocks[1][:nbytes], start)
-                if blocks[0][:nbytes] != blocks[1][:nbytes]:
-                    raise CorruptCheckpoint("it differs from its source", path=job.path, leaf=item.name)
-                done += nbytes
-                job.progress(done, job.nbytes)
+    done = 0
+    for number, nbytes, same in _blocks(job.checkpoint, mine, written, its):
+        if not same:
+            raise CorruptCheckpoint("it differs from its source", path=job.path, leaf=items[number].name)
+        done += nbytes
+        job.progress(done, job.nbytes)
+
+
+def _blocks(
+    one: StoredCheckpoint,
+    its: Sequence[StreamedLeaf],
+    other: StoredCheckpoint,
+    others: Sequence[StreamedLeaf],
+) -> Iterator[tuple[int, int, bool]]:
+    """Block by block the number of a leaf, the bytes of the block, and whether both sides have the same."""
+    blocks = np.empty((2, _BLOCK_NBYTES), np.uint8)  # numpy compares a hundred times as fast as memoryviews
+    with LeafStream(one, its, alone=False) as left, LeafStream(other, others, alone=False) as right:
+        for number, size in enumerate(left.sizes):
+            for start in range(0, size, _BLOCK_NBYTES):
+                a, b = blocks[:, : min(_BLOCK_NBYTES, size - start)]
+                left.fill(number, a.data, start)
+                right.fill(number, b.data, start)
+                yield number, len(a), np.array_equal(a, b)
 
 
 def compare_arrays(job: Job, arrays: Mapping[str, Any], items: Sequence[Item] | None = None) -> None:
     """As `compare_with`, of tensors that another library has loaded: those of some items, or of all."""
     items = job.items if items is None else items
     torch = load_torch()
-    block = memoryview(bytearray(_BLOCK_NBYTES))
+    block = np.empty(_BLOCK_NBYTES, np.uint8)
     with LeafStream(job.checkpoint, [StreamedLeaf(item.stored, item.dtype) for item in items]) as stream:
         for number, item in enumerate(items):
             tensor = arrays[item.name].detach()
@@ -71,8 +82,8 @@ def compare_arrays(job: Job, arrays: Mapping[str, Any], items: Sequence[Item] | 
                 raise CorruptCheckpoint("it was not written as it should", path=job.path, leaf=item.name)
             for start in range(0, item.nbytes, _BLOCK_NBYTES):
                 part = block[: min(_BLOCK_NBYTES, item.nbytes - start)]
-                stream.fill(number, part, start)
-                if part != memoryview(data[start : start + len(part)]):
+                stream.fill(number, part.data, start)
+                if not np.array_equal(part, data[start : start + len(part)]):
                     raise CorruptCheckpoint("it differs from its source", path=job.path, leaf=item.name)
 
 
@@ -98,13 +109,8 @@ def _compare_copy(
     checkpoint: StoredCheckpoint, other: StoredCheckpoint, leaves: list[SourceLeaf], number: int
 ) -> None:
     streamed = [StreamedLeaf(leaf.name, leaf.dtype) for leaf in leaves]
-    with LeafStream(checkpoint, streamed) as left, LeafStream(other, streamed) as right:
-        blocks = memoryview(bytearray(_BLOCK_NBYTES)), memoryview(bytearray(_BLOCK_NBYTES))
-        for index, leaf in enumerate(leaves):
-            for start in range(0, left.sizes[index], _BLOCK_NBYTES):
-                nbytes = min(_BLOCK_NBYTES, left.sizes[index] - start)
-                left.fill(index, blocks[0][:nbytes], start)
-                right.fill(index, blocks[1][:nbytes], start)
-                if blocks[0][:nbytes] != blocks[1][:nbytes]:
-                    copy = leaf.copies[number][0].file if leaf.copies[number] else checkpoint.path
-                    raise CorruptCheckpoint("replicas of it differ", path=copy, leaf=leaf.name)
+    for index, _, same in _blocks(checkpoint, streamed, other, streamed):
+        if not same:
+            leaf = leaves[index]
+            copy = leaf.copies[number][0].file if leaf.copies[number] else checkpoint.path
+            raise CorruptCheckpoint("replicas of it differ", path=copy, leaf=leaf.name)

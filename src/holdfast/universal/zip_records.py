@@ -1,14 +1,19 @@
-"""Where the records of an uncompressed zip archive lie, as `torch.save` writes them.
+"""Where the records of a zip archive lie, as `torch.save` writes them, and whether their bytes are right.
 
 Owns the zip format, zip64 included, and trusts no number in it: every record lies inside of the archive, or
 the archive is reported as corrupt. An archive may be a part of a file (torch DCP stores many in one). Reads
-the central directory at once, and a record's local header when that record is asked for.
+the central directory at once, and a record's local header when that record is asked for. Bytes are compared
+with their CRCs only where that is asked for (`holdfast.universal.checking`).
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from holdfast.errors import CorruptCheckpoint, UnsupportedSource
@@ -21,6 +26,8 @@ _LOCAL = struct.Struct("<4s5H3L2H")
 _MAX_COMMENT = 65535
 _MAX_DIRECTORY_NBYTES = 1 << 30
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_STORED, _DEFLATED = 0, 8
+_BLOCK_NBYTES = 1 << 20
 
 LOCAL_MAGIC = b"PK\x03\x04"
 
@@ -29,7 +36,25 @@ LOCAL_MAGIC = b"PK\x03\x04"
 class _Record:
     header: int
     nbytes: int
-    stored: bool
+    stored_nbytes: int
+    method: int
+    crc: int
+
+
+Place = tuple[str, int, int]
+"""An archive: the path of its file, where it begins there, and its size."""
+_opened: ContextVar[dict[Place, None] | None] = ContextVar("opened", default=None)
+
+
+@contextmanager
+def noting_archives() -> Iterator[dict[Place, None]]:
+    """Inside of this, the archives that readers open are noted, each once."""
+    found: dict[Place, None] = {}
+    token = _opened.set(found)
+    try:
+        yield found
+    finally:
+        _opened.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +122,18 @@ class ZipRecords:
         begin, nbytes, count = self._find_directory()
         self._directory_start = begin
         self._records = self._parse_directory(file.read(begin, nbytes), count)
+        noted = _opened.get()
+        if noted is not None:
+            noted[file.path, file.start, file.nbytes] = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._records)
+
+    @property
+    def have_crcs(self) -> bool:
+        """Whether all records with bytes have one; `torch.save` writes 0 if told to compute none."""
+        return all(record.crc or not record.nbytes for record in self._records.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._records
@@ -110,19 +143,47 @@ class ZipRecords:
         record = self._records.get(name)
         if record is None:
             raise self._corrupt(f"the archive has no record {name!r}")
-        if not record.stored:
+        if record.method != _STORED:
             raise UnsupportedSource(
                 f"{self._file.path}: record {name!r} is compressed; torch.save does not compress. "
                 "Save the file again with torch.save"
             )
+        return Extent(self._file.start + self._begin(name, record), record.nbytes)
+
+    def wrong(self, name: str) -> str | None:
+        """What is wrong with the bytes of a record; None if they match their CRC, or none was written."""
+        record = self._records[name]
+        if record.method not in (_STORED, _DEFLATED):
+            return None
+        inflate = zlib.decompressobj(-15) if record.method == _DEFLATED else None
+        begin, crc, nbytes = self._begin(name, record), 0, 0
+        for start in range(0, record.stored_nbytes, _BLOCK_NBYTES):
+            data = self._file.read(begin + start, min(_BLOCK_NBYTES, record.stored_nbytes - start))
+            while data:
+                if inflate is None:
+                    made, data = data, b""
+                else:
+                    try:
+                        made, data = inflate.decompress(data, _BLOCK_NBYTES), inflate.unconsumed_tail
+                    except zlib.error as error:
+                        return f"record {name!r} cannot be inflated: {error}"
+                crc, nbytes = zlib.crc32(made, crc), nbytes + len(made)
+                if nbytes > record.nbytes:
+                    return f"record {name!r} has more than the {record.nbytes} bytes that it says"
+        if nbytes != record.nbytes:
+            return f"record {name!r} has {nbytes} bytes, and says {record.nbytes}"
+        return f"the bytes of record {name!r} do not match their CRC" if record.crc not in (0, crc) else None
+
+    def _begin(self, name: str, record: _Record) -> int:
+        """Where the bytes of a record begin in the archive, behind a header of their own."""
         header = self._file.read(record.header, _LOCAL.size)
         magic, _, _, _, _, _, _, _, _, name_nbytes, extra_nbytes = _LOCAL.unpack(header)
         if magic != LOCAL_MAGIC:
             raise self._corrupt(f"record {name!r} does not begin where the archive says")
         begin = record.header + _LOCAL.size + name_nbytes + extra_nbytes
-        if begin + record.nbytes > self._directory_start:
+        if begin + record.stored_nbytes > self._directory_start:
             raise self._corrupt(f"record {name!r} reaches past the records of the archive")
-        return Extent(self._file.start + begin, record.nbytes)
+        return int(begin)
 
     def read(self, name: str, limit: int) -> bytes:
         """The bytes of a record of at most `limit` bytes."""
@@ -199,7 +260,7 @@ class ZipRecords:
                 method,
                 _,
                 _,
-                _,
+                crc,
                 stored,
                 nbytes,
                 name_nbytes,
@@ -226,13 +287,13 @@ class ZipRecords:
             at = end
             if flags & 1:
                 raise UnsupportedSource(f"{self._file.path}: record {name!r} is encrypted")
-            if method == 0 and stored != nbytes:
+            if method == _STORED and stored != nbytes:
                 raise self._corrupt(f"record {name!r} has two sizes, {stored} and {nbytes}")
             if header + _LOCAL.size + stored > self._directory_start:
                 raise self._corrupt(f"record {name!r} reaches past the records of the archive")
             if name in records:
                 raise self._corrupt(f"the archive has two records {name!r}")
-            records[name] = _Record(header, nbytes, method == 0)
+            records[name] = _Record(header, nbytes, stored, method, crc)
         return records
 
     def _wide(self, name: str, extra: bytes, nbytes: int, stored: int, header: int) -> tuple[int, int, int]:

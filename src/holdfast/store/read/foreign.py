@@ -12,6 +12,8 @@ from typing import Any
 
 _RENAMING = "holdfast.universal.renaming"
 """Has ``renaming(given)``."""
+_CHECKS = "holdfast.universal.checking"
+"""Has ``check(path, progress)``."""
 _READERS = "holdfast.universal.opening"
 """Has ``recognises``, ``open_foreign``, ``checkpoints_in`` and ``looked_for``."""
 
@@ -29,6 +31,11 @@ def open_foreign(path: str, tuning: Any) -> Any:
     """A `StoredCheckpoint` of what another system wrote; None if there is nothing that is known."""
     readers = _readers()
     return readers.open_foreign(path, tuning) if readers.recognises(path) else None
+
+
+def check(path: str, progress: Callable[[int], None] | None) -> Any:
+    """The `Report` of a checkpoint of another system: what can be verified of it."""
+    return importlib.import_module(_CHECKS).check(path, progress)
 
 
 def checkpoints_in(directory: str) -> list[str]:

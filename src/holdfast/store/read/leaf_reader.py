@@ -209,6 +209,11 @@ class LeafReader:
         return LeafNotFound(f"{self.path} has no leaf {name!r}; `holdfast show` lists them")
 
     @property
+    def tuning(self) -> Tuning:
+        """How it is read: others of the same work are to be read so, too."""
+        return self._tuning
+
+    @property
     def window_nbytes(self) -> int:
         """What one read has in memory at most, beside its destinations."""
         return self._tuning.window_nbytes * self._tuning.depth

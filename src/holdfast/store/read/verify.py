@@ -15,6 +15,8 @@ from holdfast.format.records import Part, ShardFile
 from holdfast.format.shard import HeaderEntry, entry_name, is_pad, parse_header
 from holdfast.store.names import MANIFEST
 from holdfast.store.os_errors import open_stored, reading
+from holdfast.store.read import foreign
+from holdfast.store.read.listing import is_checkpoint
 from holdfast.store.read.open import resolve
 from holdfast.store.read.shard_reader import Problem, request_fragment
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
@@ -25,7 +27,8 @@ from holdfast.store.read.tree_check import problems_of_part, problems_of_whole
 class Report:
     """What `verify` found. `strangers` are files that do not belong there: harmless, but not ours.
 
-    `nbytes` counts the shards, `files` these and the manifest's.
+    `nbytes` counts the shards, `files` these and the manifest's. `instead`: what was verified of a checkpoint
+    of another system, which has no checksums; empty for one of ours, of which every byte was.
     """
 
     path: str
@@ -35,6 +38,7 @@ class Report:
     problems: tuple[Problem, ...]
     strangers: tuple[str, ...] = ()
     files: int = 0
+    instead: str = ""
 
     @property
     def intact(self) -> bool:
@@ -44,9 +48,13 @@ class Report:
 def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> Report:
     """Check every byte. Damage is reported, not raised; a path with nothing at it is still an error.
 
-    So is a lack of descriptors or memory (`OutOfResources`).
+    So is a lack of descriptors or memory (`OutOfResources`). Of a checkpoint of another system, what its
+    format allows is checked, and the report says what that was.
     """
     where = resolve(path)
+    if not is_checkpoint(where) and foreign.recognises(where):
+        found: Report = foreign.check(where, progress)
+        return found
     try:
         checkpoint = StoredCheckpoint(where)
     except OutOfResources:
@@ -69,8 +77,8 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | No
             problems.append(Problem(checkpoint.manifest_path, misplaced))
         strangers = tuple(sorted(set(checkpoint.names_inside()) - files.names))
         leaves = 0 if files.unreadable else len(checkpoint)
-        found = tuple(dict.fromkeys(problems))
-        return Report(where, checkpoint.step, leaves, files.nbytes, found, strangers, files.number)
+        every = tuple(dict.fromkeys(problems))
+        return Report(where, checkpoint.step, leaves, files.nbytes, every, strangers, files.number)
 
 
 class _Files:

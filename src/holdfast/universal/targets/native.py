@@ -39,11 +39,11 @@ def write(job: Job) -> None:
         commit = SingleCommit(
             Target(job.path), job.checkpoint.step, job.checkpoint.metrics, job.tuning, overwrite=job.overwrite
         )
-        commit.run(flat, observer=_Progress(job))
+        commit.run(flat, observer=_Progress(job, stream))
 
 
 def check(job: Job, path: str) -> None:
-    with StoredCheckpoint.uncommitted(path) as written:
+    with StoredCheckpoint.uncommitted(path, job.checkpoint.tuning) as written:
         compare_written(job, written)
 
 
@@ -73,8 +73,9 @@ def _flat(job: Job, leaves: Sequence[LeafSource]) -> Flat:
 class _Progress(SaveObserver):
     """Tells how much has been written, until all has; then verifies it, if that is asked for."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, stream: LeafStream) -> None:
         self._job = job
+        self._stream = stream
         self._advance = advance(job, 0)
 
     def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
@@ -83,6 +84,7 @@ class _Progress(SaveObserver):
                 self._advance(job.progress)
 
     def committing(self) -> None:
+        self._stream.close()  # its memory is needed to verify
         if self._job.verify:
             check(self._job, self._job.path + PARTIAL)
 
