@@ -149,12 +149,12 @@ def test_what_is_always_arranged_says_so(tmp_path: Path) -> None:
 
 def test_show_says_which_view_it_shows(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "f.pt")
-    own = command("show", tmp_path / "f.pt").stdout
+    own = command("show", tmp_path / "f.pt").out
     assert "as its own library loads it" in own
     assert "not stated" in own
     assert "1970" not in own
     assert own.count("format") == 0
-    assert "arranged as a training state" in command("show", tmp_path / "f.pt", "--as-training").stdout
+    assert "arranged as a training state" in command("show", tmp_path / "f.pt", "--as-training").out
     assert (
         command("show", tmp_path / "f.pt", "--as-training", "--json").document["leaves"][0]["name"]
         == "model.w"
