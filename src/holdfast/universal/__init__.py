@@ -16,7 +16,8 @@
 | `torch_file`, `torch_values`, `tensor_leaves` | files of ``torch.save``, read without torch |
 | `pickle_machine`, `plain_pickles`, `numpy_pickles` | pickles, read without running code |
 | `zip_records` | the records of zip archives, and their CRCs |
-| `opening`, `tree`, `reduction` | a description as a checkpoint that the native path reads |
+| `state_tree`, `training_state` | the state that a reader found, as our tree and leaves |
+| `opening`, `reduction` | a description as a checkpoint that the native path reads |
 | `conversion`, `items`, `readback` | `convert`: which leaves go where, under which names; `verify` |
 | `ds_training`, `ds_cuts` | a state in DeepSpeed's terms, for its universal layout |
 | `torch_zip`, `torch_pickles`, `torch_archive`, `torch_files` | files of ``torch.save``, written |
