@@ -117,6 +117,15 @@ def test_a_lightning_checkpoint_has_its_optimizer_as_torch_loads_it(written: Pat
     assert schedulers[0]["last_epoch"] == 1
 
 
+def test_lightning_goes_on_from_a_converted_file_as_from_its_own(written: Path, tmp_path: Path) -> None:
+    own = written / "gpt2" / "lightning.ckpt"
+    universal.convert(own, tmp_path / "again.ckpt")
+    output = peers.run(
+        "transformers", SCRIPT, "resume", "gpt2", tmp_path, own, tmp_path / "again.ckpt", timeout=900
+    )
+    assert "resumed 2" in output
+
+
 def test_a_wrong_prefix_is_an_error_and_not_random_weights(written: Path, tmp_path: Path) -> None:
     place = written / "gpt2"
     state = load(place / "state.pt")

@@ -2,6 +2,7 @@
 
 python transformers_models.py write FOLDER
 python transformers_models.py check FOLDER < {"model": ["directory", ...]}
+python transformers_models.py resume MODEL FOLDER CHECKPOINT...
 python transformers_models.py families
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -96,6 +98,13 @@ def train(model: torch.nn.Module, place: Path) -> None:
 
 
 def lightning(model: torch.nn.Module, place: Path) -> None:
+    trainer, _ = fitted(model, place, steps=2)
+    trainer.save_checkpoint(place / "lightning.ckpt")
+    torch.save(clones(model.state_dict()), place / "lightning-truth.pt")
+
+
+def fitted(model: torch.nn.Module, place: Path, steps: int, resume: Path | None = None) -> tuple[Any, Any]:
+    """A trainer of Lightning and its module, trained up to a step."""
     import lightning as L
 
     class Module(L.LightningModule):
@@ -112,7 +121,7 @@ def lightning(model: torch.nn.Module, place: Path) -> None:
 
     module = Module()
     trainer = L.Trainer(
-        max_steps=2,
+        max_steps=steps,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -120,9 +129,24 @@ def lightning(model: torch.nn.Module, place: Path) -> None:
         enable_model_summary=False,
         default_root_dir=str(place),
     )
-    trainer.fit(module, torch.utils.data.DataLoader(batches(), batch_size=4))
-    trainer.save_checkpoint(place / "lightning.ckpt")
-    torch.save(clones(model.state_dict()), place / "lightning-truth.pt")
+    loader = torch.utils.data.DataLoader(batches(), batch_size=4)
+    trainer.fit(module, loader, ckpt_path=None if resume is None else str(resume))
+    return trainer, module
+
+
+def resume(name: str, place: Path, *files: Path) -> None:
+    """Goes on from checkpoints of Lightning, and compares how that ends bit by bit."""
+    ends = []
+    for file in files:
+        trainer, module = fitted(make(name), place, steps=4, resume=file)
+        ends.append((clones(module.state_dict()), trainer.optimizers[0].state_dict(), trainer.global_step))
+    for weights, optimizer, step in ends[1:]:
+        assert step == ends[0][2] == 4
+        assert all(torch.equal(weights[key], tensor) for key, tensor in ends[0][0].items())
+        for number, entries in ends[0][1]["state"].items():
+            for key, tensor in entries.items():
+                assert torch.equal(optimizer["state"][number][key], tensor), (number, key)
+    print("resumed", len(ends))
 
 
 def check(wanted: list[dict[str, str]]) -> None:
@@ -172,5 +196,7 @@ if __name__ == "__main__":
         write(Path(sys.argv[2]))
     elif sys.argv[1] == "check":
         check(json.loads(Path(sys.argv[2]).read_text()))
+    elif sys.argv[1] == "resume":
+        resume(sys.argv[2], *map(Path, sys.argv[3:]))
     else:
         families()
