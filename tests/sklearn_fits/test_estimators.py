@@ -13,6 +13,7 @@ pytest.importorskip("sklearn")
 
 import sklearn
 import sklearn.cluster
+import sklearn.mixture
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
@@ -175,6 +176,34 @@ def test_an_unsupported_version_is_an_error_that_names_both(version: str) -> Non
     with pytest.raises(holdfast.UnsupportedVersion, match=f"scikit-learn {version} .* supports 1.3 to 1.9"):
         versions.check(version)
     versions.check(sklearn.__version__)
+
+
+def test_estimators_that_replace_scikit_learns_names_do_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As who tests ours in place of scikit-learn's does, or who patches scikit-learn."""
+    names = {"KMeans": {"n_init": 2}, "MiniBatchKMeans": {"n_init": 2}, "GaussianMixture": {}}
+    theirs = [
+        getattr(sklearn.mixture if name == "GaussianMixture" else sklearn.cluster, name)(
+            3, random_state=0, **more
+        ).fit(X)
+        for name, more in names.items()
+    ]
+    for kind in KINDS:
+        monkeypatch.setattr(
+            sklearn.mixture if kind is ours.GaussianMixture else sklearn.cluster, kind.__name__, kind
+        )
+    for kind, more, their in zip(KINDS, names.values(), theirs, strict=True):
+        fitted = kind(3, random_state=0, shelf=tmp_path / kind.__name__, **more).fit(X)
+        assert np.array_equal(fitted.predict(X), their.predict(X))
+
+
+def test_code_that_is_not_scikit_learns_is_named() -> None:
+    def fit(self: Any) -> None:
+        """Of another library."""
+
+    with pytest.raises(holdfast.UnsupportedVersion, match=r"fit of .*test_estimators has taken the place"):
+        loops.with_names(fit, {"lloyd": None})
 
 
 def test_a_function_without_the_expected_names_is_an_unsupported_version() -> None:

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import sklearn.cluster
 from scipy import sparse
 from sklearn.base import _fit_context
 from sklearn.cluster import _kmeans
@@ -25,20 +24,20 @@ from holdfast.sklearn.fingerprints import describe
 from holdfast.sklearn.loops import with_names
 from holdfast.sklearn.record import ShelfLike
 
-_DEFAULT_N_INIT: Any = sklearn.cluster.KMeans().n_init  # it differs between versions
+_DEFAULT_N_INIT: Any = _kmeans.KMeans().n_init  # it differs between versions
 _SLOTS = ("centers.0", "centers.1")
 _BOUNDS = ("labels", "upper_bounds", "lower_bounds")
 _RESULT = ("labels", "inertia", "centers", "n_iter")
 
 
-class KMeans(Resumable, sklearn.cluster.KMeans):  # type: ignore[misc]
+class KMeans(Resumable, _kmeans.KMeans):  # type: ignore[misc]
     """scikit-learn's `KMeans`, and `shelf`: where each iteration is made durable.
 
     `shelf` is the path of a shelf file, a directory (one shelf file for each fit), or an open
     `holdfast.Shelf`. If it is None, this is scikit-learn's estimator. ``fit`` with the same data and
     parameters goes on where the last one ended, or returns the stored result if that was complete.
 
-    >>> import tempfile, numpy as np
+    >>> import tempfile, numpy as np, sklearn.cluster
     >>> X = np.random.default_rng(0).normal(size=(200, 2))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     ours = KMeans(3, n_init=2, random_state=0, shelf=folder + "/fit.shelf").fit(X)
@@ -47,7 +46,7 @@ class KMeans(Resumable, sklearn.cluster.KMeans):  # type: ignore[misc]
     True
     """
 
-    _parameter_constraints = {**sklearn.cluster.KMeans._parameter_constraints, **SHELF_CONSTRAINT}  # noqa: RUF012
+    _parameter_constraints = {**_kmeans.KMeans._parameter_constraints, **SHELF_CONSTRAINT}  # noqa: RUF012
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class KMeans(Resumable, sklearn.cluster.KMeans):  # type: ignore[misc]
         if self.shelf is None:
             return super().fit(X, y, sample_weight)  # type: ignore[no-any-return]
         runs = _Runs(self, {"sample_weight": describe(sample_weight)})
-        body = with_names(sklearn.cluster.KMeans.fit, runs.names())
+        body = with_names(_kmeans.KMeans.fit, runs.names())
         fit = _fit_context(prefer_skip_nested_validation=True)(body)
         self._fit_on_shelf(runs, lambda: fit(self, X, y, sample_weight))
         return self

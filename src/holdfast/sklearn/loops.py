@@ -23,6 +23,13 @@ from holdfast.sklearn.versions import VERSION
 def with_names(function: Callable[..., Any], names: Mapping[str, object]) -> Callable[..., Any]:
     """A function with the code of `function`, without its decorators, that finds `names` as its globals."""
     bare = inspect.unwrap(function)
+    home = str(getattr(bare, "__module__", None))
+    if home.partition(".")[0] != "sklearn":
+        raise UnsupportedVersion(
+            f"{getattr(bare, '__qualname__', bare)} of {home} has taken the place of a part of scikit-learn, "
+            "whose own code holdfast.sklearn needs. Undo that (a patch such as sklearnex's), and import "
+            "holdfast.sklearn again"
+        )
     if not isinstance(bare, FunctionType) or (missing := set(names) - set(bare.__code__.co_names)):
         raise UnsupportedVersion(
             f"scikit-learn {VERSION}: {getattr(bare, '__qualname__', bare)} does not use "

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import sklearn.cluster
 from sklearn.base import _fit_context
 from sklearn.cluster import _kmeans
 
@@ -18,18 +17,18 @@ from holdfast.sklearn.fingerprints import describe
 from holdfast.sklearn.loops import with_names
 from holdfast.sklearn.record import ShelfLike
 
-_DEFAULT_N_INIT: Any = sklearn.cluster.MiniBatchKMeans().n_init
+_DEFAULT_N_INIT: Any = _kmeans.MiniBatchKMeans().n_init
 _COUNTERS = ("_ewa_inertia", "_ewa_inertia_min", "_no_improvement", "_n_since_last_reassign")
 
 
-class MiniBatchKMeans(Resumable, sklearn.cluster.MiniBatchKMeans):  # type: ignore[misc]
+class MiniBatchKMeans(Resumable, _kmeans.MiniBatchKMeans):  # type: ignore[misc]
     """scikit-learn's `MiniBatchKMeans`, and `shelf`: where each step is made durable. See `KMeans`.
 
     ``partial_fit`` needs ``shelf=None``: only `holdfast.sklearn.stream` knows which batch comes next.
     """
 
     _parameter_constraints = {  # noqa: RUF012
-        **sklearn.cluster.MiniBatchKMeans._parameter_constraints,
+        **_kmeans.MiniBatchKMeans._parameter_constraints,
         **SHELF_CONSTRAINT,
     }
 
@@ -72,7 +71,7 @@ class MiniBatchKMeans(Resumable, sklearn.cluster.MiniBatchKMeans):  # type: igno
             return super().fit(X, y, sample_weight)  # type: ignore[no-any-return]
         steps = _Steps(self, {"sample_weight": describe(sample_weight)})
         names = {"range": steps.first_step, "_mini_batch_step": steps.step}
-        body = with_names(sklearn.cluster.MiniBatchKMeans.fit, names)
+        body = with_names(_kmeans.MiniBatchKMeans.fit, names)
         fit = _fit_context(prefer_skip_nested_validation=True)(body)
         self._fit_on_shelf(steps, lambda: fit(self, X, y, sample_weight))
         return self

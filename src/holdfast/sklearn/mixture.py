@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import sklearn.mixture
 from sklearn.mixture import _gaussian_mixture
 
 from holdfast.sklearn.base import SHELF_CONSTRAINT, Progress, Resumable, number_again, number_entry
@@ -23,14 +22,14 @@ _PARAMETERS = ("weights_", "means_", "covariances_")
 _CHOLESKY = "precisions_cholesky_"
 
 
-class GaussianMixture(Resumable, sklearn.mixture.GaussianMixture):  # type: ignore[misc]
+class GaussianMixture(Resumable, _gaussian_mixture.GaussianMixture):  # type: ignore[misc]
     """scikit-learn's `GaussianMixture`, and `shelf`: where each iteration is made durable. See `KMeans`.
 
     With ``warm_start``, give a directory as `shelf`: each call of ``fit`` is a fit of its own.
     """
 
     _parameter_constraints = {  # noqa: RUF012
-        **sklearn.mixture.GaussianMixture._parameter_constraints,
+        **_gaussian_mixture.GaussianMixture._parameter_constraints,
         **SHELF_CONSTRAINT,
     }
 
