@@ -37,6 +37,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.drilling import DIRECTORY
 from holdfast.engine import fs
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
+from holdfast.integrations.checkpointer_options import checked
 from holdfast.integrations.folders import by_rank_zero, newest_intact, numbered
 from holdfast.state.marks import per_rank, rank_zero
 from holdfast.state.rng import rng
@@ -63,8 +64,8 @@ class HoldfastMixin(_Base):
         for given in (*args, *kwargs.values()):
             if isinstance(given, TrainingArguments):
                 local_path(given.output_dir)  # Trainer makes that directory
+        self._options = None if holdfast is None else checked(holdfast, "holdfast=")
         super().__init__(*args, **kwargs)
-        self._options = holdfast
         self._run: Checkpointer | None = None
         self._source: str | None = None
         self._state: dict[str, Any] = {}

@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import holdfast
 from holdfast.torch.dcp import Reader, Writer, their_tuning
@@ -35,6 +37,7 @@ def test_arguments_that_tune_the_other_writer_are_ignored_with_one_note(
         "thread_count": 8,
         "per_thread_copy_ahead": 1,
         "cache_staged_state_dict": True,
+        "serialization_format": SerializationFormat.TORCH_SAVE,
     }
     dcp.FileSystemWriter(tmp_path / "theirs", **theirs)  # they are what it takes
     with pytest.warns(UserWarning, match=r"ignores .*thread_count.*always syncs") as told:
@@ -46,6 +49,21 @@ def test_arguments_that_tune_the_other_writer_are_ignored_with_one_note(
         warnings.simplefilter("error")
         Writer(tmp_path / "d", **theirs)
         Writer(tmp_path / "e")
+
+
+def test_extensions_are_none_or_refused(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        writer = Writer(tmp_path / "c", _extensions=None)
+        reader = Reader(tmp_path / "c", _extension_registry=None)
+    dcp.save(STATE, storage_writer=writer, no_dist=True)
+    found = {"w": torch.zeros(3000), "epoch": 0}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    assert_same(found, STATE)
+    with pytest.raises(TypeError, match=r"Writer takes no _extensions.* Leave it out"):
+        Writer(tmp_path, _extensions=[object()])
+    with pytest.raises(TypeError, match=r"Reader takes no _extension_registry.* Leave it out"):
+        Reader(tmp_path, _extension_registry=ExtensionRegistry())
 
 
 def test_any_other_argument_is_a_mistake(tmp_path: Path) -> None:

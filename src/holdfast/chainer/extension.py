@@ -14,6 +14,7 @@ from chainer.training import Extension
 from holdfast import store
 from holdfast.chainer.serializer import Serialized, leaf_name
 from holdfast.checkpointer import Checkpointer
+from holdfast.integrations.checkpointer_options import checked
 from holdfast.paths import local_path
 from holdfast.state.mismatch import offering
 from holdfast.state.rng import Rng
@@ -40,7 +41,7 @@ class Snapshot(Extension):
     def __init__(self, run: str | os.PathLike[str], *, autoload: bool, **options: Any) -> None:
         self._run = local_path(run)
         self._autoload = autoload
-        self._options = options
+        self._options = checked(options, "snapshot")
         self.checkpointer: Checkpointer | None = None
         """The `Checkpointer` at work, while the trainer runs."""
 

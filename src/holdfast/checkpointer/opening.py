@@ -23,7 +23,7 @@ from holdfast.checkpointer.observed_changes import ObservedChanges
 from holdfast.checkpointer.open_runs import open_run
 from holdfast.checkpointer.retention import Retention, history
 from holdfast.checkpointer.run_observer import Opening, RunObservers
-from holdfast.checkpointer.schedule import make_schedule
+from holdfast.checkpointer.schedule import Schedule, make_schedule
 from holdfast.checkpointer.staging import Staging
 from holdfast.paths import local_path
 from holdfast.store import FollowedRun, Options, RankGroup, WritableRun, checked_options, list_steps
@@ -61,11 +61,14 @@ class Arguments:
             raise TypeError(f"keep must be a Keep, such as holdfast.Keep(last=3), not {self.keep!r}")
         checked_options(self.options)
 
+    def schedule(self) -> Schedule:
+        return make_schedule(self.every, budget=self.budget, mtbf=self.mtbf)
+
 
 def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -> RunContext:
     """Joins the other ranks and opens the run. Leaves nothing open when that fails."""
     options = given.options or Options()
-    schedule = make_schedule(given.every, budget=given.budget, mtbf=given.mtbf)
+    schedule = given.schedule()
     observers = RunObservers()
     path = local_path(given.run)
     settings = drilling.without_volumes(options.write_settings())

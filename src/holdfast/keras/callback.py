@@ -22,6 +22,7 @@ from holdfast.caller import stack_level
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import StateMismatch
 from holdfast.integrations.attributes import ChangedAttributes
+from holdfast.integrations.checkpointer_options import checked
 from holdfast.integrations.keras_names import named, named_slots
 from holdfast.keras.batches import Batches
 from holdfast.keras.variables import GlobalSeed, Variables
@@ -57,7 +58,7 @@ class HoldfastCallback(keras.callbacks.Callback):
         self._run = local_path(run)
         self._data = data
         self._remember = list(remember)
-        self._options = {"mode": "snapshot", **options}
+        self._options = {"mode": "snapshot", **checked(options, "HoldfastCallback")}
         self._checkpointer: Checkpointer | None = None
         self._rng = rng(hold=True)
         self._state: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.data import Loader
+from holdfast.integrations.checkpointer_options import checked
 from holdfast.integrations.late_step import LateStep
 from holdfast.paths import local_path
 from holdfast.state.marks import per_rank, rank_zero
@@ -36,7 +37,7 @@ class HoldfastCallback(Callback):
 
     def __init__(self, run: str | os.PathLike[str], **options: Any) -> None:
         self._run = local_path(run)
-        self._options = options
+        self._options = checked(options, "HoldfastCallback")
         self._checkpointer: Checkpointer | None = None
         self._steps: list[LateStep] = []
         self._after_others = _AfterOthers(self)

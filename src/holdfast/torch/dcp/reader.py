@@ -22,6 +22,7 @@ from holdfast.store.read.requests import BoxRequest
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.torch.dcp.paths import path_of, valid_path
 from holdfast.torch.dcp.record import Entries, Properties, entries_of
+from holdfast.torch.dcp.their_tuning import refuse_extensions
 from holdfast.torch.dcp.values import Pickler
 
 if TYPE_CHECKING:
@@ -73,7 +74,14 @@ class Reader(StorageReader):
     Checkpoints that DCP has not written are read as well, under the names that DCP would give.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, *, verify: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        verify: bool = True,
+        _extension_registry: None = None,
+    ) -> None:
+        refuse_extensions(_extension_registry, "_extension_registry", "Reader")
         from torch.distributed.checkpoint.storage import StorageReader as Protocol
 
         Protocol.register(Reader)

@@ -1,0 +1,54 @@
+"""Promise: a mistake in the options of a callback is told when the callback is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.integrations.checkpointer_options import checked
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"every": "10 bananas"},
+        {"every": 0},
+        {"every": 2.5},
+        {"every": 10, "mtbf": "1h"},
+        {"mode": "later"},
+        {"keep": 3},
+        {"budget": 2.0},
+        {"timeout": 0},
+        {"on_error": "ignore"},
+        {"options": 3},
+        {"preemption_exit_code": "one"},
+        {"evry": 10},
+    ],
+)
+def test_what_a_checkpointer_refuses_is_refused_before_there_is_one(
+    wrong: dict[str, Any], tmp_path: Any
+) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        holdfast.Checkpointer(tmp_path / "run", {}, **wrong)
+    with pytest.raises((TypeError, ValueError)):
+        checked(wrong, "Callback")
+
+
+def test_what_a_checkpointer_takes_is_taken() -> None:
+    options: dict[str, Any] = {
+        "every": "30s",
+        "keep": holdfast.Keep(last=3),
+        "mode": "sync",
+        "options": holdfast.Options(),
+        "preemption": False,
+        "preemption_exit_code": 3,
+        "start_over": True,
+    }
+    assert checked(options, "Callback") == options
+    assert checked({}, "Callback") == {}
+    with pytest.raises(
+        TypeError, match=r"Callback: 'evry' is no option of holdfast.Checkpointer, which has every, keep"
+    ):
+        checked({"evry": 10}, "Callback")
