@@ -74,7 +74,7 @@ def _restore_nothing(folder: Path) -> list[Any]:
     with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
         c.save(1)
         c.state = {"model": {"w": np.zeros(10), "v": np.zeros(3)}}
-        with pytest.raises(holdfast.StateMismatch, match=r"begin with 'model\.'; those") as caught:
+        with pytest.raises(holdfast.StateMismatch, match="it is one state dict itself") as caught:
             c.restore(strict=False)
         found += [list(caught.value.extra), float(c.state["model"]["w"].sum())]
         # It is no error on one rank, as long as another has a place for something.

@@ -67,6 +67,15 @@ def test_the_event_log_is_not_written_through(run: Path, precious: Path, plant: 
     assert holdfast.load(run)["w"][3] == 3
 
 
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_the_rules_are_not_written_through(run: Path, precious: Path, plant: Plant) -> None:
+    plant(run / ".rules", precious)
+    with pytest.warns(RuntimeWarning, match="rules of .* were not recorded"):
+        train(run)
+    assert untouched(precious)
+    assert holdfast.load(run)["w"][3] == 3
+
+
 @pytest.mark.parametrize("name", [".volumes", ".volumes.new"])
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_the_ledger_of_volumes_is_not_written_through(
@@ -82,7 +91,7 @@ def test_the_ledger_of_volumes_is_not_written_through(
 def test_nothing_of_the_ledger_is_left_beside_it(tmp_path: Path, run: Path) -> None:
     (tmp_path / "volume").mkdir()
     train(run, tmp_path / "volume")
-    assert {name for name in os.listdir(run) if name.startswith(".")} <= {".lock", ".volumes"}
+    assert {name for name in os.listdir(run) if name.startswith(".")} <= {".lock", ".rules", ".volumes"}
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
