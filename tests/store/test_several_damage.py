@@ -144,13 +144,13 @@ def test_volumes_are_read_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
         volume.mkdir()
     write_several(tmp_path / "c", PLAN, STATE, volumes=volumes)
     together = threading.Barrier(3)
-    met: set[str] = set()
+    met: set[int] = set()
     real = engine.read
 
     def read(path: Any, *rest: Any, **more: Any) -> Any:
-        name = threading.current_thread().name
-        if name not in met:
-            met.add(name)
+        thread = threading.get_ident()
+        if thread not in met:
+            met.add(thread)
             together.wait(120)  # broken unless all three volumes are under way
         return real(path, *rest, **more)
 

@@ -40,8 +40,11 @@ _POLL_SHARE = 20
 class PageServer:
     """Serves until `close`. `url` is the whole address, with the token.
 
-    >>> from holdfast import inspect
-    >>> with inspect.serve_page(["."]) as server:
+    >>> import holdfast, tempfile
+    >>> run = tempfile.mkdtemp()
+    >>> with holdfast.Checkpointer(run, {"epoch": 1}, mode="sync") as ckpt:
+    ...     _ = ckpt.save(1)
+    >>> with holdfast.inspect.serve_page([run]) as server:
     ...     server.url.startswith("http://127.0.0.1:")
     True
     """
