@@ -149,6 +149,19 @@ def test_computed_and_stored_arrays_are_read_at_once(tmp_path: Path) -> None:
         assert all(np.array_equal(found[name], array) for name, array in arrays.items())
 
 
+@pytest.mark.parametrize(
+    ("member", "kind"),
+    [("notes.txt", UnsupportedSource), ("x.npy", CorruptCheckpoint)],
+)
+def test_an_npz_member_that_is_no_array_is_named(tmp_path: Path, member: str, kind: type[Exception]) -> None:
+    """`numpy.load` gives the bytes of such a member, whether it was an array once or not."""
+    np.savez(tmp_path / "a.npz", w=np.ones(2))
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
+        archive.writestr(member, b"as trained")
+    with pytest.raises(kind, match=f"{member!r}"):
+        holdfast.load(tmp_path / "a.npz")
+
+
 def test_npz_with_objects_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", bad=np.array([{}], dtype=object))
     with pytest.raises(UnsupportedSource, match=r"'bad' has Python objects"):

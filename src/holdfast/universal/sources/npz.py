@@ -108,7 +108,12 @@ def _leaf(path: str, file: BinaryIO, archive: zipfile.ZipFile, member: zipfile.Z
 
 def _read_head(path: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> _Head:
     with archive.open(member) as opened:
-        version = np.lib.format.read_magic(opened)
+        try:
+            version = np.lib.format.read_magic(opened)
+        except ValueError as error:
+            if member.filename.endswith(".npy"):
+                raise CorruptCheckpoint(str(error), path=path, leaf=member.filename) from None
+            raise UnsupportedSource(f"{path}: {member.filename!r} is no array, but other bytes") from None
         if version == (1, 0):
             shape, fortran, dtype = np.lib.format.read_array_header_1_0(opened)
         elif version == (2, 0):
