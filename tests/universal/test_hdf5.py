@@ -144,6 +144,17 @@ def test_keras_3_is_a_model_and_an_optimizer_by_number(tmp_path: Path, archive: 
     }
 
 
+@pytest.mark.parametrize("names", [["layers"], ["layers", "0"], ["vars"], ["model_weights"]])
+def test_names_that_keras_uses_too_are_no_proof(tmp_path: Path, names: list[str]) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name in names:
+            file.create_group(name)
+        file["layers/first"] = MATRIX
+    loaded = holdfast.load(tmp_path / "a.h5")
+    assert list(loaded) == sorted({*names, "layers"})
+    assert loaded["layers"]["first"].tobytes() == MATRIX.tobytes()
+
+
 def test_keras_2_whole_models_and_weights(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "model.h5", "w") as file:
         file.attrs["keras_version"] = b"2.15.0"

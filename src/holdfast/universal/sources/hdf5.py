@@ -64,8 +64,8 @@ def describe(path: str, spec: object = None, as_training: bool | None = None) ->
     h5py = _h5py(path)
     found = _Found(path, "")
     with _opened(path) as (file, start):
-        found.keras = _keras_kind(file)
         _walk(h5py, file, start, found)
+        found.keras = _keras_kind(file, found.state)
         facts = {"written by": found.keras or "HDF5"}
         version = file.attrs.get("keras_version") if "keras_version" in file.attrs else None
         if isinstance(version, (str, bytes)):
@@ -181,14 +181,20 @@ def _opened(path: str) -> Iterator[tuple[Any, int]]:
         raise CorruptCheckpoint(f"this is not a readable HDF5 file: {error}", path=path) from error
 
 
-def _keras_kind(file: Any) -> str:
-    """Which version of Keras wrote a file; empty if it does not look like Keras."""
-    names = set(file)
-    if "layer_names" in file.attrs or "model_weights" in names:
+def _keras_kind(file: Any, state: dict[str, Any]) -> str:
+    """Which version of Keras wrote a file; empty if what only Keras writes is not there."""
+    names = state.keys()
+    if "layer_names" in file.attrs or ("model_weights" in names and "keras_version" in file.attrs):
         return "Keras 2"
-    if names & {"layers", "_layer_checkpoint_dependencies"} or names == {"vars"}:
-        return "Keras 3"
-    return ""
+    layered = names & {"layers", "_layer_checkpoint_dependencies"} or names == {"vars"}
+    return "Keras 3" if layered and _places(state) == {"vars"} else ""
+
+
+def _places(state: dict[str, Any], name: str = "") -> set[str]:
+    """The names of the groups that have datasets in them."""
+    below = [_places(one, key) for key, one in state.items() if isinstance(one, dict)]
+    own = {name} if any(not isinstance(one, dict) for one in state.values()) else set()
+    return own.union(*below)
 
 
 def _walk(h5py: Any, root: Any, start: int, found: _Found) -> None:
