@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,53 @@ def test_an_optimizer_by_itself_knows_moments_of_another_shape(kind: str) -> Non
         restore({"optimizer": target["optimizer"]}, saved)
     restore({"optimizer": target["optimizer"]}, saved, strict=False)
     step(target["model"], target["optimizer"])
+
+
+def make_lbfgs(model: nn.Module, steps: int) -> tuple[dict[str, Any], Callable[[], object]]:
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        found: torch.Tensor = model(torch.ones(2, 3)).square().sum()
+        found.backward()
+        return found
+
+    for _ in range(steps):
+        optimizer.step(loss)
+    return {"model": model, "optimizer": optimizer}, lambda: optimizer.step(loss)
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "another width": lambda: network(6, 1),
+    "one layer more": lambda: network(5, 1).append(nn.Linear(5, 2)),
+    "one layer less": lambda: network(5, 1)[:1],
+    "as many numbers in all": lambda: nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 1)),
+}
+
+
+@pytest.mark.parametrize("changed", OTHERS)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_history_of_all_parameters_is_dropped_as_a_whole(changed: str, steps: int) -> None:
+    source, _ = make_lbfgs(network(5, 0), 2)
+    target, again = make_lbfgs(OTHERS[changed](), steps)
+    own = str(target["optimizer"].state_dict())
+    with pytest.raises(StateMismatch):
+        restore(target, save(source))
+    restore(target, save(source), strict=False)
+    assert str(target["optimizer"].state_dict()) == own
+    again()
+
+
+def test_a_history_of_all_parameters_comes_back_to_these() -> None:
+    source, _ = make_lbfgs(network(5, 0), 2)
+    target, again = make_lbfgs(network(5, 1), 1)
+    restore(target, save(source))
+    assert str(target["optimizer"].state_dict()) == str(source["optimizer"].state_dict())
+    again()
+
+
+def test_an_optimizer_by_itself_knows_a_history_of_others() -> None:
+    source, target = (make_lbfgs(network(width, 0), 2)[0] for width in (5, 6))
+    saved = save({"optimizer": source["optimizer"]})
+    with pytest.raises(StateMismatch, match="the history of other parameters"):
+        restore({"optimizer": target["optimizer"]}, saved)

@@ -104,9 +104,12 @@ def plan_optimizer(context: RestoreContext, optimizer: Any, node: Node, place: s
     states: dict[Any, dict[Any, Plan] | Plan] = {}
     # What the checkpoint does not know stays as it is; what it knows as never stepped becomes so.
     keeps = {index for index, name in index_names.items() if name not in saved_key}
+    if _is_history_of_others(context, view.optimizer, index_names, saved, saved_key):
+        context.wrong(place, "has the history of other parameters", optimizer, "keeps its own")
+        keeps = set(index_names)
     for index, name in index_names.items():
         item = saved.state.get(saved_key.get(name))
-        if name not in saved_key or item is None:
+        if index in keeps or item is None:
             continue
         entries = _by_key(item)
         own = current["state"].get(index)
@@ -270,6 +273,34 @@ def _of_another_parameter(
         context.wrong(place, "has the state of a parameter of another type", None, "keeps its own")
         return True
     return found
+
+
+def _is_history_of_others(
+    context: RestoreContext,
+    optimizer: Any,
+    index_names: dict[Any, str],
+    saved: _Saved,
+    saved_key: dict[str, Any],
+) -> bool:
+    """Whether saved state is one history of all parameters together, as LBFGS has it, and not of these."""
+    from torch.optim import LBFGS
+
+    if not isinstance(optimizer, LBFGS) or _customises_loading(optimizer) or not saved.state:
+        return False
+    if saved_key.keys() != set(index_names.values()) or len(saved_key) != sum(map(len, saved.members)):
+        return True
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = {known.full for p in parameters if (known := context.parameter_names().get(id(p))) is not None}
+    if places & context.resized:
+        return False
+    count = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
+    shapes = {
+        tuple(context.meta(name).shape)
+        for item in saved.state.values()
+        for entry in (_by_key(item) or {}).values()
+        if (name := leaf_of(entry)) is not None
+    }
+    return bool(places & context.misfits) or not shapes <= {(), (count,)}
 
 
 def _follows_parameters(optimizer: Any) -> bool:
