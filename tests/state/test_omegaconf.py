@@ -148,6 +148,8 @@ def test_typed_nodes_keep_their_types() -> None:
         DictConfig("???"),
         ListConfig("${x}", parent=OmegaConf.create({"x": [1]})),
         OmegaConf.create({"x": None, "l": []}),
+        DictConfig({}, element_type=typing.Union[int, str]),  # noqa: UP007
+        OmegaConf.create({"large": b"x" * 100_000, "$leaf": "a", "$dict": {"$tuple": []}}),
     ):
         assert_same(round_trip(config), config)
     restored = round_trip(typed)
@@ -250,7 +252,14 @@ def test_without_omegaconf_they_are_plain_containers(monkeypatch: pytest.MonkeyP
     assert found == [{"a": [1, "${b}"], "b": "???", 3: {"x": inner}}, {"x": inner}, {"x": inner}, dict]
 
 
-TOP = ["dict", {}, [["a", 1]]]
+def top(content: Any, **facts: Any) -> Any:
+    """A configuration that is part of no other."""
+    kind = "ListConfig" if isinstance(content, list) else "DictConfig"
+    return [[kind, facts, content]]
+
+
+def remembering(cache: Any) -> Any:
+    return top({}, resolver_cache=cache)
 
 
 @pytest.mark.parametrize(
@@ -259,67 +268,76 @@ TOP = ["dict", {}, [["a", 1]]]
         None,
         [],
         ["top"],
-        ["top", None],
-        ["top", 3],
-        ["top", {"a": 1}],
-        ["top", ["any", {}, 1]],
-        ["top", ["dict", {}]],
-        ["top", ["dict", None, []]],
-        ["top", ["enum", {}, 1]],
-        ["top", [["dict"], {}, []]],
-        ["top", ["dict", {}, {"a": 1}]],
-        ["top", ["dict", {}, 3]],
-        ["top", ["dict", {}, [["a"]]]],
-        ["top", ["dict", {}, [["a", 1], ["a", 2]]]],
-        ["top", ["dict", {}, [[1, 1], [True, 2]]]],
-        ["top", ["dict", {}, [[None, 1]]]],
-        ["top", ["dict", {}, [[{"$leaf": "w"}, 1]]]],
-        ["top", ["dict", {}, [["a", {"$leaf": "w"}]]]],
-        ["top", ["dict", {}, [["a", {"b": 1}]]]],
-        ["top", ["dict", {}, [["a", {"$tuple": []}]]]],
-        ["top", ["dict", {}, [["a", {"$omegaconf": ["top", TOP]}]]]],
-        ["top", ["dict", {}, [["a", {"$int": "x"}]]]],
-        ["top", ["dict", {}, [["a", 2**60]]]],
-        ["top", ["dict", {}, [["a", ["int", {}, 1.5]]]]],
-        ["top", ["dict", {}, [["a", ["path", {}, 1]]]]],
-        ["top", ["list", {}, [["list", {}, [["nope", {}, []]]]]]],
-        ["top", ["dict", {"optional": 1}, []]],
-        ["top", ["dict", {"flags": {"a b": True}}, []]],
-        ["top", ["dict", {"flags": {"readonly": "x"}}, []]],
-        ["top", ["dict", {"flags": []}, []]],
-        ["top", ["dict", {"more": 1}, []]],
-        ["top", ["dict", {"key": ["x"]}, []]],
-        ["top", ["dict", {"key": {"$complex": [1.0, 1.0]}}, []]],
-        ["top", ["dict", {"ref_type": "os"}, []]],
-        ["top", ["dict", {"ref_type": ["List"]}, []]],
-        ["top", ["dict", {"ref_type": ["Dict", "str"]}, []]],
-        ["top", ["dict", {"ref_type": ["Union", "str", "int"]}, []]],
-        ["top", ["dict", {"key_type": ["List", "int"]}, []]],
-        ["top", ["list", {"element_type": "..."}, []]],
-        ["top", ["dict", {}, [["a", ["int", {"element_type": "int"}, 1]]]]],
-        ["top", ["dict", {"cache": 1}, []]],
-        ["top", ["dict", {"cache": [["r"]]}, []]],
-        ["top", ["dict", {"cache": [["r", [["x", 1]]]]}, []]],
-        ["top", ["dict", {"cache": [["r", [[[1], 1]]]]}, []]],
-        ["top", ["dict", {"cache": [[1, []]]}, []]],
-        ["in", ["top", TOP]],
-        ["in", ["top", TOP], "a"],
-        ["in", ["top", TOP], "b"],
-        ["in", ["top", ["list", {}, []]], 0],
-        ["in", ["top", ["list", {}, [["list", {}, []]]]], -1],
-        ["in", ["top", ["list", {}, [["list", {}, []]]]], True],
-        ["in", ["top", ["dict", {}, None]], "a"],
-        ["in", TOP, "a"],
-        ["under", ["top", TOP]],
-        ["under", ["top", TOP], 3],
-        ["over", ["top", TOP], TOP],
+        [None],
+        [3],
+        [{"a": 1}],
+        {"a": 1},
+        [["AnyNode", {}, 1]],
+        [["DictConfig", {}]],
+        [["DictConfig", None, {}]],
+        [["UnionNode", {}, {}]],
+        [[["DictConfig"], {}, {}]],
+        [[{"a": 1}, {}, {}]],
+        [["DictConfig", {}, [["a", 1]]]],
+        [["ListConfig", {}, {"a": 1}]],
+        top(3),
+        top({"$dict": [["a"]]}),
+        top({"$dict": [["a", 1], ["a", 2]]}),
+        top({"$dict": [[1, 1], [True, 2]]}),
+        top({"$dict": [[None, 1]]}),
+        top({"$dict": [[{"$tuple": ["a"]}, 1]]}),
+        top({"$dict": [[{"$leaf": "w"}, 1]]}),
+        top({"a": {"$leaf": "w"}}),
+        top({"a": {"b": 1}}),
+        top({"a": {"$tuple": []}}),
+        top({"a": {"$set": [1]}}),
+        top({"a": {"$omegaconf": top({})}}),
+        top({"a": {"$int": "x"}}),
+        top({"a": 2**60}),
+        top({"a": ["IntegerNode", {}, 1.5]}),
+        top({"a": ["PathNode", {}, 1]}),
+        top([["ListConfig", {}, [["nope", {}, []]]]]),
+        top([["ListConfig", {}]]),
+        top({}, optional=1),
+        top({}, flags={"a b": True}),
+        top({}, flags={"readonly": "x"}),
+        top({}, flags={"$dict": [[1, True]]}),
+        top({}, flags=[]),
+        top({}, more=1),
+        [["DictConfig", {"$dict": [[1, 1]]}, {}]],
+        top({}, key=["x"]),
+        top({}, key={"$complex": [1.0, 1.0]}),
+        top({}, ref_type="os"),
+        top({}, ref_type=[]),
+        top({}, ref_type=["List"]),
+        top({}, ref_type=["Dict", "str"]),
+        top({}, ref_type=["Set", "str"]),
+        top({}, ref_type=[["List"], "str"]),
+        top({}, key_type=["List", "int"]),
+        top([], element_type="..."),
+        top({"a": ["IntegerNode", {"element_type": "int"}, 1]}),
+        remembering(1),
+        remembering({"r": [["x", 1]]}),
+        remembering({"r": {"x": 1}}),
+        remembering({"r": {"$dict": [[{"$tuple": [1]}, 1]]}}),
+        remembering({"$dict": [[1, {}]]}),
+        [*top({"a": 1}), "a"],
+        [*top({"a": 1}), "b"],
+        [*top([]), 0],
+        [*top([["ListConfig", {}, []]]), -1],
+        [*top([["ListConfig", {}, []]]), True],
+        [*top(None), "a"],
+        [*top({"a": 1}), {}],
+        [*top({"a": 1}), None],
+        [*top({"a": 1}), []],
+        [*top({"a": 1}), ["AnyNode", {}, 3]],
     ],
 )
 @pytest.mark.parametrize("there", [True, False])
 def test_a_hostile_node_is_damage(body: Any, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not there:
         monkeypatch.setitem(sys.modules, "omegaconf", None)
-        if body in (["top", ["dict", {"key_type": ["List", "int"]}, []]],) or "element_type" in repr(body):
+        if "key_type" in repr(body) or body == top([], element_type="..."):
             pytest.skip("only omegaconf knows which types it can check")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -328,25 +346,22 @@ def test_a_hostile_node_is_damage(body: Any, there: bool, monkeypatch: pytest.Mo
 
 
 def nested(levels: int, kind: str) -> Any:
-    found: Any = ["list", {}, []]
+    found: Any = ["ListConfig", {}, []]
     for _ in range(levels):
-        found = ["list", {}, [found]] if kind == "content" else found
-    whole: Any = ["top", found]
-    for _ in range(levels):
-        whole = ["under", whole, ["list", {}, []]] if kind == "parents" else whole
-    return whole
+        found = ["ListConfig", {}, [found]] if kind == "content" else found
+    return [found] * (levels if kind == "parents" else 1)
 
 
 @pytest.mark.parametrize("kind", ["content", "parents"])
 def test_deep_nesting_is_damage_and_no_crash(kind: str) -> None:
     unflatten({"$omegaconf": nested(20, kind)}, {})
-    with pytest.raises(CorruptCheckpoint, match="nested deeper"):
+    with pytest.raises(CorruptCheckpoint):
         unflatten({"$omegaconf": nested(5000, kind)}, {})
 
 
 def test_what_nests_too_deep_for_a_reader_is_refused(tmp_path: Path) -> None:
     """Configuration and state nest together: what is saved can be read."""
-    for levels, around in ((2, 96), (30, 68)):
+    for levels, around in ((2, 91), (30, 35)):
         content: Any = {}
         for _ in range(levels):
             content = [content]

@@ -26,6 +26,7 @@ from holdfast.state import (
     boxed,
     jax_arrays,
     numpy_arrays,
+    omegaconf_values,
     sharded,
     torch_arrays,
     torch_objects,
@@ -274,12 +275,18 @@ class Walk:
             extra = ", ".join(sorted(set(attributes) - {"_metadata"}))
             raise unsupported(place, f"an OrderedDict with attributes of its own ({extra}) would lose them")
         known = len(self.table)
-        keep, self._keep_bytes = self._keep_bytes, True
-        metadata = self.node(attributes["_metadata"], f"{place}._metadata", depth + 1)
-        self._keep_bytes = keep
+        metadata = self._without_leaves(attributes["_metadata"], f"{place}._metadata", depth + 1)
         if len(self.table) != known:
             raise unsupported(place, "the _metadata of a state dict holds arrays")
         return {STATE_DICT: [metadata, *self._pairs(value.items(), place, depth)]}
+
+    def _without_leaves(self, value: object, place: str, depth: int) -> Node:
+        """The node of a value, with large bytes in it."""
+        keep, self._keep_bytes = self._keep_bytes, True
+        try:
+            return self.node(value, place, depth)
+        finally:
+            self._keep_bytes = keep
 
     def _set(self, value: set[Any], place: str, depth: int) -> Node:
         depth = self.deeper(place, depth)
@@ -387,7 +394,10 @@ class Walk:
             if getattr(value, "restore_last", False) is True:
                 return self._ask_last(value, place, depth)
             return self.node(value.state_dict(), place, depth)
-        return value_encoder.encode(value, place, depth)
+        if omegaconf_values.is_config(value):
+            apart = omegaconf_values.apart(value, place, value_encoder.encode)
+            return {omegaconf_values.OMEGACONF: self._without_leaves(apart, place, depth)}
+        return value_encoder.encode(value, place)
 
     def _per_rank(self, mark: PerRank[Any], place: str, depth: int) -> Node:
         if self._is_own:

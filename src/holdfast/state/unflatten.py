@@ -56,6 +56,7 @@ from holdfast.state.node import (
     tensor_body,
 )
 from holdfast.state.value_decoder import DECODERS
+from holdfast.state.value_encoder import is_value
 
 Resolve = Callable[[str], object]
 
@@ -296,8 +297,8 @@ _CONTAINERS: dict[str, Callable[[Node, Resolve, int], object]] = {
 
 
 _DECODERS: dict[str, Callable[[Node], object]] = {
-    omegaconf_values.OMEGACONF: omegaconf_values.decode,
-    omegaconf_values.OMEGACONF_TYPE: omegaconf_values.decode_type,
+    omegaconf_values.OMEGACONF: lambda node: omegaconf_values.together(decode_value(node), is_value),
+    omegaconf_values.OMEGACONF_TYPE: omegaconf_values.class_of_name,
 }
 
 

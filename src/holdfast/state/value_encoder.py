@@ -168,11 +168,8 @@ def _numpy_dtype(value: np.dtype[Any], place: str) -> Node:
     return {"$npdtype": code}
 
 
-def encode(value: object, place: str, depth: int = 0) -> Node:
-    """The node of a value that is no container and no array; `UnsupportedState` for any other.
-
-    `depth`: the number of containers around it. Configurations of OmegaConf nest, too.
-    """
+def encode(value: object, place: str) -> Node:
+    """The node of a value that is no container and no array; `UnsupportedState` for any other."""
     encoder = ENCODERS.get(type(value))
     if encoder is not None:
         return encoder(value, place)
@@ -180,15 +177,13 @@ def encode(value: object, place: str, depth: int = 0) -> Node:
         return _numpy_dtype(value, place)
     if sys.modules.get("torch") is not None and _learn_torch():
         return encode(value, place)
-    if omegaconf_values.is_config(value):
-        return {omegaconf_values.OMEGACONF: omegaconf_values.encode(value, place, encode, depth)}
     if isinstance(value, type):
-        return {omegaconf_values.OMEGACONF_TYPE: omegaconf_values.encode_type(value, place)}
+        return {omegaconf_values.OMEGACONF_TYPE: omegaconf_values.name_of_class(value, place)}
     raise unsupported(place, f"its type is {type_name(value)}. {_advice(value)}")
 
 
 def is_value(value: object) -> bool:
-    """Whether its type is one that `encode` knows."""
+    """Whether its type is one that `encode` knows, or it is a configuration of OmegaConf."""
     if type(value) in ENCODERS or isinstance(value, np.dtype) or omegaconf_values.is_config(value):
         return True
     return sys.modules.get("torch") is not None and _learn_torch() and type(value) in ENCODERS
