@@ -124,7 +124,7 @@ struct Block {
   }
 
   void leave(bool committing) {
-    if (!is_current()) return committing ? refuse("closed inside") : void();
+    if (!is_current()) return committing ? refuse(shelf.closed ? "closed inside" : "ended") : void();
     if (!shelf.mine()) {
       if (shelf.changing) return refuse("in another thread");
       shelf.end();

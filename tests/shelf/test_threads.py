@@ -199,6 +199,25 @@ def test_what_a_thread_leaves_open_when_it_ends_is_undone(memory: Path) -> None:
         assert shelf.a == 3
 
 
+def test_a_block_is_told_that_its_transaction_has_ended_with_its_thread(memory: Path) -> None:
+    with Shelf(memory / "a.shelf") as shelf:
+        shelf.a = 1
+        transaction = shelf.transaction()
+
+        def leave_open() -> None:
+            transaction.__enter__()
+            shelf.a = 2
+
+        thread = threading.Thread(target=leave_open)
+        thread.start()
+        thread.join()
+        shelf.a = 3  # which ends it
+        for again in (transaction, shelf.transaction()):
+            with pytest.raises(holdfast.TransactionError, match="not begun, or has ended"):
+                again.__exit__(None, None, None)
+        assert shelf.a == 3
+
+
 def test_a_transaction_that_nothing_refers_to_is_undone(memory: Path) -> None:
     with Shelf(memory / "a.shelf") as shelf:
         shelf.transaction().__enter__()

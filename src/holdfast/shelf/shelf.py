@@ -330,6 +330,11 @@ class Shelf:
             raise self._closed()
         if reason == "closed inside":
             raise ShelfClosed(f"the shelf {self._path} was closed inside of a transaction, which is undone")
+        if reason == "ended":
+            raise TransactionError(
+                f"this transaction on the shelf {self._path} was not begun, or has ended already. A thread "
+                "that ends inside of one undoes it"
+            )
         if reason == "failed":
             raise SaveFailed(
                 f"an earlier commit to the shelf {self._path} failed ({self._opened().failure}), and whether "
