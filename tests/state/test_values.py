@@ -11,7 +11,9 @@ import random
 import struct
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -316,6 +318,11 @@ class Locked:
         (Locked(), r"its to_dict\(\)", lambda value: value.to_dict()),
         (Easy(a=Easy(b=1)), r"dict\(\.\.\.\) of it instead, and of those inside", lambda _: {"a": {"b": 1}}),
         (Easy(a=1), r"dict\(\.\.\.\) of it instead$", dict),
+        (SimpleNamespace(a=1), r"vars\(\.\.\.\) of it instead$", vars),
+        (collections.UserDict(a=1), r"dict\(\.\.\.\) of it instead$", dict),
+        (MappingProxyType({"a": 1}), r"dict\(\.\.\.\) of it instead$", dict),
+        (defaultdict(lambda: 0), r"by <lambda>, .*dict\(\.\.\.\) of it instead$", dict),
+        (defaultdict(partial(int, 3)), r"by functools\.partial, .*dict\(\.\.\.\) of it instead$", dict),
         (np.random.default_rng(), r"holdfast\.rng\(\.\.\.\) of it", holdfast.rng),
         (np.random.RandomState(), r"holdfast\.rng\(\.\.\.\) of it", holdfast.rng),
         (random.Random(), r"holdfast\.rng\(\.\.\.\) of it", holdfast.rng),

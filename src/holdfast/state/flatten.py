@@ -263,7 +263,11 @@ class Walk:
         made_by = value.default_factory
         name = None if made_by is None else getattr(made_by, "__name__", "")
         if name is not None and FACTORIES.get(name) is not made_by:
-            raise unsupported(place, f"a defaultdict whose values are made by {made_by!r}")
+            raise unsupported(
+                place,
+                f"a defaultdict whose values are made by {name or type_name(made_by)}, which is no type of "
+                "Python. Store dict(...) of it instead",
+            )
         return {DEFAULT_DICT: [name, *self._pairs(value.items(), place, depth)]}
 
     def _ordered(self, value: OrderedDict[Any, Any], place: str, depth: int) -> Node:

@@ -12,8 +12,9 @@ import random
 import struct
 import sys
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import SimpleNamespace
 from typing import Any, Final
 from zoneinfo import ZoneInfo
 
@@ -200,6 +201,10 @@ def _advice(value: object) -> str:
     for sign, plain in _PLAIN_FORMS.items():
         if hasattr(kind, sign):
             return f"A checkpoint runs no code of classes; store {plain} instead"
+    if isinstance(value, SimpleNamespace):
+        return "Store vars(...) of it instead"
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        return "Store dict(...) of it instead"
     for base in (dict, list, tuple, set, frozenset, str, bytes, bool, int, float):
         if isinstance(value, base):
             inside = isinstance(value, dict) and any(type(its) is kind for its in value.values())
