@@ -140,8 +140,8 @@ def test_however_narrow_the_terminal_nothing_is_lost(
     monkeypatch.setenv("COLUMNS", columns)
     outcome = command("ls", run)
     assert outcome.code == 1
-    (row,) = [line for line in outcome.lines if line.startswith("123456789 ")]
-    assert "ago 2 8.0 KiB loss" in row
+    rows = [line for line in outcome.lines if line.startswith("123456789 ")]
+    assert "ago 2 8.0 KiB loss" in " ".join(rows).replace("123456789 loss", "loss")
     assert "damaged:" in outcome.out
 
 

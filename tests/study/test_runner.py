@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ from holdfast.study.costs import cost_of
 from holdfast.study.results import CPU_SECONDS, PEAK_NBYTES, SECONDS
 from holdfast.study.runner import turns
 from holdfast.study.suite import Group, Needs, Turn
+from holdfast.study.suites.save_load import SaveLoadSuite
+from holdfast.study.suites.training import TrainingSuite
 from support.bench_results import Scripted, ScriptedSuite, quiet
 
 MIB = 1 << 20
@@ -181,3 +185,38 @@ def test_cpu_time_counts_all_threads() -> None:
     assert done == "done"
     assert cost[CPU_SECONDS] >= 0.9 * sum(used)
     assert cost[SECONDS] > 0
+
+
+def test_without_a_terminal_progress_is_lines_with_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner._Lines, "INTERVAL_SECONDS", 0.0)
+    suite = ScriptedSuite([Scripted(key, []) for key in "ab"], rounds=3)
+    monkeypatch.setattr(ScriptedSuite, "expected_seconds", lambda self: 240.0)
+    console = quiet()
+    runner.run(suite, tmp_path, console)
+    assert isinstance(console.file, StringIO)
+    first, *lines = console.file.getvalue().splitlines()
+    assert first.endswith("takes about 4 min on a usual machine")
+    assert len(lines) == 2 * 4
+    assert "warm-up: the " in lines[0]
+    assert re.search(r"round 3 of 3 \(about \d+ s left\): the [ab]$", lines[-1])
+
+
+def test_hundreds_of_short_turns_are_not_hundreds_of_lines(tmp_path: Path) -> None:
+    console = quiet()
+    runner.run(ScriptedSuite([Scripted("a", [])], rounds=50, settle=False), tmp_path, console)
+    assert isinstance(console.file, StringIO)
+    assert 1 <= len(console.file.getvalue().splitlines()) < 25
+
+
+@pytest.mark.parametrize(("quick", "most"), [(True, 3), (False, 20)])
+def test_the_long_suites_say_how_long_they_take(quick: bool, most: int) -> None:
+    for suite in (
+        SaveLoadSuite(nbytes=128 << 20, rounds=3) if quick else SaveLoadSuite(),
+        TrainingSuite.quick() if quick else TrainingSuite(),
+    ):
+        suite.needs()
+        expected = suite.expected_seconds()
+        assert expected is not None
+        assert 10 < expected < 60 * most

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from holdfast.study.report import render
+from holdfast.study import report
 from holdfast.study.results import Machine, Result, Row, Sample
 from holdfast.study.suite import Case, Group, Needs, Suite, Turn
 from holdfast.study.views import View
@@ -48,7 +48,9 @@ def result(*rows: Row, facts: Mapping[str, float] | None = None, others: float |
 def text_of(suite: Suite, found: Result) -> str:
     """The report as words with single spaces."""
     stream = StringIO()
-    Console(file=stream, width=160).print(render(suite, found))
+    Console(file=stream, width=160).print(
+        report.heading(found), *report.tables(suite, found), *report.notes(suite, found), sep="\n"
+    )
     return " ".join(stream.getvalue().split())
 
 

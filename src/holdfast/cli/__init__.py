@@ -2,7 +2,8 @@
 
 A module per command (`ls`, `show`, `verify`, `diff`, `stats`, `export`, `prune`, `spec`, `drill`, `doctor`,
 `bench`) holds its options and prints its result. They share `session` (consoles, ``--json``, progress),
-`errors` (how an error becomes a message and an exit code) and `words` (numbers as people read them).
+`errors` (how an error becomes a message and an exit code), `words` (numbers as people read them) and
+`streams` (encodings that lack a character).
 `stats_plot` draws what `stats` prints, `examples` is what ``--help`` ends with, `completion` is for shells.
 
 Modules of commands import what they need when they are called, so that ``holdfast --help`` answers at once.

@@ -25,6 +25,7 @@ from holdfast.cli.shelf import shelf
 from holdfast.cli.show import show
 from holdfast.cli.spec import spec
 from holdfast.cli.stats import stats
+from holdfast.cli.streams import prepare_streams
 from holdfast.cli.study import study
 from holdfast.cli.verify import verify
 from holdfast.cli.view import view
@@ -118,8 +119,4 @@ def _require_streams() -> None:
     if sys.stdout is None:
         print("holdfast: standard output is closed", file=sys.stderr)
         raise SystemExit(1)
-    for stream in (sys.stdout, sys.stderr):
-        # A name that the terminal's encoding lacks is shown escaped, not an error.
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="backslashreplace")
+    prepare_streams()

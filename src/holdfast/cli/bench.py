@@ -14,6 +14,8 @@ import typer
 from holdfast.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from holdfast.study.suite import Suite
 
 _train = partial(typer.Option, rich_help_panel="Training")
@@ -224,8 +226,18 @@ def _run(
         if out.as_json:
             print(report.to_json(result).decode(), end="")
         else:
-            out.show(report.render(suite, result))
+            _print(out, report.heading(result), report.tables(suite, result), report.notes(suite, result))
     out.finish(problem=any(report.has_problem(suite, result) for suite, result in found))
+
+
+def _print(out: Session, heading: str, tables: list[Table], notes: list[str]) -> None:
+    out.say(heading, style="bold")
+    for made in tables:
+        out.console.print()
+        out.tabulate(made)
+    out.console.print()
+    for note in notes:
+        out.say(note, style="dim")
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def _print_checkpoints(out: Session, found: Listing) -> None:
     for entry in found.checkpoints:
         cells = (*([words.plain(entry.name)] if named else []), *_cells(entry, now))
         rows.add_row(*cells, style=None if entry.damage is None else "red")
-    out.tabulate(rows)
+    out.tabulate(rows, spare="saved")  # the age says it, too
     out.console.print()
     nbytes = sum(entry.nbytes for entry in found.checkpoints)
     out.say(f"{words.count(len(found.checkpoints), 'checkpoint')}, {words.size(nbytes)}")

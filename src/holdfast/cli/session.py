@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -22,7 +23,7 @@ from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.table import Table
+    from rich.table import Column, Table
 
 _UNBOUNDED_COLUMNS = 10_000
 """Width of output that is not a terminal: programs that read lines want them whole."""
@@ -34,12 +35,15 @@ _MIN_FOLDED = 10
 """A column that folds keeps this much."""
 _BETWEEN = 2
 _INDENT = "  "
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 _ENDS_OF_PARTS = (
     re.compile(r"\s{2,}"),
     re.compile(r"(?<!\d)\.|\.(?!\d)|/|\s+"),
     re.compile(r"[_,=:]|(?<!\de)-"),
 )
 """Where a long text is cut: after the first of these that is in it. A number is not cut."""
+_UNIT = re.compile(r"(?<=\d) (?=[^\W\d]{1,3}(?:/s)?(?!\w))")
+"""Between a number and its unit no line ends."""
 _PAIR = re.compile(r"(?:^|(?<=  ))\S+ \S+(?=  |$)")
 _MAX_PAIR = 24
 """The name and value of a metric stay on one line up to this width."""
@@ -67,17 +71,26 @@ class Session:
         print(json.dumps(plain, indent=2, allow_nan=False))
 
     def say(self, text: str, style: str = "") -> None:
-        self.console.print(text, style=style or None, soft_wrap=True)
+        _say(self.console, text, style)
 
-    def tabulate(self, rows: Table) -> None:
-        """Prints a table, wider than a narrow terminal if need be: a number that is cut is another number."""
-        from rich.cells import cell_len
+    def tabulate(self, rows: Table, *, spare: str | None = None) -> None:
+        """Prints a table. Where the terminal is narrow, without the `spare` column, then in several tables.
 
-        columns = [
-            (max(cell_len(str(text)) for text in (column.header, *column.cells)), column)
-            for column in rows.columns
-        ]
-        fixed = sum(_BETWEEN + (width if column.no_wrap else 0) for width, column in columns)
+        Each of these has the first column. Names and texts are folded. Numbers never are: one that is cut is
+        another number.
+        """
+        least = [_least_width(column) for column in rows.columns]
+        shown = list(range(len(least)))
+        if sum(least) > self.console.width + _BETWEEN:
+            shown = [at for at in shown if rows.columns[at].header != spare]
+        for number, part in enumerate(_parts(shown, least, self.console.width + _BETWEEN)):
+            if number:
+                self.console.print()
+            self._tabulate(rows if len(part) == len(least) else _with_columns(rows, part))
+
+    def _tabulate(self, rows: Table) -> None:
+        columns = [(_whole_width(column), column) for column in rows.columns]
+        fixed = sum(_BETWEEN + (width if column.no_wrap else 0) for width, column in columns) - _BETWEEN
         folding = sorted((width, at) for at, (width, column) in enumerate(columns) if not column.no_wrap)
         smallest = {at: _smallest(rows.columns[at]._cells) for _, at in folding}
         least = fixed + sum(min(width, smallest[at]) for width, at in folding)
@@ -113,7 +126,7 @@ class Session:
             sys.stdout.flush()
         else:
             lines = "\n".join(plain(line) for line in report.message.splitlines())
-            self.errors.print(f"holdfast: {lines}", style="red", soft_wrap=True)
+            _say(self.errors, f"holdfast: {lines}", "red")
         raise typer.Exit(report.exit_code)
 
     @contextmanager
@@ -176,6 +189,46 @@ def table(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()
     return made
 
 
+def _whole_width(column: Column) -> int:
+    from rich.cells import cell_len
+
+    return max(cell_len(str(text)) for text in (column.header, *column.cells))
+
+
+def _least_width(column: Column) -> int:
+    """What a column needs, with the space to the next one."""
+    width = _whole_width(column)
+    return _BETWEEN + (width if column.no_wrap else min(width, _smallest(column._cells)))
+
+
+def _parts(shown: list[int], least: list[int], width: int) -> Iterator[list[int]]:
+    """The columns, in as many tables as they need. All have the first column."""
+    first, *others = shown
+    part = [first]
+    for at in others:
+        if len(part) > 1 and sum(least[other] for other in (*part, at)) > width:
+            yield part
+            part = [first]
+        part.append(at)
+    yield part
+
+
+def _with_columns(rows: Table, chosen: list[int]) -> Table:
+    columns = [rows.columns[at] for at in chosen]
+    made = table()
+    for column in columns:
+        made.add_column(
+            column.header,
+            justify=column.justify,
+            style=column.style,
+            no_wrap=column.no_wrap,
+            overflow=column.overflow,
+        )
+    for row, *cells in zip(rows.rows, *(column._cells for column in columns), strict=True):
+        made.add_row(*cells, style=row.style)
+    return made
+
+
 def _smallest(cells: Iterable[object]) -> int:
     """How narrow a column that folds may become: a metric keeps its value beside its name."""
     pairs = (
@@ -203,6 +256,26 @@ def _ends(marks: re.Pattern[str], text: str, space: int) -> list[int]:
     """Where `text` can be cut so that the part before fits `space`. Spaces at its end need none."""
     found = (match.end() for match in marks.finditer(text, 0, space + len(_INDENT)))
     return [end for end in found if len(text[:end].rstrip()) <= space]
+
+
+def _say(console: Console, text: str, style: str) -> None:
+    """Prints sentences, in lines that fit. A path longer than a line is not cut: it may be copied."""
+    lines = [part for line in text.split("\n") for part in _wrapped(line, console.width)]
+    console.print("\n".join(lines), style=style or None, soft_wrap=True)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())] + _INDENT
+    made = textwrap.wrap(
+        _UNIT.sub(_NO_BREAK, line),
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [part.replace(_NO_BREAK, " ") for part in made]
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:

@@ -118,14 +118,14 @@ def _print_metrics(out: Session, points: Sequence[MetricPoint]) -> None:
     for point in points:
         values = (words.measured(point.values[name]) if name in point.values else _NOTHING for name in names)
         rows.add_row(str(point.step), words.moment(point.time), *values)
-    out.tabulate(rows)
+    out.tabulate(rows, spare="saved")
 
 
 def _metric_table(found: Mapping[str, MetricSummary]) -> Table:
     from holdfast.cli import words
     from holdfast.cli.session import table
 
-    columns = ("first", "last", "lowest", "at step", "highest", "at step ")
+    columns = ("first", "last", "lowest", "low step", "highest", "high step")
     made = table("metric", *columns, right=columns, fold=("metric",))
     for name, metric in found.items():
         ends = (metric.low, metric.low_step, metric.high, metric.high_step)

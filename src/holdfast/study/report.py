@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import msgspec
 import rich.table
-from rich.console import Group, RenderableType
 from rich.text import Text
 
 from holdfast.study.results import BUSY_SHARE, Bar, Interval, Result
@@ -30,14 +29,17 @@ def from_json(data: bytes) -> Result:
     return msgspec.json.decode(data, type=Result)
 
 
-def render(suite: Suite, result: Result) -> RenderableType:
-    parts: list[RenderableType] = [Text(_heading(result), style="bold"), Text()]
-    for view in suite.views(result):
-        if view.rows(result):
-            parts += [view.table(result), Text()]
-    if result.bars:
-        parts += [_bars_table(result.bars), Text()]
-    return Group(*parts, Text("\n".join(_notes(suite, result)), style="dim"))
+def heading(result: Result) -> str:
+    return (
+        f"{result.subject}; {result.machine.filesystem}, {result.machine.cpu_count} CPUs, "
+        f"medians of {result.rounds} interleaved rounds, {result.seconds / 60:.1f} minutes"
+    )
+
+
+def tables(suite: Suite, result: Result) -> list[rich.table.Table]:
+    """For a terminal."""
+    made = [view.table(result) for view in suite.views(result) if view.rows(result)]
+    return [*made, *([_bars_table(result.bars)] if result.bars else [])]
 
 
 def markdown(parts: Sequence[tuple[Suite, Result]], command: str) -> str:
@@ -60,9 +62,9 @@ def markdown(parts: Sequence[tuple[Suite, Result]], command: str) -> str:
         "new file, or reads it.",
     ]
     for suite, result in parts:
-        lines += ["", f"## {suite.name[0].upper()}{suite.name[1:]}", "", f"{_heading(result)}."]
+        lines += ["", f"## {suite.name[0].upper()}{suite.name[1:]}", "", f"{heading(result)}."]
         lines += [f"\n{view.markdown(result)}" for view in suite.views(result) if view.rows(result)]
-        lines += ["", *(line for note in _notes(suite, result) for line in (note, ""))]
+        lines += ["", *(line for note in notes(suite, result) for line in (note, ""))]
         lines.pop()
     return "\n".join(lines) + "\n"
 
@@ -73,14 +75,8 @@ def has_problem(suite: Suite, result: Result) -> bool:
     return failed or any(bar.verdict == "FAIL" for bar in result.bars)
 
 
-def _heading(result: Result) -> str:
-    return (
-        f"{result.subject}; {result.machine.filesystem}, {result.machine.cpu_count} CPUs, "
-        f"medians of {result.rounds} interleaved rounds, {result.seconds / 60:.1f} minutes"
-    )
-
-
-def _notes(suite: Suite, result: Result) -> list[str]:
+def notes(suite: Suite, result: Result) -> list[str]:
+    """What a reader must know to read the tables."""
     machine = result.machine
     found = []
     if machine.load_before > BUSY_LOAD * machine.cpu_count:

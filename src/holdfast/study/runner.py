@@ -7,6 +7,7 @@ cleaning up, and the facts of the machine; what is measured is declared in `suit
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import statistics
@@ -84,6 +85,9 @@ class _Run:
                 if group.seconds is not None and round_index > 1 and now - began + longest > group.seconds:
                     break
                 when = f"round {round_index} of {group.rounds}" if round_index > 0 else "warm-up"
+                if round_index > 1:
+                    each = (now - began) / (round_index - 1 + group.warm_up)
+                    when += f" (about {roughly(each * (group.rounds - round_index + 1))} left)"
                 for position, which in enumerate(turns(len(logs), round_index)):
                     log = logs[which]
                     if log.status or (log.ahead and round_index == 1):
@@ -158,7 +162,7 @@ def run(
     problems: list[str] = []
     reserved = ReservedMemory(needs.reserved_nbytes)
     try:
-        with _quiet_torch(), _saying(console, suite.name) if say is None else nullcontext(say) as tell:
+        with _quiet_torch(), _saying(console, suite) if say is None else nullcontext(say) as tell:
             run = _Run(reserved, tell)
             try:
                 for number, group in enumerate(suite.groups(folder)):
@@ -222,13 +226,41 @@ def _others_share(rows: Sequence[Row]) -> float | None:
     return min(1.0, *shares) if shares else None
 
 
+def roughly(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
 @contextmanager
-def _saying(console: Console, name: str) -> Iterator[Callable[[str], None]]:
-    """A line on the console that says what is measured."""
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+def _saying(console: Console, suite: Suite) -> Iterator[Callable[[str], None]]:
+    """Says what is measured: on a terminal in one line that changes, to a file or pipe in a line each."""
+    name, expected = suite.name, suite.expected_seconds()
+    if expected is not None:
+        console.print(f"{name}: takes about {roughly(expected)} on a usual machine", soft_wrap=True)
+    if not console.is_terminal:
+        yield _Lines(console, name).say
+        return
+    spinner = SpinnerColumn("line" if console.options.ascii_only else "dots")
+    columns = (spinner, TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("getting ready", total=None)
         yield lambda said: progress.update(task, description=f"{name}: {said}")
+
+
+class _Lines:
+    """Progress as lines: at most one in so many seconds, as some groups have hundreds of short turns."""
+
+    INTERVAL_SECONDS = 1.0
+
+    def __init__(self, console: Console, name: str) -> None:
+        self._console, self._name = console, name
+        self._began, self._last = time.monotonic(), -math.inf
+
+    def say(self, said: str) -> None:
+        now = time.monotonic()
+        if now - self._last >= self.INTERVAL_SECONDS:
+            self._last = now
+            passed = roughly(now - self._began)
+            self._console.print(f"{self._name}, after {passed}: {said}", soft_wrap=True)
 
 
 @contextmanager

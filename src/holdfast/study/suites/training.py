@@ -210,6 +210,9 @@ class TrainingSuite(Suite):
             raise RuntimeError(f"a training needs torch: {absent}")
         return Needs(_DISK_COPIES * self.nbytes, _MEMORY_COPIES * self.nbytes, 2 * self.nbytes)
 
+    def expected_seconds(self) -> float:
+        return 60 * self.step_seconds * self.rounds
+
     def groups(self, folder: Path) -> Iterator[Group]:
         with model.kept_memory():
             self._trainer = trainer = Trainer(self._shape)
