@@ -68,6 +68,7 @@ def small_training() -> dict[str, Any]:
         "torch": torch,
         "model": model,
         "optimizer": optimizer,
+        "dataset": torch.ones(8, 4),
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "loader": holdfast.data.Loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2),
         "batches": iter(lambda: torch.ones(2, 4), None),
@@ -106,6 +107,53 @@ def save_a_run(names: dict[str, Any]) -> None:
 )
 def test_the_examples_run(name: str) -> None:
     run_the_examples(name, small_training())
+
+
+class Killed(Exception):
+    """In the place of a kill."""
+
+
+def test_the_first_example_of_the_readme_resumes_exactly_with_shuffled_data_and_dropout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    example = compile(blocks("README.md", "python")[0], "README.md", "exec")
+
+    class Model(torch.nn.Sequential):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            return super().forward(x).square().mean()
+
+    def train(seed: int, killed_at: int = 0) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = Model(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        steps = 0
+
+        def count(*_: object) -> None:
+            nonlocal steps
+            steps += 1
+            if steps == killed_at:
+                raise Killed
+
+        optimizer.register_step_post_hook(count)
+        names = {"model": model, "optimizer": optimizer, "dataset": torch.arange(400.0).reshape(100, 4)}
+        exec(example, names)
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": names["step"]}
+
+    def place(name: str) -> None:
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+
+    place("undisturbed")
+    expected = train(seed=0)
+    place("killed")
+    with pytest.raises(Killed):
+        train(seed=0, killed_at=14)
+    found = train(seed=1)
+    holdfast.save(tmp_path / "a", expected)
+    holdfast.save(tmp_path / "b", found)
+    assert found["step"] == 40
+    assert holdfast.inspect.compare(tmp_path / "a", tmp_path / "b").equal
 
 
 @pytest.mark.parametrize("name", ["docs/inspecting.md", "docs/weights.md", "docs/view.md"])
