@@ -101,7 +101,7 @@ class HoldfastMixin(_Base):
         if wanted is True or wanted == "auto":
             path = self._newest()
             if path is None and wanted is True:
-                raise ValueError(f"{self.args.output_dir} has no complete checkpoint to resume from")
+                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
         source = None if path is None else _complete(str(path))
         if source is None:  # from the beginning, or from a checkpoint that Trainer wrote by itself
             return super().train(path, *args, **kwargs)

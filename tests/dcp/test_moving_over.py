@@ -54,6 +54,7 @@ def test_arguments_that_tune_the_other_writer_are_ignored_with_one_note(
 def test_extensions_are_none_or_refused(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        Writer(tmp_path / "empty", _extensions=[])
         writer = Writer(tmp_path / "c", _extensions=None)
         reader = Reader(tmp_path / "c", _extension_registry=None)
     dcp.save(STATE, storage_writer=writer, no_dist=True)

@@ -13,6 +13,7 @@ LAYOUT in the environment: ``fsdp2`` (ModelParallelStrategy) or ``fsdp1`` (FSDPS
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -373,6 +374,25 @@ def adopted(folder: str) -> None:
     assert saving("link", 10, "link", [HoldfastIO()]).is_symlink()
 
 
+class CountedByType(Callback):
+    """Some callbacks have their class for a key, as all had in Lightning before 1.5."""
+
+    steps = 0
+
+    @property
+    def state_key(self) -> Any:
+        return type(self)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+
+
 def io(folder: str) -> None:
     def models(**arguments: Any) -> ModelCheckpoint:
         names = {"dirpath": f"{folder}/models", "filename": "{step}"}
@@ -407,6 +427,29 @@ def io(folder: str) -> None:
     )
     found = HoldfastIO().load_checkpoint(best, map_location="meta")
     assert all(value.is_meta for value in found["state_dict"].values())
+
+    # Lightning's own words, and callbacks that are keyed by their type.
+    nothing, plugin = f"{folder}/nothing.ckpt", HoldfastIO()
+    refused("Checkpoint file not found", lambda: again.fit(Module(), ckpt_path=nothing))
+    with contextlib.suppress(TypeError):
+        plugin.save_checkpoint({}, nothing, storage_options={})
+        raise AssertionError("storage_options would be ignored")
+    counter = CountedByType()
+    keyed = trainer_of([counter], plugins=[HoldfastIO()], max_steps=3)
+    keyed.fit(Module())
+    keyed.save_checkpoint(f"{folder}/keyed.ckpt")
+    for resume, more in (
+        ({"ckpt_path": f"{folder}/keyed.ckpt"}, []),
+        ({}, [HoldfastCallback(f"{folder}/r")]),
+    ):
+        counted = CountedByType()
+        if more:
+            trainer_of([CountedByType(), *more], max_steps=3).fit(Module())
+            more = [HoldfastCallback(f"{folder}/r")]
+        then = trainer_of([counted, *more], plugins=[HoldfastIO()], max_steps=5)
+        then.fit(Module(), **resume)
+        assert (counted.steps, then.global_step) == (5, 5), counted.steps
+    assert set(plugin.load_checkpoint(f"{folder}/keyed.ckpt")["callbacks"]) >= {CountedByType}
 
     # Two places to resume from, and another model.
     trainer_of([HoldfastCallback(f"{folder}/run")], max_steps=2).fit(Module())

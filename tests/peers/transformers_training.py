@@ -210,7 +210,10 @@ def own(folder: str) -> None:
     assert both.state.global_step == 15
     back_to_an_older_one(f"{folder}/back", plain, digest(whole.model.parameters()))
     from_trainers_own(f"{folder}/theirs", plain, digest(whole.model.parameters()))
-    refused("no complete checkpoint", lambda: trainer_of(f"{folder}/new").train(resume_from_checkpoint=True))
+    refused(
+        "No valid checkpoint found in output directory",
+        lambda: trainer_of(f"{folder}/new").train(resume_from_checkpoint=True),
+    )
     wide = trainer_of(output, width=20, **plain)
     refused("transformer.wte.weight", lambda: wide.train(resume_from_checkpoint=True))
     print("own: ok")

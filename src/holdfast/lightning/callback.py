@@ -18,6 +18,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.data import Loader
 from holdfast.integrations.checkpointer_options import checked
 from holdfast.integrations.late_step import LateStep
+from holdfast.lightning.type_keys import stored_key
 from holdfast.paths import local_path
 from holdfast.state.marks import per_rank, rank_zero
 from holdfast.state.mismatch import offering
@@ -103,8 +104,9 @@ class HoldfastCallback(Callback):
         pl_module.on_load_checkpoint(hooks)
         for callback in trainer.callbacks:
             callback.on_load_checkpoint(trainer, pl_module, hooks)
-            if callback.state_key in extras["callbacks"]:
-                callback.load_state_dict(extras["callbacks"][callback.state_key])
+            key = stored_key(callback.state_key)
+            if key in extras["callbacks"]:
+                callback.load_state_dict(extras["callbacks"][key])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loaders = trainer.fit_loop._combined_loader.flattened
@@ -173,7 +175,7 @@ class HoldfastCallback(Callback):
         for callback in hooked:
             callback.on_save_checkpoint(trainer, pl_module, hooks)
         pl_module.on_save_checkpoint(hooks)
-        states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
+        states = {stored_key(callback.state_key): callback.state_dict() for callback in trainer.callbacks}
         return {
             "callbacks": {key: state for key, state in states.items() if state},
             "datamodule": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),

@@ -18,7 +18,9 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins import CheckpointIO
 
 from holdfast.engine import fs
+from holdfast.errors import CheckpointNotFound
 from holdfast.integrations.folders import remove
+from holdfast.lightning.type_keys import with_names, with_types
 from holdfast.paths import local_path
 from holdfast.state.marks import rank_zero
 from holdfast.store import Options, is_checkpoint, load, save
@@ -43,10 +45,10 @@ class HoldfastIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         if storage_options is not None:
-            raise TypeError("HoldfastIO takes no storage_options; give it options=holdfast.Options(...)")
+            raise _no_storage_options("HoldfastIO; give it options=holdfast.Options(...)")
         with _replacing(path) as place:
-            step = _step_in(checkpoint)
-            save(place, checkpoint, step=step, overwrite=True, options=self._options, process_group="none")
+            step, state = _step_in(checkpoint), with_names(checkpoint)
+            save(place, state, step=step, overwrite=True, options=self._options, process_group="none")
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -55,7 +57,9 @@ class HoldfastIO(CheckpointIO):
         if os.path.isfile(path):
             found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
             return found
-        loaded: dict[str, Any] = load(path, process_group="none")
+        if not os.path.lexists(path):
+            raise CheckpointNotFound(f"Checkpoint file not found: {path}")  # in Lightning's words
+        loaded = with_types(load(path, process_group="none"))
         if map_location is not None:  # it has many forms; torch knows their meaning
             loaded = torch.load(_torch_file(loaded), map_location=map_location, weights_only=False)
         return loaded
@@ -82,10 +86,9 @@ class HoldfastSharded(_Strategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         if storage_options is not None:
-            raise TypeError("HoldfastSharded takes no storage_options")
-        rest = {
-            key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
-        }
+            raise _no_storage_options("HoldfastSharded")
+        own = ("state_dict", "optimizer_states")
+        rest = with_names({key: value for key, value in checkpoint.items() if key not in own})
         optimizers = list(self.optimizers) if "optimizer_states" in checkpoint else []
         state = {"state_dict": self.model, "optimizers": optimizers, "rest": rank_zero(rest)}
         with _replacing(self.broadcast(local_path(filepath)), leads=self.is_global_zero) as place:
@@ -101,8 +104,7 @@ class HoldfastSharded(_Strategy):
         state = {"state_dict": self.model, "optimizers": list(self.optimizers), "rest": rank_zero(None)}
         # There are optimizers to restore in `fit` only.
         load(path, into=state, select=None if self.optimizers else ["state_dict", "rest"])
-        found: dict[str, Any] = state["rest"].value
-        return found
+        return with_types(state["rest"].value)
 
 
 def load_from_checkpoint(cls: type[Any], path: str | os.PathLike[str], **arguments: Any) -> Any:
@@ -138,6 +140,14 @@ def _replacing(path: str | os.PathLike[str], *, leads: bool = True) -> Iterator[
         fs.exchange(place, path)
         fs.sync_dir(os.path.dirname(path))
         remove(place)
+
+
+def _no_storage_options(where: str) -> TypeError:
+    """In Lightning's words, which programs may match."""
+    return TypeError(
+        "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
+        + where
+    )
 
 
 def _torch_file(state: dict[str, Any]) -> io.BytesIO:

@@ -25,8 +25,8 @@ _said = threading.Event()
 
 
 def refuse_extensions(extensions: object, name: str, where: str) -> None:
-    """DCP's default, None, is fine. Extensions change the bytes of streams, which there are none of here."""
-    if extensions is not None:
+    """None, DCP's default, and an empty list are fine: there are no streams to change the bytes of."""
+    if extensions is not None and extensions != []:
         raise TypeError(
             f"{where} takes no {name}: extensions of DCP transform its files, and Holdfast writes its own, "
             "which are checksummed and not compressed. Leave it out"
