@@ -5,7 +5,8 @@
     holdfast.save("first", {"model": model, "optimizer": optimizer})      # returns when it is durable
     holdfast.load("first", into={"model": model, "optimizer": optimizer})
 
-    ckpt = holdfast.Checkpointer("runs/gpt", {"model": model, "optimizer": optimizer})
+    state = {"model": model, "optimizer": optimizer, "data": loader, "rng": holdfast.rng()}
+    ckpt = holdfast.Checkpointer("runs/gpt", state)
     for step in range(ckpt.restore(), 10_000):
         train_one_step()
         ckpt.save(step + 1)

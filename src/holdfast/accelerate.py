@@ -254,6 +254,8 @@ class _Epoch:
             self._begun, self.restored = self.restored, None
         loader = self._at_work
         number, ended = loader.iteration, loader.end_of_dataloader
+        if self._begun is None and not ended and _is_at_work(loader):
+            _warn_of_an_epoch_before()
         seeds = [sampler.initial_seed for sampler in self._samplers() if hasattr(sampler, "initial_seed")]
         return {
             # At its last batch, accelerate has not counted the epoch yet.
@@ -271,6 +273,21 @@ class _Epoch:
         seeded = [sampler for sampler in self._samplers() if hasattr(sampler, "initial_seed")]
         for sampler, seed in zip(seeded, state["seeds"], strict=False):
             sampler.initial_seed = seed
+
+
+def _is_at_work(loader: Any) -> bool:
+    """Whether an epoch of this loader has begun and not ended."""
+    return any(one is loader for one in loader.gradient_state.dataloader_references)
+
+
+def _warn_of_an_epoch_before() -> None:
+    warnings.warn(
+        "this epoch began before Holdfast knew of the loader, so a training that resumes inside of it does "
+        "not equal an uninterrupted one. Nothing is lost. Call holdfast.accelerate.state_of(accelerator, "
+        "model) once, after prepare() and before the first epoch",
+        RuntimeWarning,
+        stacklevel=stack_level(),
+    )
 
 
 def _warn_of_another_order() -> None:

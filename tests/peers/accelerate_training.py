@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +203,25 @@ def loader_told(folder: str) -> None:
             print(f"told: {skip}", flush=True)
 
         in_child(resumed)
+
+    def late() -> None:
+        accelerator = Accelerator(cpu=True)
+        loader, model = accelerator.prepare(DataLoader(torch.ones(16, 8), batch_size=4), nn.Linear(8, 1))
+
+        def save() -> None:
+            save_state(accelerator, model, output_dir=f"{folder}/late")
+
+        for place, _ in enumerate(loader):
+            if place == 1:
+                told("this epoch began before Holdfast knew", save)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            save()
+            for _ in loader:
+                save()
+        print("told: late", flush=True)
+
+    assert in_child(late) == 0
 
 
 def restored(run: str) -> dict[str, Any]:

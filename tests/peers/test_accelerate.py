@@ -94,6 +94,7 @@ def test_an_epoch_that_is_not_taken_up_is_told(tmp_path: Path, env: dict[str, st
     output = peers.run("transformers", SCRIPT, "loader-told", tmp_path, env=env, timeout=SECONDS)
     assert "told: function" in output, output
     assert "told: none" in output, output
+    assert "told: late" in output, output
 
 
 def test_single_saves_and_what_does_not_fit(tmp_path: Path, env: dict[str, str]) -> None:
