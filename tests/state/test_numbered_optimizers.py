@@ -234,3 +234,18 @@ def test_state_that_no_parameter_claims_is_an_error(key: Any) -> None:
     with pytest.raises(StateMismatch) as caught:
         restore({"optimizer": target}, save({"optimizer": plain}))
     assert caught.value.extra == (f"optimizer.state.{key}.m",)
+
+
+def test_other_groups_are_named_where_numbers_cannot_be_matched(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    decayed, rest = (
+        [p for name, p in model.named_parameters() if name.endswith(end)] for end in ("weight", "bias")
+    )
+    there = torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}])
+    model(torch.ones(2, 3)).sum().backward()
+    there.step()
+    torch.save({"model": model.state_dict(), "optimizer": there.state_dict()}, tmp_path / "c.pt")
+    here = torch.optim.AdamW(model.parameters())
+    with pytest.raises(StateMismatch, match=r"groups of 2, 2 parameters without names, target groups of 4"):
+        holdfast.load(tmp_path / "c.pt", into={"model": model, "optimizer": here})
+    assert not here.state

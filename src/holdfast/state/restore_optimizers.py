@@ -10,7 +10,7 @@ has none yet, it gets tensors of that kind, and this rank reads its part of them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,12 +170,18 @@ def _match(names: OptimizerNames, saved: _Saved) -> dict[str, Any]:
     known = set(keys)
     if known.issuperset(own):
         return {name: name for name in own}
-    nameless = all(type(key) is int for key in keys) or all(
-        key == f"param.{position}" for position, key in enumerate(keys)
-    )
-    if (nameless or not names.known) and [len(g) for g in saved.members] == [len(g) for g in names.groups]:
+    if (_nameless(keys) or not names.known) and _lengths(saved.members) == _lengths(names.groups):
         return dict(zip(own, keys, strict=True))
     return {name: name for name in own if name in known}
+
+
+def _nameless(keys: Sequence[Any]) -> bool:
+    numbered = all(type(key) is int for key in keys)
+    return numbered or all(key == f"param.{position}" for position, key in enumerate(keys))
+
+
+def _lengths(groups: Iterable[Sequence[Any]]) -> list[int]:
+    return [len(group) for group in groups]
 
 
 def _other_kind(
@@ -221,7 +227,13 @@ def _report(
     for name in names.flat():
         if name not in saved_key:
             context.missing(f"{prefix}{name}", None, arrays=True)
-    context.compare_names(names.flat(), [key for group in saved.members for key in group])
+    keys = [key for group in saved.members for key in group]
+    context.compare_names(names.flat(), keys)
+    if not saved_key and keys and names.flat() and _nameless(keys):
+        there, here = (", ".join(map(str, _lengths(groups))) for groups in (saved.members, names.groups))
+        context.wrong(
+            f"{prefix}param_groups", f"groups of {there} parameters without names", None, f"groups of {here}"
+        )
     used = set(saved_key.values())
     for group in saved.members:
         for key in group:
