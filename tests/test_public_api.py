@@ -40,6 +40,7 @@ ERRORS = {
     "LeafNotFound": KeyError,
     "StateMismatch": ValueError,
     "UnsupportedSource": ValueError,
+    "DecompressionBomb": ValueError,
     "UnsupportedState": TypeError,
     "UnsupportedURL": ValueError,
     "UnsupportedVersion": ImportError,

@@ -12,6 +12,7 @@ from holdfast.errors import CheckpointExists as CheckpointExists
 from holdfast.errors import CheckpointNotFound as CheckpointNotFound
 from holdfast.errors import CorruptCheckpoint as CorruptCheckpoint
 from holdfast.errors import CorruptShelf as CorruptShelf
+from holdfast.errors import DecompressionBomb as DecompressionBomb
 from holdfast.errors import DeviceTimeout as DeviceTimeout
 from holdfast.errors import EngineTimeout as EngineTimeout
 from holdfast.errors import EngineUnavailable as EngineUnavailable

@@ -114,6 +114,14 @@ class UnsupportedSource(HoldfastError, ValueError):
     """
 
 
+class DecompressionBomb(UnsupportedSource):
+    """The arrays of a foreign checkpoint would take many times the bytes of its files: it may be a trap.
+
+    Nothing of it was read. If you trust its origin, allow it: ``Options(max_inflation=...)``, or
+    ``--max-inflation`` of the command.
+    """
+
+
 class UnsupportedURL(HoldfastError, ValueError):
     """A URL (``s3://bucket/run``) was given for a path. Holdfast reads and writes file systems.
 

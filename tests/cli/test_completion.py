@@ -32,7 +32,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("holdfast sh", ["show", "shelf"]),
         ("holdfast shelf ", ["ls", "show", "verify", "export"]),
         ("holdfast diff --s", ["--summary"]),
-        ("holdfast diff a b --", ["--leaves", "--ignore", "--summary", "--all", "--json", "--help"]),
+        (
+            "holdfast diff a b --",
+            ["--leaves", "--ignore", "--summary", "--all", "--max-inflation", "--json", "--help"],
+        ),
         ("holdfast bench --shape ", ["gpt2", "few-large", "many-small"]),
         ("holdfast bench --quick f", []),
         ("holdfast completion ", ["bash", "zsh", "fish"]),

@@ -131,3 +131,9 @@ def test_calls_refuse_an_empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(ValueError, match="the path is empty"):
             call("")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (1 << 20) - 128, (3 << 20) + 1, 17 << 20])
+def test_compressed_records_of_every_size_match_their_crcs(tmp_path: Path, nbytes: int) -> None:
+    np.savez_compressed(tmp_path / "a.npz", w=np.zeros(nbytes, np.uint8))
+    assert holdfast.verify(tmp_path / "a.npz").problems == ()

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -23,6 +23,7 @@ from holdfast.checkpointer.context import RunContext
 from holdfast.checkpointer.events import PassedOver, Restored
 from holdfast.checkpointer.in_place import refuse_fixed, refuse_replaced
 from holdfast.checkpointer.run_observer import NothingToRestore, Restoring
+from holdfast.engine import READING
 from holdfast.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -137,9 +138,10 @@ def _load_newest(context: RunContext, into: _Target, only: int | None) -> _Found
 def _begin_from(context: RunContext, into: _Target, begin: Beginning) -> int:
     """Fills what that checkpoint has something for; the other entries of the state stay."""
     group, path = context.group, begin.path
+    tuning = replace(READING, max_inflation=group.settings.tuning.max_inflation)
     with group.again(f"start from {os.fspath(path)}") as team:
         if team is None:
-            with open_newest(path) as checkpoint:
+            with open_newest(path, tuning) as checkpoint:
                 there = _keys_of(checkpoint)
                 part = _entries_in(into.state, checkpoint)
                 restored = checkpoint.load(part, strict=into.strict, rename=into.rename)
@@ -148,7 +150,7 @@ def _begin_from(context: RunContext, into: _Target, begin: Beginning) -> int:
                 _tell_entries(into.state, there, checkpoint, begin)
                 return checkpoint.step if begin.continue_steps else 0
         group.restart(team)
-        with open_newest_together(team, path, group.timeout) as checkpoint:
+        with open_newest_together(team, path, group.timeout, tuning) as checkpoint:
             there = _keys_of(checkpoint)
             part = _entries_in(into.state, checkpoint)
             restored = load_together(

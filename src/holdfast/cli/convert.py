@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.session import Json, Session, session
+from holdfast.cli.session import Json, MaxInflation, Session, session
 
 if TYPE_CHECKING:
     from holdfast.universal import Converted
@@ -99,6 +99,7 @@ def convert(
             help="Arrange SRC into model and optimizer, or keep what its own library loads.",
         ),
     ] = None,
+    max_inflation: MaxInflation = 100,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint of one system as one of another.
@@ -110,7 +111,7 @@ def convert(
     with session(as_json) as out:
         import time
 
-        from holdfast import universal
+        from holdfast import Options, universal
 
         began = time.perf_counter()
         try:
@@ -132,6 +133,7 @@ def convert(
                     pp=pp,
                     zero_stage=zero_stage,
                     as_training=as_training,
+                    options=Options(max_inflation=max_inflation),
                     progress=progress,
                 )
         except ValueError as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.session import Json, Session, session
+from holdfast.cli.session import Json, MaxInflation, Session, session
 
 if TYPE_CHECKING:
     from holdfast.inspect import ContainerChange, Difference, LeafChange, Side, SubtreeChange, ValueChange
@@ -36,6 +36,7 @@ def diff(
         bool, typer.Option("--summary", help="One row for each subtree instead of each leaf.")
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Every row, however many.")] = False,
+    max_inflation: MaxInflation = 100,
     as_json: Json = False,
 ) -> None:
     """Show which leaves and values differ, and by how much. Exit code 1 if any does.
@@ -45,10 +46,18 @@ def diff(
     Neither checkpoint has to fit in memory.
     """
     with session(as_json) as out:
-        from holdfast import inspect
+        from holdfast import Options, inspect
 
+        options = Options(max_inflation=max_inflation)
         with out.progress("comparing") as progress:
-            found = inspect.compare(a, b, leaves=leaves or (), ignore=ignore or (), progress=progress)
+            found = inspect.compare(
+                a,
+                b,
+                leaves=leaves or (),
+                ignore=ignore or (),
+                options=options,
+                progress=progress,
+            )
         if as_json:
             out.emit(_document(found))
         else:

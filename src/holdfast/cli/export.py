@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.session import Json, Session, session
+from holdfast.cli.session import Json, MaxInflation, Session, session
 
 if TYPE_CHECKING:
     from holdfast.inspect import Exported
@@ -35,6 +35,7 @@ def export(
         ),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    max_inflation: MaxInflation = 100,
     as_json: Json = False,
 ) -> None:
     """Write the leaves as one .safetensors file.
@@ -45,13 +46,22 @@ def export(
     with session(as_json) as out:
         import time
 
-        from holdfast import inspect
+        from holdfast import Options, inspect
 
         began = time.perf_counter()
         if output.suffix != inspect.safetensors_export.SUFFIX:
             raise typer.BadParameter(inspect.safetensors_export.wrong_suffix(output))
+        options = Options(max_inflation=max_inflation)
         with out.progress("exporting") as progress:
-            done = inspect.export(path, output, select=select, strip=strip, force=force, progress=progress)
+            done = inspect.export(
+                path,
+                output,
+                select=select,
+                strip=strip,
+                force=force,
+                options=options,
+                progress=progress,
+            )
         if as_json:
             out.emit(done)
         else:

@@ -49,6 +49,16 @@ _MAX_PAIR = 24
 """The name and value of a metric stay on one line up to this width."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+MaxInflation = Annotated[
+    float,
+    typer.Option(
+        "--max-inflation",
+        min=1,
+        metavar="TIMES",
+        help="Of another system's file, which may be compressed: how many times its size may come out of it. "
+        "Up to 256 MiB always may; inf allows any.",
+    ),
+]
 Progress = Callable[[int, int], None]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.session import Json, Session, session
+from holdfast.cli.session import Json, MaxInflation, Session, session
 
 if TYPE_CHECKING:
     from holdfast.format.records import ShardFile
@@ -40,13 +40,15 @@ def show(
             help="Another system's file: arranged into model and optimizer, or as its library loads it.",
         ),
     ] = None,
+    max_inflation: MaxInflation = 100,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: facts, totals per subtree, values, and the table of its leaves."""
     with session(as_json) as out:
-        from holdfast import inspect
+        from holdfast import Options, inspect
 
-        found = inspect.describe(path, leaves=leaves, as_training=as_training)
+        options = Options(max_inflation=max_inflation)
+        found = inspect.describe(path, leaves=leaves, as_training=as_training, options=options)
         if as_json:
             out.emit(_document(found, depth))
         elif depth is not None:

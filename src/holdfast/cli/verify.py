@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.session import Json, Session, session
+from holdfast.cli.session import Json, MaxInflation, Session, session
 
 if TYPE_CHECKING:
     from holdfast.store import Report
@@ -20,6 +20,7 @@ def verify(
             readable=False, metavar="PATH", help="A checkpoint; or a run, or a directory of runs: all in it."
         ),
     ],
+    max_inflation: MaxInflation = 100,
     as_json: Json = False,
 ) -> None:
     """Read every byte and check it. Names each damaged file and leaf; exit code 1 if there is one.
@@ -31,11 +32,12 @@ def verify(
         import os
         import time
 
-        from holdfast import inspect
+        from holdfast import Options, inspect
 
+        options = Options(max_inflation=max_inflation)
         began = time.perf_counter()
         with out.progress("verifying") as progress:
-            reports = inspect.verify_all(path, progress=progress)
+            reports = inspect.verify_all(path, options=options, progress=progress)
         seconds = time.perf_counter() - began
         damaged = [report for report in reports if not report.intact]
         if as_json:

@@ -24,15 +24,23 @@ SMALL_NBYTES = 1 << 20
 READ_WINDOW_NBYTES = 8 << 20
 """Loads want 64 MiB under way: with the 32 MiB of saves, 1 GiB took a third longer, cold and warm alike."""
 
+MAX_INFLATION = 100.0
+"""Arrays of zeros compress to a thousandth, whole checkpoints seldom to a tenth."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How the engine works. The defaults suit NVMe drives; `window * depth` is all the memory a job takes."""
+    """How the engine works. The defaults suit NVMe drives; `window * depth` is all the memory a job takes.
+
+    `max_inflation` is for checkpoints of other systems: how many times the bytes of its files the arrays may
+    take.
+    """
 
     backend: Backend | None = None
     window_nbytes: int = WINDOW_NBYTES
     depth: int = STAGING_NBYTES // WINDOW_NBYTES
     small_nbytes: int = SMALL_NBYTES
+    max_inflation: float = MAX_INFLATION
 
     def __post_init__(self) -> None:
         if not 0 < self.window_nbytes <= MAX_WINDOW_NBYTES or self.window_nbytes % ALIGNMENT:

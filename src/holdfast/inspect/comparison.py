@@ -37,7 +37,8 @@ from holdfast.state.node import (
     tag_of,
 )
 from holdfast.state.unflatten import decode_key
-from holdfast.store import LeafInfo
+from holdfast.store import LeafInfo, Options
+from holdfast.store.options import reading_tuning
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, matching_names, open_newest
 
 Change = Literal["only in a", "only in b", "dtype", "shape", "bits", "framework", "tied"]
@@ -140,6 +141,7 @@ def compare(
     *,
     leaves: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    options: Options | None = None,
     progress: Progress = no_progress,
 ) -> Difference:
     """Compares two checkpoints; of a run, its newest. Neither has to fit in memory.
@@ -149,9 +151,10 @@ def compare(
 
     Leaves are compared bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not. The order of
     keys counts in an `OrderedDict`, not in a plain dict; step, time and metrics do not count.
-    `holdfast.CorruptCheckpoint` if one of them is damaged.
+    `holdfast.CorruptCheckpoint` if one of them is damaged. `options`: how to read, as for `holdfast.load`.
     """
-    with open_newest(a) as left, open_newest(b) as right:
+    tuning = reading_tuning(options)
+    with open_newest(a, tuning) as left, open_newest(b, tuning) as right:
         chosen = _chosen([*left, *left.values, *right, *right.values], leaves, ignore)
         return _Comparison(left, right, chosen).run(progress)
 

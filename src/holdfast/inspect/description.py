@@ -12,7 +12,8 @@ from holdfast.format.records import ShardFile
 from holdfast.inspect.subtrees import Subtotal, subtotals
 from holdfast.state import Node, flatten, leaf_names
 from holdfast.state.node import COUNTER, DICT, UNORDERED, without_order
-from holdfast.store import LeafInfo
+from holdfast.store import LeafInfo, Options
+from holdfast.store.options import reading_tuning
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 
 _UNORDERED = (*UNORDERED, DICT, COUNTER)
@@ -49,13 +50,17 @@ class Description:
 
 
 def describe(
-    path: str | os.PathLike[str], *, leaves: str | None = None, as_training: bool | None = None
+    path: str | os.PathLike[str],
+    *,
+    leaves: str | None = None,
+    as_training: bool | None = None,
+    options: Options | None = None,
 ) -> Description:
     """What a checkpoint holds; of a run, its newest. `leaves`: a glob or subtree, for only those in it.
 
-    `as_training`: how a file of another system is shown, see `holdfast.load`.
+    `as_training`: how a file of another system is shown, and `options`: how it is read, see `holdfast.load`.
     """
-    with open_newest(path) as checkpoint:
+    with open_newest(path, reading_tuning(options)) as checkpoint:
         checkpoint.arrange(as_training)
         matching = None if leaves is None else set(checkpoint.select(leaves))
         return Description(

@@ -19,8 +19,9 @@ from holdfast.errors import CheckpointExists, StateMismatch
 from holdfast.inspect.progress import Progress, no_progress
 from holdfast.inspect.safetensors_writer import FileEntry, SafetensorsFile
 from holdfast.paths import local_path
-from holdfast.store import is_checkpoint
+from holdfast.store import Options, is_checkpoint
 from holdfast.store.names import PARTIAL, RETIRED
+from holdfast.store.options import reading_tuning
 from holdfast.store.os_errors import saving
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 
@@ -45,6 +46,7 @@ def export(
     select: Sequence[str] | None = None,
     strip: str = "",
     force: bool = False,
+    options: Options | None = None,
     progress: Progress = no_progress,
 ) -> Exported:
     """Writes leaves of a checkpoint (of a run: its newest) as one safetensors file, durable on return.
@@ -53,12 +55,13 @@ def export(
     their first name; the others are listed in the file's metadata, next to the step. Every byte is verified
     on the way.
     `strip`: a prefix that all names lose, such as ``model.``. `holdfast.CheckpointExists` if `output` exists,
-    unless `force`; `ValueError` if its name does not end in ``.safetensors``.
+    unless `force`; `ValueError` if its name does not end in ``.safetensors``. `options`: how to read, as for
+    `holdfast.load`.
     """
     target = local_path(output)
     if not target.endswith(SUFFIX):
         raise ValueError(wrong_suffix(target))
-    with open_newest(path) as checkpoint:
+    with open_newest(path, reading_tuning(options)) as checkpoint:
         chosen = checkpoint.select(list(select)) if select else list(checkpoint.leaves)
         entries, tied = chosen_entries(checkpoint, chosen, strip)
         file = SafetensorsFile(checkpoint, entries, tied, strip)

@@ -7,21 +7,23 @@ import os
 from holdfast.errors import CheckpointNotFound, IncompleteCheckpoint, OutOfResources, ReadFailed
 from holdfast.inspect.progress import Progress, no_progress
 from holdfast.inspect.run_listing import checkpoints_of, directory_nbytes, is_gone, reason_of
-from holdfast.store import Problem, Report, verify
+from holdfast.store import Options, Problem, Report, verify
 
 
-def verify_all(path: str | os.PathLike[str], *, progress: Progress = no_progress) -> tuple[Report, ...]:
+def verify_all(
+    path: str | os.PathLike[str], *, options: Options | None = None, progress: Progress = no_progress
+) -> tuple[Report, ...]:
     """Checks the checkpoint at `path`, or all checkpoints of a run, oldest first.
 
     Damage is reported, not raised. A checkpoint that cannot be read does not hide the others, and one that
-    retention removed in the meantime is left out.
+    retention removed in the meantime is left out. `options` say how to read, as for `holdfast.load`.
     """
     targets = {target: directory_nbytes(target) for target in checkpoints_of(path)}
     total = sum(targets.values())
     reports = []
     done = 0
     for target, nbytes in targets.items():
-        found = _verify(target, done, total, progress)
+        found = _verify(target, options, done, total, progress)
         if found is not None:
             reports.append(found)
         done += nbytes
@@ -29,9 +31,11 @@ def verify_all(path: str | os.PathLike[str], *, progress: Progress = no_progress
     return tuple(reports)
 
 
-def _verify(target: str, before: int, total: int, progress: Progress) -> Report | None:
+def _verify(
+    target: str, options: Options | None, before: int, total: int, progress: Progress
+) -> Report | None:
     try:
-        return verify(target, progress=lambda nbytes: progress(before + nbytes, total))
+        return verify(target, options=options, progress=lambda nbytes: progress(before + nbytes, total))
     except IncompleteCheckpoint as error:
         return Report(target, None, 0, 0, (Problem(error.path or target, "the manifest is missing"),))
     except OutOfResources:

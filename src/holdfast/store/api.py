@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
-from holdfast.engine import READING, Tuning, fs
+from holdfast.engine import fs
 from holdfast.errors import CheckpointExists
 from holdfast.paths import local_path
 from holdfast.state import Framework, flatten
@@ -20,7 +20,7 @@ from holdfast.store.commit.single import SingleCommit
 from holdfast.store.commit.transaction import Target
 from holdfast.store.metrics import plain_metrics
 from holdfast.store.names import PARTIAL, RETIRED
-from holdfast.store.options import Options, checked_options
+from holdfast.store.options import Options, checked_options, reading_tuning
 from holdfast.store.os_errors import saving
 from holdfast.store.rank_errors import failing_the_save
 from holdfast.store.ranks.channel import Channel
@@ -162,7 +162,7 @@ def load(
         refuse_fresh(framework, device)
         new_names = renaming(rename)
         with (
-            open_newest_together(team, path, timeout, _reading(options)) as opened,
+            open_newest_together(team, path, timeout, reading_tuning(options)) as opened,
             _channel(team, timeout) as channel,
             offering("into", "rename", "select", "strict"),
         ):
@@ -198,12 +198,7 @@ def open(
     `as_training`: how a file of another system is shown, see `load`. `options` say how to read: `backend` and
     `memory_nbytes`.
     """
-    return newest(path, partial(Checkpoint, tuning=_reading(options), as_training=as_training))
-
-
-def _reading(options: Options | None) -> Tuning:
-    found = checked_options(options)
-    return READING if found is None else found.reading()
+    return newest(path, partial(Checkpoint, tuning=reading_tuning(options), as_training=as_training))
 
 
 def make_parent(target: str) -> None:

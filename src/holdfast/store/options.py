@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from holdfast.engine import READING, Backend, Tuning
-from holdfast.engine.tuning import SMALL_NBYTES, STAGING_NBYTES, WINDOW_NBYTES
+from holdfast.engine.tuning import MAX_INFLATION, SMALL_NBYTES, STAGING_NBYTES, WINDOW_NBYTES
 from holdfast.paths import local_path
 from holdfast.plan.topology import Writers, check_writers
 
@@ -41,6 +41,10 @@ class Options:
     `volumes`: directories that shards go to instead of the checkpoint's own, shared out by how fast each is;
     they may be each node's own. `replicas`: ``"check"`` compares what several ranks hold the same of when it
     is first planned who writes what, and a sample of it in every save; ``"trust"`` does not.
+
+    `max_inflation` is for reading checkpoints of other systems, which may be compressed: arrays that take
+    more than so many times the bytes of their files (and more than 256 MiB) are a `DecompressionBomb`.
+    ``float("inf")`` allows any.
     """
 
     backend: Backend | None = None
@@ -49,6 +53,7 @@ class Options:
     writers: Writers = "all"
     volumes: Sequence[str | os.PathLike[str]] = ()
     replicas: Replicas = "check"
+    max_inflation: float = MAX_INFLATION
 
     def __post_init__(self) -> None:
         check_writers(self.writers)
@@ -62,6 +67,8 @@ class Options:
             if type(nbytes) is not int or not 0 <= nbytes <= _MAX_NBYTES:
                 raise ValueError(f"{name} must be a number of bytes, an int from 0 on, not {nbytes!r}")
 
+        check_inflation(self.max_inflation)
+
     @property
     def snapshot_nbytes(self) -> int:
         """What is left for copies."""
@@ -72,14 +79,20 @@ class Options:
         depth = max(2, min(STAGING_NBYTES, self.memory_nbytes) // window)
         if self.memory_nbytes < 2 * window:
             window = max(_LEAST_WINDOW_NBYTES, self.memory_nbytes // 2 // 4096 * 4096)
-        return Tuning(self.backend, window, depth, self.small_nbytes)
+        return Tuning(self.backend, window, depth, self.small_nbytes, self.max_inflation)
 
     def reading(self) -> Tuning:
         """How to read: with this backend, and within the memory; a read takes three times its windows."""
         window, depth = READING.window_nbytes, READING.depth
         while 3 * window * depth > self.memory_nbytes and (depth > 2 or window > _LEAST_WINDOW_NBYTES):
             depth, window = (depth // 2, window) if depth > 2 else (depth, window // 2)
-        return replace(READING, backend=self.backend, window_nbytes=window, depth=depth)
+        return replace(
+            READING,
+            backend=self.backend,
+            window_nbytes=window,
+            depth=depth,
+            max_inflation=self.max_inflation,
+        )
 
     def write_settings(self) -> WriteSettings:
         """How several ranks, or one to several volumes, write."""
@@ -92,6 +105,18 @@ class Options:
         if len(set(map(os.path.realpath, volumes))) < len(volumes):
             raise ValueError(f"volumes must be different directories, not {list(volumes)}")
         return WriteSettings(self.tuning(), self.writers, volumes, self.replicas)
+
+
+def reading_tuning(options: Options | None) -> Tuning:
+    """How to read with what was given for options."""
+    found = checked_options(options)
+    return READING if found is None else found.reading()
+
+
+def check_inflation(given: object) -> None:
+    """`ValueError` for what is no ratio."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 1:
+        raise ValueError(f'max_inflation must be a number from 1 on, or float("inf"), not {given!r}')
 
 
 def checked_options(options: Options | None) -> Options | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from holdfast.engine import READING
+from holdfast.engine import READING, Tuning
 from holdfast.errors import CorruptCheckpoint, OutOfResources, ReadFailed
 from holdfast.inspect.leaf_stream import LeafStream, StreamedLeaf
 from holdfast.store.read.shard_reader import Problem
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
 from holdfast.store.read.verify import Report
+from holdfast.universal.inflation import refuse_bomb
 from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.readback import compare_copies
 from holdfast.universal.recognition import describe
@@ -24,7 +25,7 @@ from holdfast.universal.zip_records import LOCAL_MAGIC, OpenFile, Place, ZipReco
 _BLOCK_NBYTES = 8 << 20
 
 
-def check(path: str, progress: Callable[[int], None] | None = None) -> Report:
+def check(path: str, progress: Callable[[int], None] | None = None, tuning: Tuning = READING) -> Report:
     """Every byte of a foreign checkpoint, read and checked as far as its format allows.
 
     Damage is reported, not raised. A checkpoint that Holdfast cannot read is an error (`UnsupportedSource`).
@@ -33,7 +34,7 @@ def check(path: str, progress: Callable[[int], None] | None = None) -> Report:
     step, leaves, nbytes, files, kind = None, 0, 0, 0, "unknown"
     with noting_archives() as archives:
         try:
-            with ForeignCheckpoint(describe(path), READING) as checkpoint:
+            with ForeignCheckpoint(describe(path), tuning) as checkpoint:
                 step, leaves, kind = checkpoint.step, len(checkpoint), checkpoint.root.format
                 sizes = {file.name: file.nbytes for file in checkpoint.root.part.files}
                 files, nbytes = len(sizes), sum(sizes.values())
@@ -45,7 +46,7 @@ def check(path: str, progress: Callable[[int], None] | None = None) -> Report:
             raise
         except (CorruptCheckpoint, ReadFailed) as error:
             problems.append(_problem(error, path))
-    crcs = [_check_records(place, problems) for place in archives]
+    crcs = [_check_records(place, problems, tuning.max_inflation) for place in archives]
     return Report(
         path,
         step,
@@ -80,12 +81,13 @@ def _is_archive(path: str) -> bool:
         return file.nbytes >= len(LOCAL_MAGIC) and file.read(0, len(LOCAL_MAGIC)) == LOCAL_MAGIC
 
 
-def _check_records(place: Place, problems: list[Problem]) -> bool:
+def _check_records(place: Place, problems: list[Problem], max_inflation: float) -> bool:
     """Compares the records of an archive with their CRCs. Whether there are any: torch may write none."""
     path, start, nbytes = place
     try:
         with OpenFile(path, start, nbytes) as file:
             records = ZipRecords(file)
+            refuse_bomb(path, records.nbytes, nbytes, max_inflation)
             found = [records.wrong(name) for name in records.names]
     except CorruptCheckpoint as error:
         problems.append(_problem(error, path))

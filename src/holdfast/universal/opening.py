@@ -31,6 +31,7 @@ from holdfast.store.read.listing import natural_order
 from holdfast.store.read.requests import BoxRequest
 from holdfast.store.read.shard_reader import Problem, ShardReader
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
+from holdfast.universal.inflation import refuse_bomb
 from holdfast.universal.recognition import brief_findings, describe, find_reader
 from holdfast.universal.reduction import reduced
 from holdfast.universal.source import Computed, Source, SourceLeaf, Stretch
@@ -167,7 +168,7 @@ class ForeignCheckpoint(StoredCheckpoint):
         self._show(source, tuning)
 
     def _show(self, source: Source, tuning: Tuning) -> None:
-        records = _Records(source)
+        records = _Records(source, tuning.max_inflation)
         self.source = source
         self._files = SourceFiles(source, records.computed)
         self._begin(self._files, records.root(), source.path, tuning)
@@ -233,14 +234,14 @@ def _modified(path: str) -> float:
 class _Records:
     """The records of our format that describe a source."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, max_inflation: float) -> None:
         self._source = source
         self.computed: dict[str, Computed] = {}
         self._files: list[ShardFile] = []
         self._numbers: dict[tuple[str, int], int] = {}
         self._created = _modified(source.path)
         self._known: dict[str, int] = {}
-        self._leaves = self._describe_leaves()
+        self._leaves = self._describe_leaves(max_inflation)
 
     def root(self) -> Root:
         source = self._source
@@ -259,7 +260,7 @@ class _Records:
             part=part,
         )
 
-    def _describe_leaves(self) -> list[Leaf]:
+    def _describe_leaves(self, max_inflation: float) -> list[Leaf]:
         taken: set[str] = set()
         plain: list[SourceLeaf] = []
         for leaf in self._source.leaves:
@@ -270,8 +271,18 @@ class _Records:
         for name, of in self._source.aliases.items():
             if name in taken or of not in taken or is_own_name(name):
                 raise UnsupportedSource(f"{self._source.path}: {name!r} cannot be another name of {of!r}")
+        self._refuse_bomb(plain, max_inflation)
         lanes = iter(_lanes([place for leaf in plain for place in _in_bytes(leaf)]))
         return [self._leaf(leaf, lanes) for leaf in plain]
+
+    def _refuse_bomb(self, leaves: Sequence[SourceLeaf], max_inflation: float) -> None:
+        made, files = 0, set[str]()
+        for leaf in leaves:
+            computed = self.computed.get(leaf.stretches[0].file) if leaf.stretches else None
+            origins = {stretch.file for stretch in leaf.stretches} if computed is None else computed.files
+            files.update(origins)
+            made += itemsize(leaf.dtype) * whole(leaf.shape).volume if origins else 0
+        refuse_bomb(self._source.path, made, sum(map(self._nbytes, files)), max_inflation)
 
     def _check(self, leaf: SourceLeaf, taken: set[str]) -> None:
         where = self._source.path

@@ -31,7 +31,8 @@ def reduced(leaf: SourceLeaf) -> Computed:
             total /= len(copies)
         file.write(from_floats(total, leaf.dtype).data)
 
-    return Computed(write)
+    files = {stretch.file: None for copy in (leaf.stretches, *leaf.terms) for stretch in copy}
+    return Computed(write, tuple(files))
 
 
 def _read(leaf: SourceLeaf, stretches: tuple[Stretch, ...]) -> Bytes:

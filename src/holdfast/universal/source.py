@@ -33,10 +33,12 @@ class Computed:
     """The bytes of a leaf that lie in no file as they are, such as compressed ones.
 
     `write` writes exactly all of them, in C order. It is called when the leaf is read, and the result is kept
-    in memory until another such leaf is read.
+    in memory until another such leaf is read. `files` are those that it reads; without any, the bytes are in
+    memory already.
     """
 
     write: Callable[[BinaryIO], None]
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ def leaf_of_pieces(
         for box, tensor in pieces:
             stretches.extend(tensor.stretches(box, leaf=title or name))
         return SourceLeaf(name, dtype, shape, tuple(stretches))
+    files = tuple({tensor.file: None for _, tensor in pieces})
     plain = [
         (tensor, replace(tensor, conj=False, neg=False).stretches(box, leaf=title or name))
         for box, tensor in pieces
@@ -44,7 +45,7 @@ def leaf_of_pieces(
                     found[at] = np.frombuffer(data, np.uint8).reshape((*stretch.box.shape, tensor.itemsize))
         out.write(found.data)
 
-    return SourceLeaf(name, dtype, shape, (), computed=Computed(write))
+    return SourceLeaf(name, dtype, shape, (), computed=Computed(write, files))
 
 
 def leaf_of(name: str, tensor: StoredTensor) -> SourceLeaf:

@@ -131,6 +131,11 @@ class ZipRecords:
         return tuple(self._records)
 
     @property
+    def nbytes(self) -> int:
+        """What all records take together, not compressed."""
+        return sum(record.nbytes for record in self._records.values())
+
+    @property
     def have_crcs(self) -> bool:
         """Whether all records with bytes have one; `torch.save` writes 0 if told to compute none."""
         return all(record.crc or not record.nbytes for record in self._records.values())
@@ -155,24 +160,31 @@ class ZipRecords:
         record = self._records[name]
         if record.method not in (_STORED, _DEFLATED):
             return None
-        inflate = zlib.decompressobj(-15) if record.method == _DEFLATED else None
-        begin, crc, nbytes = self._begin(name, record), 0, 0
-        for start in range(0, record.stored_nbytes, _BLOCK_NBYTES):
-            data = self._file.read(begin + start, min(_BLOCK_NBYTES, record.stored_nbytes - start))
-            while data:
-                if inflate is None:
-                    made, data = data, b""
-                else:
-                    try:
-                        made, data = inflate.decompress(data, _BLOCK_NBYTES), inflate.unconsumed_tail
-                    except zlib.error as error:
-                        return f"record {name!r} cannot be inflated: {error}"
+        crc, nbytes = 0, 0
+        try:
+            for made in self._blocks(name, record):
                 crc, nbytes = zlib.crc32(made, crc), nbytes + len(made)
                 if nbytes > record.nbytes:
                     return f"record {name!r} has more than the {record.nbytes} bytes that it says"
+        except zlib.error as error:
+            return f"record {name!r} cannot be inflated: {error}"
         if nbytes != record.nbytes:
             return f"record {name!r} has {nbytes} bytes, and says {record.nbytes}"
         return f"the bytes of record {name!r} do not match their CRC" if record.crc not in (0, crc) else None
+
+    def _blocks(self, name: str, record: _Record) -> Iterator[bytes]:
+        """The bytes of a record, inflated, a block at a time."""
+        inflate = zlib.decompressobj(-15) if record.method == _DEFLATED else None
+        begin = self._begin(name, record)
+        for start in range(0, record.stored_nbytes, _BLOCK_NBYTES):
+            data = self._file.read(begin + start, min(_BLOCK_NBYTES, record.stored_nbytes - start))
+            if inflate is None:
+                yield data
+                continue
+            # A full block may leave more inside of the decompressor, also when all input was taken.
+            while made := inflate.decompress(data, _BLOCK_NBYTES):
+                yield made
+                data = inflate.unconsumed_tail
 
     def _begin(self, name: str, record: _Record) -> int:
         """Where the bytes of a record begin in the archive, behind a header of their own."""

@@ -13,7 +13,7 @@ from typing import Any
 _RENAMING = "holdfast.universal.renaming"
 """Has ``renaming(given)``."""
 _CHECKS = "holdfast.universal.checking"
-"""Has ``check(path, progress)``."""
+"""Has ``check(path, progress, tuning)``."""
 _READERS = "holdfast.universal.opening"
 """Has ``recognises``, ``open_foreign``, ``checkpoints_in`` and ``looked_for``."""
 
@@ -33,9 +33,9 @@ def open_foreign(path: str, tuning: Any) -> Any:
     return readers.open_foreign(path, tuning) if readers.recognises(path) else None
 
 
-def check(path: str, progress: Callable[[int], None] | None) -> Any:
+def check(path: str, progress: Callable[[int], None] | None, tuning: Any) -> Any:
     """The `Report` of a checkpoint of another system: what can be verified of it."""
-    return importlib.import_module(_CHECKS).check(path, progress)
+    return importlib.import_module(_CHECKS).check(path, progress, tuning)
 
 
 def checkpoints_in(directory: str) -> list[str]:

@@ -14,6 +14,7 @@ from holdfast.format.dtypes import carrier
 from holdfast.format.records import Part, ShardFile
 from holdfast.format.shard import HeaderEntry, entry_name, is_pad, parse_header
 from holdfast.store.names import MANIFEST
+from holdfast.store.options import Options, reading_tuning
 from holdfast.store.os_errors import open_stored, reading
 from holdfast.store.read import foreign
 from holdfast.store.read.listing import is_checkpoint
@@ -45,18 +46,24 @@ class Report:
         return not self.problems
 
 
-def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> Report:
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    options: Options | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Report:
     """Check every byte. Damage is reported, not raised; a path with nothing at it is still an error.
 
     So is a lack of descriptors or memory (`OutOfResources`). Of a checkpoint of another system, what its
-    format allows is checked, and the report says what that was.
+    format allows is checked, and the report says what that was. `options` say how to read, as for `load`.
     """
+    tuning = reading_tuning(options)
     where = resolve(path)
     if not is_checkpoint(where) and foreign.recognises(where):
-        found: Report = foreign.check(where, progress)
+        found: Report = foreign.check(where, progress, tuning)
         return found
     try:
-        checkpoint = StoredCheckpoint(where)
+        checkpoint = StoredCheckpoint(where, tuning)
     except OutOfResources:
         raise
     except (CorruptCheckpoint, ReadFailed) as error:

@@ -43,9 +43,6 @@ _MAX_DEPTH = 64
 _MAX_OBJECTS = 1_000_000
 _SLAB_NBYTES = 16 << 20
 _MAX_CHUNK_NBYTES = 256 << 20
-# What deflate can do at most is about 1000; small datasets may be all fill value.
-_MAX_INFLATION = 2000
-_ALWAYS_NBYTES = 64 << 20
 _DAMAGE = (OSError, KeyError, ValueError, RuntimeError, TypeError, OverflowError, MemoryError, EOFError)
 
 
@@ -262,8 +259,8 @@ def _leaf(h5py: Any, dataset: Any, full: str, start: int, found: _Found) -> Sour
     if offset is not None:
         stretch = Stretch(found.path, start + int(offset), whole(shape))
         return SourceLeaf(name, dtype, shape, (stretch,), framework="numpy")
-    _refuse_inflation(dataset, full, nbytes, found)
-    computed = Computed(partial(_compute, found.path, full, nbytes))
+    _refuse_large_chunks(dataset, full, found)
+    computed = Computed(partial(_compute, found.path, full, nbytes), (found.path,))
     return SourceLeaf(name, dtype, shape, (), framework="numpy", computed=computed)
 
 
@@ -310,15 +307,12 @@ def _lies_as_it_is(h5py: Any, dataset: Any, nbytes: int) -> bool:
     return bool(dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True)))
 
 
-def _refuse_inflation(dataset: Any, full: str, nbytes: int, found: _Found) -> None:
-    """A few bytes of a file must not become gigabytes of memory."""
+def _refuse_large_chunks(dataset: Any, full: str, found: _Found) -> None:
+    """A chunk is in memory as a whole, however few of its elements are wanted."""
     if dataset.chunks is not None:
         chunk = dataset.dtype.itemsize * math.prod(dataset.chunks)
         if chunk > _MAX_CHUNK_NBYTES:
             raise found.refuse(full, f"has chunks of {chunk} bytes, more than {_MAX_CHUNK_NBYTES}")
-    stored = int(dataset.id.get_storage_size())
-    if nbytes > _ALWAYS_NBYTES and nbytes > _MAX_INFLATION * stored:
-        raise found.refuse(full, f"would be {nbytes} bytes out of {stored} in the file")
 
 
 def _compute(path: str, full: str, nbytes: int, out: BinaryIO) -> None:

@@ -6,6 +6,7 @@ they are read, one at a time. Arrays of Python objects would be pickles, and are
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import zipfile
@@ -29,6 +30,8 @@ WANTED = "a file that ends in .npz"
 
 _LOCAL_HEADER = 30
 _BLOCK_NBYTES = 1 << 20
+_MAX_HEAD_NBYTES = 16 << 10
+"""More than numpy itself believes of a header."""
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -102,26 +105,27 @@ def _leaf(path: str, file: BinaryIO, archive: zipfile.ZipFile, member: zipfile.Z
         return SourceLeaf(
             name, dtype, head.shape, (Stretch(path, offset, whole(head.shape)),), framework="numpy"
         )
-    computed = Computed(partial(_inflate, path, member.filename, head, nbytes))
+    computed = Computed(partial(_inflate, path, member.filename, head, nbytes), (path,))
     return SourceLeaf(name, dtype, head.shape, (), framework="numpy", computed=computed)
 
 
 def _read_head(path: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> _Head:
     with archive.open(member) as opened:
-        try:
-            version = np.lib.format.read_magic(opened)
-        except ValueError as error:
-            if member.filename.endswith(".npy"):
-                raise CorruptCheckpoint(str(error), path=path, leaf=member.filename) from None
-            raise UnsupportedSource(f"{path}: {member.filename!r} is no array, but other bytes") from None
-        if version == (1, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_1_0(opened)
-        elif version == (2, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_2_0(opened)
-        else:
-            raise UnsupportedSource(f"{path}: {member.filename!r} is written in version {version} of npy")
-        ordered = fortran and sum(size > 1 for size in shape) > 1
-        return _Head(dtype, tuple(shape), ordered, opened.tell())
+        begin = io.BytesIO(opened.read(_MAX_HEAD_NBYTES))  # numpy takes as many as a header says
+    try:
+        version = np.lib.format.read_magic(begin)
+    except ValueError as error:
+        if member.filename.endswith(".npy"):
+            raise CorruptCheckpoint(str(error), path=path, leaf=member.filename) from None
+        raise UnsupportedSource(f"{path}: {member.filename!r} is no array, but other bytes") from None
+    if version == (1, 0):
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(begin)
+    elif version == (2, 0):
+        shape, fortran, dtype = np.lib.format.read_array_header_2_0(begin)
+    else:
+        raise UnsupportedSource(f"{path}: {member.filename!r} is written in version {version} of npy")
+    ordered = fortran and sum(size > 1 for size in shape) > 1
+    return _Head(dtype, tuple(shape), ordered, begin.tell())
 
 
 def _data_offset(path: str, file: BinaryIO, member: zipfile.ZipInfo) -> int:
