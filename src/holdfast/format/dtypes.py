@@ -61,6 +61,10 @@ _EXTENDED = MappingProxyType(
     }
 )
 
+_BITS = MappingProxyType({"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6})
+"""What safetensors files of others may have, and no array: several elements in a byte, or in three."""
+_OPAQUE = re.compile(r"ST:([A-Za-z0-9_.-]{1,40})\[((?:\d+(?:,\d+)*)?)\]", re.ASCII)
+
 _NUMPY_PREFIX = "NP:"
 _MAX_NUMPY_NAME = 40
 _MAX_NUMPY_ITEMSIZE = 2**31 - 1  # numpy itself allows no more
@@ -120,8 +124,46 @@ def itemsize(name: str) -> int:
     """Bytes per element of a logical type. `ValueError` for an unknown name."""
     found = _lookup(name)
     if found is None:
+        if opaque(name) is not None:
+            return 1
         raise ValueError(f"unknown element type {name[:80]!r}")
     return found[0]
+
+
+def of_entry(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]] | None:
+    """The logical type and shape of an entry of a safetensors file; None if its bytes are not what they take.
+
+    What no array has (`F6_E2M3`, types of tomorrow) becomes an array of bytes of an *opaque* type, whose name
+    says what they are. No manifest has such a type.
+    """
+    size = SAFETENSORS_ITEMSIZE.get(dtype)
+    if size is not None:
+        fits = not is_beyond_arrays(dtype, shape) and nbytes == size * math.prod(shape)
+        return (dtype, shape) if fits else None
+    bits = _BITS.get(dtype)
+    if bits is not None and 8 * nbytes != bits * math.prod(shape):
+        return None
+    if dtype == "F4" and shape and shape[-1] % 2 == 0 and not is_beyond_arrays("U8", shape):
+        return "F4_E2M1_X2", (*shape[:-1], shape[-1] // 2)  # as torch has it
+    name = f"ST:{dtype}[{','.join(map(str, shape))}]"
+    return (name, (nbytes,)) if opaque(name) is not None else None
+
+
+def as_entry(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """The type and shape of an entry of a safetensors file for others, which is not read by its carriers."""
+    found = opaque(dtype)
+    if found is not None:
+        return found
+    if dtype == "F4_E2M1_X2" and shape:
+        return "F4", (*shape[:-1], 2 * shape[-1])
+    carried = carrier(dtype)
+    return carried.name, (*shape, *carried.tail)
+
+
+def opaque(name: str) -> tuple[str, tuple[int, ...]] | None:
+    """The type and shape that safetensors gives what no array can be; None for other types."""
+    found = _OPAQUE.fullmatch(name) if name.startswith("ST:") else None
+    return None if found is None else (found[1], tuple(map(int, filter(None, found[2].split(",")))))
 
 
 def carrier(name: str) -> Carrier:

@@ -9,7 +9,6 @@ spaces so that data starts at a multiple of 4096, and fills any gap in the data 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Final
 
@@ -17,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from holdfast.errors import CorruptCheckpoint, UnsupportedState
-from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE, is_beyond_arrays
+from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE, is_beyond_arrays, of_entry
 from holdfast.format.records import MAX_DIMENSIONS, Count
 from holdfast.format.strict import reject_duplicate_keys, shorten
 
@@ -90,21 +89,26 @@ def is_pad(name: str) -> bool:
     return name.startswith(_PAD_PREFIX)
 
 
-def build_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
-    """The header of a shard whose data is exactly these entries, in this order, without holes."""
-    return encode_header(entry_table(entries), metadata)
+def build_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str], *, own: bool = True) -> bytes:
+    """The header of a shard whose data is exactly these entries, in this order, without holes.
+
+    `own`: see `entry_table`.
+    """
+    return encode_header(entry_table(entries, own=own), metadata)
 
 
-def entry_table(entries: Sequence[HeaderEntry]) -> EntryTable:
-    """What a header says about its entries, which must follow each other without holes."""
+def entry_table(entries: Sequence[HeaderEntry], *, own: bool = True) -> EntryTable:
+    """What a header says about its entries, which must follow each other without holes.
+
+    `own`: of a shard, which has types only that every reader of safetensors knows.
+    """
     table: EntryTable = {}
     at = 0
     for entry in entries:
         shape = entry.shape
-        size = SAFETENSORS_ITEMSIZE.get(entry.dtype)
-        if size is None:
+        if own and entry.dtype not in SAFETENSORS_ITEMSIZE:
             raise ValueError(f"{entry.name!r}: safetensors has no element type {entry.dtype!r}")
-        if entry.begin != at or entry.end - at != size * math.prod(shape):
+        if entry.begin != at or of_entry(entry.dtype, shape, entry.end - at) is None:
             raise ValueError(
                 f"{entry.name!r}: bytes {entry.begin} to {entry.end} do not follow from its shape"
             )
@@ -142,14 +146,15 @@ def header_nbytes(prefix: bytes, file_nbytes: int, where: str) -> int:
     return LENGTH_NBYTES + length
 
 
-def parse_header(data: bytes, file_nbytes: int, where: str) -> Header:
+def parse_header(data: bytes, file_nbytes: int, where: str, *, own: bool = True) -> Header:
     """Check and decode the header at the start of `data`, for a file of `file_nbytes` bytes.
 
     `data` may go on beyond the header. `CorruptCheckpoint` unless every entry has a known type, its bytes are
-    what its shape takes, and all entries together are exactly the rest of the file.
+    what its shape takes, and all entries together are exactly the rest of the file. Unless it is of a shard
+    (`own`), types need not be known.
     """
     table, metadata, data_start = _parse(data, file_nbytes, where)
-    entries = [_entry(name, fields, where) for name, fields in table.items()]
+    entries = [_entry(name, fields, where, own) for name, fields in table.items()]
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     at = 0
     for entry in entries:
@@ -202,7 +207,7 @@ def _metadata(fields: Mapping[str, object], where: str) -> dict[str, str]:
     return metadata
 
 
-def _entry(name: str, fields: Mapping[str, str | tuple[int, ...]], where: str) -> HeaderEntry:
+def _entry(name: str, fields: Mapping[str, str | tuple[int, ...]], where: str, own: bool) -> HeaderEntry:
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if (
         len(fields) != 3
@@ -212,13 +217,12 @@ def _entry(name: str, fields: Mapping[str, str | tuple[int, ...]], where: str) -
         or len(offsets) != 2
     ):
         raise CorruptCheckpoint(f"entry {name[:80]!r} is not dtype, shape and data_offsets", path=where)
-    size = SAFETENSORS_ITEMSIZE.get(dtype)
-    if size is None:
+    if own and dtype not in SAFETENSORS_ITEMSIZE:
         raise CorruptCheckpoint(f"entry {name[:80]!r} has unknown type {dtype[:40]!r}", path=where)
-    if is_beyond_arrays(dtype, shape):
+    if dtype in SAFETENSORS_ITEMSIZE and is_beyond_arrays(dtype, shape):
         raise CorruptCheckpoint(f"entry {name[:80]!r} has a shape beyond what any array can have", path=where)
     begin, end = offsets
-    if end - begin != size * math.prod(shape):
+    if end < begin or of_entry(dtype, shape, end - begin) is None:
         raise CorruptCheckpoint(
             f"entry {name[:80]!r}: bytes {begin} to {end} are not what its shape takes", path=where
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import StateMismatch
-from holdfast.format.dtypes import itemsize
+from holdfast.format.dtypes import itemsize, opaque
 from holdfast.inspect.description import exact_bytes, leaf_order, stored_values
 from holdfast.inspect.element_values import Tally
 from holdfast.inspect.leaf_windows import Extent, WindowReader, windows
@@ -372,7 +372,8 @@ def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _describe(info: LeafInfo) -> str:
-    return f"{info.dtype} [{', '.join(map(str, info.shape))}]"
+    dtype, shape = opaque(info.dtype) or (info.dtype, info.shape)
+    return f"{dtype} [{', '.join(map(str, shape))}]"
 
 
 def _stored(checkpoint: StoredCheckpoint, name: str) -> str:

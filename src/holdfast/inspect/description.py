@@ -63,6 +63,7 @@ def describe(
     with open_newest(path, reading_tuning(options)) as checkpoint:
         checkpoint.arrange(as_training)
         matching = None if leaves is None else set(checkpoint.select(leaves))
+        shown = checkpoint.shown_leaves
         return Description(
             path=checkpoint.path,
             format=checkpoint.root.format,
@@ -76,9 +77,7 @@ def describe(
             files=tuple(file for part in checkpoint.parts for file in part.files),
             values=checkpoint.values,
             leaves={
-                name: checkpoint.leaves[name]
-                for name in leaf_order(checkpoint)
-                if matching is None or name in matching
+                name: shown[name] for name in leaf_order(checkpoint) if matching is None or name in matching
             },
             all_leaves=len(checkpoint),
             facts=dict(checkpoint.facts),

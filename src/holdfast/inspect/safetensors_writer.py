@@ -15,7 +15,7 @@ import numpy as np
 from holdfast import engine
 from holdfast.engine import ALIGNMENT, SAVING, Memory, WritePiece, fs
 from holdfast.errors import EngineTimeout
-from holdfast.format.dtypes import carrier, itemsize
+from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE, as_entry, itemsize
 from holdfast.format.shard import HeaderEntry, build_header, entry_name
 from holdfast.inspect.leaf_stream import LeafStream, StreamedLeaf
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint
@@ -49,7 +49,7 @@ class SafetensorsFile:
     ) -> None:
         self._checkpoint = checkpoint
         # Wide elements first: then each tensor is aligned to its own size, as readers that map files like it.
-        self._entries = sorted(entries, key=lambda entry: itemsize(carrier(entry.dtype).name), reverse=True)
+        self._entries = sorted(entries, key=lambda entry: _aligned_to(entry.dtype), reverse=True)
         self._tied = dict(tied)
         self._prefix = prefix
         self._made_for = made_for
@@ -103,13 +103,12 @@ class SafetensorsFile:
         at = 0
         foreign: dict[str, str] = {}
         for entry, nbytes in zip(self._entries, self._sizes, strict=True):
-            carried = carrier(entry.dtype)
-            if carried.name != entry.dtype:
+            dtype, shape = as_entry(entry.dtype, self._checkpoint.leaves[entry.stored].shape)
+            if dtype in SAFETENSORS_ITEMSIZE and dtype != entry.dtype:
                 foreign[entry.name] = entry.dtype
-            shape = (*self._checkpoint.leaves[entry.stored].shape, *carried.tail)
-            entries.append(HeaderEntry(entry_name(entry.name), carried.name, shape, at, at + nbytes))
+            entries.append(HeaderEntry(entry_name(entry.name), dtype, shape, at, at + nbytes))
             at += nbytes
-        return build_header(entries, self._metadata(foreign))
+        return build_header(entries, self._metadata(foreign), own=False)
 
     def _metadata(self, foreign: Mapping[str, str]) -> dict[str, str]:
         found = self._checkpoint
@@ -128,6 +127,10 @@ class SafetensorsFile:
             # safetensors has no name for these types; the file holds their bytes under another one.
             metadata["holdfast.dtypes"] = json.dumps(foreign)
         return metadata
+
+
+def _aligned_to(dtype: str) -> int:
+    return SAFETENSORS_ITEMSIZE.get(as_entry(dtype, ())[0], 1)
 
 
 def _finished(job: engine.WriteJob) -> bool:

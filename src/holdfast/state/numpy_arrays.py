@@ -99,7 +99,18 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         return _ml_dtype(name)
     if name.startswith("NP:") and dtypes.is_known(name):
         return _platform_dtype(name[3:])
+    refuse_opaque(name)
     raise UnsupportedState(f"numpy has no element type for {name[:60]!r}; read it with framework='torch'")
+
+
+def refuse_opaque(name: str) -> None:
+    """`UnsupportedState` for a type that no library has arrays of."""
+    found = dtypes.opaque(name)
+    if found is not None:
+        raise UnsupportedState(
+            f"there are no arrays of the element type {found[0]!r}. select= reads the other leaves; "
+            "export and convert copy this one into another safetensors file as it is"
+        )
 
 
 def _platform_dtype(code: str) -> np.dtype[Any]:

@@ -79,6 +79,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a logical name; `UnsupportedState` where this torch has none."""
     found: torch.dtype | None = _dtype_of_name().get(name)
     if found is None:
+        numpy_arrays.refuse_opaque(name)
         raise UnsupportedState(
             f"this torch has no element type for {name[:60]!r}; read it with framework='numpy'"
         )

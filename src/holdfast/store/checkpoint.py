@@ -60,7 +60,7 @@ class Checkpoint:
     @property
     def leaves(self) -> dict[str, LeafInfo]:
         """Every leaf by name, tied ones and those of single ranks included."""
-        return self._stored.leaves
+        return self._stored.shown_leaves
 
     @property
     def aliases(self) -> Mapping[str, str]:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import CheckpointExists, SpecError, UnsupportedSource
+from holdfast.format.dtypes import opaque
 from holdfast.inspect.progress import Progress, no_progress
 from holdfast.paths import local_path
 from holdfast.state.node import blob_names, localized
 from holdfast.store import Options, checked_options
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 from holdfast.universal.atomic_output import sweep
-from holdfast.universal.items import Job, OutputFile, choose, items_of, tree_of, type_named
+from holdfast.universal.items import Item, Job, OutputFile, choose, items_of, tree_of, type_named
 from holdfast.universal.opening import ForeignCheckpoint
 from holdfast.universal.readback import compare_copies
 from holdfast.universal.recognition import describe, find_reader, reader_of
@@ -144,6 +145,7 @@ def convert(
         inlined = set(blob_names(localized(tree, local))) if writer.inlines_bytes else set()
         written = [name for name in names if name not in inlined]
         items, tied = items_of(checkpoint, written, cast, big_endian=writer.keeps_types)
+        _refuse_opaque(checkpoint, items, writer)
         foreign = isinstance(checkpoint, ForeignCheckpoint)
         job = Job(
             checkpoint=checkpoint,
@@ -276,6 +278,16 @@ def _carried(checkpoint: StoredCheckpoint, carry: str | os.PathLike[str] | None)
             raise ValueError(f"carry: there is no {where}")
         found.update({os.path.basename(path): path for path in carried_files(where)})
     return tuple(found.values())
+
+
+def _refuse_opaque(checkpoint: StoredCheckpoint, items: Iterable[Item], writer: Writer) -> None:
+    found = [(item.name, named[0]) for item in items if (named := opaque(item.dtype)) is not None]
+    if found and not writer.keeps_opaque:
+        name, dtype = found[0]
+        raise UnsupportedSource(
+            f"{checkpoint.path}: {name!r} has the element type {dtype!r}, of which there are no arrays, and "
+            f"{writer.kind!r} cannot keep it. Convert to safetensors or hf, or select other leaves"
+        )
 
 
 def _refuse_source(checkpoint: StoredCheckpoint, target: str) -> None:

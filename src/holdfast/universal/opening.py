@@ -15,12 +15,13 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from holdfast import engine
 from holdfast.engine import CHUNK_NBYTES, READING, ReadColumns, Tuning
 from holdfast.errors import CheckpointClosed, IncompleteCheckpoint, UnsupportedSource
-from holdfast.format.dtypes import is_known, itemsize
+from holdfast.format.dtypes import is_known, itemsize, opaque
 from holdfast.format.geometry import whole
 from holdfast.format.records import Alias, Fragment, Leaf, Part, Root, ShardFile
 from holdfast.format.validate import is_own_name
@@ -30,7 +31,7 @@ from holdfast.store.read.gather import FileReads
 from holdfast.store.read.listing import natural_order
 from holdfast.store.read.requests import BoxRequest
 from holdfast.store.read.shard_reader import Problem, ShardReader
-from holdfast.store.read.stored_checkpoint import StoredCheckpoint
+from holdfast.store.read.stored_checkpoint import LeafInfo, StoredCheckpoint
 from holdfast.universal.inflation import refuse_bomb
 from holdfast.universal.recognition import brief_findings, describe, find_reader
 from holdfast.universal.reduction import reduced
@@ -210,6 +211,14 @@ class ForeignCheckpoint(StoredCheckpoint):
     def reader(self, rank: int) -> ShardReader:
         return _SourceReader(self.parts[rank], self._files, self._tuning)
 
+    @property
+    def shown_leaves(self) -> dict[str, LeafInfo]:
+        found = {name: (info, opaque(info.dtype)) for name, info in self.leaves.items()}
+        return {
+            name: info if named is None else replace(info, dtype=named[0], shape=named[1])
+            for name, (info, named) in found.items()
+        }
+
     def alike(self, one: str, other: str) -> bool:
         """Whether two leaves have the same bytes. There are no checksums to tell."""
         metas = self._meta(one), self._meta(other)
@@ -290,7 +299,7 @@ class _Records:
             why = "twice" if leaf.name in taken else "which is a name that Holdfast needs for itself"
             raise UnsupportedSource(f"{where}: it has the leaf {leaf.name!r}, {why}")
         taken.add(leaf.name)
-        if not is_known(leaf.dtype):
+        if not is_known(leaf.dtype) and opaque(leaf.dtype) is None:
             raise UnsupportedSource(f"{where}: the leaf {leaf.name!r} has the unknown type {leaf.dtype!r}")
         held = sum(stretch.box.volume for stretch in leaf.stretches)
         if leaf.computed is None and held != whole(leaf.shape).volume:

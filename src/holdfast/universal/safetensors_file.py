@@ -41,11 +41,11 @@ def _tensor(path: str, base: int, end: int, name: str, entry: Any) -> tuple[str,
     shape = tuple(int(n) for n in entry["shape"])
     begin, stop = (int(n) for n in entry["data_offsets"])
     dtype = str(entry["dtype"])
-    if not dtypes.is_known(dtype):
-        raise UnsupportedSource(f"{path}: tensor {name!r} has the unknown element type {dtype!r}")
-    if not 0 <= begin <= stop <= end - base or (stop - begin) != math.prod(shape) * dtypes.itemsize(dtype):
+    found = dtypes.of_entry(dtype, shape, stop - begin)
+    if not 0 <= begin <= stop <= end - base or found is None:
         raise CorruptCheckpoint(
             "the header gives impossible places, or the file was cut short", path=path, leaf=name
         )
+    dtype, shape = found
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return name, StoredTensor(path, base + begin, dtype, shape, strides, stop - begin)

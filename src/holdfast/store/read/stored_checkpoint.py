@@ -173,6 +173,11 @@ class StoredCheckpoint(LeafReader):
         found.update({name: _info(metas[of], of) for name, of in aliases.items()})
         return found
 
+    @property
+    def shown_leaves(self) -> dict[str, LeafInfo]:
+        """The same as users are to see them: `leaves` may have types for what no array can be."""
+        return self.leaves
+
     @functools.cached_property
     def values(self) -> dict[str, object]:
         """Everything that is not an array, by dotted name; where every rank has its own, that of rank 0."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 
 from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from holdfast.format.dtypes import carrier, is_known
+from holdfast.format.dtypes import carrier, is_known, of_entry
 from holdfast.format.geometry import whole
 from holdfast.format.shard import LENGTH_NBYTES, Header, HeaderEntry, header_nbytes, is_pad, parse_header
 from holdfast.store.os_errors import open_stored, reading
@@ -62,7 +62,7 @@ def read_header(path: str) -> Header:
         if isinstance(error.__cause__, FileNotFoundError):
             raise IncompleteCheckpoint("the file is missing", path=path) from error
         raise
-    return parse_header(data, nbytes, path)
+    return parse_header(data, nbytes, path, own=False)
 
 
 class Names:
@@ -102,11 +102,20 @@ class Names:
         return found
 
 
+def types_of(entry: HeaderEntry, path: str) -> tuple[str, tuple[int, ...]]:
+    """The logical type and shape of an entry."""
+    found = of_entry(entry.dtype, entry.shape, entry.end - entry.begin)
+    if found is None:
+        raise CorruptCheckpoint("its bytes are not what its shape takes", path=path, leaf=entry.name)
+    return found
+
+
 def leaf_of(path: str, header: Header, entry: HeaderEntry, names: Names) -> SourceLeaf:
     """The leaf that an entry of a file is."""
     name = entry.name.removeprefix("leaf:") if names.exported else entry.name
-    dtype, shape = names.dtypes.get(name, entry.dtype), entry.shape
-    if dtype != entry.dtype:
+    dtype, shape = types_of(entry, path)
+    if name in names.dtypes and names.dtypes[name] != dtype:
+        dtype, shape = names.dtypes[name], entry.shape
         tail = carrier(dtype).tail if is_known(dtype) else None
         if tail is None or carrier(dtype).name != entry.dtype or shape[len(shape) - len(tail) :] != tail:
             raise CorruptCheckpoint(f"type {dtype[:40]!r} does not fit the entry", path=path, leaf=name)

@@ -21,6 +21,7 @@ class Writer:
     `only_model`: it holds weights alone, as a rule. `inlines_bytes`: large ``bytes`` of the state are no
     arrays there. `cuts_parameters`: over the ranks of ``job.layout`` (``--tp``, ``--pp``), by the rules of
     ``job.spec``. `has_zero_stage`: it takes ``--zero-stage``. `keeps_types`: also those that only numpy has.
+    `keeps_opaque`: also types of safetensors that no array has.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Writer:
     cuts_parameters: bool = False
     has_zero_stage: bool = False
     keeps_types: bool = False
+    keeps_opaque: bool = False
 
     @property
     def needs_model(self) -> bool:
@@ -40,8 +42,8 @@ class Writer:
 
 WRITERS: tuple[Writer, ...] = (
     Writer("holdfast", native.plan, native.write, keeps_types=True),
-    Writer(safetensors.KIND, safetensors.plan, safetensors.write, only_model=True),
-    Writer(hf.KIND, hf.plan, hf.write, hf.prepare, only_model=True),
+    Writer(safetensors.KIND, safetensors.plan, safetensors.write, only_model=True, keeps_opaque=True),
+    Writer(hf.KIND, hf.plan, hf.write, hf.prepare, only_model=True, keeps_opaque=True),
     Writer(
         ds_universal.KIND,
         ds_universal.plan,
