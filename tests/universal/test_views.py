@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import universal
+from holdfast import inspect, universal
 from holdfast.errors import StateMismatch, UnsupportedSource
 from support.command import command
 from support.source_leaves import assert_same
@@ -160,3 +160,23 @@ def test_show_says_which_view_it_shows(tmp_path: Path) -> None:
         == "model.w"
     )
     assert command("show", DEEPSPEED, "--as-saved").code == 1
+
+
+def test_no_step_is_made_up_on_the_way(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    np.savez(path, w=np.arange(3.0))
+    (report,) = inspect.verify_all(path)
+    side = inspect.compare(path, path).a
+    converted = universal.convert(path, tmp_path / "b.safetensors")
+    exported = inspect.export(path, tmp_path / "c.safetensors")
+    assert [found.step for found in (report, side, converted, exported)] == [None] * 4
+    for name in ("b", "c"):
+        assert inspect.describe(tmp_path / f"{name}.safetensors").step is None
+    assert "step 0" not in command("export", path, tmp_path / "d.safetensors").out
+    assert "no step stated" in command("diff", path, path).out
+
+
+def test_a_stated_step_of_zero_stays(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "a", {"w": np.arange(3.0)}, step=0)
+    inspect.export(tmp_path / "a", tmp_path / "a.safetensors")
+    assert inspect.describe(tmp_path / "a.safetensors").step == 0

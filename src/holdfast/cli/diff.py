@@ -128,7 +128,7 @@ def _print_subtrees(out: Session, changes: tuple[SubtreeChange, ...]) -> None:
 def _side(side: Side) -> str:
     from holdfast.cli import words
 
-    return f"{words.plain(side.path)}, step {side.step:,}, saved {words.moment(side.created)}"
+    return f"{words.plain(side.path)}, {words.step(side.step)}, saved {words.moment(side.created)}"
 
 
 def _print_leaves(out: Session, changes: tuple[LeafChange, ...], limit: int) -> None:

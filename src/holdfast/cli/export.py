@@ -75,6 +75,7 @@ def _print(out: Session, done: Exported, seconds: float) -> None:
     amount = f"{words.count(done.leaves, 'leaf', 'leaves')}, {words.size(done.nbytes)}"
     # The speed of what takes no time says nothing.
     speed = f", {words.speed(done.nbytes, seconds)}" if done.nbytes > 100_000_000 else ""
-    out.say(f"{words.plain(done.path)}: {amount} of step {done.step:,}{speed}")
+    step = "" if done.step is None else f" of {words.step(done.step)}"
+    out.say(f"{words.plain(done.path)}: {amount}{step}{speed}")
     for name, other in done.tied.items():
         out.say(f"{words.plain(name)} is tied to {words.plain(other)} and written once", style="dim")

@@ -37,6 +37,11 @@ def age(seconds: float) -> str:
     return f"{int(seconds // divisor)} {unit} ago"
 
 
+def step(number: int | None) -> str:
+    """A checkpoint of another system may state none."""
+    return "no step stated" if number is None else f"step {number:,}"
+
+
 def moment(unix_seconds: float) -> str:
     """Local time. Manifests are validated, but a year that the C library cannot name may still be in one."""
     try:

@@ -94,10 +94,10 @@ class SubtreeChange:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two checkpoints."""
+    """One of the two checkpoints. `step`: None if it states none."""
 
     path: str
-    step: int
+    step: int | None
     created: float
     leaves: int
     nbytes: int
@@ -381,4 +381,6 @@ def _stored(checkpoint: StoredCheckpoint, name: str) -> str:
 
 
 def _side(checkpoint: StoredCheckpoint) -> Side:
-    return Side(checkpoint.path, checkpoint.step, checkpoint.created, len(checkpoint), checkpoint.nbytes)
+    return Side(
+        checkpoint.path, checkpoint.stated_step, checkpoint.created, len(checkpoint), checkpoint.nbytes
+    )

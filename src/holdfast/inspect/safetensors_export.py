@@ -30,10 +30,13 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `export` wrote. `tied`: names left out because another name in the file has the same bytes."""
+    """What `export` wrote. `tied`: names left out because another name in the file has the same bytes.
+
+    `step` is None if the checkpoint states none.
+    """
 
     path: str
-    step: int
+    step: int | None
     leaves: int
     nbytes: int
     tied: dict[str, str]
@@ -66,7 +69,7 @@ def export(
         entries, tied = chosen_entries(checkpoint, chosen, strip)
         file = SafetensorsFile(checkpoint, entries, tied, strip)
         _write(file, checkpoint, target, force, progress)
-        return Exported(target, checkpoint.step, len(entries), file.nbytes, tied)
+        return Exported(target, checkpoint.stated_step, len(entries), file.nbytes, tied)
 
 
 def wrong_suffix(output: str | os.PathLike[str]) -> str:

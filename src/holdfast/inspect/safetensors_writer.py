@@ -116,9 +116,10 @@ class SafetensorsFile:
         metadata = {
             # Tools of the Hugging Face family ask for it.
             "format": self._made_for or ("pt" if from_torch or not self._entries else "np"),
-            "holdfast.step": str(found.step),
             "holdfast.id": found.id,
         }
+        if found.stated_step is not None:
+            metadata["holdfast.step"] = str(found.stated_step)
         if self._prefix:
             metadata["holdfast.prefix"] = self._prefix
         if self._tied:

@@ -35,7 +35,7 @@ def check(path: str, progress: Callable[[int], None] | None = None, tuning: Tuni
     with noting_archives() as archives:
         try:
             with ForeignCheckpoint(describe(path), tuning) as checkpoint:
-                step, leaves, kind = checkpoint.step, len(checkpoint), checkpoint.root.format
+                step, leaves, kind = checkpoint.stated_step, len(checkpoint), checkpoint.root.format
                 sizes = {file.name: file.nbytes for file in checkpoint.root.part.files}
                 files, nbytes = len(sizes), sum(sizes.values())
                 if os.path.isfile(path) and _is_archive(path):

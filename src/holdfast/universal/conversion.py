@@ -56,14 +56,15 @@ class Converted:
     """What `convert` wrote, or would write (`dry_run`).
 
     `nbytes` counts the leaves. `left_out` are leaves of the source that were not written, `tied` further
-    names of leaves that were, `casts` leaves whose type was changed. `notes`: what the user should know.
+    names of leaves that were, `casts` leaves whose type was changed. `step` is None if the source states
+    none. `notes`: what the user should know.
     """
 
     source: str
     kind: str
     path: str
     to: str
-    step: int
+    step: int | None
     leaves: int
     nbytes: int
     files: tuple[OutputFile, ...]
@@ -176,7 +177,7 @@ def convert(
             kind=checkpoint.root.format if foreign else "holdfast",
             path=target,
             to=writer.kind,
-            step=checkpoint.step,
+            step=checkpoint.stated_step,
             leaves=len(job.items),
             nbytes=job.nbytes,
             files=tuple(files),

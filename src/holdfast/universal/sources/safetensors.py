@@ -74,7 +74,7 @@ class Names:
     def __init__(self, metadata: Mapping[str, str], path: str, prefix: str = "") -> None:
         self.exported = "holdfast.id" in metadata
         self.prefix = metadata.get("holdfast.prefix", "") if self.exported else prefix
-        step = metadata.get("holdfast.step", "0")
+        step = metadata.get("holdfast.step", "")
         self.step = (
             int(step) if self.exported and step.isascii() and step.isdigit() and len(step) <= 12 else None
         )
