@@ -106,6 +106,13 @@ def test_lightning_keeps_its_entries_where_a_torch_file_is_made_of_its_file(tmp_
     assert again["hyper_parameters"] == content["hyper_parameters"]
     universal.convert(tmp_path / "l.ckpt", tmp_path / "arranged.pt", as_training=True)
     assert {"model", "optimizer"} <= set(torch.load(tmp_path / "arranged.pt", weights_only=True))
+    universal.convert(tmp_path / "l.ckpt", tmp_path / "own")
+    for name, how in (("own", {}), ("l.ckpt", {"as_training": True}), ("l.ckpt", {"dtype": "bf16"})):
+        with pytest.raises(UnsupportedSource, match="Lightning loads no"):
+            universal.convert(tmp_path / name, tmp_path / "lost.ckpt", **how)
+    universal.convert(tmp_path / "l.ckpt", tmp_path / "saved", as_training=False)
+    universal.convert(tmp_path / "saved", tmp_path / "back.ckpt")
+    assert list(torch.load(tmp_path / "back.ckpt", weights_only=True)) == list(content)
 
 
 def test_entries_below_an_optimizer_stay_there(tmp_path: Path) -> None:

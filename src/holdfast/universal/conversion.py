@@ -11,7 +11,7 @@ from holdfast.errors import CheckpointExists, SpecError, UnsupportedSource
 from holdfast.format.dtypes import opaque
 from holdfast.inspect.progress import Progress, no_progress
 from holdfast.paths import local_path
-from holdfast.state.node import blob_names, localized
+from holdfast.state.node import Node, blob_names, localized, pairs_of
 from holdfast.store import Options, checked_options
 from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 from holdfast.universal.atomic_output import sweep
@@ -147,6 +147,8 @@ def convert(
         written = [name for name in names if name not in inlined]
         items, tied = items_of(checkpoint, written, cast, big_endian=writer.keeps_types)
         _refuse_opaque(checkpoint, items, writer)
+        if whole and writer.kind == "torch" and target.endswith(".ckpt"):
+            _refuse_arranged_lightning(checkpoint.path, tree)
         foreign = isinstance(checkpoint, ForeignCheckpoint)
         job = Job(
             checkpoint=checkpoint,
@@ -288,6 +290,17 @@ def _refuse_opaque(checkpoint: StoredCheckpoint, items: Iterable[Item], writer: 
         raise UnsupportedSource(
             f"{checkpoint.path}: {name!r} has the element type {dtype!r}, of which there are no arrays, and "
             f"{writer.kind!r} cannot keep it. Convert to safetensors or hf, or select other leaves"
+        )
+
+
+def _refuse_arranged_lightning(source: str, tree: Node) -> None:
+    """A ``.ckpt`` of a training of Lightning that Lightning could not load would be found out too late."""
+    keys = {key for key, _ in pairs_of(tree) or ()}
+    if "pytorch-lightning_version" in keys and "state_dict" not in keys:
+        raise UnsupportedSource(
+            f"{source}: a training of Lightning that is arranged into model and optimizer, and Lightning "
+            "loads no .ckpt of that form. Convert Lightning's own file as it was saved (as_training=False, "
+            "--as-saved), or name the target .pt"
         )
 
 
