@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import holdfast
 from holdfast import universal
 from holdfast.engine import faults
-from holdfast.errors import CheckpointExists, CorruptCheckpoint, StateMismatch
+from holdfast.errors import CheckpointExists, CorruptCheckpoint, SaveFailed, StateMismatch, UnsupportedState
 from holdfast.format.geometry import whole
 from holdfast.inspect.element_casts import cast
 from holdfast.universal import conversion
@@ -334,3 +335,44 @@ def test_the_command_converts_and_tells(tmp_path: Path) -> None:
     assert "of kind 'hf', not of Holdfast" in own.err
     assert not (tmp_path / "z").exists()
     assert len(command("convert", path, tmp_path / "z", "--dry-run").lines) == 1
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (b"", "empty bytes"),
+        ({b"": 1}, "empty bytes"),
+        (2**2039, "an integer"),
+        ([-(2**5000)], "an integer"),
+        (frozenset({1}), "frozenset"),
+    ],
+)
+def test_what_torch_would_not_read_is_refused_before_it_is_written(
+    tmp_path: Path, value: object, what: str, verify: bool
+) -> None:
+    holdfast.save(tmp_path / "a", {"w": torch.ones(2), "x": value})
+    with pytest.raises(UnsupportedState, match=rf"x.*weights_only=True\) refuses {what}"):
+        universal.convert(tmp_path / "a", tmp_path / "a.pt", verify=verify)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_largest_integers_that_torch_reads_are_written(tmp_path: Path) -> None:
+    values = [2**2039 - 1, -(2**2039)]
+    holdfast.save(tmp_path / "a", {"w": torch.ones(2), "x": values})
+    universal.convert(tmp_path / "a", tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt", weights_only=True)["x"] == values
+
+
+def test_a_file_that_torch_cannot_read_back_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holdfast.save(tmp_path / "a", {"w": torch.ones(2)})
+
+    def refuse(*_: object, **__: object) -> None:
+        raise pickle.UnpicklingError("no")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(SaveFailed, match="torch cannot read what was written"):
+        universal.convert(tmp_path / "a", tmp_path / "a.pt")
+    assert not (tmp_path / "a.pt").exists()

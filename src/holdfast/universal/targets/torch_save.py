@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import OrderedDict
+from pickle import UnpicklingError, encode_long
 from typing import Any
 
 from holdfast.errors import SaveFailed, UnsupportedState
@@ -24,6 +25,8 @@ from holdfast.universal.readback import compare_arrays
 from holdfast.universal.torch_archive import StorageBytes, pickled, storage_key, write_archive
 
 _PLAIN = (type(None), bool, int, float, str, bytes, complex)
+_INT_NBYTES = 255
+"""Of larger integers, and of empty bytes, pickles say what ``weights_only`` does not know."""
 
 
 def plan(job: Job) -> list[OutputFile]:
@@ -51,7 +54,10 @@ def write(job: Job) -> None:
 def check(job: Job, path: str) -> None:
     """With torch's own reader."""
     torch = load_torch()
-    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (UnpicklingError, RuntimeError, ValueError, TypeError) as error:
+        raise SaveFailed(f"torch cannot read what was written for {job.path}: {error}") from error
     root = {"model": loaded} if _is_state_dict(job) else loaded
     found = iter(_tensors_in(root, set()))
     arrays = {item.name: tensor for item, tensor in zip(_in_order(job), found, strict=False)}
@@ -119,6 +125,10 @@ def _pickled(job: Job, tensors: dict[str, Any]) -> bytes:
 def _refuse_strange(value: Any, place: str, path: str) -> None:
     """``weights_only`` loads plain values, containers and tensors, and refuses all else."""
     torch = load_torch()
+    if type(value) is bytes and not value:
+        raise _refused(place, "empty bytes", path)
+    if type(value) is int and len(encode_long(value)) > _INT_NBYTES:
+        raise _refused(place, f"an integer of more than {_INT_NBYTES} bytes", path)
     if type(value) in _PLAIN or isinstance(value, torch.Tensor | torch.dtype | torch.Size | torch.device):
         return
     if type(value) in (dict, OrderedDict):
@@ -129,7 +139,11 @@ def _refuse_strange(value: Any, place: str, path: str) -> None:
         for number, item in enumerate(value):
             _refuse_strange(item, f"{place}.{number}", path)
     else:
-        raise UnsupportedState(
-            f"{place}: torch.load(weights_only=True) refuses {type(value).__name__}, so {path} cannot hold "
-            "it: select leaves, or convert to holdfast"
-        )
+        raise _refused(place, type(value).__name__, path)
+
+
+def _refused(place: str, what: str, path: str) -> UnsupportedState:
+    return UnsupportedState(
+        f"{place or 'the state'}: torch.load(weights_only=True) refuses {what}, so {path} cannot hold it: "
+        "select leaves, or convert to holdfast"
+    )
