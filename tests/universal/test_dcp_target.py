@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import holdfast
 from holdfast import universal
+from holdfast.errors import UnsupportedState
 from holdfast.torch.dcp import Writer
 from holdfast.universal.targets import dcp as target
 from support.dcp_directories import load_all
@@ -122,3 +123,21 @@ def test_objects_that_dcp_pickled_are_carried_along_untouched(tmp_path: Path) ->
     assert found["n"] == {"x": 1}
     universal.convert(tmp_path / "run", tmp_path / "part", to="dcp", select="w", verify=True)
     assert set(load_all(tmp_path / "part")) == {"w"}
+
+
+@pytest.mark.parametrize("state", [{"a": [{}, 1]}, {"a": [1, {}]}, {"a": ({"b": {}},)}, [1], 5], ids=str)
+def test_what_dcp_could_not_give_back_is_refused(tmp_path: Path, state: object) -> None:
+    holdfast.save(tmp_path / "a", state)
+    with pytest.raises(UnsupportedState, match="DCP saves"):
+        universal.convert(tmp_path / "a", tmp_path / "b", to="dcp", verify=False)
+    assert not (tmp_path / "b").exists()
+
+
+def test_empty_dicts_that_dcp_leaves_out_are_named(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1), "a": {"b": {}, "c": 1}, "d": {"e": {}}, "f": [[], ()]}
+    holdfast.save(tmp_path / "a", state)
+    done = universal.convert(tmp_path / "a", tmp_path / "b", to="dcp")
+    assert done.notes == ("DCP saves nothing of empty dicts: a.b, d",)
+    found = holdfast.load(tmp_path / "b")
+    assert found.pop("w").equal(state["w"])
+    assert found == {"a": {"c": 1}, "f": [[], ()]}

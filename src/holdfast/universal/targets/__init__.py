@@ -53,6 +53,6 @@ WRITERS: tuple[Writer, ...] = (
         has_zero_stage=True,
     ),
     Writer("torch", torch_save.plan, torch_save.write, inlines_bytes=True),
-    Writer("dcp", dcp.plan, dcp.write, inlines_bytes=True),
+    Writer("dcp", dcp.plan, dcp.write, dcp.prepare, inlines_bytes=True),
     Writer(megatron.KIND, megatron.plan, megatron.write, megatron.prepare, cuts_parameters=True),
 )

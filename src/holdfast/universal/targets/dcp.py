@@ -20,12 +20,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.format.dtypes import itemsize
 from holdfast.format.geometry import Box, whole
 from holdfast.inspect.leaf_stream import LeafStream, StreamedLeaf
 from holdfast.state import Node, leaf_names
-from holdfast.state.node import localized
+from holdfast.state.node import NAMESPACE, items_of, localized, pairs_of, tag_of
 from holdfast.state.torch_arrays import load_torch, torch_dtype
 from holdfast.torch.dcp.record import Entries, entries_of
 from holdfast.torch.dcp.values import Pickler
@@ -34,6 +34,7 @@ from holdfast.universal.items import Item, Job, OutputFile, progress_of
 from holdfast.universal.readback import compare_arrays
 from holdfast.universal.torch_archive import StorageBytes, pickled, storage_key, write_archive
 
+_SHOWN = 5
 _PIECE_NBYTES = 64 << 20
 _READ_NBYTES = 256 << 20
 _ITEM_NBYTES = 1024  # what an archive of one tensor takes beside it, at most
@@ -56,6 +57,46 @@ class _Place:
     file: str
     offset: int
     nbytes: int
+
+
+def prepare(job: Job) -> tuple[Job, tuple[str, ...]]:
+    """The job, and what DCP leaves out of the state. `UnsupportedState` for what it could not give back."""
+    tree = localized(job.tree, job.local)
+    if pairs_of(tree) is None:
+        raise UnsupportedState(
+            "DCP saves dicts, and this state is none: put it into one, or convert to holdfast"
+        )
+    left_out: list[str] = []
+    for key, node in pairs_of(tree) or ():
+        if not _is_saved(node, str(key), left_out):
+            left_out.append(str(key))
+    if not left_out:
+        return job, ()
+    shown = ", ".join(left_out[:_SHOWN]) + (
+        f" and {len(left_out) - _SHOWN} more" if left_out[_SHOWN:] else ""
+    )
+    return job, (f"DCP saves nothing of empty dicts: {shown}",)
+
+
+def _is_saved(node: Node, place: str, left_out: list[str]) -> bool:
+    """Whether DCP saves anything of a node. `left_out` gets the dicts in it of which it does not."""
+    items = items_of(node)
+    if items is not None:
+        for number, item in enumerate(items):
+            if not _is_saved(item, f"{place}.{number}", left_out):
+                raise UnsupportedState(
+                    f"{place}.{number}: DCP saves nothing of an empty dict, and cannot load the list "
+                    "that it is in. Select other leaves, or convert to holdfast"
+                )
+        return True
+    pairs = None if tag_of(node) == NAMESPACE else pairs_of(node)
+    if pairs is None:
+        return True
+    empty = [str(key) for key, item in pairs if not _is_saved(item, f"{place}.{key}", left_out)]
+    if len(empty) == sum(1 for _ in pairs_of(node) or ()):
+        return False
+    left_out += [f"{place}.{key}" for key in empty]
+    return True
 
 
 def plan(job: Job) -> list[OutputFile]:
