@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import holdfast
 from holdfast import universal
 from holdfast.errors import UnsupportedSource, UnsupportedState
+from holdfast.universal import torch_file
 from support.torch_objects import OBJECTS, arrays, differences, tensors
 
 h5py = pytest.importorskip("h5py")
@@ -210,6 +211,22 @@ def check_many(directory: Path, name: str, count: int, convert_every: int) -> Co
 def test_a_random_file_is_loaded_as_its_own_library_loads_it(tmp_path: Path, name: str) -> None:
     outcomes = check_many(tmp_path, name, 40, convert_every=2)
     assert outcomes["equal"] > outcomes.total() / 3, outcomes
+
+
+@pytest.mark.parametrize("name", ["x.pt", "dcp"])
+def test_tensors_in_more_pieces_than_are_read_one_by_one(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_file, "MAX_RUNS", 2)
+    check_many(tmp_path, name, 60, convert_every=2)
+
+
+def test_convolutions_in_channels_last_are_read(tmp_path: Path) -> None:
+    state = {"w": torch.randn(64, 64, 3, 3).to(memory_format=torch.channels_last), "t": torch.randn(99, 50).T}
+    torch.save(state, tmp_path / "x.pt")
+    assert differences(holdfast.load(tmp_path / "x.pt"), state) == []
+    with holdfast.open(tmp_path / "x.pt") as checkpoint:
+        assert torch.equal(torch.as_tensor(checkpoint["w"][3:5]), state["w"][3:5])
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Tensors of torch files as leaves.
 
-Most lie in the file as they are. Conjugated and negative views lie there with the other sign, and a property
-of the tensor says so: they become computed leaves. A sign is one bit, so the result is exact, also for NaN.
+Most lie in the file as they are. Two kinds become computed leaves: those whose elements are scattered
+(``channels_last``, transposed matrices), and conjugated and negative views, which lie there with the other
+sign. A sign is one bit, so the result is exact, also for NaN.
 """
 
 from __future__ import annotations
@@ -23,26 +24,23 @@ def leaf_of_pieces(
     name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[tuple[Box, StoredTensor]], title: str = ""
 ) -> SourceLeaf:
     """A leaf that tensors are together, each a box of it. `title` is its name in messages."""
-    if not any((tensor.conj or tensor.neg) and tensor.count for _, tensor in pieces):
+    if not any((one.conj or one.neg or one.scattered) and one.count for _, one in pieces):
         stretches: list[Stretch] = []
         for box, tensor in pieces:
             stretches.extend(tensor.stretches(box, leaf=title or name))
         return SourceLeaf(name, dtype, shape, tuple(stretches))
     files = tuple({tensor.file: None for _, tensor in pieces})
-    plain = [
-        (tensor, replace(tensor, conj=False, neg=False).stretches(box, leaf=title or name))
-        for box, tensor in pieces
-    ]
 
     def write(out: BinaryIO) -> None:
         found = np.empty((*shape, dtypes.itemsize(dtype)), np.uint8)
-        for tensor, stretches in plain:
+        for box, tensor in pieces:
             with OpenFile(tensor.file) as file:
-                for stretch in stretches:
-                    data = bytearray(file.read(stretch.offset, stretch.box.volume * tensor.itemsize))
-                    _flip(tensor, data)
-                    at = tuple(map(slice, stretch.box.start, stretch.box.stop))
-                    found[at] = np.frombuffer(data, np.uint8).reshape((*stretch.box.shape, tensor.itemsize))
+                data = bytearray(file.read(tensor.offset, tensor.span_nbytes))
+            _flip(tensor, data)
+            size = tensor.itemsize
+            strides = (*(stride * size for stride in tensor.strides), 1)
+            at = tuple(map(slice, box.start, box.stop))
+            found[at] = np.ndarray((*tensor.shape, size), np.uint8, data, 0, strides)
         out.write(found.data)
 
     return SourceLeaf(name, dtype, shape, (), computed=Computed(write, files))

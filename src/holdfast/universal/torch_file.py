@@ -31,7 +31,7 @@ from holdfast.universal.torch_values import TorchDtype
 from holdfast.universal.zip_records import LOCAL_MAGIC, OpenFile, ZipRecords
 
 MAX_RUNS = 4096
-"""A tensor that is not contiguous is read as at most so many pieces."""
+"""A tensor that is not contiguous is read in place in at most so many pieces."""
 _MAX_DIMENSIONS = 64
 _MAX_INT = 2**63 - 1
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -101,6 +101,26 @@ class StoredTensor:
             expected *= n
         return True
 
+    @property
+    def _run_axis(self) -> int:
+        """From here on, dimensions follow each other: they are one run for each index of those before."""
+        axis, length = len(self.shape), 1
+        while axis and (self.shape[axis - 1] == 1 or self.strides[axis - 1] == length):
+            axis -= 1
+            length *= self.shape[axis]
+        return axis
+
+    @property
+    def scattered(self) -> bool:
+        """Whether it is in more pieces than are read one by one, as convolutions in ``channels_last`` are."""
+        return math.prod(self.shape[: self._run_axis]) > MAX_RUNS
+
+    @property
+    def span_nbytes(self) -> int:
+        """From the first element to the end of the last one in memory."""
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return (1 + last) * self.itemsize if self.count else 0
+
     def stretches(self, box: Box | None = None, *, leaf: str = "") -> tuple[Stretch, ...]:
         """Where the elements lie, if the tensor is that box of a leaf (all of it without `box`)."""
         if box is None:
@@ -117,13 +137,9 @@ class StoredTensor:
             )
         if self.contiguous:
             return (Stretch(self.file, self.offset, box),)
-        # The trailing dimensions that follow each other make a run; one run for each index of the others.
-        axis, length = len(self.shape), 1
-        while axis and (self.shape[axis - 1] == 1 or self.strides[axis - 1] == length):
-            axis -= 1
-            length *= self.shape[axis]
+        axis = self._run_axis
         runs = math.prod(self.shape[:axis])
-        if runs > MAX_RUNS:
+        if self.scattered:
             what = f"tensor {leaf!r}" if leaf else "a tensor"
             raise UnsupportedSource(
                 f"{self.file}: {what} of shape {self.shape} is stored with strides {self.strides}, "
