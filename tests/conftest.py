@@ -42,9 +42,10 @@ for _library in os.environ.get("TESTS_WITHOUT", "").split():
 
 
 @pytest.fixture(autouse=True)
-def _no_engine_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend or fault chosen in the developer's shell must not decide what a test sees."""
-    for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is set in a shell (a backend, a fault, the width of its window) must not decide what a test sees."""
+    terminal = ("COLUMNS", "LINES", "FORCE_COLOR", "TTY_COMPATIBLE", "TERMINAL_WIDTH")
+    for name in [name for name in os.environ if name.startswith("HOLDFAST_") or name in terminal]:
         monkeypatch.delenv(name)
 
 

@@ -30,5 +30,5 @@ def test_a_conversion_keeps_to_its_memory(tmp_path: Path) -> None:
     large = write_zero3(tmp_path / "large", weights, ranks=2)  # 288 MiB with its moments
     small = write_zero3(tmp_path / "small", {"weight": torch.ones(512, 512)}, ranks=2)
     tight, usual = map(float, in_own_process(MEASURE + CONVERT, small, large, tmp_path / "out").split())
-    assert tight < 64 + 24
+    assert tight < 64 + 32
     assert usual < 200
