@@ -43,7 +43,7 @@ for _library in os.environ.get("TESTS_WITHOUT", "").split():
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is set in a shell (a backend, a fault, the width of its window) must not decide what a test sees."""
+    """What a shell sets (a backend, a fault, the width of its window) must not decide what a test sees."""
     terminal = ("COLUMNS", "LINES", "FORCE_COLOR", "TTY_COMPATIBLE", "TERMINAL_WIDTH")
     for name in [name for name in os.environ if name.startswith("HOLDFAST_") or name in terminal]:
         monkeypatch.delenv(name)
