@@ -1,4 +1,4 @@
-# Holdfast: everything a contributor runs.
+# Everystep: everything a contributor runs.
 #
 #   make demo     train, kill in the middle of a save, resume, prove equality, show speed
 #   make test     everything that is not opt-in: first in parallel, then the races one at a time
@@ -7,9 +7,9 @@
 #   make build    rebuild the native module after a change in native/ (seconds)
 #   make compat   what needs no torch, on another Python: PYTHON=python3.10 WITH="numpy==1.24.0 msgspec==0.21.0"
 #   make peers    build environments with DeepSpeed, transformers, ... in build/peers; run the tests that need them
-#   make browser  look at the pages of `holdfast view` in a real Chromium; pictures are left in build/browser
+#   make browser  look at the pages of `everystep view` in a real Chromium; pictures are left in build/browser
 #   make cross    compile the engine's core for arm64;  make arm  runs it, too (qemu)
-#   make bench    `holdfast bench`; options with ARGS="--size 2GiB --plot bench.png"
+#   make bench    `everystep bench`; options with ARGS="--size 2GiB --plot bench.png"
 #   make benchmarks  measure everything and write docs/benchmarks.md (about half an hour; ARGS="--quick" for less)
 #   make study    what checkpoints cost in each framework, into build/study (hours; ARGS="--quick" for five minutes)
 #   make docs     the documents as a web site, in build/site; warnings are errors
@@ -33,18 +33,18 @@ PYTEST_ARGS ?=
 WITH ?=
 
 # The stamps say which step of the set-up has been done; they live and die with .venv.
-ENV_STAMP := $(VENV)/.holdfast-env
-BUILD_STAMP := $(VENV)/.holdfast-build
+ENV_STAMP := $(VENV)/.everystep-env
+BUILD_STAMP := $(VENV)/.everystep-build
 
 NATIVE := $(wildcard native/src/*.cpp native/src/*.hpp)
 # A top-level file that comes or goes changes what the editable install has to know.
-TOP := $(wildcard src/holdfast/__init__.py src/holdfast/*/__init__.py src/holdfast/*/*/__init__.py src/holdfast/*/*/*/__init__.py)
+TOP := $(wildcard src/everystep/__init__.py src/everystep/*/__init__.py src/everystep/*/*/__init__.py src/everystep/*/*/*/__init__.py)
 
 # The engine without its Python face, and a program that tries it: built by itself for other processors and with
 # sanitizers. Without liburing, which would have to be there for that processor.
 CORE := $(filter-out native/src/module.cpp native/src/bind_%.cpp,$(wildcard native/src/*.cpp)) tests/engine/core.cpp
 CORE_FLAGS := -std=c++20 -O2 -g -pthread -Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion -Werror \
-  -D_FILE_OFFSET_BITS=64 -DHOLDFAST_HAVE_URING=0 -Inative/src -isystem $(VENV)/include
+  -D_FILE_OFFSET_BITS=64 -DEVERYSTEP_HAVE_URING=0 -Inative/src -isystem $(VENV)/include
 CROSS_CXX := aarch64-linux-gnu-g++
 
 .PHONY: help setup build demo test compat peers browser check format cross arm bench benchmarks study docs dist dist-test clean \
@@ -68,12 +68,12 @@ define install
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation --verbose $(1) > build.log 2>&1 \
 	  || { (sed -n '/Configuring CMake/,$$p' build.log | grep . || cat build.log) | tail -n 60; \
 	       echo "the build failed; all of its output is in build.log"; exit 1; }
-	@grep -E 'warning:|-- Holdfast|io_uring backend OFF' build.log || true
+	@grep -E 'warning:|-- Everystep|io_uring backend OFF' build.log || true
 	@touch $(BUILD_STAMP)
 endef
 
 $(BUILD_STAMP): $(ENV_STAMP) pyproject.toml CMakeLists.txt $(NATIVE) $(TOP)
-	@echo "setup: building and installing holdfast"
+	@echo "setup: building and installing everystep"
 	$(call install,-e '.[dev]')
 
 # Always runs, needs no network: what one uses while working on native/.
@@ -98,7 +98,7 @@ peers: setup
 	$(BIN)/python tools/peers.py
 	$(BIN)/python -m pytest -q -m peers $(PYTEST_ARGS)
 
-# Debian's browser, and what drives it; nothing of this is needed to use Holdfast.
+# Debian's browser, and what drives it; nothing of this is needed to use Everystep.
 browser: setup
 	@tools/cross-packages.sh chromium=chromium
 	@$(PIP) install --quiet 'playwright>=1.61,<2'
@@ -132,7 +132,7 @@ cross: $(ENV_STAMP)
 	@tools/cross-packages.sh $(CROSS_CXX)=g++-aarch64-linux-gnu
 	@$(MAKE) --no-print-directory -j 4 build/core-arm64/core
 	@if echo '#include <liburing.h>' | $(CROSS_CXX) -E -x c++ - > /dev/null 2>&1; then \
-	  $(CROSS_CXX) $(CORE_FLAGS) -UHOLDFAST_HAVE_URING -DHOLDFAST_HAVE_URING=1 -fsyntax-only native/src/uring.cpp; fi
+	  $(CROSS_CXX) $(CORE_FLAGS) -UEVERYSTEP_HAVE_URING -DEVERYSTEP_HAVE_URING=1 -fsyntax-only native/src/uring.cpp; fi
 	@echo "the engine compiles for arm64"
 
 arm: cross setup
@@ -140,14 +140,14 @@ arm: cross setup
 	$(BIN)/python -m pytest -q -m native $(PYTEST_ARGS)
 
 bench: setup
-	$(BIN)/holdfast bench $(ARGS)
+	$(BIN)/everystep bench $(ARGS)
 
 study: setup
-	$(BIN)/holdfast study run --out build/study $(ARGS)
-	$(BIN)/holdfast study report build/study
+	$(BIN)/everystep study run --out build/study $(ARGS)
+	$(BIN)/everystep study report build/study
 
 benchmarks: setup
-	$(BIN)/holdfast bench --markdown docs/benchmarks.md $(ARGS)
+	$(BIN)/everystep bench --markdown docs/benchmarks.md $(ARGS)
 
 # The pages are read, not imported: this needs neither torch nor a compiler.
 DOCS_TOOLS := build/docs-tools
@@ -173,7 +173,7 @@ $(DIST_TOOLS)/.stamp: requirements-dist.txt tools/apt.sh tools/system-packages.s
 dist: $(DIST_TOOLS)/.stamp
 	@rm -rf dist build/unrepaired
 	CMAKE_INCLUDE_PATH="$(CURDIR)/$(DIST_TOOLS)/include" $(DIST_TOOLS)/bin/python -m build --outdir build/unrepaired \
-	  -Ccmake.define.HOLDFAST_PORTABLE=ON . > build/dist.log 2>&1 || { tail -n 40 build/dist.log; exit 1; }
+	  -Ccmake.define.EVERYSTEP_PORTABLE=ON . > build/dist.log 2>&1 || { tail -n 40 build/dist.log; exit 1; }
 	PATH="$(CURDIR)/$(DIST_TOOLS)/bin:$$PATH" auditwheel repair --wheel-dir dist build/unrepaired/*.whl
 	@mv build/unrepaired/*.tar.gz dist/
 	@ls -l dist

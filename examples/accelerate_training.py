@@ -1,4 +1,4 @@
-"""accelerate with a durable checkpoint after every step. Needs: pip install 'holdfast[accelerate]'
+"""accelerate with a durable checkpoint after every step. Needs: pip install 'everystep[accelerate]'
 
     python examples/accelerate_training.py runs/accelerate     # or, with two ranks:
     torchrun --nproc-per-node 2 examples/accelerate_training.py runs/accelerate
@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 
-import holdfast
-from holdfast.accelerate import state_of
+import everystep
+from everystep.accelerate import state_of
 
 
 def main(run: str, epochs: int) -> None:
@@ -29,11 +29,11 @@ def main(run: str, epochs: int) -> None:
     data = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
     # Not through `prepare`, which would give every rank all batches: it knows its rank itself.
     rank, world = accelerator.process_index, accelerator.num_processes
-    loader = holdfast.data.Loader(data, batch_size=16, shuffle=True, seed=2, rank=rank, world=world)
+    loader = everystep.data.Loader(data, batch_size=16, shuffle=True, seed=2, rank=rank, world=world)
     accelerator.register_for_checkpointing(loader)
     set_seed(4, device_specific=True)
 
-    with holdfast.Checkpointer(run, state_of(accelerator, model)) as ckpt:  # the one line
+    with everystep.Checkpointer(run, state_of(accelerator, model)) as ckpt:  # the one line
         step = ckpt.restore()
         while step < epochs * len(loader):
             for batch in loader:

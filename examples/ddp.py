@@ -19,7 +19,7 @@ import torch.distributed as dist
 from small_transformer import Text, Transformer, loss_of
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
+import everystep
 
 
 def main(run: str, steps: int) -> None:
@@ -33,8 +33,8 @@ def main(run: str, steps: int) -> None:
     torch.manual_seed(1 + rank)  # every rank drops others
 
     # The wrapper: names are those of the module inside, and of buffers (BatchNorm) rank 0's are stored.
-    state = {"model": parallel, "optimizer": optimizer, "rng": holdfast.per_rank(holdfast.rng())}
-    with holdfast.Checkpointer(run, state) as ckpt:
+    state = {"model": parallel, "optimizer": optimizer, "rng": everystep.per_rank(everystep.rng())}
+    with everystep.Checkpointer(run, state) as ckpt:
         completed = ckpt.restore()
         if rank == 0:
             print(

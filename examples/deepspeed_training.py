@@ -1,4 +1,4 @@
-"""DeepSpeed with a durable checkpoint after every step. Needs: pip install 'holdfast[deepspeed]'
+"""DeepSpeed with a durable checkpoint after every step. Needs: pip install 'everystep[deepspeed]'
 
     python examples/deepspeed_training.py runs/deepspeed     # or, with two ranks:
     torchrun --nproc-per-node 2 examples/deepspeed_training.py runs/deepspeed
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
-import holdfast
-from holdfast.deepspeed import state_of
+import everystep
+from everystep.deepspeed import state_of
 
 
 def main(run: str, stage: int) -> None:
@@ -37,10 +37,10 @@ def main(run: str, stage: int) -> None:
     engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
     rank, world = engine.global_rank, engine.world_size
     data = torch.randn(256, 16, generator=torch.Generator().manual_seed(1)).to(engine.device)
-    loader = holdfast.data.Loader(data, batch_size=16, shuffle=True, seed=2, rank=rank, world=world)
+    loader = everystep.data.Loader(data, batch_size=16, shuffle=True, seed=2, rank=rank, world=world)
     set_random_seed(4 + rank)
 
-    with holdfast.Checkpointer(run, state_of(engine, data=loader)) as ckpt:  # the one line
+    with everystep.Checkpointer(run, state_of(engine, data=loader)) as ckpt:  # the one line
         step = ckpt.restore()
         while step < 2 * len(loader):
             for batch in loader:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import holdfast
+import everystep
 
 PLAN = {
     "attention.query": ColwiseParallel(),
@@ -51,7 +51,7 @@ def main(run: str, steps: int, tp: int) -> None:
     # Some weights lie on both dimensions of the mesh, some on one: no single kernel updates them all.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
 
-    with holdfast.Checkpointer(run, {"model": model, "optimizer": optimizer}) as ckpt:
+    with everystep.Checkpointer(run, {"model": model, "optimizer": optimizer}) as ckpt:
         completed = ckpt.restore()
         if dist.get_rank() == 0:
             print(

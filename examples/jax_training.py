@@ -1,4 +1,4 @@
-"""JAX with a durable checkpoint after every step. Needs jax and optax: pip install 'holdfast[jax]' optax
+"""JAX with a durable checkpoint after every step. Needs jax and optax: pip install 'everystep[jax]' optax
 
     python examples/jax_training.py runs/jax        # or, on eight devices of the CPU:
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/jax_training.py runs/jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from holdfast.jax import Checkpointer
+from everystep.jax import Checkpointer
 
 OPTIMIZER = optax.adamw(1e-2)
 

@@ -1,4 +1,4 @@
-"""Keras with a durable checkpoint after every batch. Needs a backend and keras: pip install 'holdfast[keras]'
+"""Keras, with a checkpoint after every batch. Needs keras and a backend: pip install 'everystep[keras]'
 
     KERAS_BACKEND=jax python examples/keras_training.py runs/keras     # or tensorflow, or torch
 
@@ -12,7 +12,7 @@ import argparse
 import keras
 import numpy as np
 
-from holdfast.keras import Batches, HoldfastCallback
+from everystep.keras import Batches, EverystepCallback
 
 
 def main(run: str, epochs: int) -> None:
@@ -34,7 +34,7 @@ def main(run: str, epochs: int) -> None:
         epochs=epochs,
         shuffle=False,  # `Batches` has shuffled
         verbose=2,
-        callbacks=[HoldfastCallback(run, data=data)],  # the one line
+        callbacks=[EverystepCallback(run, data=data)],  # the one line
     )
     total = sum(float(keras.ops.sum(variable)) for variable in model.trainable_variables)
     print(f"step {int(model.optimizer.iterations)}: weights sum to {total}")

@@ -15,8 +15,8 @@ import time
 import numpy as np
 import sklearn.cluster
 
-import holdfast
-from holdfast.sklearn import KMeans
+import everystep
+from everystep.sklearn import KMeans
 
 X = np.random.default_rng(0).normal(size=(4_000, 32))
 PARAMETERS = {"n_clusters": 12, "n_init": 3, "random_state": 0, "tol": 0.0, "max_iter": 60}
@@ -25,10 +25,10 @@ PARAMETERS = {"n_clusters": 12, "n_init": 3, "random_state": 0, "tol": 0.0, "max
 def place(path: str) -> tuple[int, int]:
     """How far the fit on the shelf is: runs and iterations. Readers never meet half of a commit."""
     try:
-        with holdfast.Shelf(path, mode="r") as shelf:
+        with everystep.Shelf(path, mode="r") as shelf:
             run, iteration = shelf.get("fit.place", (0, 0))
             return run, iteration or 0
-    except holdfast.ShelfNotFound:
+    except everystep.ShelfNotFound:
         return 0, 0
 
 

@@ -1,4 +1,4 @@
-"""Lightning with a durable checkpoint after every step. Needs lightning: pip install 'holdfast[lightning]'
+"""Lightning with a durable checkpoint after every step. Needs lightning: pip install 'everystep[lightning]'
 
     python examples/lightning_training.py runs/lightning     # or, with two ranks:
     torchrun --nproc-per-node 2 examples/lightning_training.py runs/lightning
@@ -15,8 +15,8 @@ import lightning
 import torch
 from torch import nn
 
-from holdfast.data import Loader
-from holdfast.lightning import HoldfastCallback
+from everystep.data import Loader
+from everystep.lightning import EverystepCallback
 
 
 class Regression(lightning.LightningModule):
@@ -43,7 +43,7 @@ def main(run: str, epochs: int) -> None:
         max_epochs=epochs,
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")),
-        callbacks=[HoldfastCallback(run)],  # the one line
+        callbacks=[EverystepCallback(run)],  # the one line
         logger=False,
         enable_checkpointing=False,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-import holdfast
+import everystep
 
 
 def main() -> None:
@@ -18,15 +18,15 @@ def main() -> None:
     state = {"weights": weights, "epoch": 3, "schedule": ("cosine", 1e-3)}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "checkpoint"
-        holdfast.save(path, state)
+        everystep.save(path, state)
 
-        with holdfast.open(path) as checkpoint:
+        with everystep.open(path) as checkpoint:
             for name, leaf in checkpoint.leaves.items():
                 print(name, leaf.dtype, leaf.shape)
             print("values:", checkpoint.values)
             print("two rows:", checkpoint["weights"][10:12].shape)
 
-        loaded = holdfast.load(path)
+        loaded = everystep.load(path)
         assert loaded["schedule"] == ("cosine", 1e-3)
         assert np.array_equal(loaded["weights"], weights)
         print("loaded, and equal")

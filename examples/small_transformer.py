@@ -67,7 +67,7 @@ class Transformer(nn.Module):
 
 
 class Text:
-    """The text that comes with Holdfast's demo, as numbers."""
+    """The text that comes with Everystep's demo, as numbers."""
 
     def __init__(self) -> None:
         text = Path(__file__).parent.joinpath("demo", "keepers-book.txt").read_text("utf-8")

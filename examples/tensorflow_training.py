@@ -1,4 +1,4 @@
-"""A training loop in TensorFlow, durable after every step. Needs it: pip install 'holdfast[tensorflow]'
+"""A training loop in TensorFlow, durable after every step. Needs it: pip install 'everystep[tensorflow]'
 
     python examples/tensorflow_training.py runs/tensorflow
 
@@ -12,8 +12,8 @@ import argparse
 import keras
 import tensorflow as tf
 
-import holdfast
-from holdfast.tensorflow import state_of
+import everystep
+from everystep.tensorflow import state_of
 
 
 def main(run: str, steps: int) -> None:
@@ -35,7 +35,7 @@ def main(run: str, steps: int) -> None:
         return loss
 
     objects = tf.train.Checkpoint(model=model, optimizer=optimizer, batches=batches, noise=noise)
-    with holdfast.Checkpointer(run, state_of(objects), mode="snapshot") as ckpt:
+    with everystep.Checkpointer(run, state_of(objects), mode="snapshot") as ckpt:
         for step in range(ckpt.restore(), steps):
             train(next(batches))
             ckpt.save(step + 1)

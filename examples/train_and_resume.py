@@ -7,7 +7,7 @@ one before, if its save was still under way. All that the next step depends on i
 optimizer, learning rate, the place in the data, and the random numbers that dropout draws. So the end is the
 same, bit for bit, however often it was stopped. To see that:
 
-    holdfast drill -- python examples/train_and_resume.py
+    everystep drill -- python examples/train_and_resume.py
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.data import Loader
+import everystep
+from everystep.data import Loader
 
 
 def forever(loader: Loader) -> Iterator[Any]:
@@ -46,10 +46,10 @@ def main(run: str, steps: int) -> None:
         "optimizer": optimizer,
         "scheduler": scheduler,
         "data": loader,
-        "rng": holdfast.rng(),
+        "rng": everystep.rng(),
     }
 
-    with holdfast.Checkpointer(run, state, keep=holdfast.Keep(last=3)) as ckpt:
+    with everystep.Checkpointer(run, state, keep=everystep.Keep(last=3)) as ckpt:
         completed = ckpt.restore()
         print(f"{completed} steps were already completed")
         for step, (inputs, targets) in zip(range(completed, steps), forever(loader), strict=False):

@@ -1,4 +1,4 @@
-"""Trainer of transformers with a durable checkpoint per step. Needs: pip install 'holdfast[transformers]'
+"""Trainer of transformers with a durable checkpoint per step. Needs: pip install 'everystep[transformers]'
 
     python examples/transformers_training.py runs/trainer     # or, with two ranks:
     torchrun --nproc-per-node 2 examples/transformers_training.py runs/trainer
@@ -13,7 +13,7 @@ import argparse
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
-from holdfast.transformers import HoldfastTrainer
+from everystep.transformers import EverystepTrainer
 
 
 def texts(count: int) -> list[dict[str, torch.Tensor]]:
@@ -35,11 +35,11 @@ def main(output: str, epochs: int) -> None:
         use_cpu=True,
         report_to=[],
     )
-    trainer = HoldfastTrainer(
+    trainer = EverystepTrainer(
         model=GPT2LMHeadModel(config),
         args=arguments,
         train_dataset=texts(256),
-        holdfast={"every": 1},  # and every step, while the next one runs
+        everystep={"every": 1},  # and every step, while the next one runs
     )
     trainer.train(resume_from_checkpoint="auto")
     if trainer.is_world_process_zero():

@@ -45,14 +45,14 @@ for _library in os.environ.get("TESTS_WITHOUT", "").split():
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a shell sets (a backend, a fault, the width of its window) must not decide what a test sees."""
     terminal = ("COLUMNS", "LINES", "FORCE_COLOR", "TTY_COMPATIBLE", "TERMINAL_WIDTH")
-    for name in [name for name in os.environ if name.startswith("HOLDFAST_") or name in terminal]:
+    for name in [name for name in os.environ if name.startswith("EVERYSTEP_") or name in terminal]:
         monkeypatch.delenv(name)
 
 
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A directory that other users can reach, unlike pytest's own."""
-    made = Path(tempfile.mkdtemp(prefix="holdfast-test-"))
+    made = Path(tempfile.mkdtemp(prefix="everystep-test-"))
     made.chmod(0o755)
     try:
         yield made

@@ -9,25 +9,27 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import everystep
 
-SOURCE = Path(holdfast.__file__).parent
+SOURCE = Path(everystep.__file__).parent
 MODULES = sorted(
-    ".".join(("holdfast", *file.relative_to(SOURCE).with_suffix("").parts))
+    ".".join(("everystep", *file.relative_to(SOURCE).with_suffix("").parts))
     for file in SOURCE.rglob("*.py")
     if file.name != "__init__.py" and ">>>" in file.read_text("utf-8")
 )
 
 
 def test_the_documented_calls_have_examples() -> None:
-    assert {"holdfast.store.api", "holdfast.checkpointer.checkpointer", "holdfast.checkpointer.keep"} <= set(
-        MODULES
-    )
+    assert {
+        "everystep.store.api",
+        "everystep.checkpointer.checkpointer",
+        "everystep.checkpointer.keep",
+    } <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_do_what_they_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name.startswith("holdfast.data.") and name != "holdfast.data.sampler":
+    if name.startswith("everystep.data.") and name != "everystep.data.sampler":
         pytest.importorskip("torch")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result = doctest.testmod(importlib.import_module(name), verbose=False)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -64,13 +64,13 @@ def small_training() -> dict[str, Any]:
         optimizer.zero_grad()
 
     return {
-        "holdfast": holdfast,
+        "everystep": everystep,
         "torch": torch,
         "model": model,
         "optimizer": optimizer,
         "dataset": torch.ones(8, 4),
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
-        "loader": holdfast.data.Loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2),
+        "loader": everystep.data.Loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2),
         "batches": iter(lambda: torch.ones(2, 4), None),
         "state": state,
         "train_one_step": train_one_step,
@@ -96,7 +96,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save_a_run(names: dict[str, Any]) -> None:
-    with holdfast.Checkpointer("runs/lm", names["state"]) as ckpt:
+    with everystep.Checkpointer("runs/lm", names["state"]) as ckpt:
         for step in range(ckpt.restore(), 2):
             names["train_one_step"]()
             ckpt.save(step + 1, metrics={"loss": 1.0})
@@ -150,10 +150,10 @@ def test_the_first_example_of_the_readme_resumes_exactly_with_shuffled_data_and_
     with pytest.raises(Killed):
         train(seed=0, killed_at=14)
     found = train(seed=1)
-    holdfast.save(tmp_path / "a", expected)
-    holdfast.save(tmp_path / "b", found)
+    everystep.save(tmp_path / "a", expected)
+    everystep.save(tmp_path / "b", found)
     assert found["step"] == 40
-    assert holdfast.inspect.compare(tmp_path / "a", tmp_path / "b").equal
+    assert everystep.inspect.compare(tmp_path / "a", tmp_path / "b").equal
 
 
 @pytest.mark.parametrize("name", ["docs/inspecting.md", "docs/weights.md", "docs/view.md"])
@@ -168,17 +168,17 @@ def test_the_examples_of_the_training_page_run() -> None:
     names = small_training()
     loop, wait, errors, schedules = blocks("docs/training.md", "python")
     exec(shortened(loop), names)
-    with holdfast.Checkpointer("runs/more", names["state"]) as ckpt:
+    with everystep.Checkpointer("runs/more", names["state"]) as ckpt:
         names |= {"ckpt": ckpt, "step": ckpt.restore()}
         exec(wait, names)
         assert names["info"].step == 1
         assert names["error"] is None
         names["step"] = 1
         exec(errors, names)
-    made: list[holdfast.Checkpointer] = []
+    made: list[everystep.Checkpointer] = []
 
     def checkpointer(run: str, *arguments: Any, **settings: Any) -> None:
-        made.append(holdfast.Checkpointer(f"{run}-{len(made)}", *arguments, **settings))
+        made.append(everystep.Checkpointer(f"{run}-{len(made)}", *arguments, **settings))
         names["ckpt"] = made[-1]
 
     exec(schedules, names | {"Checkpointer": checkpointer, "run": "runs/schedule"})
@@ -188,7 +188,7 @@ def test_the_examples_of_the_training_page_run() -> None:
 
 
 def test_the_example_of_the_page_on_disk_space_runs() -> None:
-    names = small_training() | {"Checkpointer": holdfast.Checkpointer}
+    names = small_training() | {"Checkpointer": everystep.Checkpointer}
     run_the_examples("docs/disk-space.md", names)
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast.engine import faults
-from holdfast.errors import MutatedDuringSave, ReadFailed, SaveFailed
+import everystep
+from everystep.engine import faults
+from everystep.errors import MutatedDuringSave, ReadFailed, SaveFailed
 
 
 def test_what_is_missing_and_what_exists_say_so_by_number(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no checkpoint at") as missing:
-        holdfast.load(tmp_path / "nothing")
-    holdfast.save(tmp_path / "c", {})
+        everystep.load(tmp_path / "nothing")
+    everystep.save(tmp_path / "c", {})
     with pytest.raises(FileExistsError, match="Checkpoint already exists") as existing:
-        holdfast.save(tmp_path / "c", {})
+        everystep.save(tmp_path / "c", {})
     for caught, number in ((missing, errno.ENOENT), (existing, errno.EEXIST)):
         again = pickle.loads(pickle.dumps(caught.value))
         for error in (caught.value, again):
@@ -29,8 +29,8 @@ def test_what_is_missing_and_what_exists_say_so_by_number(tmp_path: Path) -> Non
 
 
 def test_a_failure_keeps_number_and_file_when_it_is_pickled(tmp_path: Path) -> None:
-    with faults.injected("mkdir:1:ENOENT"), pytest.raises(holdfast.StorageMissing) as caught:
-        holdfast.save(tmp_path / "no" / "c", {})
+    with faults.injected("mkdir:1:ENOENT"), pytest.raises(everystep.StorageMissing) as caught:
+        everystep.save(tmp_path / "no" / "c", {})
     mutated = MutatedDuringSave("weights changed", leaves=["w"])
     unread = ReadFailed("cannot read it")
     unread.errno, unread.filename = errno.EIO, "r00000"

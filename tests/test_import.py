@@ -1,4 +1,4 @@
-"""`import holdfast` is cheap and brings nothing along that was not asked for."""
+"""`import everystep` is cheap and brings nothing along that was not asked for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import textwrap
 import pytest
 
 FRAMEWORKS = ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
-INTEGRATIONS = [f"holdfast.{name}" for name in FRAMEWORKS]
-SCRIPTS = ["holdfast.study.zero_writer"]
+INTEGRATIONS = [f"everystep.{name}" for name in FRAMEWORKS]
+SCRIPTS = ["everystep.study.zero_writer"]
 """Run in the environment of another system; nothing imports them."""
 HEAVY = [
     *FRAMEWORKS,
@@ -21,7 +21,7 @@ HEAVY = [
     "safetensors",
     "matplotlib",
 ]
-SELDOM = [*HEAVY, "msgspec", "typer", "rich", "holdfast._native", "holdfast.store", "holdfast.engine"]
+SELDOM = [*HEAVY, "msgspec", "typer", "rich", "everystep._native", "everystep.store", "everystep.engine"]
 
 
 def loaded_after(script: str, names: list[str]) -> list[str]:
@@ -34,15 +34,15 @@ def loaded_after(script: str, names: list[str]) -> list[str]:
 
 
 def test_importing_the_package_imports_nothing_else() -> None:
-    assert loaded_after("import holdfast", SELDOM) == []
+    assert loaded_after("import everystep", SELDOM) == []
 
 
 def test_errors_can_be_caught_without_importing_anything() -> None:
     script = """
-        import holdfast
+        import everystep
         try:
             pass
-        except holdfast.HoldfastError:
+        except everystep.EverystepError:
             pass
     """
     assert loaded_after(script, SELDOM) == []
@@ -52,10 +52,10 @@ def test_saving_and_loading_numpy_arrays_imports_no_framework() -> None:
     script = """
         import os, tempfile
         import numpy as np
-        import holdfast
+        import everystep
         path = os.path.join(tempfile.mkdtemp(), "one")
-        holdfast.save(path, {"w": np.ones(3), "n": 1, "set": {2}})
-        holdfast.load(path, into={"w": np.zeros(3), "n": 0, "set": set()})
+        everystep.save(path, {"w": np.ones(3), "n": 1, "set": {2}})
+        everystep.load(path, into={"w": np.zeros(3), "n": 0, "set": set()})
     """
     assert loaded_after(script, [name for name in HEAVY if name != "numpy"]) == []
 
@@ -67,7 +67,7 @@ ABOVE = ["torch.dcp", "inspect", "drill", "study", "cli"]
 @pytest.mark.parametrize("module", [*LAYERS, *ABOVE])
 def test_no_layer_imports_a_framework(module: str) -> None:
     frameworks = [name for name in HEAVY if name != "numpy"]
-    assert loaded_after(f"import holdfast.{module}", frameworks) == []
+    assert loaded_after(f"import everystep.{module}", frameworks) == []
 
 
 def test_every_module_but_integrations_can_be_imported_without_a_framework() -> None:
@@ -79,10 +79,10 @@ def test_every_module_but_integrations_can_be_imported_without_a_framework() -> 
                 if name.partition(".")[0] in REFUSED:
                     raise ImportError(name + " was imported")
         sys.meta_path.insert(0, Refuse())
-        import holdfast
-        for module in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
-            # Modules named after a framework import it, and so do those below holdfast.sklearn.
-            named = module.name.startswith({(*INTEGRATIONS, *SCRIPTS, "holdfast.sklearn.")!r})
+        import everystep
+        for module in pkgutil.walk_packages(everystep.__path__, "everystep."):
+            # Modules named after a framework import it, and so do those below everystep.sklearn.
+            named = module.name.startswith({(*INTEGRATIONS, *SCRIPTS, "everystep.sklearn.")!r})
             # Each of these runs in a process of its own, with the framework that it is named after.
             worker = ".study.frameworks." in module.name
             worker &= module.name.endswith(("_worker", "_models", "_probe"))
@@ -95,5 +95,5 @@ def test_every_module_but_integrations_can_be_imported_without_a_framework() -> 
 def test_no_layer_imports_one_above_it() -> None:
     """Import contracts check the source; this checks what happens."""
     for number, layer in enumerate(LAYERS):
-        above = [f"holdfast.{name}" for name in LAYERS[number + 1 :]]
-        assert loaded_after(f"import holdfast.{layer}", above) == [], layer
+        above = [f"everystep.{name}" for name in LAYERS[number + 1 :]]
+        assert loaded_after(f"import everystep.{layer}", above) == [], layer

@@ -48,7 +48,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = import_graph(SOURCE)
-    assert "holdfast.engine.transfer" in graph["holdfast.engine"], "the graph is empty"
+    assert "everystep.engine.transfer" in graph["everystep.engine"], "the graph is empty"
     assert cycle(graph) == []
 
 

@@ -9,8 +9,8 @@ import pickle
 
 import pytest
 
-import holdfast
-from holdfast import errors
+import everystep
+from everystep import errors
 
 MODULES = {"data", "inspect", "sklearn", "universal"}
 CALLS = {"load", "open", "per_rank", "rank_zero", "rng", "save", "stable", "verify"}
@@ -28,9 +28,9 @@ TYPES = {
     "ShelfWarning",
 }
 
-# Every error, and the builtin that a caller who knows nothing of Holdfast would catch.
+# Every error, and the builtin that a caller who knows nothing of Everystep would catch.
 ERRORS = {
-    "HoldfastError": Exception,
+    "EverystepError": Exception,
     "CorruptCheckpoint": ValueError,
     "IncompleteCheckpoint": FileNotFoundError,
     "CheckpointNotFound": FileNotFoundError,
@@ -75,34 +75,34 @@ ERRORS = {
 
 
 def test_the_public_names_are_these_and_no_others() -> None:
-    assert set(holdfast.__all__) == CALLS | TYPES | MODULES | set(ERRORS)
-    assert len(holdfast.__all__) == len(set(holdfast.__all__))
-    importlib.import_module("holdfast.store.api")  # submodules, too, become attributes
-    shown = {name for name in dir(holdfast) if not name.startswith("__")}
-    assert shown == set(holdfast.__all__), "what the package itself has imported is not shown"
-    assert {"__version__", "__doc__", "__all__"} <= set(dir(holdfast))
+    assert set(everystep.__all__) == CALLS | TYPES | MODULES | set(ERRORS)
+    assert len(everystep.__all__) == len(set(everystep.__all__))
+    importlib.import_module("everystep.store.api")  # submodules, too, become attributes
+    shown = {name for name in dir(everystep) if not name.startswith("__")}
+    assert shown == set(everystep.__all__), "what the package itself has imported is not shown"
+    assert {"__version__", "__doc__", "__all__"} <= set(dir(everystep))
 
 
 @pytest.mark.parametrize("name", sorted(CALLS | TYPES | set(ERRORS)))
 def test_every_public_name_resolves_and_is_documented(name: str) -> None:
-    found = getattr(holdfast, name)
+    found = getattr(everystep, name)
     assert found.__name__ == name
     assert inspect.getdoc(found)
     assert getattr(importlib.import_module(found.__module__), name) is found
-    assert getattr(holdfast, name) is found  # the second time, without the detour
+    assert getattr(everystep, name) is found  # the second time, without the detour
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'sav'"):
-        _ = holdfast.sav
+        _ = everystep.sav
     with pytest.raises(ImportError):
-        exec("from holdfast import sav")
+        exec("from everystep import sav")
 
 
 def test_star_import_works_and_brings_what_all_says() -> None:
     namespace: dict[str, object] = {}
-    exec("from holdfast import *", namespace)
-    assert set(holdfast.__all__) <= set(namespace)
+    exec("from everystep import *", namespace)
+    assert set(everystep.__all__) <= set(namespace)
 
 
 def test_every_error_there_is_is_public() -> None:
@@ -116,10 +116,10 @@ def test_every_error_there_is_is_public() -> None:
 
 @pytest.mark.parametrize(("name", "builtin"), ERRORS.items())
 def test_every_error_is_ours_and_a_builtin_one(name: str, builtin: type[Exception]) -> None:
-    error = getattr(holdfast, name)
-    assert issubclass(error, holdfast.HoldfastError)
+    error = getattr(everystep, name)
+    assert issubclass(error, everystep.EverystepError)
     assert issubclass(error, builtin)
-    if name != "HoldfastError":
+    if name != "EverystepError":
         assert any(base.__name__ in vars(builtins) and base is not Exception for base in error.__mro__)
         # Its documentation says more than its name: what happened, and what to do about it.
         assert len(inspect.getdoc(error) or "") > 60
@@ -127,20 +127,20 @@ def test_every_error_is_ours_and_a_builtin_one(name: str, builtin: type[Exceptio
 
 @pytest.mark.parametrize("name", sorted(set(ERRORS) - {"CorruptCheckpoint", "IncompleteCheckpoint"}))
 def test_every_error_carries_its_message(name: str) -> None:
-    assert "what happened" in str(getattr(holdfast, name)("what happened"))
+    assert "what happened" in str(getattr(everystep, name)("what happened"))
 
 
 def test_corruption_names_file_and_leaf() -> None:
-    error = holdfast.CorruptCheckpoint("a bit is wrong", path="/run/x", leaf="model.w")
+    error = everystep.CorruptCheckpoint("a bit is wrong", path="/run/x", leaf="model.w")
     assert (error.reason, error.path, error.leaf) == ("a bit is wrong", "/run/x", "model.w")
     assert str(error) == "corrupt checkpoint in /run/x, leaf 'model.w': a bit is wrong"
-    assert isinstance(holdfast.IncompleteCheckpoint("missing"), holdfast.CorruptCheckpoint)
+    assert isinstance(everystep.IncompleteCheckpoint("missing"), everystep.CorruptCheckpoint)
 
 
 @pytest.mark.parametrize("name", sorted(ERRORS))
 def test_every_error_arrives_at_another_rank_as_it_was(name: str) -> None:
-    kind = getattr(holdfast, name)
-    corrupt = issubclass(kind, holdfast.CorruptCheckpoint)
+    kind = getattr(everystep, name)
+    corrupt = issubclass(kind, everystep.CorruptCheckpoint)
     error = kind("what happened", path="/run/x", leaf="model.w") if corrupt else kind("what happened")
     arrived = pickle.loads(pickle.dumps(error))
     assert type(arrived) is kind
@@ -150,8 +150,12 @@ def test_every_error_arrives_at_another_rank_as_it_was(name: str) -> None:
 
 def test_the_signatures_of_the_calls() -> None:
     """Keyword-only from the second argument on, so that they can grow."""
-    calls = ((holdfast.save, ["path", "state"]), (holdfast.load, ["path", "into"]), (holdfast.open, ["path"]))
+    calls = (
+        (everystep.save, ["path", "state"]),
+        (everystep.load, ["path", "into"]),
+        (everystep.open, ["path"]),
+    )
     for call, positional in calls:
         parameters = inspect.signature(call).parameters.values()
         assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
-    assert holdfast.__version__
+    assert everystep.__version__

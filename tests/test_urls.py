@@ -14,12 +14,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.app import app
-from holdfast.paths import local_path
+import everystep
+from everystep.cli.app import app
+from everystep.paths import local_path
 from support.path_calls import CALLS, framework_of, path_parameters
 
-URLS: list[str | Path] = ["s3://bucket/run", Path("gs://bucket/run"), "file:///tmp/holdfast-url/run"]
+URLS: list[str | Path] = ["s3://bucket/run", Path("gs://bucket/run"), "file:///tmp/everystep-url/run"]
 
 
 class Named:
@@ -36,7 +36,7 @@ def nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.chdir(here)
     yield
     assert os.listdir(here) == []
-    assert not os.path.exists("/tmp/holdfast-url")
+    assert not os.path.exists("/tmp/everystep-url")
 
 
 def test_every_public_call_that_takes_a_path_is_tested() -> None:
@@ -56,13 +56,13 @@ def test_a_url_is_refused_and_nothing_is_made(call: str, url: str | Path) -> Non
     framework = framework_of(call)
     if framework is not None and importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed; `make peers` looks at it")
-    with pytest.raises(holdfast.UnsupportedURL, match="Give the path"):
+    with pytest.raises(everystep.UnsupportedURL, match="Give the path"):
         CALLS[call](url)
 
 
 @pytest.mark.parametrize("url", [*URLS, Named()], ids=["text", "path", "file", "PathLike"])
 def test_dcp_is_told_that_a_url_cannot_be_used(url: Any) -> None:
-    from holdfast.torch.dcp import Reader, Writer
+    from everystep.torch.dcp import Reader, Writer
 
     assert not Reader.validate_checkpoint_id(url)
     assert not Writer.validate_checkpoint_id(url)
@@ -93,7 +93,7 @@ def test_dcp_is_told_that_a_url_cannot_be_used(url: Any) -> None:
     ids=str,
 )
 def test_a_url_is_known_in_every_form(url: Any) -> None:
-    with pytest.raises(holdfast.UnsupportedURL) as raised:
+    with pytest.raises(everystep.UnsupportedURL) as raised:
         local_path(url)
     assert os.fsdecode(url) in str(raised.value)
 
@@ -120,14 +120,14 @@ def test_a_path_with_a_colon_is_a_path(path: str | Path) -> None:
 
 
 def test_the_message_says_what_to_do() -> None:
-    with pytest.raises(holdfast.UnsupportedURL, match=re.escape("s3://b/x is a URL")) as raised:
-        holdfast.save("s3://b/x", {})
+    with pytest.raises(everystep.UnsupportedURL, match=re.escape("s3://b/x is a URL")) as raised:
+        everystep.save("s3://b/x", {})
     assert "Nothing was read or written" in str(raised.value)
     assert isinstance(raised.value, ValueError)
-    with pytest.raises(holdfast.UnsupportedURL, match="without the scheme"):
-        holdfast.load("file:///tmp/x")
-    with pytest.raises(holdfast.UnsupportedURL, match="what is left of a URL"):
-        holdfast.load(Path("s3://b/x"))
+    with pytest.raises(everystep.UnsupportedURL, match="without the scheme"):
+        everystep.load("file:///tmp/x")
+    with pytest.raises(everystep.UnsupportedURL, match="what is left of a URL"):
+        everystep.load(Path("s3://b/x"))
 
 
 def _commands() -> Iterator[tuple[list[str], Callable[..., Any]]]:
@@ -174,7 +174,7 @@ def test_the_commands_that_take_paths_are_found() -> None:
     }
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/holdfast-url/run"])
+@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/everystep-url/run"])
 @pytest.mark.parametrize("line", COMMAND_LINES, ids=" ".join)
 def test_a_command_refuses_a_url_as_wrong_usage(line: list[str], url: str) -> None:
     result = CliRunner().invoke(app, [url if word == "URL" else word for word in line])

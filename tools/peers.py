@@ -3,8 +3,8 @@
     python tools/peers.py            all of them
     python tools/peers.py NAME...    these
 
-Each is a virtual environment ``build/peers/NAME`` without holdfast. What is in them is the table in
-`holdfast.study.environments`.
+Each is a virtual environment ``build/peers/NAME`` without everystep. What is in them is the table in
+`everystep.study.environments`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from holdfast.study.environments import ENVIRONMENTS, build
+from everystep.study.environments import ENVIRONMENTS, build
 
 FOLDER = Path(__file__).resolve().parent.parent / "build" / "peers"
 

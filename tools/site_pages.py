@@ -1,7 +1,7 @@
 """A hook of mkdocs (mkdocs.yml): the pages of the site that are not in docs/.
 
 README.md and the other pages beside it become pages of the site, and links between all of them are adapted.
-The pages of the reference are made from the public names: those of ``holdfast/__init__.pyi`` and of the
+The pages of the reference are made from the public names: those of ``everystep/__init__.pyi`` and of the
 modules that users import.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src/holdfast"
+SOURCE = ROOT / "src/everystep"
 BESIDE = {
     "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
@@ -25,13 +25,13 @@ BESIDE = {
 }
 # Page, and where the names on it come from, as the public stub says.
 GROUPS = {
-    "Checkpointer": "holdfast.checkpointer",
-    "Save and load": "holdfast.store",
-    "What a state may hold": "holdfast.state",
-    "Shelf": "holdfast.shelf",
-    "Errors": "holdfast.errors",
+    "Checkpointer": "everystep.checkpointer",
+    "Save and load": "everystep.store",
+    "What a state may hold": "everystep.state",
+    "Shelf": "everystep.shelf",
+    "Errors": "everystep.errors",
 }
-MODULES = {"torch.distributed.checkpoint": "holdfast.torch.dcp"}
+MODULES = {"torch.distributed.checkpoint": "everystep.torch.dcp"}
 # Layers that users do not import from: the names above are what they offer.
 INTERNAL = {
     *("caller", "checkpointer", "cli", "drill", "engine", "errors", "format", "integrations"),
@@ -61,18 +61,18 @@ def public_names(module: str) -> list[str]:
 def reference() -> dict[str, str]:
     """Title -> text of each page."""
     stub = (SOURCE / "__init__.pyi").read_text("utf-8")
-    names = re.findall(r"^from (holdfast\S+) import (\w+) as \2$", stub, re.MULTILINE)
+    names = re.findall(r"^from (everystep\S+) import (\w+) as \2$", stub, re.MULTILINE)
     pages = {}
     for title, home in GROUPS.items():
         own = [(module, name) for module, name in names if module == home or module.startswith(home + ".")]
         entries = (f"::: {module}.{name}{members(name)}" for module, name in own)
         pages[title] = f"# {title}\n\n" + "\n\n".join(entries)
-    known = ("holdfast", *GROUPS.values())
+    known = ("everystep", *GROUPS.values())
     left = [name for module, name in names if module not in known and not module.startswith(known[1:])]
     if left:
         raise ValueError(f"on no page of the reference: {left}")
     others = sorted({path.stem for path in SOURCE.iterdir() if path.stem[0] != "_"} - INTERNAL - {"py"})
-    for title, module in {**MODULES, **{f"holdfast.{name}": f"holdfast.{name}" for name in others}}.items():
+    for title, module in {**MODULES, **{f"everystep.{name}": f"everystep.{name}" for name in others}}.items():
         listed = "\n".join(f"        - {name}" for name in public_names(module))
         options = f"    options:\n      show_root_heading: false\n      members:\n{listed}\n"
         pages[title] = f"# {title}\n\n::: {module}\n{options}"
@@ -94,7 +94,7 @@ def on_config(config: Any) -> None:
 
 
 def path(title: str) -> str:
-    return f"reference/{re.sub(r'[^a-z0-9]+', '-', title.lower().removeprefix('holdfast.'))}.md"
+    return f"reference/{re.sub(r'[^a-z0-9]+', '-', title.lower().removeprefix('everystep.'))}.md"
 
 
 def on_files(files: Files, config: Any) -> None:

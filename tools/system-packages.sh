@@ -11,9 +11,9 @@ cxx=${CXX:-c++}
 
 source "$(dirname "$0")/apt.sh"
 
-command -v "$python" > /dev/null || fail "no $python found; Holdfast needs Python 3.10 or newer"
+command -v "$python" > /dev/null || fail "no $python found; Everystep needs Python 3.10 or newer"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-  || fail "$("$python" --version) is too old; Holdfast needs Python 3.10 or newer (make PYTHON=python3.12 ...)"
+  || fail "$("$python" --version) is too old; Everystep needs Python 3.10 or newer (make PYTHON=python3.12 ...)"
 command -v "$cxx" > /dev/null || fail "no C++ compiler ($cxx) found; install g++ or clang, or set CXX"
 
 has_header() { printf '#include <%s>\n' "$1" | "$cxx" -E -x c++ - > /dev/null 2>&1; }

@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast import inspect
+from everystep import inspect
 
 TRAIN = Path(__file__).with_name("train.py")
 TIMEOUT_SECONDS = 300
@@ -127,7 +127,7 @@ def show_speed(directory: Path, repeats: int) -> None:
     for name, (save, load) in seconds.items():
         rates = [RACE_NBYTES / spent / 1e9 for spent in (save, load)]
         print(f"   {name:12} save {rates[0]:5.2f} GB/s   load {rates[1]:5.2f} GB/s")
-    (save, load), (their_save, their_load) = seconds["holdfast"], seconds["torch.save"]
+    (save, load), (their_save, their_load) = seconds["everystep"], seconds["torch.save"]
     print(f"   {'ratio':12} save {their_save / save:5.1f} x      load {their_load / load:5.1f} x")
 
 
@@ -142,7 +142,7 @@ def main() -> int:
         if options.dir is not None:
             options.dir.mkdir(parents=True, exist_ok=True)
             return 0 if demo(options.dir, options.steps, options.kill_at, options.repeats) else 1
-        with tempfile.TemporaryDirectory(prefix="holdfast-demo-", dir=Path.cwd()) as directory:
+        with tempfile.TemporaryDirectory(prefix="everystep-demo-", dir=Path.cwd()) as directory:
             return 0 if demo(Path(directory), options.steps, options.kill_at, options.repeats) else 1
     except DemoFailed as error:
         print(f"The demo failed: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""The speed part of the demo: Holdfast and torch.save with the same state, durable both, in turns.
+"""The speed part of the demo: Everystep and torch.save with the same state, durable both, in turns.
 
-It is a taste; `holdfast bench` is the measurement.
+It is a taste; `everystep bench` is the measurement.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-import holdfast
+import everystep
 
 State = dict[str, torch.Tensor]
 Seconds = dict[str, list[float]]
@@ -24,13 +24,13 @@ TENSORS = 16
 def race(directory: Path, nbytes: int, repeats: int) -> dict[str, tuple[float, float]]:
     """Median seconds of a save and of a cold load, by system."""
     state = {f"layer.{number}": torch.randn(nbytes // TENSORS // 4) for number in range(TENSORS)}
-    ours, theirs = directory / "holdfast", directory / "torch.pt"
+    ours, theirs = directory / "everystep", directory / "torch.pt"
     saves: dict[str, Callable[[], object]] = {
-        "holdfast": lambda: holdfast.save(ours, state),
+        "everystep": lambda: everystep.save(ours, state),
         "torch.save": lambda: save_durably(theirs, state),
     }
     loads: dict[str, Callable[[], State]] = {
-        "holdfast": lambda: holdfast.load(ours),
+        "everystep": lambda: everystep.load(ours),
         "torch.save": lambda: torch.load(theirs, weights_only=True),
     }
     seconds: dict[str, Seconds] = {name: {"save": [], "load": []} for name in saves}

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.engine import faults
+import everystep
+from everystep.engine import faults
 
 BOOK = Path(__file__).with_name("keepers-book.txt")
 CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 64, 16, 96, 4, 3
@@ -65,7 +65,7 @@ class Model(nn.Module):
 
 
 def digest_of(*states: object) -> str:
-    """SHA-256 over every tensor byte and every plain value in live memory, without any part of Holdfast."""
+    """SHA-256 over every tensor byte and every plain value in live memory, without any part of Everystep."""
     total = hashlib.sha256()
 
     def feed(value: object) -> None:
@@ -95,9 +95,9 @@ def train(run: Path, steps: int, kill_at: int | None) -> None:
     batches = Batches(BOOK.read_text("utf-8"), seed=0)
     model = Model(len(batches.alphabet))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    state = {"model": model, "optimizer": optimizer, "data": batches, "rng": holdfast.rng()}
+    state = {"model": model, "optimizer": optimizer, "data": batches, "rng": everystep.rng()}
 
-    with holdfast.Checkpointer(run, state, mode="sync") as ckpt:
+    with everystep.Checkpointer(run, state, mode="sync") as ckpt:
         completed = ckpt.restore()
         tell(started_after=completed)
         for step in range(completed + 1, steps + 1):

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import holdfast
+import everystep
 
 TRAINED = "tp=2,pp=2,dp=2"
 LAYOUTS = [
@@ -59,7 +59,7 @@ def compare(folder: Path, layouts: list[str], steps: int) -> dict[str, dict[int,
     curves = {
         "": train(TRAINED, folder, "all", "--steps", steps, "--save-at", half, "--megatron", files),
     }
-    holdfast.universal.convert(files, converted, verify=True)
+    everystep.universal.convert(files, converted, verify=True)
     for layout in layouts:
         for source in (converted, files) if layout in STRAIGHT else (converted,):
             name = f"{layout}{' (straight)' if source == files else ''}"

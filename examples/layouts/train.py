@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import holdfast
+import everystep
 
 BLOCK = "language_model.encoder.layers.*"
 CUTS = {
@@ -140,7 +140,7 @@ def main(options: argparse.Namespace) -> None:
     if options.resume_from:
         # Every rank reads the bytes of its own shards, out of whatever layout wrote them.
         run = options.losses.with_suffix(".run")
-        with holdfast.Checkpointer(run, state) as ckpt:
+        with everystep.Checkpointer(run, state) as ckpt:
             completed = ckpt.restore(start_from=options.resume_from, continue_steps=True)
     losses: dict[int, float] = {}
     for step in range(completed, options.steps):
@@ -162,7 +162,7 @@ if __name__ == "__main__":
     parser.add_argument("--fsdp", type=int, default=0, help="ranks that share all weights (FSDP2)")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--losses", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--resume-from", help="a checkpoint of any system that Holdfast reads")
+    parser.add_argument("--resume-from", help="a checkpoint of any system that Everystep reads")
     parser.add_argument("--save-at", type=int, default=0)
     parser.add_argument("--megatron", type=Path, help="where to write the checkpoint")
     main(parser.parse_args())

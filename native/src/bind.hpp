@@ -7,7 +7,7 @@
 
 #include <string>
 
-namespace holdfast {
+namespace everystep {
 
 namespace nb = nanobind;
 
@@ -70,4 +70,4 @@ void bind_jobs(nb::module_& m);    // bind_jobs.cpp: transfers, and syncing what
 void bind_system(nb::module_& m);  // bind_system.cpp: directories, probing, the fault seam
 void bind_shelf(nb::module_& m);   // bind_shelf.cpp: shelves
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -14,7 +14,7 @@
 #include "transfer.hpp"
 #include "whole.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 using namespace nb::literals;
 
@@ -391,4 +391,4 @@ void bind_jobs(nb::module_& m) {
       "nbytes"_a, "residue"_a);
 }
 
-}  // namespace holdfast
+}  // namespace everystep

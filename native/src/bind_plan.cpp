@@ -1,6 +1,6 @@
 #include "bind_plan.hpp"
 
-namespace holdfast {
+namespace everystep {
 namespace {
 
 // Takes the interpreter for as long as this lives, on a thread that Python does not know.
@@ -105,4 +105,4 @@ nb::list checksum_texts(const Plan& plan, size_t first, const uint64_t* hashes, 
   return out;
 }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -10,7 +10,7 @@
 #include "bind.hpp"
 #include "transfer.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 using Numbers = std::vector<uint64_t>;
 using StridedTuple = std::tuple<uintptr_t, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
@@ -22,4 +22,4 @@ Plan make_plan(const Numbers& offsets, const Numbers& nbytes, const std::vector<
 // One string per piece from the `first` on: its chunks' checksums, 16 digits each.
 nb::list checksum_texts(const Plan& plan, size_t first, const uint64_t* hashes, uint64_t chunk);
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -16,7 +16,7 @@
 #include "persist.hpp"
 #include "shelf.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 using namespace nb::literals;
 
@@ -60,7 +60,7 @@ std::shared_ptr<char> this_thread() {
                              [](void* pointer) noexcept { delete static_cast<std::shared_ptr<char>*>(pointer); });
     PyObject* const state = PyThreadState_GetDict();
     if (state == nullptr) throw std::logic_error("this thread has no state of Python's");
-    nb::borrow<nb::dict>(state)["holdfast.shelf"] = holder;
+    nb::borrow<nb::dict>(state)["everystep.shelf"] = holder;
     known = found;
   }
   return found;
@@ -94,7 +94,7 @@ struct OpenShelf : Shelf {
 // that was left, or forgotten, has ended.
 struct Block {
   nb::object core;   // keeps `shelf` alive
-  nb::object outer;  // holdfast.Shelf, for what Python does: `_commit`, and `_refuse`, which raises
+  nb::object outer;  // everystep.Shelf, for what Python does: `_commit`, and `_refuse`, which raises
   OpenShelf& shelf;
   nb::dict shadows;
 
@@ -348,4 +348,4 @@ void bind_shelf(nb::module_& m) {
           "kind"_a.none(), "error"_a.none(), "trace"_a.none());
 }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -12,7 +12,7 @@
 #include "queue.hpp"
 #include "sys.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 using namespace nb::literals;
 
@@ -169,4 +169,4 @@ void bind_system(nb::module_& m) {
   });
 }
 
-}  // namespace holdfast
+}  // namespace everystep

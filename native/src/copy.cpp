@@ -10,7 +10,7 @@
 #include "hash.hpp"
 #include "transfer.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 #if defined(__x86_64__)
 void copy_past_caches(char* to, const char* from, size_t nbytes) {
@@ -84,4 +84,4 @@ uint64_t fingerprint(const Plan& plan, const Piece& piece) {
   return xxh3(sample.data(), kLine * kSamples);
 }
 
-}  // namespace holdfast
+}  // namespace everystep

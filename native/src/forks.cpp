@@ -5,7 +5,7 @@
 #include <atomic>
 #include <new>
 
-namespace holdfast {
+namespace everystep {
 namespace {
 
 std::atomic<uint64_t> count{0};
@@ -19,4 +19,4 @@ uint64_t forks() {
   return count.load(std::memory_order_relaxed);
 }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
-namespace holdfast {
+namespace everystep {
 
 // How many forks lie between this process and the first one that asked. What was made at another count belongs to
 // a parent.
 uint64_t forks();
 
-}  // namespace holdfast
+}  // namespace everystep

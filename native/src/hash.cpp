@@ -4,7 +4,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-namespace holdfast {
+namespace everystep {
 
 uint64_t xxh3(const void* data, size_t nbytes) { return XXH3_64bits(data, nbytes); }
 
@@ -23,4 +23,4 @@ uint64_t StreamHash::take() {
   return value;
 }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-namespace holdfast {
+namespace everystep {
 
 uint64_t xxh3(const void* data, size_t nbytes);
 
@@ -42,4 +42,4 @@ class StreamHash {
   std::unique_ptr<State> state_;
 };
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -1,16 +1,16 @@
 // XXH3-64 of four long blocks in step, or of one that is copied on the way. Included by hash_lanes.cpp once per
-// instruction set, in a namespace of its own, where `Vector` is defined and HOLDFAST_TARGET lets the compiler use
+// instruction set, in a namespace of its own, where `Vector` is defined and EVERYSTEP_TARGET lets the compiler use
 // the instructions. Therefore no guard.
 
 constexpr size_t kVectors = kStripe / sizeof(Vector);
 
 struct Lane {
   Vector sums[kVectors];
-  HOLDFAST_TARGET Lane() { std::memcpy(sums, kStart, sizeof sums); }
+  EVERYSTEP_TARGET Lane() { std::memcpy(sums, kStart, sizeof sums); }
 };
 
-HOLDFAST_TARGET inline void accumulate(Lane& lane, const char* stripe, const uint8_t* secret,
-                                       char* copy = nullptr) {
+EVERYSTEP_TARGET inline void accumulate(Lane& lane, const char* stripe, const uint8_t* secret,
+                                        char* copy = nullptr) {
   Vector* sums = lane.sums;
   for (size_t i = 0; i < kVectors; ++i) {
     Vector data = load(stripe + i * sizeof(Vector));
@@ -25,7 +25,7 @@ HOLDFAST_TARGET inline void accumulate(Lane& lane, const char* stripe, const uin
 }
 
 // After each block, so that no input can cancel another.
-HOLDFAST_TARGET inline void scramble(Lane& lane) {
+EVERYSTEP_TARGET inline void scramble(Lane& lane) {
   Vector* sums = lane.sums;
   const uint8_t* secret = kSecret + kSecretSize - kStripe;
   const Vector prime = everywhere(kPrime32_1);
@@ -40,7 +40,7 @@ HOLDFAST_TARGET inline void scramble(Lane& lane) {
 inline char* after(char* copy, size_t nbytes) { return copy == nullptr ? nullptr : copy + nbytes; }
 
 // The value, from a lane that has taken in the first `done` blocks of 1 KiB.
-HOLDFAST_TARGET inline uint64_t finish(Lane& lane, const char* data, size_t nbytes, size_t done, char* copy) {
+EVERYSTEP_TARGET inline uint64_t finish(Lane& lane, const char* data, size_t nbytes, size_t done, char* copy) {
   // The last block is never whole here: its last stripe is taken with a secret of its own.
   const size_t blocks = (nbytes - 1) / kBlock;
   for (; done < blocks; ++done) {
@@ -65,7 +65,7 @@ HOLDFAST_TARGET inline uint64_t finish(Lane& lane, const char* data, size_t nbyt
   return merge(sums, nbytes);
 }
 
-HOLDFAST_TARGET void hash_one(Hashing& block) {
+EVERYSTEP_TARGET void hash_one(Hashing& block) {
   Lane lane;
   // Stores past the caches want alignment; else the copy is made first, and hashed.
   if (reinterpret_cast<uintptr_t>(block.copy) % sizeof(Vector) == 0) {
@@ -76,7 +76,7 @@ HOLDFAST_TARGET void hash_one(Hashing& block) {
   }
 }
 
-HOLDFAST_TARGET void hash_four(Hashing* const* group) {
+EVERYSTEP_TARGET void hash_four(Hashing* const* group) {
   Lane lanes[kLanes];
   const char* at[kLanes];
   size_t common = SIZE_MAX;

@@ -12,17 +12,17 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define HOLDFAST_LANES 1
+#define EVERYSTEP_LANES 1
 #elif defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #include <arm_neon.h>
-#define HOLDFAST_LANES 1
+#define EVERYSTEP_LANES 1
 #else
-#define HOLDFAST_LANES 0
+#define EVERYSTEP_LANES 0
 #endif
 
-#if HOLDFAST_LANES
+#if EVERYSTEP_LANES
 
-namespace holdfast {
+namespace everystep {
 namespace {
 
 constexpr size_t kLanes = 4;
@@ -88,62 +88,62 @@ struct Loops {
 #if defined(__x86_64__)
 
 // What every x86-64 has.
-#define HOLDFAST_TARGET
+#define EVERYSTEP_TARGET
 namespace sse2 {
 using Vector = __m128i;
-HOLDFAST_TARGET inline Vector load(const void* from) { return _mm_loadu_si128(static_cast<const Vector*>(from)); }
+EVERYSTEP_TARGET inline Vector load(const void* from) { return _mm_loadu_si128(static_cast<const Vector*>(from)); }
 // Keeps the compiler from loading the same memory again where it needs the value again.
-HOLDFAST_TARGET inline void load_once(Vector& a) { asm("" : "+x"(a)); }
-HOLDFAST_TARGET inline void store_past_caches(void* to, Vector a) {
+EVERYSTEP_TARGET inline void load_once(Vector& a) { asm("" : "+x"(a)); }
+EVERYSTEP_TARGET inline void store_past_caches(void* to, Vector a) {
   _mm_stream_si128(static_cast<Vector*>(to), a);
 }
-HOLDFAST_TARGET inline Vector exclusive_or(Vector a, Vector b) { return _mm_xor_si128(a, b); }
-HOLDFAST_TARGET inline Vector add(Vector a, Vector b) { return _mm_add_epi64(a, b); }
-HOLDFAST_TARGET inline Vector multiply_low_halves(Vector a, Vector b) { return _mm_mul_epu32(a, b); }
-HOLDFAST_TARGET inline Vector swap_neighbours(Vector a) { return _mm_shuffle_epi32(a, _MM_SHUFFLE(1, 0, 3, 2)); }
-HOLDFAST_TARGET inline Vector everywhere(uint64_t a) { return _mm_set1_epi64x(static_cast<long long>(a)); }
+EVERYSTEP_TARGET inline Vector exclusive_or(Vector a, Vector b) { return _mm_xor_si128(a, b); }
+EVERYSTEP_TARGET inline Vector add(Vector a, Vector b) { return _mm_add_epi64(a, b); }
+EVERYSTEP_TARGET inline Vector multiply_low_halves(Vector a, Vector b) { return _mm_mul_epu32(a, b); }
+EVERYSTEP_TARGET inline Vector swap_neighbours(Vector a) { return _mm_shuffle_epi32(a, _MM_SHUFFLE(1, 0, 3, 2)); }
+EVERYSTEP_TARGET inline Vector everywhere(uint64_t a) { return _mm_set1_epi64x(static_cast<long long>(a)); }
 template <int N>
-HOLDFAST_TARGET inline Vector shift_right(Vector a) {
+EVERYSTEP_TARGET inline Vector shift_right(Vector a) {
   return _mm_srli_epi64(a, N);
 }
 template <int N>
-HOLDFAST_TARGET inline Vector shift_left(Vector a) {
+EVERYSTEP_TARGET inline Vector shift_left(Vector a) {
   return _mm_slli_epi64(a, N);
 }
 
 #include "hash_four.hpp"
 }  // namespace sse2
-#undef HOLDFAST_TARGET
+#undef EVERYSTEP_TARGET
 
-#define HOLDFAST_TARGET __attribute__((target("avx2")))
+#define EVERYSTEP_TARGET __attribute__((target("avx2")))
 namespace avx2 {
 using Vector = __m256i;
-HOLDFAST_TARGET inline Vector load(const void* from) {
+EVERYSTEP_TARGET inline Vector load(const void* from) {
   return _mm256_loadu_si256(static_cast<const Vector*>(from));
 }
-HOLDFAST_TARGET inline void load_once(Vector& a) { asm("" : "+x"(a)); }
-HOLDFAST_TARGET inline void store_past_caches(void* to, Vector a) {
+EVERYSTEP_TARGET inline void load_once(Vector& a) { asm("" : "+x"(a)); }
+EVERYSTEP_TARGET inline void store_past_caches(void* to, Vector a) {
   _mm256_stream_si256(static_cast<Vector*>(to), a);
 }
-HOLDFAST_TARGET inline Vector exclusive_or(Vector a, Vector b) { return _mm256_xor_si256(a, b); }
-HOLDFAST_TARGET inline Vector add(Vector a, Vector b) { return _mm256_add_epi64(a, b); }
-HOLDFAST_TARGET inline Vector multiply_low_halves(Vector a, Vector b) { return _mm256_mul_epu32(a, b); }
-HOLDFAST_TARGET inline Vector swap_neighbours(Vector a) {
+EVERYSTEP_TARGET inline Vector exclusive_or(Vector a, Vector b) { return _mm256_xor_si256(a, b); }
+EVERYSTEP_TARGET inline Vector add(Vector a, Vector b) { return _mm256_add_epi64(a, b); }
+EVERYSTEP_TARGET inline Vector multiply_low_halves(Vector a, Vector b) { return _mm256_mul_epu32(a, b); }
+EVERYSTEP_TARGET inline Vector swap_neighbours(Vector a) {
   return _mm256_shuffle_epi32(a, _MM_SHUFFLE(1, 0, 3, 2));
 }
-HOLDFAST_TARGET inline Vector everywhere(uint64_t a) { return _mm256_set1_epi64x(static_cast<long long>(a)); }
+EVERYSTEP_TARGET inline Vector everywhere(uint64_t a) { return _mm256_set1_epi64x(static_cast<long long>(a)); }
 template <int N>
-HOLDFAST_TARGET inline Vector shift_right(Vector a) {
+EVERYSTEP_TARGET inline Vector shift_right(Vector a) {
   return _mm256_srli_epi64(a, N);
 }
 template <int N>
-HOLDFAST_TARGET inline Vector shift_left(Vector a) {
+EVERYSTEP_TARGET inline Vector shift_left(Vector a) {
   return _mm256_slli_epi64(a, N);
 }
 
 #include "hash_four.hpp"
 }  // namespace avx2
-#undef HOLDFAST_TARGET
+#undef EVERYSTEP_TARGET
 
 Loops loops(Instructions instructions) {
   static const bool has_avx2 = __builtin_cpu_supports("avx2");
@@ -157,7 +157,7 @@ void make_visible() { _mm_sfence(); }
 #else
 
 // What every arm64 has.
-#define HOLDFAST_TARGET
+#define EVERYSTEP_TARGET
 namespace neon {
 using Vector = uint64x2_t;
 inline Vector load(const void* from) { return vreinterpretq_u64_u8(vld1q_u8(static_cast<const uint8_t*>(from))); }
@@ -180,7 +180,7 @@ inline Vector shift_left(Vector a) {
 
 #include "hash_four.hpp"
 }  // namespace neon
-#undef HOLDFAST_TARGET
+#undef EVERYSTEP_TARGET
 
 Loops loops(Instructions) { return {neon::hash_four, neon::hash_one}; }
 void make_visible() {}  // a device sees what the caches hold
@@ -232,11 +232,11 @@ void xxh3_each(std::vector<Hashing>& blocks, Instructions instructions) {
   make_visible();
 }
 
-}  // namespace holdfast
+}  // namespace everystep
 
 #else
 
-namespace holdfast {
+namespace everystep {
 
 uint64_t copy_and_hash(char* to, const char* from, size_t nbytes) {
   std::memcpy(to, from, nbytes);
@@ -250,6 +250,6 @@ void xxh3_each(std::vector<Hashing>& blocks, Instructions) {
   }
 }
 
-}  // namespace holdfast
+}  // namespace everystep
 
 #endif

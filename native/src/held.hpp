@@ -13,7 +13,7 @@
 #include "forks.hpp"
 #include "sys.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 // A directory that is open, and locked if it was asked for, until `release`, or until nothing refers to it any
 // more: where an interrupt strikes right after the call that took it, nobody has its descriptor yet. Made and
@@ -76,4 +76,4 @@ inline std::shared_ptr<sys::Directory> to_directory(nb::handle directory) {
   return sys::open_directory(path, true);
 }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -10,7 +10,7 @@
 #include "forks.hpp"
 #include "transfer.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 template <typename Result>
 class Job {
@@ -90,4 +90,4 @@ class Job {
   std::thread thread_;
 };
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -22,7 +22,7 @@
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
 #endif
 
-namespace holdfast {
+namespace everystep {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -281,4 +281,4 @@ Populator::~Populator() {
 
 void Populator::reader_is_at(uint64_t position) { state_->reader = position; }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-namespace holdfast {
+namespace everystep {
 
 // Of this system: 4 KiB and 2 MiB on x86-64; on arm64 also 16 KiB and 32 MiB, or 64 KiB and 512 MiB.
 size_t page_nbytes();
@@ -129,4 +129,4 @@ class Populator {
   std::unique_ptr<State> state_;
 };
 
-}  // namespace holdfast
+}  // namespace everystep

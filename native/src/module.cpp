@@ -10,7 +10,7 @@
 #include "hash.hpp"
 #include "transfer.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 std::string fs_path(nb::handle path) {
   nb::object bytes;
@@ -64,10 +64,10 @@ nb::list xxh3_64_each(nb::list blocks, bool common, const std::vector<uintptr_t>
 }
 
 }  // namespace
-}  // namespace holdfast
+}  // namespace everystep
 
 NB_MODULE(_native, m) {
-  using namespace holdfast;
+  using namespace everystep;
   nb::register_exception_translator(translate);
   nb::set_leak_warnings(false);  // what threads hold that outlive the interpreter is not lost to anybody
 

@@ -10,7 +10,7 @@
 #include <sys/auxv.h>
 #endif
 
-namespace holdfast {
+namespace everystep {
 namespace {
 
 constexpr uintptr_t kLine = 64;  // the smallest line of the processors below: a larger one is written back twice
@@ -91,4 +91,4 @@ void persist_fence() {
 
 const char* write_back_instruction() { return way().name; }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-namespace holdfast {
+namespace everystep {
 
 // Starts to write the cache lines of these bytes back to memory. They are there after the next `persist_fence`.
 void write_back(const void* data, size_t nbytes);
@@ -11,4 +11,4 @@ void persist_fence();
 // The instruction that `write_back` uses on this processor.
 const char* write_back_instruction();
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -9,7 +9,7 @@
 
 #include "transfer.hpp"
 
-namespace holdfast {
+namespace everystep {
 namespace {
 
 #ifndef STATX_DIOALIGN
@@ -29,7 +29,7 @@ sys::File scratch(const std::string& path, int flags) {
   const int fd = ::open(path.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
   if (fd >= 0) return sys::File(fd, path);
   if (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT) return sys::File();
-  std::string name = path + "/.holdfast-probe-XXXXXX";
+  std::string name = path + "/.everystep-probe-XXXXXX";
   const int named = ::mkostemp(name.data(), O_CLOEXEC | flags);
   if (named >= 0) ::unlink(name.c_str());
   return named >= 0 ? sys::File(named, path) : sys::File();
@@ -75,4 +75,4 @@ Probe probe_directory(const std::string& path) {
   return out;
 }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-namespace holdfast {
+namespace everystep {
 
 struct Probe {
   bool direct = false;            // a real direct write succeeded
@@ -15,4 +15,4 @@ struct Probe {
 
 Probe probe_directory(const std::string& path);
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -7,7 +7,7 @@
 #include <system_error>
 #include <thread>
 
-namespace holdfast {
+namespace everystep {
 
 uint64_t Transfer::nbytes() const {
   uint64_t sum = 0;
@@ -140,4 +140,4 @@ std::unique_ptr<Queue> make_queue(Backend backend, unsigned depth) {
   return std::make_unique<ThreadQueue>(backend == Backend::buffered ? 2U : std::min(depth, 8U));
 }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -13,7 +13,7 @@
 
 #include "sys.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 enum class Backend { uring, threads, buffered };
 
@@ -49,4 +49,4 @@ bool uring_available(std::string& reason);
 // `alignment` > 1: a short count is rounded down to it, so that the rest stays legal for direct I/O.
 void finish(Queue& queue, Transfer& transfer, uint64_t alignment);
 
-}  // namespace holdfast
+}  // namespace everystep

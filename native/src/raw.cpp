@@ -5,7 +5,7 @@
 
 #include "transfer.hpp"
 
-namespace holdfast {
+namespace everystep {
 namespace {
 
 // Larger than any cache, so that the device fetches from memory as it does in a real save.
@@ -51,4 +51,4 @@ double raw_read(const std::string& path, uint64_t nbytes, const Tuning& tuning, 
   return run(file, align_down(std::min(nbytes, sys::size(file)), tuning.alignment), false, tuning, pages);
 }
 
-}  // namespace holdfast
+}  // namespace everystep

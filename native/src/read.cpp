@@ -18,7 +18,7 @@
 #include "memory.hpp"
 #include "transfer.hpp"
 
-namespace holdfast {
+namespace everystep {
 namespace {
 
 // Two pieces closer than this are read together: the device moves the gap faster than it starts a new transfer.
@@ -461,4 +461,4 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
   return read_windows(file, plan, expected, used, wanted, control);
 }
 
-}  // namespace holdfast
+}  // namespace everystep

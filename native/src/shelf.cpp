@@ -5,7 +5,7 @@
 
 #include "shelf_format.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 using namespace shelf_format;
 
@@ -422,4 +422,4 @@ void Shelf::rollback() noexcept {
   begun_ = false;
 }
 
-}  // namespace holdfast
+}  // namespace everystep

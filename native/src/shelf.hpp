@@ -36,7 +36,7 @@
 
 #include "shelf_file.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 struct ShelfFull : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -243,4 +243,4 @@ class Shelf {
   std::set<std::string, std::less<>> removed_;
 };
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -16,7 +16,7 @@
 #include "memory.hpp"
 #include "persist.hpp"
 
-namespace holdfast {
+namespace everystep {
 namespace {
 
 // Locks lie where no byte of a shelf is: the file ends long before.
@@ -235,4 +235,4 @@ std::optional<std::vector<Pinned>> ShelfFile::pinned() const {
 
 void ShelfFile::abandon() { file_.close(); }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -17,7 +17,7 @@
 
 #include "sys.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 enum class Medium { page_cache, memory, persistent };
 
@@ -90,4 +90,4 @@ class ShelfFile {
   std::shared_ptr<const Mapping> write_;
 };
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -10,9 +10,9 @@
 #include "hash.hpp"
 #include "shelf.hpp"
 
-namespace holdfast::shelf_format {
+namespace everystep::shelf_format {
 
-inline constexpr std::string_view kHeaderMagic = "hfshelf\n", kRootMagic = "hfroot1\n";
+inline constexpr std::string_view kHeaderMagic = "esshelf\n", kRootMagic = "esroot1\n";
 inline constexpr uint32_t kVersion = 1;
 inline constexpr uint64_t kHeaderNbytes = 64;
 inline constexpr uint64_t kSpace = 3 * Shelf::kPage;  // behind the header and two roots
@@ -70,4 +70,4 @@ inline std::optional<uint64_t> bad_block(const char* data, uint64_t nbytes, uint
   return std::nullopt;
 }
 
-}  // namespace holdfast::shelf_format
+}  // namespace everystep::shelf_format

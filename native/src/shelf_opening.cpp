@@ -7,7 +7,7 @@
 #include "shelf.hpp"
 #include "shelf_format.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 using namespace shelf_format;
 
@@ -98,7 +98,7 @@ void Shelf::read_header() {
   }
   const auto version = get_number<uint32_t>(header + 8);
   if (version != kVersion || get_number<uint32_t>(header + 12) != kPage) {
-    throw ShelfNewer("its format is version " + std::to_string(version) + ", and this Holdfast reads version 1");
+    throw ShelfNewer("its format is version " + std::to_string(version) + ", and this Everystep reads version 1");
   }
   id_ = get_number<uint64_t>(header + 16);
   if (file_->nbytes() < kSpace) throw ShelfDamaged("the file ends inside of its roots");
@@ -314,4 +314,4 @@ bool Shelf::refresh() {
   return state_.generation != before;
 }
 
-}  // namespace holdfast
+}  // namespace everystep

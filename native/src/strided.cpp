@@ -4,7 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
-namespace holdfast {
+namespace everystep {
 
 Strided::Strided(uintptr_t address, int64_t itemsize, std::vector<int64_t> shape, std::vector<int64_t> strides)
     : base_(reinterpret_cast<char*>(address)),
@@ -101,4 +101,4 @@ void Strided::scatter(uint64_t offset, uint64_t nbytes, const char* in) const {
        [&](char* memory, uint64_t position, uint64_t count) { move(memory, in + position, count); });
 }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace holdfast {
+namespace everystep {
 
 class Strided {
  public:
@@ -23,4 +23,4 @@ class Strided {
   std::vector<int64_t> shape_, strides_;
 };
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -4,7 +4,7 @@
 
 #include <cerrno>
 
-namespace holdfast {
+namespace everystep {
 
 void sync_together(std::vector<sys::File> files, const sys::Directory* directory) {
   // First, while the device is still at work on the files' bytes, which it was told to start on.
@@ -30,4 +30,4 @@ void start_writeback(const sys::File& file, uint64_t offset, uint64_t nbytes) {
   }
 }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -5,7 +5,7 @@
 
 #include "sys.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 // Returns when all are durable, one after the other, the directory first, if one is given; throws the first
 // failure. Closes the files. Where the write-back of all of them was started before, the first sync's journal
@@ -18,4 +18,4 @@ void sync_together(std::vector<sys::File> files, const sys::Directory* directory
 // sync would have nothing left to do. Where there is no such call, the sync does it all.
 void start_writeback(const sys::File& file, uint64_t offset = 0, uint64_t nbytes = 0);
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -17,7 +17,7 @@
 
 #include "persist.hpp"
 
-namespace holdfast::sys {
+namespace everystep::sys {
 namespace {
 
 constexpr std::array<std::string_view, kCallCount> kNames = {
@@ -504,4 +504,4 @@ std::vector<Event> stop_trace() {
   return std::move(s.events);
 }
 
-}  // namespace holdfast::sys
+}  // namespace everystep::sys

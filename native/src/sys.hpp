@@ -15,7 +15,7 @@
 #include <string_view>
 #include <vector>
 
-namespace holdfast::sys {
+namespace everystep::sys {
 
 enum class Call {
   open,
@@ -198,4 +198,4 @@ void start_trace();
 std::vector<Event> stop_trace();
 std::optional<Call> parse_call(std::string_view text);
 
-}  // namespace holdfast::sys
+}  // namespace everystep::sys

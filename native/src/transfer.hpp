@@ -15,7 +15,7 @@
 #include "strided.hpp"
 #include "sys.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 enum class Place : uint8_t {
   memory,    // contiguous host memory at `address`
@@ -51,7 +51,7 @@ inline constexpr uint64_t kMaxWindow = 1U << 30;
 inline constexpr unsigned kMaxDepth = 256;
 inline constexpr uint64_t kMaxChunk = 1U << 30;
 
-// Everything but the alignment is given by the caller; the defaults are in src/holdfast/engine/tuning.py.
+// Everything but the alignment is given by the caller; the defaults are in src/everystep/engine/tuning.py.
 struct Tuning {
   Backend backend = Backend::buffered;
   uint64_t alignment = 4096;  // of addresses, offsets and lengths in direct I/O
@@ -157,4 +157,4 @@ uint64_t fingerprint(const Plan& plan, const Piece& piece);
 double raw_write(const std::string& path, uint64_t nbytes, const Tuning& tuning, Staging::Pages pages);
 double raw_read(const std::string& path, uint64_t nbytes, const Tuning& tuning, Staging::Pages pages);
 
-}  // namespace holdfast
+}  // namespace everystep

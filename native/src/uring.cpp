@@ -8,13 +8,13 @@
 
 #include "queue.hpp"
 
-#if HOLDFAST_HAVE_URING
+#if EVERYSTEP_HAVE_URING
 #include <liburing.h>
 #endif
 
-namespace holdfast {
+namespace everystep {
 
-#if HOLDFAST_HAVE_URING
+#if EVERYSTEP_HAVE_URING
 
 namespace {
 
@@ -181,4 +181,4 @@ bool uring_available(std::string& reason) {
 
 #endif
 
-}  // namespace holdfast
+}  // namespace everystep

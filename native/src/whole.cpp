@@ -5,7 +5,7 @@
 #include "hash.hpp"
 #include "sync.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 std::vector<uint64_t> pack_pieces(const Plan& plan, char* destination, uint64_t nbytes, uint64_t chunk) {
   uint64_t at = 0;
@@ -41,4 +41,4 @@ void write_whole(const sys::File& file, std::vector<iovec> parts) {
   start_writeback(file);
 }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -5,7 +5,7 @@
 
 #include "transfer.hpp"
 
-namespace holdfast {
+namespace everystep {
 
 // Copies every piece of `plan` to `destination` + its offset, zeros what lies between them up to `nbytes`, and
 // returns the checksums of the copies: per piece, per chunk, in order. What the copies hold is thereby certain,
@@ -16,4 +16,4 @@ std::vector<uint64_t> pack_pieces(const Plan& plan, char* destination, uint64_t 
 // cache, in one call. The device starts on them at once; the caller syncs.
 void write_whole(const sys::File& file, std::vector<iovec> parts);
 
-}  // namespace holdfast
+}  // namespace everystep

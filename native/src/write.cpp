@@ -16,7 +16,7 @@
 #include "sync.hpp"
 #include "transfer.hpp"
 
-namespace holdfast {
+namespace everystep {
 namespace {
 
 // The device has nothing to do until the first window is ready, so that is a small one. Each is twice the one
@@ -234,4 +234,4 @@ Written write_file(const sys::Path& path, uint64_t nbytes, bool recycle, const P
   return out;
 }
 
-}  // namespace holdfast
+}  // namespace everystep

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-PICTURES = Path(os.environ.get("HOLDFAST_PICTURES", "build/browser"))
+PICTURES = Path(os.environ.get("EVERYSTEP_PICTURES", "build/browser"))
 """Where tests leave pictures of what they saw, for people to look at."""
 
 

@@ -1,4 +1,4 @@
-"""`holdfast view` in a real browser: what is drawn, what clicks and filters do, and that it stays quick."""
+"""`everystep view` in a real browser: what is drawn, what clicks and filters do, and that it stays quick."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 from browser.conftest import Pages
 from browser.looking import await_count, await_text, contrast, milliseconds, overflow, overlaps, texts
-from holdfast import inspect
-from holdfast.checkpointer.events import Failed, Opened, Phases, Restored, Saved
-from holdfast.inspect.view.timeline import MAX_SAVES
+from everystep import inspect
+from everystep.checkpointer.events import Failed, Opened, Phases, Restored, Saved
+from everystep.inspect.view.timeline import MAX_SAVES
 from support.command import damage_manifest, step_path
 from support.shown_runs import (
     BEGAN,
@@ -59,8 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hostile = path / "hostile <b>run"
     for step in (1, 2):
         state = {HOSTILE: {HOSTILE: np.ones(3) * step}, "v" + HOSTILE: HOSTILE * step}
-        holdfast.save(step_path(hostile, step), state, step=step, metrics={HOSTILE: float(step)})
-    holdfast.save(step_path(hostile, 3), {"w": np.ones(3)}, step=3)
+        everystep.save(step_path(hostile, step), state, step=step, metrics={HOSTILE: float(step)})
+    everystep.save(step_path(hostile, 3), {"w": np.ones(3)}, step=3)
     damage_manifest(step_path(hostile, 3))
     write_log(hostile, long_story(1600))
     write_log(path / "empty", [])
@@ -115,7 +115,7 @@ def test_tables_and_events_are_not_cut_on_a_phone(pages: Pages, folder: Path, na
 
 def test_an_axis_has_more_than_one_tick_on_a_phone(pages: Pages, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with holdfast.Checkpointer(run, {"w": np.zeros(3)}, mode="sync") as ckpt:
+    with everystep.Checkpointer(run, {"w": np.zeros(3)}, mode="sync") as ckpt:
         for step in range(2, 92, 4):
             ckpt.save(step, metrics={"loss": 4e-7 / step, "rate": 1 - step / 200})
     inspect.write_page([run], tmp_path / "page.html")
@@ -140,7 +140,7 @@ def test_colours_follow_the_system_and_can_be_read(pages: Pages, folder: Path, s
 
 def test_text_of_a_checkpoint_stays_text(pages: Pages, folder: Path) -> None:
     page = pages.open(folder / "hostile.html")
-    title = "hostile <b>run \N{MIDDLE DOT} Holdfast"
+    title = "hostile <b>run \N{MIDDLE DOT} Everystep"
     page.get_by_role("button", name="Expand all").click()
     assert page.locator("body").inner_text().count("<img src=x onerror=") > 3
     page.locator("#leaves .row.leaf").first.click()
@@ -166,7 +166,7 @@ def test_a_script_that_got_into_the_page_would_not_run(pages: Pages, folder: Pat
             page = pages.open(address)
             await_text(page, "#leaves .note", "1 leaf")
             assert page.locator("img").count() == 0
-            assert page.title() == "hostile <b>run \N{MIDDLE DOT} Holdfast"
+            assert page.title() == "hostile <b>run \N{MIDDLE DOT} Everystep"
             assert pages.complaints == []
             page.evaluate(
                 """(elsewhere) => {
@@ -276,7 +276,7 @@ def test_a_pause_between_trainings_hides_no_save(pages: Pages, tmp_path: Path) -
 
 
 def test_a_metric_that_is_nan_is_said(pages: Pages, tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", {"w": np.zeros(3)}, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", {"w": np.zeros(3)}, mode="sync") as ckpt:
         for step in range(1, 6):
             ckpt.save(step, metrics={"loss": float("nan") if step > 3 else 1 / step, "rate": 0.1})
     inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
@@ -300,7 +300,7 @@ def test_a_tied_leaf_is_not_counted_twice(pages: Pages, tmp_path: Path) -> None:
         shared = np.full(4, float(step))
         other = np.full(4, 1.5 + step / 2)
         state = {"m": {"embed": shared, "head": shared, "other": other}}
-        holdfast.save(step_path(tmp_path / "run", step), state, step=step)
+        everystep.save(step_path(tmp_path / "run", step), state, step=step)
     inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
     page = pages.open(tmp_path / "page.html")
     # Four elements went from 1 to 2 and four from 2 to 2.5: the square root of (4 + 1) / (4 + 16).
@@ -315,7 +315,7 @@ def test_a_tied_leaf_is_not_counted_twice(pages: Pages, tmp_path: Path) -> None:
 def test_names_of_values_are_not_squeezed_by_their_text(pages: Pages, tmp_path: Path) -> None:
     for step in (1, 2):
         state = {"optimizer": {"param_groups": [step + number for number in range(80)]}, "w": np.ones(2)}
-        holdfast.save(step_path(tmp_path / "run", step), state, step=step)
+        everystep.save(step_path(tmp_path / "run", step), state, step=step)
     inspect.write_page([tmp_path / "run"], tmp_path / "page.html")
     page = pages.open(tmp_path / "page.html")
     page.locator("#changes summary").click()
@@ -468,7 +468,7 @@ def test_twenty_thousand_leaves_are_quick(pages: Pages, folder: Path) -> None:
 def test_a_leaf_with_nan_is_found(pages: Pages, tmp_path: Path) -> None:
     state = layered_state(4)
     state["model"]["h"]["2"]["mlp"]["up"]["weight"][3, 4] = np.nan
-    holdfast.save(tmp_path / "checkpoint", state)
+    everystep.save(tmp_path / "checkpoint", state)
     inspect.write_page([tmp_path / "checkpoint"], tmp_path / "page.html")
     page = pages.open(tmp_path / "page.html")
     assert "1 leaf holds NaN or infinite" in page.locator("#leaves .note").first.inner_text()
@@ -519,7 +519,7 @@ def test_a_served_page_follows_the_training(pages: Pages, tmp_path: Path) -> Non
     more, end = threading.Event(), threading.Event()
 
     def training() -> None:
-        with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+        with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
             ckpt.restore()
             for step in range(4, 7):
                 ckpt.save(step, metrics={"loss": 1 / step})
@@ -565,7 +565,7 @@ def test_a_leaf_that_is_open_stays_open_while_training_saves(pages: Pages, tmp_p
         leaf = page.locator("#leaves .row.leaf").first
         leaf.click()
         await_text(page, detail, "mean")
-        with holdfast.Checkpointer(run, state, mode="sync", keep=holdfast.Keep(last=5)) as ckpt:
+        with everystep.Checkpointer(run, state, mode="sync", keep=everystep.Keep(last=5)) as ckpt:
             ckpt.restore()
             state["model"]["embed"]["weight"][:] = 7.25
             for step in (4, 5, 6):
@@ -619,8 +619,8 @@ def test_a_run_that_vanishes_is_said_and_the_others_go_on(pages: Pages, tmp_path
         pages.forgive(REMOVED)
 
 
-def with_metrics(run: Path, points: list[dict[str, float]], keep: holdfast.Keep | None = None) -> Path:
-    with holdfast.Checkpointer(run, {"w": np.zeros(3)}, mode="sync", keep=keep) as ckpt:
+def with_metrics(run: Path, points: list[dict[str, float]], keep: everystep.Keep | None = None) -> Path:
+    with everystep.Checkpointer(run, {"w": np.zeros(3)}, mode="sync", keep=keep) as ckpt:
         for step, metrics in enumerate(points, 1):
             ckpt.save(step, metrics=metrics)
     page = run.with_suffix(".html")
@@ -656,7 +656,7 @@ def test_metrics_stand_in_the_order_of_use_with_their_last_and_best_values(
         for step in range(1, 11)
     ]
     points[6]["train/loss"] = 0.25
-    page = pages.open(with_metrics(tmp_path / "run", points, holdfast.Keep(last=2, best=("bleu", "min", 1))))
+    page = pages.open(with_metrics(tmp_path / "run", points, everystep.Keep(last=2, best=("bleu", "min", 1))))
     assert readings(page) == {
         "train/loss": "last 0.4, best 0.25 at step 7",
         "lr": "last 1, lowest 0.1 at step 1, highest 1 at step 10",

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast import Checkpointer, Keep, MutatedDuringSave, Options
-from holdfast.checkpointer.checkpointer import Mode
+import everystep
+from everystep import Checkpointer, Keep, MutatedDuringSave, Options
+from everystep.checkpointer.checkpointer import Mode
 from support.changing_memory import changing
 from support.random_pieces import Bytes
 
@@ -80,13 +80,13 @@ def test_a_durable_checkpoint_can_be_read_while_a_thread_changes_the_state(
                 assert make is _owned
     assert durable or make is _owned
     for step in durable:
-        holdfast.load(tmp_path / "run" / f"step-{step:012d}")
+        everystep.load(tmp_path / "run" / f"step-{step:012d}")
 
 
 def test_a_checkpoint_saved_by_itself_can_be_read_while_a_thread_changes_the_state(tmp_path: Path) -> None:
     memory = np.random.default_rng(0).integers(0, 256, NBYTES, np.uint8)
     with changing(memory):
         for number in range(SAVES):
-            holdfast.save(tmp_path / str(number), {"buffer": memory, "small": memory[:5000]})
+            everystep.save(tmp_path / str(number), {"buffer": memory, "small": memory[:5000]})
     for number in range(SAVES):
-        holdfast.load(tmp_path / str(number))
+        everystep.load(tmp_path / str(number))

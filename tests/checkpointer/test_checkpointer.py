@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast import Checkpointer, Keep
-from holdfast.checkpointer import preemption
-from holdfast.engine import faults
-from holdfast.store import step_name
+import everystep
+from everystep import Checkpointer, Keep
+from everystep.checkpointer import preemption
+from everystep.engine import faults
+from everystep.store import step_name
 from support.run_model import hurt
 
 DAMAGE = ["shard", "manifest", "missing", "truncated"]
@@ -105,7 +105,7 @@ def test_a_save_is_durable_and_counted_when_it_returns(tmp_path: Path) -> None:
         assert info.path == os.fspath(tmp_path / step_name(1))
         assert checkpointer.last_durable == 1
         assert checkpointer.steps == [1]
-        assert is_at(holdfast.load(tmp_path), 1)
+        assert is_at(everystep.load(tmp_path), 1)
 
 
 def test_restoring_brings_back_the_newest(run: Path) -> None:
@@ -119,7 +119,7 @@ def test_restoring_brings_back_the_newest(run: Path) -> None:
             assert checkpointer.restore(2) == 2
         assert checkpointer.last_durable == 2
         assert is_at(state, 2)
-        with pytest.raises(holdfast.CheckpointNotFound, match="no checkpoint of step 7"):
+        with pytest.raises(everystep.CheckpointNotFound, match="no checkpoint of step 7"):
             checkpointer.restore(7)
 
 
@@ -131,9 +131,9 @@ def test_a_link_that_leads_to_itself_is_no_checkpoint(run: Path, name: str) -> N
         assert checkpointer.steps == [1, 2, 3, 4, 5]
         assert checkpointer.restore() == 5
         if name == step_name(9):
-            with pytest.raises(holdfast.ReadFailed, match=name):
+            with pytest.raises(everystep.ReadFailed, match=name):
                 checkpointer.restore(9)
-    assert is_at(holdfast.load(run), 5)
+    assert is_at(everystep.load(run), 5)
 
 
 def test_a_run_that_cannot_be_listed_is_a_typed_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +142,9 @@ def test_a_run_that_cannot_be_listed_is_a_typed_error(run: Path, monkeypatch: py
 
     with Checkpointer(run, blank(), mode="sync") as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr("holdfast.store.run.os.scandir", denied)
-            for read in (checkpointer.restore, lambda: holdfast.load(run)):
-                with pytest.raises(holdfast.ReadFailed, match="Permission denied") as caught:
+            patch.setattr("everystep.store.run.os.scandir", denied)
+            for read in (checkpointer.restore, lambda: everystep.load(run)):
+                with pytest.raises(everystep.ReadFailed, match="Permission denied") as caught:
                     read()
                 assert caught.value.errno == errno.EACCES
         assert checkpointer.restore() == 5
@@ -152,9 +152,9 @@ def test_a_run_that_cannot_be_listed_is_a_typed_error(run: Path, monkeypatch: py
 
 @pytest.mark.parametrize("size", [10, 1 << 20], ids=["one file", "manifest apart"])
 def test_a_single_checkpoint_is_not_taken_for_a_run(tmp_path: Path, size: int) -> None:
-    holdfast.save(tmp_path / "c", {"w": np.ones(size)})
+    everystep.save(tmp_path / "c", {"w": np.ones(size)})
     before = sorted(os.listdir(tmp_path / "c"))
-    with pytest.raises(holdfast.CheckpointExists, match="a directory of its own"):
+    with pytest.raises(everystep.CheckpointExists, match="a directory of its own"):
         Checkpointer(tmp_path / "c", {"w": np.zeros(size)}, mode="sync")
     assert sorted(os.listdir(tmp_path / "c")) == before
 
@@ -162,7 +162,7 @@ def test_a_single_checkpoint_is_not_taken_for_a_run(tmp_path: Path, size: int) -
 def test_a_file_in_place_of_a_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for run in (tmp_path / "file", tmp_path / "file" / "deeper" / "run"):
-        with pytest.raises(holdfast.SaveFailed, match=f"{tmp_path / 'file'} is not a directory; move it"):
+        with pytest.raises(everystep.SaveFailed, match=f"{tmp_path / 'file'} is not a directory; move it"):
             Checkpointer(run, blank(), mode="sync")
 
 
@@ -235,7 +235,7 @@ def test_metrics_that_are_no_numbers_are_refused_at_once(tmp_path: Path, metrics
             checkpointer.save(1, metrics)
         assert checkpointer.steps == []
     with pytest.raises(TypeError, match="metric"):
-        holdfast.save(tmp_path / "c", blank(), metrics=metrics)
+        everystep.save(tmp_path / "c", blank(), metrics=metrics)
     assert not (tmp_path / "c").exists()
 
 
@@ -309,7 +309,7 @@ def test_saving_a_step_of_ones_own_again_replaces_it(run: Path) -> None:
         checkpointer.save(6)
         checkpointer.save(6)
         assert checkpointer.steps == [1, 2, 3, 4, 5, 6]
-    assert is_at(holdfast.load(run / step_name(5)), 99)
+    assert is_at(everystep.load(run / step_name(5)), 99)
 
 
 # --- one training per run -----------------------------------------------------------------------------------
@@ -320,13 +320,13 @@ def test_a_new_training_in_a_used_run_is_told_so_by_its_first_save(run: Path, mo
     with Checkpointer(run, at(99), every=10, mode=mode) as checkpointer:
         assert checkpointer.last_durable is None
         for step in (1, 10):  # also where nothing would be saved yet: now is the time to say it
-            with pytest.raises(holdfast.RunInUse) as caught:
+            with pytest.raises(everystep.RunInUse) as caught:
                 checkpointer.save(step)
             assert caught.value.steps == (1, 2, 3, 4, 5)
         for words in (os.fspath(run), "steps 1 to 5", "restore()", "another directory", "start_over=True"):
             assert words in str(caught.value)
         assert checkpointer.steps == [1, 2, 3, 4, 5]
-        assert is_at(holdfast.load(run), 5)
+        assert is_at(everystep.load(run), 5)
         state = checkpointer.state = blank()
         assert checkpointer.restore() == 5  # which mends it
         assert is_at(state, 5)
@@ -337,16 +337,16 @@ def test_a_new_training_in_a_used_run_is_told_so_by_its_first_save(run: Path, mo
 def test_a_preempted_training_in_a_used_run_is_told_so_as_well(run: Path) -> None:
     with Checkpointer(run, at(99), every=100, mode="sync") as checkpointer:
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(holdfast.RunInUse):
+        with pytest.raises(everystep.RunInUse):
             checkpointer.save(7)
         assert checkpointer.steps == [1, 2, 3, 4, 5]
 
 
 def test_a_restore_that_failed_is_none(run: Path) -> None:
     with Checkpointer(run, {"w": np.zeros(3)}, mode="sync") as checkpointer:
-        with pytest.raises(holdfast.StateMismatch):
+        with pytest.raises(everystep.StateMismatch):
             checkpointer.restore()
-        with pytest.raises(holdfast.RunInUse):
+        with pytest.raises(everystep.RunInUse):
             checkpointer.save(6)
         checkpointer.state = blank()
         with pytest.warns(RuntimeWarning, match="going back to step 3"):
@@ -360,15 +360,15 @@ def test_a_step_that_this_training_did_not_make_is_not_replaced(run: Path) -> No
     with Checkpointer(run, state, keep=Keep(last=10), mode="sync") as checkpointer:
         assert checkpointer.restore() == 5
         set_state(state, 99)
-        with pytest.raises(holdfast.CheckpointExists, match=r"step 3 already.*restore\(step="):
+        with pytest.raises(everystep.CheckpointExists, match=r"step 3 already.*restore\(step="):
             checkpointer.save(3)
         checkpointer.save(6)
         shutil.copytree(run / step_name(2), run / step_name(7))  # one that came from elsewhere meanwhile
         for _ in range(2):
-            with pytest.raises(holdfast.CheckpointExists, match="step 7 already"):
+            with pytest.raises(everystep.CheckpointExists, match="step 7 already"):
                 checkpointer.save(7)
         assert checkpointer.steps == [1, 2, 3, 4, 5, 6, 7]
-    assert is_at(holdfast.load(run / step_name(3)), 3)
+    assert is_at(everystep.load(run / step_name(3)), 3)
 
 
 def test_starting_over_gives_the_old_up_when_the_first_new_one_is_durable(run: Path) -> None:
@@ -376,10 +376,10 @@ def test_starting_over_gives_the_old_up_when_the_first_new_one_is_durable(run: P
     with Checkpointer(run, state, mode="sync", start_over=True) as checkpointer:
         with pytest.raises(ValueError, match="contradict each other"):
             checkpointer.restore()
-        with faults.injected("sync_dir:1:EIO"), pytest.raises(holdfast.SaveFailed):
+        with faults.injected("sync_dir:1:EIO"), pytest.raises(everystep.SaveFailed):
             checkpointer.save(1)
         assert checkpointer.steps == [1, 2, 3, 4, 5]  # it was not
-        assert is_at(holdfast.load(run), 5)
+        assert is_at(everystep.load(run), 5)
         assert checkpointer.last_durable is None
         checkpointer.save(2)
         assert checkpointer.steps == [2]
@@ -405,11 +405,11 @@ def test_a_kill_while_starting_over_leaves_the_newest_old_one_or_the_new_one(tmp
                 checkpointer.save(1)
                 os._exit(7)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        newest = holdfast.open(run).step
-        assert is_at(holdfast.load(run), newest)
+        newest = everystep.open(run).step
+        assert is_at(everystep.load(run), newest)
         ends.add((code, newest))
         if code == 7:
-            assert os.path.basename(holdfast.open(run).path) == step_name(1)
+            assert os.path.basename(everystep.open(run).path) == step_name(1)
             break
     assert ends == {(-signal.SIGKILL, 9), (-signal.SIGKILL, 1), (7, 1)}
 
@@ -483,7 +483,7 @@ def test_when_none_is_whole_it_is_an_error_and_never_a_fresh_start(run: Path) ->
     with Checkpointer(run, blank(), mode="sync") as checkpointer:
         with (
             pytest.warns(RuntimeWarning, match="passing over"),
-            pytest.raises(holdfast.CorruptCheckpoint, match="none of the 5 checkpoints is intact"),
+            pytest.raises(everystep.CorruptCheckpoint, match="none of the 5 checkpoints is intact"),
         ):
             checkpointer.restore()
         assert checkpointer.steps == [1, 2, 3, 4, 5]  # all still there to be looked at
@@ -492,24 +492,24 @@ def test_when_none_is_whole_it_is_an_error_and_never_a_fresh_start(run: Path) ->
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_step_asked_for_by_number_is_that_step_or_an_error(run: Path, kind: str) -> None:
     hurt(run / step_name(5), kind)
-    with Checkpointer(run, blank(), mode="sync") as checkpointer, pytest.raises(holdfast.CorruptCheckpoint):
+    with Checkpointer(run, blank(), mode="sync") as checkpointer, pytest.raises(everystep.CorruptCheckpoint):
         checkpointer.restore(5)
 
 
 def test_a_state_that_does_not_fit_is_an_error_not_damage(run: Path) -> None:
     with (
         Checkpointer(run, {"w": np.zeros(3)}, mode="sync") as checkpointer,
-        pytest.raises(holdfast.StateMismatch),
+        pytest.raises(everystep.StateMismatch),
     ):
         checkpointer.restore()
 
 
 def test_a_checkpoint_under_another_step_s_name_is_damage_to_verify_as_to_restore(run: Path) -> None:
     shutil.copytree(run / step_name(3), run / step_name(9))
-    report = holdfast.verify(run / step_name(9))
+    report = everystep.verify(run / step_name(9))
     assert not report.intact
     assert "checkpoint of step 3, put in the place of another" in report.problems[0].reason
-    assert holdfast.verify(run / step_name(3)).intact
+    assert everystep.verify(run / step_name(3)).intact
     state = blank()
     with Checkpointer(run, state, mode="sync") as checkpointer:
         with pytest.warns(RuntimeWarning, match="passing over step 9: .*checkpoint of step 3"):
@@ -526,7 +526,7 @@ def test_a_second_checkpointer_of_a_run_says_which_one_to_close(tmp_path: Path) 
     ckpt.save(1)
     (tmp_path / "link").symlink_to("run")
     for path in (tmp_path / "run", tmp_path / "link"):
-        with pytest.raises(holdfast.Locked) as caught:
+        with pytest.raises(everystep.Locked) as caught:
             Checkpointer(path, blank(), mode="sync")
         message = str(caught.value)
         assert f"<Checkpointer of {tmp_path / 'run'}: idle, step 1 durable>" in message
@@ -587,7 +587,7 @@ def test_a_state_that_would_be_restored_into_thin_air_is_refused_from_the_first_
     """The training holds the old object: a new one in the Checkpointer would be of no use to it."""
     with Checkpointer(tmp_path, state, mode="sync") as checkpointer:
         for _ in range(2):
-            with pytest.raises(holdfast.StateMismatch, match=f"{place}.* Put it in a dict"):
+            with pytest.raises(everystep.StateMismatch, match=f"{place}.* Put it in a dict"):
                 checkpointer.restore()
             checkpointer.save(1)
 
@@ -610,14 +610,14 @@ def test_a_checkpoint_of_another_form_is_an_error_and_never_dropped(tmp_path: Pa
     with Checkpointer(tmp_path, saved, mode="sync") as checkpointer:
         checkpointer.save(1)
         checkpointer.state = state
-        with pytest.raises(holdfast.StateMismatch, match="the state is not what was saved"):
+        with pytest.raises(everystep.StateMismatch, match="the state is not what was saved"):
             checkpointer.restore()
 
 
 def test_what_fits_a_changed_state_is_restored_on_request(run: Path) -> None:
     state = {"w": np.zeros(1000), "note": "", "added": np.zeros(5)}
     with Checkpointer(run, state, mode="sync") as checkpointer:
-        with pytest.raises(holdfast.StateMismatch, match="strict=False"):
+        with pytest.raises(everystep.StateMismatch, match="strict=False"):
             checkpointer.restore()
         assert not state["w"].any()
         with pytest.warns(RuntimeWarning, match=r"(?s)added.*All else has been restored"):
@@ -654,7 +654,7 @@ def test_an_exception_in_the_loop_lets_go_of_the_run(run: Path) -> None:
 
 def test_a_failure_while_opening_lets_go_of_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("holdfast.checkpointer.opening.history", lambda path: 1 / 0)
+        patched.setattr("everystep.checkpointer.opening.history", lambda path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             Checkpointer(run, blank(), mode="sync")
     Checkpointer(run, blank(), mode="sync").close()

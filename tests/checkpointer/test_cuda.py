@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast import Checkpointer, Keep
+import everystep
+from everystep import Checkpointer, Keep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -40,7 +40,7 @@ def test_each_step_is_stored_as_it_was_while_the_device_runs_on(tmp_path: Path, 
             wanted[step] = copy.deepcopy(state["model"].state_dict())
             ckpt.save(step)
     for step, weights in wanted.items():
-        found = holdfast.load(tmp_path / f"step-{step:012d}", select="model.*")["model"]
+        found = everystep.load(tmp_path / f"step-{step:012d}", select="model.*")["model"]
         for name, tensor in weights.items():
             assert torch.equal(found[name].cpu(), tensor.cpu()), (step, name)
 

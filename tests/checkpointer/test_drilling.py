@@ -13,22 +13,22 @@ import msgspec
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.checkpointer import drilling
-from holdfast.checkpointer.drilling import Drill, Kill, Mark, Observed, contents_of, relocate
-from holdfast.checkpointer.run_observer import Durable
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep.checkpointer import drilling
+from everystep.checkpointer.drilling import Drill, Kill, Mark, Observed, contents_of, relocate
+from everystep.checkpointer.run_observer import Durable
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
+from everystep.store.read.stored_checkpoint import open_newest
 from support.several_ranks import Own, write_several
 
 TRAIN = """
 import sys
 import numpy
-import holdfast
+import everystep
 
 state = {"w": numpy.zeros(100)}
-with holdfast.Checkpointer(sys.argv[1], state, mode="sync") as ckpt:
+with everystep.Checkpointer(sys.argv[1], state, mode="sync") as ckpt:
     for step in range(ckpt.restore(), 5):
         state["w"] += 1
         ckpt.save(step + 1)
@@ -65,14 +65,14 @@ def test_without_a_drill_there_is_none(tmp_path: Path) -> None:
 
 
 def test_without_a_drill_a_run_is_where_the_script_says(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", {"n": 1}, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", {"n": 1}, mode="sync") as ckpt:
         ckpt.save(1)
     assert ckpt.path == str(tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_run_under_drill_leaves_the_real_one_alone(tmp_path: Path, drill: Path) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", {"n": 1}, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", {"n": 1}, mode="sync") as ckpt:
         ckpt.save(1)
     assert ckpt.path == relocate(str(drill), str(tmp_path / "run"))
     assert Path(ckpt.path).is_relative_to(drill)
@@ -92,12 +92,12 @@ def test_the_same_path_is_the_same_run_and_another_path_another(
 @pytest.mark.usefixtures("drill")
 def test_the_diary_tells_of_steps_saves_and_restores_in_order(tmp_path: Path, drill: Path) -> None:
     state = {"w": np.zeros(10)}
-    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync", every=2) as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync", every=2) as ckpt:
         assert ckpt.restore() == 0
         for step in range(1, 5):
             state["w"] += 1
             ckpt.save(step)
-    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync", every=2) as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync", every=2) as ckpt:
         assert ckpt.restore() == 4
     assert told(drill) == [
         ("opened", None),
@@ -124,10 +124,10 @@ def test_the_diary_tells_of_steps_saves_and_restores_in_order(tmp_path: Path, dr
 
 @pytest.mark.usefixtures("drill")
 def test_a_save_that_fails_is_in_the_diary(tmp_path: Path, drill: Path) -> None:
-    from holdfast.engine import faults
+    from everystep.engine import faults
 
-    with holdfast.Checkpointer(tmp_path / "run", {"n": 1}, mode="sync") as ckpt:
-        with faults.injected("sync:1:EIO"), pytest.raises(holdfast.SaveFailed):
+    with everystep.Checkpointer(tmp_path / "run", {"n": 1}, mode="sync") as ckpt:
+        with faults.injected("sync:1:EIO"), pytest.raises(everystep.SaveFailed):
             ckpt.save(1)
         ckpt.save(2)
     assert [what for what, step in told(drill) if step in (1, 2)] == [
@@ -141,8 +141,8 @@ def test_a_save_that_fails_is_in_the_diary(tmp_path: Path, drill: Path) -> None:
 
 
 def test_a_save_that_cannot_even_begin_is_in_the_diary(tmp_path: Path, drill: Path) -> None:
-    ckpt = holdfast.Checkpointer(tmp_path / "run", {"x": object()}, mode="sync")
-    with ckpt, pytest.raises(holdfast.UnsupportedState):
+    ckpt = everystep.Checkpointer(tmp_path / "run", {"x": object()}, mode="sync")
+    with ckpt, pytest.raises(everystep.UnsupportedState):
         ckpt.save(1)
     assert told(drill)[-3:] == [("completed", 1), ("saving", 1), ("failed", 1)]
 
@@ -152,15 +152,15 @@ def test_a_drill_writes_nothing_to_the_volumes_of_the_real_run(tmp_path: Path) -
     volumes = [tmp_path / "ssd0", tmp_path / "ssd1"]
     for volume in volumes:
         volume.mkdir()
-    options = holdfast.Options(volumes=volumes)
-    with holdfast.Checkpointer(tmp_path / "run", {"w": np.ones(9)}, mode="sync", options=options) as ckpt:
+    options = everystep.Options(volumes=volumes)
+    with everystep.Checkpointer(tmp_path / "run", {"w": np.ones(9)}, mode="sync", options=options) as ckpt:
         ckpt.save(1)
-        assert holdfast.verify(ckpt.path).intact
+        assert everystep.verify(ckpt.path).intact
     assert [list(volume.iterdir()) for volume in volumes] == [[], []]
 
 
 def contents(tmp_path: Path, state: object) -> drilling.Contents:
-    holdfast.save(tmp_path / "checkpoint", state, overwrite=True)
+    everystep.save(tmp_path / "checkpoint", state, overwrite=True)
     with open_newest(tmp_path / "checkpoint") as opened:
         return contents_of(opened)
 
@@ -205,8 +205,8 @@ def test_contents_do_not_depend_on_where_the_bytes_lie_in_memory(tmp_path: Path)
 def test_contents_do_not_depend_on_the_order_of_a_set(tmp_path: Path) -> None:
     """Python gives the members of a set another order in every process."""
     code = """
-import sys, holdfast
-holdfast.save(sys.argv[1], {"seen": {"a", "b", "c", "d", ("e", frozenset({"f", "g"}))}})
+import sys, everystep
+everystep.save(sys.argv[1], {"seen": {"a", "b", "c", "d", ("e", frozenset({"f", "g"}))}})
 """
     found = []
     for seed in range(4):
@@ -225,7 +225,7 @@ def test_contents_tell_tied_leaves_from_equal_ones(tmp_path: Path) -> None:
 
 def test_lines_about_checkpoints_hold_a_digest_of_each_leaf(tmp_path: Path) -> None:
     state = {"w": np.ones(4), "n": 3}
-    info = holdfast.save(tmp_path / "checkpoint", state)
+    info = everystep.save(tmp_path / "checkpoint", state)
     Drill(str(tmp_path / "drill"), "run", None).observe(Durable(7, info.path))
     line = (tmp_path / "drill" / drilling.DIARY).read_bytes().splitlines()[-1]
     observed = msgspec.json.decode(line, type=Observed)
@@ -241,7 +241,7 @@ def test_a_kill_survives_the_environment(kill: Kill) -> None:
 
 @pytest.mark.parametrize("text", ["saving", "saving:x:1", "dreaming:1:1", "saving:1:2:3"])
 def test_a_malformed_kill_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match="HOLDFAST_DRILL_KILL"):
+    with pytest.raises(ValueError, match="EVERYSTEP_DRILL_KILL"):
         Kill.parse(text)
 
 

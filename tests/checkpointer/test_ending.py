@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast import Checkpointer, Keep, Options
-from holdfast.checkpointer import preemption
-from holdfast.checkpointer.save_task import SaveTask
-from holdfast.engine import WriteJob, faults
+import everystep
+from everystep import Checkpointer, Keep, Options
+from everystep.checkpointer import preemption
+from everystep.checkpointer.save_task import SaveTask
+from everystep.engine import WriteJob, faults
 from support import warm_python
 
 TIMEOUT = 240
 
 PRELUDE = """
 import os, signal, sys, threading, time
-import torch, holdfast
-from holdfast.engine import faults
+import torch, everystep
+from everystep.engine import faults
 torch.manual_seed(0)
 model = torch.nn.Linear(600, 600)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -37,8 +37,8 @@ def train():
     model(torch.ones(1, 600)).sum().backward()
     optimizer.step()
 state = {"model": model, "optimizer": optimizer}
-options = holdfast.Options(backend="threads", memory_nbytes=2 << 20)
-ckpt = holdfast.Checkpointer(sys.argv[1], state, options=options)
+options = everystep.Options(backend="threads", memory_nbytes=2 << 20)
+ckpt = everystep.Checkpointer(sys.argv[1], state, options=options)
 start = ckpt.restore()
 train()
 """
@@ -51,7 +51,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 SLOW = 'faults.install(*faults.parse("write:1:slow100+"))\n'
 
 HELD = """
-from holdfast.checkpointer.save_task import SaveTask
+from everystep.checkpointer.save_task import SaveTask
 may_end = threading.Event()
 def written(saving, real=SaveTask.written):
     assert may_end.wait(200)
@@ -92,7 +92,7 @@ def test_the_interpreter_ends_after_the_checkpoint_under_way_is_durable(tmp_path
     """
     done = run(SLOW + HELD + textwrap.dedent(script), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert holdfast.open(tmp_path).step == 1
+    assert everystep.open(tmp_path).step == 1
 
 
 def test_an_exception_in_the_loop_is_what_is_seen_and_the_checkpoint_is_finished(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_an_exception_in_the_loop_is_what_is_seen_and_the_checkpoint_is_finished
     done = run(SLOW + textwrap.dedent(script), tmp_path)
     assert done.returncode == 1
     assert "the loss is NaN" in done.stderr.splitlines()[-1]
-    assert holdfast.open(tmp_path).step == 1
+    assert everystep.open(tmp_path).step == 1
 
 
 def test_an_exception_is_not_hidden_by_a_save_that_fails_too(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_an_interrupt_in_the_loop_finishes_the_checkpoint(tmp_path: Path) -> Non
     """
     done = run(SLOW + textwrap.dedent(script), tmp_path)
     assert done.returncode == -signal.SIGINT
-    assert holdfast.open(tmp_path).step == 1
+    assert everystep.open(tmp_path).step == 1
 
 
 def test_an_interrupt_while_the_step_waits_changes_nothing_of_the_save(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_an_interrupt_while_the_step_waits_changes_nothing_of_the_save(tmp_path:
         raise SystemExit("it did not wait")
     may_end.set()
     ckpt.close()
-    assert torch.equal(holdfast.load(sys.argv[1])["model"]["weight"], before)
+    assert torch.equal(everystep.load(sys.argv[1])["model"]["weight"], before)
     """
     slow = SLOW.replace("slow100", "slow400")
     done = run(slow + HELD + INTERRUPT + textwrap.dedent(script), tmp_path)
@@ -156,12 +156,12 @@ def test_an_interrupt_while_the_state_is_still_leaving_gives_that_save_up(tmp_pa
     """The caller goes on to change what has not been read, so none of it may become a checkpoint."""
     script = """
     loose = {"w": torch.zeros(1 << 20)}
-    loose = holdfast.Checkpointer(sys.argv[1] + "-2", loose, mode="snapshot", options=options)
-    def leaving(job, nbytes, timeout, real=holdfast.engine.WriteJob.wait_for_nbytes):
+    loose = everystep.Checkpointer(sys.argv[1] + "-2", loose, mode="snapshot", options=options)
+    def leaving(job, nbytes, timeout, real=everystep.engine.WriteJob.wait_for_nbytes):
         while True:  # so slow is the device that the bytes never leave
             real(job, nbytes, 0.05)
             time.sleep(0.01)
-    holdfast.engine.WriteJob.wait_for_nbytes = interrupted_in(leaving)
+    everystep.engine.WriteJob.wait_for_nbytes = interrupted_in(leaving)
     try:
         loose.save(1)
     except KeyboardInterrupt:
@@ -172,7 +172,7 @@ def test_an_interrupt_while_the_state_is_still_leaving_gives_that_save_up(tmp_pa
     may_end.set()
     try:
         loose.close()
-    except holdfast.SaveFailed as error:
+    except everystep.SaveFailed as error:
         assert "interrupted" in str(error), error
     else:
         raise SystemExit("nothing was said")
@@ -211,7 +211,7 @@ def test_forked_workers_during_a_save_harm_nobody(tmp_path: Path, workers: int) 
     """
     done = run(SLOW.replace("slow100", "slow30") + textwrap.dedent(script), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert holdfast.verify(tmp_path).problems == ()
+    assert everystep.verify(tmp_path).problems == ()
 
 
 def test_a_forked_child_that_has_its_parents_old_id_is_still_a_child(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_forked_child_that_has_its_parents_old_id_is_still_a_child(tmp_path: P
     """
     done = run(SLOW.replace("slow100", "slow30") + textwrap.dedent(script), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert holdfast.verify(tmp_path).problems == ()
+    assert everystep.verify(tmp_path).problems == ()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -252,7 +252,7 @@ def test_preemption_finishes_the_step_saves_exits_with_0_and_says_so(
 ) -> None:
     script = f"""
     ckpt.close()
-    ckpt = holdfast.Checkpointer(sys.argv[1], state, every=1000)
+    ckpt = everystep.Checkpointer(sys.argv[1], state, every=1000)
     for step in range(1, 100):
         train()
         if step == 3:
@@ -263,16 +263,16 @@ def test_preemption_finishes_the_step_saves_exits_with_0_and_says_so(
     done = run(script, tmp_path)
     assert done.returncode == 0
     assert done.stderr == (
-        f"holdfast: {number.name} received: step 3 is saved in {tmp_path}; the process ends with exit code "
+        f"everystep: {number.name} received: step 3 is saved in {tmp_path}; the process ends with exit code "
         "0. Start the same command again to go on from there.\n"
     )
-    assert holdfast.open(tmp_path).step == 3
+    assert everystep.open(tmp_path).step == 3
     assert number.name in (tmp_path / "events.jsonl").read_text().splitlines()[-1]
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     script = """
-    from holdfast.checkpointer import preemption
+    from everystep.checkpointer import preemption
     os.kill(os.getpid(), signal.SIGTERM)
     preemption.SAME_SECONDS = 0.0  # as if so much time had passed
     os.kill(os.getpid(), signal.SIGTERM)
@@ -449,24 +449,24 @@ def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("fault", ["write:3:EIO", "sync:3:EIO", "rename:2:EIO", "any:12:ENOSPC"])
 def test_a_failure_in_the_background_is_told_once_and_training_goes_on(tmp_path: Path, fault: str) -> None:
     model, optimizer, ckpt = training(tmp_path)
-    told: list[holdfast.SaveFailed] = []
+    told: list[everystep.SaveFailed] = []
     with ckpt, faults.injected(fault):
         for step in range(1, 7):
             step_of(model, optimizer)
             try:
                 ckpt.save(step)
-            except holdfast.SaveFailed as error:
+            except everystep.SaveFailed as error:
                 told.append(error)
         try:
             ckpt.wait()
-        except holdfast.SaveFailed as error:
+        except everystep.SaveFailed as error:
             told.append(error)
     assert len(told) == 1
     assert isinstance(told[0].__cause__, OSError)
     failed = [event.step for event in ckpt.events if type(event).__name__ == "Failed"]
     assert ckpt.steps == [step for step in range(1, 7) if step not in failed]
     assert len(failed) == 1
-    assert all(holdfast.verify(tmp_path / f"step-{step:012d}").problems == () for step in ckpt.steps)
+    assert all(everystep.verify(tmp_path / f"step-{step:012d}").problems == () for step in ckpt.steps)
 
 
 def test_every_failed_save_is_told_of_and_the_last_durable_one_stays(tmp_path: Path) -> None:
@@ -516,7 +516,7 @@ def test_a_device_that_slows_down_holds_training_up_no_longer_than_the_timeout(
         ckpt.save(1)
         step_of(model, optimizer)
         assert not torch.equal(model.weight, before)  # it went on
-        with pytest.raises(holdfast.DeviceTimeout, match="step 2 was not saved: the save of step 1"):
+        with pytest.raises(everystep.DeviceTimeout, match="step 2 was not saved: the save of step 1"):
             ckpt.save(2)
         opened.set()
         deadline = time.monotonic() + TIMEOUT
@@ -524,11 +524,11 @@ def test_a_device_that_slows_down_holds_training_up_no_longer_than_the_timeout(
             assert time.monotonic() < deadline
             threading.Event().wait(0.01)
     ckpt._timeout = ckpt._group.timeout = TIMEOUT  # from here on nothing is slow but the machine
-    with pytest.raises(holdfast.DeviceTimeout, match=r"step 1 was abandoned: its bytes had not left memory"):
+    with pytest.raises(everystep.DeviceTimeout, match=r"step 1 was abandoned: its bytes had not left memory"):
         ckpt.save(3)
     ckpt.close()
     assert ckpt.steps == [3]
-    assert torch.equal(holdfast.load(tmp_path)["model"]["weight"], model.weight)
+    assert torch.equal(everystep.load(tmp_path)["model"]["weight"], model.weight)
 
 
 def test_waiting_has_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,7 +537,7 @@ def test_waiting_has_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with faults.injected("write:1:slow500"), ckpt:
         saving = ckpt.save(1)
         assert saving is not None
-        with pytest.raises(holdfast.EngineTimeout, match="step 1 was not durable within"):
+        with pytest.raises(everystep.EngineTimeout, match="step 1 was not durable within"):
             ckpt.wait(timeout=0.05)
         opened.set()
         assert saving.result().step == 1
@@ -550,12 +550,12 @@ def test_a_save_in_the_interpreters_last_moments_is_made(tmp_path: Path, mode: s
     script = f"""
         import atexit
         ckpt.close()
-        last = holdfast.Checkpointer(sys.argv[1], state, mode={mode!r}, options=options)
+        last = everystep.Checkpointer(sys.argv[1], state, mode={mode!r}, options=options)
         atexit.register(lambda: last.save(7))
         """
     done = run(script, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert holdfast.verify(tmp_path / "step-000000000007").intact
+    assert everystep.verify(tmp_path / "step-000000000007").intact
 
 
 def test_a_run_that_could_not_be_closed_in_time_is_given_up_by_another_call(tmp_path: Path) -> None:
@@ -563,9 +563,9 @@ def test_a_run_that_could_not_be_closed_in_time_is_given_up_by_another_call(tmp_
     with faults.injected("sync:1:slow1500"):
         saving = checkpointer.save(1)
         assert saving is not None
-        with pytest.raises(holdfast.SaveFailed, match="still under way"):
+        with pytest.raises(everystep.SaveFailed, match="still under way"):
             checkpointer.close()
-        with pytest.raises(holdfast.Locked):
+        with pytest.raises(everystep.Locked):
             Checkpointer(tmp_path, {"w": np.ones(10)}, mode="sync")
         assert saving.exception(60.0) is None
     checkpointer.close()

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.checkpointer import events
-from holdfast.checkpointer.events import (
+from everystep.checkpointer import events
+from everystep.checkpointer.events import (
     EVENTS_NAME,
     MAX_LINE_NBYTES,
     OLDER_NAME,
@@ -31,7 +31,7 @@ from holdfast.checkpointer.events import (
     Saved,
     read_events,
 )
-from holdfast.errors import CheckpointNotFound
+from everystep.errors import CheckpointNotFound
 
 ONE_OF_EACH: tuple[Event, ...] = (
     Opened(time=1.5, pid=77, host="node-3", mode="overlap", every="auto"),
@@ -308,7 +308,7 @@ def test_where_warnings_are_errors_a_save_is_not_failed_by_one(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         log.add(restored(1))
-    assert "holdfast: events are not written" in capsys.readouterr().err
+    assert "everystep: events are not written" in capsys.readouterr().err
 
 
 def test_after_close_nothing_is_written_but_it_is_remembered(tmp_path: Path) -> None:

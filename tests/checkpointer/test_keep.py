@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import Keep
-from holdfast.checkpointer import Kept
+from everystep import Keep
+from everystep.checkpointer import Kept
 from support.run_model import wanted
 
 

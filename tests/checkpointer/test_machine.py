@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import holdfast
-from holdfast import Checkpointer, Keep
-from holdfast.store import step_name
+import everystep
+from everystep import Checkpointer, Keep
+from everystep.store import step_name
 from support.run_model import Model, hurt
 
 steps = st.integers(0, 9)
@@ -31,9 +31,9 @@ keeps = st.builds(
 )
 ways = st.sampled_from(
     [
-        holdfast.Options(),
-        holdfast.Options(small_nbytes=0, memory_nbytes=0),
-        holdfast.Options("buffered", small_nbytes=0),
+        everystep.Options(),
+        everystep.Options(small_nbytes=0, memory_nbytes=0),
+        everystep.Options("buffered", small_nbytes=0),
     ]
 )
 
@@ -42,7 +42,7 @@ class Runs(RuleBasedStateMachine):
     """Every save gets a version of its own, which its arrays and values carry."""
 
     @initialize(keep=keeps, way=ways, large=st.booleans())
-    def begin(self, keep: Keep, way: holdfast.Options, large: bool) -> None:
+    def begin(self, keep: Keep, way: everystep.Options, large: bool) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.run = self.folder / "run"
         self.model = Model(keep)
@@ -51,7 +51,7 @@ class Runs(RuleBasedStateMachine):
         self.state: dict[str, Any] = {"w": np.zeros(self.elements), "version": -1, "padding": ""}
         self.version = 0
         self.retired = 0
-        self.readers: list[tuple[holdfast.Checkpoint, int]] = []
+        self.readers: list[tuple[everystep.Checkpoint, int]] = []
         self.open()
 
     def open(self, *, start_over: bool = False) -> None:
@@ -99,7 +99,7 @@ class Runs(RuleBasedStateMachine):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if expected is None:
-                with pytest.raises(holdfast.CorruptCheckpoint, match="none of the"):
+                with pytest.raises(everystep.CorruptCheckpoint, match="none of the"):
                     self.checkpointer.restore()
             else:
                 assert self.checkpointer.restore() == expected
@@ -116,10 +116,10 @@ class Runs(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="contradict"):
                 self.checkpointer.restore(step)
         elif entry is None:
-            with pytest.raises(holdfast.CheckpointNotFound):
+            with pytest.raises(everystep.CheckpointNotFound):
                 self.checkpointer.restore(step)
         elif entry.damage is not None:
-            with pytest.raises(holdfast.CorruptCheckpoint):
+            with pytest.raises(everystep.CorruptCheckpoint):
                 self.checkpointer.restore(step)
         else:
             self.model.restore_one(step)
@@ -135,7 +135,7 @@ class Runs(RuleBasedStateMachine):
         held = {reader.id for reader, _ in self.readers}
         whole = [step for step, entry in self.model.entries.items() if entry.damage is None]
         step = data.draw(st.sampled_from(whole))
-        with holdfast.open(self.run / step_name(step)) as opened:
+        with everystep.open(self.run / step_name(step)) as opened:
             if opened.id in held:
                 return  # then its reader would rightly see the damage
         hurt(self.run / step_name(step), kind)
@@ -153,7 +153,7 @@ class Runs(RuleBasedStateMachine):
     def open_reader(self, step: int) -> None:
         entry = self.model.entries.get(step)
         if entry is not None and entry.damage is None:
-            self.readers.append((holdfast.open(self.run / step_name(step)), entry.version))
+            self.readers.append((everystep.open(self.run / step_name(step)), entry.version))
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data())
@@ -168,8 +168,8 @@ class Runs(RuleBasedStateMachine):
         entry = self.model.entries.get(step)
         if entry is not None:
             try:
-                intact = holdfast.verify(self.run / step_name(step)).intact
-            except holdfast.IncompleteCheckpoint:  # a small one that lost its only file
+                intact = everystep.verify(self.run / step_name(step)).intact
+            except everystep.IncompleteCheckpoint:  # a small one that lost its only file
                 intact = entry.damage != "missing"
             assert intact == (entry.damage is None)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import Checkpointer, Keep
-from holdfast.engine import faults
-from holdfast.store import step_name
+import everystep
+from everystep import Checkpointer, Keep
+from everystep.engine import faults
+from everystep.store import step_name
 
 SHARD = "r00000.v0.safetensors"
 SIZES = {"small": 100, "large": 1 << 20}
@@ -24,7 +24,7 @@ SIZES = {"small": 100, "large": 1 << 20}
 
 @contextmanager
 def training(
-    run: Path, size: int, options: holdfast.Options | None = None
+    run: Path, size: int, options: everystep.Options | None = None
 ) -> Iterator[Callable[[int], None]]:
     """Saves a state that tells its step; each save from the fourth on writes over another's files."""
     state = {"w": np.zeros(size, np.int64)}
@@ -65,7 +65,7 @@ def test_tensors_that_safetensors_has_mapped_keep_their_values(tmp_path: Path, s
         with safetensors.safe_open(shard(tmp_path, 1), "numpy") as opened:
             for step in range(2, 9):
                 save(step)
-                assert holdfast.load(tmp_path)["w"][0] == step
+                assert everystep.load(tmp_path)["w"][0] == step
             assert set(opened.get_tensor("w").ravel().tolist()) == {1}
         assert set(loaded["w"].ravel().tolist()) == {1}
 
@@ -84,9 +84,9 @@ def test_tensors_that_torch_has_mapped_keep_their_values(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", [SHARD, "manifest.json"])
 def test_every_backend_spares_what_is_mapped(tmp_path: Path, backend: str, name: str) -> None:
     try:
-        options = holdfast.Options(backend=backend)  # type: ignore[arg-type]
-        holdfast.save(tmp_path / "trial", {"w": np.zeros(1 << 20)}, options=options)
-    except holdfast.EngineUnavailable as error:
+        options = everystep.Options(backend=backend)  # type: ignore[arg-type]
+        everystep.save(tmp_path / "trial", {"w": np.zeros(1 << 20)}, options=options)
+    except everystep.EngineUnavailable as error:
         pytest.skip(str(error))
     with training(tmp_path / "run", 1 << 18, options) as save:
         save(1)
@@ -98,7 +98,7 @@ def test_every_backend_spares_what_is_mapped(tmp_path: Path, backend: str, name:
             file.close()  # the mapping alone is enough
             for step in range(2, 9):
                 save(step)
-                assert holdfast.load(tmp_path / "run")["w"][0] == step
+                assert everystep.load(tmp_path / "run")["w"][0] == step
             assert bytes(mapped) == before
 
 
@@ -118,7 +118,7 @@ def test_a_file_that_another_process_has_open_keeps_its_bytes(tmp_path: Path, si
             os.close(opened)
             for step in range(2, 9):
                 save(step)
-                assert holdfast.load(tmp_path)["w"][0] == step
+                assert everystep.load(tmp_path)["w"][0] == step
             assert os.pread(kept, len(before), 0) == before
             os.close(kept)
         finally:
@@ -131,8 +131,8 @@ def test_where_no_lease_is_given_new_files_are_made(tmp_path: Path, size: int, f
     with training(tmp_path, size) as save, faults.injected(fault):
         for step in range(1, 7):
             save(step)
-            assert holdfast.load(tmp_path)["w"][0] == step
-            assert holdfast.verify(tmp_path / step_name(step)).intact
+            assert everystep.load(tmp_path)["w"][0] == step
+            assert everystep.verify(tmp_path / step_name(step)).intact
 
 
 def test_who_opens_a_file_that_is_being_written_over_waits_and_the_writer_lives(tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_who_opens_a_file_that_is_being_written_over_waits_and_the_writer_lives(
     script = """
 import os, sys, threading
 import numpy as np
-import holdfast
-from holdfast.engine import faults
+import everystep
+from everystep.engine import faults
 run = sys.argv[1]
 state = {"w": np.zeros(1 << 20, np.int64)}
-with holdfast.Checkpointer(run, state, keep=holdfast.Keep(last=1), mode="sync") as checkpointer:
+with everystep.Checkpointer(run, state, keep=everystep.Keep(last=1), mode="sync") as checkpointer:
     for step in range(1, 5):
         state["w"][:] = step
         checkpointer.save(step)

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import Checkpointer, Keep
-from holdfast.checkpointer.checkpointer import Mode
-from holdfast.store import step_name
+import everystep
+from everystep import Checkpointer, Keep
+from everystep.checkpointer.checkpointer import Mode
+from everystep.store import step_name
 
 MODES: list[Mode] = ["sync", "snapshot"]
 Move = Callable[[Path], Path]
@@ -89,7 +89,7 @@ def test_a_path_that_leads_to_another_run_fails_the_save_and_touches_neither(
             mine = move(current)
             before = content(mine)
             for step in range(5, 9):
-                with pytest.raises(holdfast.RunMoved, match="leads to another directory") as caught:
+                with pytest.raises(everystep.RunMoved, match="leads to another directory") as caught:
                     save_and_wait(checkpointer, step)
                 assert str(current) in str(caught.value)
                 assert str(mine) in str(caught.value), "it says where the run is now"
@@ -101,7 +101,7 @@ def test_a_path_that_leads_to_another_run_fails_the_save_and_touches_neither(
             assert {name for name in content(mine) if ".retired" not in name} == {
                 name for name in before if ".retired" not in name
             }
-        assert holdfast.load(mine)["w"].shape == (size,)
+        assert everystep.load(mine)["w"].shape == (size,)
         assert content(other) == others
 
 
@@ -111,12 +111,12 @@ def test_training_goes_on_when_the_path_leads_back(tmp_path: Path) -> None:
     with Checkpointer(current, {"w": np.arange(5)}, mode="sync") as checkpointer:
         checkpointer.save(1)
         link_to_another(current)
-        with pytest.raises(holdfast.RunMoved):
+        with pytest.raises(everystep.RunMoved):
             checkpointer.save(2)
         current.unlink()
         current.symlink_to(tmp_path / "first")
         checkpointer.save(3)
-    assert holdfast.load(current)["w"].tolist() == [0, 1, 2, 3, 4]
+    assert everystep.load(current)["w"].tolist() == [0, 1, 2, 3, 4]
     assert os.listdir(tmp_path / "other") == []
 
 
@@ -125,10 +125,10 @@ def test_a_run_that_was_renamed_fails_the_save_and_keeps_what_it_has(tmp_path: P
     with Checkpointer(run, {"w": np.arange(5)}, mode="sync") as checkpointer:
         checkpointer.save(1)
         run.rename(tmp_path / "renamed")
-        with pytest.raises(holdfast.RunMoved, match="renamed"):
+        with pytest.raises(everystep.RunMoved, match="renamed"):
             checkpointer.save(2)
     assert not run.exists()
-    assert holdfast.load(tmp_path / "renamed")["w"].tolist() == [0, 1, 2, 3, 4]
+    assert everystep.load(tmp_path / "renamed")["w"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_state_is_not_restored_from_another_run(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_state_is_not_restored_from_another_run(tmp_path: Path) -> None:
     with Checkpointer(current, state, mode="sync") as checkpointer:
         checkpointer.save(1)
         link_to_another(current)
-        with pytest.raises(holdfast.RunMoved):
+        with pytest.raises(everystep.RunMoved):
             checkpointer.restore()
     assert state["w"].tolist() == [0] * 5
 
@@ -148,7 +148,7 @@ def test_events_are_written_to_the_run_that_was_opened(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with Checkpointer(current, {"w": np.arange(5)}, mode="sync") as checkpointer:
         link_to_another(current)
-        with pytest.raises(holdfast.RunMoved):
+        with pytest.raises(everystep.RunMoved):
             checkpointer.save(1)
     assert os.listdir(tmp_path / "other") == []
     assert "RunMoved" in (tmp_path / "first" / "events.jsonl").read_text()
@@ -158,7 +158,7 @@ def test_a_second_writer_is_refused_after_the_lock_file_was_removed(tmp_path: Pa
     with Checkpointer(tmp_path, {"w": np.arange(5)}, mode="sync") as checkpointer:
         (tmp_path / ".lock").unlink()
         for _ in range(2):
-            with pytest.raises(holdfast.Locked):
+            with pytest.raises(everystep.Locked):
                 Checkpointer(tmp_path, {"w": np.arange(5)}, mode="sync")
             (tmp_path / ".lock").unlink(missing_ok=True)
         checkpointer.save(1)
@@ -170,7 +170,7 @@ def test_a_second_writer_is_refused_by_another_path_to_the_run(tmp_path: Path) -
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with (
         Checkpointer(tmp_path / "run", {"w": 1}, mode="sync"),
-        pytest.raises(holdfast.Locked, match="in this process already"),
+        pytest.raises(everystep.Locked, match="in this process already"),
     ):
         Checkpointer(tmp_path / "link", {"w": 1}, mode="sync")
 
@@ -192,19 +192,19 @@ def test_an_overlapped_save_fails_and_tells_so_with_the_next_call(tmp_path: Path
                 if step < 5:
                     checkpointer.save(step)
                 else:
-                    with pytest.raises(holdfast.RunMoved):
+                    with pytest.raises(everystep.RunMoved):
                         checkpointer.save(step)
-            with pytest.raises(holdfast.RunMoved):
+            with pytest.raises(everystep.RunMoved):
                 checkpointer.wait()
             assert checkpointer.last_durable == 3
         assert content(tmp_path / "other" if move is link_to_another else current) == others
-    assert holdfast.verify(mine / step_name(3)).intact
+    assert everystep.verify(mine / step_name(3)).intact
 
 
 def test_the_ledger_of_volumes_stays_in_the_run_that_was_opened(tmp_path: Path) -> None:
     current = opened(tmp_path, link_to_another)
     (tmp_path / "volume").mkdir()
-    options = holdfast.Options(volumes=[tmp_path / "volume"])
+    options = everystep.Options(volumes=[tmp_path / "volume"])
     state = {"w": np.zeros(9)}
     with Checkpointer(tmp_path / "other", state, keep=Keep(last=1), mode="sync", options=options) as other:
         other.save(1)
@@ -213,8 +213,8 @@ def test_the_ledger_of_volumes_stays_in_the_run_that_was_opened(tmp_path: Path) 
                 checkpointer.save(step)
             link_to_another(current)
             for step in range(4, 7):
-                with pytest.raises(holdfast.RunMoved):
+                with pytest.raises(everystep.RunMoved):
                     checkpointer.save(step)
         other.save(2)
-    assert holdfast.verify(tmp_path / "other" / step_name(2)).intact
-    assert holdfast.verify(tmp_path / "first" / step_name(3)).intact
+    assert everystep.verify(tmp_path / "other" / step_name(2)).intact
+    assert everystep.verify(tmp_path / "first" / step_name(3)).intact

@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast import Checkpointer, Keep, Options
-from holdfast.checkpointer.context import Mode
-from holdfast.checkpointer.events import Saved
-from holdfast.checkpointer.pending_save import PendingSave
-from holdfast.checkpointer.save_task import SaveTask
-from holdfast.engine import faults
-from holdfast.state.boxed import unchanging
+import everystep
+from everystep import Checkpointer, Keep, Options
+from everystep.checkpointer.context import Mode
+from everystep.checkpointer.events import Saved
+from everystep.checkpointer.pending_save import PendingSave
+from everystep.checkpointer.save_task import SaveTask
+from everystep.engine import faults
+from everystep.state.boxed import unchanging
 
 LARGE = 700  # a square matrix of so many floats is 2 MB: more than one window below
 SMALL_WINDOWS = Options(backend="threads", memory_nbytes=2 << 20)
@@ -115,7 +115,7 @@ def stored(run: Path, step: int, like: Callable[[], dict[str, Any]]) -> dict[str
                     parameter.grad = torch.zeros_like(parameter)
             part.step()
             part.zero_grad()
-    holdfast.load(run / f"step-{step:012d}", into=fresh)
+    everystep.load(run / f"step-{step:012d}", into=fresh)
     return copy_of(fresh)
 
 
@@ -230,7 +230,7 @@ def test_optimizers_that_step_inside_of_backward(tmp_path: Path, slow_device: No
             wanted[step] = copy.deepcopy(state["model"].state_dict())
             ckpt.save(step)
     for step, weights in wanted.items():
-        found = holdfast.load(tmp_path / f"step-{step:012d}", select="model.*")["model"]
+        found = everystep.load(tmp_path / f"step-{step:012d}", select="model.*")["model"]
         assert same(dict(found), dict(weights))
 
 
@@ -243,8 +243,8 @@ def test_a_compiled_module_is_stored_under_its_own_names(tmp_path: Path, compile
         used(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         ckpt.save(1)
-    assert "model.weight" in holdfast.open(tmp_path).leaves
-    assert "optimizer.weight.exp_avg" in holdfast.open(tmp_path).leaves
+    assert "model.weight" in everystep.open(tmp_path).leaves
+    assert "optimizer.weight.exp_avg" in everystep.open(tmp_path).leaves
 
 
 # --- changes that nobody announced --------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_a_change_outside_of_the_optimizer_fails_that_save_and_no_other(
     ckpt.wait()
     ckpt.save(2)
     change(model)
-    with pytest.raises(holdfast.MutatedDuringSave, match="with checkpointer") as caught:
+    with pytest.raises(everystep.MutatedDuringSave, match="with checkpointer") as caught:
         ckpt.save(3)
     assert "model.0.weight" in caught.value.leaves
     ckpt.close()  # told once
@@ -297,7 +297,7 @@ def test_a_fused_step_past_the_hook_is_noticed(tmp_path: Path, crawling_device: 
     train_step(model, 0).backward()
     ckpt.save(1)
     hidden.step()
-    with pytest.raises(holdfast.MutatedDuringSave, match="optimizers="):
+    with pytest.raises(everystep.MutatedDuringSave, match="optimizers="):
         ckpt.close()
 
 
@@ -310,7 +310,7 @@ def test_what_changed_while_it_was_read_is_copied_from_then_on(tmp_path: Path, c
         for step in range(1, 5):
             wanted[step] = model[0].weight.detach().clone()  # type: ignore[index]
             if step == 2:
-                with pytest.raises(holdfast.MutatedDuringSave, match=r"model\.0\.weight .*next saves copy"):
+                with pytest.raises(everystep.MutatedDuringSave, match=r"model\.0\.weight .*next saves copy"):
                     ckpt.save(step)
             else:
                 ckpt.save(step)
@@ -320,7 +320,7 @@ def test_what_changed_while_it_was_read_is_copied_from_then_on(tmp_path: Path, c
         copied = [event.copied_nbytes for event in ckpt.events if event.__class__.__name__ == "Saved"]
         assert min(copied) > model[0].weight.nbytes  # type: ignore[index]
     for step in (2, 3, 4):
-        found = holdfast.load(tmp_path / f"step-{step:012d}")["model"]["0.weight"]
+        found = everystep.load(tmp_path / f"step-{step:012d}")["model"]["0.weight"]
         assert torch.equal(found, wanted[step])
 
 
@@ -354,7 +354,7 @@ def test_a_momentum_encoder_never_fails_a_save(
             wanted[step] = model.key.weight.detach().clone()
             ckpt.save(step)
     for step, weight in wanted.items():
-        assert torch.equal(holdfast.load(tmp_path / f"step-{step:012d}")["model"]["key.weight"], weight)
+        assert torch.equal(everystep.load(tmp_path / f"step-{step:012d}")["model"]["key.weight"], weight)
 
 
 @pytest.mark.timeout(120)
@@ -386,7 +386,7 @@ def test_a_compiled_step_does_not_compile_the_wait(tmp_path: Path, slow_device: 
         torch._dynamo.reset()
     assert len(set(seen[1:])) == 1, "the compiler looks at what is not the training's"
     for step, weights in wanted.items():
-        assert same(dict(holdfast.load(tmp_path / f"step-{step:012d}")["model"]), dict(weights))
+        assert same(dict(everystep.load(tmp_path / f"step-{step:012d}")["model"]), dict(weights))
 
 
 def test_what_has_left_memory_may_change(tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_what_has_left_memory_may_change(tmp_path: Path) -> None:
         saving = ckpt.save(1)
         saving.result()  # type: ignore[union-attr]
         scale(model)
-    assert torch.equal(holdfast.load(tmp_path)["model"]["0.weight"], before)
+    assert torch.equal(everystep.load(tmp_path)["model"]["0.weight"], before)
 
 
 def test_update_brackets_a_hand_written_step(tmp_path: Path, slow_device: None) -> None:
@@ -414,7 +414,7 @@ def test_update_brackets_a_hand_written_step(tmp_path: Path, slow_device: None) 
             ckpt.save(step)
             assert ckpt.mode == "overlap"
     for step, weights in wanted.items():
-        assert same(dict(holdfast.load(tmp_path / f"step-{step:012d}")["model"]), dict(weights))
+        assert same(dict(everystep.load(tmp_path / f"step-{step:012d}")["model"]), dict(weights))
 
 
 def test_a_save_inside_of_update_copies_and_after_it_leaves_are_read_in_place_again(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_a_save_inside_of_update_copies_and_after_it_leaves_are_read_in_place_ag
     assert (in_place[2], in_place[4]) == (0, 0)
     assert min(in_place[3], in_place[5]) >= sum(parameter.nbytes for parameter in model.parameters())
     for step, weights in wanted.items():
-        assert same(dict(holdfast.load(tmp_path / f"step-{step:012d}")["model"]), dict(weights))
+        assert same(dict(everystep.load(tmp_path / f"step-{step:012d}")["model"]), dict(weights))
 
 
 def test_an_update_ends_with_its_outermost_block_also_after_an_error(tmp_path: Path) -> None:
@@ -474,14 +474,14 @@ def test_without_an_optimizer_every_byte_has_left_when_save_returns(
     )
     assert len(caught) == (mode == "overlap")
     for step in range(1, 4):
-        found = holdfast.load(tmp_path / f"step-{step:012d}")
+        found = everystep.load(tmp_path / f"step-{step:012d}")
         assert all((array == step).all() for array in found.values())
 
 
 def test_stable_arrays_are_read_in_place(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
-    average = holdfast.stable(torch.zeros(1 << 20))
-    table = holdfast.stable({"t": np.zeros(1 << 20)})
+    average = everystep.stable(torch.zeros(1 << 20))
+    table = everystep.stable({"t": np.zeros(1 << 20)})
     state = {
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
@@ -493,7 +493,7 @@ def test_stable_arrays_are_read_in_place(tmp_path: Path) -> None:
         ckpt.wait()
         assert ckpt.events[-1].copied_nbytes == 0
     with pytest.raises(TypeError, match="stable"):
-        holdfast.stable(3)
+        everystep.stable(3)
 
 
 @pytest.mark.filterwarnings("ignore:the state holds no optimizer")
@@ -505,7 +505,7 @@ def test_arrays_that_nobody_changes_are_read_in_place_in_any_mode(tmp_path: Path
         ckpt.wait()
         saved = ckpt.events[-1]
         assert (saved.in_place_nbytes, saved.copied_nbytes) == (8 << 18, 8000)
-    assert (holdfast.load(tmp_path)["kept"] == np.arange(1 << 18)).all()
+    assert (everystep.load(tmp_path)["kept"] == np.arange(1 << 18)).all()
 
 
 def test_frozen_parameters_are_read_in_place_and_an_average_is_copied(tmp_path: Path) -> None:

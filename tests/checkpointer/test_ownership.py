@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import holdfast
-from holdfast.checkpointer.guard import Guard
-from holdfast.checkpointer.ownership import NOBODY, UPDATE, Hooks, owners
-from holdfast.state import flatten
+import everystep
+from everystep.checkpointer.guard import Guard
+from everystep.checkpointer.ownership import NOBODY, UPDATE, Hooks, owners
+from everystep.state import flatten
 from support.peerless_meshes import world
 
 
@@ -79,8 +79,8 @@ def test_an_optimizer_that_divides_its_state_announces_its_steps_and_owns_all_pa
 def test_the_mark_per_rank_changes_nothing_about_ownership(bracketed: bool) -> None:
     weights = torch.zeros(3, requires_grad=True)
     table = np.zeros(4)
-    state = holdfast.per_rank({"w": weights, "table": table})
-    holdfast.stable(holdfast.per_rank([table]))
+    state = everystep.per_rank({"w": weights, "table": table})
+    everystep.stable(everystep.per_rank([table]))
     found = owners(state, Hooks(Steps().before), updates=bracketed)
     by_name = {leaf.name: found.of(leaf) for leaf in flatten(state).local_leaves}
     assert by_name == {"@0._.w": UPDATE if bracketed else None, "@0._.table": NOBODY}
@@ -108,7 +108,7 @@ def test_views_of_one_storage_are_told_apart_by_what_they_cover() -> None:
         nn.Parameter(storage[part]) for part in (slice(0, 40), slice(30, 60), slice(60, 100))
     )
     optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in (left, middle, right)]
-    holdfast.stable(storage)
+    everystep.stable(storage)
     hooks = Hooks(Steps().before)
     hooks.attach(optimizers)
     state = {
@@ -142,13 +142,13 @@ def test_an_update_by_either_of_two_optimizers_is_not_stored(tmp_path: Path) -> 
     for optimizer in optimizers:
         step(optimizer)
     state = {"a": optimizers[0], "b": optimizers[1], "m": embedding}
-    with holdfast.Checkpointer(tmp_path, state) as checkpointer:
+    with everystep.Checkpointer(tmp_path, state) as checkpointer:
         for number in range(6):
             before = embedding.weight.detach().clone()
             checkpointer.save(number + 1)
             step(optimizers[number % 2])
             checkpointer.wait()
-            assert torch.equal(holdfast.load(tmp_path)["m"]["weight"], before)
+            assert torch.equal(everystep.load(tmp_path)["m"]["weight"], before)
 
 
 @pytest.mark.parametrize("move", ["share", "free"])

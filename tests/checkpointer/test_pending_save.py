@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import Checkpointer
-from holdfast.checkpointer.save_task import SaveTask
-from holdfast.engine import faults
+import everystep
+from everystep import Checkpointer
+from everystep.checkpointer.save_task import SaveTask
+from everystep.engine import faults
 
 PATIENCE = 120.0
 
@@ -41,7 +41,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
-def started(ckpt: Checkpointer, step: int) -> holdfast.PendingSave:
+def started(ckpt: Checkpointer, step: int) -> everystep.PendingSave:
     pending = ckpt.save(step)
     assert pending is not None
     return pending
@@ -66,7 +66,7 @@ def test_a_save_under_way_is_not_done_and_a_timeout_is_a_timeout_error(
             TimeoutError, match=r"step 1 was not durable within 0\.01 s; its save goes on"
         ) as caught:
             wait(0.01)
-        assert isinstance(caught.value, holdfast.HoldfastError)
+        assert isinstance(caught.value, everystep.EverystepError)
     held.set()
     assert pending.result(PATIENCE).step == 1
 
@@ -78,7 +78,7 @@ def test_every_result_of_a_failed_save_raises_its_error_and_the_next_call_does_n
         pending = started(ckpt, 1)
         errors = []
         for _ in range(2):
-            with pytest.raises(holdfast.SaveFailed) as caught:
+            with pytest.raises(everystep.SaveFailed) as caught:
                 pending.result(PATIENCE)
             errors.append(caught.value)
     assert errors[0] is errors[1]
@@ -91,14 +91,14 @@ def test_every_result_of_a_failed_save_raises_its_error_and_the_next_call_does_n
 def test_an_exception_that_was_asked_for_is_not_raised_again(ckpt: Checkpointer) -> None:
     with faults.injected("sync:1:EIO"):
         error = started(ckpt, 1).exception(PATIENCE)
-    assert isinstance(error, holdfast.SaveFailed)
+    assert isinstance(error, everystep.SaveFailed)
     ckpt.wait()
 
 
 def test_an_error_that_the_next_call_raised_stays_in_the_pending_save(ckpt: Checkpointer) -> None:
     with faults.injected("sync:1:EIO"):
         pending = started(ckpt, 1)
-        with pytest.raises(holdfast.SaveFailed) as caught:
+        with pytest.raises(everystep.SaveFailed) as caught:
             ckpt.wait()
     assert pending.exception() is caught.value
 
@@ -143,21 +143,21 @@ def test_a_save_interrupted_before_its_thread_runs_is_over_at_once(
             ckpt.save(1)
     task = ckpt._task
     assert task is not None
-    assert isinstance(task.pending.exception(0.0), holdfast.SaveFailed)
+    assert isinstance(task.pending.exception(0.0), everystep.SaveFailed)
     task.run()  # a thread that begins late finds the save over
     assert started(ckpt, 2).result(PATIENCE).step == 2
     assert ckpt.steps == [2]
 
 
 def test_a_save_that_failed_keeps_no_reference_to_the_state(tmp_path: Path) -> None:
-    array = holdfast.stable(np.ones(300_000))  # too large for the short cut of small states
+    array = everystep.stable(np.ones(300_000))  # too large for the short cut of small states
     alive = weakref.ref(array)
     with Checkpointer(tmp_path, {"w": array}) as ckpt:
         with ckpt.update():
             pass  # from here on saves read in place
         with faults.injected("open:1:EIO+"):
             error = started(ckpt, 1).exception(PATIENCE)
-        assert isinstance(error, holdfast.SaveFailed)
+        assert isinstance(error, everystep.SaveFailed)
         error.__traceback__ = error.__cause__ = error.__context__ = None
         ckpt.state = {"w": np.zeros(1)}
         del array
@@ -170,7 +170,7 @@ def test_a_save_that_failed_keeps_no_reference_to_the_state(tmp_path: Path) -> N
 def test_a_save_that_ended_frees_the_state_without_a_garbage_collection(
     tmp_path: Path, mode: Literal["sync", "snapshot", "overlap"]
 ) -> None:
-    state: dict[str, object] = {"w": np.ones(300_000), "rng": holdfast.rng()}
+    state: dict[str, object] = {"w": np.ones(300_000), "rng": everystep.rng()}
     alive = weakref.ref(state["w"])
     gc.disable()  # TensorFlow and JAX compute into fresh memory until the old one is free
     try:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import Checkpointer, Keep
-from holdfast.engine import faults, fs
-from holdfast.store import step_name
+import everystep
+from everystep import Checkpointer, Keep
+from everystep.engine import faults, fs
+from everystep.store import step_name
 from support.run_model import SHARD
 
 LARGE, SMALL = 1 << 20, 100  # elements: 8 MiB becomes a spare at once, 800 bytes with the next save
@@ -42,19 +42,19 @@ def test_in_the_long_run_every_save_writes_over_old_files(tmp_path: Path, size: 
                 checkpointer.save(step)
             inodes.append(inode(tmp_path, step))
             assert recycled(events) == (step >= delay)
-            assert holdfast.verify(tmp_path / step_name(step)).intact
-            assert (holdfast.load(tmp_path)["w"] == step).all()
+            assert everystep.verify(tmp_path / step_name(step)).intact
+            assert (everystep.load(tmp_path)["w"] == step).all()
         for step in range(delay, 8):
             assert inodes[step] == inodes[step - delay]
 
 
 @pytest.mark.parametrize("backend", ["uring", "threads", "buffered"])
-def test_files_of_other_sizes_are_written_over_exactly(tmp_path: Path, backend: holdfast.Options) -> None:
-    options = holdfast.Options(backend=backend, small_nbytes=0)  # type: ignore[arg-type]
+def test_files_of_other_sizes_are_written_over_exactly(tmp_path: Path, backend: everystep.Options) -> None:
+    options = everystep.Options(backend=backend, small_nbytes=0)  # type: ignore[arg-type]
     try:
         checkpointer = Checkpointer(tmp_path, {}, keep=Keep(last=1), options=options, mode="sync")
         checkpointer.save(0)
-    except holdfast.EngineUnavailable as error:
+    except everystep.EngineUnavailable as error:
         checkpointer.close()
         pytest.skip(str(error))
     rng = np.random.default_rng(0)
@@ -75,8 +75,8 @@ def test_files_of_other_sizes_are_written_over_exactly(tmp_path: Path, backend: 
             state = {"w": rng.random(elements), "text": "x" * words}
             checkpointer.state = state
             checkpointer.save(step)
-            assert holdfast.verify(tmp_path / step_name(step)).intact
-            found = holdfast.load(tmp_path)
+            assert everystep.verify(tmp_path / step_name(step)).intact
+            found = everystep.load(tmp_path)
             assert np.array_equal(found["w"], state["w"])
             assert found["text"] == state["text"]
 
@@ -85,7 +85,7 @@ def test_what_somebody_reads_is_not_written_over(tmp_path: Path) -> None:
     state = {"w": np.zeros(LARGE)}
     with Checkpointer(tmp_path, state, keep=Keep(last=1), mode="sync") as checkpointer:
         checkpointer.save(0)
-        with holdfast.open(tmp_path / step_name(0)) as reader:
+        with everystep.open(tmp_path / step_name(0)) as reader:
             leaf = reader["w"]
             for step in range(1, 5):
                 state["w"][:] = step
@@ -94,7 +94,7 @@ def test_what_somebody_reads_is_not_written_over(tmp_path: Path) -> None:
             assert (reader.load()["w"] == 0).all()
         state["w"][:] = 5
         checkpointer.save(5)
-        assert (holdfast.load(tmp_path)["w"] == 5).all()
+        assert (everystep.load(tmp_path)["w"] == 5).all()
 
 
 def test_strangers_in_a_retired_checkpoint_do_not_survive_in_a_new_one(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_spare_that_vanished_is_no_obstacle(tmp_path: Path) -> None:
         spare.rmdir()
         checkpointer.save(2)
         assert checkpointer.steps == [2]
-    assert holdfast.verify(tmp_path).intact
+    assert everystep.verify(tmp_path).intact
 
 
 def test_a_spare_with_files_missing_is_no_obstacle(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_a_spare_with_files_missing_is_no_obstacle(tmp_path: Path) -> None:
         (spare / SHARD).unlink()
         (spare / "manifest.json").unlink()
         checkpointer.save(2)
-    assert holdfast.verify(tmp_path).intact
-    assert np.array_equal(holdfast.load(tmp_path)["w"], state["w"])
+    assert everystep.verify(tmp_path).intact
+    assert np.array_equal(everystep.load(tmp_path)["w"], state["w"])
 
 
 def test_a_backup_of_hard_links_keeps_what_it_has(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_backup_of_hard_links_keeps_what_it_has(tmp_path: Path) -> None:
         with faults.traced() as events:
             checkpointer.save(6)
         assert recycled(events)  # those that nobody shares are still written over
-    with holdfast.open(backup) as opened:
+    with everystep.open(backup) as opened:
         assert opened.step == 1
         assert (opened.load()["w"] == 1).all()
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_linked_into_a_run_is_neither_written_over_nor_removed(
 ) -> None:
     run, kept = tmp_path / "run", tmp_path / "kept"
     state = {"w": np.ones(size)}
-    holdfast.save(kept, state, step=1)
+    everystep.save(kept, state, step=1)
     run.mkdir()
     (run / step_name(1)).symlink_to(kept)
     with Checkpointer(run, state, keep=Keep(last=1), mode="sync") as checkpointer:
@@ -199,8 +199,8 @@ def test_a_checkpoint_linked_into_a_run_is_neither_written_over_nor_removed(
             checkpointer.save(step)
         assert checkpointer.steps == [5]
     assert not list(run.glob("step-000000000001*"))
-    assert holdfast.verify(kept).intact
-    assert (holdfast.load(kept)["w"] == 1).all()
+    assert everystep.verify(kept).intact
+    assert (everystep.load(kept)["w"] == 1).all()
 
 
 def test_a_directory_in_a_retired_checkpoint_is_no_obstacle(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_directory_in_a_retired_checkpoint_is_no_obstacle(tmp_path: Path) -> N
         for step in range(1, 4):
             checkpointer.save(step)
         assert checkpointer.steps == [3]
-    assert holdfast.verify(tmp_path).intact
+    assert everystep.verify(tmp_path).intact
 
 
 def test_a_checkpoint_that_resists_does_not_keep_the_others(
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_resists_does_not_keep_the_others(
 
     monkeypatch.setattr(fs, "rename", rename)
     state = {"w": np.zeros(4)}
-    with holdfast.Checkpointer(tmp_path, state, keep=holdfast.Keep(last=2), mode="sync") as checkpointer:
+    with everystep.Checkpointer(tmp_path, state, keep=everystep.Keep(last=2), mode="sync") as checkpointer:
         checkpointer.save(1)
         checkpointer.save(2)
         for step in range(3, 7):
@@ -270,7 +270,7 @@ def test_a_commit_that_fails_after_it_has_made_way_leaves_what_training_went_bac
             checkpointer.save(step)
         with pytest.warns(RuntimeWarning, match="going back to step 2"):
             checkpointer.restore(2)
-        with faults.injected("rename:3:EIO"), pytest.raises(holdfast.SaveFailed):
+        with faults.injected("rename:3:EIO"), pytest.raises(everystep.SaveFailed):
             checkpointer.save(3)  # the first two are those of steps 4 and 3
         assert checkpointer.steps == [1, 2]
         assert checkpointer.restore() == 2
@@ -314,7 +314,7 @@ def test_going_back_again_and_again_recycles_namesakes(tmp_path: Path, size: int
                 if step == 2 < version:
                     assert (tmp_path / f"{step_name(2)}.retired").is_dir(), "no spare for the next save"
             assert checkpointer.steps == list(range(1, last + 1))
-            assert holdfast.load(tmp_path / step_name(last))["w"][-1] == version
+            assert everystep.load(tmp_path / step_name(last))["w"][-1] == version
             with pytest.warns(RuntimeWarning, match="going back to step 1"):
                 checkpointer.restore(1)
     assert not [name for name in os.listdir(tmp_path) if "." in name[1:] and name != "events.jsonl"]

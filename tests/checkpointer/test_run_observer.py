@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import Checkpointer
-from holdfast.checkpointer.events import Failed, read_events
-from holdfast.checkpointer.run_observer import Durable, Moment
-from holdfast.engine import faults
+import everystep
+from everystep import Checkpointer
+from everystep.checkpointer.events import Failed, read_events
+from everystep.checkpointer.run_observer import Durable, Moment
+from everystep.engine import faults
 
 
 class Recorder:
@@ -40,7 +40,7 @@ def test_the_moments_of_a_run_come_in_order(tmp_path: Path) -> None:
         ckpt.restore()
         ckpt.save(1)
         ckpt.save(2)
-        with faults.injected("sync:1:EIO"), pytest.raises(holdfast.SaveFailed):
+        with faults.injected("sync:1:EIO"), pytest.raises(everystep.SaveFailed):
             ckpt.save(4)
     again, restoring = observed(tmp_path, state)
     with again:
@@ -69,7 +69,7 @@ def test_a_durable_checkpoint_is_told_of_before_retention_removes_anything(tmp_p
             if isinstance(moment, Durable):
                 there.append(ckpt.steps)
 
-    with Checkpointer(tmp_path, {"n": 1}, mode="sync", keep=holdfast.Keep(last=1)) as ckpt:
+    with Checkpointer(tmp_path, {"n": 1}, mode="sync", keep=everystep.Keep(last=1)) as ckpt:
         ckpt._observers.add(Looking())
         for step in range(1, 4):
             ckpt.save(step)
@@ -79,7 +79,7 @@ def test_a_durable_checkpoint_is_told_of_before_retention_removes_anything(tmp_p
 
 def test_a_save_that_cannot_begin_is_in_the_events(tmp_path: Path) -> None:
     ckpt = Checkpointer(tmp_path, {"x": object()}, mode="sync")
-    with ckpt, pytest.raises(holdfast.UnsupportedState):
+    with ckpt, pytest.raises(everystep.UnsupportedState):
         ckpt.save(1)
     events, skipped = read_events(tmp_path)
     assert skipped == 0

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpointer.schedule import (
+from everystep.checkpointer.schedule import (
     PROBE_CALLS,
     Auto,
     Cost,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import everystep
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 300
@@ -24,7 +24,7 @@ def storm(mode: str, signals: int, run: Path, seconds: float) -> str:
     )
     assert done.returncode == 7, done.stdout + done.stderr
     assert "SIGTERM received" in done.stderr
-    with holdfast.open(run) as last:
+    with everystep.open(run) as last:
         assert f"step {last.step} is saved" in done.stderr
     return done.stdout
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.state.boxed import unchanging
+import everystep
+from everystep.state.boxed import unchanging
 
 STALE = "the same as in the checkpoint before"
 
@@ -18,7 +18,7 @@ STALE = "the same as in the checkpoint before"
 @pytest.mark.parametrize("mode", ["sync", "snapshot"])
 def test_saving_the_same_arrays_twice_is_told_once(tmp_path: Path, mode: Any) -> None:
     state = {"w": unchanging(np.ones(5)), "n": 1}
-    with holdfast.Checkpointer(tmp_path, state, mode=mode, preemption=False) as ckpt:
+    with everystep.Checkpointer(tmp_path, state, mode=mode, preemption=False) as ckpt:
         ckpt.save(1)
         state["n"] = 2
         with pytest.warns(RuntimeWarning, match=STALE):
@@ -33,11 +33,11 @@ def test_new_arrays_and_arrays_that_can_change_are_not_told(tmp_path: Path) -> N
     plain = {"w": np.ones(5), "gaps": unchanging(np.ones((5, 4))[:, ::2])}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with holdfast.Checkpointer(tmp_path / "a", state, mode="snapshot", preemption=False) as ckpt:
+        with everystep.Checkpointer(tmp_path / "a", state, mode="snapshot", preemption=False) as ckpt:
             ckpt.save(1)
             state["w"] = unchanging(np.full(5, 2.0))
             ckpt.save(2)
             ckpt.save(3)
-        with holdfast.Checkpointer(tmp_path / "b", plain, mode="snapshot", preemption=False) as ckpt:
+        with everystep.Checkpointer(tmp_path / "b", plain, mode="snapshot", preemption=False) as ckpt:
             ckpt.save(1)
             ckpt.save(2)

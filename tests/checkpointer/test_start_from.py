@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 
 
 def _start(run: Path, state: Any, source: Path, **given: Any) -> tuple[int, list[str]]:
-    with holdfast.Checkpointer(run, state, mode="sync") as ckpt, warnings.catch_warnings(record=True) as seen:
+    with (
+        everystep.Checkpointer(run, state, mode="sync") as ckpt,
+        warnings.catch_warnings(record=True) as seen,
+    ):
         warnings.simplefilter("always")
         first = ckpt.restore(start_from=source, **given)
     return first, [str(warning.message) for warning in seen]
@@ -27,20 +30,20 @@ def source(tmp_path: Path) -> Path:
         "optim": {"m": np.ones(3)},
         "epoch": 4,
     }
-    holdfast.save(tmp_path / "source", saved, step=300)
+    everystep.save(tmp_path / "source", saved, step=300)
     return tmp_path / "source"
 
 
 def test_a_fine_tune_trains_all_of_its_steps(source: Path, tmp_path: Path) -> None:
     state = {"model": {"w": np.zeros(3, int)}}
     trained = 0
-    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
         for step in range(ckpt.restore(start_from=source), 5):
             trained += 1
             ckpt.save(step + 1)
         assert ckpt.steps == [3, 4, 5]
     assert trained == 5
-    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
         assert ckpt.restore(start_from=source) == 5
 
 
@@ -48,7 +51,7 @@ def test_the_steps_of_the_source_go_on_when_asked(source: Path, tmp_path: Path) 
     state = {"model": {"w": np.zeros(3, int)}}
     assert _start(tmp_path / "run", state, source, continue_steps=True)[0] == 300
     with (
-        holdfast.Checkpointer(tmp_path / "other", state) as ckpt,
+        everystep.Checkpointer(tmp_path / "other", state) as ckpt,
         pytest.raises(ValueError, match="start_from="),
     ):
         ckpt.restore(continue_steps=True)
@@ -75,13 +78,13 @@ def test_one_line_says_what_was_filled_what_was_left_and_what_is_alike(source: P
 
 
 def test_a_start_that_fills_and_uses_everything_is_silent(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "source", {"model": {"w": np.arange(3)}})
+    everystep.save(tmp_path / "source", {"model": {"w": np.arange(3)}})
     assert _start(tmp_path / "run", {"model": {"w": np.zeros(3, int)}}, tmp_path / "source") == (0, [])
 
 
 def test_later_launches_do_not_speak_of_the_start(source: Path, tmp_path: Path) -> None:
     state = {"model": {"w": np.zeros(3, int)}}
-    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
         ckpt.restore(start_from=source)
         ckpt.save(1)
     assert _start(tmp_path / "run", state, source) == (1, [])

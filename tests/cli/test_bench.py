@@ -1,4 +1,4 @@
-"""``holdfast bench``: only the wiring; what is measured has tests of its own."""
+"""``everystep bench``: only the wiring; what is measured has tests of its own."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cli.bench import parse_size
-from holdfast.study import cache, results, runner
-from holdfast.study.report import from_json
-from holdfast.study.suite import Suite
-from holdfast.study.suites.ranks import RanksSuite
-from holdfast.study.suites.save_load import SaveLoadSuite
-from holdfast.study.suites.scale import ScaleSuite
-from holdfast.study.suites.training import TrainingSuite
+from everystep.cli.bench import parse_size
+from everystep.study import cache, results, runner
+from everystep.study.report import from_json
+from everystep.study.suite import Suite
+from everystep.study.suites.ranks import RanksSuite
+from everystep.study.suites.save_load import SaveLoadSuite
+from everystep.study.suites.scale import ScaleSuite
+from everystep.study.suites.training import TrainingSuite
 from support.bench_results import result, row
 from support.command import command
 
 MIB = 1 << 20
-SMALL = ("--size", "2M", "--repeat", "1", "--system", "raw", "--system", "holdfast")
+SMALL = ("--size", "2M", "--repeat", "1", "--system", "raw", "--system", "everystep")
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def record(suite: Suite, directory: Path, console: object, *, check: bool) -> results.Result:
         found.append(suite)
         facts = {"state_nbytes": 1e9, "most_ranks": 4}
-        return result(row("save", "holdfast", seconds=1.0), facts=facts)
+        return result(row("save", "everystep", seconds=1.0), facts=facts)
 
     monkeypatch.setattr(runner, "run", record)
     return found
@@ -53,7 +53,7 @@ def test_options_reach_the_suites(tmp_path: Path, seen: list[Any]) -> None:
     ):
         assert command("bench", tmp_path, *options).code == 0
     assert seen == [
-        SaveLoadSuite(2 * MIB, "many-small", 1, ("raw", "holdfast")),
+        SaveLoadSuite(2 * MIB, "many-small", 1, ("raw", "everystep")),
         SaveLoadSuite(),
         TrainingSuite(
             nbytes=8 * MIB,
@@ -94,8 +94,8 @@ def test_a_small_benchmark_from_end_to_end(tmp_path: Path, monkeypatch: pytest.M
     outcome = command("bench", room, *SMALL, "--quick", "--json", "--plot", picture)
     assert outcome.code == 0
     found = from_json(outcome.out.encode())
-    assert {row.case for row in found.section("save")} == {"raw", "holdfast"}
-    assert outcome.document["format"] == "holdfast-bench/2"
+    assert {row.case for row in found.section("save")} == {"raw", "everystep"}
+    assert outcome.document["format"] == "everystep-bench/2"
     assert found.bars == (), "promises are for --check"
     assert picture.exists()
     assert list(room.iterdir()) == []
@@ -106,7 +106,7 @@ def test_a_broken_promise_is_exit_code_1(
     value: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bar = results.judge("k", "a promise", "<=", 2.0, "x", results.exactly(value))
-    found = msgspec.structs.replace(result(row("save", "holdfast", seconds=1.0)), bars=(bar,))
+    found = msgspec.structs.replace(result(row("save", "everystep", seconds=1.0)), bars=(bar,))
     monkeypatch.setattr(runner, "run", lambda *given, check: found if check else None)
     outcome = command("bench", tmp_path, "--check")
     assert outcome.code == code

@@ -1,4 +1,4 @@
-"""``holdfast completion``, and the examples of ``--help``."""
+"""``everystep completion``, and the examples of ``--help``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from holdfast.cli.app import app
-from holdfast.cli.completion import proposals
-from holdfast.cli.examples import EXAMPLES
+from everystep.cli.app import app
+from everystep.cli.completion import proposals
+from everystep.cli.examples import EXAMPLES
 from support.command import command, step_path
 
 ROOT = typer.main.get_command(app)
@@ -29,25 +29,25 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("holdfast sh", ["show", "shelf"]),
-        ("holdfast shelf ", ["ls", "show", "verify", "export"]),
-        ("holdfast diff --s", ["--summary"]),
+        ("everystep sh", ["show", "shelf"]),
+        ("everystep shelf ", ["ls", "show", "verify", "export"]),
+        ("everystep diff --s", ["--summary"]),
         (
-            "holdfast diff a b --",
+            "everystep diff a b --",
             ["--leaves", "--ignore", "--summary", "--all", "--max-inflation", "--json", "--help"],
         ),
-        ("holdfast bench --shape ", ["gpt2", "few-large", "many-small"]),
-        ("holdfast bench --quick f", []),
-        ("holdfast completion ", ["bash", "zsh", "fish"]),
-        ("holdfast help sh", ["show", "shelf"]),
-        ("holdfast help shelf v", ["verify"]),
-        ("holdfast convert a b --to d", ["ds-universal", "dcp"]),
-        ("holdfast convert --from ho", ["holdfast"]),
-        ("holdfast show runs/a@", ["runs/a@latest", "runs/a@20", "runs/a@10", "runs/a@5"]),
-        ("holdfast diff runs/a@5 runs/a@1", ["runs/a@10"]),
-        ("holdfast show runs/", []),
-        ("holdfast show nowhere@", []),
-        ("holdfast drill -- python @", []),
+        ("everystep bench --shape ", ["gpt2", "few-large", "many-small"]),
+        ("everystep bench --quick f", []),
+        ("everystep completion ", ["bash", "zsh", "fish"]),
+        ("everystep help sh", ["show", "shelf"]),
+        ("everystep help shelf v", ["verify"]),
+        ("everystep convert a b --to d", ["ds-universal", "dcp"]),
+        ("everystep convert --from ev", ["everystep"]),
+        ("everystep show runs/a@", ["runs/a@latest", "runs/a@20", "runs/a@10", "runs/a@5"]),
+        ("everystep diff runs/a@5 runs/a@1", ["runs/a@10"]),
+        ("everystep show runs/", []),
+        ("everystep show nowhere@", []),
+        ("everystep drill -- python @", []),
     ],
 )
 def test_proposals(line: str, expected: list[str], run: Path) -> None:
@@ -56,7 +56,7 @@ def test_proposals(line: str, expected: list[str], run: Path) -> None:
 
 def test_inside_of_a_run_steps_are_proposed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run)
-    assert proposals(ROOT, "holdfast show @2") == ["@20"]
+    assert proposals(ROOT, "everystep show @2") == ["@20"]
 
 
 def test_a_shell_must_be_named() -> None:
@@ -67,12 +67,12 @@ def test_a_shell_must_be_named() -> None:
 
 def test_bash_completes_behind_the_at_sign(run: Path) -> None:
     """In bash a word ends at an @, so a proposal must not repeat what stands before it."""
-    line = "holdfast show runs/a@"
+    line = "everystep show runs/a@"
     proposed = " ".join(proposals(ROOT, line))
     script = f"""
-holdfast() {{ test "$3" = {shlex.quote(line)} && printf '%s\\n' {proposed}; }}
+everystep() {{ test "$3" = {shlex.quote(line)} && printf '%s\\n' {proposed}; }}
 {command("completion", "bash").out}
-COMP_LINE={shlex.quote(line)}; COMP_POINT={len(line)}; _holdfast
+COMP_LINE={shlex.quote(line)}; COMP_POINT={len(line)}; _everystep
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=True)
@@ -82,13 +82,13 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_script_is_accepted_by_its_shell(shell: str) -> None:
     script = command("completion", shell).out
-    assert "holdfast completion --words" in script
+    assert "everystep completion --words" in script
     if shutil.which(shell) is not None:
         subprocess.run([shell, "-n"], input=script, text=True, timeout=60, check=True)
 
 
 def test_help_ends_with_examples_that_name_real_commands_and_options() -> None:
-    assert "holdfast ls runs/gpt" in command("--help").out
+    assert "everystep ls runs/gpt" in command("--help").out
     assert "--best loss:min:3" in command("prune", "--help").out
     groups = {"shelf", "study", "spec"}
     for name, examples in EXAMPLES.items():

@@ -1,4 +1,4 @@
-"""``holdfast diff``."""
+"""``everystep diff``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.inspect import comparison
-from holdfast.inspect.leaf_windows import windows
+import everystep
+from everystep.inspect import comparison
+from everystep.inspect.leaf_windows import windows
 from support.command import command, damage_leaf, make_run, make_state, step_path
 
 
 def saved(path: Path, state: Any, **options: Any) -> Path:
-    holdfast.save(path, state, **options)
+    everystep.save(path, state, **options)
     return path
 
 
@@ -205,7 +205,7 @@ def test_two_states_are_equal_where_python_holds_them_equal(data: st.DataObject)
     b = shuffled(a, data.draw) if data.draw(st.booleans()) else data.draw(_STATES)
     with tempfile.TemporaryDirectory() as place:
         one, other = (saved(Path(place) / name, state) for name, state in (("a", a), ("b", b)))
-        found = holdfast.inspect.compare(one, other)
+        found = everystep.inspect.compare(one, other)
     assert found.equal is python_holds_equal(a, b), found
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 from support.command import command, damage_leaf, damage_manifest, make_run, run_names, step_path
 
 
 @pytest.fixture
 def named(tmp_path: Path) -> Path:
     for number in (1, 2, 10):
-        holdfast.save(tmp_path / "named" / f"epoch-{number}", {"w": np.full(3, number)}, step=number * 100)
+        everystep.save(tmp_path / "named" / f"epoch-{number}", {"w": np.full(3, number)}, step=number * 100)
     return tmp_path / "named"
 
 
@@ -41,11 +41,11 @@ def test_verify_reads_checkpoints_of_other_names(named: Path) -> None:
 def outputs(tmp_path: Path) -> Path:
     """What a Trainer of transformers leaves in its ``output_dir``, as far as names matter."""
     state = {"w": np.ones(3, np.float32)}
-    source = holdfast.save(tmp_path / "source", state).path
+    source = everystep.save(tmp_path / "source", state).path
     for step in (9, 10, 20):
         folder = tmp_path / "outputs" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
-        holdfast.inspect.export(source, folder / "model.safetensors")
+        everystep.inspect.export(source, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
     (tmp_path / "outputs" / "runs").mkdir()
     (tmp_path / "outputs" / "notes.txt").write_text("hello")
@@ -71,11 +71,11 @@ def test_a_directory_of_other_systems_checkpoints_names_them(outputs: Path, tmp_
     assert listed.code == 0
     assert f"but 3 of other systems: {names}" in listed.out
     assert command("ls", outputs, "--json").document["others"] == names.split(", ")
-    with pytest.raises(holdfast.CheckpointNotFound, match="checkpoint-9, checkpoint-10, checkpoint-20"):
-        holdfast.load(outputs)
+    with pytest.raises(everystep.CheckpointNotFound, match="checkpoint-9, checkpoint-10, checkpoint-20"):
+        everystep.load(outputs)
     with (
-        holdfast.Checkpointer(tmp_path / "run", {"model": {"w": np.zeros(3)}}, mode="sync") as checkpointer,
-        pytest.raises(holdfast.CheckpointNotFound, match="checkpoint-9, checkpoint-10, checkpoint-20"),
+        everystep.Checkpointer(tmp_path / "run", {"model": {"w": np.zeros(3)}}, mode="sync") as checkpointer,
+        pytest.raises(everystep.CheckpointNotFound, match="checkpoint-9, checkpoint-10, checkpoint-20"),
     ):
         checkpointer.restore(start_from=outputs)
     assert not page.exists()
@@ -98,7 +98,7 @@ def test_directories_of_other_programs_are_no_checkpoints(named: Path) -> None:
 
 def test_prune_leaves_checkpoints_of_other_names_alone(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", (1, 2, 3))
-    holdfast.save(run / "best", {"w": np.ones(1)}, step=1)
+    everystep.save(run / "best", {"w": np.ones(1)}, step=1)
     document = command("prune", run, "--last", "1", "--json").document
     assert [item["step"] for item in document["removed"]] == [1, 2]
     assert run_names(run) == ["best", "step-000000000003"]
@@ -159,7 +159,7 @@ def test_without_a_path_ls_lists_the_present_directory(
 
 
 def test_a_checkpoint_of_another_system_is_pointed_out(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", {"w": np.ones(3)})
+    everystep.save(tmp_path / "one", {"w": np.ones(3)})
     command("export", tmp_path / "one", tmp_path / "hf.safetensors")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf.safetensors").rename(tmp_path / "hf" / "model.safetensors")
@@ -197,8 +197,8 @@ def test_a_step_of_a_directory_above_runs_names_a_run(tmp_path: Path) -> None:
 
 
 def test_show_of_a_shelf_and_of_an_empty_file_says_what_they_are(tmp_path: Path) -> None:
-    with holdfast.Shelf(tmp_path / "s.shelf") as shelf:
+    with everystep.Shelf(tmp_path / "s.shelf") as shelf:
         shelf.n = 1
-    assert "Found a shelf, which `holdfast shelf ls` lists" in command("show", tmp_path / "s.shelf").err
+    assert "Found a shelf, which `everystep shelf ls` lists" in command("show", tmp_path / "s.shelf").err
     (tmp_path / "empty").touch()
     assert "Found an empty file" in command("show", tmp_path / "empty").err

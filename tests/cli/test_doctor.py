@@ -1,4 +1,4 @@
-"""``holdfast doctor``."""
+"""``everystep doctor``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine import Capabilities, probe
-from holdfast.inspect import machine
-from holdfast.inspect.machine import Choice, Mount, Speed
+from everystep.engine import Capabilities, probe
+from everystep.inspect import machine
+from everystep.inspect.machine import Choice, Mount, Speed
 from support.command import command
 
 ABLE = Capabilities(True, "", True, "", 512, 512)
@@ -24,14 +24,14 @@ def test_says_which_backend_and_why(tmp_path: Path) -> None:
     outcome = command("doctor", tmp_path, "--no-speed")
     assert outcome.code == 0
     names = {line.split()[0] for line in outcome.lines if line}
-    assert {"holdfast", "machine", "directory", "filesystem", "io_uring", "backend", "checksums"} <= names
+    assert {"everystep", "machine", "directory", "filesystem", "io_uring", "backend", "checksums"} <= names
     assert "durable write" not in outcome.out
 
 
 def test_json_schema(tmp_path: Path, quick: None) -> None:
     document = command("doctor", tmp_path, "--json").document
     assert set(document) == {
-        *("directory", "holdfast", "python", "kernel", "cpus", "memory_nbytes", "torch", "nvidia", "mount"),
+        *("directory", "everystep", "python", "kernel", "cpus", "memory_nbytes", "torch", "nvidia", "mount"),
         *("device", "free_nbytes", "capabilities", "huge_pages", "choice", "hash_nbytes_per_second", "speed"),
         *("problems", "advice", "shelf_medium"),
     }
@@ -63,10 +63,10 @@ def test_works_in_memory_and_warns_of_it(quick: None) -> None:
 
 
 def test_a_forced_backend_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_BACKEND", "buffered")
+    monkeypatch.setenv("EVERYSTEP_BACKEND", "buffered")
     choice = command("doctor", tmp_path, "--no-speed", "--json").document["choice"]
     assert choice["backend"] == "buffered"
-    assert "HOLDFAST_BACKEND" in choice["why"]
+    assert "EVERYSTEP_BACKEND" in choice["why"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_backend_that_cannot_be_used_is_a_problem(
     able: Capabilities, forced: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(probe._known, tmp_path.stat().st_dev, able)
-    monkeypatch.setenv("HOLDFAST_BACKEND", forced)
+    monkeypatch.setenv("EVERYSTEP_BACKEND", forced)
     outcome = command("doctor", tmp_path, "--json")
     assert outcome.code == 1
     (problem,) = outcome.document["problems"]
@@ -126,7 +126,7 @@ def test_torch_is_named_without_importing_it(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     code = """
 import sys
-from holdfast.cli.app import app
+from everystep.cli.app import app
 app(["doctor", sys.argv[1], "--no-speed"], standalone_mode=False)
 print("torch imported:", "torch" in sys.modules)
 """
@@ -153,7 +153,7 @@ def test_advice_follows_from_the_facts() -> None:
     assert "transparent_hugepage" in advice(ext4, huge=False)
     assert "barriers" in advice(Mount("ext4", "/", "/dev/sda", ("rw", "nobarrier")))
     assert "network" in advice(Mount("nfs4", "/data", "server:/data", ("rw",)))
-    assert "unset HOLDFAST_BACKEND" in advice(ext4, "buffered")
+    assert "unset EVERYSTEP_BACKEND" in advice(ext4, "buffered")
     assert "a sync takes long" in advice(ext4, speed=Speed(1, 1.0, 1.0, 0.2, False))
 
 

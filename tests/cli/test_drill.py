@@ -1,4 +1,4 @@
-"""``holdfast drill``: what it prints, its exit codes and its document; the drill has tests of its own."""
+"""``everystep drill``: what it prints, its exit codes and its document; the drill has tests of its own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drill import kill_times, procedure
-from holdfast.drill.comparison import Agreement, Difference, Final
-from holdfast.drill.processes import DrillFailed
-from holdfast.drill.report import DrillReport, Killed, Problem
+from everystep.drill import kill_times, procedure
+from everystep.drill.comparison import Agreement, Difference, Final
+from everystep.drill.processes import DrillFailed
+from everystep.drill.report import DrillReport, Killed, Problem
 from support.command import command
 
 KILLS = (
@@ -203,7 +203,7 @@ def test_a_drill_that_cannot_be_held_is_an_error_in_both_forms(monkeypatch: pyte
     monkeypatch.setattr(procedure, "run_drill", run_drill)
     outcome = command("drill", "true")
     assert (outcome.code, outcome.out) == (1, "")
-    assert outcome.err == "holdfast: the command failed by itself: exit code 1\nTraceback [most recent]\n"
+    assert outcome.err == "everystep: the command failed by itself: exit code 1\nTraceback [most recent]\n"
     error = command("drill", "--json", "true").document["error"]
     assert error["type"] == "DrillFailed"
     assert "Traceback [most recent]" in error["message"]
@@ -235,9 +235,9 @@ def test_a_real_drill_from_the_command_line(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(kill_times, "_SHORT_SECONDS", math.inf)  # killed by a call, however long a sync takes
     code = """
-import numpy, holdfast
+import numpy, everystep
 state = {"w": numpy.zeros(10)}
-with holdfast.Checkpointer("run", state, mode="sync") as ckpt:
+with everystep.Checkpointer("run", state, mode="sync") as ckpt:
     for step in range(ckpt.restore(), 10):
         state["w"] += step
         ckpt.save(step + 1)
@@ -255,7 +255,7 @@ def test_a_signal_to_the_drill_ends_the_training_too_and_leaves_nothing(
 ) -> None:
     """The training is in a session of its own, where neither a terminal nor a scheduler reaches it."""
     script = f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; exec sleep 600"
-    arguments = [sys.executable, "-m", "holdfast.cli", "drill", "--", "bash", "-c", script]
+    arguments = [sys.executable, "-m", "everystep.cli", "drill", "--", "bash", "-c", script]
     (tmp_path / "here").mkdir()
 
     def heed() -> None:

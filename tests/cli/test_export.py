@@ -1,4 +1,4 @@
-"""``holdfast export``."""
+"""``everystep export``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-import holdfast
-from holdfast.engine import faults
-from holdfast.inspect import leaf_stream
-from holdfast.inspect.leaf_windows import windows
+import everystep
+from everystep.engine import faults
+from everystep.inspect import leaf_stream
+from everystep.inspect.leaf_windows import windows
 from support.command import SHARD, command, damage_leaf, make_run, make_state
 
 
@@ -30,7 +30,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    holdfast.save(tmp_path / "one", make_state(), step=42)
+    everystep.save(tmp_path / "one", make_state(), step=42)
     return tmp_path / "one"
 
 
@@ -49,7 +49,7 @@ def test_other_tools_read_every_leaf_bit_for_bit(checkpoint: Path, output: Path)
     assert set(tensors) == {"model.w", "model.b"}
     assert np.array_equal(tensors["model.w"], expected["w"])
     assert np.array_equal(tensors["model.b"], expected["b"])
-    assert metadata["holdfast.step"] == "42"
+    assert metadata["everystep.step"] == "42"
     assert metadata["format"] == "np"
     assert [path.name for path in output.parent.iterdir()] == ["model.safetensors"]
 
@@ -78,7 +78,7 @@ def test_all_types_of_torch(tmp_path: Path, output: Path) -> None:
         "empty": torch.zeros(0, 4),
         "transposed": torch.arange(6.0).reshape(2, 3).T,
     }
-    holdfast.save(tmp_path / "one", state)
+    everystep.save(tmp_path / "one", state)
     assert command("export", tmp_path / "one", output).code == 0
     loaded = load_file(output)
     assert set(loaded) == set(state)
@@ -92,33 +92,33 @@ def test_all_types_of_torch(tmp_path: Path, output: Path) -> None:
 
 def test_types_without_a_name_are_carried_and_noted(tmp_path: Path, output: Path) -> None:
     state = {"c": np.array([1 + 2j]), "when": np.array(["2020-01-01"], "M8[D]"), "__metadata__": np.ones(1)}
-    holdfast.save(tmp_path / "one", state)
+    everystep.save(tmp_path / "one", state)
     command("export", tmp_path / "one", output)
     tensors, metadata = read(output)
     assert tensors["c"].tolist() == [[1.0, 2.0]]
     assert tensors["when"].tobytes() == state["when"].tobytes()
     assert tensors["leaf:__metadata__"].tolist() == [1.0]
-    assert json.loads(metadata["holdfast.dtypes"]) == {"c": "C128", "when": "NP:<M8[D]"}
+    assert json.loads(metadata["everystep.dtypes"]) == {"c": "C128", "when": "NP:<M8[D]"}
 
 
 def test_tied_leaves_are_written_once_and_noted(tmp_path: Path, output: Path) -> None:
     tied = np.arange(1000.0)
-    holdfast.save(tmp_path / "one", {"emb": tied, "head": tied, "x": np.ones(1)})
+    everystep.save(tmp_path / "one", {"emb": tied, "head": tied, "x": np.ones(1)})
     document = command("export", tmp_path / "one", output, "--json").document
     assert document["tied"] == {"head": "emb"}
     tensors, metadata = read(output)
     assert set(tensors) == {"emb", "x"}
-    assert json.loads(metadata["holdfast.tied"]) == {"head": "emb"}
+    assert json.loads(metadata["everystep.tied"]) == {"head": "emb"}
 
 
 def test_a_tied_leaf_alone_is_written_under_its_own_name(tmp_path: Path, output: Path) -> None:
     tied = np.arange(10.0)
-    holdfast.save(tmp_path / "one", {"emb": tied, "head": tied})
+    everystep.save(tmp_path / "one", {"emb": tied, "head": tied})
     command("export", tmp_path / "one", output, "--select", "head")
     tensors, metadata = read(output)
     assert tensors["head"].tolist() == tied.tolist()
     assert "emb" not in tensors
-    assert "holdfast.tied" not in metadata
+    assert "everystep.tied" not in metadata
 
 
 def test_select_takes_globs(checkpoint: Path, output: Path) -> None:
@@ -140,7 +140,7 @@ def test_elements_are_aligned_to_their_size(tmp_path: Path, output: Path) -> Non
         "c": np.ones(3),
         "d": np.ones(5, np.float32),
     }
-    holdfast.save(tmp_path / "one", state)
+    everystep.save(tmp_path / "one", state)
     command("export", tmp_path / "one", output)
     data = output.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -151,7 +151,7 @@ def test_elements_are_aligned_to_their_size(tmp_path: Path, output: Path) -> Non
 
 
 def test_a_checkpoint_without_arrays_makes_a_valid_empty_file(tmp_path: Path, output: Path) -> None:
-    holdfast.save(tmp_path / "one", {"epoch": 3})
+    everystep.save(tmp_path / "one", {"epoch": 3})
     assert command("export", tmp_path / "one", output).code == 0
     assert read(output)[0] == {}
 
@@ -218,7 +218,7 @@ def test_nothing_is_written_into_a_checkpoint(
     assert outcome.code == 1
     assert "inside of a checkpoint" in outcome.err
     assert [path.name for path in checkpoint.iterdir()] == [SHARD]
-    assert holdfast.verify(checkpoint).intact
+    assert everystep.verify(checkpoint).intact
 
 
 def test_nothing_is_written_into_a_save_under_way(checkpoint: Path, tmp_path: Path) -> None:
@@ -231,12 +231,12 @@ def test_nothing_is_written_into_a_save_under_way(checkpoint: Path, tmp_path: Pa
 def test_a_shard_on_another_volume_is_not_replaced_either(tmp_path: Path) -> None:
     volume = tmp_path / "volume"
     volume.mkdir()
-    options = holdfast.Options(volumes=[volume])
-    holdfast.save(tmp_path / "one", make_state(), options=options)
+    options = everystep.Options(volumes=[volume])
+    everystep.save(tmp_path / "one", make_state(), options=options)
     (shard,) = volume.rglob("*.safetensors")
     outcome = command("export", tmp_path / "one", shard, "--force")
     assert outcome.code == 1
-    assert holdfast.verify(tmp_path / "one").intact
+    assert everystep.verify(tmp_path / "one").intact
 
 
 def test_damage_leaves_neither_file_nor_rest(checkpoint: Path, output: Path) -> None:
@@ -271,29 +271,29 @@ def test_a_missing_directory_says_what_to_do(checkpoint: Path, tmp_path: Path) -
 def test_of_a_run_the_newest_is_exported(tmp_path: Path, output: Path) -> None:
     run = make_run(tmp_path / "run", [1, 2])
     command("export", run, output)
-    assert read(output)[1]["holdfast.step"] == "2"
+    assert read(output)[1]["everystep.step"] == "2"
 
 
 @pytest.mark.parametrize("backend", ["uring", "threads", "buffered"])
 def test_leaves_larger_than_a_window_and_sizes_that_are_no_blocks(
     backend: str, tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holdfast.save(tmp_path / "probe", {})  # settles whether direct I/O works before a backend is forced
+    everystep.save(tmp_path / "probe", {})  # settles whether direct I/O works before a backend is forced
     if backend not in _possible(tmp_path):
         pytest.skip(f"{backend} is not available here")
-    monkeypatch.setenv("HOLDFAST_BACKEND", backend)
+    monkeypatch.setenv("EVERYSTEP_BACKEND", backend)
     monkeypatch.setattr(leaf_stream, "windows", lambda extents: windows(extents, 1 << 20))
     rng = np.random.default_rng(1)
     state = {"w": rng.integers(0, 256, 5_000_001, dtype=np.uint8), "v": rng.standard_normal(300_001)}
     state |= {f"s{i}": rng.standard_normal(i) for i in range(200)}
-    holdfast.save(tmp_path / "one", state)
+    everystep.save(tmp_path / "one", state)
     assert command("export", tmp_path / "one", output).code == 0
     tensors, _ = read(output)
     assert all(np.array_equal(tensors[name], array) for name, array in state.items())
 
 
 def _possible(directory: Path) -> set[str]:
-    from holdfast.engine import capabilities
+    from everystep.engine import capabilities
 
     able = capabilities(directory)
     return {
@@ -305,10 +305,10 @@ def _possible(directory: Path) -> set[str]:
 
 def test_memory_stays_bounded_whatever_the_size(tmp_path: Path, output: Path) -> None:
     nbytes = 400 << 20
-    holdfast.save(tmp_path / "one", {"w": np.zeros((1, nbytes), np.uint8)})
+    everystep.save(tmp_path / "one", {"w": np.zeros((1, nbytes), np.uint8)})
     code = """
 import sys
-from holdfast.cli.app import app
+from everystep.cli.app import app
 app(["export", *sys.argv[1:]], standalone_mode=False)
 # Not getrusage: its peak is inherited from the process that started this one.
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
@@ -333,9 +333,9 @@ def test_another_ending_is_refused_and_the_known_ones_are_named(
     assert outcome.code == 2
     said = " ".join(outcome.err.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
     assert "export writes .safetensors files" in said
-    assert "holdfast convert" in said
+    assert "everystep convert" in said
     with pytest.raises(ValueError, match=r"\.safetensors"):
-        holdfast.inspect.export(checkpoint, tmp_path / name)
+        everystep.inspect.export(checkpoint, tmp_path / name)
     assert not (tmp_path / name).exists()
 
 

@@ -1,4 +1,4 @@
-"""``holdfast ls``."""
+"""``everystep ls``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 from support.command import (
     SHARD,
     TWO_FILES,
@@ -53,7 +53,7 @@ def test_json_holds_every_fact(tmp_path: Path) -> None:
 
 
 def test_metrics_that_are_no_json_numbers_are_text(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", {"w": np.zeros(1)}, mode="sync") as checkpointer:
+    with everystep.Checkpointer(tmp_path / "run", {"w": np.zeros(1)}, mode="sync") as checkpointer:
         checkpointer.save(1, metrics={"loss": math.nan, "norm": math.inf})
     (entry,) = command("ls", tmp_path / "run", "--json").document["checkpoints"]
     assert entry["metrics"] == {"loss": "nan", "norm": "inf"}
@@ -126,7 +126,7 @@ def test_an_empty_directory_has_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_single_checkpoint_lists_itself(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", {"w": np.zeros(3)}, step=7)
+    everystep.save(tmp_path / "one", {"w": np.zeros(3)}, step=7)
     document = command("ls", tmp_path / "one", "--json").document
     assert [entry["step"] for entry in document["checkpoints"]] == [7]
 
@@ -146,7 +146,7 @@ def test_however_narrow_the_terminal_nothing_is_lost(
 
 
 def test_a_name_with_terminal_commands_is_shown_escaped(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", {"w": np.zeros(1)}, mode="sync") as checkpointer:
+    with everystep.Checkpointer(tmp_path / "run", {"w": np.zeros(1)}, mode="sync") as checkpointer:
         checkpointer.save(1, metrics={"a\x1b[2Jb": 1.0})
     outcome = command("ls", tmp_path / "run")
     assert "\x1b" not in outcome.out
@@ -157,7 +157,7 @@ def test_a_name_with_terminal_commands_is_shown_escaped(tmp_path: Path) -> None:
 def test_a_narrow_terminal_keeps_a_metric_on_one_line(
     columns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", {"w": np.zeros(1)}, mode="sync") as checkpointer:
+    with everystep.Checkpointer(tmp_path / "run", {"w": np.zeros(1)}, mode="sync") as checkpointer:
         checkpointer.save(1, metrics={"loss": 10.837, "accuracy": 0.5, "rate": 1.25e-05})
     monkeypatch.setenv("COLUMNS", columns)
     out = command("ls", tmp_path / "run").out

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import __version__
-from holdfast.cli.examples import EXAMPLES
+from everystep import __version__
+from everystep.cli.examples import EXAMPLES
 from support.command import SHARD, command, damage_manifest, make_run, step_path
 
 COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "spec", "drill", "doctor", "bench")
@@ -28,7 +28,7 @@ def test_help_and_version_need_neither_numpy_nor_torch(arguments: tuple[str, ...
     code = """
 import atexit, sys
 atexit.register(lambda: print("heavy:", [name for name in ("numpy", "torch") if name in sys.modules]))
-from holdfast.cli import main
+from everystep.cli import main
 main()
 """
     result = python(code, *arguments)
@@ -37,10 +37,10 @@ main()
 
 
 def test_version() -> None:
-    assert command("--version").out == f"holdfast {__version__}\n"
+    assert command("--version").out == f"everystep {__version__}\n"
 
 
-@pytest.mark.parametrize("module", ["holdfast", "holdfast.cli"])
+@pytest.mark.parametrize("module", ["everystep", "everystep.cli"])
 def test_runs_as_a_module(module: str, tmp_path: Path) -> None:
     def run(*arguments: str) -> tuple[int, str, str]:
         done = subprocess.run(
@@ -52,11 +52,11 @@ def test_runs_as_a_module(module: str, tmp_path: Path) -> None:
         )
         return done.returncode, done.stdout, done.stderr
 
-    assert run("--version") == (0, f"holdfast {__version__}\n", "")
+    assert run("--version") == (0, f"everystep {__version__}\n", "")
     missing = str(tmp_path / "missing")
     expected = command("ls", missing)
     assert run("ls", missing) == (expected.code, expected.out, expected.err)
-    assert run("ls", "--none")[2].startswith("Usage: holdfast ls ")
+    assert run("ls", "--none")[2].startswith("Usage: everystep ls ")
 
 
 def test_without_a_command_it_shows_help_and_counts_as_wrong_usage() -> None:
@@ -111,7 +111,7 @@ def test_a_path_with_nothing_or_a_file_at_it_is_one_clear_line(
     outcome = command(*filled)
     assert outcome.code == 1
     assert outcome.out == ""
-    assert outcome.err.startswith("holdfast: ")
+    assert outcome.err.startswith("everystep: ")
     assert outcome.err.count("\n") == 1
     assert str(missing) in outcome.err
 
@@ -144,14 +144,14 @@ def test_a_directory_that_is_neither_run_nor_checkpoint_says_so(tmp_path: Path) 
 
 BLOCKED = """
 import sys, time
-import holdfast.store
+import everystep.store
 def block(*args, **kwargs):
     print("ready", flush=True)
     while True:
         time.sleep(0.05)  # not one long wait: a signal right before it would be heard at its end only
-holdfast.store.verify = block
-from holdfast.cli import main
-sys.argv = ["holdfast", "verify", *sys.argv[1:]]
+everystep.store.verify = block
+from everystep.cli import main
+sys.argv = ["everystep", "verify", *sys.argv[1:]]
 main()
 """
 
@@ -178,8 +178,8 @@ import os, sys
 read, write = os.pipe()
 os.close(read)
 os.dup2(write, 1)
-from holdfast.cli import main
-sys.argv = ["holdfast", "ls", *sys.argv[1:]]
+from everystep.cli import main
+sys.argv = ["everystep", "ls", *sys.argv[1:]]
 main()
 """
     result = python(code, str(run), *extra)
@@ -198,7 +198,7 @@ WAYS = {
 
 def shell(redirection: str, *arguments: str, unbuffered: bool = False) -> subprocess.CompletedProcess[str]:
     """The command with its output redirected as a shell does it."""
-    line = [sys.executable, *(["-u"] if unbuffered else []), "-m", "holdfast.cli", *arguments]
+    line = [sys.executable, *(["-u"] if unbuffered else []), "-m", "everystep.cli", *arguments]
     return subprocess.run(
         ["/bin/sh", "-c", f'exec "$@" {redirection}', "sh", *line],
         capture_output=True,
@@ -217,7 +217,7 @@ def test_a_full_device_for_the_output_is_one_line(
     filled = [argument.format(run=run) for argument in arguments]
     result = shell(">/dev/full", *filled, unbuffered=unbuffered)
     assert result.returncode == 1
-    assert result.stderr.startswith("holdfast: ")
+    assert result.stderr.startswith("everystep: ")
     assert result.stderr.endswith("No space left on device\n")
     assert result.stderr.count("\n") == 1
 
@@ -226,7 +226,7 @@ def test_a_full_device_for_the_output_is_one_line(
 def test_a_closed_output_is_one_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [1])
     result = shell(">&-", *(argument.format(run=run) for argument in arguments))
-    assert (result.returncode, result.stderr) == (1, "holdfast: standard output is closed\n")
+    assert (result.returncode, result.stderr) == (1, "everystep: standard output is closed\n")
 
 
 def test_nobody_has_to_listen_to_errors(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_nobody_has_to_listen_to_errors(tmp_path: Path) -> None:
 def test_progress_bars_keep_off_what_is_no_terminal(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [1])
     result = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli", "verify", str(run), "--json"],
+        [sys.executable, "-m", "everystep.cli", "verify", str(run), "--json"],
         capture_output=True,
         text=True,
         timeout=240,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 from support.command import command
 
 COMMANDS = (
@@ -38,11 +38,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run and a shelf in the current directory, whose names are short."""
     monkeypatch.chdir(tmp_path)
     state = {"model": {"transformer.h.0.attention.c_attn.weight": np.ones((3, 4)), "b": np.zeros(20)}}
-    with holdfast.Checkpointer("run", state, mode="sync") as ckpt:
+    with everystep.Checkpointer("run", state, mode="sync") as ckpt:
         for step in (1, 20, 123_456):
             state["model"]["b"] += 0.5
             ckpt.save(step, metrics={"loss": 1.25 / step, "accuracy/validation": step / 7, "lr": 3e-4})
-    with holdfast.Shelf("shelf", size=1 << 20) as shelf:
+    with everystep.Shelf("shelf", size=1 << 20) as shelf:
         shelf["centers"] = np.ones((10, 3))
     return tmp_path
 
@@ -105,8 +105,8 @@ def _run(program: str, **environment: str) -> bytes:
 def test_without_utf_8_our_own_signs_are_ascii_and_names_escaped(environment: dict[str, str]) -> None:
     said = _run(
         "import sys\n"
-        "from holdfast.cli import words\n"
-        "from holdfast.cli.streams import prepare_streams\n"
+        "from everystep.cli import words\n"
+        "from everystep.cli.streams import prepare_streams\n"
         "prepare_streams()\n"
         "print(words.duration(5e-5), words.TIMES, words.shortened('abcdef', 4))\n"
         "print('gr\\xf6\\xdfe', '\\u2500\\u2192')",
@@ -117,7 +117,7 @@ def test_without_utf_8_our_own_signs_are_ascii_and_names_escaped(environment: di
 
 def test_with_utf_8_they_are_what_they_were() -> None:
     program = (
-        "from holdfast.cli import words, streams; streams.prepare_streams(); print(words.duration(5e-5))"
+        "from everystep.cli import words, streams; streams.prepare_streams(); print(words.duration(5e-5))"
     )
     for environment in ({"LC_ALL": "C.UTF-8"}, {"LC_ALL": "C", "PYTHONUTF8": "1"}):
         assert _run(program, **environment).decode("utf-8").split() == ["50", "\N{MICRO SIGN}s"]
@@ -126,7 +126,7 @@ def test_with_utf_8_they_are_what_they_were() -> None:
 def test_a_whole_command_in_the_c_locale_is_ascii(here: Path) -> None:
     for arguments in (["stats", "run"], ["show", "run"], ["ls", "--help"]):
         said = _run(
-            f"import sys; sys.argv = {['holdfast', *arguments]}; from holdfast.cli import main; main()",
+            f"import sys; sys.argv = {['everystep', *arguments]}; from everystep.cli import main; main()",
             LC_ALL="C",
         )
         assert said.decode("ascii").strip()

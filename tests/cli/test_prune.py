@@ -1,4 +1,4 @@
-"""``holdfast prune``."""
+"""``everystep prune``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import inspect
-from holdfast.checkpointer import recorded_rules as recorded_rules_module
-from holdfast.checkpointer.recorded_rules import record_rules, recorded_rules
-from holdfast.store import WritableRun
-from holdfast.store.names import RULES
+import everystep
+from everystep import inspect
+from everystep.checkpointer import recorded_rules as recorded_rules_module
+from everystep.checkpointer.recorded_rules import record_rules, recorded_rules
+from everystep.store import WritableRun
+from everystep.store.names import RULES
 from support.command import command, damage_manifest, make_run, make_state, run_names, step_path, truncate
 
 
@@ -26,12 +26,12 @@ def steps(run: Path) -> list[int]:
     return [int(name[5:]) for name in run_names(run)]
 
 
-def trained(run: Path, keep: holdfast.Keep | None, steps: range = range(1, 7)) -> Path:
+def trained(run: Path, keep: everystep.Keep | None, steps: range = range(1, 7)) -> Path:
     """A run with more checkpoints than its own rules keep, as after a kill, and those rules."""
     make_run(run, list(steps))
     (run / RULES).unlink()
-    with closing(holdfast.Checkpointer(run, make_state(), keep=keep, mode="sync")) as checkpointer:
-        record_rules(checkpointer._context.run.directory, keep or holdfast.Keep())
+    with closing(everystep.Checkpointer(run, make_state(), keep=keep, mode="sync")) as checkpointer:
+        record_rules(checkpointer._context.run.directory, keep or everystep.Keep())
     return run
 
 
@@ -39,35 +39,35 @@ def trained(run: Path, keep: holdfast.Keep | None, steps: range = range(1, 7)) -
     ("keep", "stay"),
     [
         (None, [4, 5, 6]),
-        (holdfast.Keep(last=1), [6]),
-        (holdfast.Keep(last=1, every=3, best=("loss", "max", 1)), [1, 3, 6]),
-        (holdfast.Keep(last=np.int64(1), every=np.int32(4), best=("loss", "max", np.int8(2))), [1, 2, 4, 6]),
-        (holdfast.Keep(last=1, seconds=math.inf), [1, 6]),
+        (everystep.Keep(last=1), [6]),
+        (everystep.Keep(last=1, every=3, best=("loss", "max", 1)), [1, 3, 6]),
+        (everystep.Keep(last=np.int64(1), every=np.int32(4), best=("loss", "max", np.int8(2))), [1, 2, 4, 6]),
+        (everystep.Keep(last=1, seconds=math.inf), [1, 6]),
     ],
 )
 def test_the_rules_of_the_runs_own_training_hold(
-    keep: holdfast.Keep | None, stay: list[int], tmp_path: Path
+    keep: everystep.Keep | None, stay: list[int], tmp_path: Path
 ) -> None:
     run = trained(tmp_path / "run", keep)
-    assert recorded_rules(str(run)) == (keep or holdfast.Keep())
+    assert recorded_rules(str(run)) == (keep or everystep.Keep())
     assert "rules of the run: keep the last" in command("prune", run, "--dry-run").out
     document = command("prune", run, "--json").document
     assert document["kept"] == steps(run) == stay
-    assert inspect.prune(run).rules == (keep or holdfast.Keep())
+    assert inspect.prune(run).rules == (keep or everystep.Keep())
 
 
 def test_a_training_records_its_rules_with_its_first_save(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(
-        tmp_path / "run", make_state(), keep=holdfast.Keep(last=7), mode="sync"
+    with everystep.Checkpointer(
+        tmp_path / "run", make_state(), keep=everystep.Keep(last=7), mode="sync"
     ) as checkpointer:
         assert recorded_rules(str(tmp_path / "run")) is None
         checkpointer.save(1)
         checkpointer.wait()
-        assert recorded_rules(str(tmp_path / "run")) == holdfast.Keep(last=7)
+        assert recorded_rules(str(tmp_path / "run")) == everystep.Keep(last=7)
     # A script that only restores has rules of its own, which say nothing of the run.
-    with holdfast.Checkpointer(tmp_path / "run", make_state(), keep=holdfast.Keep(last=1)) as checkpointer:
+    with everystep.Checkpointer(tmp_path / "run", make_state(), keep=everystep.Keep(last=1)) as checkpointer:
         checkpointer.restore()
-    assert recorded_rules(str(tmp_path / "run")) == holdfast.Keep(last=7)
+    assert recorded_rules(str(tmp_path / "run")) == everystep.Keep(last=7)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_rules_that_cannot_be_recorded_leave_no_older_ones(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     state = make_state()
-    with holdfast.Checkpointer(
-        run, state, keep=holdfast.Keep(last=100, every=2), mode="sync"
+    with everystep.Checkpointer(
+        run, state, keep=everystep.Keep(last=100, every=2), mode="sync"
     ) as checkpointer:
         checkpointer.restore()
         monkeypatch.setattr(recorded_rules_module.fs, "open_regular", full)
@@ -124,7 +124,7 @@ def test_rules_that_cannot_be_recorded_leave_no_older_ones(
 
 
 def test_rules_that_are_given_hold_alone(tmp_path: Path) -> None:
-    run = trained(tmp_path / "run", holdfast.Keep(every=1))
+    run = trained(tmp_path / "run", everystep.Keep(every=1))
     outcome = command("prune", run, "--last", "3")
     assert outcome.code == 0
     assert steps(run) == [4, 5, 6]
@@ -205,7 +205,7 @@ def test_damaged_checkpoints_stay_and_count_for_no_rule(tmp_path: Path) -> None:
 
 def test_a_run_that_is_being_written_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    with holdfast.Checkpointer(run, make_state(), keep=holdfast.Keep(last=10), mode="sync"):
+    with everystep.Checkpointer(run, make_state(), keep=everystep.Keep(last=10), mode="sync"):
         outcome = command("prune", run, "--last", "1", "--json")
         assert outcome.code == 1
         assert outcome.document["error"]["type"] == "Locked"
@@ -214,7 +214,7 @@ def test_a_run_that_is_being_written_is_refused(tmp_path: Path) -> None:
 
 def test_one_that_somebody_reads_is_held_and_reported(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [1, 2])
-    with holdfast.open(step_path(run, 1)) as reader:
+    with everystep.open(step_path(run, 1)) as reader:
         document = command("prune", run, "--last", "1", "--json").document
         assert [Path(path).name for path in document["held"]] == ["step-000000000001.retired"]
         assert document["freed_nbytes"] == 0
@@ -301,7 +301,7 @@ def test_a_metric_that_no_checkpoint_has_removes_nothing(tmp_path: Path) -> None
 
 def test_checkpoints_of_other_names_are_not_said_to_be_gone(tmp_path: Path) -> None:
     for name in ("best", "final"):
-        holdfast.save(tmp_path / name, make_state())
+        everystep.save(tmp_path / name, make_state())
     outcome = command("prune", tmp_path)
     assert outcome.code == 0
     assert "nothing to prune" in outcome.out

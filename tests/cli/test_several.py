@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
 from support.command import command, step_path
 from support.several_ranks import Own, write_several
 from support.simulated_worlds import Array, random_state

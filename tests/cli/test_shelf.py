@@ -1,4 +1,4 @@
-"""``holdfast shelf ls|show|verify|export``."""
+"""``everystep shelf ls|show|verify|export``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast import Shelf
+from everystep import Shelf
 from support.command import command
 
 

@@ -1,4 +1,4 @@
-"""``holdfast show``."""
+"""``everystep show``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-import holdfast
+import everystep
 from support.command import command, damage_leaf, make_run, make_state, step_path
 
 
 def test_shows_facts_values_and_leaves(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", make_state(), step=1234, metrics={"loss": 0.5})
+    everystep.save(tmp_path / "one", make_state(), step=1234, metrics={"loss": 0.5})
     outcome = command("show", tmp_path / "one")
     assert outcome.code == 0
     lines = outcome.lines
@@ -25,13 +25,13 @@ def test_shows_facts_values_and_leaves(tmp_path: Path) -> None:
 def test_json_holds_every_fact_and_keeps_the_exact_value(tmp_path: Path) -> None:
     tied = np.zeros((2, 3))
     state = {"a": tied, "b": tied, "n": math.nan, "t": (1, 2.5), "big": 2**80}
-    info = holdfast.save(tmp_path / "one", state, step=7, metrics={"loss": math.inf})
+    info = everystep.save(tmp_path / "one", state, step=7, metrics={"loss": math.inf})
     document = command("show", tmp_path / "one", "--json").document
     assert set(document) == {
         *("path", "format", "id", "step", "created", "world", "metrics", "nbytes", "stored_nbytes"),
         *("files", "values", "subtrees", "leaves"),
     }
-    assert (document["step"], document["id"], document["format"]) == (7, info.id, "holdfast/1")
+    assert (document["step"], document["id"], document["format"]) == (7, info.id, "everystep/1")
     assert document["metrics"] == {"loss": "inf"}
     assert document["nbytes"] == 48
     assert document["values"] == {
@@ -49,7 +49,7 @@ def test_json_holds_every_fact_and_keeps_the_exact_value(tmp_path: Path) -> None
 
 def test_leaves_come_in_the_order_of_the_state(tmp_path: Path) -> None:
     state = {"small": np.zeros(3, np.int8), "wide": np.zeros(3), "half": np.zeros(3, np.float16)}
-    holdfast.save(tmp_path / "one", state)
+    everystep.save(tmp_path / "one", state)
     document = command("show", tmp_path / "one", "--json").document
     assert [leaf["name"] for leaf in document["leaves"]] == ["small", "wide", "half"]
 
@@ -60,7 +60,7 @@ def test_a_run_means_its_newest_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_glob_shows_only_what_matches(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", make_state())
+    everystep.save(tmp_path / "one", make_state())
     outcome = command("show", tmp_path / "one", "--leaves", "*.b")
     assert "model.b" in outcome.out
     assert "model.w" not in outcome.out
@@ -70,7 +70,7 @@ def test_a_glob_shows_only_what_matches(tmp_path: Path) -> None:
 
 
 def test_a_glob_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", make_state())
+    everystep.save(tmp_path / "one", make_state())
     outcome = command("show", tmp_path / "one", "--leaves", "[")
     assert outcome.code == 1
     assert "no leaf" in outcome.err
@@ -81,7 +81,7 @@ def test_a_glob_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
 
 
 def test_many_leaves_are_cut_off_unless_asked_for(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", {"p": {str(i): np.zeros(1) for i in range(150)}})
+    everystep.save(tmp_path / "one", {"p": {str(i): np.zeros(1) for i in range(150)}})
     short, full = command("show", tmp_path / "one"), command("show", tmp_path / "one", "--all")
     assert "p.99 " in short.out
     assert "p.100 " not in short.out
@@ -91,7 +91,7 @@ def test_many_leaves_are_cut_off_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_long_values_are_cut_off_unless_asked_for(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", {"text": "x" * 5000, "huge": 7**20_000})
+    everystep.save(tmp_path / "one", {"text": "x" * 5000, "huge": 7**20_000})
     assert "x" * 500 not in command("show", tmp_path / "one").out
     full = command("show", tmp_path / "one", "--all").out
     assert "x" * 5000 in full
@@ -99,13 +99,13 @@ def test_long_values_are_cut_off_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_arrays_are_not_read(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", make_state())
+    everystep.save(tmp_path / "one", make_state())
     damage_leaf(tmp_path / "one", "model.w")
     assert command("show", tmp_path / "one").code == 0
 
 
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", {"a\x1b[2J": np.zeros(1), "[bold]": "\x1b]0;title\x07"})
+    everystep.save(tmp_path / "one", {"a\x1b[2J": np.zeros(1), "[bold]": "\x1b]0;title\x07"})
     outcome = command("show", tmp_path / "one")
     assert "\x1b" not in outcome.out
     assert "[bold]" in outcome.out  # not taken for markup

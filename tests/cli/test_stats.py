@@ -1,4 +1,4 @@
-"""``holdfast stats``."""
+"""``everystep stats``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from PIL import Image
 
-import holdfast
-from holdfast.checkpointer.events import (
+import everystep
+from everystep.checkpointer.events import (
     EVENTS_NAME,
     Event,
     EventLog,
@@ -25,7 +25,7 @@ from holdfast.checkpointer.events import (
     Restored,
     Saved,
 )
-from holdfast.inspect.event_summary import distribution, metric_points
+from everystep.inspect.event_summary import distribution, metric_points
 from support.command import command, make_run, make_state, step_path
 
 
@@ -213,7 +213,7 @@ def test_a_run_without_events_is_one_helpful_line(tmp_path: Path) -> None:
     outcome = command("stats", run)
     assert (outcome.code, outcome.out) == (1, "")
     assert f"{run} has checkpoints but no events.jsonl" in outcome.err
-    assert "holdfast ls" in outcome.err
+    assert "everystep ls" in outcome.err
     error = command("stats", run, "--json").document["error"]
     assert (error["type"], error["path"]) == ("NoEvents", str(run))
 
@@ -227,17 +227,17 @@ def test_what_is_not_a_run_is_named(kind: str, tmp_path: Path) -> None:
         elsewhere.mkdir()
     outcome = command("stats", elsewhere)
     assert (outcome.code, outcome.out) == (1, "")
-    assert outcome.err.startswith("holdfast: ")
+    assert outcome.err.startswith("everystep: ")
     assert outcome.err.count("\n") == 1
     assert str(elsewhere) in outcome.err
     assert str(elsewhere) in command("stats", elsewhere, "--json").document["error"]["message"]
 
 
 def test_a_checkpoint_points_to_its_run(tmp_path: Path) -> None:
-    holdfast.save(step_path(tmp_path, 7), make_state(), step=7)
+    everystep.save(step_path(tmp_path, 7), make_state(), step=7)
     outcome = command("stats", step_path(tmp_path, 7))
     assert outcome.code == 1
-    assert f"holdfast stats {tmp_path}\n" in outcome.err
+    assert f"everystep stats {tmp_path}\n" in outcome.err
 
 
 def test_a_log_without_a_single_event_says_so(tmp_path: Path) -> None:
@@ -312,8 +312,8 @@ def test_options_that_make_no_sense_are_wrong_usage(options: tuple[str, ...], tm
 
 def test_metrics_of_pruned_steps_stay(tmp_path: Path) -> None:
     state = make_state()
-    with holdfast.Checkpointer(
-        tmp_path / "run", state, keep=holdfast.Keep(last=1), mode="sync"
+    with everystep.Checkpointer(
+        tmp_path / "run", state, keep=everystep.Keep(last=1), mode="sync"
     ) as checkpointer:
         for step, loss in ((1, 3.0), (2, math.nan), (3, 2.0), (4, 2.5)):
             checkpointer.save(step, metrics={"loss": loss, "tokens": step * 10**6})
@@ -352,6 +352,6 @@ def test_metrics_of_steps_that_a_training_went_back_behind_are_gone() -> None:
 
 
 def test_a_run_without_metrics_says_how_to_save_some(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", make_state(), mode="sync") as checkpointer:
+    with everystep.Checkpointer(tmp_path / "run", make_state(), mode="sync") as checkpointer:
         checkpointer.save(1)
     assert "save them with" in command("stats", tmp_path / "run", "--metrics").out

@@ -1,4 +1,4 @@
-"""``holdfast study run|report|setup``. What is measured is tested in tests/study/test_study.py."""
+"""``everystep study run|report|setup``. What is measured is tested in tests/study/test_study.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.study import environments, frameworks
+from everystep.study import environments, frameworks
 from support.command import command
 
 GONE = {"gone": frameworks.Entry("Gone", "no_such_worker", "never-built")}
@@ -36,7 +36,7 @@ def test_run_and_report_of_a_framework_that_is_missing(
     out = tmp_path / "out"
     outcome = command("study", "run", "--quick", "--suite", "cost", "--models", "mlp", "--out", out)
     assert outcome.code == 0, outcome.err
-    assert "holdfast study setup never-built" in outcome.err
+    assert "everystep study setup never-built" in outcome.err
     found = command("study", "report", out, "--json").document
     assert "Not installed, so not measured: Gone, MLP" in Path(found["markdown"]).read_text()
     assert Path(found["html"]).read_text().startswith("<!DOCTYPE html>")
@@ -58,7 +58,7 @@ def test_setup_builds_the_environment_of_a_framework_in_the_cache(
         return folder / name / "bin" / "python"
 
     monkeypatch.setattr(environments, "build", build)
-    monkeypatch.setenv("HOLDFAST_PEERS", str(tmp_path))
+    monkeypatch.setenv("EVERYSTEP_PEERS", str(tmp_path))
     assert command("study", "setup", "lightning").code == 0
     assert built == [("transformers", tmp_path)]
     assert "this environment" in command("study", "setup", "torch").out

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 from support.command import command
 
 
@@ -21,8 +21,8 @@ def state(change: float = 0.0) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("pair")
-    holdfast.save(root / "a", state())
-    holdfast.save(root / "b", {**state(2.0), "new": np.zeros(2)})
+    everystep.save(root / "a", state())
+    everystep.save(root / "b", {**state(2.0), "new": np.zeros(2)})
     return root / "a", root / "b"
 
 
@@ -43,7 +43,7 @@ def test_show_by_depth_has_totals_only(pair: tuple[Path, Path]) -> None:
 
 
 def test_one_subtree_alone_is_looked_into(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"model": {"encoder": [np.ones(1)] * 3, "head": [np.ones(2), np.ones(2)]}})
+    everystep.save(tmp_path / "c", {"model": {"encoder": [np.ones(1)] * 3, "head": [np.ones(2), np.ones(2)]}})
     lines = command("show", tmp_path / "c").lines
     assert "model.encoder 3 1 8 B" in lines  # one array, and two names that are tied to it
     assert "model.head 2 4 32 B" in lines
@@ -86,7 +86,7 @@ def test_piped_output_has_no_spaces_at_the_ends_of_lines(pair: tuple[Path, Path]
 def test_long_names_are_cut_between_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     name = "transformer.h.11.attention.c_attn.weight.exp_avg_sq"
-    holdfast.save(tmp_path / "c", {name: np.ones(3), "other": np.ones(1)})
+    everystep.save(tmp_path / "c", {name: np.ones(3), "other": np.ones(1)})
     out = command("show", tmp_path / "c", "--leaves", "*").out.splitlines()
     assert max(map(len, out)) <= 60
     first, second = (line.split()[0] for line in out[2:4])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import everystep
 from support.command import SHARD, TWO_FILES, Outcome, command, make_run, make_state, step_path
 
 NOBODY = 65534
@@ -61,7 +61,7 @@ def test_a_directory_that_may_not_be_read_is_an_error_and_not_wrong_usage(
 def test_a_checkpoint_of_which_only_names_may_be_read_is_not_taken_for_an_empty_run(
     name: str, place: Path
 ) -> None:
-    holdfast.save(place / "one", make_state())
+    everystep.save(place / "one", make_state())
     (place / "one").chmod(0o744)
     outcome = as_nobody(name, place / "one", "--json")
     assert outcome.code == 1
@@ -71,12 +71,12 @@ def test_a_checkpoint_of_which_only_names_may_be_read_is_not_taken_for_an_empty_
 @needs_root
 @pytest.mark.parametrize("mode", [0o700, 0o744], ids=["closed", "names only"])
 def test_opening_what_may_not_be_read_is_a_typed_error(mode: int, place: Path) -> None:
-    holdfast.save(place / "one", make_state())
-    holdfast.load(place / "one")
+    everystep.save(place / "one", make_state())
+    everystep.load(place / "one")
     (place / "one").chmod(mode)
     with nobody():
-        for use in (holdfast.open, holdfast.load, holdfast.verify):
-            with pytest.raises(holdfast.ReadDenied, match="Permission denied") as caught:
+        for use in (everystep.open, everystep.load, everystep.verify):
+            with pytest.raises(everystep.ReadDenied, match="Permission denied") as caught:
                 use(place / "one")
             assert isinstance(caught.value, PermissionError)
             assert f"make it readable for user {NOBODY}" in str(caught.value)
@@ -124,7 +124,7 @@ def test_one_strange_step_does_not_hide_the_others(kind: str, tmp_path: Path) ->
 @needs_root
 @pytest.mark.parametrize("files", ["one", "two"])
 def test_verify_names_the_file_that_may_not_be_read(files: str, place: Path) -> None:
-    holdfast.save(place / "one", make_state(), options=TWO_FILES if files == "two" else None)
+    everystep.save(place / "one", make_state(), options=TWO_FILES if files == "two" else None)
     file = place / "one" / ("manifest.json" if files == "two" else SHARD)
     file.chmod(0o600)
     outcome = as_nobody("verify", place / "one", "--json")

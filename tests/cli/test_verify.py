@@ -1,10 +1,10 @@
-"""``holdfast verify``."""
+"""``everystep verify``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import holdfast
+import everystep
 from support.command import (
     SHARD,
     TWO_FILES,
@@ -19,7 +19,7 @@ from support.command import (
 
 
 def test_an_intact_checkpoint(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", make_state())
+    everystep.save(tmp_path / "one", make_state())
     outcome = command("verify", tmp_path / "one")
     assert outcome.code == 0
     assert outcome.lines[0].startswith("intact one 2 leaves,")

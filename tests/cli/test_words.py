@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from holdfast.cli import words
+from everystep.cli import words
 
 
 @pytest.mark.parametrize(

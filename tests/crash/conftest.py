@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast.engine import BACKENDS, Backend, capabilities, faults
+import everystep
+from everystep.engine import BACKENDS, Backend, capabilities, faults
 from support.crash_tracing import Tally
 
 
@@ -22,7 +22,7 @@ def ram(tmp_path: Path) -> Iterator[Path]:
     if not os.access(shm, os.W_OK):
         yield tmp_path
         return
-    made = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir=shm))
+    made = Path(tempfile.mkdtemp(prefix="everystep-test-", dir=shm))
     try:
         yield made
     finally:
@@ -42,15 +42,15 @@ def _usable(directory: str) -> list[Backend]:
 
 USABLE = _usable(tempfile.gettempdir())
 
-WAYS: dict[str, holdfast.Options] = {
+WAYS: dict[str, everystep.Options] = {
     # Without a small limit even a tiny state goes the way of large ones: preallocated, in windows, direct.
-    **{backend: holdfast.Options(backend=backend, small_nbytes=0) for backend in USABLE},
-    "small": holdfast.Options(),
+    **{backend: everystep.Options(backend=backend, small_nbytes=0) for backend in USABLE},
+    "small": everystep.Options(),
 }
 
 
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> holdfast.Options:
+def way(request: pytest.FixtureRequest) -> everystep.Options:
     """Each way to write: every backend that this machine has, and the short cut for small states."""
     return WAYS[request.param]
 
@@ -58,7 +58,7 @@ def way(request: pytest.FixtureRequest) -> holdfast.Options:
 @pytest.fixture
 def spare_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny checkpoints, too, become spares with a sync of their own, as large ones do."""
-    monkeypatch.setattr("holdfast.store.run.SPARE_NOW_NBYTES", 1)
+    monkeypatch.setattr("everystep.store.run.SPARE_NOW_NBYTES", 1)
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast.store import step_name
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep.store import step_name
+from everystep.store.read.stored_checkpoint import open_newest
 from support.identified_states import blank_state, identify, make_state
 
 MANIFEST = "manifest.json"
 SHARD = "r00000.v0.safetensors"
-TWO_FILES = holdfast.Options(backend="buffered", small_nbytes=0)
+TWO_FILES = everystep.Options(backend="buffered", small_nbytes=0)
 """Writes even a tiny state as a large one: shard and manifest."""
 
 
@@ -62,8 +62,8 @@ def flip(path: Path, offset: int, bit: int) -> None:
 
 
 def assert_corrupt(checkpoint: Path, file: str, leaf: str | None) -> None:
-    with pytest.raises(holdfast.CorruptCheckpoint) as caught:
-        holdfast.load(checkpoint)
+    with pytest.raises(everystep.CorruptCheckpoint) as caught:
+        everystep.load(checkpoint)
     assert caught.value.path == str(checkpoint / file)
     assert caught.value.leaf == leaf
     assert str(checkpoint / file) in str(caught.value)
@@ -75,7 +75,7 @@ def assert_corrupt(checkpoint: Path, file: str, leaf: str | None) -> None:
 def checkpoint(ram: Path) -> Path:
     """Of two files."""
     path = ram / "checkpoint"
-    holdfast.save(path, make_state(1), options=TWO_FILES)
+    everystep.save(path, make_state(1), options=TWO_FILES)
     return path
 
 
@@ -83,7 +83,7 @@ def checkpoint(ram: Path) -> Path:
 def single(ram: Path) -> Path:
     """Of one file."""
     path = ram / "single"
-    holdfast.save(path, make_state(1))
+    everystep.save(path, make_state(1))
     assert os.listdir(path) == [SHARD]
     return path
 
@@ -102,7 +102,7 @@ def test_a_flipped_bit_anywhere_in_a_shard_names_file_and_leaf(checkpoint: Path)
                 flip(checkpoint / SHARD, offset, bit)
                 assert_corrupt(checkpoint, SHARD, region.leaf)
                 flip(checkpoint / SHARD, offset, bit)
-    assert identify(holdfast.load(checkpoint)) == (1, 0)
+    assert identify(everystep.load(checkpoint)) == (1, 0)
 
 
 def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(checkpoint: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(checkpoint: Path) -> N
         flip(manifest, offset, bit)
         assert_corrupt(checkpoint, MANIFEST, None)
         flip(manifest, offset, bit)
-    assert identify(holdfast.load(checkpoint)) == (1, 0)
+    assert identify(everystep.load(checkpoint)) == (1, 0)
 
 
 def test_a_flipped_bit_in_any_byte_of_a_checkpoint_of_one_file_is_found(single: Path) -> None:
@@ -123,22 +123,22 @@ def test_a_flipped_bit_in_any_byte_of_a_checkpoint_of_one_file_is_found(single: 
             flip(single / SHARD, offset, bit)
             assert_corrupt(single, SHARD, region.leaf)
             flip(single / SHARD, offset, bit)
-    assert identify(holdfast.load(single)) == (1, 0)
+    assert identify(everystep.load(single)) == (1, 0)
 
 
 def test_verify_finds_flipped_bits_in_a_checkpoint_of_one_file(single: Path) -> None:
     for offset in range(0, (single / SHARD).stat().st_size, 37):
         flip(single / SHARD, offset, 6)
-        report = holdfast.verify(single)
+        report = everystep.verify(single)
         assert {problem.file for problem in report.problems} == {str(single / SHARD)}
         flip(single / SHARD, offset, 6)
-    assert holdfast.verify(single).intact
+    assert everystep.verify(single).intact
 
 
 def test_a_flipped_bit_in_a_large_shard_is_found_in_its_chunk(tmp_path: Path) -> None:
     """Several chunks and windows, read past the page cache where there is a way."""
     path = tmp_path / "large"
-    holdfast.save(path, make_state(1, 0, wide=900_000))
+    everystep.save(path, make_state(1, 0, wide=900_000))
     for region in regions(path):
         middle = (region.start + region.stop) // 2
         for offset in sorted(
@@ -146,44 +146,44 @@ def test_a_flipped_bit_in_a_large_shard_is_found_in_its_chunk(tmp_path: Path) ->
         ):
             flip(path / SHARD, offset, offset % 8)
             assert_corrupt(path, SHARD, region.leaf)
-            report = holdfast.verify(path)
+            report = everystep.verify(path)
             assert {(p.file, p.leaf) for p in report.problems} == {(str(path / SHARD), region.leaf)}
             flip(path / SHARD, offset, offset % 8)
-    assert holdfast.verify(path).intact
+    assert everystep.verify(path).intact
 
 
 def test_verify_finds_every_flipped_bit_and_raises_nothing(checkpoint: Path) -> None:
     for region in regions(checkpoint):
         for offset in {region.start, (region.start + region.stop) // 2, region.stop - 1}:
             flip(checkpoint / SHARD, offset, 6)
-            report = holdfast.verify(checkpoint)
+            report = everystep.verify(checkpoint)
             assert not report.intact
             assert {problem.file for problem in report.problems} == {str(checkpoint / SHARD)}
             assert region.leaf in {problem.leaf for problem in report.problems}
             flip(checkpoint / SHARD, offset, 6)
     for offset in range(0, (checkpoint / MANIFEST).stat().st_size, 97):
         flip(checkpoint / MANIFEST, offset, 6)
-        report = holdfast.verify(checkpoint)
+        report = everystep.verify(checkpoint)
         assert [problem.file for problem in report.problems] == [str(checkpoint / MANIFEST)]
         flip(checkpoint / MANIFEST, offset, 6)
-    assert holdfast.verify(checkpoint).intact
+    assert everystep.verify(checkpoint).intact
 
 
 def test_verify_lists_all_that_is_damaged(checkpoint: Path) -> None:
     for region in regions(checkpoint):
         if region.leaf is not None:
             flip(checkpoint / SHARD, region.start, 0)
-    found = {problem.leaf for problem in holdfast.verify(checkpoint).problems}
+    found = {problem.leaf for problem in everystep.verify(checkpoint).problems}
     assert found == {"wide", "narrow.u8", "narrow.f64"}
 
 
 def test_what_is_not_damaged_can_still_be_read(checkpoint: Path) -> None:
     (wide,) = (region for region in regions(checkpoint) if region.leaf == "wide")
     flip(checkpoint / SHARD, wide.start, 0)
-    with holdfast.open(checkpoint) as opened:
+    with everystep.open(checkpoint) as opened:
         read = opened.read("narrow.*")
         assert read["narrow.f64"].tobytes() == make_state(1)["narrow"]["f64"].tobytes()
-        with pytest.raises(holdfast.CorruptCheckpoint):
+        with pytest.raises(everystep.CorruptCheckpoint):
             opened["wide"][1:2]
 
 
@@ -191,7 +191,7 @@ def test_a_flipped_bit_reaches_no_slice(checkpoint: Path) -> None:
     """Also where only a part of a leaf is asked for, and the damage is in another part of its chunk."""
     (wide,) = (region for region in regions(checkpoint) if region.leaf == "wide")
     flip(checkpoint / SHARD, wide.stop - 1, 7)
-    with holdfast.open(checkpoint) as opened, pytest.raises(holdfast.CorruptCheckpoint) as caught:
+    with everystep.open(checkpoint) as opened, pytest.raises(everystep.CorruptCheckpoint) as caught:
         opened["wide"][0:4]
     assert caught.value.leaf == "wide"
 
@@ -228,7 +228,7 @@ def make_directory(path: Path) -> None:
 def take_from_other(path: Path) -> None:
     """The file of the same name out of a checkpoint of the same layout."""
     other = path.parent.with_name("other")
-    holdfast.save(other, make_state(7), step=7, options=TWO_FILES)
+    everystep.save(other, make_state(7), step=7, options=TWO_FILES)
     shutil.copyfile(other / path.name, path)
 
 
@@ -262,17 +262,17 @@ EACH_DAMAGE = pytest.mark.parametrize("damage", FILE_DAMAGE.values(), ids=FILE_D
 @EACH_DAMAGE
 def test_a_damaged_file_is_a_typed_error(checkpoint: Path, file: str, damage: Callable[[Path], None]) -> None:
     damage(checkpoint / file)
-    with pytest.raises(holdfast.HoldfastError) as caught:
-        holdfast.load(checkpoint)
+    with pytest.raises(everystep.EverystepError) as caught:
+        everystep.load(checkpoint)
     # Of what is not even a file, the system says why it cannot be read.
     kinds = (
-        (holdfast.ReadFailed, holdfast.CorruptCheckpoint)
+        (everystep.ReadFailed, everystep.CorruptCheckpoint)
         if damage is make_directory
-        else holdfast.CorruptCheckpoint
+        else everystep.CorruptCheckpoint
     )
     assert isinstance(caught.value, kinds)
     missing = damage is Path.unlink
-    assert isinstance(caught.value, holdfast.IncompleteCheckpoint) == missing
+    assert isinstance(caught.value, everystep.IncompleteCheckpoint) == missing
     if not (missing and file == MANIFEST):
         assert str(checkpoint / blamed(file, damage)) in str(caught.value)
 
@@ -281,7 +281,7 @@ def test_a_damaged_file_is_a_typed_error(checkpoint: Path, file: str, damage: Ca
 @EACH_DAMAGE
 def test_verify_reports_a_damaged_file(checkpoint: Path, file: str, damage: Callable[[Path], None]) -> None:
     damage(checkpoint / file)
-    report = holdfast.verify(checkpoint)
+    report = everystep.verify(checkpoint)
     assert not report.intact
     # Without a manifest by itself, it could be in the shard.
     shown = SHARD if file == MANIFEST and damage is Path.unlink else blamed(file, damage)
@@ -291,47 +291,47 @@ def test_verify_reports_a_damaged_file(checkpoint: Path, file: str, damage: Call
 @pytest.mark.parametrize("name", [name for name in FILE_DAMAGE if name != "of another checkpoint"])
 def test_a_damaged_checkpoint_of_one_file_is_a_typed_error(single: Path, name: str) -> None:
     FILE_DAMAGE[name](single / SHARD)
-    with pytest.raises(holdfast.HoldfastError) as caught:
-        holdfast.load(single)
+    with pytest.raises(everystep.EverystepError) as caught:
+        everystep.load(single)
     missing = name == "missing"
-    assert isinstance(caught.value, holdfast.CheckpointNotFound if missing else holdfast.CorruptCheckpoint)
+    assert isinstance(caught.value, everystep.CheckpointNotFound if missing else everystep.CorruptCheckpoint)
     if missing:
-        with pytest.raises(holdfast.CheckpointNotFound):  # there is nothing at that path to report on
-            holdfast.verify(single)
+        with pytest.raises(everystep.CheckpointNotFound):  # there is nothing at that path to report on
+            everystep.verify(single)
     else:
         assert caught.value.path == str(single / SHARD)
-        assert {problem.file for problem in holdfast.verify(single).problems} == {str(single / SHARD)}
+        assert {problem.file for problem in everystep.verify(single).problems} == {str(single / SHARD)}
 
 
 @EACH_DAMAGE
 def test_a_restore_falls_back_from_a_single_file(ram: Path, damage: Callable[[Path], None]) -> None:
     run = ram / "run"
-    with holdfast.Checkpointer(run, None, mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, None, mode="sync") as checkpointer:
         for step in (1, 2, 3):
             checkpointer.state = make_state(step)
             checkpointer.save(step)
     damage(run / step_name(3) / SHARD)
     target = blank_state()
-    with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, target, mode="sync") as checkpointer:
         with pytest.warns(RuntimeWarning, match="passing over step 3"):
             assert checkpointer.restore() == 2
         assert identify(target) == (2, 0)
         checkpointer.state = make_state(3, 1)
         checkpointer.save(3)
-    assert identify(holdfast.load(run / step_name(3))) == (3, 1)
+    assert identify(everystep.load(run / step_name(3))) == (3, 1)
 
 
 @IN_SHARD_AND_MANIFEST
 @EACH_DAMAGE
 def test_a_restore_falls_back_with_a_warning(ram: Path, file: str, damage: Callable[[Path], None]) -> None:
     run = ram / "run"
-    with holdfast.Checkpointer(run, None, mode="sync", options=TWO_FILES) as checkpointer:
+    with everystep.Checkpointer(run, None, mode="sync", options=TWO_FILES) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.state = make_state(step)
             checkpointer.save(step)
     damage(run / step_name(3) / file)
     target = blank_state()
-    with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, target, mode="sync") as checkpointer:
         with pytest.warns(RuntimeWarning, match="passing over step 3") as told:
             assert checkpointer.restore() == 2
         assert identify(target) == (2, 0)
@@ -346,8 +346,8 @@ def test_a_restore_falls_back_with_a_warning(ram: Path, file: str, damage: Calla
 
 def test_a_missing_shard_names_the_leaf_that_needs_it(checkpoint: Path) -> None:
     (checkpoint / SHARD).unlink()
-    with pytest.raises(holdfast.IncompleteCheckpoint) as caught:
-        holdfast.load(checkpoint)
+    with pytest.raises(everystep.IncompleteCheckpoint) as caught:
+        everystep.load(checkpoint)
     assert caught.value.path == str(checkpoint / SHARD)
     assert caught.value.leaf in {"wide", "narrow.u8", "narrow.f64"}
 
@@ -362,14 +362,14 @@ def test_a_truncated_shard_names_the_first_leaf_that_is_cut(checkpoint: Path) ->
 def test_both_files_of_another_checkpoint_are_not_that_step(ram: Path) -> None:
     """A directory put in another's place is whole in itself; in a run, it is not the step its name says."""
     run = ram / "run"
-    with holdfast.Checkpointer(run, None, mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, None, mode="sync") as checkpointer:
         for step in (1, 2):
             checkpointer.state = make_state(step)
             checkpointer.save(step)
     shutil.rmtree(run / step_name(2))
     shutil.copytree(run / step_name(1), run / step_name(2))
     target = blank_state()
-    with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, target, mode="sync") as checkpointer:
         with pytest.warns(RuntimeWarning, match="passing over step 2"):
             assert checkpointer.restore() == 1
         assert identify(target) == (1, 0)
@@ -377,16 +377,16 @@ def test_both_files_of_another_checkpoint_are_not_that_step(ram: Path) -> None:
 
 def test_when_nothing_is_whole_a_restore_says_so_and_starts_nothing(ram: Path) -> None:
     run = ram / "run"
-    with holdfast.Checkpointer(run, None, mode="sync", options=TWO_FILES) as checkpointer:
+    with everystep.Checkpointer(run, None, mode="sync", options=TWO_FILES) as checkpointer:
         for step in (1, 2):
             checkpointer.state = make_state(step)
             checkpointer.save(step)
     flip(run / step_name(1) / SHARD, 5000, 0)
     (run / step_name(2) / MANIFEST).unlink()
     with (
-        holdfast.Checkpointer(run, blank_state(), mode="sync") as checkpointer,
+        everystep.Checkpointer(run, blank_state(), mode="sync") as checkpointer,
         pytest.warns(RuntimeWarning),
-        pytest.raises(holdfast.CorruptCheckpoint, match="none of the 2 checkpoints is intact"),
+        pytest.raises(everystep.CorruptCheckpoint, match="none of the 2 checkpoints is intact"),
     ):
         checkpointer.restore()
     assert (run / step_name(1) / SHARD).exists()  # left for somebody to look at
@@ -394,14 +394,14 @@ def test_when_nothing_is_whole_a_restore_says_so_and_starts_nothing(ram: Path) -
 
 def test_strangers_in_a_run_do_no_harm(ram: Path) -> None:
     run = ram / "run"
-    with holdfast.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
     (run / "notes.txt").write_text("mine")
     (run / "step-000000000002").write_text("a file, not a checkpoint")
     (run / "step-3").mkdir()
     (run / "step-000000000009.partial.old").mkdir()
     target = blank_state()
-    with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, target, mode="sync") as checkpointer:
         assert checkpointer.restore() == 1
         assert identify(target) == (1, 0)
         checkpointer.state = make_state(3)

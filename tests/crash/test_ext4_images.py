@@ -24,10 +24,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast import Checkpointer, Keep, Options
-from holdfast.checkpointer.events import Event, Saved
-from holdfast.store import list_steps, step_name
+import everystep
+from everystep import Checkpointer, Keep, Options
+from everystep.checkpointer.events import Event, Saved
+from everystep.store import list_steps, step_name
 from support.child_processes import Child, Pipe, forked
 from support.ext4_images import (
     SYNCS,
@@ -70,7 +70,7 @@ def build(width: int) -> dict[str, Any]:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 4)]
     model = torch.nn.Sequential(*layers)
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "rng": holdfast.rng()}
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "rng": everystep.rng()}
 
 
 def advance(state: dict[str, Any], width: int) -> None:
@@ -152,10 +152,10 @@ def check(run: Path, width: int, mode: Any, options: Options, heard: Heard) -> i
     expected = set(range(max(1, newest - LAST + 1), newest + 1))
     assert expected <= set(found), f"{sorted(expected)} must be there; there are {found}"
     for step in found:
-        report = holdfast.verify(run / step_name(step))
+        report = everystep.verify(run / step_name(step))
         assert report.intact, f"step {step}: {report.problems}"
         state = build(width)
-        with holdfast.open(run / step_name(step)) as checkpoint:
+        with everystep.open(run / step_name(step)) as checkpoint:
             checkpoint.load(into=state)
         assert digest(state) == heard.digests[step], f"wrong bits in step {step}"
     state = build(width)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast.engine import faults, fs
+import everystep
+from everystep.engine import faults, fs
 from support.failing_saves import SCENARIOS, Recycling, Replacing, SameStep, Scenario
 from support.identified_states import blank_state, identify, load_identity, make_state
 from support.recovery import leftovers
@@ -20,7 +20,7 @@ from support.recovery import leftovers
 Record = Callable[[str, object], None]
 
 
-def count_calls(scenario: type[Scenario], root: Path, options: holdfast.Options, call: str = "any") -> int:
+def count_calls(scenario: type[Scenario], root: Path, options: everystep.Options, call: str = "any") -> int:
     """Calls of a kind in a save in which nothing fails."""
     root.mkdir()
     healthy = scenario(root, options)
@@ -36,12 +36,12 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def act_under(fault: str, scenario: Scenario) -> holdfast.SaveFailed | None:
+def act_under(fault: str, scenario: Scenario) -> everystep.SaveFailed | None:
     """The save under a fault. Any error but `SaveFailed` is the test's failure."""
     with faults.injected(fault):
         try:
             scenario.act()
-        except holdfast.SaveFailed as error:
+        except everystep.SaveFailed as error:
             return error
     return None
 
@@ -54,7 +54,7 @@ def scenario(request: pytest.FixtureRequest) -> type[Scenario]:
 
 @pytest.mark.parametrize("code", ["EIO", "ENOSPC"])
 def test_each_call_failing(
-    fast: Path, way: holdfast.Options, scenario: type[Scenario], code: str, record_property: Record
+    fast: Path, way: everystep.Options, scenario: type[Scenario], code: str, record_property: Record
 ) -> None:
     calls = count_calls(scenario, fast / "healthy", way)
     assert calls >= 7
@@ -65,7 +65,7 @@ def test_each_call_failing(
         case = scenario(place, way)
         error = act_under(f"any:{nth}:{code}", case)
         if error is not None:
-            assert isinstance(error, holdfast.StorageFull) == (code == "ENOSPC")
+            assert isinstance(error, everystep.StorageFull) == (code == "ENOSPC")
             assert isinstance(error.__cause__, OSError)
             assert error.filename
             # With one call failing the clean-up has none to fail of its own.
@@ -79,7 +79,7 @@ def test_each_call_failing(
 
 
 def test_each_write_falling_short(
-    fast: Path, way: holdfast.Options, scenario: type[Scenario], record_property: Record
+    fast: Path, way: everystep.Options, scenario: type[Scenario], record_property: Record
 ) -> None:
     """A short count is no error: the rest is written, and the save succeeds."""
     writes = count_calls(scenario, fast / "healthy", way, "write")
@@ -95,7 +95,7 @@ def test_each_write_falling_short(
 
 
 def test_a_device_that_dies_at_each_call(
-    fast: Path, way: holdfast.Options, scenario: type[Scenario], record_property: Record
+    fast: Path, way: everystep.Options, scenario: type[Scenario], record_property: Record
 ) -> None:
     """From one call on every one fails, the clean-up's too. When the device is back, so is everything."""
     calls = count_calls(scenario, fast / "healthy", way)
@@ -116,7 +116,7 @@ def test_a_device_that_dies_at_each_call(
 @pytest.mark.parametrize("scenario", [Recycling, SameStep], indirect=True)
 @pytest.mark.parametrize("lasting", ["", "+"])
 def test_each_call_failing_where_spares_are_made_at_once(
-    fast: Path, way: holdfast.Options, scenario: type[Scenario], lasting: str, record_property: Record
+    fast: Path, way: everystep.Options, scenario: type[Scenario], lasting: str, record_property: Record
 ) -> None:
     calls = count_calls(scenario, fast / "healthy", way)
     for nth in range(1, calls + 1):
@@ -134,7 +134,7 @@ def test_each_call_failing_where_spares_are_made_at_once(
 
 @pytest.mark.parametrize("scenario", [Replacing, SameStep], indirect=True)
 def test_a_replaced_checkpoint_survives_a_failed_commit_that_cannot_be_undone(
-    fast: Path, way: holdfast.Options, scenario: type[Scenario]
+    fast: Path, way: everystep.Options, scenario: type[Scenario]
 ) -> None:
     """The sync fails, then the exchange back: which of the two is on the disk nobody knows, so both stay."""
     case = scenario(fast, way)
@@ -164,7 +164,7 @@ def test_interrupted_between_commit_and_sync_keeps_what_was_replaced(
     fast: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C at the worst moment: the names are exchanged, and not durable."""
-    case = Replacing(fast, holdfast.Options())
+    case = Replacing(fast, everystep.Options())
     real = fs.exchange
 
     def exchange(a: str, b: str) -> None:
@@ -190,7 +190,7 @@ def test_each_call_failing_while_a_run_is_opened(
     def prepare(root: Path) -> str:
         run = root / "new" / "run"
         os.makedirs(run)
-        with holdfast.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
+        with everystep.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
             checkpointer.save(1)
         for name in ("step-000000000002.partial", "step-000000000003.retired"):
             shutil.copytree(run / "step-000000000001", run / name)
@@ -198,16 +198,16 @@ def test_each_call_failing_while_a_run_is_opened(
 
     run = prepare(fast / "healthy")
     with faults.injected("any:1000000:EIO"):
-        holdfast.Checkpointer(run, None, mode="sync").close()
+        everystep.Checkpointer(run, None, mode="sync").close()
         calls = faults.count_calls()
     assert calls > 6
     for nth in range(1, calls + 1):
         run = prepare(fast / str(nth))
-        expected = holdfast.StorageFull if code == "ENOSPC" else holdfast.SaveFailed
+        expected = everystep.StorageFull if code == "ENOSPC" else everystep.SaveFailed
         with faults.injected(f"any:{nth}:{code}{lasting}"), contextlib.suppress(expected):
-            holdfast.Checkpointer(run, None, mode="sync").close()
+            everystep.Checkpointer(run, None, mode="sync").close()
         target = blank_state()
-        with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
+        with everystep.Checkpointer(run, target, mode="sync") as checkpointer:
             assert checkpointer.restore() == 1
             assert identify(target) == (1, 0)
             assert leftovers(run) == []
@@ -223,10 +223,10 @@ def test_each_call_failing_while_a_new_run_is_made(fast: Path, record_property: 
         failed = False
         with faults.injected(f"any:{nth}:EIO"):
             try:
-                holdfast.Checkpointer(run, None, mode="sync").close()
-            except holdfast.SaveFailed:
+                everystep.Checkpointer(run, None, mode="sync").close()
+            except everystep.SaveFailed:
                 failed = True
-        with holdfast.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
+        with everystep.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
             checkpointer.save(1)
         assert load_identity(str(run)) == (1, 0)
     assert nth > 5

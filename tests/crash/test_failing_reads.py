@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 from crash.conftest import USABLE
-from holdfast.engine import faults
-from holdfast.store import step_name
-from holdfast.store.os_errors import open_stored
+from everystep.engine import faults
+from everystep.store import step_name
+from everystep.store.os_errors import open_stored
 from support.child_processes import Pipe, run_forked
 from support.identified_states import blank_state, identify, make_state
 
@@ -36,14 +36,14 @@ def wide(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(params=USABLE)
 def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_BACKEND", request.param)
+    monkeypatch.setenv("EVERYSTEP_BACKEND", request.param)
 
 
 @pytest.fixture
 def run(tmp_path: Path, wide: int) -> Path:
     """Two checkpoints."""
     where = tmp_path / "run"
-    with holdfast.Checkpointer(where, None, mode="sync") as checkpointer:
+    with everystep.Checkpointer(where, None, mode="sync") as checkpointer:
         for step in (1, 2):
             checkpointer.state = make_state(step, 0, wide)
             checkpointer.save(step)
@@ -60,16 +60,16 @@ def count_calls(read: Callable[[], object]) -> int:
 @pytest.mark.parametrize("action", ["EIO", "short"])
 def test_each_call_of_a_load_failing(run: Path, wide: int, action: str, record_property: Record) -> None:
     path = run / step_name(2)
-    fresh = count_calls(lambda: holdfast.load(path))
+    fresh = count_calls(lambda: everystep.load(path))
     assert fresh >= 2
     for nth in range(1, fresh + 1):
         for into in (None, blank_state(wide)):
             with faults.injected(f"any:{nth}:{action}"):
-                assert identify(holdfast.load(path, into)) == (2, 0)  # it was read again
+                assert identify(everystep.load(path, into)) == (2, 0)  # it was read again
                 assert into is None or identify(into) == (2, 0)
         if action == "EIO":
-            with faults.injected(f"any:{nth}:EIO+"), pytest.raises(holdfast.ReadFailed) as caught:
-                holdfast.load(path)
+            with faults.injected(f"any:{nth}:EIO+"), pytest.raises(everystep.ReadFailed) as caught:
+                everystep.load(path)
             assert caught.value.errno == errno.EIO
             assert str(path) in str(caught.value)
     record_property("crash-faults", 2 * fresh)
@@ -78,7 +78,7 @@ def test_each_call_of_a_load_failing(run: Path, wide: int, action: str, record_p
 @pytest.mark.usefixtures("_backend")
 def test_each_call_of_a_restore_failing(run: Path, wide: int, record_property: Record) -> None:
     """One bad read costs nothing: what may be a moment's failure is tried again."""
-    with holdfast.Checkpointer(run, blank_state(wide), mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, blank_state(wide), mode="sync") as checkpointer:
         calls = count_calls(checkpointer.restore)
         for nth in range(1, calls + 1):
             checkpointer.state = target = blank_state(wide)
@@ -93,14 +93,14 @@ OTHERS = ["EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "ESTALE", "EINTR", "EBUSY", "E
 """Errors that say nothing about the stored bytes."""
 
 
-def refused(checkpointer: holdfast.Checkpointer, code: str) -> bool:
+def refused(checkpointer: everystep.Checkpointer, code: str) -> bool:
     """Whether a restore raised this error; else it has restored the newest. It never falls back."""
-    raised: holdfast.ReadFailed | None = None
+    raised: everystep.ReadFailed | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
             assert checkpointer.restore() == 2
-        except holdfast.ReadFailed as error:
+        except everystep.ReadFailed as error:
             raised = error
     if raised is None:
         assert identify(checkpointer.state) == (2, 0)
@@ -108,7 +108,7 @@ def refused(checkpointer: holdfast.Checkpointer, code: str) -> bool:
     assert raised.errno == getattr(errno, code)
     assert checkpointer.path in str(raised)
     lacking = code in ("EMFILE", "ENFILE", "ENOMEM", "EAGAIN")
-    assert isinstance(raised, holdfast.OutOfResources) is lacking
+    assert isinstance(raised, everystep.OutOfResources) is lacking
     return True
 
 
@@ -116,7 +116,7 @@ def refused(checkpointer: holdfast.Checkpointer, code: str) -> bool:
 def test_what_says_nothing_about_the_bytes_is_raised_and_never_taken_for_damage(
     run: Path, wide: int, code: str, record_property: Record
 ) -> None:
-    with holdfast.Checkpointer(run, blank_state(wide), mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, blank_state(wide), mode="sync") as checkpointer:
         calls = count_calls(checkpointer.restore)
         for nth in range(1, calls + 1):
             checkpointer.state = blank_state(wide)
@@ -143,7 +143,7 @@ def test_calls_of_pythons_own_are_no_exception(
     run: Path, wide: int, call: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, name = call.split(".")
-    home = importlib.import_module(f"holdfast.store.read.{module}")
+    home = importlib.import_module(f"everystep.store.read.{module}")
     real = getattr(home, name)
     failed: list[str] = []
 
@@ -153,15 +153,15 @@ def test_calls_of_pythons_own_are_no_exception(
             raise OSError(getattr(errno, code), "injected", args[0])
         return real(*args, **kwargs)
 
-    with holdfast.Checkpointer(run, blank_state(wide), mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, blank_state(wide), mode="sync") as checkpointer:
         monkeypatch.setattr(home, name, once)
         assert refused(checkpointer, code) is (code != "EIO")
         assert failed
         checkpointer.state = make_state(2, 1, wide)
         if code != "EIO":
-            with pytest.raises(holdfast.RunInUse):  # nothing was restored, so nothing is written over
+            with pytest.raises(everystep.RunInUse):  # nothing was restored, so nothing is written over
                 checkpointer.save(2)
-            assert identify(holdfast.load(run)) == (2, 0)
+            assert identify(everystep.load(run)) == (2, 0)
 
 
 @pytest.mark.parametrize("wide", [LARGE], indirect=True, ids=["windows"])
@@ -172,8 +172,8 @@ def test_a_process_short_of_descriptors_or_of_memory_does_not_lose_its_newest_ch
     """The kernel's own limits, as batch systems set them."""
 
     def work(pipe: Pipe) -> None:
-        holdfast.load(run)  # every module is there
-        checkpointer = holdfast.Checkpointer(run, blank_state(wide), mode="sync")
+        everystep.load(run)  # every module is there
+        checkpointer = everystep.Checkpointer(run, blank_state(wide), mode="sync")
         number = getattr(resource, limit)
         soft, hard = resource.getrlimit(number)
         if limit == "RLIMIT_NOFILE":
@@ -186,7 +186,7 @@ def test_a_process_short_of_descriptors_or_of_memory_does_not_lose_its_newest_ch
         said = "restored"
         try:
             checkpointer.restore()
-        except (holdfast.OutOfResources, MemoryError) as error:
+        except (everystep.OutOfResources, MemoryError) as error:
             said = type(error).__name__
         finally:
             resource.setrlimit(number, (soft, hard))
@@ -200,11 +200,11 @@ def test_a_process_short_of_descriptors_or_of_memory_does_not_lose_its_newest_ch
 
 @pytest.mark.usefixtures("_backend")
 def test_a_device_that_reads_nothing_is_an_error_not_a_new_start(run: Path, wide: int) -> None:
-    with holdfast.Checkpointer(run, blank_state(wide), mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, blank_state(wide), mode="sync") as checkpointer:
         with (
             faults.injected("read:1:EIO+"),
             pytest.warns(RuntimeWarning),
-            pytest.raises(holdfast.HoldfastError),
+            pytest.raises(everystep.EverystepError),
         ):
             checkpointer.restore()
         assert checkpointer.restore() == 2
@@ -212,10 +212,10 @@ def test_a_device_that_reads_nothing_is_an_error_not_a_new_start(run: Path, wide
 
 @pytest.mark.usefixtures("_backend")
 def test_a_slice_that_cannot_be_read_is_an_error(run: Path, wide: int) -> None:
-    with holdfast.open(run / step_name(2)) as checkpoint:
+    with everystep.open(run / step_name(2)) as checkpoint:
         calls = count_calls(lambda: checkpoint["wide"][3:70])
         for nth in range(1, calls + 1):
-            with faults.injected(f"any:{nth}:EIO+"), pytest.raises(holdfast.ReadFailed, match="safetensors"):
+            with faults.injected(f"any:{nth}:EIO+"), pytest.raises(everystep.ReadFailed, match="safetensors"):
                 checkpoint["wide"][3:70]
             for once in ("short", "EIO"):
                 with faults.injected(f"any:{nth}:{once}"):
@@ -233,13 +233,13 @@ def test_an_unreadable_manifest_is_passed_over(run: Path, wide: int, monkeypatch
             raise OSError(errno.EIO, "injected", path)
         return open_stored(path, *args, **kwargs)
 
-    monkeypatch.setattr("holdfast.store.read.open.open_stored", failing)
-    with pytest.raises(holdfast.ReadFailed) as caught:
-        holdfast.load(run / step_name(2))
+    monkeypatch.setattr("everystep.store.read.open.open_stored", failing)
+    with pytest.raises(everystep.ReadFailed) as caught:
+        everystep.load(run / step_name(2))
     assert str(run / step_name(2)) in str(caught.value)
     target = blank_state(wide)
     with (
-        holdfast.Checkpointer(run, target, mode="sync") as checkpointer,
+        everystep.Checkpointer(run, target, mode="sync") as checkpointer,
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
@@ -253,7 +253,7 @@ def test_an_unreadable_manifest_is_passed_over(run: Path, wide: int, monkeypatch
 def test_reads_that_all_fall_short_still_give_every_byte(run: Path, wide: int) -> None:
     for nth in (1, 2):
         with faults.injected(",".join(f"read:{number}:short" for number in range(nth, 40, 2))):
-            assert identify(holdfast.load(run / step_name(2))) == (2, 0)
+            assert identify(everystep.load(run / step_name(2))) == (2, 0)
 
 
 @pytest.mark.usefixtures("_backend")
@@ -261,7 +261,7 @@ def test_reads_that_all_fall_short_still_give_every_byte(run: Path, wide: int) -
 def test_writes_that_all_fall_short_still_store_every_byte(tmp_path: Path, wide: int) -> None:
     for nth in (1, 2):
         with faults.injected(",".join(f"write:{number}:short" for number in range(nth, 40, 2))):
-            holdfast.save(tmp_path / str(nth), make_state(nth, 0, wide))
-        loaded = holdfast.load(tmp_path / str(nth))
+            everystep.save(tmp_path / str(nth), make_state(nth, 0, wide))
+        loaded = everystep.load(tmp_path / str(nth))
         assert identify(loaded) == (nth, 0)
         assert np.isnan(loaded["wide"]).any()

@@ -17,9 +17,9 @@ from types import CodeType, FrameType
 
 import pytest
 
-import holdfast
+import everystep
 from crash.conftest import WAYS
-from holdfast.checkpointer.save_task import SaveTask
+from everystep.checkpointer.save_task import SaveTask
 from support.identified_states import load_identity, make_state
 
 # Where CPython looks for signals: behind calls, at the beginning of a function, and in loops.
@@ -28,7 +28,7 @@ _HEARD_BEHIND = {
     for name, number in dis.opmap.items()
     if name.startswith(("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE"))
 }
-_WHERE = tuple(os.path.join(os.path.dirname(holdfast.__file__), layer, "") for layer in ("store", "engine"))
+_WHERE = tuple(os.path.join(os.path.dirname(everystep.__file__), layer, "") for layer in ("store", "engine"))
 
 
 class Interrupt:
@@ -83,14 +83,14 @@ def leased() -> Iterator[str]:
 def test_an_interrupt_anywhere_in_a_save_leaves_no_lease_and_no_lock(
     ram: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.store.read.reader_lock.LOCK_SECONDS", 0.0)  # a reader who would wait fails
-    # As in an interpreter that ends, and as `holdfast.save` does: on the thread in which handlers run.
+    monkeypatch.setattr("everystep.store.read.reader_lock.LOCK_SECONDS", 0.0)  # a reader who would wait fails
+    # As in an interpreter that ends, and as `everystep.save` does: on the thread in which handlers run.
     monkeypatch.setattr(SaveTask, "_start_thread", lambda task: False)
     run, nth, leases_seen = ram / "run", 0, 0
-    with holdfast.Checkpointer(
+    with everystep.Checkpointer(
         run,
         make_state(1),
-        keep=holdfast.Keep(last=1),
+        keep=everystep.Keep(last=1),
         mode="sync",
         preemption=False,
         options=WAYS[how],

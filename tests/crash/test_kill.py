@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import everystep
 from crash.conftest import USABLE, WAYS
-from holdfast.engine import faults
+from everystep.engine import faults
 from support.child_processes import Pipe, forked
 from support.identified_states import WIDE, blank_state, make_state
 from support.recovery import Begun, Durable, Ledger, PathRecovery, Recovery, RunRecovery, WentBack
@@ -28,15 +28,15 @@ SAVES = [(1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (5, 0), (5, 1)]
 def train(
     pipe: Pipe,
     root: Path,
-    options: holdfast.Options,
+    options: everystep.Options,
     fault: str,
     wide: int = WIDE,
     saves: Sequence[tuple[int, int]] = SAVES,
 ) -> None:
     """Saves in a run, and tells of each save before it begins and when it is durable."""
     faults.install(*faults.parse(fault))
-    checkpointer = holdfast.Checkpointer(
-        root / "run", None, keep=holdfast.Keep(last=2), options=options, mode="sync"
+    checkpointer = everystep.Checkpointer(
+        root / "run", None, keep=everystep.Keep(last=2), options=options, mode="sync"
     )
     for step, version in saves:
         checkpointer.state = make_state(step, version, wide)
@@ -46,12 +46,12 @@ def train(
     checkpointer.close()
 
 
-def replace(pipe: Pipe, root: Path, options: holdfast.Options, fault: str) -> None:
+def replace(pipe: Pipe, root: Path, options: everystep.Options, fault: str) -> None:
     """Saves to one path, over and over."""
     faults.install(*faults.parse(fault))
     for version in range(3):
         pipe.send(Begun(1, version))
-        holdfast.save(root / "model", make_state(1, version), step=1, overwrite=True, options=options)
+        everystep.save(root / "model", make_state(1, version), step=1, overwrite=True, options=options)
         pipe.send(Durable(1, version))
 
 
@@ -77,7 +77,7 @@ def kill_at_each_call(
 
 
 def test_killed_at_each_call_of_a_training(
-    fast: Path, way: holdfast.Options, record_property: Record
+    fast: Path, way: everystep.Options, record_property: Record
 ) -> None:
     killed, ledger = kill_at_each_call(
         fast, lambda pipe, place, nth: train(pipe, place, way, f"any:{nth}:kill"), RunRecovery()
@@ -87,10 +87,10 @@ def test_killed_at_each_call_of_a_training(
     record_property("crash-kills", killed)
 
 
-def go_back(pipe: Pipe, root: Path, options: holdfast.Options, fault: str) -> None:
+def go_back(pipe: Pipe, root: Path, options: everystep.Options, fault: str) -> None:
     """Goes back two steps, and on from there; the fault is in what comes after that."""
-    keep = holdfast.Keep(last=3)
-    checkpointer = holdfast.Checkpointer(root / "run", None, keep=keep, options=options, mode="sync")
+    keep = everystep.Keep(last=3)
+    checkpointer = everystep.Checkpointer(root / "run", None, keep=keep, options=options, mode="sync")
     for step in (1, 2, 3, 4):
         checkpointer.state = make_state(step)
         pipe.send(Begun(step))
@@ -111,7 +111,7 @@ def go_back(pipe: Pipe, root: Path, options: holdfast.Options, fault: str) -> No
 
 
 def test_killed_at_each_call_after_going_back(
-    fast: Path, way: holdfast.Options, record_property: Record
+    fast: Path, way: everystep.Options, record_property: Record
 ) -> None:
     killed, ledger = kill_at_each_call(
         fast, lambda pipe, place, nth: go_back(pipe, place, way, f"any:{nth}:kill"), RunRecovery()
@@ -132,7 +132,7 @@ def test_killed_at_each_call_of_a_training_that_recycles_at_once(fast: Path, rec
 
 
 def test_killed_at_each_call_while_a_path_is_replaced(
-    fast: Path, way: holdfast.Options, record_property: Record
+    fast: Path, way: everystep.Options, record_property: Record
 ) -> None:
     killed, ledger = kill_at_each_call(
         fast, lambda pipe, place, nth: replace(pipe, place, way, f"any:{nth}:kill"), PathRecovery()
@@ -143,7 +143,7 @@ def test_killed_at_each_call_while_a_path_is_replaced(
 
 
 def test_killed_at_each_transfer_of_a_large_state(
-    tmp_path: Path, way: holdfast.Options, record_property: Record
+    tmp_path: Path, way: everystep.Options, record_property: Record
 ) -> None:
     """On a real device, with several windows under way."""
     wide = 100_000
@@ -159,7 +159,7 @@ def test_killed_at_each_transfer_of_a_large_state(
 
 def open_and_close(pipe: Pipe, run: Path, nth: int) -> None:
     faults.install(faults.Fault("any", nth, "kill"))
-    holdfast.Checkpointer(run, None, mode="sync").close()
+    everystep.Checkpointer(run, None, mode="sync").close()
 
 
 def test_killed_while_it_sweeps(fast: Path, record_property: Record) -> None:
@@ -170,7 +170,7 @@ def test_killed_while_it_sweeps(fast: Path, record_property: Record) -> None:
         nth += 1
         place = fast / str(nth)
         place.mkdir()
-        with forked(train, place, holdfast.Options(), "write:4:kill") as child:
+        with forked(train, place, everystep.Options(), "write:4:kill") as child:
             ledger = Ledger()
             for mark in child.pipe.drain():
                 ledger.note(mark)

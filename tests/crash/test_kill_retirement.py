@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.store import run as run_module
-from holdfast.store.commit.volumes import Ledger
-from holdfast.store.names import step_name
+import everystep
+from everystep.store import run as run_module
+from everystep.store.commit.volumes import Ledger
+from everystep.store.names import step_name
 from support.child_processes import Pipe, forked
 
 
-def _checkpointer(folder: Path, state: dict[str, object]) -> holdfast.Checkpointer:
-    options = holdfast.Options(volumes=[folder / "volume"])
-    return holdfast.Checkpointer(
-        folder / "run", state, mode="sync", keep=holdfast.Keep(last=1), options=options
+def _checkpointer(folder: Path, state: dict[str, object]) -> everystep.Checkpointer:
+    options = everystep.Options(volumes=[folder / "volume"])
+    return everystep.Checkpointer(
+        folder / "run", state, mode="sync", keep=everystep.Keep(last=1), options=options
     )
 
 
@@ -60,7 +60,7 @@ def test_a_checkpoint_moved_out_of_its_run_after_a_killed_retirement_keeps_its_s
             state.update(_state(step))
             ckpt.save(step)
     if spot == "before the rename":
-        assert np.array_equal(holdfast.load(moved)["w"], np.full(1 << 18, 1.0))
+        assert np.array_equal(everystep.load(moved)["w"], np.full(1 << 18, 1.0))
     left = {path.parent.name for path in (tmp_path / "volume").rglob("*.safetensors")}
     # Those of step 4, those of step 3 until the next save, and those that were moved.
     assert len(left) == (3 if spot == "before the rename" else 2)

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine import faults
-from holdfast.store import step_name
+import everystep
+from everystep.engine import faults
+from everystep.store import step_name
 from support.child_processes import Pipe, forked
 
 KEPT = 1
 
 
-def _options(place: Path) -> holdfast.Options:
-    return holdfast.Options(volumes=[place / "volume"], backend="buffered")
+def _options(place: Path) -> everystep.Options:
+    return everystep.Options(volumes=[place / "volume"], backend="buffered")
 
 
 def _state(step: int) -> dict[str, np.ndarray]:
@@ -28,10 +28,10 @@ def _state(step: int) -> dict[str, np.ndarray]:
 
 
 def _train(place: Path, *steps: int) -> None:
-    with holdfast.Checkpointer(
+    with everystep.Checkpointer(
         place / "run",
         None,
-        keep=holdfast.Keep(last=KEPT),
+        keep=everystep.Keep(last=KEPT),
         options=_options(place),
         mode="sync",
         start_over=True,
@@ -43,7 +43,7 @@ def _train(place: Path, *steps: int) -> None:
 
 def _replace(place: Path, *steps: int) -> None:
     for step in steps:
-        holdfast.save(place / "model", _state(step), step=step, overwrite=True, options=_options(place))
+        everystep.save(place / "model", _state(step), step=step, overwrite=True, options=_options(place))
 
 
 def _check_killed(work: Callable[..., None], checkpoint: str, root: Path, most: int, stride: int) -> int:
@@ -62,13 +62,13 @@ def _check_killed(work: Callable[..., None], checkpoint: str, root: Path, most: 
         assert code in (0, -signal.SIGKILL)
         path = place / checkpoint
         if path.exists() and (checkpoint == "model" or any(path.glob("step-" + "[0-9]" * 12))):
-            assert holdfast.verify(path).intact
+            assert everystep.verify(path).intact
         # What a crash has left, one that is killed in its turn must not forget.
         with forked(child, place, "write:1:kill") as killed:
             assert killed.wait() == -signal.SIGKILL
         work(place, 4, 5)
-        assert holdfast.load(path)["w"][0] == 5
-        assert holdfast.verify(path).intact
+        assert everystep.load(path)["w"][0] == 5
+        assert everystep.verify(path).intact
         assert sum(len(os.listdir(home)) for home in (place / "volume").iterdir()) <= most
         shutil.rmtree(place)
         if code == 0:
@@ -107,7 +107,7 @@ def test_what_a_killed_run_has_committed_keeps_its_shards_when_it_is_moved_away(
         if committed.exists():
             committed.rename(place / "archive")
             _train(place, 2, 3)
-            assert holdfast.verify(place / "archive").intact
+            assert everystep.verify(place / "archive").intact
             moved += code != 0
         shutil.rmtree(place)
         if code == 0:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import holdfast
+import everystep
 from crash.conftest import USABLE, WAYS
-from holdfast.engine import fs
-from holdfast.engine.fs import Entry, HeldDirectory
-from holdfast.store.commit.transaction import Transaction
-from holdfast.store.names import PARTIAL
+from everystep.engine import fs
+from everystep.engine.fs import Entry, HeldDirectory
+from everystep.store.commit.transaction import Transaction
+from everystep.store.names import PARTIAL
 from support import save_sequences as sequences
 from support.crash_surveys import survey_killed
 from support.crash_tracing import Recording, Survey
@@ -54,7 +54,8 @@ def no_sync_of_the_checkpoint_directory(patch: pytest.MonkeyPatch) -> None:
 
 def no_sync_of_the_parent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "holdfast.store.commit.transaction.fs", SimpleNamespace(**{**vars(fs), "sync_dir": lambda path: None})
+        "everystep.store.commit.transaction.fs",
+        SimpleNamespace(**{**vars(fs), "sync_dir": lambda path: None}),
     )
 
 
@@ -88,7 +89,7 @@ def test_recycling_before_the_retirement_is_durable_is_caught(
 ) -> None:
     """A lost rename would show a retired step with the bytes of the one that was written over it."""
     without = SimpleNamespace(**{**vars(fs), "sync_dir": lambda path: None})
-    monkeypatch.setattr("holdfast.store.run.fs", without)
+    monkeypatch.setattr("everystep.store.run.fs", without)
     recording = sequences.steady(tmp_path, WINDOWED)
     monkeypatch.undo()
     catches(RunRecovery(), recording, ram)
@@ -186,7 +187,7 @@ def test_sweeping_before_the_names_are_durable_is_caught(
     tmp_path: Path, ram: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without = SimpleNamespace(**{**vars(fs), "sync_dir": lambda path: None})
-    monkeypatch.setattr("holdfast.store.run.fs", without)
+    monkeypatch.setattr("everystep.store.run.fs", without)
     with pytest.raises(CAUGHT):
         survey_killed(tmp_path, ram, WINDOWED)
 
@@ -205,5 +206,5 @@ def test_without_a_planted_bug_nothing_is_caught(tmp_path: Path, ram: Path) -> N
     (tmp_path / "run").mkdir()
     (tmp_path / "path").mkdir()
     budget = Budget(names=64, torn=2)
-    Survey(ram, RunRecovery(), budget)(sequences.steady(tmp_path / "run", holdfast.Options(), saves=3))
-    Survey(ram, PathRecovery(), budget)(sequences.replaced_path(tmp_path / "path", holdfast.Options()))
+    Survey(ram, RunRecovery(), budget)(sequences.steady(tmp_path / "run", everystep.Options(), saves=3))
+    Survey(ram, PathRecovery(), budget)(sequences.replaced_path(tmp_path / "path", everystep.Options()))

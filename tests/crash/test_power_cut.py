@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import everystep
 from crash.conftest import USABLE, WAYS
-from holdfast.engine import faults
+from everystep.engine import faults
 from support import save_sequences as sequences
 from support.crash_surveys import survey_failing, survey_killed, survey_recoveries
 from support.crash_tracing import Recording, Survey, Tally
 from support.power_cuts import Budget, Disk
 from support.recovery import PathRecovery, RunRecovery
 
-Sequence = Callable[[Path, holdfast.Options], Recording]
+Sequence = Callable[[Path, everystep.Options], Recording]
 Report = Callable[[Tally], None]
 
 SEQUENCES = [sequences.steady, sequences.same_steps_again, sequences.after_damage]
@@ -76,7 +76,7 @@ def test_power_cut_while_a_path_is_replaced(tmp_path: Path, ram: Path, way: str,
 def test_power_cut_after_a_save_that_made_the_directories_above(tmp_path: Path) -> None:
     """Every name on the way is durable with the checkpoint: here it is not lost in any state."""
     with faults.traced() as events:
-        holdfast.save(tmp_path / "a" / "b" / "c", {"w": 1})
+        everystep.save(tmp_path / "a" / "b" / "c", {"w": 1})
     disk = Disk(tmp_path)
     for event in events:
         if Path(event.path).is_relative_to(tmp_path):  # names further up are there already
@@ -89,7 +89,7 @@ def test_power_cut_after_a_save_that_made_the_directories_above(tmp_path: Path) 
 def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: Report) -> None:
     """A state of several transfers, of which any part may be there."""
     wide = 50_000
-    options = holdfast.Options(backend=WINDOWED.backend, memory_nbytes=128 << 10, small_nbytes=0)
+    options = everystep.Options(backend=WINDOWED.backend, memory_nbytes=128 << 10, small_nbytes=0)
     recording = sequences.steady(tmp_path, options, saves=3, wide=wide)
     shard_writes = [
         item
@@ -151,7 +151,7 @@ def test_every_backend_makes_the_same_operations(tmp_path: Path) -> None:
 def test_power_cut_in_every_way(
     tmp_path: Path,
     ram: Path,
-    way: holdfast.Options,
+    way: everystep.Options,
     sequence: Sequence,
     spare: str,
     tried: Report,
@@ -171,7 +171,7 @@ def test_power_cut_in_every_way(
 def test_power_cut_in_the_second_life_in_every_way(
     tmp_path: Path,
     ram: Path,
-    way: holdfast.Options,
+    way: everystep.Options,
     spare: str,
     tried: Report,
     request: pytest.FixtureRequest,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from holdfast.engine import faults, fs
-from holdfast.engine.faults import Event
+from everystep.engine import faults, fs
+from everystep.engine.faults import Event
 from support.disk_objects import GARBAGE, render
 from support.power_cuts import Budget, Disk, Image, image_of
 

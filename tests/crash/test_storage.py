@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast.checkpointer.events import RemovedEarly, ShortOfSpace, read_events
-from holdfast.engine import faults
-from holdfast.store import list_steps, step_name
+import everystep
+from everystep.checkpointer.events import RemovedEarly, ShortOfSpace, read_events
+from everystep.engine import faults
+from everystep.store import list_steps, step_name
 from support.child_processes import (
     NotPermitted,
     Pipe,
@@ -32,9 +32,9 @@ from support.recovery import leftovers
 WIDE = 50_000
 STATE_NBYTES = 4 * WIDE
 DISK_NBYTES = 1 << 20
-KEEP_ALL = holdfast.Keep(last=1000, every=1)
+KEEP_ALL = everystep.Keep(last=1000, every=1)
 """For good: what only `last` keeps makes room for the next one."""
-WAYS = {"small": holdfast.Options(), "windows": holdfast.Options(small_nbytes=0)}
+WAYS = {"small": everystep.Options(), "windows": everystep.Options(small_nbytes=0)}
 
 
 def on_small_disk(where: Path, work: Callable[[Pipe], None]) -> list[object]:
@@ -54,15 +54,17 @@ def on_small_disk(where: Path, work: Callable[[Pipe], None]) -> list[object]:
     return said
 
 
-def fill_run(run: Path, options: holdfast.Options) -> tuple[holdfast.Checkpointer, holdfast.StorageFull, int]:
+def fill_run(
+    run: Path, options: everystep.Options
+) -> tuple[everystep.Checkpointer, everystep.StorageFull, int]:
     """Saves until there is no room. Also returns the error, and the bytes that were free before that save."""
-    checkpointer = holdfast.Checkpointer(run, None, keep=KEEP_ALL, options=options, mode="sync")
+    checkpointer = everystep.Checkpointer(run, None, keep=KEEP_ALL, options=options, mode="sync")
     for step in range(1, 100):
         checkpointer.state = make_state(step, 0, WIDE)
         free = free_nbytes(run)
         try:
             checkpointer.save(step)
-        except holdfast.StorageFull as error:
+        except everystep.StorageFull as error:
             return checkpointer, error, free
     raise AssertionError("a disk without end")
 
@@ -79,7 +81,7 @@ def free_nbytes(where: Path) -> int:
     return info.f_bavail * info.f_frsize
 
 
-def check_still_good(run: Path, checkpointer: holdfast.Checkpointer, failed: int) -> None:
+def check_still_good(run: Path, checkpointer: everystep.Checkpointer, failed: int) -> None:
     assert list_steps(str(run)) == list(range(1, failed))
     for step in range(1, failed):
         assert load_identity(str(run / step_name(step))) == (step, 0)
@@ -124,10 +126,10 @@ def test_a_full_disk_can_be_restored_from(ram: Path) -> None:
         fill_up(ram / "filler")
         assert free_nbytes(run) == 0
         target = blank_state(WIDE)
-        with holdfast.Checkpointer(run, target, keep=KEEP_ALL, mode="sync") as checkpointer:
+        with everystep.Checkpointer(run, target, keep=KEEP_ALL, mode="sync") as checkpointer:
             check_still_good(run, checkpointer, failed)
         (ram / "filler").unlink()
-        with holdfast.Checkpointer(run, target, keep=holdfast.Keep(last=2), mode="sync") as checkpointer:
+        with everystep.Checkpointer(run, target, keep=everystep.Keep(last=2), mode="sync") as checkpointer:
             assert checkpointer.restore() == failed - 1
             checkpointer.state = make_state(failed, 1, WIDE)
             checkpointer.save(failed)
@@ -147,7 +149,7 @@ def test_a_disk_with_room_for_what_is_kept_and_not_one_more_takes_every_save(ram
         wide = DISK_NBYTES // 4 * 10 // 35  # three of them fit, and a half
         with (
             warnings.catch_warnings(record=True) as caught,
-            holdfast.Checkpointer(run, None, options=WAYS[way], mode="sync") as checkpointer,
+            everystep.Checkpointer(run, None, options=WAYS[way], mode="sync") as checkpointer,
         ):
             warnings.simplefilter("always")
             for step in range(1, 8):
@@ -177,18 +179,18 @@ def test_the_newest_durable_checkpoint_is_never_given_up_for_room(ram: Path) -> 
     def work(pipe: Pipe) -> None:
         run = ram / "run"
         wide = DISK_NBYTES // 4 * 10 // 15  # one of them fits, and a half
-        with holdfast.Checkpointer(run, make_state(1, 0, wide), mode="sync") as checkpointer:
+        with everystep.Checkpointer(run, make_state(1, 0, wide), mode="sync") as checkpointer:
             with pytest.warns(RuntimeWarning, match="There is space for 1"):
                 checkpointer.save(1)
             for step in (2, 3):
                 checkpointer.state = make_state(step, 0, wide)
-                with pytest.raises(holdfast.StorageFull):
+                with pytest.raises(everystep.StorageFull):
                     checkpointer.save(step)
                 assert load_identity(str(run)) == (1, 0)
         # Not even in favour of a training that starts over: until its first checkpoint is durable.
-        over = holdfast.Checkpointer(run, make_state(9, 0, wide), mode="sync", start_over=True)
+        over = everystep.Checkpointer(run, make_state(9, 0, wide), mode="sync", start_over=True)
         shortage = pytest.warns(RuntimeWarning, match="There is space for 1")
-        with over, shortage, pytest.raises(holdfast.StorageFull):
+        with over, shortage, pytest.raises(everystep.StorageFull):
             over.save(9)
         assert load_identity(str(run)) == (1, 0)
         pipe.send("good")
@@ -198,11 +200,11 @@ def test_the_newest_durable_checkpoint_is_never_given_up_for_room(ram: Path) -> 
 
 def test_after_a_quota_was_met_the_next_save_makes_room(ram: Path) -> None:
     """Quotas are not in what the file system says is free."""
-    with holdfast.Checkpointer(ram / "run", None, mode="sync") as checkpointer:
+    with everystep.Checkpointer(ram / "run", None, mode="sync") as checkpointer:
         for step in (1, 2, 3):
             checkpointer.state = make_state(step, 0, WIDE)
             checkpointer.save(step)
-        with faults.injected("write:1:EDQUOT"), pytest.raises(holdfast.StorageFull):
+        with faults.injected("write:1:EDQUOT"), pytest.raises(everystep.StorageFull):
             checkpointer.save(4)
         assert checkpointer.steps == [1, 2, 3]
         with pytest.warns(RuntimeWarning, match="step 1 was removed"):
@@ -218,12 +220,12 @@ def test_a_device_that_says_it_is_full(ram: Path, way: str, code: str, call: str
     if (way, call) == ("small", "fallocate"):
         call = "open"  # small files are not preallocated; a new one needs room for its inode all the same
     run = ram / "run"
-    with holdfast.Checkpointer(run, None, keep=KEEP_ALL, options=WAYS[way], mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, None, keep=KEEP_ALL, options=WAYS[way], mode="sync") as checkpointer:
         for step in (1, 2):
             checkpointer.state = make_state(step, 0, WIDE)
             checkpointer.save(step)
         checkpointer.state = make_state(3, 0, WIDE)
-        with faults.injected(f"{call}:1:{code}+"), pytest.raises(holdfast.StorageFull, match="Free space"):
+        with faults.injected(f"{call}:1:{code}+"), pytest.raises(everystep.StorageFull, match="Free space"):
             checkpointer.save(3)
         check_still_good(run, checkpointer, 3)
         checkpointer.state = make_state(3, 1, WIDE)
@@ -237,14 +239,14 @@ def test_a_limit_on_file_sizes_fails_the_save_and_nothing_else(ram: Path, way: s
 
     def work(pipe: Pipe) -> None:
         run = ram / "run"
-        checkpointer = holdfast.Checkpointer(
+        checkpointer = everystep.Checkpointer(
             run, make_state(1, 0, 100), keep=KEEP_ALL, options=WAYS[way], mode="sync"
         )
         checkpointer.save(1)
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (STATE_NBYTES // 2, hard))
         checkpointer.state = make_state(2, 0, WIDE)
-        with pytest.raises(holdfast.SaveFailed, match="File too large") as caught:
+        with pytest.raises(everystep.SaveFailed, match="File too large") as caught:
             checkpointer.save(2)
         assert "earlier checkpoints are untouched" in str(caught.value)
         assert leftovers(run) == []
@@ -273,25 +275,25 @@ def as_nobody(work: Callable[[Pipe], None], warm: Path) -> list[object]:
 
 def warm_up(warm: Path) -> None:
     """Every module that saving, loading and failing need."""
-    with holdfast.Checkpointer(warm / "run", make_state(1), mode="sync") as checkpointer:
+    with everystep.Checkpointer(warm / "run", make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
         checkpointer.restore()
-    with faults.injected("mkdir:1:EACCES"), pytest.raises(holdfast.StorageDenied):
-        holdfast.save(warm / "denied", make_state(1))
+    with faults.injected("mkdir:1:EACCES"), pytest.raises(everystep.StorageDenied):
+        everystep.save(warm / "denied", make_state(1))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_unwritable_directory_says_whom_to_give_it_to(place: Path, tmp_path: Path, way: str) -> None:
-    holdfast.save(place / "old", make_state(1))
+    everystep.save(place / "old", make_state(1))
     place.chmod(0o555)
 
     def work(pipe: Pipe) -> None:
-        with pytest.raises(holdfast.StorageDenied) as caught:
-            holdfast.save(place / "new", make_state(2), options=WAYS[way])
+        with pytest.raises(everystep.StorageDenied) as caught:
+            everystep.save(place / "new", make_state(2), options=WAYS[way])
         assert isinstance(caught.value, PermissionError)
-        with pytest.raises(holdfast.StorageDenied) as for_run:
-            holdfast.Checkpointer(place / "run", make_state(2), options=WAYS[way], mode="sync")
-        assert identify(holdfast.load(place / "old")) == (1, 0)
+        with pytest.raises(everystep.StorageDenied) as for_run:
+            everystep.Checkpointer(place / "run", make_state(2), options=WAYS[way], mode="sync")
+        assert identify(everystep.load(place / "old")) == (1, 0)
         assert sorted(os.listdir(place)) == ["old"]
         pipe.send(str(caught.value))
         pipe.send(str(for_run.value))
@@ -310,14 +312,14 @@ def test_an_unwritable_directory_says_whom_to_give_it_to(place: Path, tmp_path: 
 def test_a_run_of_another_owner_says_whom_to_give_it_to(place: Path, tmp_path: Path) -> None:
     """Made by root in a container, continued by a user outside."""
     run = place / "run"
-    with holdfast.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
 
     def work(pipe: Pipe) -> None:
-        with pytest.raises(holdfast.StorageDenied) as caught:
-            holdfast.Checkpointer(run, make_state(2), mode="sync")
+        with pytest.raises(everystep.StorageDenied) as caught:
+            everystep.Checkpointer(run, make_state(2), mode="sync")
         pipe.send(str(caught.value))
-        assert identify(holdfast.load(run)) == (1, 0)
+        assert identify(everystep.load(run)) == (1, 0)
 
     (message,) = as_nobody(work, tmp_path)
     assert "make it writable for user 65534 (chown or chmod)" in str(message)
@@ -326,12 +328,12 @@ def test_a_run_of_another_owner_says_whom_to_give_it_to(place: Path, tmp_path: P
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to somebody else")
 def test_a_checkpoint_that_may_not_be_read_is_an_error_that_names_it(place: Path, tmp_path: Path) -> None:
-    holdfast.save(place / "old", make_state(1))
+    everystep.save(place / "old", make_state(1))
     (place / "old" / "r00000.v0.safetensors").chmod(0o600)
 
     def work(pipe: Pipe) -> None:
-        with pytest.raises(holdfast.ReadFailed, match="Permission denied") as caught:
-            holdfast.load(place / "old")
+        with pytest.raises(everystep.ReadFailed, match="Permission denied") as caught:
+            everystep.load(place / "old")
         pipe.send(str(caught.value))
 
     (message,) = as_nobody(work, tmp_path)
@@ -340,18 +342,18 @@ def test_a_checkpoint_that_may_not_be_read_is_an_error_that_names_it(place: Path
 
 def test_a_read_only_file_system_is_named_as_such_and_can_be_read(ram: Path) -> None:
     def work(pipe: Pipe) -> None:
-        holdfast.save(ram / "old", make_state(1))
-        with holdfast.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
+        everystep.save(ram / "old", make_state(1))
+        with everystep.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
             checkpointer.save(1)
         make_read_only(ram)
         for options in WAYS.values():
-            with pytest.raises(holdfast.StorageDenied, match="is read-only: choose another directory"):
-                holdfast.save(ram / "new", make_state(2), options=options)
-        with pytest.raises(holdfast.StorageDenied, match="is read-only"):
-            holdfast.Checkpointer(ram / "run", make_state(2), mode="sync")
-        assert identify(holdfast.load(ram / "old")) == (1, 0)
-        assert identify(holdfast.load(ram / "run")) == (1, 0)
-        assert holdfast.verify(ram / "old").intact
+            with pytest.raises(everystep.StorageDenied, match="is read-only: choose another directory"):
+                everystep.save(ram / "new", make_state(2), options=options)
+        with pytest.raises(everystep.StorageDenied, match="is read-only"):
+            everystep.Checkpointer(ram / "run", make_state(2), mode="sync")
+        assert identify(everystep.load(ram / "old")) == (1, 0)
+        assert identify(everystep.load(ram / "run")) == (1, 0)
+        assert everystep.verify(ram / "old").intact
         pipe.send("good")
 
     assert on_small_disk(ram, work) == ["good"]
@@ -359,24 +361,24 @@ def test_a_read_only_file_system_is_named_as_such_and_can_be_read(ram: Path) -> 
 
 def test_a_device_that_turns_read_only_is_named_as_such(ram: Path) -> None:
     """The twin of the above, injected; ext4 does this after an error."""
-    holdfast.save(ram / "old", make_state(1))
-    with faults.injected("mkdir:1:EROFS"), pytest.raises(holdfast.StorageDenied, match="is read-only"):
-        holdfast.save(ram / "new", make_state(2))
-    assert identify(holdfast.load(ram / "old")) == (1, 0)
+    everystep.save(ram / "old", make_state(1))
+    with faults.injected("mkdir:1:EROFS"), pytest.raises(everystep.StorageDenied, match="is read-only"):
+        everystep.save(ram / "new", make_state(2))
+    assert identify(everystep.load(ram / "old")) == (1, 0)
 
 
 # --- nothing there --------------------------------------------------------------------------------
 
 
 def test_a_directory_above_that_cannot_be_made_is_named(ram: Path) -> None:
-    with faults.injected("mkdir:2:ENOSPC"), pytest.raises(holdfast.StorageFull) as caught:
-        holdfast.save(ram / "not" / "there" / "new", make_state(1))
+    with faults.injected("mkdir:2:ENOSPC"), pytest.raises(everystep.StorageFull) as caught:
+        everystep.save(ram / "not" / "there" / "new", make_state(1))
     assert str(ram / "not" / "there" / "new") in str(caught.value)
     assert not (ram / "not" / "there").exists()
 
 
 def test_a_run_makes_its_own_directories(ram: Path) -> None:
-    with holdfast.Checkpointer(ram / "not" / "there" / "run", make_state(1), mode="sync") as checkpointer:
+    with everystep.Checkpointer(ram / "not" / "there" / "run", make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
     assert load_identity(str(ram / "not" / "there" / "run")) == (1, 0)
 
@@ -384,12 +386,12 @@ def test_a_run_makes_its_own_directories(ram: Path) -> None:
 def test_a_file_in_the_way_is_an_error_and_stays(ram: Path) -> None:
     (ram / "file").write_text("mine")
     for save in (
-        lambda: holdfast.save(ram / "file" / "new", make_state(1)),
-        lambda: holdfast.Checkpointer(ram / "file", make_state(1), mode="sync"),
-        lambda: holdfast.Checkpointer(ram / "file" / "run", make_state(1), mode="sync"),
-        lambda: holdfast.save(ram / "file", make_state(1)),
+        lambda: everystep.save(ram / "file" / "new", make_state(1)),
+        lambda: everystep.Checkpointer(ram / "file", make_state(1), mode="sync"),
+        lambda: everystep.Checkpointer(ram / "file" / "run", make_state(1), mode="sync"),
+        lambda: everystep.save(ram / "file", make_state(1)),
     ):
-        with pytest.raises(holdfast.HoldfastError) as caught:
+        with pytest.raises(everystep.EverystepError) as caught:
             save()
         assert str(ram / "file") in str(caught.value)
     assert (ram / "file").read_text() == "mine"
@@ -397,10 +399,10 @@ def test_a_file_in_the_way_is_an_error_and_stays(ram: Path) -> None:
 
 def test_a_run_that_vanishes_under_its_writer_fails_the_save(ram: Path) -> None:
     """A volume that was unmounted, a directory that somebody removed."""
-    with holdfast.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
+    with everystep.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
         shutil.rmtree(ram / "run")
-        with pytest.raises(holdfast.StorageMissing, match="check that its volume is mounted"):
+        with pytest.raises(everystep.StorageMissing, match="check that its volume is mounted"):
             checkpointer.save(2)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast import Checkpointer, Keep, Options
+import everystep
+from everystep import Checkpointer, Keep, Options
 
 pytestmark = pytest.mark.race
 
@@ -34,7 +34,7 @@ def build() -> dict[str, Any]:
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, 4)
     )
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "rng": holdfast.rng()}
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "rng": everystep.rng()}
 
 
 def advance(state: dict[str, Any]) -> None:

@@ -19,23 +19,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine import Backend, faults, fs
-from holdfast.store import list_steps, step_name
+import everystep
+from everystep.engine import Backend, faults, fs
+from everystep.store import list_steps, step_name
 from support.child_processes import SECONDS, Pipe, forked
 from support.identified_states import blank_state, identify, load_identity, make_state
 from support.recovery import leftovers
 
 pytestmark = pytest.mark.race
 
-KEEP_ONE = holdfast.Keep(last=1)
+KEEP_ONE = everystep.Keep(last=1)
 
 
 def hold_run(run: Path) -> Callable[[Pipe], None]:
     """Opens a run for writing, says so, and keeps it until it is ended."""
 
     def work(pipe: Pipe) -> None:
-        checkpointer = holdfast.Checkpointer(run, make_state(1), mode="sync")
+        checkpointer = everystep.Checkpointer(run, make_state(1), mode="sync")
         checkpointer.save(1)
         pipe.send(os.getpid())
         signal.pause()
@@ -50,13 +50,13 @@ def test_a_second_writer_is_told_who_holds_the_run(ram: Path) -> None:
     run = ram / "run"
     with forked(hold_run(run)) as holder:
         assert holder.pipe.receive() == holder.pid
-        with pytest.raises(holdfast.Locked) as caught:
-            holdfast.Checkpointer(run, make_state(2), mode="sync")
+        with pytest.raises(everystep.Locked) as caught:
+            everystep.Checkpointer(run, make_state(2), mode="sync")
         assert isinstance(caught.value, BlockingIOError)
         assert f"process {holder.pid} on {socket.gethostname()}" in str(caught.value)
         assert str(run) in str(caught.value)
         # Reading needs no lock.
-        assert identify(holdfast.load(run)) == (1, 0)
+        assert identify(everystep.load(run)) == (1, 0)
     assert list_steps(str(run)) == [1]
 
 
@@ -66,7 +66,7 @@ def test_the_lock_of_a_killed_process_is_free_at_once(ram: Path) -> None:
         holder.pipe.receive()
         holder.kill()
         target = blank_state()
-        with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
+        with everystep.Checkpointer(run, target, mode="sync") as checkpointer:
             assert checkpointer.restore() == 1
             checkpointer.save(2)
 
@@ -76,7 +76,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_lock(ram: Pat
     run = ram / "run"
 
     def parent(pipe: Pipe) -> None:
-        checkpointer = holdfast.Checkpointer(run, make_state(1), mode="sync")
+        checkpointer = everystep.Checkpointer(run, make_state(1), mode="sync")
         checkpointer.save(1)
         worker = os.fork()
         if worker == 0:
@@ -91,19 +91,19 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_lock(ram: Pat
         try:
             child.kill()
             os.kill(worker, 0)  # it lives
-            with holdfast.Checkpointer(run, blank_state(), mode="sync") as checkpointer:
+            with everystep.Checkpointer(run, blank_state(), mode="sync") as checkpointer:
                 assert checkpointer.restore() == 1
         finally:
             os.kill(worker, signal.SIGKILL)
 
 
 def test_a_forked_child_cannot_write_to_its_parents_run(ram: Path) -> None:
-    with holdfast.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
+    with everystep.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
 
         def child(pipe: Pipe) -> None:
-            with pytest.raises(holdfast.Locked, match=f"process {os.getppid()} on"):
-                holdfast.Checkpointer(ram / "run", make_state(2), mode="sync")
+            with pytest.raises(everystep.Locked, match=f"process {os.getppid()} on"):
+                everystep.Checkpointer(ram / "run", make_state(2), mode="sync")
             checkpointer.close()  # what it inherited: must not give up the parent's lock
             pipe.send("refused")
 
@@ -116,13 +116,13 @@ def test_a_forked_child_cannot_write_to_its_parents_run(ram: Path) -> None:
 
 
 def test_two_writers_in_one_process_are_refused_too(ram: Path) -> None:
-    with holdfast.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
-        with pytest.raises(holdfast.Locked, match="in this process already"):
-            holdfast.Checkpointer(ram / "run", make_state(2), mode="sync")
+    with everystep.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
+        with pytest.raises(everystep.Locked, match="in this process already"):
+            everystep.Checkpointer(ram / "run", make_state(2), mode="sync")
         checkpointer.save(1)
         with forked(hold_run(ram / "run")) as other:
             assert other.wait() == 1  # the refusal did not cost us the lock
-    with holdfast.Checkpointer(ram / "run", blank_state(), mode="sync") as checkpointer:
+    with everystep.Checkpointer(ram / "run", blank_state(), mode="sync") as checkpointer:
         checkpointer.restore()
         checkpointer.save(2)
 
@@ -134,9 +134,9 @@ def save_on_a_word(pipe: Pipe, path: Path, version: int, start: tuple[int, int])
     os.close(start[1])
     os.read(start[0], 1)  # returns when the parent closes its end
     try:
-        holdfast.save(path, make_state(1, version), step=1)
+        everystep.save(path, make_state(1, version), step=1)
         pipe.send(version)
-    except (holdfast.Locked, holdfast.CheckpointExists, holdfast.SaveFailed) as error:
+    except (everystep.Locked, everystep.CheckpointExists, everystep.SaveFailed) as error:
         pipe.send(type(error).__name__)
 
 
@@ -171,13 +171,13 @@ def test_a_save_in_progress_is_not_swept_by_another(ram: Path, monkeypatch: pyte
         return real(path, data, more, recycle=recycle)
 
     monkeypatch.setattr(fs, "write_file", write_file)
-    holdfast.save(ram / "model", make_state(1), step=1)
+    everystep.save(ram / "model", make_state(1), step=1)
     assert load_identity(str(ram / "model")) == (1, 0)
 
 
 def _refused(pipe: Pipe, path: Path) -> None:
-    with pytest.raises(holdfast.Locked, match=f"another process is saving to {path}"):
-        holdfast.save(path, make_state(2), step=2)
+    with pytest.raises(everystep.Locked, match=f"another process is saving to {path}"):
+        everystep.save(path, make_state(2), step=2)
     pipe.send("Locked")
 
 
@@ -186,8 +186,8 @@ def _overwrite_slowly(pipe: Pipe, path: Path, version: int, fault: str) -> None:
     while True:
         try:
             with faults.injected(fault):
-                holdfast.save(path, make_state(1, version), step=1, overwrite=True)
-        except holdfast.Locked:
+                everystep.save(path, make_state(1, version), step=1, overwrite=True)
+        except everystep.Locked:
             continue
         pipe.send("durable")
         return
@@ -199,15 +199,15 @@ def _overwrite_slowly(pipe: Pipe, path: Path, version: int, fault: str) -> None:
 def test_what_is_being_replaced_is_not_swept_by_the_next_writer(ram: Path, fault: str) -> None:
     """Else the first one would go on to remove what the second has put in its place."""
     path = ram / "model"
-    holdfast.save(path, make_state(1, 0), step=1)
+    everystep.save(path, make_state(1, 0), step=1)
     with forked(_overwrite_slowly, path, 1, fault) as first:
         assert first.pipe.receive() == "begun"
         outcomes = set()
         while not first.pipe.ready():
             try:
-                holdfast.save(path, make_state(1, 2), step=1, overwrite=True)
+                everystep.save(path, make_state(1, 2), step=1, overwrite=True)
                 outcomes.add("durable")
-            except holdfast.Locked:
+            except everystep.Locked:
                 outcomes.add("locked")
         assert first.pipe.receive() == "durable"
     assert "locked" in outcomes
@@ -219,16 +219,16 @@ def _overwrite_often(pipe: Pipe, path: Path, version: int) -> None:
     durable = 0
     for _ in range(60):
         try:
-            holdfast.save(path, make_state(1, version), step=1, overwrite=True)
+            everystep.save(path, make_state(1, version), step=1, overwrite=True)
             durable += 1
-        except holdfast.Locked:
+        except everystep.Locked:
             time.sleep(0.0005 * version)
     pipe.send(durable)
 
 
 def test_many_who_replace_one_checkpoint_leave_a_whole_one_at_any_time(ram: Path) -> None:
     path = ram / "model"
-    holdfast.save(path, make_state(1, 0), step=1)
+    everystep.save(path, make_state(1, 0), step=1)
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(forked(_overwrite_often, path, version)) for version in (1, 2, 3)]
         while not all(child.pipe.ready() for child in children):
@@ -261,14 +261,14 @@ def _untouched(elsewhere: Path) -> bool:
 
 def test_leftovers_that_are_links_are_unlinked_and_not_followed(ram: Path, elsewhere: Path) -> None:
     (ram / "model.partial").symlink_to(elsewhere)
-    holdfast.save(ram / "model", make_state(1), step=1)
+    everystep.save(ram / "model", make_state(1), step=1)
     (ram / "model.partial").symlink_to(elsewhere)
-    holdfast.save(ram / "model", make_state(1, 1), step=1, overwrite=True)
+    everystep.save(ram / "model", make_state(1, 1), step=1, overwrite=True)
     run = ram / "run"
     run.mkdir()
     (run / f"{step_name(1)}.partial").symlink_to(elsewhere)
     (run / f"{step_name(7)}.retired").symlink_to(elsewhere)
-    with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
         checkpointer.save(1)
         (run / f"{step_name(2)}.partial").symlink_to(elsewhere)
         checkpointer.save(2)
@@ -281,12 +281,12 @@ def test_leftovers_that_are_links_are_unlinked_and_not_followed(ram: Path, elsew
 def test_a_checkpoint_that_is_a_link_is_read_but_not_written_over(ram: Path) -> None:
     run = ram / "run"
     kept = ram / "kept"
-    with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
         checkpointer.save(1)
     os.rename(run / step_name(1), kept)
     (run / step_name(1)).symlink_to(kept)
     state = blank_state()
-    with holdfast.Checkpointer(run, state, keep=KEEP_ONE, mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, state, keep=KEEP_ONE, mode="sync") as checkpointer:
         assert checkpointer.restore() == 1
         for step in range(2, 6):
             checkpointer.state = make_state(step)
@@ -300,8 +300,8 @@ def test_a_lock_that_is_a_link_is_refused(ram: Path, elsewhere: Path) -> None:
     run = ram / "run"
     run.mkdir()
     (run / ".lock").symlink_to(elsewhere / "thesis.txt")
-    with pytest.raises(holdfast.SaveFailed, match=r"\.lock"):
-        holdfast.Checkpointer(run, make_state(1), mode="sync")
+    with pytest.raises(everystep.SaveFailed, match=r"\.lock"):
+        everystep.Checkpointer(run, make_state(1), mode="sync")
     assert _untouched(elsewhere)
 
 
@@ -355,12 +355,12 @@ def test_an_interrupted_save_does_not_lock_the_next_one_out(ram: Path) -> None:
         path = ram / f"model{number % 5}"
         seconds = float(rng.uniform(1e-5, 1e-3))
         struck += _interrupted(
-            lambda path=path, number=number: holdfast.save(  # type: ignore[misc]
+            lambda path=path, number=number: everystep.save(  # type: ignore[misc]
                 path, make_state(1, number), step=1, overwrite=True
             ),
             seconds,
         )
-        holdfast.save(path, make_state(2, number), step=2, overwrite=True)
+        everystep.save(path, make_state(2, number), step=2, overwrite=True)
         assert load_identity(str(path)) == (2, number)
     assert struck > 5
     assert len(os.listdir("/proc/self/fd")) <= open_before + 2
@@ -373,7 +373,7 @@ def test_an_interrupted_checkpointer_gives_up_its_run(ram: Path) -> None:
     struck = 0
 
     def train(run: Path) -> None:
-        with holdfast.Checkpointer(
+        with everystep.Checkpointer(
             run, make_state(1), keep=KEEP_ONE, mode="sync", preemption=False, start_over=True
         ) as found:
             for step in range(1, 4):
@@ -393,7 +393,7 @@ def test_whoever_copies_a_run_in_the_writers_process_does_not_drop_its_lock(
     ram: Path, tmp_path: Path
 ) -> None:
     run = ram / "run"
-    with holdfast.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
         shutil.copytree(run, tmp_path / "copy")
         with forked(hold_run(run)) as other:
@@ -414,15 +414,15 @@ def test_a_process_that_gets_no_threads_fails_to_save_and_lives(tmp_path: Path, 
         if folder.stat().st_uid == 0 and not folder.stat().st_mode & 0o001:
             os.chmod(folder, folder.stat().st_mode | 0o011)
     state = {"w": np.zeros(1 << 20)}
-    holdfast.save(room / "warm", state, options=holdfast.Options(backend=backend))
+    everystep.save(room / "warm", state, options=everystep.Options(backend=backend))
 
     def child(pipe: Pipe) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
         os.setresuid(54321, 54321, 54321)
         try:
-            holdfast.save(room / "other", state, options=holdfast.Options(backend=backend))
+            everystep.save(room / "other", state, options=everystep.Options(backend=backend))
             pipe.send("saved")
-        except holdfast.SaveFailed as error:
+        except everystep.SaveFailed as error:
             pipe.send(error.errno)
 
     with forked(child) as process:
@@ -442,9 +442,9 @@ def test_a_reader_goes_on_when_its_checkpoint_is_retired(
     if spare == "now":
         request.getfixturevalue("spare_now")
     run = ram / "run"
-    with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
         checkpointer.save(1)
-        reader = holdfast.open(run / step_name(1))
+        reader = everystep.open(run / step_name(1))
         inode = os.stat(run / step_name(1) / "r00000.v0.safetensors").st_ino
         for step in range(2, 8):
             checkpointer.state = make_state(step)
@@ -466,12 +466,12 @@ def test_a_reader_in_another_process_goes_on_too(ram: Path) -> None:
     run = ram / "run"
 
     def read(pipe: Pipe) -> None:
-        with holdfast.open(run / step_name(1)) as reader:
+        with everystep.open(run / step_name(1)) as reader:
             pipe.send("open")
             os.kill(os.getpid(), signal.SIGSTOP)
             pipe.send(identify(reader.load()))
 
-    with holdfast.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
+    with everystep.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:
         checkpointer.save(1)
         with forked(read) as reader:
             assert reader.pipe.receive() == "open"
@@ -489,9 +489,9 @@ def test_readers_always_find_a_whole_checkpoint_while_it_is_replaced(
 ) -> None:
     """``overwrite=True`` has no moment in which there is none, or half of one."""
     # Between the exchange and the end of the save a reader waits; the writer may wait for a processor then.
-    monkeypatch.setattr("holdfast.store.read.reader_lock.LOCK_SECONDS", SECONDS)
+    monkeypatch.setattr("everystep.store.read.reader_lock.LOCK_SECONDS", SECONDS)
     path = ram / "model"
-    holdfast.save(path, make_state(1, 0), step=1)
+    everystep.save(path, make_state(1, 0), step=1)
     reads = 200
 
     def read(pipe: Pipe) -> None:
@@ -507,7 +507,7 @@ def test_readers_always_find_a_whole_checkpoint_while_it_is_replaced(
         version = 0
         while not _readable(reader.pipe.reader):
             version += 1
-            holdfast.save(path, make_state(1, version), step=1, overwrite=True)
+            everystep.save(path, make_state(1, version), step=1, overwrite=True)
         assert reader.pipe.receive() > 1  # versions; else the two did not meet
         assert reader.wait() == 0
 
@@ -519,7 +519,7 @@ def _readable(descriptor: int) -> bool:
 # --- forks while a save is under way --------------------------------------------------------------
 
 
-def test_forks_during_saves_harm_neither_side(tmp_path: Path, way: holdfast.Options) -> None:
+def test_forks_during_saves_harm_neither_side(tmp_path: Path, way: everystep.Options) -> None:
     """Another thread forks all the time, as a data loader does; each child changes its copy of the arrays."""
     wide = 400_000
     run = tmp_path / "run"
@@ -542,15 +542,15 @@ def test_forks_during_saves_harm_neither_side(tmp_path: Path, way: holdfast.Opti
     forker = threading.Thread(target=fork_on)
     forker.start()
     try:
-        with holdfast.Checkpointer(
-            run, state, keep=holdfast.Keep(last=2), options=way, mode="sync"
+        with everystep.Checkpointer(
+            run, state, keep=everystep.Keep(last=2), options=way, mode="sync"
         ) as checkpointer:
             step = 0
             while step < 12 or forks <= 3:  # a fast disk and a busy machine: the two have to meet
                 step += 1
                 state.update(make_state(step, 0, wide))
                 checkpointer.save(step)
-                assert identify(holdfast.load(run / step_name(step))) == (step, 0)
+                assert identify(everystep.load(run / step_name(step))) == (step, 0)
     finally:
         stop.set()
         forker.join(60)
@@ -574,10 +574,10 @@ def test_a_child_forked_during_a_save_does_not_lock_the_checkpoint(
 
     monkeypatch.setattr(fs, "write_file", write_file)
     try:
-        holdfast.save(ram / "model", make_state(1), step=1)
+        everystep.save(ram / "model", make_state(1), step=1)
         monkeypatch.undo()
         assert load_identity(str(ram / "model")) == (1, 0)
-        holdfast.save(ram / "model", make_state(2), step=2, overwrite=True)
+        everystep.save(ram / "model", make_state(2), step=2, overwrite=True)
         assert load_identity(str(ram / "model")) == (2, 0)
         assert os.listdir(ram) == ["model"]
     finally:
@@ -591,7 +591,7 @@ def test_a_child_forked_during_a_save_that_was_killed_does_not_stop_the_next_one
     run = ram / "run"
 
     def parent(pipe: Pipe) -> None:
-        checkpointer = holdfast.Checkpointer(run, make_state(1), mode="sync")
+        checkpointer = everystep.Checkpointer(run, make_state(1), mode="sync")
         checkpointer.save(1)
         real = fs.write_file
 
@@ -611,7 +611,7 @@ def test_a_child_forked_during_a_save_that_was_killed_does_not_stop_the_next_one
             child.kill()
             assert leftovers(run) == [f"{step_name(2)}.partial"]
             target = blank_state()
-            with holdfast.Checkpointer(run, target, mode="sync") as checkpointer:
+            with everystep.Checkpointer(run, target, mode="sync") as checkpointer:
                 assert checkpointer.restore() == 1
                 assert leftovers(run) == []
                 checkpointer.state = make_state(2, 1)

@@ -18,8 +18,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from holdfast.data import Loader, Sampler, resumable
-from holdfast.errors import StateMismatch, UnsupportedState
+from everystep.data import Loader, Sampler, resumable
+from everystep.errors import StateMismatch, UnsupportedState
 from support.datasets import Augmented, Stream, jitter, joined, lists, take
 
 DATA = list(range(20))

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.data import Loader, Sampler
-from holdfast.errors import StateMismatch, UnsupportedState
+import everystep
+from everystep.data import Loader, Sampler
+from everystep.errors import StateMismatch, UnsupportedState
 from support.datasets import Augmented, Failing, Noted, Stream, Together, jitter, joined, lists, plain, take
 
 
@@ -157,10 +157,10 @@ def test_an_iterator_that_has_ended_stays_ended() -> None:
 def test_resuming_touches_no_sample_that_was_delivered(tmp_path: Path) -> None:
     loader = Loader(Noted(20, tmp_path / "before"), batch_size=3, shuffle=True)
     delivered = joined(take(iter(loader), 4))
-    holdfast.save(tmp_path / "c", {"data": loader})
+    everystep.save(tmp_path / "c", {"data": loader})
     dataset = Noted(20, tmp_path / "after")
     again = Loader(dataset, batch_size=3, shuffle=True)
-    holdfast.load(tmp_path / "c", into={"data": again})
+    everystep.load(tmp_path / "c", into={"data": again})
     rest = joined(lists(again))
     assert dataset.accesses() == rest
     assert sorted(delivered + rest) == list(range(20))
@@ -170,7 +170,7 @@ def test_it_goes_through_a_checkpointer_at_every_step(tmp_path: Path) -> None:
     def train(run: Path, until: int) -> list[Any]:
         loader = Loader(Augmented(), batch_size=4, shuffle=True, seed=5, collate_fn=jitter)
         seen = []
-        with holdfast.Checkpointer(run, {"data": loader, "rng": holdfast.rng()}, mode="sync") as ckpt:
+        with everystep.Checkpointer(run, {"data": loader, "rng": everystep.rng()}, mode="sync") as ckpt:
             step = ckpt.restore()
             while step < until:
                 for batch in loader:
@@ -285,11 +285,11 @@ def test_other_ranks_and_batches_go_on_with_the_rest(workers: int, tmp_path: Pat
             if saved is None:
                 loader.epoch = 1
             else:
-                holdfast.load(saved, into={"data": loader})
+                everystep.load(saved, into={"data": loader})
         shares = [joined(lists(loader) if steps is None else take(iter(loader), steps)) for loader in ranks]
         given += joined(list(zip(*shares, strict=True)))
         saved = tmp_path / str(world)
-        holdfast.save(saved, {"data": ranks[0]})
+        everystep.save(saved, {"data": ranks[0]})
     assert given == common
     assert (loader.epoch, loader.position, loader.dealt) == (2, 0, 0)
     assert joined(lists(loader)) == Sampler(101, seed=8).order(2).tolist()
@@ -368,10 +368,10 @@ def test_an_iterable_dataset_is_told_where_to_go() -> None:
 def test_a_position_in_other_data_is_refused(how: dict[str, Any], match: str, tmp_path: Path) -> None:
     loader = Loader(range(10), batch_size=2, shuffle=True)
     take(iter(loader), 2)
-    holdfast.save(tmp_path / "c", {"data": loader})
+    everystep.save(tmp_path / "c", {"data": loader})
     target = Loader(**{"dataset": range(10), "batch_size": 2, "shuffle": True, **how})
     with pytest.raises(StateMismatch, match=match):
-        holdfast.load(tmp_path / "c", into={"data": target})
+        everystep.load(tmp_path / "c", into={"data": target})
     assert (target.epoch, target.position) == (0, 0)
     with pytest.raises(StateMismatch, match="not that of a Loader"):
         target.load_state_dict({"step": 5})

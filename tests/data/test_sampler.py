@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-import holdfast
-from holdfast.data import Sampler
-from holdfast.errors import StateMismatch
+import everystep
+from everystep.data import Sampler
+from everystep.errors import StateMismatch
 from support.datasets import lists
 
 
@@ -91,10 +91,10 @@ def test_it_continues_through_a_checkpoint_and_takes_the_saved_seed(tmp_path: Pa
     iterator = iter(sampler)
     for _ in range(5):
         next(iterator)
-    holdfast.save(tmp_path / "c", {"order": sampler})
+    everystep.save(tmp_path / "c", {"order": sampler})
     rest = list(iterator) + list(sampler)
     again = Sampler(9, seed=5)
-    holdfast.load(tmp_path / "c", into={"order": again})
+    everystep.load(tmp_path / "c", into={"order": again})
     assert list(again) + list(again) == rest
     assert again.seed == 4
 
@@ -180,10 +180,10 @@ def test_a_state_of_before_ranks_could_change_is_read() -> None:
 
 def test_neither_the_name_nor_a_sampler_imports_torch() -> None:
     script = """
-        import sys, holdfast
-        assert "data" in dir(holdfast) and "holdfast.data" not in sys.modules
-        assert holdfast.data.Loader and holdfast.data.resumable
-        assert sorted(holdfast.data.Sampler(3)) == [0, 1, 2]
+        import sys, everystep
+        assert "data" in dir(everystep) and "everystep.data" not in sys.modules
+        assert everystep.data.Loader and everystep.data.resumable
+        assert sorted(everystep.data.Sampler(3)) == [0, 1, 2]
         assert "torch" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=240)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
+import everystep
 from support.datasets import Stream, joined, lists, take
 
 stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
@@ -39,24 +39,24 @@ def test_it_resumes_in_the_middle_of_an_epoch(make: Any, workers: int, tmp_path:
     loader = make(workers)
     iterator = iter(loader)
     seen = take(iterator, 3)
-    holdfast.save(tmp_path / "c", {"data": loader})
+    everystep.save(tmp_path / "c", {"data": loader})
     rest = lists(iterator)
     assert sorted(joined(seen + rest)) == list(range(20))
     again = make(workers)
-    holdfast.load(tmp_path / "c", into={"data": again})
+    everystep.load(tmp_path / "c", into={"data": again})
     assert lists(again) == rest
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_it_resumes_from_a_checkpointer_beside_the_random_numbers(workers: int, tmp_path: Path) -> None:
     loader = shuffled(workers)
-    with holdfast.Checkpointer(tmp_path, {"data": loader, "rng": holdfast.rng()}, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path, {"data": loader, "rng": everystep.rng()}, mode="sync") as ckpt:
         iterator = iter(loader)
         for step in range(4):
             next(iterator)
             ckpt.save(step + 1)
     wanted = lists(iterator), torch.rand(3).tolist()
     again = shuffled(workers)
-    with holdfast.Checkpointer(tmp_path, {"data": again, "rng": holdfast.rng()}, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path, {"data": again, "rng": everystep.rng()}, mode="sync") as ckpt:
         assert ckpt.restore() == 4
         assert (lists(again), torch.rand(3).tolist()) == wanted

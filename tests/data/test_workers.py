@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-import holdfast
-from holdfast.data import Loader
+import everystep
+from everystep.data import Loader
 from support.datasets import Augmented, Dying, Failing, Noted, jitter, joined, lists, take
 
 PATIENCE = 240
@@ -52,12 +52,12 @@ def test_the_position_is_that_of_the_delivered_batches_and_nothing_is_replayed(t
     while len(first.accesses()) == len(delivered):
         assert time.monotonic() < deadline, "nothing was prefetched: this would prove nothing"
         time.sleep(0.01)
-    holdfast.save(tmp_path / "c", {"data": loader})
+    everystep.save(tmp_path / "c", {"data": loader})
     del iterator
 
     second = Noted(40, tmp_path / "after")
     again = Loader(second, batch_size=2, shuffle=True, **workers())
-    holdfast.load(tmp_path / "c", into={"data": again})
+    everystep.load(tmp_path / "c", into={"data": again})
     rest = joined(lists(again))
     assert sorted(second.accesses()) == sorted(rest)
     assert sorted(delivered + rest) == list(range(40))
@@ -193,7 +193,7 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(persistent: bool, tmp_pat
         import os
         from pathlib import Path
         from support.datasets import Dying
-        from holdfast.data import Loader
+        from everystep.data import Loader
 
         def tell(error):
             os.write(1, f"{{loader.position}} {{type(error).__name__}}\\n".encode())
@@ -230,11 +230,11 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(persistent: bool, tmp_pat
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_script_that_ends_in_the_middle_of_a_loop_ends(persistent: bool, tmp_path: Path) -> None:
     script = f"""
-        import holdfast
-        from holdfast.data import Loader
+        import everystep
+        from everystep.data import Loader
         loader = Loader(range(100), batch_size=2, num_workers=2, persistent_workers={persistent})
         iterator = iter(loader)
-        with holdfast.Checkpointer({str(tmp_path)!r}, {{"data": loader}}, mode="sync") as ckpt:
+        with everystep.Checkpointer({str(tmp_path)!r}, {{"data": loader}}, mode="sync") as ckpt:
             for step in range(3):
                 next(iterator)
                 ckpt.save(step + 1)

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import holdfast
-from holdfast.engine import faults
-from holdfast.store import step_name
+import everystep
+from everystep.engine import faults
+from everystep.store import step_name
 from support.dcp_states import assert_same, failures, load, save
 from support.power_cuts import Budget, Disk, Image, image_of
 
@@ -57,14 +57,14 @@ def test_files_and_directories_of_others_stay(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(path)
     save(STATE, path)
     assert_same(load(STATE, path), STATE)
-    assert holdfast.verify(path).problems == ()
+    assert everystep.verify(path).problems == ()
     assert Path("config.json").read_text() == "mine", "the current directory is still this one"
     assert (path / "tokenizer" / "vocab").read_text() == "words"
     assert names(path) == sorted([*FILES, "config.json", "link", "meta.pt", "tokenizer"])
     assert names(tmp_path) == ["model"]
 
 
-@pytest.mark.parametrize("save_first", [save, lambda state, path: holdfast.save(path, state)])
+@pytest.mark.parametrize("save_first", [save, lambda state, path: everystep.save(path, state)])
 def test_replacing_a_checkpoint_keeps_the_files_beside_it(
     tmp_path: Path, save_first: Callable[[object, Path], None]
 ) -> None:
@@ -83,7 +83,7 @@ def test_replacing_a_checkpoint_keeps_the_files_beside_it(
     assert (path / "config.json").read_text() == "mine"
     assert os.readlink(path / "link") == "config.json"
     assert names(tmp_path) == ["model"]
-    holdfast.save(path, {"n": 1}, overwrite=True)
+    everystep.save(path, {"n": 1}, overwrite=True)
     assert names(path) == ["config.json", "link", "meta.pt", "r00000.v0.safetensors"]
     assert {(path / name).lstat().st_nlink for name in names(path)} == {1}
 
@@ -102,7 +102,7 @@ def test_a_directory_beside_a_checkpoint_that_would_be_replaced_is_refused(tmp_p
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_runs_and_checkpoints_of_dcp_itself_are_not_joined(tmp_path: Path, overwrite: bool) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", {"w": torch.ones(3)}, mode="sync") as checkpointer:
+    with everystep.Checkpointer(tmp_path / "run", {"w": torch.ones(3)}, mode="sync") as checkpointer:
         checkpointer.save(1)
     dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
     (tmp_path / "link").symlink_to(tmp_path / "empty")
@@ -114,17 +114,17 @@ def test_runs_and_checkpoints_of_dcp_itself_are_not_joined(tmp_path: Path, overw
     assert (tmp_path / "run" / step_name(1)).exists()
 
 
-def test_holdfast_save_takes_an_empty_directory_and_no_other(tmp_path: Path) -> None:
+def test_everystep_save_takes_an_empty_directory_and_no_other(tmp_path: Path) -> None:
     for small in (0, 1 << 20):
         path = tmp_path / str(small)
         path.mkdir()
-        holdfast.save(path, {"w": torch.ones(3)}, options=holdfast.Options(small_nbytes=small))
-        assert holdfast.load(path)["w"].tolist() == [1, 1, 1]
-        with pytest.raises(holdfast.CheckpointExists, match="Checkpoint already exists"):
-            holdfast.save(path, {"w": 1})
+        everystep.save(path, {"w": torch.ones(3)}, options=everystep.Options(small_nbytes=small))
+        assert everystep.load(path)["w"].tolist() == [1, 1, 1]
+        with pytest.raises(everystep.CheckpointExists, match="Checkpoint already exists"):
+            everystep.save(path, {"w": 1})
     path = with_config(tmp_path / "others")
-    with pytest.raises(holdfast.CheckpointExists, match="is not a checkpoint"):
-        holdfast.save(path, {"w": 1})
+    with pytest.raises(everystep.CheckpointExists, match="is not a checkpoint"):
+        everystep.save(path, {"w": 1})
     assert names(path) == ["config.json", "meta.pt"]
 
 
@@ -146,9 +146,9 @@ def check(kind: str, path: Path) -> bool:
         assert (path / "config.json").read_text() == "mine"
         assert (path / "meta.pt").read_bytes() == b"also mine"
     try:
-        with holdfast.open(path) as checkpoint:
+        with everystep.open(path) as checkpoint:
             epoch = checkpoint.values["epoch"]
-    except holdfast.HoldfastError:
+    except everystep.EverystepError:
         assert kind != "replacing"
         return False
     wanted = {3: STATE, 4: OTHER}[epoch]

@@ -12,10 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-import holdfast
-from holdfast.engine import faults
-from holdfast.torch.dcp import Reader, Writer
-from holdfast.torch.dcp.record import Record
+import everystep
+from everystep.engine import faults
+from everystep.torch.dcp import Reader, Writer
+from everystep.torch.dcp.record import Record
 from support.dcp_states import assert_same, failures, flip_in, load, save
 from support.power_cuts import Budget, Disk
 
@@ -33,7 +33,7 @@ def test_what_is_there_is_not_replaced_unless_asked(tmp_path: Path) -> None:
     save(STATE, tmp_path / "first")
     with pytest.raises(dcp.api.CheckpointException) as caught:
         save(OTHER, tmp_path / "first")
-    assert isinstance(failures(caught.value)[0], holdfast.CheckpointExists)
+    assert isinstance(failures(caught.value)[0], everystep.CheckpointExists)
     assert_same(load(STATE, tmp_path / "first"), STATE)
     save(OTHER, tmp_path / "first", overwrite=True)
     assert_same(load(OTHER, tmp_path / "first"), OTHER)
@@ -58,9 +58,9 @@ def test_any_call_that_fails_leaves_nothing_or_all(tmp_path: Path) -> None:
             assert_same(load(STATE, path), STATE)
             if calls < nth:
                 break
-            holdfast.save(path, {}, overwrite=True)  # the fault hit what need not succeed
+            everystep.save(path, {}, overwrite=True)  # the fault hit what need not succeed
             continue
-        assert isinstance(failed, holdfast.SaveFailed), failed
+        assert isinstance(failed, everystep.SaveFailed), failed
         assert not path.exists()
         save(STATE, path)  # and the next one succeeds
         assert _names(path.parent) == ["first"]
@@ -122,7 +122,7 @@ def test_a_save_that_dcp_abandons_is_given_up(tmp_path: Path) -> None:
     abandoned = _written(tmp_path / "first")
     save(STATE, tmp_path / "first")  # while the other is still held
     assert _names(tmp_path) == ["first"]
-    with pytest.raises(holdfast.SaveFailed, match="abandoned"):
+    with pytest.raises(everystep.SaveFailed, match="abandoned"):
         abandoned.finish(dcp.metadata.Metadata({}), [[]])
     assert_same(load(STATE, tmp_path / "first"), STATE)
 
@@ -139,7 +139,7 @@ def test_one_save_at_a_time_to_a_path(tmp_path: Path) -> None:
 
     refused: list[BaseException] = []
     dcp.save(STATE, storage_writer=Writer(tmp_path / "first"), planner=Another(), no_dist=True)
-    assert {type(error) for error in refused} == {holdfast.Locked}
+    assert {type(error) for error in refused} == {everystep.Locked}
     assert_same(load(STATE, tmp_path / "first"), STATE)
 
 
@@ -153,7 +153,7 @@ def test_a_writer_that_is_saving_cannot_be_given_another_path(tmp_path: Path) ->
     asked, going_on, writer = threading.Event(), threading.Event(), Writer(tmp_path / "first")
     saving: Any = dcp.async_save(STATE, storage_writer=writer, planner=Held(), no_dist=True)
     assert asked.wait(60)
-    with pytest.raises(holdfast.Locked, match="another Writer"):
+    with pytest.raises(everystep.Locked, match="another Writer"):
         dcp.save(OTHER, storage_writer=writer, checkpoint_id=tmp_path / "second", no_dist=True)
     going_on.set()
     saving.result(60)
@@ -198,7 +198,7 @@ def test_states_that_cannot_be_stored_are_named(tmp_path: Path) -> None:
     with pytest.raises(dcp.api.CheckpointException) as caught:
         save({"model": {"sparse": torch.eye(3).to_sparse()}}, tmp_path / "first")
     failed = failures(caught.value)[0]
-    assert isinstance(failed, holdfast.UnsupportedState)
+    assert isinstance(failed, everystep.UnsupportedState)
     assert "model.sparse" in str(failed)
     with pytest.raises(ValueError, match="use_collectives"):
         dcp.save(STATE, storage_writer=Writer(tmp_path / "first"), no_dist=True, use_collectives=False)
@@ -219,7 +219,7 @@ def test_what_readers_refuse_is_not_saved(tmp_path: Path, name: str, tensor: tor
     with pytest.raises(dcp.api.CheckpointException) as caught:
         save({name: tensor}, tmp_path / "first")
     failed = failures(caught.value)[0]
-    assert isinstance(failed, holdfast.UnsupportedState)
+    assert isinstance(failed, everystep.UnsupportedState)
     assert repr(name)[1:-1] in str(failed)
     assert _names(tmp_path) == []
 
@@ -231,28 +231,28 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(dcp.api.CheckpointException) as caught:
         load(STATE, tmp_path / "first")
     failed = failures(caught.value)[0]
-    assert isinstance(failed, holdfast.CorruptCheckpoint)
+    assert isinstance(failed, everystep.CorruptCheckpoint)
     assert (failed.path, failed.leaf) == (str(shard), "w")
     load(STATE, tmp_path / "first", verify=False)
     shard.unlink()
     with pytest.raises(dcp.api.CheckpointException) as caught:
         load(STATE, tmp_path / "first")
-    assert isinstance(failures(caught.value)[0], holdfast.IncompleteCheckpoint)
+    assert isinstance(failures(caught.value)[0], everystep.IncompleteCheckpoint)
     manifest = tmp_path / "first" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"epoch"', b'"Epoch"'))
     with pytest.raises(dcp.api.CheckpointException) as caught:
         load(STATE, tmp_path / "first")
-    assert isinstance(failures(caught.value)[0], holdfast.CorruptCheckpoint)
-    with pytest.raises(holdfast.CheckpointNotFound):
+    assert isinstance(failures(caught.value)[0], everystep.CorruptCheckpoint)
+    with pytest.raises(everystep.CheckpointNotFound):
         Reader(tmp_path / "none").read_metadata()
     with pytest.raises(dcp.api.CheckpointException) as caught:
         load(STATE, tmp_path / "none")
-    assert isinstance(failures(caught.value)[0], holdfast.CheckpointNotFound)
+    assert isinstance(failures(caught.value)[0], everystep.CheckpointNotFound)
 
 
 def test_a_checkpoint_of_dcps_own_writer_is_told_from_damage(tmp_path: Path) -> None:
     dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "files"), no_dist=True)
-    with pytest.raises(holdfast.CheckpointNotFound, match="FileSystemReader"):
+    with pytest.raises(everystep.CheckpointNotFound, match="FileSystemReader"):
         Reader(tmp_path / "files").read_metadata()
 
 
@@ -261,10 +261,10 @@ def test_an_array_is_not_read_as_the_bytes_of_an_object(
 ) -> None:
     """A record that lies about its leaves must not lead to memory of the wrong size."""
     monkeypatch.setattr(
-        "holdfast.torch.dcp.writer.Record", lambda **known: Record(**{**known, "bytes": ("w",)})
+        "everystep.torch.dcp.writer.Record", lambda **known: Record(**{**known, "bytes": ("w",)})
     )
     save(STATE, tmp_path / "first")
-    with pytest.raises(holdfast.CorruptCheckpoint, match="not the bytes of an object"):
+    with pytest.raises(everystep.CorruptCheckpoint, match="not the bytes of an object"):
         Reader(tmp_path / "first").read_metadata()
 
 
@@ -277,7 +277,7 @@ def test_a_power_cut_leaves_all_or_nothing(tmp_path: Path, replace: bool) -> Non
         if replace:
             save(STATE, root / "first")
     with faults.traced() as second:
-        save(OTHER, root / "first", overwrite=replace, options=holdfast.Options(small_nbytes=0))
+        save(OTHER, root / "first", overwrite=replace, options=everystep.Options(small_nbytes=0))
     # What happens above makes the root itself durable, as the model assumes.
     earlier, events = ([event for event in some if _inside(event, root)] for some in (first, second))
     disk, rng, tried = Disk(root), random.Random(0), set()
@@ -324,7 +324,7 @@ def test_a_link_that_is_re_pointed_leads_no_writer_into_another_run(
     monkeypatch.setattr(Writer, call, re_point)
     with pytest.raises(dcp.api.CheckpointException) as caught:
         save(STATE, current / "step-000000000001", overwrite=True)
-    assert isinstance(failures(caught.value)[0], holdfast.RunMoved)
+    assert isinstance(failures(caught.value)[0], everystep.RunMoved)
     assert {file: (file.stat().st_ino, file.read_bytes()) for file in other.iterdir()} == before
     assert _names(tmp_path / "other") == _names(tmp_path / "first") == ["step-000000000001"]
     assert_same(load(OTHER, tmp_path / "first" / "step-000000000001"), OTHER)

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-import holdfast
-from holdfast.torch.dcp import Reader, Writer, their_tuning
+import everystep
+from everystep.torch.dcp import Reader, Writer, their_tuning
 from support.dcp_states import assert_same, failures, load, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -86,10 +86,10 @@ def test_saves_and_loads_have_ids(tmp_path: Path) -> None:
     first = writer.save_id
     dcp.save(STATE, storage_writer=writer, planner=planner, no_dist=True)
     assert writer.save_id == first == planner.meta.save_id
-    assert holdfast.open(tmp_path / "a").id == first
+    assert everystep.open(tmp_path / "a").id == first
     dcp.save(STATE, storage_writer=writer, checkpoint_id=tmp_path / "b", planner=planner, no_dist=True)
     second = writer.save_id
-    assert second == planner.meta.save_id == holdfast.open(tmp_path / "b").id != first
+    assert second == planner.meta.save_id == everystep.open(tmp_path / "b").id != first
     writer.reset()
     assert writer.save_id != second
 
@@ -108,7 +108,7 @@ def test_a_writer_used_again_without_a_word_makes_another_id(tmp_path: Path) -> 
     ids = []
     for _ in range(2):
         dcp.save(STATE, storage_writer=writer, no_dist=True)
-        ids.append(holdfast.open(tmp_path / "a").id)
+        ids.append(everystep.open(tmp_path / "a").id)
     assert ids[0] != ids[1] == writer.save_id
 
 
@@ -116,7 +116,7 @@ def test_the_error_for_an_existing_checkpoint_has_the_words_of_dcp(tmp_path: Pat
     save(STATE, tmp_path / "c")
     with pytest.raises(dcp.api.CheckpointException, match="Checkpoint already exists") as caught:
         save(STATE, tmp_path / "c")
-    assert isinstance(failures(caught.value)[0], holdfast.CheckpointExists)
+    assert isinstance(failures(caught.value)[0], everystep.CheckpointExists)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_the_code_on_the_page_runs() -> None:
         if "future" in names:
             names.pop("future").result()
     for step in (100, 200, 300):
-        assert_same(dict(holdfast.load(f"runs/x/step-{step:012d}")["model"]), wanted)
+        assert_same(dict(everystep.load(f"runs/x/step-{step:012d}")["model"]), wanted)
     assert_same(torch.load("model.pt")["model"], wanted)
     assert_same(names["state"], {"model": wanted})
     assert os.path.exists("runs/x/step-000000000300")

@@ -1,4 +1,4 @@
-"""DCP without a process group: what is saved comes back, and is a Holdfast checkpoint."""
+"""DCP without a process group: what is saved comes back, and is an Everystep checkpoint."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-import holdfast
-from holdfast.torch.dcp import Reader, Writer
+import everystep
+from everystep.torch.dcp import Reader, Writer
 from support.command import command
 from support.dcp_states import Odd, assert_same, blank, everything, failures, load, model, save
 
@@ -47,14 +47,14 @@ def test_everything_comes_back(saved: Saved) -> None:
 
 def test_it_is_a_checkpoint_like_any_other(saved: Saved, tmp_path: Path) -> None:
     state, path = saved
-    assert holdfast.verify(path).problems == ()
-    with holdfast.open(path) as checkpoint:
+    assert everystep.verify(path).problems == ()
+    with everystep.open(path) as checkpoint:
         assert checkpoint.step == 42
         assert checkpoint.values["progress.epoch"] == 3
         assert torch.equal(checkpoint.read("wide")["wide"], state["wide"])
         assert torch.equal(checkpoint["wide"][7:9], state["wide"][7:9])
         assert "model.0.weight" in checkpoint
-    loaded = holdfast.load(path)
+    loaded = everystep.load(path)
     # Its pickle, byte for byte: what DCP's planner made of an object that no value can be.
     odd = loaded["progress"].pop("odd")
     assert torch.load(io.BytesIO(odd.tobytes()), weights_only=False) == Odd(0)
@@ -66,11 +66,11 @@ def test_it_is_a_checkpoint_like_any_other(saved: Saved, tmp_path: Path) -> None
     assert torch.equal(safetensors.torch.load_file(tmp_path / "all.safetensors")["wide"], state["wide"])
 
 
-def test_holdfast_restores_it_in_place(saved: Saved) -> None:
+def test_everystep_restores_it_in_place(saved: Saved) -> None:
     state, path = saved
     target = blank({key: item for key, item in state.items() if key != "progress"})
     target["progress"] = {}
-    holdfast.load(path, into=target, select=["model.*", "wide"])
+    everystep.load(path, into=target, select=["model.*", "wide"])
     assert_same(target["model"], state["model"])
     assert torch.equal(target["wide"], state["wide"])
 
@@ -87,13 +87,13 @@ def test_what_dcp_stores_twice_is_restored_to_weights_that_are_tied(tmp_path: Pa
 
     source, target, apart = Tied(), Tied(), Tied()
     save({"model": source.state_dict()}, tmp_path / "c")
-    holdfast.load(tmp_path / "c", into={"model": target})
+    everystep.load(tmp_path / "c", into={"model": target})
     assert torch.equal(target.head.weight, source.embed.weight)
     assert target.head.weight is target.embed.weight
     apart.head.weight = torch.nn.Parameter(apart.embed.weight + 1)
     save({"model": apart.state_dict()}, tmp_path / "d")
-    with pytest.raises(holdfast.StateMismatch, match="stored apart"):
-        holdfast.load(tmp_path / "d", into={"model": target})
+    with pytest.raises(everystep.StateMismatch, match="stored apart"):
+        everystep.load(tmp_path / "d", into={"model": target})
     assert torch.equal(target.head.weight, source.embed.weight)
 
 
@@ -203,10 +203,10 @@ def test_paths_that_do_not_go_together_lie_flat(tmp_path: Path) -> None:
     dcp.save(state, storage_writer=Writer(tmp_path / "first"), planner=Tangled(), no_dist=True)
     assert Reader(tmp_path / "first").read_metadata().planner_data == {"a": ("a",), "a.b": ("a", "b")}
     assert_same(load(state, tmp_path / "first"), state)
-    assert list(holdfast.load(tmp_path / "first")) == ["a", "a.b"]
+    assert list(everystep.load(tmp_path / "first")) == ["a", "a.b"]
 
 
-def test_checkpoints_of_holdfast_are_read_too(tmp_path: Path) -> None:
+def test_checkpoints_of_everystep_are_read_too(tmp_path: Path) -> None:
     tied = torch.randn(4, 4)
     state = {
         "model": {"w": torch.randn(20, 3), "tied": tied, "again": tied},
@@ -214,14 +214,14 @@ def test_checkpoints_of_holdfast_are_read_too(tmp_path: Path) -> None:
         "l": [torch.ones(2)],
         "blobs": [bytes(100_000), bytearray(b"x" * 100_000), 3],
     }
-    holdfast.save(tmp_path / "native", state)
+    everystep.save(tmp_path / "native", state)
     assert_same(load(state, tmp_path / "native"), state)
 
 
 def test_a_run_of_a_checkpointer_is_read_by_dcps_own_helpers(tmp_path: Path) -> None:
     trained, optimizer = model(1)
-    state = {"model": trained, "optimizer": optimizer, "rng": holdfast.per_rank(holdfast.rng())}
-    with holdfast.Checkpointer(tmp_path / "run", state) as ckpt:
+    state = {"model": trained, "optimizer": optimizer, "rng": everystep.per_rank(everystep.rng())}
+    with everystep.Checkpointer(tmp_path / "run", state) as ckpt:
         ckpt.save(1)
     path = tmp_path / "run" / "step-000000000001"
     fresh, other = model(2)
@@ -248,7 +248,7 @@ def test_the_path_may_be_dcps_checkpoint_id(tmp_path: Path) -> None:
         target = {"w": torch.zeros(5)}
         dcp.load(target, checkpoint_id=path, storage_reader=reader, no_dist=True)
         assert_same(target, state)
-        assert holdfast.open(path).step == step
+        assert everystep.open(path).step == step
     assert Writer.validate_checkpoint_id(tmp_path / "new" / "deep")
     assert not Writer.validate_checkpoint_id("s3://bucket/x")
     assert not Reader.validate_checkpoint_id(tmp_path / "step-000000000001" / "manifest.json" / "x")
@@ -323,19 +323,19 @@ def test_a_load_in_the_middle_of_another_needs_its_own_reader(tmp_path: Path) ->
             planner=Nested(),
             no_dist=True,
         )
-    assert isinstance(failures(caught.value)[0], holdfast.ReadFailed)
+    assert isinstance(failures(caught.value)[0], everystep.ReadFailed)
 
 
 def test_step_and_metrics_are_those_given(tmp_path: Path) -> None:
     save({"w": torch.ones(2)}, tmp_path / "first", step=7, metrics={"loss": 0.5})
-    with holdfast.open(tmp_path / "first") as checkpoint:
+    with everystep.open(tmp_path / "first") as checkpoint:
         assert (checkpoint.step, checkpoint.metrics) == (7, {"loss": 0.5})
     with pytest.raises(ValueError, match="step must be"):
         Writer(tmp_path / "second", step=-1)
     with pytest.raises(TypeError, match="must be a number"):
         Writer(tmp_path / "second", metrics={"loss": "small"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="planner decides"):
-        Writer(tmp_path / "second", options=holdfast.Options(writers="node"))
+        Writer(tmp_path / "second", options=everystep.Options(writers="node"))
 
 
 def test_saves_in_the_background(tmp_path: Path) -> None:
@@ -354,4 +354,4 @@ def test_both_are_what_dcp_asks_for(tmp_path: Path) -> None:
     assert isinstance(Reader(tmp_path), StorageReader)
     again = pickle.loads(pickle.dumps(Writer(tmp_path / "x", step=3)))
     dcp.save({"w": torch.ones(1)}, storage_writer=again, no_dist=True)
-    assert holdfast.open(tmp_path / "x").step == 3
+    assert everystep.open(tmp_path / "x").step == 3

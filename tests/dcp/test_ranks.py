@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import holdfast
-from holdfast.store.read.stored_checkpoint import open_newest
-from holdfast.torch.dcp import Reader, Writer
+import everystep
+from everystep.store.read.stored_checkpoint import open_newest
+from everystep.torch.dcp import Reader, Writer
 from support.dcp_states import Odd, assert_same, failures, flip_in, load, model, save
 from support.launcher import launch, values
 
@@ -177,14 +177,14 @@ def one_rank_fails(folder: str) -> None:
     # A rank that was given another path.
     elsewhere = Writer(f"{path}{dist.get_rank() or ''}")
     failed = raised(lambda: dcp.save(state, storage_writer=elsewhere))
-    assert {rank: type(error) for rank, error in failed.items()} == {1: holdfast.SaveFailed}
+    assert {rank: type(error) for rank, error in failed.items()} == {1: everystep.SaveFailed}
     assert "the same path" in str(failed[1])
     assert not os.path.exists(path)
     # The same writer goes on, and what failed before is not in its way.
     dcp.save(state, storage_writer=writer)
     restored(path)
     failed = raised(lambda: dcp.save(state, storage_writer=writer))
-    assert {rank: type(error) for rank, error in failed.items()} == {0: holdfast.CheckpointExists}
+    assert {rank: type(error) for rank, error in failed.items()} == {0: everystep.CheckpointExists}
     dcp.save(state, storage_writer=Writer(path, overwrite=True))
     restored(path)
 
@@ -196,12 +196,12 @@ def no_whole_arrays(folder: str) -> None:
     if dist.get_rank() == 1:
         state["rows"] = state["rows"].double()
     failed = raised(lambda: dcp.save(state, storage_writer=Writer(path)))
-    assert {rank: type(error) for rank, error in failed.items()} == {0: holdfast.SaveRejected}
+    assert {rank: type(error) for rank, error in failed.items()} == {0: everystep.SaveRejected}
     assert "leaf 'rows'" in str(failed[0])
     assert "rank 1 a part of F64[37, 24]" in str(failed[0])
     state = spread(whole_state())
     failed = raised(lambda: dcp.save(state, storage_writer=Writer(path), planner=DropsOnRank1()))
-    assert {rank: type(error) for rank, error in failed.items()} == {0: holdfast.UnsupportedState}
+    assert {rank: type(error) for rank, error in failed.items()} == {0: everystep.UnsupportedState}
     assert "rows: the ranks save 456 of its 888 elements" in str(failed[0])
     assert not os.path.exists(path)
 
@@ -214,7 +214,7 @@ def damaged(folder: str) -> None:
     dist.barrier()
     target = cleared(spread(whole_state()))
     for error in raised(lambda: dcp.load(target, storage_reader=Reader(path))).values():
-        assert isinstance(error, holdfast.CorruptCheckpoint)
+        assert isinstance(error, everystep.CorruptCheckpoint)
         assert (error.path, error.leaf) == (str(path / "r00001.v0.safetensors"), "rows")
         assert str(error).count("corrupt checkpoint") == 1
     dist.barrier()
@@ -222,7 +222,7 @@ def damaged(folder: str) -> None:
         (path / "r00001.json").unlink()
     dist.barrier()
     found = raised(lambda: dcp.load(target, storage_reader=Reader(path)))
-    assert {type(error) for error in found.values()} == {holdfast.IncompleteCheckpoint}
+    assert {type(error) for error in found.values()} == {everystep.IncompleteCheckpoint}
     assert "r00001.json" in str(found[0])
 
 
@@ -262,7 +262,7 @@ def four_ranks(folder: str) -> None:
     mine = Writer(f"{folder}/alone{dist.get_rank()}")
     failed = raised(lambda: dcp.save(spread(whole_state()), storage_writer=mine, no_dist=True))
     assert "rows: the ranks save" in str(failed[0])
-    assert isinstance(failed[0], holdfast.UnsupportedState)
+    assert isinstance(failed[0], everystep.UnsupportedState)
 
     # Directories that ranks do not share, with a checkpoint in each.
     path = f"{folder}/apart{dist.get_rank()}"
@@ -274,8 +274,8 @@ def four_ranks(folder: str) -> None:
 def test_ranks_of_a_mesh_and_of_groups(tmp_path: Path) -> None:
     values(launch(4, four_ranks, str(tmp_path)))
     for name in ("grid", "replicated", "group"):
-        assert holdfast.verify(tmp_path / name).problems == ()
-    assert holdfast.open(tmp_path / "group").world == 2
+        assert everystep.verify(tmp_path / name).problems == ()
+    assert everystep.open(tmp_path / "group").world == 2
     with open_newest(tmp_path / "replicated") as checkpoint:
         stored = sum(
             fragment.nbytes
@@ -295,8 +295,8 @@ def test_ranks_save_and_load_together(tmp_path: Path) -> None:
     for name in ("two", "three", "async", "failing"):
         path = tmp_path / name
         assert_same(load(whole_state(), path), whole_state())
-        assert holdfast.verify(path).problems == ()
-        loaded = {**holdfast.load(path)}
+        assert everystep.verify(path).problems == ()
+        loaded = {**everystep.load(path)}
         assert loaded.pop("odd").dtype == "uint8"
         assert_same(loaded, {key: item for key, item in whole_state().items() if key != "odd"})
     two = tmp_path / "two"
@@ -372,4 +372,4 @@ def by_processes(folder: str) -> None:
 @pytest.mark.slow
 def test_saves_in_the_background_by_processes(tmp_path: Path) -> None:
     values(launch(2, by_processes, str(tmp_path), timeout=110))
-    assert holdfast.verify(tmp_path / "1").problems == ()
+    assert everystep.verify(tmp_path / "1").problems == ()

@@ -1,4 +1,4 @@
-"""What DCP knows of a state survives as a Holdfast tree, whatever the state is."""
+"""What DCP knows of a state survives as an Everystep tree, whatever the state is."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-import holdfast
-from holdfast.state import leaf_names, unflatten
-from holdfast.state.unflatten import decode_value
-from holdfast.torch.dcp.record import Record, compose, entries_of, leaf_node
-from holdfast.torch.dcp.values import NotPlain, Pickler, plain_node
+import everystep
+from everystep.state import leaf_names, unflatten
+from everystep.state.unflatten import decode_value
+from everystep.torch.dcp.record import Record, compose, entries_of, leaf_node
+from everystep.torch.dcp.values import NotPlain, Pickler, plain_node
 
 TENSOR = torch.ones(1)
 KEYS = st.text(st.characters(codec="utf-8"), max_size=4) | st.sampled_from(["$leaf", "0", "a.b", "@1", "~"])
@@ -62,7 +62,7 @@ def test_names_paths_and_values_survive(state: dict[str, Any]) -> None:
     assert set(entries.values) == set(flat) - tensors
     for name, node in entries.values.items():
         assert repr(decode_value(node)) == repr(flat[name])
-    # And Holdfast itself builds the same state of it.
+    # And Everystep itself builds the same state of it.
     built = unflatten(tree, dict.fromkeys(tensors, TENSOR))
     assert isinstance(built, OrderedDict)
     assert set(flatten_state_dict(dict(built))[1].items()) == set(paths.items())
@@ -86,7 +86,7 @@ def test_planner_data_of_another_kind_is_kept_as_a_value_or_refused() -> None:
     names = {f"a.{number}": ("a", number) for number in range(2000)} | {"a": ("a",)}
     tree = _composed(dict.fromkeys(names, TENSOR), names)
     assert entries_of(tree, "here").planner_data == names
-    with pytest.raises(holdfast.UnsupportedState, match="planner_data"):
+    with pytest.raises(everystep.UnsupportedState, match="planner_data"):
         _composed({"a": TENSOR}, object())
 
 
@@ -122,6 +122,6 @@ def test_records_that_nobody_wrote_are_damage() -> None:
         {"unknown": 1},
     ):
         damaged = copy.deepcopy(tree)
-        damaged["$state_dict"][0]["holdfast.torch.dcp"].update(change)
-        with pytest.raises(holdfast.CorruptCheckpoint, match="here"):
+        damaged["$state_dict"][0]["everystep.torch.dcp"].update(change)
+        with pytest.raises(everystep.CorruptCheckpoint, match="here"):
             entries_of(damaged, "here")

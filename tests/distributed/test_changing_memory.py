@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.checkpointer.checkpointer import Mode
+import everystep
+from everystep.checkpointer.checkpointer import Mode
 from support.changing_memory import changing
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
@@ -22,8 +22,8 @@ def _save(run: str, mode: Mode) -> list[int]:
     memory = np.random.default_rng(dist.get_rank()).integers(0, 256, NBYTES, np.uint8)
     state = {f"stage{dist.get_rank()}": torch.from_numpy(memory), "shared": torch.arange(300_000)}
     with (
-        holdfast.Checkpointer(
-            run, state, mode=mode, timeout=PATIENCE_SECONDS, preemption=False, keep=holdfast.Keep(last=STEPS)
+        everystep.Checkpointer(
+            run, state, mode=mode, timeout=PATIENCE_SECONDS, preemption=False, keep=everystep.Keep(last=STEPS)
         ) as checkpointer,
         changing(memory),
     ):
@@ -40,5 +40,5 @@ def test_what_ranks_report_durable_can_be_read_while_threads_change_the_state(tm
         assert durable == [[1, 2, 3]] * 3
     for mode in ("sync", "snapshot", "overlap"):
         for step in range(1, STEPS + 1):
-            loaded = holdfast.load(tmp_path / mode / f"step-{step:012d}")
+            loaded = everystep.load(tmp_path / mode / f"step-{step:012d}")
             assert loaded["stage0"].nbytes == loaded["stage1"].nbytes == NBYTES

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.state import flatten
-from holdfast.state.merging import merge_trees
-from holdfast.store.ranks.checks.values import contradictions, facts_of
+import everystep
+from everystep.state import flatten
+from everystep.state.merging import merge_trees
+from everystep.store.ranks.checks.values import contradictions, facts_of
 from support.launcher import launch, values
 
 _SCALARS = st.sampled_from([None, True, 1, 1.0, "a", 2**70, float("nan"), b"x"])
@@ -78,8 +78,8 @@ def _contradicting(run: Path) -> list[str]:
     said = []
     for number, (place, make) in enumerate(CONTRADICTIONS.values()):
         state = {**make(rank), "layers": {f"l{rank}": _W + rank}}
-        with pytest.raises(holdfast.RanksDisagree, match="cannot be stored as one") as caught:
-            holdfast.save(run / str(number), state, timeout=60.0)
+        with pytest.raises(everystep.RanksDisagree, match="cannot be stored as one") as caught:
+            everystep.save(run / str(number), state, timeout=60.0)
         assert repr(place) in str(caught.value), str(caught.value)
         assert caught.value.ranks == (0, 1)
         assert not (run / str(number)).exists()
@@ -103,11 +103,11 @@ def _stages(run: Path) -> list[Any]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     state = {"model": module, "optimizer": optimizer, "epoch": 0}
     found: list[Any] = []
-    with holdfast.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
+    with everystep.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
         checkpointer.save(1)
         # Planned once; what changes later is compared in every save.
         optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
-        with pytest.raises(holdfast.RanksDisagree, match=r"optimizer\.param_groups\.0\.lr'") as caught:
+        with pytest.raises(everystep.RanksDisagree, match=r"optimizer\.param_groups\.0\.lr'") as caught:
             checkpointer.save(2)
         found.append(caught.value.ranks)
         optimizer.param_groups[0]["lr"] = 0.2
@@ -129,12 +129,12 @@ def _large_bytes(run: Path) -> list[Any]:
     blob = bytearray(1 << 20)
     state = {"blob": bytes(blob), "array": blob}
     found: list[Any] = []
-    with holdfast.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
+    with everystep.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
         checkpointer.save(1)
         blob[300_001] = dist.get_rank()
         for name, value in (("blob", bytes(blob)), ("array", blob)):
             state.update({"blob": bytes(1 << 20), "array": bytearray(1 << 20), name: value})
-            with pytest.raises(holdfast.RanksDisagree, match=repr(name)) as caught:
+            with pytest.raises(everystep.RanksDisagree, match=repr(name)) as caught:
                 checkpointer.save(2)
             found.append(max(caught.value.ranks))
         state["array"] = bytearray(b"x" * 99_999)
@@ -162,10 +162,10 @@ def _ties(run: Path) -> list[str]:
     ):
         if number == 1 and rank == 1:
             state["b"] = state["c"]
-        with pytest.raises(holdfast.RanksDisagree, match="Tie it on all ranks") as caught:
-            holdfast.save(run / str(number), state, timeout=60.0)
+        with pytest.raises(everystep.RanksDisagree, match="Tie it on all ranks") as caught:
+            everystep.save(run / str(number), state, timeout=60.0)
         found.append(str(caught.value.leaf))
-    info = holdfast.save(run / "tied", {"a": a, "b": a}, timeout=60.0)
+    info = everystep.save(run / "tied", {"a": a, "b": a}, timeout=60.0)
     return [*found, str(info.leaves)]
 
 

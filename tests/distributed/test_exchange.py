@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import holdfast
-from holdfast.engine import Consumed, Memory, Strided
-from holdfast.errors import RankFailed
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
-from holdfast.plan.read_sharing import SharePlan
-from holdfast.plan.topology import Topology
-from holdfast.store.ranks import channel as channel_module
-from holdfast.store.ranks import exchange
-from holdfast.store.ranks.channel import Channel
-from holdfast.store.ranks.exchange import LocalArray, hand_out
+import everystep
+from everystep.engine import Consumed, Memory, Strided
+from everystep.errors import RankFailed
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
+from everystep.plan.read_sharing import SharePlan
+from everystep.plan.topology import Topology
+from everystep.store.ranks import channel as channel_module
+from everystep.store.ranks import exchange
+from everystep.store.ranks.channel import Channel
+from everystep.store.ranks.exchange import LocalArray, hand_out
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
 
@@ -195,14 +195,14 @@ def _load_over_groups_of_their_own(folder: Path) -> tuple[int, list[int]]:
     channel_module._by_gloo = lambda backends: False
     state = {"weights": np.ones(1 << 20, np.float32)}
     groups = [len(c10d._world.pg_map)]
-    with holdfast.Checkpointer(folder / "run", state, mode="sync", timeout=60.0) as checkpointer:
+    with everystep.Checkpointer(folder / "run", state, mode="sync", timeout=60.0) as checkpointer:
         checkpointer.save(1)
         for _ in range(2):
             state["weights"][:] = 0
             checkpointer.restore()
     groups.append(len(c10d._world.pg_map))
     for _ in range(2):
-        holdfast.load(folder / "run", state, timeout=60.0)
+        everystep.load(folder / "run", state, timeout=60.0)
     groups.append(len(c10d._world.pg_map))
     return int(state["weights"].sum()), groups
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import holdfast
+import everystep
 from support import random_rank_troubles as failing_random
 from support import rank_troubles as failing
 from support.disturbed_trainings import Mode
@@ -165,15 +165,15 @@ def _caught(folder: Path) -> tuple[list[str], list[str]]:
     rank = dist.get_rank()
 
     def catchable(function: Callable[[], Any]) -> list[str]:
-        with pytest.raises(holdfast.SaveFailed) as caught:
+        with pytest.raises(everystep.SaveFailed) as caught:
             function()
-        kinds = (holdfast.RankFailed, holdfast.RanksDisagree, TimeoutError)
+        kinds = (everystep.RankFailed, everystep.RanksDisagree, TimeoutError)
         return [kind.__name__ for kind in kinds if isinstance(caught.value, kind)]
 
-    differing = catchable(lambda: holdfast.save(folder / "one", {"n": rank}, timeout=PATIENCE_SECONDS))
+    differing = catchable(lambda: everystep.save(folder / "one", {"n": rank}, timeout=PATIENCE_SECONDS))
     if rank == 1:
         return differing, []
-    return differing, catchable(lambda: holdfast.save(folder / "two", {}, timeout=0.5))
+    return differing, catchable(lambda: everystep.save(folder / "two", {}, timeout=0.5))
 
 
 def test_every_failure_of_a_save_is_a_save_failed_and_a_time_out_a_timeout_error(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 from support.disturbed_trainings import Course, Kill, Mode, check_alone, durable, leftovers, train
 from support.launcher import Outcome, StoreHost, launch, started, values
 
@@ -151,8 +151,8 @@ def _another_world_meanwhile(folder: Path) -> list[str]:
     """Between hearing where to write and opening it, rank 1 is so late that somebody else has that name."""
     import torch.distributed as dist
 
-    from holdfast.engine import fs
-    from holdfast.store.commit import coordinated
+    from everystep.engine import fs
+    from everystep.store.commit import coordinated
 
     path = folder / "model"
     real = coordinated.open_partial
@@ -164,8 +164,8 @@ def _another_world_meanwhile(folder: Path) -> list[str]:
 
     if dist.get_rank() == 1:
         coordinated.open_partial = late
-    with pytest.raises(holdfast.HoldfastError, match="abandoned" if dist.get_rank() == 1 else ""):
-        holdfast.save(path, {"w": np.arange(5000.0)}, timeout=30.0)
+    with pytest.raises(everystep.EverystepError, match="abandoned" if dist.get_rank() == 1 else ""):
+        everystep.save(path, {"w": np.arange(5000.0)}, timeout=30.0)
     return [found.name for found in folder.glob("model.partial/r00001*")]
 
 

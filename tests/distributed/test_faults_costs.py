@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep.store.read.stored_checkpoint import open_newest
 from support.launcher import launch, values
 
 pytestmark = pytest.mark.race
@@ -20,7 +20,7 @@ SAVES = 4
 
 def _count_messages(run: Path, leaves: int) -> list[int]:
     """How often this rank speaks to the store, for each save."""
-    from holdfast.team.mail import Mail
+    from everystep.team.mail import Mail
 
     calls: list[str] = []
     ask = Mail._call
@@ -32,7 +32,7 @@ def _count_messages(run: Path, leaves: int) -> list[int]:
     Mail._call = counted  # type: ignore[method-assign]
     state = {f"leaf{number}": np.arange(8.0) + number for number in range(leaves)}
     found: list[int] = []
-    with holdfast.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
+    with everystep.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
         for step in range(1, SAVES + 1):
             before = len(calls)
             checkpointer.save(step)
@@ -58,7 +58,7 @@ def _save_and_load_many(folder: Path) -> tuple[list[int], int]:
     """How many keys the store has after each save and load, at a path of its own; how often this connects."""
     import torch.distributed as dist
 
-    from holdfast.team import mail
+    from everystep.team import mail
 
     connect, connected = mail._connect, []
 
@@ -71,8 +71,8 @@ def _save_and_load_many(folder: Path) -> tuple[list[int], int]:
     state = {"w": np.arange(8.0)}
     found: list[int] = []
     for number in range(6):
-        holdfast.save(folder / str(number), state, timeout=60.0)
-        holdfast.load(folder / str(number), state, timeout=60.0)
+        everystep.save(folder / str(number), state, timeout=60.0)
+        everystep.load(folder / str(number), state, timeout=60.0)
         dist.barrier()
         found.append(store.num_keys())
         dist.barrier()
@@ -99,8 +99,8 @@ def _save_one_copy(folder: Path) -> list[int]:
     state["rest"] = np.ones(rest // 4, np.float32)
     found: list[int] = []
     for number, writers in enumerate(("all", "node", "socket", 2)):
-        options = holdfast.Options(writers=writers)  # type: ignore[arg-type]
-        info = holdfast.save(folder / str(number), state, options=options)
+        options = everystep.Options(writers=writers)  # type: ignore[arg-type]
+        info = everystep.save(folder / str(number), state, options=options)
         with open_newest(info.path) as checkpoint:
             part = checkpoint.parts[dist.get_rank()]
             found.append(sum(piece.nbytes for leaf in part.leaves for piece in leaf.fragments))
@@ -121,5 +121,5 @@ def test_ranks_share_one_copy(tmp_path: Path) -> None:
     assert len(writing) == 2
     assert math.isclose(*writing, rel_tol=0.01)
     for path in tmp_path.iterdir():
-        with holdfast.open(path) as checkpoint:
+        with everystep.open(path) as checkpoint:
             assert checkpoint.nbytes == sum(everybody)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.store import step_name
+import everystep
+from everystep.store import step_name
 from support.disturbed_trainings import Course, advance, bits, error_of, make_state, train
 from support.launcher import launch, values
 
@@ -57,10 +57,10 @@ def _resume_all(folder: Path) -> dict[str, tuple[int, bool, list[str], tuple[str
         state = make_state()
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            with holdfast.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
+            with everystep.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
                 path = run / step_name(3)
                 other = make_state()
-                said = error_of(lambda path=path, other=other: holdfast.load(path, other))  # type: ignore[misc]
+                said = error_of(lambda path=path, other=other: everystep.load(path, other))  # type: ignore[misc]
                 resumed = checkpointer.restore()
                 exact = bits(state) == bits(make_state(resumed))
                 advance(state)
@@ -86,5 +86,5 @@ def test_all_ranks_go_back_to_the_same_step(trained: Path, tmp_path: Path) -> No
             if name.startswith("shard of"):
                 assert "leaf 'model" in message or "leaf 'optimizer" in message, message
         restored = make_state()
-        holdfast.load(tmp_path / name, restored)
+        everystep.load(tmp_path / name, restored)
         assert bits(restored) == bits(make_state(3))  # saved again

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.store import list_steps
+import everystep
+from everystep.store import list_steps
 from support.disturbed_trainings import Mode, advance, bits, check_alone, leftovers, make_state, set_patience
 from support.launcher import StoreHost, launch, values
 from support.patience import PATIENCE_SECONDS, expecting
@@ -22,8 +22,8 @@ MANY_STEPS = 1000
 SILENCE_SECONDS = 2.0
 
 
-def _checkpointer(run: Path, state: dict[str, Any], mode: Any, **more: Any) -> holdfast.Checkpointer:
-    return holdfast.Checkpointer(run, state, mode=mode, timeout=PATIENCE_SECONDS, **more)
+def _checkpointer(run: Path, state: dict[str, Any], mode: Any, **more: Any) -> everystep.Checkpointer:
+    return everystep.Checkpointer(run, state, mode=mode, timeout=PATIENCE_SECONDS, **more)
 
 
 def _train_until_asked(run: Path, mode: Mode, every: int, asked: int, at: int) -> None:
@@ -83,7 +83,7 @@ def test_one_rank_raises(tmp_path: Path, mode: Mode, failing: int) -> None:
     assert check_alone(run, 4) == 4
 
 
-class _Asked(holdfast.Checkpointer):
+class _Asked(everystep.Checkpointer):
     """Is asked to end, as by a launcher that has seen a rank die, while it closes."""
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ def _leave_out_the_last(run: Path, silent: int) -> tuple[str, tuple[int, ...]] |
         try:
             if dist.get_rank() != silent:
                 checkpointer.save(2)
-        except holdfast.RankFailed as error:
+        except everystep.RankFailed as error:
             return str(error), error.ranks
         finally:
             checkpointer.close()
@@ -141,7 +141,7 @@ def test_the_others_learn_which_rank_has_left_out_the_last_save(tmp_path: Path) 
 
 def _end_at_once(run: Path) -> None:
     """The interpreter ends while a save is under way; nobody waits for it, nobody closes anything."""
-    from holdfast.store.commit.shard_writer import ShardWriter
+    from everystep.store.commit.shard_writer import ShardWriter
 
     write = ShardWriter.write
 
@@ -166,6 +166,6 @@ def test_the_interpreter_ends_while_a_save_is_under_way(tmp_path: Path) -> None:
     values(launch(WORLD, _end_at_once, run))
     assert list_steps(str(run)) == [1, 2]
     restored = make_state()
-    holdfast.load(run, restored)
+    everystep.load(run, restored)
     assert bits(restored) == bits(make_state(2))
     assert leftovers(run) == []

@@ -16,15 +16,15 @@ import pytest
 from msgspec import structs
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.checkpointer import retention
-from holdfast.cli.app import app
-from holdfast.engine import faults
-from holdfast.engine.fs import HeldDirectory
-from holdfast.format.manifest import encode_root
-from holdfast.store.commit import coordinated
-from holdfast.store.commit import volumes as store_volumes
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep.checkpointer import retention
+from everystep.cli.app import app
+from everystep.engine import faults
+from everystep.engine.fs import HeldDirectory
+from everystep.format.manifest import encode_root
+from everystep.store.commit import coordinated
+from everystep.store.commit import volumes as store_volumes
+from everystep.store.read.stored_checkpoint import open_newest
 from support.disturbed_trainings import error_of
 from support.launcher import launch, values
 
@@ -54,12 +54,12 @@ def _train(run: Path, volumes: list[Path], failing: int | None) -> tuple[str, st
     store_volumes.measure = lambda volumes: SPEEDS[: len(volumes)]
     state = _state(0)
     got = ("", "")
-    with holdfast.Checkpointer(
+    with everystep.Checkpointer(
         run,
         state,
         mode="sync",
-        keep=holdfast.Keep(last=KEPT),
-        options=holdfast.Options(volumes=volumes),
+        keep=everystep.Keep(last=KEPT),
+        options=everystep.Options(volumes=volumes),
         timeout=60.0,
     ) as checkpointer:
         for step in range(1, 6):
@@ -75,7 +75,7 @@ def _train(run: Path, volumes: list[Path], failing: int | None) -> tuple[str, st
 def _ids(run: Path) -> dict[int, str]:
     found = {}
     for path in run.glob("step-*"):
-        with holdfast.open(path) as checkpoint:
+        with everystep.open(path) as checkpoint:
             found[checkpoint.step] = checkpoint.id
     return found
 
@@ -98,7 +98,7 @@ def _check(run: Path, volumes: list[Path], files: int) -> None:
     assert sizes[0] == pytest.approx(NBYTES * 2 / 3, rel=0.2)
     assert sum(sizes) == pytest.approx(NBYTES, rel=0.01)
     restored = _state(0)
-    holdfast.load(run, restored)
+    everystep.load(run, restored)
     assert np.array_equal(restored["w"], _state(5)["w"])
     verified = CliRunner().invoke(app, ["verify", str(run)])
     assert verified.exit_code == 0, verified.output
@@ -115,8 +115,8 @@ def test_two_ranks_with_two_volumes(tmp_path: Path, volumes: list[Path], failing
 
     # What is there is found again, and swept or kept by those who come next.
     resumed = _state(0)
-    with holdfast.Checkpointer(
-        run, resumed, mode="sync", keep=holdfast.Keep(last=1), options=holdfast.Options(volumes=volumes)
+    with everystep.Checkpointer(
+        run, resumed, mode="sync", keep=everystep.Keep(last=1), options=everystep.Options(volumes=volumes)
     ) as checkpointer:
         assert checkpointer.restore() == 5
         assert np.array_equal(resumed["w"], _state(5)["w"])
@@ -134,21 +134,21 @@ def _train_beside(run: Path, volume: Path) -> None:
     import torch.distributed as dist
 
     state = _state(0)
-    options = holdfast.Options(volumes=[volume] if dist.get_rank() else [])
-    with holdfast.Checkpointer(
-        run, state, mode="sync", keep=holdfast.Keep(last=KEPT), options=options, timeout=60.0
+    options = everystep.Options(volumes=[volume] if dist.get_rank() else [])
+    with everystep.Checkpointer(
+        run, state, mode="sync", keep=everystep.Keep(last=KEPT), options=options, timeout=60.0
     ) as checkpointer:
         for step in range(1, 6):
             checkpointer.save(step)
     faults.install(*faults.parse("sync:1:kill"))
-    holdfast.save(run.with_name("model"), state, options=options, timeout=60.0)
+    everystep.save(run.with_name("model"), state, options=options, timeout=60.0)
 
 
 def _save_beside(path: Path, volume: Path) -> None:
     import torch.distributed as dist
 
-    options = holdfast.Options(volumes=[volume] if dist.get_rank() else [])
-    holdfast.save(path, _state(0), options=options, timeout=60.0)
+    options = everystep.Options(volumes=[volume] if dist.get_rank() else [])
+    everystep.save(path, _state(0), options=options, timeout=60.0)
 
 
 def test_volumes_that_rank_0_has_none_of_are_cleaned_up_all_the_same(tmp_path: Path) -> None:
@@ -190,80 +190,80 @@ def test_pruning_removes_what_is_on_volumes(
 def test_what_pruning_could_not_remove_keeps_its_shards_when_it_is_moved_away(
     tmp_path: Path, volumes: list[Path]
 ) -> None:
-    run, options = tmp_path / "run", holdfast.Options(volumes=[volumes[0]])
-    with holdfast.Checkpointer(run, {"w": np.ones(100)}, mode="sync", options=options) as checkpointer:
+    run, options = tmp_path / "run", everystep.Options(volumes=[volumes[0]])
+    with everystep.Checkpointer(run, {"w": np.ones(100)}, mode="sync", options=options) as checkpointer:
         checkpointer.save(1)
         checkpointer.save(2)
     with faults.injected("rename:1:EIO"):
         assert CliRunner().invoke(app, ["prune", str(run), "--last", "1"]).exit_code == 1
     (run / "step-000000000001").rename(tmp_path / "archive")
-    with holdfast.Checkpointer(run, {"w": np.ones(100)}, mode="sync", options=options) as checkpointer:
+    with everystep.Checkpointer(run, {"w": np.ones(100)}, mode="sync", options=options) as checkpointer:
         checkpointer.restore()
         checkpointer.save(3)
-    assert holdfast.verify(tmp_path / "archive").intact
+    assert everystep.verify(tmp_path / "archive").intact
 
 
 def test_a_volume_that_is_not_there(tmp_path: Path, volumes: list[Path]) -> None:
-    options = holdfast.Options(volumes=[volumes[0], tmp_path / "unmounted"])
-    with pytest.raises(holdfast.StorageMissing, match=r"the volume .*unmounted does not exist on "):
-        holdfast.save(tmp_path / "model", _state(0), options=options)
+    options = everystep.Options(volumes=[volumes[0], tmp_path / "unmounted"])
+    with pytest.raises(everystep.StorageMissing, match=r"the volume .*unmounted does not exist on "):
+        everystep.save(tmp_path / "model", _state(0), options=options)
     assert not (tmp_path / "unmounted").exists()
     single: dict[str, Any] = {"volumes": [tmp_path / "unmounted"]}
-    with pytest.raises(holdfast.StorageMissing, match="unmounted"):
-        holdfast.Checkpointer(tmp_path / "run", _state(0), options=holdfast.Options(**single))
+    with pytest.raises(everystep.StorageMissing, match="unmounted"):
+        everystep.Checkpointer(tmp_path / "run", _state(0), options=everystep.Options(**single))
 
 
 def test_one_that_is_replaced_outside_of_a_run(tmp_path: Path, volumes: list[Path]) -> None:
     """Its shards go with it, and nobody else's."""
-    options = holdfast.Options(volumes=[volumes[0]])
+    options = everystep.Options(volumes=[volumes[0]])
     run = tmp_path / "run"
-    with holdfast.Checkpointer(run, {"w": np.ones(3)}, mode="sync", options=options) as checkpointer:
+    with everystep.Checkpointer(run, {"w": np.ones(3)}, mode="sync", options=options) as checkpointer:
         checkpointer.save(1)
         for step in (5, 6):
-            holdfast.save(run / "best", {"w": np.full(3, step)}, step=step, overwrite=True, options=options)
+            everystep.save(run / "best", {"w": np.full(3, step)}, step=step, overwrite=True, options=options)
         checkpointer.save(2)
         checkpointer.save(3)
     assert len(_there(volumes[0])) == 4
-    assert holdfast.load(run / "best")["w"].tolist() == [6, 6, 6]
-    assert holdfast.load(run / "step-000000000001")["w"].tolist() == [1, 1, 1]
-    with pytest.raises(holdfast.StorageFull), faults.injected("write:1:ENOSPC"):
-        holdfast.save(tmp_path / "other", {"w": np.ones(3)}, options=options)
+    assert everystep.load(run / "best")["w"].tolist() == [6, 6, 6]
+    assert everystep.load(run / "step-000000000001")["w"].tolist() == [1, 1, 1]
+    with pytest.raises(everystep.StorageFull), faults.injected("write:1:ENOSPC"):
+        everystep.save(tmp_path / "other", {"w": np.ones(3)}, options=options)
     assert len(_there(volumes[0])) == 4
 
 
 def test_a_run_that_was_moved_away_keeps_its_shards(tmp_path: Path) -> None:
     (tmp_path / "volume").mkdir()
-    options = holdfast.Options(volumes=[tmp_path / "volume"])
+    options = everystep.Options(volumes=[tmp_path / "volume"])
     for number, name in enumerate(("first", "second", "third")):
-        with holdfast.Checkpointer(
+        with everystep.Checkpointer(
             tmp_path / "run",
             {"w": np.full(100, number)},
             mode="sync",
             options=options,
-            keep=holdfast.Keep(last=1),
+            keep=everystep.Keep(last=1),
         ) as checkpointer:
             for step in range(1, 4):
                 checkpointer.save(step)
         (tmp_path / "run").rename(tmp_path / name)
     for number, name in enumerate(("first", "second", "third")):
-        assert holdfast.load(tmp_path / name)["w"].tolist() == [number] * 100
+        assert everystep.load(tmp_path / name)["w"].tolist() == [number] * 100
 
 
 def test_a_checkpoint_that_was_moved_away_keeps_its_shards(tmp_path: Path, volumes: list[Path]) -> None:
-    options = holdfast.Options(volumes=[volumes[0]])
+    options = everystep.Options(volumes=[volumes[0]])
     for number in range(3):
-        holdfast.save(tmp_path / "model", {"w": np.full(100, number)}, options=options)
+        everystep.save(tmp_path / "model", {"w": np.full(100, number)}, options=options)
         (tmp_path / "model").rename(tmp_path / f"model{number}")
     for number in range(3):
-        assert holdfast.load(tmp_path / f"model{number}")["w"].tolist() == [number] * 100
+        assert everystep.load(tmp_path / f"model{number}")["w"].tolist() == [number] * 100
 
 
 def test_one_that_could_not_be_retired_and_was_moved_away_keeps_its_shards(
     tmp_path: Path, volumes: list[Path]
 ) -> None:
-    run, options = tmp_path / "run", holdfast.Options(volumes=[volumes[0]])
-    with holdfast.Checkpointer(
-        run, {"w": np.ones(100)}, mode="sync", keep=holdfast.Keep(last=1), options=options
+    run, options = tmp_path / "run", everystep.Options(volumes=[volumes[0]])
+    with everystep.Checkpointer(
+        run, {"w": np.ones(100)}, mode="sync", keep=everystep.Keep(last=1), options=options
     ) as checkpointer:
         checkpointer.save(1)
         with faults.injected("rename:2:EIO"), pytest.warns(RuntimeWarning, match="could not be removed"):
@@ -271,7 +271,7 @@ def test_one_that_could_not_be_retired_and_was_moved_away_keeps_its_shards(
         (run / "step-000000000001").rename(tmp_path / "archive")
         with pytest.warns(RuntimeWarning, match="could not be removed"):
             checkpointer.save(3)
-    assert holdfast.verify(tmp_path / "archive").intact
+    assert everystep.verify(tmp_path / "archive").intact
 
 
 @pytest.mark.filterwarnings("ignore:.*could not remove")
@@ -281,12 +281,12 @@ def test_a_checkpoint_that_was_moved_out_of_its_run_keeps_its_shards(
     run = tmp_path / "run"
     state = {"w": np.zeros(100)}
     for step in range(1, 7):
-        with holdfast.Checkpointer(
+        with everystep.Checkpointer(
             run,
             state,
             mode="sync",
-            options=holdfast.Options(volumes=[volumes[0]]),
-            keep=holdfast.Keep(last=1),
+            options=everystep.Options(volumes=[volumes[0]]),
+            keep=everystep.Keep(last=1),
         ) as checkpointer:
             assert checkpointer.restore() == step - 1
             state["w"] += 1
@@ -294,8 +294,8 @@ def test_a_checkpoint_that_was_moved_out_of_its_run_keeps_its_shards(
             if step == 2:
                 (run / "step-000000000002").rename(run / "best")
             checkpointer.save(step)  # replaces it, if it is still there
-    assert holdfast.load(run / "best")["w"].tolist() == [2] * 100
-    assert holdfast.verify(run).intact
+    assert everystep.load(run / "best")["w"].tolist() == [2] * 100
+    assert everystep.verify(run).intact
     assert len(_there(volumes[0])) == 2
 
 
@@ -304,12 +304,12 @@ def _train_with_own_volume(run: Path, root: Path) -> set[str]:
 
     volume = root / f"volume{dist.get_rank()}"
     volume.mkdir()
-    with holdfast.Checkpointer(
+    with everystep.Checkpointer(
         run,
         {"w": np.zeros(1 << 17)},
         mode="sync",
-        keep=holdfast.Keep(last=1),
-        options=holdfast.Options(volumes=[volume]),
+        keep=everystep.Keep(last=1),
+        options=everystep.Options(volumes=[volume]),
         timeout=60.0,
     ) as checkpointer:
         for step in range(1, 6):
@@ -333,11 +333,11 @@ def _prune(run: Path) -> None:
 def test_pruning_a_copy_of_a_run_leaves_the_shards_to_the_original(
     tmp_path: Path, volumes: list[Path]
 ) -> None:
-    with holdfast.Checkpointer(
+    with everystep.Checkpointer(
         tmp_path / "run",
         {"w": np.ones(100)},
         mode="sync",
-        options=holdfast.Options(volumes=[volumes[0]]),
+        options=everystep.Options(volumes=[volumes[0]]),
     ) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step)
@@ -345,15 +345,15 @@ def test_pruning_a_copy_of_a_run_leaves_the_shards_to_the_original(
     _prune(tmp_path / "copy")
     assert sorted(_ids(tmp_path / "copy")) == [3]
     for step in (1, 2, 3):
-        assert holdfast.verify(tmp_path / "run" / f"step-{step:012d}").intact
+        assert everystep.verify(tmp_path / "run" / f"step-{step:012d}").intact
     _prune(tmp_path / "run")
     assert _there(volumes[0]) == set(_ids(tmp_path / "run").values())
 
 
 def test_pruning_removes_nothing_that_only_a_manifest_claims(tmp_path: Path, volumes: list[Path]) -> None:
     """A run may come from anywhere."""
-    run, options = tmp_path / "run", holdfast.Options(volumes=[volumes[0]])
-    with holdfast.Checkpointer(run, {"w": np.ones(100)}, mode="sync", options=options) as checkpointer:
+    run, options = tmp_path / "run", everystep.Options(volumes=[volumes[0]])
+    with everystep.Checkpointer(run, {"w": np.ones(100)}, mode="sync", options=options) as checkpointer:
         checkpointer.save(1)
         checkpointer.save(2)
     precious = tmp_path / "precious"
@@ -371,13 +371,13 @@ def test_pruning_removes_nothing_that_only_a_manifest_claims(tmp_path: Path, vol
 
 
 def test_volumes_that_cannot_be_written_to(tmp_path: Path, volumes: list[Path]) -> None:
-    options = holdfast.Options(volumes=volumes)
-    for fault, kind in (("write:1:ENOSPC", holdfast.StorageFull), ("open:1:EROFS", holdfast.StorageDenied)):
+    options = everystep.Options(volumes=volumes)
+    for fault, kind in (("write:1:ENOSPC", everystep.StorageFull), ("open:1:EROFS", everystep.StorageDenied)):
         with pytest.raises(kind, match=str(volumes[0])), faults.injected(fault):
-            holdfast.save(tmp_path / "model", {"w": np.ones(3)}, options=options)
+            everystep.save(tmp_path / "model", {"w": np.ones(3)}, options=options)
     with pytest.raises(ValueError, match="UTF-8"):
-        holdfast.save(
-            tmp_path / "model", {"w": np.ones(3)}, options=holdfast.Options(volumes=[os.fsdecode(b"/\xff")])
+        everystep.save(
+            tmp_path / "model", {"w": np.ones(3)}, options=everystep.Options(volumes=[os.fsdecode(b"/\xff")])
         )
     assert not any(os.listdir(volume) for volume in volumes)
     assert not (tmp_path / "model").exists()
@@ -397,7 +397,7 @@ def _save_without_a_shared_directory(path: Path, other: Path) -> tuple[str, str]
                 yield directory
 
         coordinated.open_partial = opened_here
-    return error_of(lambda: holdfast.save(path, {"w": np.ones(1 << 17)}, timeout=60.0))[:2]
+    return error_of(lambda: everystep.save(path, {"w": np.ones(1 << 17)}, timeout=60.0))[:2]
 
 
 def test_ranks_that_do_not_share_the_directory(tmp_path: Path) -> None:
@@ -418,13 +418,13 @@ def _save_from_two_hosts(path: Path) -> bool:
         socket.gethostname = lambda: "elsewhere"
     state = {"w": np.arange(1 << 17)}
     for _ in range(2):
-        holdfast.save(path, state, overwrite=True, timeout=60.0)
+        everystep.save(path, state, overwrite=True, timeout=60.0)
     return True
 
 
 def test_ranks_of_two_hosts_that_share_the_directory(tmp_path: Path) -> None:
     assert values(launch(2, _save_from_two_hosts, tmp_path / "model")) == [True, True]
-    report = holdfast.verify(tmp_path / "model")
+    report = everystep.verify(tmp_path / "model")
     assert report.intact
     assert not report.strangers
 
@@ -433,8 +433,8 @@ def test_a_checkpoint_that_is_taken_away_while_a_save_looks_at_it(
     tmp_path: Path, volumes: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    options = holdfast.Options(volumes=[volumes[0]])
-    with holdfast.Checkpointer(run, {"w": np.ones(3)}, mode="sync", options=options) as checkpointer:
+    options = everystep.Options(volumes=[volumes[0]])
+    with everystep.Checkpointer(run, {"w": np.ones(3)}, mode="sync", options=options) as checkpointer:
         checkpointer.save(1)
         checkpointer.save(2)
 
@@ -446,7 +446,7 @@ def test_a_checkpoint_that_is_taken_away_while_a_save_looks_at_it(
 
         monkeypatch.setattr(retention, "list_steps", list_steps)
         checkpointer.save(3)
-    assert holdfast.verify(tmp_path / "mine").intact
+    assert everystep.verify(tmp_path / "mine").intact
     assert sorted(_ids(run)) == [2, 3]
 
 
@@ -454,20 +454,20 @@ def _names_that_are_not_utf8(folder: str) -> list[str]:
     import torch.distributed as dist
 
     state = {"w": np.arange(1 << 17)}
-    options = holdfast.Options(volumes=[folder])
+    options = everystep.Options(volumes=[folder])
     path = os.path.join(folder, os.fsdecode(b"M\xfcller"))
-    holdfast.save(path, state, options=options, timeout=60.0)
-    found = [error_of(lambda: holdfast.save(path, state, options=options, timeout=60.0))[0]]
-    found.append(error_of(lambda: holdfast.load(path + "!", dict(state), timeout=60.0))[0])
+    everystep.save(path, state, options=options, timeout=60.0)
+    found = [error_of(lambda: everystep.save(path, state, options=options, timeout=60.0))[0]]
+    found.append(error_of(lambda: everystep.load(path + "!", dict(state), timeout=60.0))[0])
     for step in (1, 2):
-        with holdfast.Checkpointer(
+        with everystep.Checkpointer(
             path + "-run", state, mode="sync", options=options, timeout=60.0
         ) as checkpointer:
             assert checkpointer.restore() == step - 1
             checkpointer.save(step)
     for where in (path, path + "-run"):
         restored = {"w": np.zeros_like(state["w"])}
-        holdfast.load(where, restored, timeout=60.0)
+        everystep.load(where, restored, timeout=60.0)
         found.append("equal" if np.array_equal(restored["w"], state["w"]) else f"rank {dist.get_rank()}")
     return found
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-import holdfast
-from holdfast.checkpointer.events import RemovedEarly, read_events
-from holdfast.store import WritableRun, list_steps
+import everystep
+from everystep.checkpointer.events import RemovedEarly, read_events
+from everystep.store import WritableRun, list_steps
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
 
@@ -25,7 +25,7 @@ def _on_a_full_device(folder: Path) -> list[Any]:
     WritableRun.free = free  # type: ignore[method-assign]
     with (
         warnings.catch_warnings(record=True) as caught,
-        holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c,
+        everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c,
     ):
         warnings.simplefilter("always")
         for step in range(1, 5):

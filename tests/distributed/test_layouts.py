@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
+import everystep
 from support.command import command
 from support.launcher import launch, values
 from support.layout_jobs import TIMEOUT, large_nbytes, load_layouts, save_and_load_large, save_layouts
@@ -110,8 +110,8 @@ def _table(cells: Cells, numbers: Sequence[int]) -> list[str]:
 
 
 def _check_in_one_process(path: Path) -> None:
-    """Without any process group: the whole tree, `holdfast verify`, and the safetensors package."""
-    tree = holdfast.load(path)
+    """Without any process group: the whole tree, `everystep verify`, and the safetensors package."""
+    tree = everystep.load(path)
     assert tree["epoch"] == 3
     assert tree["scheduler"] == scheduler_truth()
     model = true_model()
@@ -171,23 +171,23 @@ def _save_what_counts(folder: str) -> None:
     summands = DTensor.from_local(torch.full((3,), rank + 1.0), mesh, [Partial()])
     state = {"gradient": summands}
     # A rank that comes when rank 0 has failed already does not get to its own state: it learns of rank 0's.
-    kinds = holdfast.UnsupportedState if rank == 0 else (holdfast.UnsupportedState, holdfast.RankFailed)
+    kinds = everystep.UnsupportedState if rank == 0 else (everystep.UnsupportedState, everystep.RankFailed)
     with pytest.raises(kinds, match=r"'gradient'.*Redistribute it to Replicate or Shard"):
-        holdfast.save(f"{folder}/sum", state, timeout=TIMEOUT)
-    with holdfast.Checkpointer(f"{folder}/run", state, timeout=TIMEOUT, preemption=False) as checkpointer:
+        everystep.save(f"{folder}/sum", state, timeout=TIMEOUT)
+    with everystep.Checkpointer(f"{folder}/run", state, timeout=TIMEOUT, preemption=False) as checkpointer:
         with pytest.raises(kinds, match=r"'gradient'.*Redistribute it to Replicate or Shard"):
             checkpointer.save(1)
         state["gradient"] = summands.redistribute(placements=[Replicate()])
         checkpointer.save(2)
-    assert holdfast.load(f"{folder}/run")["gradient"].tolist() == [3.0, 3.0, 3.0]
+    assert everystep.load(f"{folder}/run")["gradient"].tolist() == [3.0, 3.0, 3.0]
 
     model = nn.BatchNorm1d(2)
     state = {"model": DistributedDataParallel(model)}
     model.running_mean.fill_(rank + 1.0)  # as a batch of its own makes it
-    holdfast.save(f"{folder}/all", state, timeout=TIMEOUT)
-    holdfast.save(f"{folder}/{rank}", state, process_group="none")
-    assert holdfast.load(f"{folder}/{rank}")["model"]["running_mean"].tolist() == [rank + 1.0] * 2
-    holdfast.load(f"{folder}/all", state, timeout=TIMEOUT)
+    everystep.save(f"{folder}/all", state, timeout=TIMEOUT)
+    everystep.save(f"{folder}/{rank}", state, process_group="none")
+    assert everystep.load(f"{folder}/{rank}")["model"]["running_mean"].tolist() == [rank + 1.0] * 2
+    everystep.load(f"{folder}/all", state, timeout=TIMEOUT)
     assert model.running_mean.tolist() == [1.0, 1.0]
 
 

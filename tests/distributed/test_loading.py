@@ -22,21 +22,21 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import holdfast
-from holdfast import engine
-from holdfast.engine import Tuning
-from holdfast.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMismatch, UnsupportedState
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
-from holdfast.store import step_name
-from holdfast.store.ranks import open_together as opening_module
-from holdfast.store.ranks import shared_load
-from holdfast.store.ranks.channel import Channel
-from holdfast.store.ranks.exchange import hand_out
-from holdfast.store.ranks.shared_load import load_together
-from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
-from holdfast.team import Team, join
+import everystep
+from everystep import engine
+from everystep.engine import Tuning
+from everystep.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMismatch, UnsupportedState
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
+from everystep.store import step_name
+from everystep.store.ranks import open_together as opening_module
+from everystep.store.ranks import shared_load
+from everystep.store.ranks.channel import Channel
+from everystep.store.ranks.exchange import hand_out
+from everystep.store.ranks.shared_load import load_together
+from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.team import Team, join
 from support.error_kinds import kind_of
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS, outlive
@@ -315,7 +315,7 @@ def _mismatches(path: str) -> list[tuple[str, tuple[int, ...]]]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("loading") / "one"
-    holdfast.save(path, _state())
+    everystep.save(path, _state())
     return str(path)
 
 
@@ -334,7 +334,7 @@ def test_layouts_are_bit_exact_and_read_once_per_node(saved: str) -> None:
 
 def test_tied_arrays_may_lie_differently_in_the_target(tmp_path: Path) -> None:
     embedding = _embedding()
-    holdfast.save(tmp_path / "tied", {"in": {"w": embedding}, "out": {"w": embedding}})
+    everystep.save(tmp_path / "tied", {"in": {"w": embedding}, "out": {"w": embedding}})
     assert sum(values(launch(4, _tied, str(tmp_path / "tied")))) == embedding.nbytes
 
 
@@ -399,7 +399,7 @@ def _damaged(good: str, bad: str) -> list[tuple[str, str, str | None, str | None
 
 def test_damage_seen_by_one_reader_is_raised_by_all(saved: str, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
-    holdfast.save(bad, _state())
+    everystep.save(bad, _state())
     with open_newest(bad) as checkpoint:
         leaf = next(leaf for leaf in checkpoint.part(0).leaves if leaf.name == "model.big")
         (fragment,) = leaf.fragments
@@ -464,7 +464,7 @@ def _own(path: str) -> dict[str, Any]:
     assert team is not None
     into = {
         "model": {"w": np.zeros((300, 7), np.float32)},
-        "noise": holdfast.per_rank({"array": np.full(5, -1.0, np.float32), "count": -1}),
+        "noise": everystep.per_rank({"array": np.full(5, -1.0, np.float32), "count": -1}),
     }
     with warnings.catch_warnings(record=True) as told, StoredCheckpoint(path) as checkpoint:
         warnings.simplefilter("always")
@@ -542,23 +542,23 @@ def _overtaken(folder: str) -> list[list[int]]:
 
         opening_module.open_any = open_late  # type: ignore[misc, assignment]
         target = {"w": torch.zeros(3, dtype=torch.int64)}
-        holdfast.load(path, target, timeout=TIMEOUT)
+        everystep.load(path, target, timeout=TIMEOUT)
         assert len(opened) == 2
         found.append(target["w"].tolist())
     return found
 
 
 def _replace_model(folder: str) -> None:
-    holdfast.save(f"{folder}/model", {"w": torch.full((3,), 2)}, overwrite=True, process_group="none")
+    everystep.save(f"{folder}/model", {"w": torch.full((3,), 2)}, overwrite=True, process_group="none")
 
 
 def _go_on_with_run(folder: str) -> None:
-    holdfast.save(f"{folder}/run/{step_name(2)}", {"w": torch.full((3,), 2)}, step=2, process_group="none")
+    everystep.save(f"{folder}/run/{step_name(2)}", {"w": torch.full((3,), 2)}, step=2, process_group="none")
     shutil.rmtree(f"{folder}/run/{step_name(1)}")
 
 
 def test_what_was_replaced_or_retired_before_all_had_opened_it_is_looked_for_again(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    holdfast.save(tmp_path / "model", {"w": torch.full((3,), 1)})
-    holdfast.save(tmp_path / "run" / step_name(1), {"w": torch.full((3,), 1)}, step=1)
+    everystep.save(tmp_path / "model", {"w": torch.full((3,), 1)})
+    everystep.save(tmp_path / "run" / step_name(1), {"w": torch.full((3,), 1)}, step=1)
     assert values(launch(2, _overtaken, str(tmp_path))) == [[[2, 2, 2], [2, 2, 2]]] * 2

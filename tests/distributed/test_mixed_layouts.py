@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 from distributed.test_replicas import _KINDS, _index, _source
-from holdfast.format.geometry import Box, boxes_of_range
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
-from holdfast.state import LeafSource
-from holdfast.store.ranks.checks import layouts
-from holdfast.store.ranks.checks.layouts import box_sums
+from everystep.format.geometry import Box, boxes_of_range
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
+from everystep.state import LeafSource
+from everystep.store.ranks.checks import layouts
+from everystep.store.ranks.checks.layouts import box_sums
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
 
@@ -131,19 +131,19 @@ def _attempts(folder: Path, whole: Any, held: Any) -> list[str]:
         try:
             act()
             got.append("")
-        except holdfast.RanksDisagree as error:
+        except everystep.RanksDisagree as error:
             got.append(
                 "sample" if "replicated arrays; the save was rejected" in str(error) else str(error.leaf)
             )
 
     if rank == 3:
         local.view(-1)[0] += 1  # one element
-    attempt(lambda: holdfast.save(folder / "first", state, timeout=PATIENCE_SECONDS))
+    attempt(lambda: everystep.save(folder / "first", state, timeout=PATIENCE_SECONDS))
     if rank == 3:
         local.view(-1)[0] -= 1
-    with holdfast.Checkpointer(folder / "run", state, mode="sync", timeout=PATIENCE_SECONDS) as checkpointer:
+    with everystep.Checkpointer(folder / "run", state, mode="sync", timeout=PATIENCE_SECONDS) as checkpointer:
         attempt(lambda: checkpointer.save(1))
-        assert torch.equal(holdfast.load(folder / "run", process_group="none")["w"], whole)
+        assert torch.equal(everystep.load(folder / "run", process_group="none")["w"], whole)
         dist.barrier()
         local += 1
         attempt(lambda: checkpointer.save(2))
@@ -187,7 +187,7 @@ def _layouts_in_memory(folder: Path) -> list[Any]:
     found: list[Any] = []
     for name, array in kinds.items():
         state = {"x": array}
-        with holdfast.Checkpointer(
+        with everystep.Checkpointer(
             folder / name, state, mode="sync", timeout=PATIENCE_SECONDS
         ) as checkpointer:
             checkpointer.save(1)
@@ -196,7 +196,7 @@ def _layouts_in_memory(folder: Path) -> list[Any]:
             try:
                 checkpointer.save(2)
                 found.append((name, "stored as a mixture"))
-            except holdfast.RanksDisagree as error:
+            except everystep.RanksDisagree as error:
                 found.append((name, error.ranks))
             own -= float(rank)
             checkpointer.save(2)

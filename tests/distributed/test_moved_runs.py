@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-import holdfast
+import everystep
 from checkpointer.test_moved_runs import content, link_to_another, opened, rename_and_put_another
-from holdfast import Checkpointer, Keep
-from holdfast.store import step_name
+from everystep import Checkpointer, Keep
+from everystep.store import step_name
 from support.disturbed_trainings import error_of
 from support.launcher import launch, values
 
@@ -45,4 +45,4 @@ def test_all_ranks_are_told_that_the_run_has_moved(tmp_path: Path) -> None:
         assert values(launch(2, _train, folder, move.__name__)) == [["RunMoved"] * 3, ["RankFailed"] * 3]
         moved = move is rename_and_put_another
         assert content(folder / ("current" if moved else "other")) == before
-        assert holdfast.verify(folder / ("moved" if moved else "first") / step_name(3)).intact
+        assert everystep.verify(folder / ("moved" if moved else "first") / step_name(3)).intact

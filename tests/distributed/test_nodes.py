@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.app import app
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep.cli.app import app
+from everystep.store.read.stored_checkpoint import open_newest
 from support.error_kinds import kind_of
 from support.launcher import launch, values
 from support.nodes import Node, missing, two_nodes
@@ -71,13 +71,13 @@ def _replicated(steps: int) -> dict[str, Any]:
     return {"w": np.arange(NBYTES // 4, dtype=np.float32) + steps, "small": torch.full((7,), float(steps))}
 
 
-def _checkpointer(run: Path, state: Any, volume: Path, last: int = 2) -> holdfast.Checkpointer:
-    return holdfast.Checkpointer(
+def _checkpointer(run: Path, state: Any, volume: Path, last: int = 2) -> everystep.Checkpointer:
+    return everystep.Checkpointer(
         run,
         state,
         mode="sync",
-        keep=holdfast.Keep(last=last),
-        options=holdfast.Options(volumes=[volume]),
+        keep=everystep.Keep(last=last),
+        options=everystep.Options(volumes=[volume]),
         timeout=TIMEOUT,
         preemption=False,
     )
@@ -114,7 +114,7 @@ def _resume_replicated(run: Path, volume: Path, steps: int) -> tuple[int, int]:
             state["small"] += 1
             checkpointer.save(step)
     loaded = _replicated(0)
-    holdfast.load(run, loaded, timeout=TIMEOUT)
+    everystep.load(run, loaded, timeout=TIMEOUT)
     assert np.array_equal(loaded["w"], _replicated(steps)["w"])
     return began, int(loaded["small"][0])
 
@@ -127,7 +127,7 @@ def test_what_two_nodes_saved_to_volumes_of_their_own_they_resume_from(
     # Every byte once, half of them on each node.
     kept = [sum(path.stat().st_size for path in site.shards(disk)) for disk in range(2)]
     assert kept[0] == pytest.approx(kept[1], rel=0.01)
-    with holdfast.open(site.run) as checkpoint:
+    with everystep.open(site.run) as checkpoint:
         assert checkpoint.stored_nbytes == pytest.approx(NBYTES, rel=0.01)
 
     resumed = launch(WORLD, _resume_replicated, site.run, site.volume, 5, nodes=nodes)
@@ -160,10 +160,10 @@ def _refused(run: Path, volume: Path) -> list[tuple[str, str]]:
     found = []
     for load in (
         lambda: _restore_replicated(run, volume),
-        lambda: holdfast.load(run, _replicated(0), timeout=TIMEOUT),
-        lambda: holdfast.load(run, process_group="none"),
+        lambda: everystep.load(run, _replicated(0), timeout=TIMEOUT),
+        lambda: everystep.load(run, process_group="none"),
     ):
-        with pytest.raises(holdfast.HoldfastError) as caught:
+        with pytest.raises(everystep.EverystepError) as caught:
             load()
         found.append((kind_of(caught.value), str(caught.value)))
     return found
@@ -200,8 +200,8 @@ def test_a_node_that_is_missing_is_named_by_all_ranks_and_tools(site: Site, node
     said = " ".join(verified.output.split())
     assert "of host node-a" in said
     assert "of host node-b" in said
-    with pytest.raises(holdfast.IncompleteCheckpoint, match="of host node-"):
-        holdfast.load(site.run)
+    with pytest.raises(everystep.IncompleteCheckpoint, match="of host node-"):
+        everystep.load(site.run)
 
 
 def _training(layout: str) -> dict[str, Any]:

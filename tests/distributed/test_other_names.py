@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
+import everystep
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
 
@@ -67,20 +67,20 @@ def _restore(folder: Path) -> list[Any]:
     torch.distributed.barrier()
     for source in (folder / "own", folder / "old.pt"):
         if source.name == "own":
-            holdfast.save(source, {"model": _saved()}, step=9, timeout=PATIENCE_SECONDS)
+            everystep.save(source, {"model": _saved()}, step=9, timeout=PATIENCE_SECONDS)
         into = {"model": Model(1)}
-        with pytest.raises(holdfast.StateMismatch, match=re.escape('rename={"module.": ""}')):
-            holdfast.load(source, into, timeout=PATIENCE_SECONDS)
-        holdfast.load(source, into, rename={"module.": ""}, timeout=PATIENCE_SECONDS)
+        with pytest.raises(everystep.StateMismatch, match=re.escape('rename={"module.": ""}')):
+            everystep.load(source, into, timeout=PATIENCE_SECONDS)
+        everystep.load(source, into, rename={"module.": ""}, timeout=PATIENCE_SECONDS)
         found.append(_is_restored(into["model"]))
         state = {"model": Model(2, 3), "n": 0}
         run = folder / f"run-{source.name}"
-        with holdfast.Checkpointer(run, state, mode="sync", timeout=PATIENCE_SECONDS) as ckpt:
+        with everystep.Checkpointer(run, state, mode="sync", timeout=PATIENCE_SECONDS) as ckpt:
             found.append(ckpt.restore(start_from=source, rename={"module.": ""}))
             ckpt.save(1)
         found.append(_is_restored(state["model"]))
         again = {"model": nn.ModuleDict({"inner": Model(3)}), "n": 0}
-        with holdfast.Checkpointer(run, again, mode="sync", timeout=PATIENCE_SECONDS) as ckpt:
+        with everystep.Checkpointer(run, again, mode="sync", timeout=PATIENCE_SECONDS) as ckpt:
             found.append(ckpt.restore(rename={"": "inner."}))
         found.append(_is_restored(again["model"]["inner"]))
     return found
@@ -95,9 +95,9 @@ def _refuse(folder: Path) -> list[str]:
     found = []
     for number, name in enumerate(["module.surprise", "module.old.surprise", "module.embed.surprise"]):
         path = folder / f"own-{number}"
-        holdfast.save(path, {"model": {**_saved(), name: torch.ones(1)}}, timeout=PATIENCE_SECONDS)
-        with pytest.raises(holdfast.StateMismatch) as caught:
-            holdfast.load(path, {"model": Model(1, 7)}, rename={"module.": ""}, timeout=PATIENCE_SECONDS)
+        everystep.save(path, {"model": {**_saved(), name: torch.ones(1)}}, timeout=PATIENCE_SECONDS)
+        with pytest.raises(everystep.StateMismatch) as caught:
+            everystep.load(path, {"model": Model(1, 7)}, rename={"module.": ""}, timeout=PATIENCE_SECONDS)
         found.append("surprise" in str(caught.value))
     return found
 

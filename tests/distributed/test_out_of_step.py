@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
 
@@ -44,7 +44,9 @@ def _train_apart(folder: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     state = {"w": np.zeros(10), "step": 0}
-    with holdfast.Checkpointer(folder / "run", state, mode="sync", every=1000, timeout=PATIENCE_SECONDS) as c:
+    with everystep.Checkpointer(
+        folder / "run", state, mode="sync", every=1000, timeout=PATIENCE_SECONDS
+    ) as c:
         if dist.get_rank() == 1:
             _wait_for(0, "ahead")
         for step in range(1, 301):
@@ -63,7 +65,7 @@ def _train_apart(folder: Path) -> dict[str, Any]:
             found[f"restored {step}"] = c.restore(), state["step"]
     before = _number_of_keys()
     for number in range(3):
-        holdfast.save(folder / "one", state, overwrite=number > 0, timeout=PATIENCE_SECONDS)
+        everystep.save(folder / "one", state, overwrite=number > 0, timeout=PATIENCE_SECONDS)
     found["left behind"] = _number_of_keys() - before
     return found
 
@@ -82,13 +84,13 @@ def _leave_out_calls(folder: Path) -> list[Any]:
 
     found: list[Any] = []
     state = {"w": np.zeros(10), "step": 0}
-    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+    with everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
         c.save(1)
         dist.barrier()
         for call in (c.restore, c.check_replicas):
             if dist.get_rank() == 0:
                 c._group.timeout = c._group.shares._timeout = 2.0
-                with pytest.raises(holdfast.RankFailed, match="rank 1 did not come") as caught:
+                with pytest.raises(everystep.RankFailed, match="rank 1 did not come") as caught:
                     call()
                 assert caught.value.ranks == (1,)
                 # As patient as a slow machine needs: the silence has been heard.

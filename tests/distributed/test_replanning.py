@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 from support.disturbed_trainings import Mode, leftovers
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
@@ -81,7 +81,7 @@ CHANGES: tuple[Change, ...] = (
 
 def _counted_plans() -> list[int]:
     """How often this rank has planned, counted in the last number."""
-    from holdfast.store.ranks.write_shares import WriteShares
+    from everystep.store.ranks.write_shares import WriteShares
 
     plans: list[int] = []
     plan = WriteShares.plan
@@ -103,7 +103,7 @@ def _train(run: Path, mode: Mode, every: int) -> dict[str, Any]:
     state: dict[str, Any] = {"step": 0, "common": np.zeros(5), f"stage{rank}": {"w": _BASE + rank}}
     different: list[int] = []
     options: dict[str, Any] = {"mode": mode, "every": every, "timeout": PATIENCE_SECONDS}
-    with holdfast.Checkpointer(run, state, keep=holdfast.Keep(last=100), **options) as checkpointer:
+    with everystep.Checkpointer(run, state, keep=everystep.Keep(last=100), **options) as checkpointer:
         for number, change in enumerate(CHANGES):
             change(rank, state)
             for step in range(number * every + 1, (number + 1) * every + 1):
@@ -113,7 +113,7 @@ def _train(run: Path, mode: Mode, every: int) -> dict[str, Any]:
             checkpointer.wait()
             mine: list[Any] = [None] * WORLD
             dist.all_gather_object(mine, state)
-            if rank == 0 and not _equal(holdfast.load(run, process_group="none"), mine):
+            if rank == 0 and not _equal(everystep.load(run, process_group="none"), mine):
                 different.append(step)
         steps = checkpointer.steps
     return {"different": different, "steps": steps, "plans": plans}
@@ -162,14 +162,14 @@ def _values_change(run: Path) -> tuple[list[int], Any]:
 
     plans = _counted_plans()
     state: dict[str, Any] = {"losses": [], "deep": {"inside": {"epoch": 1}}, "w": np.zeros(5)}
-    with holdfast.Checkpointer(run, state, mode="sync", timeout=PATIENCE_SECONDS) as checkpointer:
+    with everystep.Checkpointer(run, state, mode="sync", timeout=PATIENCE_SECONDS) as checkpointer:
         for step in range(1, 6):
             plans.append(0)
             state["losses"].append(0.5)  # on all ranks: no reason to plan anew
             if step == 3 and dist.get_rank() == 2:
                 state["deep"]["inside"]["late"] = 7
             checkpointer.save(step)
-    return plans, holdfast.load(run, process_group="none")["deep"]
+    return plans, everystep.load(run, process_group="none")["deep"]
 
 
 def test_a_plain_value_may_first_appear_on_any_rank(tmp_path: Path) -> None:
@@ -185,14 +185,14 @@ def _contradict(run: Path) -> list[Any]:
     rank = dist.get_rank()
     state: dict[str, Any] = {"w": np.zeros(5), f"own{rank}": np.ones(2)}
     found: list[Any] = []
-    keep = holdfast.Keep(last=9)
-    with holdfast.Checkpointer(run, state, mode="sync", keep=keep, timeout=PATIENCE_SECONDS) as checkpointer:
+    keep = everystep.Keep(last=9)
+    with everystep.Checkpointer(run, state, mode="sync", keep=keep, timeout=PATIENCE_SECONDS) as checkpointer:
         checkpointer.save(1)
         others = {1: np.zeros((2, 3)), 2: np.zeros(6)}, {1: np.zeros(4), 2: np.ones(4)}, {1: 1.0, 2: 2.0}
         for step, on in enumerate(others, start=2):
             if rank in on:
                 state["late"] = on[rank]
-            with pytest.raises(holdfast.RanksDisagree, match="late") as caught:
+            with pytest.raises(everystep.RanksDisagree, match="late") as caught:
                 checkpointer.save(step)
             found.append(caught.value.ranks)
             state.pop("late", None)

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine import Memory, Produced, Strided
-from holdfast.errors import RankFailed, RanksDisagree
-from holdfast.plan.fragments import seen
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
-from holdfast.plan.world import merge_views
-from holdfast.state import LeafSource, flatten
-from holdfast.state.marks import per_rank
-from holdfast.store.ranks.checks import replicas
-from holdfast.store.ranks.checks.replicas import array_digest, check_replicas
-from holdfast.store.ranks.checks.values import differing, structure_digest, values_digest
-from holdfast.store.ranks.checks.views import exchange_views
-from holdfast.team import Team, join
+import everystep
+from everystep.engine import Memory, Produced, Strided
+from everystep.errors import RankFailed, RanksDisagree
+from everystep.plan.fragments import seen
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
+from everystep.plan.world import merge_views
+from everystep.state import LeafSource, flatten
+from everystep.state.marks import per_rank
+from everystep.store.ranks.checks import replicas
+from everystep.store.ranks.checks.replicas import array_digest, check_replicas
+from everystep.store.ranks.checks.values import differing, structure_digest, values_digest
+from everystep.store.ranks.checks.views import exchange_views
+from everystep.team import Team, join
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS, expecting
 
@@ -142,7 +142,7 @@ def test_copies_that_differ_are_named_on_all_ranks_alike() -> None:
     text, leaf, ranks = one[0]
     assert (leaf, ranks) == ("everywhere", (2,))
     assert "everywhere: the copy of rank 2 differs from that of ranks 0, 1, 3" in text
-    assert "holdfast.per_rank" in text
+    assert "everystep.per_rank" in text
     assert "broadcast" in text
 
     text, leaf, ranks = first[0]  # what most have is right, even if rank 0 does not
@@ -316,15 +316,15 @@ def _part_after_the_first_save(run: Path) -> list[Any]:
 
     state = {"weights": np.zeros(3000), "statistics": np.zeros(7), "table": np.zeros((6, 4)).T}
     found: list[Any] = []
-    with holdfast.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
+    with everystep.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
         checkpointer.save(1)
         for step, name in ((2, "statistics"), (3, "weights")):
             state[name] += dist.get_rank()
             with pytest.raises(
-                holdfast.RanksDisagree, match="ranks 0 and 1 hold different values of replicated arrays"
+                everystep.RanksDisagree, match="ranks 0 and 1 hold different values of replicated arrays"
             ) as caught:
                 checkpointer.save(step)
-            with pytest.raises(holdfast.RanksDisagree, match=f"{name}: the copy of rank 1 differs"):
+            with pytest.raises(everystep.RanksDisagree, match=f"{name}: the copy of rank 1 differs"):
                 checkpointer.save(step)
             state[name][:] = 5.0 * step
             checkpointer.save(step)

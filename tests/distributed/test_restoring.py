@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 from support.error_kinds import kind_of
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
@@ -17,10 +17,10 @@ from support.patience import PATIENCE_SECONDS
 
 def _restore_what_fits(folder: Path) -> list[Any]:
     state: dict[str, Any] = {"w": np.ones(10), "gone": np.ones(3)}
-    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+    with everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
         c.save(1)
         c.state = {"w": np.zeros(10), "new": np.zeros(3)}
-        with pytest.raises(holdfast.StateMismatch, match="strict=False"):
+        with pytest.raises(everystep.StateMismatch, match="strict=False"):
             c.restore()
         untouched = float(c.state["w"].sum())
         with pytest.warns(RuntimeWarning, match="All else has been restored"):
@@ -38,13 +38,13 @@ def _restore_strictly_on_some(folder: Path) -> list[Any]:
     rank = dist.get_rank()
     state: Any = {"w": np.ones(10), "gone": np.ones(3)}
     found: list[Any] = []
-    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+    with everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
         c.save(1)
         c.state = {"w": np.zeros(10), "new": np.zeros(3)}
-        with pytest.raises(holdfast.RanksDisagree) as restored:
+        with pytest.raises(everystep.RanksDisagree) as restored:
             c.restore(strict=rank != 1)
-        with pytest.raises(holdfast.RanksDisagree) as loaded:
-            holdfast.load(folder, c.state, strict=rank == 1, timeout=PATIENCE_SECONDS)
+        with pytest.raises(everystep.RanksDisagree) as loaded:
+            everystep.load(folder, c.state, strict=rank == 1, timeout=PATIENCE_SECONDS)
         for caught in (restored, loaded):
             found.append((str(caught.value).partition(". ")[0], caught.value.ranks))
         with pytest.warns(RuntimeWarning, match="All else has been restored"):
@@ -71,10 +71,10 @@ def _restore_nothing(folder: Path) -> list[Any]:
 
     state: Any = {"w": np.ones(10), "v": np.ones(3)}
     found: list[Any] = []
-    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+    with everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
         c.save(1)
         c.state = {"model": {"w": np.zeros(10), "v": np.zeros(3)}}
-        with pytest.raises(holdfast.StateMismatch, match="it is one state dict itself") as caught:
+        with pytest.raises(everystep.StateMismatch, match="it is one state dict itself") as caught:
             c.restore(strict=False)
         found += [list(caught.value.extra), float(c.state["model"]["w"].sum())]
         # It is no error on one rank, as long as another has a place for something.
@@ -97,10 +97,10 @@ def _restore_into_thin_air(folder: Path) -> list[Any]:
 
     state: Any = {"w": np.ones(10)}
     found: list[Any] = []
-    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+    with everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
         c.save(1)
         c.state = 7 if dist.get_rank() == 1 else state
-        with pytest.raises(holdfast.HoldfastError, match="cannot be restored") as caught:
+        with pytest.raises(everystep.EverystepError, match="cannot be restored") as caught:
             c.restore()
         found.append(kind_of(caught.value))
         c.state = state
@@ -118,8 +118,8 @@ def test_a_state_that_cannot_be_filled_on_one_rank_stops_all_and_at_once(tmp_pat
 
 def _go_back(folder: Path) -> list[Any]:
     state: Any = {"w": np.zeros(10)}
-    keep = holdfast.Keep(last=9)
-    with holdfast.Checkpointer(folder, state, keep=keep, mode="sync", timeout=PATIENCE_SECONDS) as c:
+    keep = everystep.Keep(last=9)
+    with everystep.Checkpointer(folder, state, keep=keep, mode="sync", timeout=PATIENCE_SECONDS) as c:
         for step in (1, 2, 3, 4):
             state["w"][:] = step
             c.save(step)
@@ -141,7 +141,7 @@ def _without_descriptors(folder: Path) -> list[Any]:
 
     state: Any = {"w": np.zeros(300_000)}
     found: list[Any] = []
-    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+    with everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
         for step in (1, 2):
             state["w"][:] = step
             c.save(step)
@@ -152,12 +152,12 @@ def _without_descriptors(folder: Path) -> list[Any]:
             os.close(free)
             resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         try:
-            with pytest.raises(holdfast.HoldfastError) as caught:
+            with pytest.raises(everystep.EverystepError) as caught:
                 c.restore()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         named = "Too many open files" in str(caught.value), "rank 1" in str(caught.value)
-        found += [isinstance(caught.value, holdfast.OutOfResources), *named]
+        found += [isinstance(caught.value, everystep.OutOfResources), *named]
         state["w"][:] = 0
         found += [c.restore(), float(state["w"][0])]
     return found
@@ -173,18 +173,18 @@ def test_a_rank_short_of_descriptors_is_named_and_no_rank_falls_back(tmp_path: P
 def _begin_in_a_used_run(folder: Path) -> list[Any]:
     state: Any = {"w": np.ones(10)}
     found: list[Any] = []
-    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+    with everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
         for step in (8, 9):
             c.save(step)
-    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
-        with pytest.raises(holdfast.RunInUse, match="steps 8 to 9"):
+    with everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
+        with pytest.raises(everystep.RunInUse, match="steps 8 to 9"):
             c.save(1)
         found += [c.last_durable, c.steps, c.restore()]
-        with pytest.raises(holdfast.CheckpointExists, match="step 8 already"):
+        with pytest.raises(everystep.CheckpointExists, match="step 8 already"):
             c.save(8)
         c.save(10)
         found.append(c.steps)
-    with holdfast.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS, start_over=True) as c:
+    with everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS, start_over=True) as c:
         c.save(9)  # one of the old ones has that name
         found += [c.last_durable, c.steps]
         c.save(10)

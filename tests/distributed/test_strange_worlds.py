@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import holdfast
+import everystep
 from support.disturbed_trainings import (
     advance,
     bits,
@@ -34,12 +34,12 @@ pytestmark = pytest.mark.race
 SILENCE_SECONDS = 2.0
 
 
-def _checkpointer(run: Path, state: Any, mode: Any = "sync", **more: Any) -> holdfast.Checkpointer:
-    keep = more.pop("keep", holdfast.Keep(last=2))
-    return holdfast.Checkpointer(run, state, mode=mode, keep=keep, timeout=PATIENCE_SECONDS, **more)
+def _checkpointer(run: Path, state: Any, mode: Any = "sync", **more: Any) -> everystep.Checkpointer:
+    keep = more.pop("keep", everystep.Keep(last=2))
+    return everystep.Checkpointer(run, state, mode=mode, keep=keep, timeout=PATIENCE_SECONDS, **more)
 
 
-def _steps(checkpointer: holdfast.Checkpointer, state: dict[str, Any], last: int) -> None:
+def _steps(checkpointer: everystep.Checkpointer, state: dict[str, Any], last: int) -> None:
     """Trains up to a step, and saves each."""
     for step in range(state["step"] + 1, last + 1):
         advance(state)
@@ -53,8 +53,8 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
     """In the save of step 4 one rank is stopped: rank 0 before it commits, another before it writes."""
     import torch.distributed as dist
 
-    from holdfast.store.commit import coordinated
-    from holdfast.store.commit.transaction import Transaction
+    from everystep.store.commit import coordinated
+    from everystep.store.commit.transaction import Transaction
 
     state = make_state()
     with _checkpointer(run, state) as checkpointer:
@@ -83,7 +83,7 @@ def _go_on(run: Path, marks: Path) -> tuple[int, bool]:
     """Another training, in the midst of whose save of step 4 the stopped rank of the first one goes on."""
     import torch.distributed as dist
 
-    from holdfast.store.commit.messages import Conversation
+    from everystep.store.commit.messages import Conversation
 
     state = make_state()
     with _checkpointer(run, state) as checkpointer:
@@ -206,7 +206,7 @@ def test_worlds_of_other_sizes_go_on_in_one_run_and_write_over_what_the_last_one
         found = values(launch(world, _as_many_as_there_are, run, 5 * (number + 1)))
         assert found == [[5 * number, True, [], True]] * world
     assert leftovers(run) == []
-    with holdfast.open(run) as checkpoint:
+    with everystep.open(run) as checkpoint:
         assert (checkpoint.step, checkpoint.world) == (10, 2)
 
 
@@ -246,7 +246,7 @@ def _made_anew(run: Path) -> list[Any]:
     with _checkpointer(run, live) as checkpointer:
         found.append(checkpointer.restore())
         checkpointer.save(2)
-        stored = [holdfast.load(run / f"step-{step:012d}", process_group="none")["w"] for step in (1, 2)]
+        stored = [everystep.load(run / f"step-{step:012d}", process_group="none")["w"] for step in (1, 2)]
     return [*found, all(torch.equal(one, whole) for one in stored)]
 
 
@@ -268,7 +268,7 @@ def _side_by_side(folder: Path) -> list[Any]:
         advance(state)
         for checkpointer in (first, second) if step % 2 else (second, first):
             checkpointer.save(step)
-        holdfast.save(folder / f"single-{step}", state)
+        everystep.save(folder / f"single-{step}", state)
         advance(average)
     first.close()
     second.save(8)
@@ -282,7 +282,7 @@ def _side_by_side(folder: Path) -> list[Any]:
             wrong.append(f"{name}: {resumed}, {restored['step']}")
     for step in range(1, 7):
         restored = make_state()
-        holdfast.load(folder / f"single-{step}", restored)
+        everystep.load(folder / f"single-{step}", restored)
         if bits(restored) != bits(make_state(step)):
             wrong.append(f"single {step}")
     return wrong
@@ -300,8 +300,8 @@ def _cut_off(run: Path, marks: Path, before: str) -> tuple[Any, int | None]:
     """In the save of step 3 the link between the nodes is cut, before rank 0 says a certain thing."""
     import torch.distributed as dist
 
-    from holdfast.store.commit.messages import Conversation
-    from holdfast.team import mail
+    from everystep.store.commit.messages import Conversation
+    from everystep.team import mail
 
     state = make_state()
     checkpointer = _checkpointer(run, state)

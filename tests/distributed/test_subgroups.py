@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import holdfast
+import everystep
 from support.launcher import launch, values
 
 MEMBERS = [1, 3]
@@ -28,13 +28,13 @@ def _two_of_four(folder: Path) -> Any:
     mesh = DeviceMesh.from_group(members, "cpu") if dist.get_rank() in MEMBERS else None
     if mesh is None:
         with pytest.raises(ValueError, match="is not in the given process_group"):
-            holdfast.save(
+            everystep.save(
                 folder / "one", {}, process_group=dist.distributed_c10d.GroupMember.NON_GROUP_MEMBER
             )
         return None
     state = {"w": distribute_tensor(WHOLE.clone(), mesh, [Shard(0)]), "same": torch.ones(1000), "n": 7}
-    holdfast.save(folder / "one", state, process_group=members)
-    with holdfast.Checkpointer(folder / "run", state, process_group=members, mode="sync") as ckpt:
+    everystep.save(folder / "one", state, process_group=members)
+    with everystep.Checkpointer(folder / "run", state, process_group=members, mode="sync") as ckpt:
         assert ckpt.restore() == 0
         ckpt.save(1)
         state["same"].add_(1)
@@ -42,8 +42,8 @@ def _two_of_four(folder: Path) -> Any:
         ckpt.check_replicas()
     target = {"w": torch.zeros(6, 4), "same": torch.zeros(1000), "n": 0}
     local = {**target, "w": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)])}
-    holdfast.load(folder / "one", local, process_group=members)
-    with holdfast.Checkpointer(folder / "run", target, process_group=members) as ckpt:
+    everystep.load(folder / "one", local, process_group=members)
+    with everystep.Checkpointer(folder / "run", target, process_group=members) as ckpt:
         assert ckpt.restore() == 2
     return torch.equal(local["w"].full_tensor(), WHOLE), target["same"][0].item(), state["w"].shape
 
@@ -52,7 +52,7 @@ def test_some_ranks_of_the_world_save_and_load_by_themselves(tmp_path: Path) -> 
     found = values(launch(4, _two_of_four, tmp_path))
     assert found[0] is found[2] is None
     assert found[1] == found[3] == (True, 2.0, WHOLE.shape)
-    with holdfast.open(tmp_path / "one") as checkpoint:
+    with everystep.open(tmp_path / "one") as checkpoint:
         assert checkpoint.world == 2
         assert torch.equal(checkpoint["w"][...], WHOLE)
 
@@ -63,9 +63,9 @@ def _mesh_beyond_the_group(folder: Path) -> str | None:
     if dist.get_rank() not in MEMBERS:
         return None
     # A rank that comes late may hear of rank 0's failure before it sees the same in its own state.
-    late = () if dist.get_rank() == MEMBERS[0] else (holdfast.SaveFailedOnRank,)
-    with pytest.raises((holdfast.UnsupportedState, *late)) as caught:
-        holdfast.save(folder / "one", {"w": everywhere}, process_group=members)
+    late = () if dist.get_rank() == MEMBERS[0] else (everystep.SaveFailedOnRank,)
+    with pytest.raises((everystep.UnsupportedState, *late)) as caught:
+        everystep.save(folder / "one", {"w": everywhere}, process_group=members)
     return str(caught.value)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.store import list_steps, step_name
+import everystep
+from everystep.store import list_steps, step_name
 from support.launcher import launch, values
 from support.ranks_training import Kind, Trained, array_digest, train
 
@@ -93,7 +93,7 @@ def _check_saved_in_place(ranks: list[Trained], kind: Kind) -> None:
 
 def _check_stored(path: Path, expected: Mapping[str, str]) -> None:
     """A checkpoint has the state of its own step, not of the one that was computed while it was written."""
-    tree: Any = holdfast.load(path)
+    tree: Any = everystep.load(path)
     stored = {f"model.{name}": array_digest(tensor) for name, tensor in tree["model"].items()}
     for name, entries in tree["optimizer"]["state"].items():
         stored.update({f"optimizer.{name}.{key}": array_digest(value) for key, value in entries.items()})

@@ -13,21 +13,21 @@ import msgspec
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.checkpointer.drilling import DIARY, DIRECTORY, RUNS, Contents, Kill, Mark, Observed, What
-from holdfast.drill import kill_times, processes
-from holdfast.drill.activity import ActivityLog, RunActivity, SeenCheckpoint
-from holdfast.drill.comparison import Difference, agree, compare_last, index
-from holdfast.drill.kill_times import Aim, TrainingProfile, draw_aims, how_to_kill
-from holdfast.drill.likely_causes import likely_causes
-from holdfast.drill.procedure import DrillOptions, _Pending, _Procedure
-from holdfast.drill.processes import Stage, Start
-from holdfast.drill.report import Killed
-from holdfast.engine import BACKENDS, Backend, capabilities, faults
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep.checkpointer.drilling import DIARY, DIRECTORY, RUNS, Contents, Kill, Mark, Observed, What
+from everystep.drill import kill_times, processes
+from everystep.drill.activity import ActivityLog, RunActivity, SeenCheckpoint
+from everystep.drill.comparison import Difference, agree, compare_last, index
+from everystep.drill.kill_times import Aim, TrainingProfile, draw_aims, how_to_kill
+from everystep.drill.likely_causes import likely_causes
+from everystep.drill.procedure import DrillOptions, _Pending, _Procedure
+from everystep.drill.processes import Stage, Start
+from everystep.drill.report import Killed
+from everystep.engine import BACKENDS, Backend, capabilities, faults
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
+from everystep.store.read.stored_checkpoint import open_newest
 from support.several_ranks import write_several
 
 SHORT = TrainingProfile(
@@ -84,11 +84,11 @@ def test_kills_by_call_fall_on_every_call_of_a_large_save(
     able = capabilities(str(tmp_path))
     if (backend != "buffered" and not able.direct) or (backend == "uring" and not able.uring):
         pytest.skip(f"no {backend} here")
-    monkeypatch.setenv("HOLDFAST_BACKEND", backend)
+    monkeypatch.setenv("EVERYSTEP_BACKEND", backend)
     monkeypatch.setenv(DIRECTORY, str(tmp_path / "reference"))
     log = ActivityLog(tmp_path / "reference" / DIARY)
     calls: list[int] = []
-    with holdfast.Checkpointer("large", {"w": np.zeros(64 << 20, np.uint8)}, mode="sync") as ckpt:
+    with everystep.Checkpointer("large", {"w": np.zeros(64 << 20, np.uint8)}, mode="sync") as ckpt:
         for step in range(1, 7):
             with faults.injected(f"any:{1 << 30}:EIO"):  # never: only to count
                 ckpt.save(step)
@@ -315,7 +315,7 @@ def test_last_checkpoints_are_compared_by_their_bytes_not_by_their_checksums(tmp
     for stage in ("a", "b"):
         (tmp_path / stage / RUNS / "run").mkdir(parents=True)
         state = {"w": np.arange(2_000_000.0), "b": np.zeros(3), "lr": 0.1}
-        holdfast.save(tmp_path / stage / RUNS / "run" / "step-000000000003", state)
+        everystep.save(tmp_path / stage / RUNS / "run" / "step-000000000003", state)
     same = compare_last(tmp_path / "a", tmp_path / "b", "run", 3, 3)
     assert (same.equal, same.leaves, same.nbytes) == (True, 2, 16_000_024)
 
@@ -370,7 +370,7 @@ def test_the_causes_are_told_in_plain_words() -> None:
 
 def test_the_likeliest_cause_follows_from_what_differs_and_what_is_missing() -> None:
     weights = ["model.0.weight", "optimizer.0.weight.exp_avg"]
-    assert "holdfast.rng()" in likely(weights, weights)
+    assert "everystep.rng()" in likely(weights, weights)
     assert "order of the data is not in the state" in likely(weights, [*weights, "rng.torch"])
     assert "loader.position: the place in the data" in likely(
         ["loader.position"], [*weights, "loader.position"]
@@ -476,7 +476,7 @@ def test_a_drill_kills_neither_itself_nor_older_processes_that_carry_its_name(tm
     """Who looks into a start by hand exports the variable, and then holds the drill again."""
     exported = {**os.environ, DIRECTORY: f"{tmp_path}/stage"}
     code = (
-        "import sys; from pathlib import Path; from holdfast.drill.processes import Stage\n"
+        "import sys; from pathlib import Path; from everystep.drill.processes import Stage\n"
         "print(Stage(Path(sys.argv[1]), ('true',), 60).start(1).finished)"
     )
     with subprocess.Popen(("sleep", "600"), env=exported) as older:
@@ -506,8 +506,8 @@ def test_the_end_of_what_a_start_complained_of_is_kept(tmp_path: Path) -> None:
 def test_the_kill_of_an_earlier_start_is_not_handed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_DRILL_KILL", "saving:1:1")
-    show = ("bash", "-c", "echo ${HOLDFAST_DRILL_KILL-none} $HOLDFAST_DRILL")
+    monkeypatch.setenv("EVERYSTEP_DRILL_KILL", "saving:1:1")
+    show = ("bash", "-c", "echo ${EVERYSTEP_DRILL_KILL-none} $EVERYSTEP_DRILL")
     stage = Stage(tmp_path / "stage", show, 60)
     stage.start(1)
     stage.start(2, kill=Kill("saving", 2, 5))

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drill import kill_times, procedure
-from holdfast.drill.kill_times import Aim, TrainingProfile
-from holdfast.drill.procedure import DrillOptions, run_drill
-from holdfast.drill.processes import DrillFailed
-from holdfast.drill.report import DrillReport
+from everystep.drill import kill_times, procedure
+from everystep.drill.kill_times import Aim, TrainingProfile
+from everystep.drill.procedure import DrillOptions, run_drill
+from everystep.drill.processes import DrillFailed
+from everystep.drill.report import DrillReport
 
 SCRIPTS = Path(__file__).parent / "scripts"
 QUICK = ("--steps", "16", "--step-seconds", "0.005")
@@ -84,7 +84,7 @@ def test_noise_that_is_not_in_the_state_is_found_by_step_and_leaf(tmp_path: Path
     assert f"step {first.step} is the first that differs, in leaf weights" in report.problems[1].message
     assert report.undisturbed is not None
     assert report.undisturbed.differing == 0
-    assert "holdfast.rng()" in report.causes[0]
+    assert "everystep.rng()" in report.causes[0]
     assert max(report.lost) <= 1  # nothing was lost: the training itself goes another way
 
 
@@ -113,7 +113,7 @@ def test_dropout_of_torch_that_is_not_in_the_state_is_found(
     assert first.name.startswith("model.")
     assert report.undisturbed is not None
     assert report.undisturbed.differing == 0
-    assert "holdfast.rng()" in report.causes[0]
+    assert "everystep.rng()" in report.causes[0]
 
 
 def test_a_script_that_never_does_the_same_twice_is_told_apart(tmp_path: Path) -> None:
@@ -220,9 +220,9 @@ def test_two_hundred_kills_cost_no_more_than_is_allowed_and_not_one_bit(tmp_path
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("pass", "created no holdfast.Checkpointer"),
+        ("pass", "created no everystep.Checkpointer"),
         ("raise SystemExit('out of coffee')", r"exit code 1\nout of coffee"),
-        ("import holdfast; holdfast.Checkpointer('run', {'n': 1}).close()", "saved no checkpoint"),
+        ("import everystep; everystep.Checkpointer('run', {'n': 1}).close()", "saved no checkpoint"),
     ],
 )
 def test_a_script_that_cannot_be_drilled_is_told_why(tmp_path: Path, code: str, message: str) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine import BACKENDS, Backend, capabilities, choose_backend
-from holdfast.errors import EngineUnavailable
+from everystep.engine import BACKENDS, Backend, capabilities, choose_backend
+from everystep.errors import EngineUnavailable
 
 
 @pytest.fixture(scope="module")

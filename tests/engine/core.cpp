@@ -20,7 +20,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-namespace holdfast {
+namespace everystep {
 namespace {
 
 int failures = 0;
@@ -143,25 +143,25 @@ void leave(const std::string& directory) {
 }
 
 }  // namespace
-}  // namespace holdfast
+}  // namespace everystep
 
 int main(int count, char** arguments) {
   const std::string what = count > 1 ? arguments[1] : "";
   const std::string where = count > 2 ? arguments[2] : "";
   try {
     if (what == "hash") {
-      holdfast::hash();
+      everystep::hash();
     } else if (what == "files") {
-      holdfast::files(where);
+      everystep::files(where);
     } else if (what == "exit") {
-      holdfast::leave(where);
+      everystep::leave(where);
     } else {
       std::fprintf(stderr, "core: hash, files DIRECTORY, or exit DIRECTORY\n");
       return 2;
     }
-  } catch (const holdfast::sys::Error& error) {
+  } catch (const everystep::sys::Error& error) {
     std::fprintf(stderr, "%s: %s\n", error.path.c_str(), std::strerror(error.code));
     return 1;
   }
-  return holdfast::failures == 0 ? 0 : 1;
+  return everystep::failures == 0 ? 0 : 1;
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine import fs
+from everystep.engine import fs
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast import engine
-from holdfast.engine import (
+from everystep import engine
+from everystep.engine import (
     BACKENDS,
     Capabilities,
     Consumed,
@@ -25,8 +25,8 @@ from holdfast.engine import (
     faults,
     fs,
 )
-from holdfast.engine import probe as probing
-from holdfast.errors import EngineUnavailable
+from everystep.engine import probe as probing
+from everystep.errors import EngineUnavailable
 from support.forbidden_calls import run
 from support.random_pieces import PAGE, Windows, checksums, memory_of, random_bytes, small_windows
 
@@ -72,11 +72,11 @@ def test_the_environment_forces_and_an_argument_overrules_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pretend(monkeypatch, ABLE)
-    monkeypatch.setenv("HOLDFAST_BACKEND", "threads")
+    monkeypatch.setenv("EVERYSTEP_BACKEND", "threads")
     assert choose_backend(tmp_path) == "threads"
     assert choose_backend(tmp_path, "buffered") == "buffered"
     assert engine.choose_read_backend(tmp_path / "f") == "threads"
-    monkeypatch.setenv("HOLDFAST_BACKEND", "")
+    monkeypatch.setenv("EVERYSTEP_BACKEND", "")
     assert choose_backend(tmp_path) == "uring"
 
 
@@ -85,7 +85,7 @@ def test_an_unknown_backend_is_refused_and_the_known_are_named(
 ) -> None:
     with pytest.raises(EngineUnavailable, match=r"'tape'.*uring, threads, buffered"):
         choose_backend(tmp_path, "tape")
-    monkeypatch.setenv("HOLDFAST_BACKEND", "drum")
+    monkeypatch.setenv("EVERYSTEP_BACKEND", "drum")
     with pytest.raises(EngineUnavailable, match="'drum'"):
         choose_backend(tmp_path)
     with pytest.raises(EngineUnavailable, match="'drum'"):
@@ -153,16 +153,16 @@ def test_where_io_uring_is_forbidden_threads_take_its_place(tmp_path: Path) -> N
         pytest.skip("there is no direct I/O here, so neither is in question")
     script = """
         forbid(IO_URING_SETUP, errno.EPERM)
-        import numpy as np, holdfast
-        from holdfast.engine import capabilities, choose_backend
+        import numpy as np, everystep
+        from everystep.engine import capabilities, choose_backend
         able = capabilities(sys.argv[1])
         assert not able.uring and "not permitted" in able.uring_reason, able
         state = {"w": np.arange(1 << 20)}
-        holdfast.save(sys.argv[1] + "/a", state)
-        assert (holdfast.load(sys.argv[1] + "/a")["w"] == state["w"]).all()
+        everystep.save(sys.argv[1] + "/a", state)
+        assert (everystep.load(sys.argv[1] + "/a")["w"] == state["w"]).all()
         try:
-            holdfast.save(sys.argv[1] + "/b", state, options=holdfast.Options(backend="uring"))
-        except holdfast.EngineUnavailable as error:
+            everystep.save(sys.argv[1] + "/b", state, options=everystep.Options(backend="uring"))
+        except everystep.EngineUnavailable as error:
             assert "threads" in str(error), error
         print(choose_backend(sys.argv[1]))
     """
@@ -175,14 +175,14 @@ def test_rings_that_are_forbidden_later_are_done_without(tmp_path: Path) -> None
     if choose_backend(tmp_path) != "uring":
         pytest.skip("there are no rings here")
     script = """
-        import numpy as np, holdfast
-        from holdfast.engine import choose_backend
+        import numpy as np, everystep
+        from everystep.engine import choose_backend
         state = {"w": np.arange(1 << 20)}
-        holdfast.save(sys.argv[1] + "/a", state)
+        everystep.save(sys.argv[1] + "/a", state)
         forbid(IO_URING_SETUP, errno.EPERM)
-        holdfast.save(sys.argv[1] + "/b", state)
+        everystep.save(sys.argv[1] + "/b", state)
         for name in "ab":
-            assert (holdfast.load(sys.argv[1] + "/" + name)["w"] == state["w"]).all()
+            assert (everystep.load(sys.argv[1] + "/" + name)["w"] == state["w"]).all()
         print(choose_backend(sys.argv[1]))
     """
     assert run(script, tmp_path) == "uring"
@@ -192,7 +192,7 @@ def test_where_no_thread_can_be_started_the_error_says_so(tmp_path: Path) -> Non
     """The limit of processes of a user counts threads. That is no fault of the storage."""
     script = """
         import resource
-        from holdfast import engine
+        from everystep import engine
         if os.geteuid() == 0:
             os.setgroups([])
             os.setgid(65534)
@@ -214,13 +214,13 @@ def test_bytes_lost_on_the_way_to_the_device_fail_the_save(
 ) -> None:
     """Where writing back is started early, a file system may tell then, and not again at the sync."""
     script = """
-        import numpy as np, holdfast
+        import numpy as np, everystep
         forbid(SYNC_FILE_RANGE, getattr(errno, sys.argv[3]))
         state = {"w": np.ones(int(sys.argv[2]), np.uint8)}
         try:
-            holdfast.save(sys.argv[1] + "/a", state, options=holdfast.Options(backend="buffered"))
+            everystep.save(sys.argv[1] + "/a", state, options=everystep.Options(backend="buffered"))
             print("saved")
-        except holdfast.SaveFailed as error:
+        except everystep.SaveFailed as error:
             assert error.errno == getattr(errno, sys.argv[3])
             assert not os.path.exists(sys.argv[1] + "/a")
             print("lost")
@@ -292,7 +292,7 @@ def test_a_directory_that_cannot_be_written_can_still_be_read_directly(read_only
     script = """
         import os, sys
         import numpy as np
-        from holdfast.engine import Memory, ReadPiece, Tuning, capabilities, choose_read_backend, read
+        from everystep.engine import Memory, ReadPiece, Tuning, capabilities, choose_read_backend, read
         if os.geteuid() == 0:
             os.setgroups([])
             os.setgid(65534)
@@ -310,4 +310,4 @@ def test_a_directory_that_cannot_be_written_can_still_be_read_directly(read_only
         assert out.tobytes() == open(sys.argv[1], "rb").read()
         print(backend)
     """
-    assert run(script, read_only / "f", HOLDFAST_BACKEND=forced) == (forced or expected)
+    assert run(script, read_only / "f", EVERYSTEP_BACKEND=forced) == (forced or expected)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast import engine
-from holdfast.engine import Memory, Produced, Strided, Tuning, WritePiece
-from holdfast.engine.faults import injected
+from everystep import engine
+from everystep.engine import Memory, Produced, Strided, Tuning, WritePiece
+from everystep.engine.faults import injected
 
 
 def memory(array: np.ndarray) -> Memory:

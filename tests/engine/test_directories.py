@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine import fs
+from everystep.engine import fs
 
 
 def a_file(path: Path) -> None:

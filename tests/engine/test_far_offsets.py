@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast import engine
-from holdfast.engine import (
+from everystep import engine
+from everystep.engine import (
     CHUNK_NBYTES,
     Backend,
     Consumed,

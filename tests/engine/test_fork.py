@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from holdfast import engine
-from holdfast.engine import Backend, Consumed, Memory, Produced, ReadPiece, Tuning, WritePiece, fs
+from everystep import engine
+from everystep.engine import Backend, Consumed, Memory, Produced, ReadPiece, Tuning, WritePiece, fs
 from support.random_pieces import PAGE, Bytes, checksums, memory_of, place, random_bytes, small_windows
 from support.waiting_jobs import PATIENCE, Gate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdfast.engine import xxh3_64, xxh3_64_each
+from everystep.engine import xxh3_64, xxh3_64_each
 
 # Of the bytes 0, 1, 2, ... 250, 0, 1, ...; computed with the reference library (`xxhsum -H3`).
 KNOWN = {

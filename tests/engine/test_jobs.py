@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast import engine
-from holdfast.engine import (
+from everystep import engine
+from everystep.engine import (
     CHUNK_NBYTES,
     Backend,
     Consumed,
@@ -27,7 +27,7 @@ from holdfast.engine import (
     faults,
     fs,
 )
-from holdfast.errors import EngineTimeout
+from everystep.errors import EngineTimeout
 from support.random_pieces import PAGE, Windows, checksums, memory_of, place, random_bytes, small_windows
 from support.waiting_jobs import PATIENCE, Gate
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from holdfast.engine import CHUNK_NBYTES, Memory, Produced, Strided, WritePiece, pack
+from everystep.engine import CHUNK_NBYTES, Memory, Produced, Strided, WritePiece, pack
 
 
 def in_memory(array: np.ndarray) -> Memory:  # type: ignore[type-arg]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine import page_sizes
+from everystep.engine import page_sizes
 from support.forbidden_calls import run
 
 SAYS = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
@@ -32,8 +32,8 @@ if libc.unshare(NEW_MOUNTS) or libc.mount(None, b"/", None, ctypes.c_ulong(PRIVA
 assert libc.mount(said.encode(), sys.argv[3].encode(), None, ctypes.c_ulong(BIND), None) == 0
 
 import numpy as np
-from holdfast import engine
-from holdfast.engine import ReadPiece, Memory, Tuning, WritePiece, fs
+from everystep import engine
+from everystep.engine import ReadPiece, Memory, Tuning, WritePiece, fs
 print(engine.page_sizes()[1])
 rng = np.random.default_rng(1)
 data = rng.integers(0, 256, 40 << 20, np.uint8)

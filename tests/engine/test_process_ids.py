@@ -16,8 +16,8 @@ from support.forbidden_calls import run
 SCRIPT = """
 import select, threading, time
 import numpy as np
-from holdfast import engine
-from holdfast.engine import Memory, Produced, Tuning, WritePiece, fs
+from everystep import engine
+from everystep.engine import Memory, Produced, Tuning, WritePiece, fs
 
 folder, backend = sys.argv[1:]
 tuning = Tuning(backend, 64 << 10, 4, 0)

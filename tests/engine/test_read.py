@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast import engine
-from holdfast.engine import (
+from everystep import engine
+from everystep.engine import (
     CHUNK_NBYTES,
     Backend,
     Consumed,

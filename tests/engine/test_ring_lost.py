@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine import choose_backend
+from everystep.engine import choose_backend
 from support.forbidden_calls import run
 
 PRELUDE = """
 import threading
 import numpy as np
-import holdfast
-from holdfast import engine
-from holdfast.engine import Consumed, Memory, Produced, ReadPiece, Tuning, WritePiece, capabilities, fs
+import everystep
+from everystep import engine
+from everystep.engine import Consumed, Memory, Produced, ReadPiece, Tuning, WritePiece, capabilities, fs
 
 path, code = sys.argv[1] + "/f", getattr(errno, sys.argv[2])
 WINDOW, COUNT, LOST_AT = 64 << 10, 64, 20
@@ -48,8 +48,8 @@ def the_next_save_works():
     assert lost
     state = {"w": np.arange(1 << 20)}
     for name in ("next", "after"):
-        holdfast.save(sys.argv[1] + "/" + name, state)
-        assert (holdfast.load(sys.argv[1] + "/" + name)["w"] == state["w"]).all()
+        everystep.save(sys.argv[1] + "/" + name, state)
+        assert (everystep.load(sys.argv[1] + "/" + name)["w"] == state["w"]).all()
 """
 
 SCRIPTS = {
@@ -98,7 +98,7 @@ def test_a_ring_is_lost_while(script: str, code: str, with_rings: Path) -> None:
 def test_a_system_that_gives_rings_and_forbids_their_use_has_none(with_rings: Path) -> None:
     script = """
         forbid(IO_URING_ENTER, errno.EPERM)
-        from holdfast.engine import capabilities, choose_backend
+        from everystep.engine import capabilities, choose_backend
         able = capabilities(sys.argv[1])
         assert "io_uring_enter" in able.uring_reason and "not permitted" in able.uring_reason, able
         print(choose_backend(sys.argv[1]))

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine import Backend
+from everystep.engine import Backend
 from support.waiting_jobs import PATIENCE
 
 # Every write takes far longer than the interpreter needs to end.
 PRELUDE = """
 import sys, threading
 import numpy as np
-from holdfast import engine
-from holdfast.engine import Consumed, Memory, Produced, ReadPiece, Tuning, WritePiece, faults, fs
+from everystep import engine
+from everystep.engine import Consumed, Memory, Produced, ReadPiece, Tuning, WritePiece, faults, fs
 
 path, backend = sys.argv[1:]
 tuning = Tuning(backend, 64 << 10, 3, 0)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast import engine
-from holdfast.engine import Memory, ReadPiece, Strided, Tuning, WritePiece
+from everystep import engine
+from everystep.engine import Memory, ReadPiece, Strided, Tuning, WritePiece
 from support.random_pieces import PAGE, Bytes, checksums, random_bytes
 
 numbers = itertools.count()

@@ -7,9 +7,9 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import holdfast
+import everystep
 
-STUB = Path(holdfast.__file__).parent / "_native.pyi"
+STUB = Path(everystep.__file__).parent / "_native.pyi"
 
 
 def parameters(function: ast.FunctionDef) -> list[tuple[str, bool]]:
@@ -46,7 +46,7 @@ def bound(value: Any) -> list[tuple[str, bool]]:
 
 
 def actual() -> dict[str, list[tuple[str, bool]]]:
-    native = importlib.import_module("holdfast._native")
+    native = importlib.import_module("everystep._native")
     found = {}
     for name, value in vars(native).items():
         if hasattr(value, "__nb_signature__"):

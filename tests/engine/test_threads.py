@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine import threads
-from holdfast.engine.threads import Background, Latch, start_thread
+from everystep.engine import threads
+from everystep.engine.threads import Background, Latch, start_thread
 
 SECONDS = 60.0
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast import engine
-from holdfast.engine import CHUNK_NBYTES, Backend, Memory, Produced, Tuning, WritePiece, fs
+from everystep import engine
+from everystep.engine import CHUNK_NBYTES, Backend, Memory, Produced, Tuning, WritePiece, fs
 from support.random_pieces import (
     PAGE,
     Bytes,
@@ -285,7 +285,7 @@ def test_direct_io_refuses_a_size_it_cannot_write(tmp_path: Path) -> None:
 def test_tuning_beyond_its_limits_is_refused(tmp_path: Path, window: int, depth: int) -> None:
     with pytest.raises(ValueError, match="tuning"):
         Tuning("buffered", window, depth)
-    native = importlib.import_module("holdfast._native")
+    native = importlib.import_module("everystep._native")
     # The native side trusts nobody; a number that it cannot even hold is another error.
     columns: tuple[list[Any], ...] = ([PAGE], [PAGE], [0], [0], [], [])
     with pytest.raises((ValueError, TypeError)):

@@ -49,12 +49,12 @@ def test_a_training_that_is_not_killed_in_the_save_fails_the_demo(tmp_path: Path
 
 
 def test_every_trace_of_the_interruption_is_named(tmp_path: Path) -> None:
-    import holdfast
-    from holdfast import inspect
+    import everystep
+    from everystep import inspect
 
     demo = module("__main__")
     for name, weight in (("a", 1.0), ("b", 2.0)):
-        holdfast.save(tmp_path / name, {"w": torch.full((3,), weight), "lr": weight})
+        everystep.save(tmp_path / name, {"w": torch.full((3,), weight), "lr": weight})
     found = inspect.compare(tmp_path / "a", tmp_path / "b")
     first = demo.Training(-9, losses={1: 0.5})
     second, third = demo.Training(0, 0, "x", {2: 0.4}), demo.Training(0, 0, "y", {1: 0.5, 2: 0.3})
@@ -69,7 +69,7 @@ def test_every_trace_of_the_interruption_is_named(tmp_path: Path) -> None:
 
 def test_the_race_leaves_nothing_behind_and_refuses_wrong_bytes(tmp_path: Path) -> None:
     race = module("race")
-    assert set(race.race(tmp_path, 1 << 20, 1)) == {"holdfast", "torch.save"}
+    assert set(race.race(tmp_path, 1 << 20, 1)) == {"everystep", "torch.save"}
     assert list(tmp_path.iterdir()) == []
     right = {"w": torch.zeros(4)}
     with pytest.raises(AssertionError, match="other bytes"):

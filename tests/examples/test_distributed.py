@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import everystep
 from support.torchrun_examples import kill, read_until, run, started
 
 pytest.importorskip("torch.distributed")
@@ -42,7 +42,7 @@ def test_ddp_killed_resumes_with_another_number_of_ranks(tmp_path: Path) -> None
     assert durable >= 5, "a crash costs one step"
 
     # What was durable is there; the step whose save was under way may be; more may have ended since.
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         left = checkpoint.step
     assert durable <= left
     last = left + 6
@@ -51,7 +51,7 @@ def test_ddp_killed_resumes_with_another_number_of_ranks(tmp_path: Path) -> None
     after = steps_of(lines)
     assert sorted(after) == list(range(left + 1, last + 1))
     assert after[last][0] < before[1][0]
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         assert checkpoint.step == last
 
 
@@ -69,7 +69,7 @@ def test_fsdp2_with_tensor_parallelism_killed_resumes_on_other_meshes(tmp_path: 
     third = run(3, "fsdp2_tp.py", path, "--steps", 24, "--tp", 1)
     assert completed_of(third) == 22
     assert steps_of(third)[24][0] < before[1][0]
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         assert checkpoint.step == 24
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.format.checksums import digest
-from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE
-from holdfast.format.manifest import (
+import everystep
+from everystep.format.checksums import digest
+from everystep.format.dtypes import SAFETENSORS_ITEMSIZE
+from everystep.format.manifest import (
     MANIFEST_NAME,
     Alias,
     Fragment,
@@ -26,12 +26,12 @@ from holdfast.format.manifest import (
     part_ref,
     shard_name,
 )
-from holdfast.format.shard import HeaderEntry, build_header, parse_header
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
-from holdfast.state.node import localized
-from holdfast.store.read.stored_checkpoint import open_newest
+from everystep.format.shard import HeaderEntry, build_header, parse_header
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
+from everystep.state.node import localized
+from everystep.store.read.stored_checkpoint import open_newest
 from support import handmade_checkpoints as making
 from support.several_ranks import Own, write_several
 from support.simulated_worlds import random_state
@@ -98,7 +98,7 @@ def test_the_reader_in_the_doc_reads_a_checkpoint_of_one_file(
     reader: SimpleNamespace, tmp_path: Path
 ) -> None:
     state = {name: ARRAYS[name] for name in ("model.b", "flags", "nan", "complex", "words", "__metadata__")}
-    holdfast.save(tmp_path / "c", {**state, "note": 'say "yes"'}, step=7)
+    everystep.save(tmp_path / "c", {**state, "note": 'say "yes"'}, step=7)
     (file,) = (tmp_path / "c").iterdir()
     root, arrays = reader.read_checkpoint(tmp_path / "c")
     assert root["step"] == 7
@@ -113,7 +113,7 @@ def test_the_reader_in_the_doc_reads_a_checkpoint_of_one_file(
 
 def test_the_reader_in_the_doc_reads_large_bytes(reader: SimpleNamespace, tmp_path: Path) -> None:
     state = {"a": bytes(range(256)) * 300, "b": [bytearray(70_000)], "few": b"x"}
-    holdfast.save(tmp_path / "c", state)
+    everystep.save(tmp_path / "c", state)
     root, arrays = reader.read_checkpoint(tmp_path / "c")
     found = reader.rebuild(root["tree"], arrays)
     assert found == {**state, "few": {"$bytes": "eA=="}}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE, Carrier, carrier, is_known, itemsize
+from everystep.format.dtypes import SAFETENSORS_ITEMSIZE, Carrier, carrier, is_known, itemsize
 from support.handmade_checkpoints import NAMES
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
-from holdfast.format.embedded import (
+from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint
+from everystep.format.embedded import (
     EMBEDDING_SHARD,
     PEEK_NBYTES,
     check_header,
@@ -19,15 +19,15 @@ from holdfast.format.embedded import (
     embeds_root,
     extract_root,
 )
-from holdfast.format.records import EMBEDDED, Fragment, Leaf, Part, Root, ShardFile
-from holdfast.format.shard import HeaderEntry, build_header, entry_table, parse_header
+from everystep.format.records import EMBEDDED, Fragment, Leaf, Part, Root, ShardFile
+from everystep.format.shard import HeaderEntry, build_header, entry_table, parse_header
 from support import handmade_checkpoints as making
 
 WHERE = f"runs/a/step-000000000120/{EMBEDDING_SHARD}"
 DATA = np.arange(12, dtype="<f4").tobytes()
 TABLE = entry_table([HeaderEntry("w", "F32", (3, 4), 0, len(DATA))])
 LIMIT = 1 << 20
-OPENING = b'{"__metadata__":{"holdfast":"{\\"xxh3\\":\\"'
+OPENING = b'{"__metadata__":{"everystep":"{\\"xxh3\\":\\"'
 
 
 def describe(header_nbytes: int, **changes: Any) -> Root:
@@ -107,13 +107,13 @@ def made_of(manifest: dict[str, Any] | str, **others: object) -> bytes:
     if isinstance(manifest, dict):
         manifest = json.dumps(manifest, separators=(",", ":"))
     entry = {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, len(DATA)]}
-    table = {"__metadata__": {"holdfast": manifest}, "w": entry, **others}
+    table = {"__metadata__": {"everystep": manifest}, "w": entry, **others}
     return json.dumps(table, separators=(",", ":")).encode()
 
 
 def honest() -> dict[str, Any]:
     texts: dict[str, str] = json.loads(embed()[8:])["__metadata__"]
-    value: dict[str, Any] = json.loads(texts["holdfast"])
+    value: dict[str, Any] = json.loads(texts["everystep"])
     return value
 
 
@@ -133,7 +133,7 @@ ATTACKS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "a path": ("not one that rank", lambda v: file(v).update(name="../r00000.v0.safetensors")),
     "several ranks": ("one file", lambda v: v.update(world=2)),
     "no files": ("fragment in file", lambda v: v["part"].update(files=[])),
-    "a newer format": ("format", lambda v: v.update(format="holdfast/9")),
+    "a newer format": ("format", lambda v: v.update(format="everystep/9")),
     "a leaf beyond the file": ("not in the data", lambda v: file(v).update(nbytes=4096)),
     "a field too many": ("unknown field", lambda v: v.update(extra=1)),
     "a gigantic shape": ("beyond", lambda v: v["part"]["leaves"][0].update(shape=[2**62, 2**62])),
@@ -163,7 +163,7 @@ def test_repeated_keys_are_refused_in_manifest_metadata_and_header() -> None:
         extract(seal(made_of(twice)))
     whole = made_of(honest())
     for bad in (
-        whole.replace(b'},"w":', b',"holdfast":"{}"},"w":'),
+        whole.replace(b'},"w":', b',"everystep":"{}"},"w":'),
         whole.replace(b'},"w":', b'},"__metadata__":{},"w":', 1),
     ):
         with pytest.raises(CorruptCheckpoint, match="twice"):

@@ -13,10 +13,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everystep.errors import CorruptCheckpoint
+from everystep.format.manifest import decode_root, encode_root
+from everystep.format.shard import parse_header
 from format.test_hostile import WHERE, header, honest, many
-from holdfast.errors import CorruptCheckpoint
-from holdfast.format.manifest import decode_root, encode_root
-from holdfast.format.shard import parse_header
 from support import handmade_checkpoints as making
 
 

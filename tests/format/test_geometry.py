@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.geometry import (
+from everystep.format.geometry import (
     Box,
     Runs,
     TooTangled,

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import CorruptCheckpoint, UnsupportedState
-from holdfast.format.manifest import (
+from everystep.errors import CorruptCheckpoint, UnsupportedState
+from everystep.format.manifest import (
     Part,
     PartRef,
     decode_part,
@@ -27,7 +27,7 @@ from holdfast.format.manifest import (
     encode_root,
     part_ref,
 )
-from holdfast.format.shard import parse_header
+from everystep.format.shard import parse_header
 from support import handmade_checkpoints as making
 
 WHERE = "runs/a/step-000000000120/manifest.json"
@@ -311,7 +311,7 @@ def test_a_part_keeps_the_same_rules() -> None:
     value["local"]["rng"]["draws"]["$leaf"] = "@1.rng"
 
     def sealed(**changes: Any) -> bytes:
-        return making.seal({"xxh3": "", "format": "holdfast/1", "part": {**value, **changes}})
+        return making.seal({"xxh3": "", "format": "everystep/1", "part": {**value, **changes}})
 
     part = decode_part(sealed(tree={"any": {"$leaf": "of any rank"}}), WHERE)
     assert part.tree == {"any": {"$leaf": "of any rank"}}
@@ -386,7 +386,7 @@ def test_malformed_json_is_refused(attack: str) -> None:
 @pytest.fixture
 def _fewer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """An eighth of what a manifest may hold, which takes an eighth of the time to go beyond."""
-    monkeypatch.setattr("holdfast.format.manifest.MAX_NODES", 1 << 21)
+    monkeypatch.setattr("everystep.format.manifest.MAX_NODES", 1 << 21)
 
 
 @pytest.mark.usefixtures("_fewer_nodes")
@@ -409,7 +409,7 @@ def test_counting_values_takes_linear_time_whatever_the_strings(string: bytes) -
 
 
 def test_a_manifest_beyond_the_size_limit_is_not_even_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.format.manifest.MAX_ROOT_NBYTES", MIB)
+    monkeypatch.setattr("everystep.format.manifest.MAX_ROOT_NBYTES", MIB)
     with refused("more than a manifest may have"):
         decode_root(b"[" * 2 * MIB, WHERE)
     with pytest.raises(UnsupportedState, match="exceeds the limit"):

@@ -10,10 +10,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpoint
-from holdfast.format.checksums import pack_chunks, unpack_chunks
-from holdfast.format.dtypes import itemsize
-from holdfast.format.manifest import (
+from everystep.errors import CorruptCheckpoint
+from everystep.format.checksums import pack_chunks, unpack_chunks
+from everystep.format.dtypes import itemsize
+from everystep.format.manifest import (
     Alias,
     Fragment,
     Leaf,
@@ -124,7 +124,7 @@ def test_the_file_is_one_json_object_with_its_digest_at_a_fixed_place(root: Root
     assert data.endswith(b"\n")
     value = json.loads(data)
     assert next(iter(value)) == "xxh3"
-    assert value["format"] == "holdfast/1"
+    assert value["format"] == "everystep/1"
     assert data[9:25].decode() == value["xxh3"]
     assert xxhash.xxh3_64_hexdigest(data[:9] + b"0" * 16 + data[25:]) == value["xxh3"]
 
@@ -160,8 +160,8 @@ def test_a_file_formatted_by_another_writer_is_read_all_the_same() -> None:
 
 
 def test_a_format_of_the_future_is_named_in_the_error() -> None:
-    with pytest.raises(CorruptCheckpoint, match=r"holdfast/2.*newer"):
-        decode_root(encode_root(making.root(format="holdfast/2")), "here")
+    with pytest.raises(CorruptCheckpoint, match=r"everystep/2.*newer"):
+        decode_root(encode_root(making.root(format="everystep/2")), "here")
 
 
 def test_what_cannot_be_written_is_refused_when_encoding() -> None:

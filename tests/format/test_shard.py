@@ -11,9 +11,9 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpoint, UnsupportedState
-from holdfast.format.dtypes import SAFETENSORS_ITEMSIZE
-from holdfast.format.shard import (
+from everystep.errors import CorruptCheckpoint, UnsupportedState
+from everystep.format.dtypes import SAFETENSORS_ITEMSIZE
+from everystep.format.shard import (
     Header,
     HeaderEntry,
     build_header,
@@ -91,7 +91,7 @@ def test_a_shard_with_pads_opens_with_safetensors(tmp_path: Path) -> None:
         assert got.dtype == array.dtype
         assert np.array_equal(got, array)
     with safetensors.safe_open(path, framework="numpy") as opened:
-        assert opened.metadata() == {"format": "holdfast/1"}
+        assert opened.metadata() == {"format": "everystep/1"}
         assert np.array_equal(opened.get_slice("model.w")[1:], arrays["model.w"][1:])
 
 
@@ -153,7 +153,7 @@ def test_ordinary_names_stay_as_they_are() -> None:
 )
 def test_a_header_that_would_lie_is_not_built(entries: list[HeaderEntry], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_header(entries, {"format": "holdfast/1"})
+        build_header(entries, {"format": "everystep/1"})
 
 
 def test_a_header_too_long_for_other_readers_is_not_built() -> None:

@@ -1,4 +1,4 @@
-"""`holdfast.inspect` from Python: typed results, no output, no command behind it."""
+"""`everystep.inspect` from Python: typed results, no output, no command behind it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import inspect
+import everystep
+from everystep import inspect
 
 
 def make_run(path: Path, steps: int = 3) -> Path:
     state = {"w": np.zeros(1000), "b": np.ones(3), "lr": 0.1}
-    with holdfast.Checkpointer(path, state, keep=holdfast.Keep(last=100), mode="sync") as ckpt:
+    with everystep.Checkpointer(path, state, keep=everystep.Keep(last=100), mode="sync") as ckpt:
         for step in range(1, steps + 1):
             state["w"][:] = step
             ckpt.save(step, metrics={"loss": 1.0 / step})
@@ -26,7 +26,7 @@ def make_run(path: Path, steps: int = 3) -> Path:
 
 def test_the_package_is_an_attribute_that_is_imported_on_first_use() -> None:
     code = (
-        "import sys, holdfast; assert 'holdfast.inspect' not in sys.modules; holdfast.inspect.list_run; "
+        "import sys, everystep; assert 'everystep.inspect' not in sys.modules; everystep.inspect.list_run; "
         "print(*[name for name in ('typer', 'rich', 'torch', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
@@ -57,7 +57,7 @@ def test_describe_has_leaves_in_the_order_of_the_state(tmp_path: Path) -> None:
     assert (found.step, list(found.leaves), found.values["lr"]) == (3, ["w", "b"], 0.1)
     only = inspect.describe(tmp_path / "run", leaves="b*")
     assert (list(only.leaves), only.all_leaves) == (["b"], 2)
-    with pytest.raises(holdfast.StateMismatch, match="nothing"):
+    with pytest.raises(everystep.StateMismatch, match="nothing"):
         inspect.describe(tmp_path / "run", leaves="nothing*")
 
 
@@ -77,7 +77,7 @@ def test_export_writes_the_chosen_leaves_and_keeps_what_exists(tmp_path: Path) -
     done = inspect.export(run, output, select=["b"])
     assert (done.leaves, done.step, done.nbytes) == (1, 3, output.stat().st_size)
     before = output.read_bytes()
-    with pytest.raises(holdfast.CheckpointExists):
+    with pytest.raises(everystep.CheckpointExists):
         inspect.export(run, output)
     assert output.read_bytes() == before
     assert inspect.export(run, output, force=True).leaves == 2
@@ -95,7 +95,7 @@ def test_verify_all_reports_every_checkpoint_and_progress_reaches_the_end(tmp_pa
 
 
 def test_prune_says_what_it_would_do_and_then_does_it(tmp_path: Path) -> None:
-    run, keep = make_run(tmp_path / "run"), holdfast.Keep(last=1)
+    run, keep = make_run(tmp_path / "run"), everystep.Keep(last=1)
     would = inspect.prune(run, keep, dry_run=True)
     assert [item.step for item in would.removed] == [1, 2]
     assert len(inspect.list_run(run).checkpoints) == 3

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.inspect.element_values import Tally, values
-from holdfast.state.numpy_arrays import ML_DTYPES
+from everystep.inspect.element_values import Tally, values
+from everystep.state.numpy_arrays import ML_DTYPES
 
 ALL_BYTES = np.arange(256, dtype=np.uint8)
 

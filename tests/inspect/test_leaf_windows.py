@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.inspect.leaf_windows import Extent, WindowReader, windows
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep.inspect.leaf_windows import Extent, WindowReader, windows
+from everystep.store.read.stored_checkpoint import open_newest
 
 EXTENTS = st.lists(
     st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 2, 3, 8, 20])).map(
@@ -45,7 +45,7 @@ def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
         f"w{i}": rng.integers(0, 256, size, dtype=np.uint8)
         for i, size in enumerate([3, 0, 5000, 70, 3_000_000])
     }
-    holdfast.save(tmp_path / "one", state)
+    everystep.save(tmp_path / "one", state)
     with open_newest(tmp_path / "one") as checkpoint:
         names = list(state)
         reader = WindowReader(checkpoint)

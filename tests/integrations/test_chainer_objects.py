@@ -1,4 +1,4 @@
-"""`holdfast.chainer` without Chainer: a stand-in for the few classes of it that the module builds on."""
+"""`everystep.chainer` without Chainer: a stand-in for the few classes of it that the module builds on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import everystep
 
 
 class Serializer:
@@ -27,7 +27,7 @@ class Deserializer:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`holdfast.chainer`, imported on top of the stand-in."""
+    """`everystep.chainer`, imported on top of the stand-in."""
     parts = {
         "chainer": {},
         "chainer.backends": {"_cpu": SimpleNamespace(_to_cpu=np.asarray)},
@@ -38,10 +38,10 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(contents)
     monkeypatch.setattr(metadata, "version", lambda package: "7.8.1")
-    yield import_module("holdfast.chainer")
-    for name in [name for name in sys.modules if name.startswith("holdfast.chainer")]:
+    yield import_module("everystep.chainer")
+    for name in [name for name in sys.modules if name.startswith("everystep.chainer")]:
         del sys.modules[name]
-    vars(holdfast).pop("chainer", None)
+    vars(everystep).pop("chainer", None)
 
 
 class Link:
@@ -128,7 +128,7 @@ def test_an_object_comes_back_with_names_and_types(module: Any, tmp_path: Path) 
     saved = Link(fill=3.0)
     saved.count, saved.state, saved.inner = np.float32(2), "text", Link(fill=4.0)
     module.save(tmp_path / "one", saved)
-    with holdfast.open(tmp_path / "one") as opened:
+    with everystep.open(tmp_path / "one") as opened:
         assert sorted(opened.leaves) == ["W", "inner.0.W"]
     target = Link()
     target.inner = Link()
@@ -163,9 +163,9 @@ def test_what_does_not_fit_is_named(
     module: Any, tmp_path: Path, target: Callable[[], Any], text: str
 ) -> None:
     module.save(tmp_path / "one", Link())
-    with pytest.raises(holdfast.StateMismatch, match=text):
+    with pytest.raises(everystep.StateMismatch, match=text):
         module.load(tmp_path / "one", target())
-    with pytest.raises(holdfast.StateMismatch, match="nothing at 'inner'"):
+    with pytest.raises(everystep.StateMismatch, match="nothing at 'inner'"):
         module.load(tmp_path / "one", Link(), at="inner")
 
 
@@ -178,7 +178,7 @@ def test_a_training_resumes_with_rates_and_random_numbers(module: Any, tmp_path:
         return found
 
     run("halves", 4)
-    with holdfast.open(tmp_path / "halves") as opened:
+    with everystep.open(tmp_path / "halves") as opened:
         assert opened.metrics == {"main/loss": 0.25, "elapsed_time": 12.5}
         assert opened.values["hyperparameters.main.own.all.lr"] == 0.5 * 0.75**4
     assert run("halves", 8) == run("whole", 8)
@@ -192,7 +192,7 @@ def test_a_trainer_that_does_not_fit_leaves_the_run_closed(module: Any, tmp_path
     Trainer(module.snapshot(tmp_path / "run")).run(2)
     other = Trainer(module.snapshot(tmp_path / "run"))
     other.link = Link(5)
-    with pytest.raises(holdfast.StateMismatch, match=r"model\.W"):
+    with pytest.raises(everystep.StateMismatch, match=r"model\.W"):
         other.run(3)
-    with holdfast.Checkpointer(tmp_path / "run", {}, preemption=False):
+    with everystep.Checkpointer(tmp_path / "run", {}, preemption=False):
         pass

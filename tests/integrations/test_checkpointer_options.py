@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.integrations.checkpointer_options import checked
+import everystep
+from everystep.integrations.checkpointer_options import checked
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_what_a_checkpointer_refuses_is_refused_before_there_is_one(
     wrong: dict[str, Any], tmp_path: Any
 ) -> None:
     with pytest.raises((TypeError, ValueError)):
-        holdfast.Checkpointer(tmp_path / "run", {}, **wrong)
+        everystep.Checkpointer(tmp_path / "run", {}, **wrong)
     with pytest.raises((TypeError, ValueError)):
         checked(wrong, "Callback")
 
@@ -39,9 +39,9 @@ def test_what_a_checkpointer_refuses_is_refused_before_there_is_one(
 def test_what_a_checkpointer_takes_is_taken() -> None:
     options: dict[str, Any] = {
         "every": "30s",
-        "keep": holdfast.Keep(last=3),
+        "keep": everystep.Keep(last=3),
         "mode": "sync",
-        "options": holdfast.Options(),
+        "options": everystep.Options(),
         "preemption": False,
         "preemption_exit_code": 3,
         "start_over": True,
@@ -49,6 +49,6 @@ def test_what_a_checkpointer_takes_is_taken() -> None:
     assert checked(options, "Callback") == options
     assert checked({}, "Callback") == {}
     with pytest.raises(
-        TypeError, match=r"Callback: 'evry' is no option of holdfast.Checkpointer, which has every, keep"
+        TypeError, match=r"Callback: 'evry' is no option of everystep.Checkpointer, which has every, keep"
     ):
         checked({"evry": 10}, "Callback")

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.integrations.deepspeed_files import CLASSES, FRAGMENT, NAMESPACE, STAGE, from_plain, to_plain
-from holdfast.universal.pickle_machine import Record
-from holdfast.universal.sources.deepspeed_layout.holdfast_files import read_holdfast_file
-from holdfast.universal.torch_file import StoredTensor
+import everystep
+from everystep.integrations.deepspeed_files import CLASSES, FRAGMENT, NAMESPACE, STAGE, from_plain, to_plain
+from everystep.universal.pickle_machine import Record
+from everystep.universal.sources.deepspeed_layout.everystep_files import read_everystep_file
+from everystep.universal.torch_file import StoredTensor
 
 
 class Fragment:
@@ -54,8 +54,8 @@ def make(name: str, value: Any) -> Any:
 
 
 def test_objects_come_back_from_a_checkpoint(tmp_path: Path, state: dict[str, Any]) -> None:
-    holdfast.save(tmp_path / "file.pt", to_plain(state))
-    found = from_plain(holdfast.load(tmp_path / "file.pt"), make)
+    everystep.save(tmp_path / "file.pt", to_plain(state))
+    found = from_plain(everystep.load(tmp_path / "file.pt"), make)
     assert found["stage"] is Stage.gradients
     assert found["slices"] == [OrderedDict(w=(FRAGMENT, {"numel": 3, "start": 5}))]
     assert found["args"] == state["args"]
@@ -64,20 +64,20 @@ def test_objects_come_back_from_a_checkpoint(tmp_path: Path, state: dict[str, An
 
 
 def test_other_objects_are_refused_by_their_place(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.UnsupportedState, match=r"client\.0"):
-        holdfast.save(tmp_path / "file.pt", to_plain({"client": [Strange()]}))
+    with pytest.raises(everystep.UnsupportedState, match=r"client\.0"):
+        everystep.save(tmp_path / "file.pt", to_plain({"client": [Strange()]}))
 
 
 def test_a_class_that_is_not_known_is_not_made() -> None:
-    said = {"holdfast.class": "os.system", "holdfast.state": "true"}
+    said = {"everystep.class": "os.system", "everystep.state": "true"}
     assert "os.system" not in CLASSES
     assert from_plain(said, make) == said
 
 
 def test_the_converter_reads_it_as_it_reads_a_torch_file(tmp_path: Path, state: dict[str, Any]) -> None:
     path = tmp_path / "file.pt"
-    holdfast.save(path, to_plain(state))
-    found = read_holdfast_file(str(path))
+    everystep.save(path, to_plain(state))
+    found = read_everystep_file(str(path))
     stage = found["stage"]
     assert isinstance(stage, Record)
     assert (stage.name, stage.args) == (STAGE, (2,))
@@ -94,10 +94,10 @@ def test_the_converter_reads_it_as_it_reads_a_torch_file(tmp_path: Path, state: 
 
 def test_the_converter_refuses_damage(tmp_path: Path, state: dict[str, Any]) -> None:
     path = tmp_path / "file.pt"
-    holdfast.save(path, to_plain({**state, "flat": np.zeros(1 << 17)}))
+    everystep.save(path, to_plain({**state, "flat": np.zeros(1 << 17)}))
     (shard,) = path.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(holdfast.CorruptCheckpoint, match="flat"):
-        read_holdfast_file(str(path))
+    with pytest.raises(everystep.CorruptCheckpoint, match="flat"):
+        read_everystep_file(str(path))

@@ -12,11 +12,11 @@ from threading import Barrier
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine import faults
-from holdfast.errors import MutatedDuringSave, SaveFailed
-from holdfast.integrations import deepspeed_tags as tags
-from holdfast.integrations.deepspeed_saves import TagSave
+import everystep
+from everystep.engine import faults
+from everystep.errors import MutatedDuringSave, SaveFailed
+from everystep.integrations import deepspeed_tags as tags
+from everystep.integrations.deepspeed_saves import TagSave
 
 MODEL = "mp_rank_00_model_states.pt"
 SECONDS = 60
@@ -43,7 +43,7 @@ def content(folder: Path) -> set[int]:
     assert tag is not None
     files = tags.files_of(str(folder / tag))
     assert len(files) == 2
-    return {int(holdfast.load(path)["w"][0]) for path in files}
+    return {int(everystep.load(path)["w"][0]) for path in files}
 
 
 def test_a_tag_has_all_files_and_is_named_as_the_latest(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_if_one_rank_fails_all_raise_and_there_is_no_tag(tmp_path: Path) -> None
         saving.commit(latest=True)
 
     other, own = in_ranks(2, act)
-    assert isinstance(own, holdfast.UnsupportedState)
+    assert isinstance(own, everystep.UnsupportedState)
     assert isinstance(other, SaveFailed)
     assert "because of rank 1: UnsupportedState" in str(other)
     assert content(tmp_path) == {1}
@@ -165,7 +165,7 @@ def test_a_failure_of_any_kind_reaches_all_ranks(
     def fails(self: object, flat: object) -> None:
         raise error
 
-    monkeypatch.setattr("holdfast.store.SingleCommit.run", fails)
+    monkeypatch.setattr("everystep.store.SingleCommit.run", fails)
 
     def act(rank: int, gather: Callable[[str | None], list[str | None]]) -> None:
         saving = TagSave(str(tmp_path), "b", 2, gather, leads=rank == 0)
@@ -196,7 +196,7 @@ def test_all_ranks_raise_if_the_leader_cannot_commit(tmp_path: Path) -> None:
         saving.commit(latest=True)
 
     own, other = in_ranks(2, act)
-    assert isinstance(own, holdfast.CheckpointExists)
+    assert isinstance(own, everystep.CheckpointExists)
     assert isinstance(other, SaveFailed)
     assert content(tmp_path) == {1}
 
@@ -210,4 +210,4 @@ def test_files_of_all_ranks_are_in_the_tag(tmp_path: Path) -> None:
     assert in_ranks(3, act) == [None] * 3
     files = tags.files_of(str(tmp_path / "a"))
     assert [Path(path).name for path in files] == [optimizer_of(rank) for rank in range(3)]
-    assert [int(holdfast.load(path)["w"][0]) for path in files] == [0, 1, 2]
+    assert [int(everystep.load(path)["w"][0]) for path in files] == [0, 1, 2]

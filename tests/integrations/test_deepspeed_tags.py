@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine import faults
-from holdfast.integrations import deepspeed_tags as tags
-from holdfast.integrations.folders import damage_of
+import everystep
+from everystep.engine import faults
+from everystep.integrations import deepspeed_tags as tags
+from everystep.integrations.folders import damage_of
 
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
@@ -20,14 +20,14 @@ def save(folder: Path, tag: str, step: int) -> None:
     path = str(folder / tag)
     partial = tags.begin(path)
     for name in (MODEL, OPTIMIZER):
-        holdfast.save(os.path.join(partial, name), {"w": np.full(10, step)}, step=step)
+        everystep.save(os.path.join(partial, name), {"w": np.full(10, step)}, step=step)
     tags.publish(path)
     tags.write_latest(str(folder), tag)
 
 
 def test_a_tag_appears_when_it_is_published(tmp_path: Path) -> None:
     partial = Path(tags.begin(str(tmp_path / "a")))
-    holdfast.save(partial / MODEL, {"w": np.zeros(3)})
+    everystep.save(partial / MODEL, {"w": np.zeros(3)})
     assert [path.name for path in tmp_path.iterdir()] == [".a.partial"]
     tags.publish(str(tmp_path / "a"))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -42,7 +42,7 @@ def test_a_save_without_files_makes_no_tag(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
-    holdfast.save(Path(tags.begin(str(tmp_path / "a"))) / MODEL, {"w": np.zeros(3)})
+    everystep.save(Path(tags.begin(str(tmp_path / "a"))) / MODEL, {"w": np.zeros(3)})
     save(tmp_path, "b", 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "latest"]
 
@@ -62,7 +62,7 @@ def test_any_failing_call_leaves_a_tag_that_is_complete(tmp_path: Path) -> None:
         assert tags.read_latest(str(tmp_path)) == "a"
         files = tags.files_of(str(tmp_path / "a"))
         assert len(files) == 2
-        found = {int(holdfast.load(path)["w"][0]) for path in files}
+        found = {int(everystep.load(path)["w"][0]) for path in files}
         assert found in ({1}, {2})
         if not failed:
             break
@@ -78,9 +78,9 @@ def test_files_of_others_stay_in_a_tag_that_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, "a", 2)
     assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
     (tmp_path / "a" / "folder").mkdir()
-    with pytest.raises(holdfast.CheckpointExists, match="folder"):
+    with pytest.raises(everystep.CheckpointExists, match="folder"):
         save(tmp_path, "a", 3)
-    assert holdfast.load(tmp_path / "a" / MODEL)["w"][0] == 2
+    assert everystep.load(tmp_path / "a" / MODEL)["w"][0] == 2
 
 
 def test_damage_is_named_and_tags_are_ordered_by_step(tmp_path: Path) -> None:

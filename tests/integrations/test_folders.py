@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import CorruptCheckpoint
-from holdfast.integrations.folders import by_rank_zero, newest_intact, numbered, remove
+import everystep
+from everystep.errors import CorruptCheckpoint
+from everystep.integrations.folders import by_rank_zero, newest_intact, numbered, remove
 
 
 def saved(folder: Path, *numbers: int) -> list[tuple[int, str]]:
     for number in numbers:
-        holdfast.save(folder / f"checkpoint-{number}", {"w": np.full(8, number)}, step=number)
+        everystep.save(folder / f"checkpoint-{number}", {"w": np.full(8, number)}, step=number)
     return numbered(str(folder), "checkpoint-")
 
 
@@ -30,7 +30,7 @@ def test_only_entries_with_that_name_and_a_number_count_in_the_order_of_numbers(
     for name in (
         "checkpoint-10",
         "checkpoint-9",
-        "checkpoint-9.holdfast-removed",
+        "checkpoint-9.everystep-removed",
         "checkpoint-x",
         "my-checkpoint-3",
     ):

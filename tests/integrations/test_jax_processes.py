@@ -1,4 +1,4 @@
-"""`holdfast.jax.processes` without JAX: its store on top of a stand-in for the coordination service."""
+"""`everystep.jax.processes` without JAX: its store on top of a stand-in for the coordination service."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.team import Ranks, join
+from everystep.team import Ranks, join
 
-SOURCE = Path(__file__).parents[2] / "src" / "holdfast" / "jax" / "processes.py"
+SOURCE = Path(__file__).parents[2] / "src" / "everystep" / "jax" / "processes.py"
 
 
 class JaxRuntimeError(RuntimeError):

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-import holdfast
-from holdfast.integrations.late_step import LateStep
+import everystep
+from everystep.integrations.late_step import LateStep
 
 
 def test_hooks_run_when_that_optimizer_begins_and_not_for_another() -> None:
@@ -38,8 +38,8 @@ def test_what_is_saved_is_the_state_before_the_step_that_ran_meanwhile(tmp_path:
 
     weights: dict[int, torch.Tensor] = {}
     state = {"model": model, "optimizer": optimizer}
-    with holdfast.Checkpointer(
-        tmp_path, state, optimizers=[step], preemption=False, keep=holdfast.Keep(last=4)
+    with everystep.Checkpointer(
+        tmp_path, state, optimizers=[step], preemption=False, keep=everystep.Keep(last=4)
     ) as ckpt:
         for number in range(1, 5):
             optimizer.step(closure)
@@ -47,5 +47,5 @@ def test_what_is_saved_is_the_state_before_the_step_that_ran_meanwhile(tmp_path:
             ckpt.save(number)
     assert ckpt.steps == [1, 2, 3, 4]
     for number in ckpt.steps:
-        with holdfast.open(tmp_path / f"step-{number:012}") as saved:
+        with everystep.open(tmp_path / f"step-{number:012}") as saved:
             assert torch.equal(saved["model.weight"][:], weights[number])

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from holdfast.integrations.versions import require
+from everystep.integrations.versions import require
 
 FRAMEWORKS = ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
 
@@ -51,8 +51,8 @@ def test_other_versions_are_named_with_those_supported(
 def test_a_missing_framework_says_what_to_install(name: str) -> None:
     if importlib.util.find_spec(name) is not None:
         pytest.fail(f"{name} is installed here; the tests that need it run in an environment of `make peers`")
-    with pytest.raises(ImportError, match=rf"pip install 'holdfast\[{name}\]'"):
-        importlib.import_module(f"holdfast.{name}")
+    with pytest.raises(ImportError, match=rf"pip install 'everystep\[{name}\]'"):
+        importlib.import_module(f"everystep.{name}")
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
@@ -63,7 +63,7 @@ def test_each_module_checks_the_version_before_it_imports_the_framework(
     found(monkeypatch, version)
     wanted = rf"{name} {version}, which is too {how}: it supports {name} from .* up to, not including"
     with pytest.raises(ImportError, match=wanted):
-        importlib.import_module(f"holdfast.{name}")
+        importlib.import_module(f"everystep.{name}")
 
 
 def test_trainer_needs_an_accelerate_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,4 +71,4 @@ def test_trainer_needs_an_accelerate_that_is_known(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         ImportError, match=r"transformers does not know accelerate 1\.16\.0, which is too new"
     ):
-        importlib.import_module("holdfast.transformers")
+        importlib.import_module("everystep.transformers")

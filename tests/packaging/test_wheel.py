@@ -23,12 +23,12 @@ SYSTEM_LIBRARIES = {
     *("libdl.so.2", "libpthread.so.0"),  # part of libc since glibc 2.34
 }
 TRAIN = """
-import numpy, holdfast
+import numpy, everystep
 state = {"weights": numpy.arange(500_000, dtype=numpy.float32), "epoch": 3, "name": "bare"}
-holdfast.save("runs/first", state)
-loaded = holdfast.load("runs/first")
+everystep.save("runs/first", state)
+loaded = everystep.load("runs/first")
 assert numpy.array_equal(loaded.pop("weights"), state.pop("weights")) and loaded == state
-print(holdfast.__file__)
+print(everystep.__file__)
 """
 
 
@@ -73,12 +73,12 @@ def test_the_environment_has_no_compiler(bare: Bare, compiler: str) -> None:
 def test_the_wheel_saves_and_loads(bare: Bare) -> None:
     where = bare.run(bare.directory / "env/bin/python", "-c", TRAIN)
     assert Path(where.strip()).is_relative_to(bare.directory)
-    assert "weights" in bare.run(bare.directory / "env/bin/holdfast", "show", "runs/first")
-    bare.run(bare.directory / "env/bin/holdfast", "verify", "runs/first")
+    assert "weights" in bare.run(bare.directory / "env/bin/everystep", "show", "runs/first")
+    bare.run(bare.directory / "env/bin/everystep", "verify", "runs/first")
 
 
 def test_the_wheel_examines_the_machine(bare: Bare) -> None:
-    report = bare.run(bare.directory / "env/bin/holdfast", "doctor")
+    report = bare.run(bare.directory / "env/bin/everystep", "doctor")
     assert "not built in" not in report
     assert "io_uring" in report
 
@@ -98,7 +98,7 @@ def test_the_wheel_needs_only_what_every_linux_has(tmp_path: Path) -> None:
         names = archive.namelist()
         (module,) = [name for name in names if name.endswith(".so")]
         archive.extract(module, tmp_path)
-    assert {name.partition("/")[0] for name in names} == {"holdfast", "holdfast-0.1.0.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {"everystep", "everystep-0.1.0.dist-info"}
     with (tmp_path / module).open("rb") as file:
         tags = ELFFile(file).get_section_by_name(".dynamic").iter_tags("DT_NEEDED")
         needed = {tag.needed for tag in tags}

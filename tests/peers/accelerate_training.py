@@ -42,9 +42,9 @@ from training_tools import (
     whole_digest,
 )
 
-import holdfast
-from holdfast.accelerate import load_state, save_state, state_of
-from holdfast.engine import faults
+import everystep
+from everystep.accelerate import load_state, save_state, state_of
+from everystep.engine import faults
 
 
 class Average:
@@ -84,7 +84,7 @@ def prepared(width: int = 16, **arguments: Any) -> Any:
     model, optimizer, scheduler = accelerator.prepare(net, optimizer, StepLR(optimizer, 3, 0.9))
     rank, world = accelerator.process_index, accelerator.num_processes
     data = torch.randn(40 if LAYOUT else 20 * world, 8, generator=torch.Generator().manual_seed(1))
-    loader = holdfast.data.Loader(data, batch_size=4, shuffle=True, seed=5, rank=rank, world=world)
+    loader = everystep.data.Loader(data, batch_size=4, shuffle=True, seed=5, rank=rank, world=world)
     average = Average()
     accelerator.register_for_checkpointing(loader, average)
     torch.manual_seed(1 + rank)
@@ -94,7 +94,7 @@ def prepared(width: int = 16, **arguments: Any) -> Any:
 def train(run: str, kill: int = 0) -> dict[str, Any]:
     accelerator, model, optimizer, scheduler, loader, average = prepared()
     counted = count_collectives() if LAYOUT else {}
-    with holdfast.Checkpointer(run, state_of(accelerator, model), keep=holdfast.Keep(last=100)) as ckpt:
+    with everystep.Checkpointer(run, state_of(accelerator, model), keep=everystep.Keep(last=100)) as ckpt:
         batches = ckpt.restore()
         while batches < 15:
             for batch in loader:
@@ -156,8 +156,8 @@ def train_loader(
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     model, optimizer, loader, held_out = accelerator.prepare(net, optimizer, loader, held_out)
     seen: dict[int, list[float]] = {}
-    with holdfast.Checkpointer(
-        run, state_of(accelerator, model, seen=holdfast.per_rank(seen)), keep=holdfast.Keep(last=2)
+    with everystep.Checkpointer(
+        run, state_of(accelerator, model, seen=everystep.per_rank(seen)), keep=everystep.Keep(last=2)
     ) as ckpt:
         batches = ckpt.restore()
         done = batches % 10
@@ -213,7 +213,7 @@ def loader_told(folder: str) -> None:
 
         for place, _ in enumerate(loader):
             if place == 1:
-                told("this epoch began before Holdfast knew", save)
+                told("this epoch began before Everystep knew", save)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             save()
@@ -226,7 +226,7 @@ def loader_told(folder: str) -> None:
 
 def restored(run: str) -> dict[str, Any]:
     accelerator, model, optimizer, _, loader, average = prepared()
-    with holdfast.Checkpointer(run, state_of(accelerator, model)) as ckpt:
+    with everystep.Checkpointer(run, state_of(accelerator, model)) as ckpt:
         batches = ckpt.restore()
     report = {
         "rank": accelerator.process_index,
@@ -245,16 +245,16 @@ def own(folder: str) -> None:
         accelerator.backward(model(batch).mean())
         optimizer.step()
     accelerator.step, average.value = 3, 0.25
-    holdfast.save(f"{folder}/one", state_of(accelerator, model, note={"epoch": 1}))
+    everystep.save(f"{folder}/one", state_of(accelerator, model, note={"epoch": 1}))
     wanted = digest(model.parameters()), torch.rand(2).tolist()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     accelerator.step, average.value, note, loader.epoch = 0, 0.0, {"epoch": 0}, 7
-    holdfast.load(f"{folder}/one", into=state_of(accelerator, model, note=note))
+    everystep.load(f"{folder}/one", into=state_of(accelerator, model, note=note))
     assert (digest(model.parameters()), torch.rand(2).tolist()) == wanted
     assert (accelerator.step, average.value, note, loader.epoch) == (3, 0.25, {"epoch": 1}, 1)
-    with holdfast.open(f"{folder}/one") as opened:
+    with everystep.open(f"{folder}/one") as opened:
         assert "models.0.0.weight" in opened
         assert "optimizers.0.0.weight.exp_avg" in opened
     try:
@@ -267,11 +267,11 @@ def own(folder: str) -> None:
     refused("was given 0 models, and the accelerator has prepared 1", lambda: state_of(accelerator))
     accelerator.register_for_checkpointing(Average())  # one more than was saved
     refused(
-        "registered.2", lambda: holdfast.load(f"{folder}/one", into=state_of(accelerator, model, note={}))
+        "registered.2", lambda: everystep.load(f"{folder}/one", into=state_of(accelerator, model, note={}))
     )
     accelerator.free_memory()
     other, wide, *_ = prepared(width=17)
-    refused("models.0.0.weight", lambda: holdfast.load(f"{folder}/one", into=state_of(other, wide, note={})))
+    refused("models.0.0.weight", lambda: everystep.load(f"{folder}/one", into=state_of(other, wide, note={})))
     print("own: ok")
 
 

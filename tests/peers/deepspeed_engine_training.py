@@ -1,7 +1,7 @@
 """Trainings with DeepSpeed, in its own environment. Called by `test_deepspeed_engine.py`.
 
 exact FOLDER first|again CASE...   trainings of some cases; one JSON line per rank and training
-kills FOLDER                       one process, killed at calls of Holdfast inside of save_checkpoint
+kills FOLDER                       one process, killed at calls of Everystep inside of save_checkpoint
 own FOLDER                         what else users do
 layouts FOLDER                     pipeline, tensor and expert parallelism, on two ranks
 other FOLDER CASE...               checkpoints of another world
@@ -31,9 +31,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-import holdfast
-from holdfast.deepspeed import state_of, use
-from holdfast.engine import faults
+import everystep
+from everystep.deepspeed import state_of, use
+from everystep.engine import faults
 
 STEPS, MIDDLE = 8, 4
 SCALES: dict[str, Any] = {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2}}
@@ -120,7 +120,7 @@ def train(folder: str, case: str, *, until: int, ends: bool = True) -> None:
     stage, dtype, how = case.split("-")
     engine = made(int(stage), dtype)
     if how == "state":
-        ckpt = holdfast.Checkpointer(f"{folder}/run", state_of(engine))
+        ckpt = everystep.Checkpointer(f"{folder}/run", state_of(engine))
         for number in range(ckpt.restore(), until):
             step(engine, number, seeded=False)
             ckpt.save(number + 1)
@@ -268,10 +268,10 @@ def own(folder: str) -> None:
         use(made(stage)).save_checkpoint(there)
         refused("StateMismatch: .*first.weight", lambda at=there, to=wider: use(to).load_checkpoint(at))
         assert stage == 0 or digest(wider, buffers=True) == before, "a part of it was loaded"
-        holdfast.save(f"{there}/run", state_of(made(stage)))
+        everystep.save(f"{there}/run", state_of(made(stage)))
         refused(
             "StateMismatch: .*first.weight",
-            lambda at=there, stage=stage: holdfast.load(f"{at}/run", into=state_of(made(stage, width=40))),
+            lambda at=there, stage=stage: everystep.load(f"{at}/run", into=state_of(made(stage, width=40))),
         )
 
     # Weights of a training without ZeRO go into one with ZeRO, as with DeepSpeed's own files.
@@ -289,17 +289,17 @@ def own(folder: str) -> None:
     # Weights for others that cannot be written are an error at once.
     refused("NotADirectoryError|FileExistsError", lambda: engine.save_16bit_model(f"{at}/latest"))
 
-    refused("HoldfastEngine already", lambda: use(engine))
+    refused("EverystepEngine already", lambda: use(engine))
     run = f"{folder}/run"
-    holdfast.save(run, state_of(engine, note={"epoch": 1}))
+    everystep.save(run, state_of(engine, note={"epoch": 1}))
     other, note = made(2), {"epoch": 0}
-    holdfast.load(run, into=state_of(other, note=note))
+    everystep.load(run, into=state_of(other, note=note))
     assert digest(other, buffers=True) == digest(engine, buffers=True)
     assert (note, other.global_steps, other.get_lr()) == ({"epoch": 1}, 3, engine.get_lr())
     refused(
-        "counters.*stage 2 on 1 .*stage 1 on 1", lambda: holdfast.load(run, into=state_of(made(1), note={}))
+        "counters.*stage 2 on 1 .*stage 1 on 1", lambda: everystep.load(run, into=state_of(made(1), note={}))
     )
-    refused("model", lambda: holdfast.load(run, into=state_of(made(2, width=18), note={})))
+    refused("model", lambda: everystep.load(run, into=state_of(made(2, width=18), note={})))
     refused("names itself: rng", lambda: state_of(engine, rng=1))
     print("own: ok")
 
@@ -317,7 +317,7 @@ def made_by(engine: Any, folder: str) -> Any:
 
 
 def same_leaves(one: str, other: str) -> None:
-    with holdfast.open(one) as first, holdfast.open(other) as second:
+    with everystep.open(one) as first, everystep.open(other) as second:
         assert list(first.leaves) == list(second.leaves)
         assert first.values == second.values, (first.values, second.values)
         left, right = first.read(), second.read()

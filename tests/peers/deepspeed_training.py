@@ -4,7 +4,7 @@
 
 CASES is JSON: a list of cases, each with a ``name`` (the directory below OUT) and what differs from DEFAULTS.
 Beside each checkpoint every rank leaves ``live_R.pt``: the weights and the pieces of states that it had in
-memory. This file imports nothing of holdfast.
+memory. This file imports nothing of everystep.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Leaves ``truth.pt`` in each run: ``fp32`` (`zero_to_fp32`), ``universal`` (`ds_to_universal`: by parameter,
 then by state), and ``refused``: what a tool said that does not read this checkpoint. This file imports
-nothing of holdfast.
+nothing of everystep.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 JOBS is JSON: a list of jobs. ``{"do": "train", "out": DIRECTORY, ...}`` trains three steps and saves.
 ``{"do": "load", "path": DIRECTORY, "out": DIRECTORY, ...}`` loads with ``load_universal``, and saves ZeRO
 checkpoints: ``loaded``, and ``continued`` after two more steps. ``load_cut`` loads a tensor-parallel model,
-and saves it. All take ``stage`` and ``dtype``. This file imports nothing of holdfast.
+and saves it. All take ``stage`` and ``dtype``. This file imports nothing of everystep.
 """
 
 from __future__ import annotations

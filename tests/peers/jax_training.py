@@ -1,7 +1,7 @@
 """Trainings with JAX, Flax and Optax, in an environment without torch. Called by `test_jax.py`.
 
 trees FOLDER                          all kinds of leaves, on eight devices, two and four; what does not fit
-plain FOLDER                          arrays in states of `holdfast.save`, `Checkpointer` and `Shelf`
+plain FOLDER                          arrays in states of `everystep.save`, `Checkpointer` and `Shelf`
 exact FOLDER STEP...                  whole, and killed after each step and then resumed; one JSON line each
 save FOLDER, load FOLDER              a tree on all devices of all processes, written; read and compared
 train RUN STEPS [STEP]                once; with STEP, the last process is killed when it has been saved
@@ -37,9 +37,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import holdfast
-from holdfast.jax import Checkpointer, load, save
-from holdfast.store.read.stored_checkpoint import StoredCheckpoint
+import everystep
+from everystep.jax import Checkpointer, load, save
+from everystep.store.read.stored_checkpoint import StoredCheckpoint
 
 assert "torch" not in sys.modules
 warnings.filterwarnings("ignore", message="os.fork")
@@ -118,17 +118,17 @@ def trees(folder: str) -> None:
         check(load(f"{folder}/{number}", described), original, described)
 
     # Without JAX it is nested dicts of numpy arrays under readable names, stored shard by shard.
-    with holdfast.open(f"{folder}/0") as opened:
+    with everystep.open(f"{folder}/0") as opened:
         assert opened["params.dense.kernel"][2:4].tolist() == np.arange(16.0, 32.0).reshape(2, 8).tolist()
         assert opened.values["step"] == 1
         assert opened.values["_jax.keys.keys"] == "rbg"
-    plain = holdfast.load(f"{folder}/0")
+    plain = everystep.load(f"{folder}/0")
     assert plain["moments"]["0"]["mu"].tolist() == np.arange(64.0).reshape(32, 2).tolist()
     assert plain["kinds"]["bfloat16"].dtype == jnp.bfloat16
-    assert holdfast.verify(f"{folder}/0").problems == ()
+    assert everystep.verify(f"{folder}/0").problems == ()
 
     # From a checkpoint that JAX did not write.
-    holdfast.save(f"{folder}/numpy", {"w": np.arange(16.0, dtype=np.float32)})
+    everystep.save(f"{folder}/numpy", {"w": np.arange(16.0, dtype=np.float32)})
     split = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=NamedSharding(eight, P("x")))
     assert load(f"{folder}/numpy", {"w": split})["w"].tolist() == list(range(16))
 
@@ -153,16 +153,18 @@ def trees(folder: str) -> None:
     assert found["raw_key"].tolist() == [0.0] * 3
     assert bits(found["params"]["dense"]["kernel"]) == bits(original["params"]["dense"]["kernel"])
     less = {key: leaf for key, leaf in original.items() if key != "weak"}
-    raises(holdfast.StateMismatch, "weak", lambda: load(f"{folder}/0", less))
+    raises(everystep.StateMismatch, "weak", lambda: load(f"{folder}/0", less))
 
     gone = {"params": jnp.zeros(1000)}
     jax.jit(lambda tree: jax.tree.map(jnp.exp, tree), donate_argnums=0)(gone)
-    raises(holdfast.UnsupportedState, "'params': this array is deleted", lambda: save(f"{folder}/gone", gone))
+    raises(
+        everystep.UnsupportedState, "'params': this array is deleted", lambda: save(f"{folder}/gone", gone)
+    )
 
     @jax.jit
     def inside(array: jax.Array) -> jax.Array:
         traced = {"array": array}
-        raises(holdfast.UnsupportedState, "'array': a tracer", lambda: save(f"{folder}/traced", traced))
+        raises(everystep.UnsupportedState, "'array': a tracer", lambda: save(f"{folder}/traced", traced))
         return array
 
     inside(jnp.zeros(3))
@@ -180,7 +182,7 @@ def refused(text: str, changes: dict[str, Any], folder: str) -> None:
         for key in path:
             inner = inner[key]
         inner[last] = leaf
-    raises(holdfast.StateMismatch, text, lambda: load(f"{folder}/0", tree))
+    raises(everystep.StateMismatch, text, lambda: load(f"{folder}/0", tree))
 
 
 def raises(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
@@ -192,7 +194,7 @@ def raises(kind: type[Exception], text: str, call: Callable[[], object]) -> None
     assert text in found, found
 
 
-# --- states of holdfast.save and holdfast.Checkpointer
+# --- states of everystep.save and everystep.Checkpointer
 
 
 def plain(folder: str) -> None:
@@ -204,30 +206,30 @@ def plain(folder: str) -> None:
     state["moments"] = tuple(state["moments"][0]), state["moments"][2]
     state["kinds"] = {kind: array for kind, array in kinds["kinds"].items() if kind not in odd}
     state["no_rows"] = jax.device_put(jnp.zeros((0, 8)), kinds["params"]["dense"]["kernel"].sharding)
-    holdfast.save(f"{folder}/plain", state)
-    found = holdfast.load(f"{folder}/plain")
+    everystep.save(f"{folder}/plain", state)
+    found = everystep.load(f"{folder}/plain")
     assert jax.tree.structure(found) == jax.tree.structure(state)
     for mine, its in zip(*map(jax.tree.leaves, (found, state)), strict=True):
         assert bits(mine)[:3] == bits(its)[:3]
         assert isinstance(mine, np.ndarray) is hasattr(its, "shape")
     again = jax.tree.map(lambda leaf: leaf, state)  # the leaves stay, their dicts are new
-    holdfast.load(f"{folder}/plain", into=again)
+    everystep.load(f"{folder}/plain", into=again)
     check(again, state, state)
     assert again["params"]["dense"]["kernel"] is not state["params"]["dense"]["kernel"]
-    # `holdfast.jax` names the items of tuples as keys of dicts, so it reads trees of dicts only.
+    # `everystep.jax` names the items of tuples as keys of dicts, so it reads trees of dicts only.
     dicts = jax.tree.map(strong, {key: leaf for key, leaf in state.items() if key != "moments"})
-    holdfast.save(f"{folder}/dicts", dicts)
+    everystep.save(f"{folder}/dicts", dicts)
     check(load(f"{folder}/dicts", dicts), dicts, dicts)
-    assert holdfast.verify(f"{folder}/plain").problems == ()
+    assert everystep.verify(f"{folder}/plain").problems == ()
 
     def unsupported(text: str, call: Callable[[], object]) -> None:
-        raises(holdfast.UnsupportedState, text, call)
+        raises(everystep.UnsupportedState, text, call)
 
     def save_in(name: str, leaf: Any) -> Callable[[], object]:
-        return lambda: holdfast.save(f"{folder}/{name}", {"a": [leaf]})
+        return lambda: everystep.save(f"{folder}/{name}", {"a": [leaf]})
 
     for name in special:
-        unsupported("'a.0': typed random keys. Use holdfast.jax", save_in(name, kinds[name]))
+        unsupported("'a.0': typed random keys. Use everystep.jax", save_in(name, kinds[name]))
     for name in odd:
         unsupported(f"'a.0': a jax.Array of dtype {name}. Use", save_in(name, kinds["kinds"][name]))
     gone = jnp.zeros(3)
@@ -240,13 +242,13 @@ def plain(folder: str) -> None:
 
     for transform in (jax.jit, jax.grad, jax.vmap):
         transform(inside)(jnp.ones(3))
-    with holdfast.Shelf(f"{folder}/shelf") as shelf:
+    with everystep.Shelf(f"{folder}/shelf") as shelf:
         shelf.a = jnp.arange(3.0)
         assert shelf.a.tolist() == [0, 1, 2]
 
     live = {"w": jnp.zeros(1000), "kernel": state["params"]["dense"]["kernel"], "steps": 0}
     step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
-    with holdfast.Checkpointer(f"{folder}/run", live, preemption=False) as ckpt:
+    with everystep.Checkpointer(f"{folder}/run", live, preemption=False) as ckpt:
         assert ckpt.restore() == 0
         for number in range(1, 4):
             live.update(step({"w": live["w"], "kernel": live["kernel"]}), steps=number)
@@ -257,23 +259,23 @@ def plain(folder: str) -> None:
         assert ckpt.restore(2) == 2
         assert (live["w"].tolist(), live["steps"]) == ([2] * 1000, 2)
         live.update(wanted)
-    with holdfast.Checkpointer(f"{folder}/rebound", {"w": live["w"]}, preemption=False) as ckpt:
+    with everystep.Checkpointer(f"{folder}/rebound", {"w": live["w"]}, preemption=False) as ckpt:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             ckpt.save(1)
             ckpt.save(2)
         assert any("same as in the checkpoint before" in str(each.message) for each in told), told
     for number in (2, 3):
-        found = holdfast.load(f"{folder}/run@{number}")
+        found = everystep.load(f"{folder}/run@{number}")
         assert (found["w"].tolist(), found["steps"]) == ([number] * 1000, number)
     target = {"w": live["w"], "kernel": live["kernel"] * 0, "steps": 0}
     step({"kernel": target["kernel"]})  # what a step was given still says where the array belongs
-    assert holdfast.load(f"{folder}/run", into=target) is target
+    assert everystep.load(f"{folder}/run", into=target) is target
     check(target, live, live)
     target["w"] = jax.random.key(1)
-    unsupported("'w': typed random keys", lambda: holdfast.load(f"{folder}/run", into=target))
+    unsupported("'w': typed random keys", lambda: everystep.load(f"{folder}/run", into=target))
     target["w"] = jnp.zeros(9)
-    raises(holdfast.StateMismatch, "w: checkpoint", lambda: holdfast.load(f"{folder}/run", into=target))
+    raises(everystep.StateMismatch, "w: checkpoint", lambda: everystep.load(f"{folder}/run", into=target))
     target["w"] = live["w"]
     check(load(f"{folder}/run", target), live, live)
     assert "torch" not in sys.modules
@@ -325,7 +327,7 @@ def train(run: str, steps: int, kill: int = 0) -> dict[str, Any]:
         "train": TrainState.create(apply_fn=net.apply, params=params, tx=optimizer),
         "key": jax.random.key(7),
     }
-    with Checkpointer(run, keep=holdfast.Keep(last=100)) as ckpt:
+    with Checkpointer(run, keep=everystep.Keep(last=100)) as ckpt:
         first, state = ckpt.restore(state)
         for step in range(first, steps):
             batch = np.random.default_rng(step).normal(size=(16, 8)).astype(np.float32)
@@ -412,13 +414,13 @@ def spread(folder: str, *, write: bool) -> None:
             assert bits(one.data) == bits(other.data), path
     if jax.process_count() > 1:
         mine = {"host": jnp.full(3, float(jax.process_index()))}
-        raises(holdfast.RanksDisagree, "host", lambda: save(f"{folder}/apart", mine))
+        raises(everystep.RanksDisagree, "host", lambda: save(f"{folder}/apart", mine))
         alone = f"{folder}/alone-{jax.process_index()}"
         parts = {"rows": tree["rows"]}
-        text = "'rows': other processes have parts of this jax.Array. Use holdfast.jax"
-        raises(holdfast.UnsupportedState, text, lambda: holdfast.save(alone, parts))
-        holdfast.save(alone, mine, overwrite=True)
-        assert holdfast.load(alone)["host"].tolist() == [jax.process_index()] * 3
+        text = "'rows': other processes have parts of this jax.Array. Use everystep.jax"
+        raises(everystep.UnsupportedState, text, lambda: everystep.save(alone, parts))
+        everystep.save(alone, mine, overwrite=True)
+        assert everystep.load(alone)["host"].tolist() == [jax.process_index()] * 3
     assert "torch" not in sys.modules
     print("spread: ok")
 
@@ -432,7 +434,7 @@ def saved_apart(folder: str) -> None:
             rows = sum(fragment.shape[0] for fragment in held["table"].fragments)
             assert rows == 512 // jax.process_count(), held["table"]
             assert ("copies" in held) is (process == 0), held
-    with holdfast.open(f"{folder}/spread") as opened:
+    with everystep.open(f"{folder}/spread") as opened:
         assert opened.world == jax.process_count()
         assert opened["table"][511:].tolist() == [list(range(511 * 128, 1 << 16))]
         assert opened["rows"][-1:].tolist() == [(1 << 16) - 1]

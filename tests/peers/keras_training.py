@@ -22,8 +22,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 
-import holdfast
-from holdfast.keras import Batches, HoldfastCallback, load_weights
+import everystep
+from everystep.keras import Batches, EverystepCallback, load_weights
 
 EPOCHS = 3
 BATCHES = 5
@@ -57,9 +57,9 @@ def model_of(width: int = 16, **compiling: Any) -> Any:
 
 
 class Kill(keras.callbacks.Callback):
-    def __init__(self, holdfast_callback: HoldfastCallback, step: int) -> None:
+    def __init__(self, everystep_callback: EverystepCallback, step: int) -> None:
         super().__init__()
-        self._of, self._step = holdfast_callback, step
+        self._of, self._step = everystep_callback, step
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._step and self._of._step == self._step:
@@ -126,7 +126,7 @@ def train(run: str, kind: str, kill: int = 0, **compiling: Any) -> dict[str, Any
     data, arguments, known = data_of(kind)
     plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=10.0)
     stopping = keras.callbacks.EarlyStopping("loss", patience=10)
-    ours = HoldfastCallback(run, remember=[plateau, stopping], keep=holdfast.Keep(last=100), **known)
+    ours = EverystepCallback(run, remember=[plateau, stopping], keep=everystep.Keep(last=100), **known)
     history = model.fit(
         data,
         epochs=EPOCHS,
@@ -166,9 +166,9 @@ def exact(folder: str, kind: str, steps: list[int]) -> None:
         in_child(f"{folder}/{step}", kind, **compiling)
 
 
-def small(run: str, model: Any, epochs: int = 1, callbacks: Any = (), **options: Any) -> HoldfastCallback:
+def small(run: str, model: Any, epochs: int = 1, callbacks: Any = (), **options: Any) -> EverystepCallback:
     data, _, known = data_of("batches")
-    ours = HoldfastCallback(run, **known, **options)
+    ours = EverystepCallback(run, **known, **options)
     model.fit(data, epochs=epochs, verbose=0, callbacks=[ours, *callbacks])
     return ours
 
@@ -178,7 +178,7 @@ def faults(folder: str) -> None:
     model = model_of()
     ours = small(f"{folder}/run", model, every=2)
     assert ours.checkpointer is None
-    with holdfast.open(f"{folder}/run") as opened:
+    with everystep.open(f"{folder}/run") as opened:
         assert opened.step == 4
 
     # A second fit goes on with the run; one with more epochs trains them.
@@ -205,7 +205,7 @@ def faults(folder: str) -> None:
 
     keras.utils.set_random_seed(1)
     data, _, known = data_of("batches")
-    callback = HoldfastCallback(f"{folder}/fails", **known)
+    callback = EverystepCallback(f"{folder}/fails", **known)
     failing = model_of()
     refused("on purpose", lambda: failing.fit(data, epochs=1, verbose=0, callbacks=[callback, Fails()]))
     failing.fit(data, epochs=1, verbose=0, callbacks=[callback])
@@ -218,14 +218,14 @@ def faults(folder: str) -> None:
             if batch == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    ended = HoldfastCallback(f"{folder}/ends", every=100, **known)
+    ended = EverystepCallback(f"{folder}/ends", every=100, **known)
     code = None
     try:
         model_of().fit(data, verbose=0, callbacks=[ended, Ends()])
     except SystemExit as error:
         code = error.code
     assert code == 0
-    with holdfast.open(f"{folder}/ends") as opened:
+    with everystep.open(f"{folder}/ends") as opened:
         assert opened.step == 3
     del opened
     assert small(f"{folder}/ends", model_of())._step == 5
@@ -247,13 +247,13 @@ def faults(folder: str) -> None:
         assert small(f"{folder}/whole", model_of(), epochs=3)._step == 15
 
     # Weights, and variables of an optimizer, that nobody has named. Keras counts them through the process.
-    unnamed = HoldfastCallback(f"{folder}/unnamed")
+    unnamed = EverystepCallback(f"{folder}/unnamed")
     x = np.ones((20, 8), "float32")
     for epochs in (1, 2):
         model = keras.Sequential([keras.Input((8,)), Unnamed(), Unnamed(), keras.layers.Dense(1)])
         model.compile(Counting(1e-2), "mse")
         model.fit(x, x[:, :1], batch_size=4, epochs=epochs, verbose=0, callbacks=[unnamed])
-    with holdfast.open(f"{folder}/unnamed") as opened:
+    with everystep.open(f"{folder}/unnamed") as opened:
         assert {
             "model.sequential.unnamed.variable",
             "model.sequential.unnamed.variable_1",
@@ -264,7 +264,7 @@ def faults(folder: str) -> None:
 
     # Fewer data than had been seen.
     x = np.zeros((20, 8), "float32")
-    run = HoldfastCallback(f"{folder}/short")
+    run = EverystepCallback(f"{folder}/short")
     refused(
         "on purpose", lambda: model_of().fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[run, Fails()])
     )
@@ -307,14 +307,14 @@ def told(text: str, call: Any) -> None:
 
 def other_data(run: str) -> None:
     data = Batches(np.zeros((12, 8)), np.zeros((12, 1)), batch_size=4)
-    model_of().fit(data, epochs=3, verbose=0, callbacks=[HoldfastCallback(run, data=data)])
+    model_of().fit(data, epochs=3, verbose=0, callbacks=[EverystepCallback(run, data=data)])
 
 
 def refused(text: str, call: Any) -> None:
     said = ""
     try:
         call()
-    except (ValueError, RuntimeError, holdfast.HoldfastError) as error:
+    except (ValueError, RuntimeError, everystep.EverystepError) as error:
         said = str(error)
     assert re.search(text, said), said
 

@@ -3,7 +3,7 @@
 exact FOLDER STEP...    whole, and killed when each step is durable and then resumed; one JSON line each
 train RUN [STEP]        once, under torchrun; with STEP, the last rank is killed before the next step
 restored RUN            what a restored state is, on any number of ranks
-io FOLDER               ModelCheckpoint and Fabric with HoldfastIO
+io FOLDER               ModelCheckpoint and Fabric with EverystepIO
 killed FOLDER           killed inside of a save of ModelCheckpoint
 sharded FOLDER          ModelCheckpoint with a sharded strategy, under torchrun
 fabric RUN [STEP]       as train, with Fabric
@@ -44,13 +44,13 @@ from training_tools import (
     whole_digest,
 )
 
-import holdfast
-from holdfast.data import Loader
-from holdfast.engine import faults
-from holdfast.lightning import (
-    HoldfastCallback,
-    HoldfastIO,
-    HoldfastSharded,
+import everystep
+from everystep.data import Loader
+from everystep.engine import faults
+from everystep.lightning import (
+    EverystepCallback,
+    EverystepIO,
+    EverystepSharded,
     load_from_checkpoint,
     state_of,
 )
@@ -83,11 +83,11 @@ class OnCPU(FSDPStrategy):
         return FullyShardedDataParallel(model, **how, **self.kwargs)
 
 
-class Sharded(HoldfastSharded, ModelParallelStrategy):
+class Sharded(EverystepSharded, ModelParallelStrategy):
     pass
 
 
-class ShardedFSDP1(HoldfastSharded, OnCPU):
+class ShardedFSDP1(EverystepSharded, OnCPU):
     pass
 
 
@@ -188,7 +188,7 @@ def train(run: str, kill: int = 0) -> dict[str, Any]:
     model = Module()
     torch.manual_seed(1 + RANK)
     counted = count_collectives() if LAYOUT == "fsdp2" else {}
-    callback = HoldfastCallback(run, keep=holdfast.Keep(last=100))
+    callback = EverystepCallback(run, keep=everystep.Keep(last=100))
     count = Count()
     # The average is part of what Lightning's hooks save, and in the end it takes the place of the weights.
     average = [] if WORLD > 1 else [EMAWeightAveraging(decay=0.8)]
@@ -210,7 +210,7 @@ def train(run: str, kill: int = 0) -> dict[str, Any]:
 
 def restored(run: str) -> dict[str, Any]:
     model = Module()
-    trainer = trainer_of([HoldfastCallback(run, keep=holdfast.Keep(last=100))])
+    trainer = trainer_of([EverystepCallback(run, keep=everystep.Keep(last=100))])
     trainer.fit(model)  # the training is at its end
     return {
         "rank": RANK,
@@ -223,7 +223,7 @@ def restored(run: str) -> dict[str, Any]:
 def fabric(run: str, kill: int = 0) -> dict[str, Any]:
     mesh = {"data_parallel_size": WORLD, "tensor_parallel_size": 1}
     chosen = FabricParallelStrategy(parallelize_fn=shard, **mesh) if LAYOUT == "fsdp2" else "auto"
-    plugins = [] if LAYOUT == "fsdp2" else [HoldfastIO()]
+    plugins = [] if LAYOUT == "fsdp2" else [EverystepIO()]
     runner = lightning.Fabric(accelerator="cpu", devices=WORLD, strategy=chosen, plugins=plugins)
     runner.launch()
     counted = count_collectives() if LAYOUT == "fsdp2" else {}
@@ -246,7 +246,7 @@ def fabric(run: str, kill: int = 0) -> dict[str, Any]:
         assert digest(model.parameters()) == wanted
     lightning.seed_everything(1 + RANK)  # all of them: a drill compares them, too
     state = state_of(runner, model=model, optimizer=optimizer, loader=loader)
-    with holdfast.Checkpointer(run, state, keep=holdfast.Keep(last=100)) as ckpt:
+    with everystep.Checkpointer(run, state, keep=everystep.Keep(last=100)) as ckpt:
         step = ckpt.restore()
         while step < 15:
             for batch in loader:
@@ -261,7 +261,7 @@ def fabric(run: str, kill: int = 0) -> dict[str, Any]:
                 step += 1
                 ckpt.save(step)
     assert not counted or (counted["saves"] and not counted["collectives"]), counted
-    with holdfast.open(ckpt.path) as opened:  # in a drill, another one
+    with everystep.open(ckpt.path) as opened:  # in a drill, another one
         assert {"model.0.weight", "optimizer.0.weight.exp_avg"} <= set(opened), list(opened)
     return {"rank": RANK, "step": step, "digest": digest([*model.parameters(), torch.rand(3)])}
 
@@ -277,7 +277,7 @@ def killed(folder: str) -> None:
     def saving(callbacks: list[Any], steps: int) -> tuple[Any, Module]:
         keeper = ModelCheckpoint(f"{folder}/models", "{step}", every_n_train_steps=2, save_last=True)
         trainer = trainer_of(
-            [*callbacks, keeper], enable_checkpointing=True, plugins=[HoldfastIO()], max_steps=steps
+            [*callbacks, keeper], enable_checkpointing=True, plugins=[EverystepIO()], max_steps=steps
         )
         model = Module()
         trainer.fit(model, ckpt_path="last")
@@ -287,8 +287,8 @@ def killed(folder: str) -> None:
     there = sorted(path.name for path in Path(folder, "models").iterdir())
     whole = [name for name in there if name.endswith(".ckpt")]
     assert whole == ["last.ckpt", "step=4.ckpt"], there
-    assert all(holdfast.verify(f"{folder}/models/{name}").problems == () for name in whole)
-    with holdfast.open(f"{folder}/models/last.ckpt") as opened:
+    assert all(everystep.verify(f"{folder}/models/{name}").problems == () for name in whole)
+    with everystep.open(f"{folder}/models/last.ckpt") as opened:
         assert opened.step == 4
     trainer, _ = saving([], 8)
     assert trainer.global_step == 8
@@ -316,7 +316,7 @@ def sharded(folder: str) -> None:
     there = sorted(path.name for path in Path(folder, "models").iterdir())
     assert there == ["last.ckpt", "step=6.ckpt", "step=8.ckpt"], there
     wanted, best = here(first), keeper.best_model_path
-    with holdfast.open(best) as opened:
+    with everystep.open(best) as opened:
         assert (opened.step, opened.world) == (8, WORLD)
         assert {"state_dict.net.0.weight", "optimizers.0.net.0.weight.exp_avg"} <= set(opened), list(opened)
 
@@ -332,7 +332,7 @@ def sharded(folder: str) -> None:
     wanted_value = loaded.net(torch.ones(1, 8)).item() + loaded.average
     assert abs(found["val"] - wanted_value) < 1e-5, (found, wanted_value)
 
-    # One that the strategy wrote without Holdfast (FSDPStrategy cannot, on the CPU); and another model.
+    # One that the strategy wrote without Everystep (FSDPStrategy cannot, on the CPU); and another model.
     if LAYOUT == "fsdp2":
         native = trainer_of([], max_steps=2)
         native.fit(Module())
@@ -341,12 +341,12 @@ def sharded(folder: str) -> None:
         reading.fit(other, ckpt_path=f"{folder}/native.ckpt", weights_only=False)
         assert reading.global_step == 4
         reading.save_checkpoint(f"{folder}/native.ckpt")  # over it
-        with holdfast.open(f"{folder}/native.ckpt") as opened:
+        with everystep.open(f"{folder}/native.ckpt") as opened:
             assert opened.step == 4
     wide, _, _ = saving(10)
     refused("state_dict.net.0.weight", lambda: wide.fit(Module(width=18), ckpt_path=best))
 
-    with holdfast.open(best) as opened:
+    with everystep.open(best) as opened:
         for name, value in loaded.named_parameters():
             assert torch.equal(value, opened[f"state_dict.{name}"][...]), name
     assert loaded.hparams["width"] == 16
@@ -354,7 +354,7 @@ def sharded(folder: str) -> None:
 
 
 def adopted(folder: str) -> None:
-    """A training that began without Holdfast, or with links, goes on with it: ``last`` is saved over."""
+    """A training that began without Everystep, or with links, goes on with it: ``last`` is saved over."""
 
     def saving(name: str, steps: int, last: Any, plugins: list[Any]) -> Path:
         keeper = ModelCheckpoint(f"{folder}/{name}", "{step}", every_n_train_steps=2, save_last=last)
@@ -364,14 +364,14 @@ def adopted(folder: str) -> None:
         return Path(folder, name, "last.ckpt")
 
     assert saving("file", 4, True, []).is_file()
-    assert saving("link", 4, "link", [HoldfastIO()]).is_symlink()
+    assert saving("link", 4, "link", [EverystepIO()]).is_symlink()
     for name in ("file", "link"):
-        last = saving(name, 8, True, [HoldfastIO()])
+        last = saving(name, 8, True, [EverystepIO()])
         assert not last.is_symlink()
-        with holdfast.open(last) as opened:
+        with everystep.open(last) as opened:
             assert opened.step == 8
         assert sorted(os.listdir(last.parent)) == ["last.ckpt", "step=8.ckpt"]
-    assert saving("link", 10, "link", [HoldfastIO()]).is_symlink()
+    assert saving("link", 10, "link", [EverystepIO()]).is_symlink()
 
 
 class CountedByType(Callback):
@@ -399,15 +399,15 @@ def io(folder: str) -> None:
         return ModelCheckpoint(**names, every_n_train_steps=2, save_last="link", **arguments)
 
     keeper = models(save_top_k=2, monitor="step", mode="max")
-    first = trainer_of([keeper], enable_checkpointing=True, plugins=[HoldfastIO()], max_steps=8)
+    first = trainer_of([keeper], enable_checkpointing=True, plugins=[EverystepIO()], max_steps=8)
     model = Module()
     first.fit(model)
     saved = sorted(path.name for path in Path(folder, "models").iterdir())
     assert saved == ["last.ckpt", "step=6.ckpt", "step=8.ckpt"], saved
-    assert holdfast.verify(f"{folder}/models/step=8.ckpt").problems == ()
+    assert everystep.verify(f"{folder}/models/step=8.ckpt").problems == ()
     best = keeper.best_model_path
 
-    again = trainer_of([models()], enable_checkpointing=True, plugins=[HoldfastIO()], max_steps=10)
+    again = trainer_of([models()], enable_checkpointing=True, plugins=[EverystepIO()], max_steps=10)
     other = Module()
     again.fit(other, ckpt_path="last")
     assert again.global_step == 10
@@ -422,44 +422,44 @@ def io(folder: str) -> None:
     plain = trainer_of([], max_steps=1)
     plain.fit(model)
     plain.save_checkpoint(f"{folder}/plain.ckpt")
-    trainer_of([], plugins=[HoldfastIO()]).validate(
+    trainer_of([], plugins=[EverystepIO()]).validate(
         Module(), ckpt_path=f"{folder}/plain.ckpt", weights_only=False
     )
-    found = HoldfastIO().load_checkpoint(best, map_location="meta")
+    found = EverystepIO().load_checkpoint(best, map_location="meta")
     assert all(value.is_meta for value in found["state_dict"].values())
 
     # Lightning's own words, and callbacks that are keyed by their type.
-    nothing, plugin = f"{folder}/nothing.ckpt", HoldfastIO()
+    nothing, plugin = f"{folder}/nothing.ckpt", EverystepIO()
     refused("Checkpoint file not found", lambda: again.fit(Module(), ckpt_path=nothing))
     with contextlib.suppress(TypeError):
         plugin.save_checkpoint({}, nothing, storage_options={})
         raise AssertionError("storage_options would be ignored")
     counter = CountedByType()
-    keyed = trainer_of([counter], plugins=[HoldfastIO()], max_steps=3)
+    keyed = trainer_of([counter], plugins=[EverystepIO()], max_steps=3)
     keyed.fit(Module())
     keyed.save_checkpoint(f"{folder}/keyed.ckpt")
     for resume, more in (
         ({"ckpt_path": f"{folder}/keyed.ckpt"}, []),
-        ({}, [HoldfastCallback(f"{folder}/r")]),
+        ({}, [EverystepCallback(f"{folder}/r")]),
     ):
         counted = CountedByType()
         if more:
             trainer_of([CountedByType(), *more], max_steps=3).fit(Module())
-            more = [HoldfastCallback(f"{folder}/r")]
-        then = trainer_of([counted, *more], plugins=[HoldfastIO()], max_steps=5)
+            more = [EverystepCallback(f"{folder}/r")]
+        then = trainer_of([counted, *more], plugins=[EverystepIO()], max_steps=5)
         then.fit(Module(), **resume)
         assert (counted.steps, then.global_step) == (5, 5), counted.steps
     assert set(plugin.load_checkpoint(f"{folder}/keyed.ckpt")["callbacks"]) >= {CountedByType}
 
     # Two places to resume from, and another model.
-    trainer_of([HoldfastCallback(f"{folder}/run")], max_steps=2).fit(Module())
-    both = trainer_of([HoldfastCallback(f"{folder}/run")], plugins=[HoldfastIO()])
+    trainer_of([EverystepCallback(f"{folder}/run")], max_steps=2).fit(Module())
+    both = trainer_of([EverystepCallback(f"{folder}/run")], plugins=[EverystepIO()])
     refused("Leave ckpt_path out", lambda: both.fit(Module(), ckpt_path=best))
-    wide = trainer_of([HoldfastCallback(f"{folder}/run")])
+    wide = trainer_of([EverystepCallback(f"{folder}/run")])
     refused("net.0.weight", lambda: wide.fit(Module(width=17)))
     assert load_from_checkpoint(Module, f"{folder}/run").hparams["width"] == 16
 
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[HoldfastIO()])
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[EverystepIO()])
     net, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     fabric.save(f"{folder}/fabric", {"model": net, "optimizer": optimizer, "step": 7})
     with torch.no_grad():
@@ -470,12 +470,12 @@ def io(folder: str) -> None:
     fabric.load(f"{folder}/fabric", state)
     assert state["step"] == 7
     assert all(map(torch.equal, model.parameters(), wanted))
-    with holdfast.open(f"{folder}/fabric") as opened:
+    with everystep.open(f"{folder}/fabric") as opened:
         assert opened.step == 7
     # Strategies that shard take no CheckpointIO, in Fabric.
     parallel = FabricParallelStrategy(parallelize_fn=shard)
     try:
-        lightning.Fabric(accelerator="cpu", devices=1, strategy=parallel, plugins=[HoldfastIO()])
+        lightning.Fabric(accelerator="cpu", devices=1, strategy=parallel, plugins=[EverystepIO()])
     except NotImplementedError as error:
         assert "CheckpointIO" in str(error), error  # noqa: PT017
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import holdfast
+import everystep
 from support.path_calls import CALLS, framework_of
 
 
@@ -19,15 +19,15 @@ def main(framework: str) -> None:
     for name, call in CALLS.items():
         if framework_of(name) != framework:
             continue
-        for url in ("s3://bucket/run", Path("gs://bucket/run"), "file:///tmp/holdfast-url/run"):
+        for url in ("s3://bucket/run", Path("gs://bucket/run"), "file:///tmp/everystep-url/run"):
             try:
                 call(url)
-            except holdfast.UnsupportedURL:
+            except everystep.UnsupportedURL:
                 pass
             else:
                 raise SystemExit(f"{name} took {url}")
             made = os.listdir()
-            if made or os.path.exists("/tmp/holdfast-url"):
+            if made or os.path.exists("/tmp/everystep-url"):
                 raise SystemExit(f"{name} of {url} made {made}")
         print(f"refused: {name}")
 

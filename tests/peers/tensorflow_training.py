@@ -21,8 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import holdfast
-from holdfast.tensorflow import state_of
+import everystep
+from everystep.tensorflow import state_of
 
 STEPS = 12
 
@@ -64,7 +64,7 @@ def train(run: str, kill: int = 0) -> dict[str, Any]:
 
     checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, batches=batches, noise=noise)
     losses: list[float] = []
-    with holdfast.Checkpointer(run, state_of(checkpoint, losses=losses), mode="snapshot") as ckpt:
+    with everystep.Checkpointer(run, state_of(checkpoint, losses=losses), mode="snapshot") as ckpt:
         for done in range(ckpt.restore(), STEPS):
             if kill and done == kill:
                 ckpt.wait()
@@ -132,8 +132,8 @@ def objects(folder: str) -> None:
     things.growing.assign([1.0, 2.0])
     state = state_of(tf.train.Checkpoint(things=things))
     wanted = {name: np.asarray(variable.numpy()).tolist() for name, variable in things.kinds.items()}
-    holdfast.save(f"{folder}/first", state, step=3)
-    with holdfast.open(f"{folder}/first") as opened:
+    everystep.save(f"{folder}/first", state, step=3)
+    with everystep.open(f"{folder}/first") as opened:
         assert opened.step == 3
         assert "objects.things.kinds.bfloat16" in opened, list(opened)
         once = [name for name in opened if "again" in name or "lists" in name]
@@ -151,7 +151,7 @@ def objects(folder: str) -> None:
     things.lists[1]["x"].assign(9.0)
     things.table.insert(["two", "one"], [2, 5])
     things.notes.text = "after"
-    holdfast.load(f"{folder}/first", into=state)
+    everystep.load(f"{folder}/first", into=state)
     assert {name: np.asarray(variable.numpy()).tolist() for name, variable in things.kinds.items()} == wanted
     assert things.words.numpy().tolist() == [b"a", b"bc"]
     assert things.growing.numpy().tolist() == [1.0, 2.0]
@@ -167,7 +167,7 @@ def objects(folder: str) -> None:
 
     # Another object tree, or other shapes: nothing is changed.
     def load(root: Any) -> None:
-        holdfast.load(f"{folder}/first", into=state_of(tf.train.Checkpoint(things=root)))
+        everystep.load(f"{folder}/first", into=state_of(tf.train.Checkpoint(things=root)))
 
     refused("things.kinds.int8: checkpoint int8(3,), target int8(2,)", lambda: load(Everything(2)))
     other = Everything()
@@ -179,7 +179,7 @@ def objects(folder: str) -> None:
         mirrored = tf.Variable(1.0)
     refused("does not support MirroredVariable", lambda: load(mirrored))
     static = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a"], [1]), 0)
-    holdfast.save(
+    everystep.save(
         f"{folder}/static", state_of(tf.train.Checkpoint(static=static))
     )  # as TensorFlow: it is constant
     refused("entries of these names itself: rng", lambda: state_of(things, rng=1))
@@ -190,7 +190,7 @@ def refused(text: str, call: Any) -> None:
     said = ""
     try:
         call()
-    except (ValueError, holdfast.HoldfastError) as error:
+    except (ValueError, everystep.EverystepError) as error:
         said = str(error)
     assert text in said, said
 

@@ -1,4 +1,4 @@
-"""`holdfast.accelerate` with the real accelerate: what its users do, and resuming bit for bit."""
+"""`everystep.accelerate` with the real accelerate: what its users do, and resuming bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 390.0
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    return {**peers.with_holdfast(tmp_path / "site"), "HF_HUB_OFFLINE": "1"}
+    return {**peers.with_everystep(tmp_path / "site"), "HF_HUB_OFFLINE": "1"}
 
 
 def reports(output: str) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ def test_save_state_and_load_state_with_accelerates_names(tmp_path: Path, env: d
 
 @pytest.mark.timeout(1200)
 def test_the_example_passes_the_drill(tmp_path: Path, env: dict[str, str]) -> None:
-    command = ["-m", "holdfast.cli", "drill", "--times", "2", "--workdir", tmp_path / "drill", "--"]
+    command = ["-m", "everystep.cli", "drill", "--times", "2", "--workdir", tmp_path / "drill", "--"]
     python = peers.interpreter("transformers")
     output = peers.run("transformers", *command, python, EXAMPLE, env=env, cwd=tmp_path, timeout=900)
     assert "32 checkpoints seen in both, all equal" in output, output

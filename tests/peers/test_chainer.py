@@ -1,4 +1,4 @@
-"""`holdfast.chainer` with the real Chainer: its extension, its serializer, and resuming bit for bit."""
+"""`everystep.chainer` with the real Chainer: its extension, its serializer, and resuming bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE = peers.PROJECT / "examples" / "chainer_training.py"
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    return peers.with_holdfast(tmp_path / "site")
+    return peers.with_everystep(tmp_path / "site")
 
 
 def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, env: dict[str, str]) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.errors import SpecError
-from holdfast.universal.rules import fused, pad, partial, replicated, rule, shard
-from holdfast.universal.source import Source
-from holdfast.universal.sources import deepspeed
-from holdfast.universal.spec import Spec
+from everystep.errors import SpecError
+from everystep.universal.rules import fused, pad, partial, replicated, rule, shard
+from everystep.universal.source import Source
+from everystep.universal.sources import deepspeed
+from everystep.universal.spec import Spec
 from support import peers
 from support.source_leaves import assembled, assert_same, by_name
 

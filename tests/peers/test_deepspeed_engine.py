@@ -1,4 +1,4 @@
-"""`holdfast.deepspeed` with the real DeepSpeed: what its users do, and resuming bit for bit."""
+"""`everystep.deepspeed` with the real DeepSpeed: what its users do, and resuming bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    return peers.with_holdfast(tmp_path / "site")
+    return peers.with_everystep(tmp_path / "site")
 
 
 def reports(output: str) -> list[dict[str, Any]]:
@@ -80,7 +80,16 @@ def test_other_layouts_are_saved_and_read_as_by_deepspeed(tmp_path: Path, env: d
 
 def test_the_example_passes_the_drill(tmp_path: Path, env: dict[str, str]) -> None:
     """The drill runs in our own environment: that of DeepSpeed does not have what commands need."""
-    command = [sys.executable, "-m", "holdfast.cli", "drill", "--times", "2", "--workdir", tmp_path / "drill"]
+    command = [
+        sys.executable,
+        "-m",
+        "everystep.cli",
+        "drill",
+        "--times",
+        "2",
+        "--workdir",
+        tmp_path / "drill",
+    ]
     call = f"import subprocess, sys; sys.exit(subprocess.call({[*map(str, command), '--']} + sys.argv[1:]))"
     python = peers.interpreter("deepspeed")
     output = peers.run("deepspeed", "-c", call, python, EXAMPLE, env=env, cwd=tmp_path, timeout=900)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast import universal
-from holdfast.universal.source import Source
-from holdfast.universal.sources import deepspeed, ds_universal
+from everystep import universal
+from everystep.universal.source import Source
+from everystep.universal.sources import deepspeed, ds_universal
 from support import peers
 from support.source_leaves import assert_same, by_name
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.study.environments import ENVIRONMENTS
+from everystep.study.environments import ENVIRONMENTS
 from support import peers
 
 VERSIONS = """

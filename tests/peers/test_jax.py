@@ -1,4 +1,4 @@
-"""`holdfast.jax` with the real JAX, Flax and Optax: devices, processes, and resuming bit for bit."""
+"""`everystep.jax` with the real JAX, Flax and Optax: devices, processes, and resuming bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 390.0
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    return peers.with_holdfast(tmp_path / "site")
+    return peers.with_everystep(tmp_path / "site")
 
 
 def reports(output: str) -> list[dict[str, Any]]:

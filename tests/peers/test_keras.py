@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import universal
+import everystep
+from everystep import universal
 from support import peers
 
 pytest.importorskip("h5py")
@@ -25,7 +25,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 def arrays(path: Path, prefix: str) -> list[bytes]:
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         names = [name for name in checkpoint if name.startswith(prefix)]
         return sorted(np.asarray(checkpoint[name][...]).tobytes() for name in names)
 
@@ -35,7 +35,7 @@ def arrays(path: Path, prefix: str) -> list[bytes]:
 )
 def test_files_of_keras_hold_the_weights_that_it_had(written: Path, file: str, kind: str) -> None:
     if file == "m.h5" and (written / "bfloat16").exists():  # the old format does not say what the bytes mean
-        with pytest.raises(holdfast.UnsupportedSource, match=r"'model_weights/dense_1/.*\|V2"):
+        with pytest.raises(everystep.UnsupportedSource, match=r"'model_weights/dense_1/.*\|V2"):
             universal.describe(written / file)
         return
     source = universal.describe(written / file)

@@ -1,4 +1,4 @@
-"""`holdfast.keras` with the real Keras, on its backends: resuming bit for bit, and what is refused."""
+"""`everystep.keras` with the real Keras, on its backends: resuming bit for bit, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENVIRONMENTS = {"jax": "keras", "torch": "keras", "tensorflow": "tensorflow"}
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    return peers.with_holdfast(tmp_path / "site")
+    return peers.with_everystep(tmp_path / "site")
 
 
 def run(backend: str, env: dict[str, str], *arguments: Any) -> str:

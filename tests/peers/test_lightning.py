@@ -1,4 +1,4 @@
-"""`holdfast.lightning` with the real Lightning: what its users do, and resuming bit for bit."""
+"""`everystep.lightning` with the real Lightning: what its users do, and resuming bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 390.0
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    return peers.with_holdfast(tmp_path / "site")
+    return peers.with_everystep(tmp_path / "site")
 
 
 def reports(output: str) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def test_fabric_resumes_exactly(tmp_path: Path, env: dict[str, str], layout: str
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
-def test_a_sharded_strategy_saves_through_holdfast(tmp_path: Path, env: dict[str, str], layout: str) -> None:
+def test_a_sharded_strategy_saves_through_everystep(tmp_path: Path, env: dict[str, str], layout: str) -> None:
     here = {**env, "LAYOUT": layout}
     said = peers.run("transformers", SCRIPT, "sharded", tmp_path, ranks=2, env=here, timeout=SECONDS)
     assert said.count("sharded: ok") == 2, said
@@ -79,7 +79,7 @@ def test_a_kill_inside_of_a_save_leaves_the_older_one(tmp_path: Path, env: dict[
     assert "killed: ok" in said, said
 
 
-def test_lightnings_own_checkpoints_go_through_holdfast(tmp_path: Path, env: dict[str, str]) -> None:
+def test_lightnings_own_checkpoints_go_through_everystep(tmp_path: Path, env: dict[str, str]) -> None:
     assert "io: ok" in peers.run("transformers", SCRIPT, "io", tmp_path / "io", env=env, timeout=SECONDS)
 
 
@@ -88,7 +88,7 @@ def test_lightnings_own_checkpoints_go_through_holdfast(tmp_path: Path, env: dic
 def test_the_example_and_a_loop_with_fabric_pass_the_drill(
     tmp_path: Path, env: dict[str, str], script: list[Any], steps: int
 ) -> None:
-    command = ["-m", "holdfast.cli", "drill", "--times", "3", "--workdir", tmp_path / "drill", "--"]
+    command = ["-m", "everystep.cli", "drill", "--times", "3", "--workdir", tmp_path / "drill", "--"]
     python = peers.interpreter("transformers")
     output = peers.run("transformers", *command, python, *script, env=env, cwd=tmp_path, timeout=900)
     assert f"{steps} checkpoints seen in both, all equal" in output, output

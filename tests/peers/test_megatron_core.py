@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
-from holdfast import universal
+import everystep
+from everystep import universal
 from support import peers
 from support.megatron_core_names import our_names
 
@@ -30,7 +30,7 @@ def test_weights_and_moments_equal_those_that_megatron_loads(tmp_path: Path, tp:
     truth = {ours: part for name, tensor in whole.items() for ours, part in our_names(name, tensor).items()}
     done = universal.convert(tmp_path / "run", tmp_path / "out", verify=True)
     assert (done.kind, done.step, done.leaves) == ("megatron-core", 7, len(truth))
-    state = holdfast.load(tmp_path / "out")
+    state = everystep.load(tmp_path / "out")
     found = {f"model.{name}": value for name, value in state["model"].items()}
     for name, kinds in state["optimizer"]["state"].items():
         found |= {f"optimizer.{name}.{kind}": value for kind, value in kinds.items()}

@@ -1,4 +1,4 @@
-"""The tests of `holdfast.sklearn`, with the oldest and the newest supported scikit-learn."""
+"""The tests of `everystep.sklearn`, with the oldest and the newest supported scikit-learn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import everystep
 from support import peers
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -17,10 +17,10 @@ VERSIONS = {"sklearn-oldest": "1.3.", "sklearn-newest": "1.9."}
 @pytest.mark.peers
 @pytest.mark.parametrize("name", VERSIONS)
 def test_fits_resume_with_this_scikit_learn(name: str, tmp_path: Path) -> None:
-    package = tmp_path / "holdfast"
+    package = tmp_path / "everystep"
     package.mkdir()
-    native = Path(str(importlib.import_module("holdfast._native").__file__))
-    for entry in [*Path(holdfast.__file__).parent.iterdir(), native]:
+    native = Path(str(importlib.import_module("everystep._native").__file__))
+    for entry in [*Path(everystep.__file__).parent.iterdir(), native]:
         if entry.name != "__pycache__":
             (package / entry.name).symlink_to(entry)
     version = peers.run(name, "-c", "import sklearn; print(sklearn.__version__)")

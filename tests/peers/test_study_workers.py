@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.study import frameworks
-from holdfast.study.frameworks.process import FrameworkProcess
+from everystep.study import frameworks
+from everystep.study.frameworks.process import FrameworkProcess
 from support import peers
 
 pytestmark = pytest.mark.peers
@@ -27,7 +27,7 @@ def asked(
     entry = frameworks.FRAMEWORKS[name]
     if entry.environment is not None:
         peers.interpreter(entry.environment)  # fails with the command to run
-        monkeypatch.setenv("HOLDFAST_PEERS", str(peers.FOLDER))
+        monkeypatch.setenv("EVERYSTEP_PEERS", str(peers.FOLDER))
     with FrameworkProcess(name, entry, tmp_path, 300.0) as process:
         yield process
 

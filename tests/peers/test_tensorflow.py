@@ -1,4 +1,4 @@
-"""`holdfast.tensorflow` with the real TensorFlow: a training loop, object trees, and what is refused."""
+"""`everystep.tensorflow` with the real TensorFlow: a training loop, object trees, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 900.0
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    return peers.with_holdfast(tmp_path / "site")
+    return peers.with_everystep(tmp_path / "site")
 
 
 def test_a_resumed_loop_ends_with_the_same_bits(tmp_path: Path, env: dict[str, str]) -> None:

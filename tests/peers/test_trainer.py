@@ -1,4 +1,4 @@
-"""`holdfast.transformers` with the real Trainer: what its users do, and resuming bit for bit."""
+"""`everystep.transformers` with the real Trainer: what its users do, and resuming bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 390.0
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    return {**peers.with_holdfast(tmp_path / "site"), "HF_HUB_OFFLINE": "1"}
+    return {**peers.with_everystep(tmp_path / "site"), "HF_HUB_OFFLINE": "1"}
 
 
 def reports(output: str) -> list[dict[str, Any]]:
@@ -61,13 +61,13 @@ def test_trainers_own_checkpoints_of_a_sharded_model(tmp_path: Path, env: dict[s
     assert said.count("sharded: ok") == 2, said
 
 
-def test_trainers_own_checkpoints_go_through_holdfast(tmp_path: Path, env: dict[str, str]) -> None:
+def test_trainers_own_checkpoints_go_through_everystep(tmp_path: Path, env: dict[str, str]) -> None:
     assert "own: ok" in peers.run("transformers", SCRIPT, "own", tmp_path / "own", env=env, timeout=SECONDS)
 
 
 @pytest.mark.timeout(1200)
 def test_the_example_passes_the_drill(tmp_path: Path, env: dict[str, str]) -> None:
-    command = ["-m", "holdfast.cli", "drill", "--times", "2", "--workdir", tmp_path / "drill", "--"]
+    command = ["-m", "everystep.cli", "drill", "--times", "2", "--workdir", tmp_path / "drill", "--"]
     python = peers.interpreter("transformers")
     output = peers.run("transformers", *command, python, EXAMPLE, env=env, cwd=tmp_path, timeout=900)
     assert "32 checkpoints seen in both, all equal" in output, output

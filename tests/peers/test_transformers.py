@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast import universal
-from holdfast.universal.transformers_names import family_of
+import everystep
+from everystep import universal
+from everystep.universal.transformers_names import family_of
 from support import peers
 from support.source_leaves import assert_same, by_name
 
@@ -35,10 +35,10 @@ def load(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def holdfast_run(place: Path, path: Path) -> Path:
-    """A training of the model, saved by Holdfast; tied parameters are tied in the state, too."""
+def everystep_run(place: Path, path: Path) -> Path:
+    """A training of the model, saved by Everystep; tied parameters are tied in the state, too."""
     state = torch.load(place / "state.pt", weights_only=True)
-    holdfast.save(path, {"model": state, "optimizer": {"lr": 0.1}, "step": 3}, step=3)
+    everystep.save(path, {"model": state, "optimizer": {"lr": 0.1}, "step": 3}, step=3)
     return path
 
 
@@ -65,7 +65,7 @@ def test_from_pretrained_opens_what_came_from_anywhere(written: Path, tmp_path: 
         convert(place / "state.pt", truth, carry=config)
         done = convert(place / "wrapped.pt", truth, carry=config / "config.json")
         assert done.notes == ("names lost module., _orig_mod.",)
-        convert(holdfast_run(place, tmp_path / f"run-{name}"), truth, carry=config)
+        convert(everystep_run(place, tmp_path / f"run-{name}"), truth, carry=config)
         (trainer,) = (place / "trainer").glob("checkpoint-*")
         convert(trainer, place / "trainer-truth.pt")
         done = convert(place / "lightning.ckpt", place / "lightning-truth.pt", carry=config)
@@ -91,7 +91,7 @@ def test_a_trainers_checkpoint_has_its_optimizer_as_torch_loads_it(written: Path
         for key, tensor in entries.items():
             assert_same(found[f"optimizer.{number}.{key}"], tensor, f"{number}.{key}")
     assert any(key.startswith("lr_scheduler.") for key in source.values)
-    state = holdfast.load(path)["rng_state"]
+    state = everystep.load(path)["rng_state"]
     theirs = torch.load(path / "rng_state.pth", weights_only=False)
     assert state["python"] == theirs["python"]
     assert torch.equal(state["cpu"], theirs["cpu"])
@@ -132,7 +132,7 @@ def test_a_wrong_prefix_is_an_error_and_not_random_weights(written: Path, tmp_pa
     torch.save(
         {f"decoder.{key.replace('wte', 'words')}": value for key, value in state.items()}, tmp_path / "x.pt"
     )
-    with pytest.raises(holdfast.StateMismatch, match=r"no name is like 'transformer\.wte'"):
+    with pytest.raises(everystep.StateMismatch, match=r"no name is like 'transformer\.wte'"):
         universal.convert(tmp_path / "x.pt", tmp_path / "out", to="hf", carry=place / "hf")
     assert not (tmp_path / "out").exists()
     shutil.copytree(place / "hf", tmp_path / "hf")

@@ -19,7 +19,7 @@ ENVIRONMENT = {"accelerate": "transformers", "lightning": "transformers"}
 def test_an_integration_refuses_urls_and_makes_nothing(tmp_path: Path, framework: str) -> None:
     here = tmp_path / "here"
     here.mkdir()
-    env = {**peers.with_holdfast(tmp_path / "site"), "HF_HUB_OFFLINE": "1", "KERAS_BACKEND": "torch"}
+    env = {**peers.with_everystep(tmp_path / "site"), "HF_HUB_OFFLINE": "1", "KERAS_BACKEND": "torch"}
     output = peers.run(ENVIRONMENT.get(framework, framework), SCRIPT, framework, cwd=here, env=env)
     calls = [name for name in CALLS if framework_of(name) == framework]
     assert [line for line in output.splitlines() if line.startswith("refused: ")] == [

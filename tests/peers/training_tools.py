@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-import holdfast
+import everystep
 
 LAYOUT = os.environ.get("LAYOUT", "")
 """How a script shards its training over ranks. Empty: not at all."""
@@ -55,7 +55,7 @@ def whole_digest(module: Any, optimizer: Any) -> str:
 def count_collectives() -> dict[str, int]:
     """Counts the collectives in all later saves of Checkpointers."""
     counted = {"saves": 0, "collectives": 0}
-    save = holdfast.Checkpointer.save
+    save = everystep.Checkpointer.save
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         if not counted["saves"]:
@@ -68,7 +68,7 @@ def count_collectives() -> dict[str, int]:
         counted["collectives"] += mode.get_total_counts()
         return result
 
-    holdfast.Checkpointer.save = counting  # type: ignore[method-assign]
+    everystep.Checkpointer.save = counting  # type: ignore[method-assign]
     return counted
 
 
@@ -102,7 +102,7 @@ def refused(text: str, call: Callable[[], object]) -> None:
     said = ""
     try:
         call()
-    except (ValueError, holdfast.HoldfastError) as error:
+    except (ValueError, everystep.EverystepError) as error:
         said = str(error)
     assert text in said, said
 

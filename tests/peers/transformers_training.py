@@ -47,10 +47,10 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-import holdfast
-from holdfast.engine import faults
-from holdfast.store import list_steps
-from holdfast.transformers import HoldfastTrainer
+import everystep
+from everystep.engine import faults
+from everystep.store import list_steps
+from everystep.transformers import EverystepTrainer
 
 warnings.filterwarnings("ignore")
 logging.set_verbosity_error()
@@ -90,7 +90,7 @@ def model_of(width: int) -> Any:
 
 def trainer_of(output: str, kill: int = 0, *, width: int = 16, **options: Any) -> Any:
     """With all that an inexact resume would change: dropout, shuffling, warm-up, accumulation, evaluation."""
-    every: dict[str, Any] | None = options.pop("holdfast", {"every": 1, "keep": holdfast.Keep(last=100)})
+    every: dict[str, Any] | None = options.pop("everystep", {"every": 1, "keep": everystep.Keep(last=100)})
     world = int(os.environ.get("WORLD_SIZE", "1"))
     set_seed(3)
     model = model_of(width)
@@ -116,13 +116,13 @@ def trainer_of(output: str, kill: int = 0, *, width: int = 16, **options: Any) -
         # Under Trainer, accelerate decides about FSDP: see `sharding` in accelerate_training.py.
         PartialState().distributed_type = DistributedType.MULTI_GPU
     killer = Kill(kill)
-    trainer = HoldfastTrainer(
+    trainer = EverystepTrainer(
         model=model,
         args=made,
         train_dataset=texts(20 * world),
         eval_dataset=texts(4 * world),
         callbacks=[killer],
-        holdfast=every,
+        everystep=every,
     )
     killer.trainer = trainer
     return trainer
@@ -163,7 +163,7 @@ def restored(output: str) -> dict[str, Any]:
 def own(folder: str) -> None:
     # Without a run: only Trainer's own checkpoints, and its own way to ask for them.
     output = f"{folder}/own"
-    plain = {"holdfast": None, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    plain = {"everystep": None, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     plain["lr_scheduler_type"] = "constant"  # any other depends on the number of steps to come
     whole = trainer_of(f"{folder}/whole", **plain)
     whole.train()
@@ -171,18 +171,20 @@ def own(folder: str) -> None:
     begun.train()
     assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6"], os.listdir(output)
     found = {path.name for path in Path(output, "checkpoint-6").iterdir()}
-    assert found >= {"config.json", "model.safetensors", "trainer_state.json", "holdfast"}, found
+    assert found >= {"config.json", "model.safetensors", "trainer_state.json", "everystep"}, found
     assert not found & {"optimizer.pt", "scheduler.pt", "rng_state.pth"}, found
     opened = GPT2LMHeadModel.from_pretrained(f"{output}/checkpoint-6")
     assert digest(opened.parameters()) == digest(begun.model.parameters())
-    assert holdfast.verify(f"{output}/checkpoint-6/holdfast").problems == ()
+    assert everystep.verify(f"{output}/checkpoint-6/everystep").problems == ()
 
     # Killed inside of a save: when weights are there and our checkpoint is not, and before its commit.
     assert in_child(lambda: killed_saving(output, plain, weights=True)) == -9
     assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"], os.listdir(output)
     assert Path(output, "checkpoint-8", "config.json").exists()
     assert in_child(lambda: killed_saving(output, plain, weights=False)) == -9
-    assert sorted(os.listdir(f"{output}/checkpoint-8/holdfast.partial")), os.listdir(f"{output}/checkpoint-8")
+    assert sorted(os.listdir(f"{output}/checkpoint-8/everystep.partial")), os.listdir(
+        f"{output}/checkpoint-8"
+    )
     resumed = trainer_of(output, **plain)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 15
@@ -192,9 +194,9 @@ def own(folder: str) -> None:
     assert digest(again.model.parameters()) == digest(whole.model.parameters())
 
     # A damaged one is passed over.
-    damage(Path(output, "checkpoint-15", "holdfast"))
+    damage(Path(output, "checkpoint-15", "everystep"))
     older = trainer_of(output, **plain)
-    told(f"passing over {output}/checkpoint-15/holdfast: ", lambda: older.train(resume_from_checkpoint=True))
+    told(f"passing over {output}/checkpoint-15/everystep: ", lambda: older.train(resume_from_checkpoint=True))
     assert digest(older.model.parameters()) == digest(whole.model.parameters())
 
     # The best model comes back at the end, and stays within the limit.
@@ -221,35 +223,35 @@ def own(folder: str) -> None:
 
 def back_to_an_older_one(output: str, plain: dict[str, Any], wanted: str) -> None:
     """While the run between checkpoints has only later steps; and while one of its steps is damaged."""
-    how = {**plain, "holdfast": {"every": 5, "keep": holdfast.Keep(last=2)}, "save_total_limit": None}
+    how = {**plain, "everystep": {"every": 5, "keep": everystep.Keep(last=2)}, "save_total_limit": None}
     trainer_of(output, **how).train()
-    assert list_steps(f"{output}/holdfast") == [10, 15]
+    assert list_steps(f"{output}/everystep") == [10, 15]
 
     def again(step: int) -> list[int]:
         trainer = trainer_of(output, **how)
         trainer.train(f"{output}/checkpoint-{step}", None)  # Trainer's takes both by position
         assert digest(trainer.model.parameters()) == wanted, step
-        return list_steps(f"{output}/holdfast")
+        return list_steps(f"{output}/everystep")
 
     assert again(4) == [10, 15]
-    damage(Path(output, "holdfast", "step-000000000010"))
+    damage(Path(output, "everystep", "step-000000000010"))
     told("passing over step 10", lambda: again(12))
-    assert list_steps(f"{output}/holdfast") == [13, 15]  # a run that begins saves the first step it sees
+    assert list_steps(f"{output}/everystep") == [13, 15]  # a run that begins saves the first step it sees
 
 
 def from_trainers_own(output: str, plain: dict[str, Any], wanted: str) -> None:
-    """A training that began without Holdfast goes on with it."""
+    """A training that began without Everystep goes on with it."""
     theirs = trainer_of(output, **plain, max_steps=6)
     theirs.__class__ = Trainer
     theirs.train()
-    assert not Path(output, "checkpoint-6", "holdfast").exists()
+    assert not Path(output, "checkpoint-6", "everystep").exists()
     begun: list[int] = []
 
     class Begin(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             begun.append(state.global_step)
 
-    for how, steps in (({}, 8), ({"holdfast": {"every": 1}}, 15)):
+    for how, steps in (({}, 8), ({"everystep": {"every": 1}}, 15)):
         ours = trainer_of(output, **{**plain, **how, "max_steps": steps})
         ours.add_callback(Begin())
         ours.train(resume_from_checkpoint=True)
@@ -258,7 +260,7 @@ def from_trainers_own(output: str, plain: dict[str, Any], wanted: str) -> None:
 
 
 def killed_saving(output: str, plain: dict[str, Any], *, weights: bool) -> None:
-    class Killed(HoldfastTrainer):  # type: ignore[misc]
+    class Killed(EverystepTrainer):  # type: ignore[misc]
         def _save_rng_state(self, output_dir: str) -> None:
             if self.state.global_step == 8:
                 if weights:
@@ -273,7 +275,7 @@ def killed_saving(output: str, plain: dict[str, Any], *, weights: bool) -> None:
 
 def sharded(folder: str) -> None:
     """Under FSDP2: what is in Trainer's own checkpoints, resuming from them, and the best model."""
-    plain = {"holdfast": None, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    plain = {"everystep": None, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     plain["lr_scheduler_type"] = "constant"
     whole = trainer_of(f"{folder}/whole", **plain)
     whole.train()
@@ -284,7 +286,7 @@ def sharded(folder: str) -> None:
         begun = trainer_of(output, **how, max_steps=6)
         begun.train()
         found = {path.name for path in Path(output, "checkpoint-6").iterdir()}
-        assert {"trainer_state.json", "holdfast"} <= found, found
+        assert {"trainer_state.json", "everystep"} <= found, found
         assert not [name for name in found if "fsdp" in name or "optimizer" in name or "rng" in name], found
         if kind == "FULL_STATE_DICT":
             opened = GPT2LMHeadModel.from_pretrained(f"{output}/checkpoint-6")

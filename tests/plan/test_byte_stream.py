@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan.byte_stream import ByteStream
+from everystep.plan.byte_stream import ByteStream
 
 arrays = st.lists(
     st.tuples(st.lists(st.integers(0, 30), max_size=3).map(tuple), st.sampled_from([1, 2, 3, 8])), max_size=10

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from holdfast.errors import CorruptCheckpoint
-from holdfast.plan.description import decode_plan, encode_plan, fingerprint
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
+from everystep.errors import CorruptCheckpoint
+from everystep.plan.description import decode_plan, encode_plan, fingerprint
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
 from plan.test_ranks import plans
 from support.named_layouts import NAMED
 
@@ -68,7 +68,7 @@ def _set(path: list[Any], value: Any) -> bytes:
     [
         b"",
         b"{}",
-        _set(["format"], "holdfast-layout/9"),
+        _set(["format"], "everystep-layout/9"),
         _set(["extra"], 1),
         _set(["writers"], "nobody"),
         _set(["writers"], 0),

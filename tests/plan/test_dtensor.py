@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan.dtensor import splits_of
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
+from everystep.plan.dtensor import splits_of
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
 from support.simulated_worlds import chunk
 
 

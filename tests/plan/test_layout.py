@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from holdfast import engine
-from holdfast.engine import ALIGNMENT, Memory, Produced, Strided, Tuning
-from holdfast.format.dtypes import carrier, itemsize
-from holdfast.format.shard import HeaderEntry, is_pad, parse_header
-from holdfast.plan import ShardPlan, arrange, plan_shard
-from holdfast.plan.layout import LARGE_NBYTES
-from holdfast.state import LeafSource
+from everystep import engine
+from everystep.engine import ALIGNMENT, Memory, Produced, Strided, Tuning
+from everystep.format.dtypes import carrier, itemsize
+from everystep.format.shard import HeaderEntry, is_pad, parse_header
+from everystep.plan import ShardPlan, arrange, plan_shard
+from everystep.plan.layout import LARGE_NBYTES
+from everystep.state import LeafSource
 
 DTYPES = [
     "BOOL",

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.geometry import Box
-from holdfast.plan.placement import (
+from everystep.format.geometry import Box
+from everystep.plan.placement import (
     Holding,
     LeafLayout,
     Mesh,

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, pieces_of
-from holdfast.plan.read_sharing import SharePlan
-from holdfast.plan.topology import Topology
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, pieces_of
+from everystep.plan.read_sharing import SharePlan
+from everystep.plan.topology import Topology
 from support.named_layouts import NAMED
 from support.simulated_worlds import inside, layouts, leaf_kinds, topologies
 

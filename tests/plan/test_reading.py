@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan import ByteRange, rows_to_read
+from everystep.plan import ByteRange, rows_to_read
 
 
 @st.composite

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpoint
-from holdfast.format.geometry import Box
-from holdfast.format.records import Fragment, Leaf, Part, ShardFile
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.resharding import Missing, StoredIndex, Wanted, plan_reads, wants_of
-from holdfast.plan.topology import Topology
+from everystep.errors import CorruptCheckpoint
+from everystep.format.geometry import Box
+from everystep.format.records import Fragment, Leaf, Part, ShardFile
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.resharding import Missing, StoredIndex, Wanted, plan_reads, wants_of
+from everystep.plan.topology import Topology
 from support.named_layouts import NAMED, staged
 from support.simulated_worlds import holds_all_of, layouts, leaf_kinds, load, random_state, save, topologies
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.geometry import Box
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.replica_groups import Owned
-from holdfast.plan.topology import Topology
-from holdfast.plan.volumes import stripe
+from everystep.format.geometry import Box
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.replica_groups import Owned
+from everystep.plan.topology import Topology
+from everystep.plan.volumes import stripe
 from support.simulated_worlds import inside
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import RanksDisagree
-from holdfast.format.geometry import Box
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
-from holdfast.plan.world import Beside, Seen, View, besides, merge_views
+from everystep.errors import RanksDisagree
+from everystep.format.geometry import Box
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
+from everystep.plan.world import Beside, Seen, View, besides, merge_views
 from support.named_layouts import MODEL, NAMED
 from support.simulated_worlds import holds_all_of, load, random_state, save
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import Shelf
-from holdfast.shelf import contents
+import everystep
+from everystep import Shelf
+from everystep.shelf import contents
 
 
 def _filled(path: Path, entries: dict[str, Any]) -> Path:
@@ -24,7 +24,7 @@ def _filled(path: Path, entries: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("kind", contents.FORMATS)
 def test_two_arrays_of_one_name_are_not_exported(tmp_path: Path, kind: str) -> None:
     path = _filled(tmp_path / "a.shelf", {"a.b": np.ones(2), "a": {"b": np.zeros(2)}})
-    with pytest.raises(holdfast.UnsupportedState, match=r"'a\.b'"):
+    with pytest.raises(everystep.UnsupportedState, match=r"'a\.b'"):
         contents.export(path, tmp_path / f"out{kind}")
     assert [found.name for found in tmp_path.iterdir()] == ["a.shelf"]
 
@@ -49,7 +49,7 @@ def test_an_npz_file_leaves_out_what_numpy_would_change(tmp_path: Path) -> None:
     with np.load(tmp_path / "out.npz") as found:
         assert {name: found[name].tolist() for name in found} == {"kept": "text\n", "l.0": [1.0]}
     path = _filled(tmp_path / "b.shelf", {"a": np.ones(1), "a.npy": np.zeros(1)})
-    with pytest.raises(holdfast.UnsupportedState, match=r"a\.npy"):
+    with pytest.raises(everystep.UnsupportedState, match=r"a\.npy"):
         contents.export(path, tmp_path / "b.npz")
 
 
@@ -70,7 +70,7 @@ def test_the_values_of_a_safetensors_file_refer_to_its_arrays(tmp_path: Path) ->
     with safetensors.safe_open(tmp_path / "out.safetensors", "np") as found:
         names, values = set(found.keys()), json.loads(found.metadata()["values"])
     assert set(_references(values)) | {"plain"} == names
-    with pytest.raises(holdfast.UnsupportedState, match="__metadata__"):
+    with pytest.raises(everystep.UnsupportedState, match="__metadata__"):
         contents.export(_filled(tmp_path / "b.shelf", {"__metadata__": shared}), tmp_path / "b.safetensors")
 
 

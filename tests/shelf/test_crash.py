@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from holdfast.engine import faults
+from everystep.engine import faults
 from support import shelf_schemes
 from support.shelf_crashes import PAGE, WORD, Disk, Timeline, merged, survey
 from support.shelf_schemes import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine import NativeShelf, empty_shelf, xxh3_64
+from everystep.engine import NativeShelf, empty_shelf, xxh3_64
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -31,7 +31,7 @@ def test_the_crash_table_says_that_no_shelf_was_torn() -> None:
 def test_an_empty_file_is_what_the_grammar_says(tmp_path: Path) -> None:
     made = empty_shelf(7, 1 << 20)
     assert len(made) == 3 * 4096
-    assert made[:8] == b"hfshelf\n"
+    assert made[:8] == b"esshelf\n"
     assert [int.from_bytes(made[at:end], "little") for at, end in ((8, 12), (12, 16), (16, 24))] == [
         1,
         4096,
@@ -39,7 +39,7 @@ def test_an_empty_file_is_what_the_grammar_says(tmp_path: Path) -> None:
     ]
     assert int.from_bytes(made[56:64], "little") == xxh3_64(made[:56])
     root = made[8192:]
-    assert root[:8] == b"hfroot1\n"
+    assert root[:8] == b"esroot1\n"
     numbers = [int.from_bytes(root[at : at + 8], "little") for at in range(8, 48, 8)]
     assert numbers == [7, 1, 1 << 20, 12288, 1]
     assert int.from_bytes(root[4088:], "little") == xxh3_64(root[:4088])

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import Shelf
-from holdfast.engine import faults
+import everystep
+from everystep import Shelf
+from everystep.engine import faults
 from support.child_processes import NotPermitted, Pipe, mount_small, run_forked
 
 PAGE = 4096
@@ -54,7 +54,7 @@ def test_a_damaged_array_is_an_error_that_names_it_and_others_are_read(path: Pat
     with Shelf(path, mode="r") as shelf:
         assert shelf.n == 2
         assert shelf.a[7] == 7
-        with pytest.raises(holdfast.CorruptShelf, match=r"'big'.*bytes 1048576 to 1600000") as raised:
+        with pytest.raises(everystep.CorruptShelf, match=r"'big'.*bytes 1048576 to 1600000") as raised:
             _ = shelf.big
         assert raised.value.name == "big"
         assert [error.name for error in shelf.verify()] == ["big"]
@@ -69,12 +69,12 @@ def test_a_damaged_newest_root_falls_back_to_the_older_one_with_a_warning(
 ) -> None:
     _change(path, 2 * PAGE + at, b"\xaa")  # generation 3, an odd one
     if mode == "r":
-        with pytest.warns(holdfast.ShelfWarning, match="the one before it is used"):
+        with pytest.warns(everystep.ShelfWarning, match="the one before it is used"):
             shelf = Shelf(path, mode="r")
         with shelf:
             assert shelf.n == 1
     else:
-        with pytest.warns(holdfast.ShelfWarning, match="the one before it is used"):
+        with pytest.warns(everystep.ShelfWarning, match="the one before it is used"):
             shelf = Shelf(path)
         with shelf:
             assert shelf.n == 1
@@ -84,7 +84,7 @@ def test_a_damaged_newest_root_falls_back_to_the_older_one_with_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("mode", "step", "kind"), [("r", "read", holdfast.ReadFailed), ("w", "sync", holdfast.SaveFailed)]
+    ("mode", "step", "kind"), [("r", "read", everystep.ReadFailed), ("w", "sync", everystep.SaveFailed)]
 )
 def test_a_device_that_fails_while_a_shelf_is_opened_is_a_typed_error(
     path: Path, mode: str, step: str, kind: type[OSError]
@@ -99,8 +99,8 @@ def test_a_device_that_fails_while_a_shelf_is_opened_is_a_typed_error(
 def test_a_warning_that_is_an_error_leaves_no_lock(path: Path) -> None:
     _change(path, 2 * PAGE, b"\xaa")
     with warnings.catch_warnings():
-        warnings.simplefilter("error", holdfast.ShelfWarning)
-        with pytest.raises(holdfast.ShelfWarning) as raised:
+        warnings.simplefilter("error", everystep.ShelfWarning)
+        with pytest.raises(everystep.ShelfWarning) as raised:
             Shelf(path)
     assert raised.tb is not None  # and all that its frames refer to
     with Shelf(path) as shelf:
@@ -112,7 +112,7 @@ def test_a_damaged_directory_falls_back_to_the_older_root_with_a_warning(path: P
     node = int.from_bytes(root[64:72], "little")
     _change(path, node + 3, b"\xaa")
     for mode in ("r", "w"):
-        with pytest.warns(holdfast.ShelfWarning, match="directory node"):
+        with pytest.warns(everystep.ShelfWarning, match="directory node"):
             shelf = Shelf(path, mode=mode)  # type: ignore[arg-type]
         with shelf:
             assert shelf.n == 1
@@ -122,7 +122,7 @@ def test_both_roots_damaged_is_an_error(path: Path) -> None:
     _change(path, PAGE + 100, b"\xaa")
     _change(path, 2 * PAGE + 100, b"\xaa")
     for mode in ("r", "w"):
-        with pytest.raises(holdfast.CorruptShelf, match="root"):
+        with pytest.raises(everystep.CorruptShelf, match="root"):
             Shelf(path, mode=mode)  # type: ignore[arg-type]
 
 
@@ -130,9 +130,9 @@ def test_truncated_files_are_errors(path: Path) -> None:
     data = path.read_bytes()
     for length in (8, 60, 64, PAGE, 3 * PAGE - 1, 3 * PAGE, 5 * PAGE):
         path.write_bytes(data[:length])
-        with pytest.raises(holdfast.CorruptShelf):
+        with pytest.raises(everystep.CorruptShelf):
             Shelf(path)
-        with pytest.raises(holdfast.CorruptShelf):
+        with pytest.raises(everystep.CorruptShelf):
             Shelf(path, mode="r")
     path.write_bytes(data + bytes(100_000))  # half-grown: space that nothing uses yet
     with Shelf(path) as shelf:
@@ -144,22 +144,22 @@ def test_foreign_and_newer_files_are_errors(path: Path, memory: Path) -> None:
         other = memory / "other"
         other.write_bytes(content)
         for mode in ("r", "w"):
-            with pytest.raises(holdfast.UnsupportedShelf, match="not a shelf"):
+            with pytest.raises(everystep.UnsupportedShelf, match="not a shelf"):
                 Shelf(other, mode=mode)  # type: ignore[arg-type]
         assert other.read_bytes() == content
-    from holdfast.engine import xxh3_64
+    from everystep.engine import xxh3_64
 
     header = bytearray(path.read_bytes()[:56])
     header[8] = 9
     _change(path, 0, bytes(header) + xxh3_64(bytes(header)).to_bytes(8, "little"))
-    with pytest.raises(holdfast.UnsupportedShelf, match="version 9"):
+    with pytest.raises(everystep.UnsupportedShelf, match="version 9"):
         Shelf(path)
     (memory / "directory").mkdir()
     with pytest.raises(OSError, match="irectory"):
         Shelf(memory / "directory")
 
 
-@pytest.mark.filterwarnings("ignore::holdfast.ShelfWarning")
+@pytest.mark.filterwarnings("ignore::everystep.ShelfWarning")
 def test_flipped_bits_are_never_silent(path: Path) -> None:
     data = path.read_bytes()
     with Shelf(path, mode="r") as shelf:
@@ -174,14 +174,14 @@ def test_flipped_bits_are_never_silent(path: Path) -> None:
             with Shelf(path, mode="r") as shelf:
                 found = {name: np.asarray(shelf[name]).tobytes() for name in shelf}
                 assert found == whole or (shelf.generation == 2 and shelf.n == 1)
-        except (holdfast.CorruptShelf, holdfast.UnsupportedShelf):
+        except (everystep.CorruptShelf, everystep.UnsupportedShelf):
             pass
 
 
-@pytest.mark.filterwarnings("ignore::holdfast.ShelfWarning")
+@pytest.mark.filterwarnings("ignore::everystep.ShelfWarning")
 def test_hostile_files_with_right_checksums_are_bounded_and_run_nothing(path: Path) -> None:
     """Whoever writes the file can also write the checksums."""
-    from holdfast.engine import xxh3_64
+    from everystep.engine import xxh3_64
 
     path.unlink()
     with Shelf(path, "1MiB") as shelf, shelf.transaction():
@@ -196,7 +196,7 @@ def test_hostile_files_with_right_checksums_are_bounded_and_run_nothing(path: Pa
     node = int.from_bytes(data[root + 64 : root + 72], "little")
     nbytes = int.from_bytes(data[root + 72 : root + 80], "little")
     rng = random.Random(2)
-    errors = (holdfast.HoldfastError, MemoryError)
+    errors = (everystep.EverystepError, MemoryError)
     seen = 0
     for _ in range(400):
         hostile = bytearray(data)
@@ -235,16 +235,16 @@ def test_a_failing_device_loses_nothing_that_was_committed(
             with faults.injected(f"{step}:{nth}:{code}{lasting}"), shelf.transaction():
                 shelf.a = np.ones(100)
                 shelf.b = np.ones(200_000)
-        except holdfast.SaveFailed as raised:
+        except everystep.SaveFailed as raised:
             error = raised
         failed = error is not None
         if failed:
-            full = isinstance(error, holdfast.StorageFull)
+            full = isinstance(error, everystep.StorageFull)
             assert full == (code == "ENOSPC" and step != "sync")
         assert failed == (nth == 1 or (nth == 2 and step != "fallocate") or step == "write")
         assert shelf.a.any() == (not failed)
         if step == "sync" and failed:
-            with pytest.raises(holdfast.SaveFailed, match="open it again"):
+            with pytest.raises(everystep.SaveFailed, match="open it again"):
                 shelf.a = np.ones(100)
         else:
             shelf.a = np.full(100, 2.0)
@@ -256,7 +256,7 @@ def test_a_failing_device_loses_nothing_that_was_committed(
 
 STORM = """
 import sys, numpy as np
-from holdfast import Shelf
+from everystep import Shelf
 with Shelf(sys.argv[1], "2MiB") as shelf:
     i = shelf.get("i", 0)
     print("ready", flush=True)
@@ -299,7 +299,7 @@ def test_a_storm_of_kills_leaves_whole_transactions(tmp_path: Path, memory: Path
 
 READER = """
 import sys, time, numpy as np
-from holdfast import Shelf
+from everystep import Shelf
 with Shelf(sys.argv[1], mode="r") as shelf:
     print("ready", flush=True)
     end = time.monotonic() + 1.0
@@ -368,7 +368,7 @@ def test_a_second_writer_in_another_process_is_refused_until_the_first_is_gone(m
     child = subprocess.Popen([sys.executable, "-c", STORM, str(path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     child.stdout.readline()
-    with pytest.raises(holdfast.Locked):
+    with pytest.raises(everystep.Locked):
         Shelf(path)
     child.kill()
     child.stdout.close()
@@ -387,7 +387,7 @@ def test_a_forked_child_neither_keeps_the_lock_nor_uses_the_shelf(memory: Path) 
         good = int(array.sum()) == 45
         try:
             shelf.a = 1
-        except holdfast.ShelfClosed:
+        except everystep.ShelfClosed:
             good = good and True
         else:
             good = False
@@ -395,7 +395,7 @@ def test_a_forked_child_neither_keeps_the_lock_nor_uses_the_shelf(memory: Path) 
         signal.pause()
     try:
         assert os.read(read, 1) == b"+"
-        with pytest.raises(holdfast.Locked):
+        with pytest.raises(everystep.Locked):
             Shelf(path)
         shelf.close()
         with Shelf(path) as again:
@@ -425,7 +425,7 @@ def test_the_cost_of_opening_and_of_a_commit_does_not_grow_with_the_shelf(memory
 
 
 def test_the_write_back_of_caches_leaves_memory_as_it_is() -> None:
-    from holdfast import _native  # noqa: TID251 -- the routine has no other use on ordinary memory
+    from everystep import _native  # noqa: TID251 -- the routine has no other use on ordinary memory
 
     assert _native.write_back_instruction() in ("clwb", "clflushopt", "clflush", "dc cvap", "dc cvac", "none")
     data = bytearray(os.urandom(100_001))
@@ -459,7 +459,7 @@ def test_a_copy_with_holes_on_a_full_disk_is_an_error_and_no_crash(memory: Path)
         for _ in range(2):
             try:
                 Shelf(path)
-            except holdfast.StorageFull as error:
+            except everystep.StorageFull as error:
                 pipe.send(str(error))
             with Shelf(path, mode="r") as shelf:
                 pipe.send(shelf.a.tolist())

@@ -11,7 +11,7 @@ import pytest
 CHILD = """
 import faulthandler, itertools, random, signal, sys
 import numpy as np
-from holdfast import Shelf
+from everystep import Shelf
 
 path, wanted = sys.argv[1], int(sys.argv[2])
 faulthandler.dump_traceback_later(float(sys.argv[3]), exit=True)

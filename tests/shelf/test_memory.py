@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(failing_memory.compiler() is None, reason="no C+
 CHILD = """
 import os, sys
 import numpy as np
-import holdfast
-from holdfast import Shelf
+import everystep
+from everystep import Shelf
 from support.failing_memory import FailingMemory
 
 memory = FailingMemory()
@@ -62,7 +62,7 @@ while happened:
     try:
         with memory.at(nth):
             change(shelf, 1)
-    except (MemoryError, holdfast.SaveFailed):
+    except (MemoryError, everystep.SaveFailed):
         assert memory.happened
         failures += 1
         assert content(shelf) == before, nth

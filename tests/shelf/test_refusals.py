@@ -18,9 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import holdfast
-from holdfast import Shelf
-from holdfast.engine import faults
+import everystep
+from everystep import Shelf
+from everystep.engine import faults
 
 STEPS = {"page cache": "write", "memory": "store", "persistent memory": "store"}
 """The call of the seam that stores bytes, by medium."""
@@ -61,9 +61,9 @@ def test_a_refused_assignment_leaves_what_was_changed_in_place(tmp_path: Path) -
         with shelf.transaction():
             shelf.writable("a")[0] = 8
             for refused, error in (
-                (object(), holdfast.UnsupportedState),
-                (np.zeros(2, [("x", int)]), holdfast.UnsupportedState),
-                (np.zeros(1 << 18), holdfast.ShelfFull),
+                (object(), everystep.UnsupportedState),
+                (np.zeros(2, [("x", int)]), everystep.UnsupportedState),
+                (np.zeros(1 << 18), everystep.ShelfFull),
             ):
                 with pytest.raises(error):
                     shelf.a = refused
@@ -77,7 +77,7 @@ def test_a_second_assignment_that_fails_half_way_leaves_the_first(tmp_path: Path
     with Shelf(path, _medium=medium) as shelf:
         with shelf.transaction():
             shelf.a = np.ones(LARGEST)
-            with pytest.raises(holdfast.SaveFailed), faults.injected(f"{STEPS[medium]}:2:EIO"):
+            with pytest.raises(everystep.SaveFailed), faults.injected(f"{STEPS[medium]}:2:EIO"):
                 shelf.a = np.full(LARGEST, 2.0)
         assert (shelf.a == 1).all()
     with Shelf(path, mode="r") as shelf:
@@ -150,7 +150,7 @@ class RefusalMachine(RuleBasedStateMachine):
     @rule(name=NAMES, number=st.integers(0, 1000), operator=st.booleans())
     def change_in_place(self, name: str, number: int, operator: bool) -> None:
         if self.pending is None:
-            with pytest.raises(holdfast.TransactionError):
+            with pytest.raises(everystep.TransactionError):
                 self.shelf.writable(name)
             self.begin()
         if not isinstance(self.model.get(name), np.ndarray):
@@ -179,23 +179,23 @@ class RefusalMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, value=st.sampled_from([object(), [object()], np.zeros(1, [("x", int)])]))
     def refuse(self, name: str, value: Any) -> None:
-        with pytest.raises(holdfast.UnsupportedState):
+        with pytest.raises(everystep.UnsupportedState):
             self.shelf[name] = value
 
     @rule(name=NAMES, nth=st.integers(0, 3))
     def fail_to_store(self, name: str, nth: int) -> None:
         """For want of space, or with the device: two blocks and their table are stored by three calls."""
         if nth == 0:
-            with pytest.raises(holdfast.ShelfFull):
+            with pytest.raises(everystep.ShelfFull):
                 self.shelf[name] = np.zeros(1 << 21)
         else:
-            with pytest.raises(holdfast.SaveFailed), faults.injected(f"{STEPS[self.medium]}:{nth}:EIO"):
+            with pytest.raises(everystep.SaveFailed), faults.injected(f"{STEPS[self.medium]}:{nth}:EIO"):
                 self.shelf[name] = np.full(LARGEST, 7, np.uint64)
 
     @precondition(lambda self: self.pending is not None)
     @rule()
     def nest(self) -> None:
-        with pytest.raises(holdfast.TransactionError, match="this thread"), self.shelf.transaction():
+        with pytest.raises(everystep.TransactionError, match="this thread"), self.shelf.transaction():
             pass
 
     # --- ends
@@ -212,7 +212,7 @@ class RefusalMachine(RuleBasedStateMachine):
             self.transaction.__exit__(InterruptedError, InterruptedError(), None)
         elif how == "close":
             self.shelf.close()
-            with pytest.raises(holdfast.ShelfClosed):
+            with pytest.raises(everystep.ShelfClosed):
                 self.transaction.__exit__(None, None, None)
             self.shelf = Shelf(self.path, _medium=self.medium)
         else:
@@ -223,7 +223,7 @@ class RefusalMachine(RuleBasedStateMachine):
         try:
             with faults.injected(f"any:{nth}:EIO"):
                 self.transaction.__exit__(None, None, None)
-        except holdfast.SaveFailed:
+        except everystep.SaveFailed:
             assert _alike(content(self.shelf), self.committed)
             if self.shelf._opened().failure:
                 self.shelf.close()

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import Shelf
-from holdfast.format.geometry import Box
-from holdfast.state.boxed import BoxedArray, unchanging
+import everystep
+from everystep import Shelf
+from everystep.format.geometry import Box
+from everystep.state.boxed import BoxedArray, unchanging
 
 MEDIA = ["page cache", "memory", "persistent memory"]
 
@@ -127,9 +127,9 @@ def test_arrays_of_any_plain_type_lie_on_the_mapping(tmp_path: Path, array: Any,
 def test_structured_and_object_arrays_are_not_stored(tmp_path: Path) -> None:
     with Shelf(tmp_path / "a.shelf") as shelf:
         for array in (np.array([object()]), np.zeros(2, [("a", int)])):
-            with pytest.raises(holdfast.UnsupportedState):
+            with pytest.raises(everystep.UnsupportedState):
                 shelf.a = array
-        with pytest.raises(holdfast.UnsupportedState):
+        with pytest.raises(everystep.UnsupportedState):
             shelf.a = object()
         assert list(shelf) == []
 
@@ -137,7 +137,7 @@ def test_structured_and_object_arrays_are_not_stored(tmp_path: Path) -> None:
 def test_an_array_in_parts_is_not_stored(tmp_path: Path) -> None:
     halves = tuple((Box((start,), (2,)), np.zeros(2)) for start in (0, 2))
     with Shelf(tmp_path / "a.shelf") as shelf:
-        with pytest.raises(holdfast.UnsupportedState, match="w: a shelf stores whole arrays"):
+        with pytest.raises(everystep.UnsupportedState, match="w: a shelf stores whole arrays"):
             shelf.a = {"w": BoxedArray((4,), np.dtype(float), halves)}
         shelf.a = {"w": unchanging(np.arange(4.0))}
         assert shelf.a["w"].tolist() == [0, 1, 2, 3]
@@ -267,7 +267,7 @@ def test_a_reader_sees_one_commit_until_it_asks_for_the_next(tmp_path: Path, med
             for _ in range(10):
                 shelf.a = np.full(5000, -1.0)
             assert not old.any()
-            with pytest.raises(holdfast.TransactionError, match="for reading"):
+            with pytest.raises(everystep.TransactionError, match="for reading"):
                 reader.a = 1
 
 
@@ -286,12 +286,12 @@ def test_nested_and_concurrent_transactions_are_errors(tmp_path: Path) -> None:
             ):
                 try:
                     change()
-                except holdfast.TransactionError as error:
+                except everystep.TransactionError as error:
                     raised.append(error)
 
         with shelf.transaction():
             shelf.a = 2
-            with pytest.raises(holdfast.TransactionError, match="this thread"), shelf.transaction():
+            with pytest.raises(everystep.TransactionError, match="this thread"), shelf.transaction():
                 pass
             thread = threading.Thread(target=other)
             thread.start()
@@ -306,7 +306,7 @@ def test_writable_outside_of_a_transaction_and_of_a_value_are_errors(tmp_path: P
     with Shelf(tmp_path / "a.shelf") as shelf:
         shelf.a = np.zeros(2)
         shelf.n = [1]
-        with pytest.raises(holdfast.TransactionError, match="inside of"):
+        with pytest.raises(everystep.TransactionError, match="inside of"):
             shelf.writable("a")
         with shelf.transaction():
             with pytest.raises(TypeError, match="no array"):
@@ -343,7 +343,7 @@ def test_full_is_an_error_and_nothing_is_lost(tmp_path: Path, medium: str) -> No
     path = tmp_path / "a.shelf"
     with Shelf(path, "256KiB", _medium=medium) as shelf:
         shelf.a = np.zeros(10_000)
-        with pytest.raises(holdfast.ShelfFull, match="larger size"):
+        with pytest.raises(everystep.ShelfFull, match="larger size"):
             shelf.b = np.zeros(100_000)
 
         def change() -> None:
@@ -351,7 +351,7 @@ def test_full_is_an_error_and_nothing_is_lost(tmp_path: Path, medium: str) -> No
                 shelf.a = np.ones(10_000)
                 shelf.c = np.zeros(20_000)
 
-        with pytest.raises(holdfast.ShelfFull):
+        with pytest.raises(everystep.ShelfFull):
             change()
         assert (list(shelf), shelf.a.any()) == (["a"], False)
         for _ in range(50):
@@ -366,14 +366,14 @@ def test_a_second_writer_is_refused_also_in_another_process(tmp_path: Path) -> N
     path = tmp_path / "a.shelf"
     with Shelf(path) as shelf:
         shelf.a = 1
-        with pytest.raises(holdfast.Locked, match="one writer"):
+        with pytest.raises(everystep.Locked, match="one writer"):
             Shelf(path)
     with Shelf(path) as shelf:
         assert shelf.a == 1
 
 
 def test_a_place_that_cannot_hold_a_shelf_is_a_typed_error(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.StorageMissing, match="does not exist"):
+    with pytest.raises(everystep.StorageMissing, match="does not exist"):
         Shelf(tmp_path / "none" / "a.shelf")
     for size in (10, "10", "x", "64QiB", True, 2**47 + 1, "129TiB", "9" * 400):
         with pytest.raises((ValueError, TypeError)):
@@ -412,8 +412,8 @@ def test_a_closed_shelf_says_so_and_its_arrays_live_on(tmp_path: Path) -> None:
     shelf.close()
     shelf.close()
     assert array.tolist() == [0, 1, 2]
-    with pytest.raises(holdfast.ShelfClosed):
+    with pytest.raises(everystep.ShelfClosed):
         _ = shelf["a"]
-    with pytest.raises(holdfast.ShelfNotFound):
+    with pytest.raises(everystep.ShelfNotFound):
         Shelf(tmp_path / "none.shelf", mode="r")
     assert "closed" in repr(shelf)

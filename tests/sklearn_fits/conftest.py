@@ -23,7 +23,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """In memory, where there is such a place: thousands of commits are not to wait for a disk."""
-    made = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir=MEMORY if MEMORY.is_dir() else None))
+    made = Path(tempfile.mkdtemp(prefix="everystep-test-", dir=MEMORY if MEMORY.is_dir() else None))
     try:
         yield made
     finally:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import SaveFailed
+from everystep.errors import SaveFailed
 
 pytest.importorskip("sklearn")
 
-from holdfast.sklearn import KMeans
-from holdfast.sklearn.record import FitRecord
+from everystep.sklearn import KMeans
+from everystep.sklearn.record import FitRecord
 
 DATA = np.random.default_rng(0).normal(size=(300, 5))
 

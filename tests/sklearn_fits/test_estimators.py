@@ -19,9 +19,9 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-import holdfast
-import holdfast.sklearn as ours
-from holdfast.sklearn import loops, versions
+import everystep
+import everystep.sklearn as ours
+from everystep.sklearn import loops, versions
 from support.interrupted_fits import Interruption, assert_same_attributes, ends_at, finish_interrupted
 
 X = np.random.default_rng(0).normal(size=(120, 4))
@@ -60,7 +60,7 @@ def test_another_fit_is_refused_with_both_fingerprints(
         with pytest.raises(Interruption), ends_at(4, before=False):
             ours.KMeans(**usual).fit(X)
     before = path.read_bytes()
-    with pytest.raises(holdfast.StateMismatch, match=named) as error:
+    with pytest.raises(everystep.StateMismatch, match=named) as error:
         ours.KMeans(**{**usual, **change}).fit(data, **fit)
     assert "fingerprint " in str(error.value)
     assert path.read_bytes() == before
@@ -70,7 +70,7 @@ def test_another_fit_is_refused_with_both_fingerprints(
 
 def test_another_estimator_is_refused(tmp_path: Path) -> None:
     ours.KMeans(3, n_init=1, shelf=tmp_path / "fit").fit(X)
-    with pytest.raises(holdfast.StateMismatch, match="estimator is KMeans there and MiniBatchKMeans here"):
+    with pytest.raises(everystep.StateMismatch, match="estimator is KMeans there and MiniBatchKMeans here"):
         ours.MiniBatchKMeans(3, n_init=1, shelf=tmp_path / "fit").fit(X)
 
 
@@ -101,7 +101,7 @@ def test_an_open_shelf_keeps_other_names_is_shared_by_clones_and_leaves_a_pickle
 ) -> None:
     path = tmp_path / "mine.shelf"
     expected = sklearn.cluster.KMeans(3, n_init=1, random_state=0).fit(X)
-    with holdfast.Shelf(path, size="16MiB") as shelf:
+    with everystep.Shelf(path, size="16MiB") as shelf:
         shelf["note"] = "mine"
         model = ours.KMeans(3, n_init=1, random_state=0, shelf=shelf)
         with pytest.raises(Interruption), ends_at(3, before=False):
@@ -142,7 +142,7 @@ def test_a_grid_search_keeps_each_fit_in_a_directory_and_resumes(tmp_path: Path)
 
 
 def test_a_grid_search_with_one_file_is_refused_and_told_of_the_directory(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.StateMismatch, match="directory"):
+    with pytest.raises(everystep.StateMismatch, match="directory"):
         GridSearchCV(
             ours.KMeans(n_init=1, shelf=tmp_path / "one"), {"n_clusters": [2, 3]}, cv=2, error_score="raise"
         ).fit(X)
@@ -150,7 +150,7 @@ def test_a_grid_search_with_one_file_is_refused_and_told_of_the_directory(tmp_pa
 
 def test_partial_fit_with_a_shelf_is_refused(tmp_path: Path) -> None:
     model = ours.MiniBatchKMeans(3, n_init=1, random_state=0, shelf=tmp_path / "fit")
-    with pytest.raises(ValueError, match=r"holdfast\.sklearn\.stream"):
+    with pytest.raises(ValueError, match=r"everystep\.sklearn\.stream"):
         model.partial_fit(X)
     found = model.set_params(shelf=None).partial_fit(X)
     assert_same_attributes(found, sklearn.cluster.MiniBatchKMeans(3, n_init=1, random_state=0).partial_fit(X))
@@ -173,7 +173,7 @@ def test_other_threads_fits_do_not_notice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["1.2.2", "1.10.0", "2.0", "unknown"])
 def test_an_unsupported_version_is_an_error_that_names_both(version: str) -> None:
-    with pytest.raises(holdfast.UnsupportedVersion, match=f"scikit-learn {version} .* supports 1.3 to 1.9"):
+    with pytest.raises(everystep.UnsupportedVersion, match=f"scikit-learn {version} .* supports 1.3 to 1.9"):
         versions.check(version)
     versions.check(sklearn.__version__)
 
@@ -202,10 +202,10 @@ def test_code_that_is_not_scikit_learns_is_named() -> None:
     def fit(self: Any) -> None:
         """Of another library."""
 
-    with pytest.raises(holdfast.UnsupportedVersion, match=r"fit of .*test_estimators has taken the place"):
+    with pytest.raises(everystep.UnsupportedVersion, match=r"fit of .*test_estimators has taken the place"):
         loops.with_names(fit, {"lloyd": None})
 
 
 def test_a_function_without_the_expected_names_is_an_unsupported_version() -> None:
-    with pytest.raises(holdfast.UnsupportedVersion, match="does not use lloyd"):
+    with pytest.raises(everystep.UnsupportedVersion, match="does not use lloyd"):
         loops.with_names(sklearn.cluster.KMeans.fit, {"lloyd": None})

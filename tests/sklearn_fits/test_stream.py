@@ -18,9 +18,9 @@ from sklearn.naive_bayes import BernoulliNB, GaussianNB, MultinomialNB
 from sklearn.neural_network import BernoulliRBM, MLPClassifier, MLPRegressor
 from sklearn.preprocessing import StandardScaler
 
-import holdfast
-import holdfast.sklearn as ours
-from holdfast.sklearn.estimator_state import put_together
+import everystep
+import everystep.sklearn as ours
+from everystep.sklearn.estimator_state import put_together
 from support.interrupted_fits import assert_same_attributes, finish_interrupted, quietly
 
 GENERATOR = np.random.default_rng(2)
@@ -109,19 +109,19 @@ def test_dicts_and_weights_are_arguments(tmp_path: Path) -> None:
 def test_other_batches_are_refused_with_both_fingerprints(tmp_path: Path) -> None:
     ours.stream(StandardScaler(), PLAIN[:3], shelf=tmp_path / "s")
     with pytest.raises(
-        holdfast.StateMismatch, match=r"the first 3 have the fingerprint \w{16} there and \w{16}"
+        everystep.StateMismatch, match=r"the first 3 have the fingerprint \w{16} there and \w{16}"
     ):
         ours.stream(StandardScaler(), PLAIN[1:], shelf=tmp_path / "s")
 
 
 def test_other_parameters_are_refused(tmp_path: Path) -> None:
     ours.stream(StandardScaler(), PLAIN[:3], shelf=tmp_path / "s")
-    with pytest.raises(holdfast.StateMismatch, match="with_mean is True there and False here"):
+    with pytest.raises(everystep.StateMismatch, match="with_mean is True there and False here"):
         ours.stream(StandardScaler(with_mean=False), PLAIN, shelf=tmp_path / "s")
 
 
 def test_a_state_that_cannot_be_stored_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.UnsupportedState, match=r"attribute \S*root_ .*nothing was written"):
+    with pytest.raises(everystep.UnsupportedState, match=r"attribute \S*root_ .*nothing was written"):
         ours.stream(Birch(), PLAIN, shelf=tmp_path / "s.shelf")
 
 
@@ -144,5 +144,5 @@ def test_an_estimator_without_partial_fit_or_a_missing_shelf_is_an_error() -> No
     ],
 )
 def test_a_hostile_tree_makes_no_objects_of_other_types(node: Any) -> None:
-    with pytest.raises((holdfast.CorruptCheckpoint, ImportError)):
+    with pytest.raises((everystep.CorruptCheckpoint, ImportError)):
         put_together([["x", node]], {}, {})

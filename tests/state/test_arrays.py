@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from holdfast.engine.buffers import Memory, Strided
-from holdfast.errors import UnsupportedState
-from holdfast.format import dtypes
-from holdfast.state import convert, empty, flatten, torch_arrays
-from holdfast.state.numpy_arrays import ML_DTYPES, NATIVE, overlaps_itself
-from holdfast.state.torch_arrays import TORCH_NAMES, torch_dtype, window_reader, window_writer
+from everystep.engine.buffers import Memory, Strided
+from everystep.errors import UnsupportedState
+from everystep.format import dtypes
+from everystep.state import convert, empty, flatten, torch_arrays
+from everystep.state.numpy_arrays import ML_DTYPES, NATIVE, overlaps_itself
+from everystep.state.torch_arrays import TORCH_NAMES, torch_dtype, window_reader, window_writer
 from support.memory_store import read, round_trip, save
 
 NUMPY_ONLY = [">f4", ">i8", "<M8[ns]", "<m8[D]", "<U5", "|S3", "|V6", "g", "G", ">c16"]

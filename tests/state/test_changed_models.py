@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import StateMismatch
+import everystep
+from everystep.errors import StateMismatch
 from support.memory_store import restore, save
 
 OPTIMIZERS: dict[str, Any] = {
@@ -50,15 +50,15 @@ def make(kind: str, width: int, seed: int, order: str = "mo", steps: int = 0) ->
 def test_the_next_step_works(kind: str, order: str, steps: int, tmp_path: Path) -> None:
     source = make(kind, 5, 0, order, steps=3)
     target = make(kind, 6, 1, order, steps=steps)
-    holdfast.save(tmp_path / "one", source)
+    everystep.save(tmp_path / "one", source)
     own = {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in target["optimizer"].state.get(target["model"][1].weight, {}).items()
     }
     with pytest.raises(StateMismatch, match=r"model\.1\.weight"):
-        holdfast.load(tmp_path / "one", into=target)
+        everystep.load(tmp_path / "one", into=target)
     with pytest.warns(RuntimeWarning) as seen:
-        holdfast.load(tmp_path / "one", into=target, strict=False)
+        everystep.load(tmp_path / "one", into=target, strict=False)
     (said,) = [str(warning.message) for warning in seen]
     for name in ("model.1.weight", "model.1.bias", "optimizer.1.weight", "optimizer.1.bias"):
         assert name in said, said

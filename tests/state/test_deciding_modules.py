@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import StateMismatch
+import everystep
+from everystep.errors import StateMismatch
 from support.memory_store import restore, save
 
 
@@ -184,12 +184,12 @@ def test_a_report_without_strict_names_what_was_refused(tmp_path: Any) -> None:
     class Stubborn(Renaming):
         pass
 
-    holdfast.save(
+    everystep.save(
         tmp_path / "one", {"model": {"weight": torch.ones(4), "other": torch.ones(1)}, "n": torch.ones(1)}
     )
     target = {"model": Stubborn(), "n": torch.zeros(1)}
     with pytest.warns(RuntimeWarning) as seen:
-        holdfast.load(tmp_path / "one", into=target, strict=False)
+        everystep.load(tmp_path / "one", into=target, strict=False)
     (said,) = [str(warning.message) for warning in seen]
     assert "model.weight: checkpoint F32[4], target F32[3]" in said
     assert "model.other" in said

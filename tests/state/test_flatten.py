@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import CorruptCheckpoint, UnsupportedState
-from holdfast.state import flatten, leaf_names, unflatten
+import everystep
+from everystep.errors import CorruptCheckpoint, UnsupportedState
+from everystep.state import flatten, leaf_names, unflatten
 from support.memory_store import load, round_trip, save
 
 
@@ -194,18 +194,18 @@ def test_unflatten_names_the_leaf_it_was_not_given() -> None:
 def test_flattening_numpy_does_not_import_torch() -> None:
     code = (
         "import sys, numpy as np\n"
-        "import holdfast.state, holdfast.state.torch_objects, holdfast.state.sharded\n"
-        "import holdfast.state.restore_modules, holdfast.state.restore_optimizers\n"
-        "flat = holdfast.state.flatten({'a': np.zeros(3), 'b': [1, 'x', (2,)]})\n"
-        "holdfast.state.unflatten(flat.tree, {'a': np.zeros(3)})\n"
+        "import everystep.state, everystep.state.torch_objects, everystep.state.sharded\n"
+        "import everystep.state.restore_modules, everystep.state.restore_optimizers\n"
+        "flat = everystep.state.flatten({'a': np.zeros(3), 'b': [1, 'x', (2,)]})\n"
+        "everystep.state.unflatten(flat.tree, {'a': np.zeros(3)})\n"
         "assert not {'torch', 'jax', 'ml_dtypes'} & set(sys.modules), 'imported'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
-def test_torch_imported_after_holdfast_is_noticed() -> None:
+def test_torch_imported_after_everystep_is_noticed() -> None:
     code = (
-        "import sys, numpy as np, holdfast.state as s\n"
+        "import sys, numpy as np, everystep.state as s\n"
         "s.flatten({'a': np.zeros(3), 'd': 1})\n"
         "import torch\n"
         "flat = s.flatten({'a': torch.zeros(3), 'd': torch.float16, 's': torch.Size([1])})\n"
@@ -266,7 +266,7 @@ def no_collector() -> Iterator[None]:
 def test_arrays_are_free_when_the_flat_state_is_without_a_garbage_collection() -> None:
     array = np.zeros(8)
     lives = weakref.ref(array)
-    state = {"weights": array, "rng": holdfast.rng(), "own": holdfast.per_rank({"drawn": np.ones(2)})}
+    state = {"weights": array, "rng": everystep.rng(), "own": everystep.per_rank({"drawn": np.ones(2)})}
     flat = flatten(state)
     assert lives() is not None
     del flat, state, array

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpoint, HoldfastError, UnsupportedState
-from holdfast.state import LeafMeta, Restore, flatten, leaf_names, unflatten, values
-from holdfast.state.unflatten import _CONTAINERS
-from holdfast.state.value_decoder import DECODERS
+from everystep.errors import CorruptCheckpoint, EverystepError, UnsupportedState
+from everystep.state import LeafMeta, Restore, flatten, leaf_names, unflatten, values
+from everystep.state.unflatten import _CONTAINERS
+from everystep.state.value_decoder import DECODERS
 
 
 def _hashable(value: object) -> bool:
@@ -71,7 +71,7 @@ def test_any_json_decodes_or_is_corrupt(tree: Any) -> None:
 
 @settings(max_examples=150)
 @given(json_values)
-def test_any_json_restores_or_is_a_holdfast_error(tree: Any) -> None:
+def test_any_json_restores_or_is_a_everystep_error(tree: Any) -> None:
     leaves = {"w": LeafMeta("w", "F64", (2,), "numpy"), "a": LeafMeta("a", "F64", (1,), "numpy")}
     target = {"a": np.zeros(1), "": {"w": np.zeros(2), "n": 1}, "l": [np.zeros(1), 2]}
 
@@ -79,7 +79,7 @@ def test_any_json_restores_or_is_a_holdfast_error(tree: Any) -> None:
         plan = Restore(target, tree, leaves, {})
         plan.finish({name: np.zeros(leaves[name].shape) for name in plan.fresh})
 
-    assert len(complaint(put_back, HoldfastError)) < 5000
+    assert len(complaint(put_back, EverystepError)) < 5000
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import StateMismatch, UnsupportedState
-from holdfast.state import flatten
+import everystep
+from everystep.errors import StateMismatch, UnsupportedState
+from everystep.state import flatten
 
 WHOLE = np.arange(48, dtype=np.float32).reshape(6, 8)
 
@@ -98,8 +98,8 @@ def test_an_array_is_stored_where_it_lies_and_comes_back_as_numpy(tmp_path: Path
     assert [leaf.source.address for leaf in flat.leaves] == [
         shard.data.ctypes.data for shard in state["model"]["w"].addressable_shards
     ]
-    holdfast.save(tmp_path / "one", state)
-    found = holdfast.load(tmp_path / "one")["model"]["w"]
+    everystep.save(tmp_path / "one", state)
+    found = everystep.load(tmp_path / "one")["model"]["w"]
     assert type(found) is np.ndarray
     assert (found.dtype, found.tolist()) == (np.float32, WHOLE.tolist())
 
@@ -109,26 +109,26 @@ def test_an_array_is_stored_where_it_lies_and_comes_back_as_numpy(tmp_path: Path
     [
         (Tracer(WHOLE), "a tracer has no values. Save and load outside of functions that JAX transforms"),
         (changed(is_deleted=lambda: True), "this array is deleted, as donated to a step. Save what"),
-        (changed(dtype="key<fry>"), "typed random keys. Use holdfast.jax, or jax.random.key_data"),
-        (changed(is_fully_addressable=False), "other processes have parts of this jax.Array. Use holdfast"),
-        (Array(np.zeros(3, ml_dtypes.int4)), "a jax.Array of dtype int4. Use holdfast.jax, or"),
+        (changed(dtype="key<fry>"), "typed random keys. Use everystep.jax, or jax.random.key_data"),
+        (changed(is_fully_addressable=False), "other processes have parts of this jax.Array. Use everystep"),
+        (Array(np.zeros(3, ml_dtypes.int4)), "a jax.Array of dtype int4. Use everystep.jax, or"),
     ],
 )
 def test_what_needs_more_than_its_elements_is_refused_by_place(
     tmp_path: Path, array: Array, reason: str
 ) -> None:
     with pytest.raises(UnsupportedState) as caught:
-        holdfast.save(tmp_path / "one", {"model": [array]})
+        everystep.save(tmp_path / "one", {"model": [array]})
     assert f"at 'model.0': {reason}" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_new_array_takes_the_place_of_that_in_the_target(tmp_path: Path, devices: int) -> None:
-    holdfast.save(tmp_path / "one", {"model": {"w": WHOLE, "n": 3}, "pair": (WHOLE[0], 1)})
+    everystep.save(tmp_path / "one", {"model": {"w": WHOLE, "n": 3}, "pair": (WHOLE[0], 1)})
     old = Array(WHOLE * 0, devices)
     model = {"w": old, "n": 0}
-    found = holdfast.load(tmp_path / "one", {"model": model, "pair": (Array(WHOLE[0] * 0), 0)})
+    found = everystep.load(tmp_path / "one", {"model": model, "pair": (Array(WHOLE[0] * 0), 0)})
     assert found["model"] is model
     assert (model["w"].whole().tolist(), model["n"]) == (WHOLE.tolist(), 3)
     assert model["w"].sharding is old.sharding
@@ -138,19 +138,19 @@ def test_a_new_array_takes_the_place_of_that_in_the_target(tmp_path: Path, devic
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_array_of_another_shape_or_a_value_does_not_fit(tmp_path: Path, strict: bool) -> None:
-    holdfast.save(tmp_path / "one", {"a": np.ones(3), "values": {"n": 1}, "w": WHOLE})
+    everystep.save(tmp_path / "one", {"a": np.ones(3), "values": {"n": 1}, "w": WHOLE})
     own = np.zeros(3)
     narrow, number = Array(WHOLE[:, :4]), Array(WHOLE)
     target = {"a": own, "values": {"n": number}, "w": narrow}
     if strict:
         with pytest.raises(StateMismatch) as caught:
-            holdfast.load(tmp_path / "one", target)
+            everystep.load(tmp_path / "one", target)
         assert "w: checkpoint F32[6,8], target F32[6,4]" in str(caught.value)
         assert "values.n: checkpoint holds the value 1, target a jax.Array" in str(caught.value)
         assert own.tolist() == [0, 0, 0]
     else:
         with pytest.warns(RuntimeWarning, match=r"w: checkpoint F32\[6,8\], target F32\[6,4\]"):
-            holdfast.load(tmp_path / "one", target, strict=False)
+            everystep.load(tmp_path / "one", target, strict=False)
         assert own.tolist() == [1, 1, 1]
     assert target["w"] is narrow
     assert target["values"]["n"] is number
@@ -160,27 +160,27 @@ def test_an_array_of_another_shape_or_a_value_does_not_fit(tmp_path: Path, stric
     ("array", "reason"),
     [
         (Tracer(WHOLE), "a tracer has no values"),
-        (changed(dtype="key<fry>"), "typed random keys. Use holdfast.jax"),
+        (changed(dtype="key<fry>"), "typed random keys. Use everystep.jax"),
         (changed(is_fully_addressable=False), "other processes have parts of this jax.Array"),
     ],
 )
 def test_a_target_that_needs_more_is_refused_before_anything_changes(
     tmp_path: Path, array: Array, reason: str
 ) -> None:
-    holdfast.save(tmp_path / "one", {"a": np.ones(3), "w": WHOLE})
+    everystep.save(tmp_path / "one", {"a": np.ones(3), "w": WHOLE})
     own = np.zeros(3)
     with pytest.raises(UnsupportedState, match=f"'w': {reason}"):
-        holdfast.load(tmp_path / "one", {"a": own, "w": array})
+        everystep.load(tmp_path / "one", {"a": own, "w": array})
     assert own.tolist() == [0, 0, 0]
 
 
 def test_a_target_of_jax_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", {"w": WHOLE})
+    everystep.save(tmp_path / "one", {"w": WHOLE})
     for strict in (True, False):
         with pytest.raises(StateMismatch, match="v"):
-            holdfast.load(tmp_path / "one", {"v": Array(WHOLE)}, strict=strict)
+            everystep.load(tmp_path / "one", {"v": Array(WHOLE)}, strict=strict)
     target = {"w": np.zeros_like(WHOLE), "v": (kept := Array(WHOLE))}
-    holdfast.load(tmp_path / "one", target, select="w")
+    everystep.load(tmp_path / "one", target, select="w")
     assert target["v"] is kept
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpoint
-from holdfast.state import flatten, leaf_names
-from holdfast.state.merging import merge_trees
-from holdfast.state.node import MAX_DEPTH, Node
+from everystep.errors import CorruptCheckpoint
+from everystep.state import flatten, leaf_names
+from everystep.state.merging import merge_trees
+from everystep.state.node import MAX_DEPTH, Node
 
 
 def ref(name: str) -> Node:

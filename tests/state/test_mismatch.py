@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.state.mismatch import Mismatch, another_prefix
+from everystep.state.mismatch import Mismatch, another_prefix
 
 NAMES = ["h.0.weight", "h.0.bias", "h.1.weight", "h.1.bias"]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import StateMismatch
+import everystep
+from everystep.errors import StateMismatch
 from support.memory_store import restore, save
 
 
@@ -168,9 +168,9 @@ def test_the_optimizer_s_own_order_counts_and_not_the_model_s(tmp_path: Path) ->
     source, ours, theirs = make(0), make(1), make(1)
     _train(source["model"], source["optimizer"], 3)
     states = {"model": source["model"].state_dict(), "optimizer": source["optimizer"].state_dict()}
-    holdfast.save(tmp_path / "one", states)
+    everystep.save(tmp_path / "one", states)
     torch.save(states, tmp_path / "two.pt")
-    holdfast.load(tmp_path / "one", into=ours)
+    everystep.load(tmp_path / "one", into=ours)
     loaded = torch.load(tmp_path / "two.pt", weights_only=True)
     theirs["model"].load_state_dict(loaded["model"])
     theirs["optimizer"].load_state_dict(loaded["optimizer"])
@@ -247,5 +247,5 @@ def test_other_groups_are_named_where_numbers_cannot_be_matched(tmp_path: Path) 
     torch.save({"model": model.state_dict(), "optimizer": there.state_dict()}, tmp_path / "c.pt")
     here = torch.optim.AdamW(model.parameters())
     with pytest.raises(StateMismatch, match=r"groups of 2, 2 parameters without names, target groups of 4"):
-        holdfast.load(tmp_path / "c.pt", into={"model": model, "optimizer": here})
+        everystep.load(tmp_path / "c.pt", into={"model": model, "optimizer": here})
     assert not here.state

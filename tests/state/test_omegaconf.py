@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.errors import CorruptCheckpoint, UnsupportedState
-from holdfast.state import flatten, unflatten
+import everystep
+from everystep.errors import CorruptCheckpoint, UnsupportedState
+from everystep.state import flatten, unflatten
 from support.memory_store import through_json
 
 omegaconf = pytest.importorskip("omegaconf")
@@ -231,13 +231,13 @@ def test_the_classes_themselves_are_values() -> None:
 def test_saved_and_restored(tmp_path: Path) -> None:
     config = OmegaConf.create({"lr": 0.1, "name": "run-${lr}", "missing": "???", "state_dict": 1})
     OmegaConf.set_struct(config, True)
-    holdfast.save(tmp_path / "c", {"config": config, "step": 1})
-    assert_same(holdfast.load(tmp_path / "c")["config"], config)
+    everystep.save(tmp_path / "c", {"config": config, "step": 1})
+    assert_same(everystep.load(tmp_path / "c")["config"], config)
     for there in (OmegaConf.create({"lr": 3}), None, {}, 7):
         into = {"config": there, "step": 0}
-        holdfast.load(tmp_path / "c", into=into)
+        everystep.load(tmp_path / "c", into=into)
         assert_same(into["config"], config)
-    with holdfast.Shelf(tmp_path / "shelf") as shelf:
+    with everystep.Shelf(tmp_path / "shelf") as shelf:
         shelf["config"] = config
         assert_same(shelf["config"], config)
 
@@ -368,8 +368,8 @@ def test_what_nests_too_deep_for_a_reader_is_refused(tmp_path: Path) -> None:
         state: Any = OmegaConf.create({"c": content})
         for _ in range(around):
             state = {"s": state}
-        holdfast.save(tmp_path / f"{levels}", state)
-        assert holdfast.load(tmp_path / f"{levels}") == state
+        everystep.save(tmp_path / f"{levels}", state)
+        assert everystep.load(tmp_path / f"{levels}") == state
         with pytest.raises(UnsupportedState, match="nested deeper"):
             flatten([[state]])
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import CorruptCheckpoint
-from holdfast.state import unflatten
+import everystep
+from everystep.errors import CorruptCheckpoint
+from everystep.state import unflatten
 from support.memory_store import restore, save
 
 
@@ -43,16 +43,16 @@ def same(found: Any, wanted: Any) -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("options", [holdfast.Options(), holdfast.Options(small_nbytes=0)])
-def test_every_kind_of_tensor_comes_back_as_what_it_was(tmp_path: Path, options: holdfast.Options) -> None:
+@pytest.mark.parametrize("options", [everystep.Options(), everystep.Options(small_nbytes=0)])
+def test_every_kind_of_tensor_comes_back_as_what_it_was(tmp_path: Path, options: everystep.Options) -> None:
     state = {
         "flat": weights(),
         "list": [weights()],
         "tuple": (OrderedDict(weights()), {1: nn.Parameter(torch.ones(1))}),
     }
-    holdfast.save(tmp_path / "c", state, options=options)
-    assert holdfast.verify(tmp_path / "c").problems == ()
-    loaded = holdfast.load(tmp_path / "c")
+    everystep.save(tmp_path / "c", state, options=options)
+    assert everystep.verify(tmp_path / "c").problems == ()
+    loaded = everystep.load(tmp_path / "c")
     for found, wanted in (
         (loaded["flat"], state["flat"]),
         (loaded["list"][0], state["list"][0]),  # type: ignore[index]
@@ -67,13 +67,13 @@ def test_every_kind_of_tensor_comes_back_as_what_it_was(tmp_path: Path, options:
 
 
 def test_a_parameter_by_itself(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", nn.Parameter(torch.ones(2)))
-    same(holdfast.load(tmp_path / "c"), nn.Parameter(torch.ones(2)))
+    everystep.save(tmp_path / "c", nn.Parameter(torch.ones(2)))
+    same(everystep.load(tmp_path / "c"), nn.Parameter(torch.ones(2)))
 
 
 def test_part_of_a_checkpoint_has_the_same_types(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"a": weights(), "b": 1})
-    (found,) = holdfast.load(tmp_path / "c", select="a.frozen")["a"].values()
+    everystep.save(tmp_path / "c", {"a": weights(), "b": 1})
+    (found,) = everystep.load(tmp_path / "c", select="a.frozen")["a"].values()
     assert type(found) is nn.Parameter
     assert not found.requires_grad
 
@@ -81,8 +81,8 @@ def test_part_of_a_checkpoint_has_the_same_types(tmp_path: Path) -> None:
 def test_tied_parameters_come_back_as_one(tmp_path: Path) -> None:
     shared, leaf = nn.Parameter(torch.randn(3)), torch.randn(3, requires_grad=True)
     state = {"a": shared, "b": shared, "data": shared.data, "c": leaf, "d": leaf, "e": leaf.detach()}
-    holdfast.save(tmp_path / "c", state)
-    found = holdfast.load(tmp_path / "c")
+    everystep.save(tmp_path / "c", state)
+    found = everystep.load(tmp_path / "c")
     assert found["a"] is found["b"]
     assert found["c"] is found["d"]
     for name, wanted in state.items():
@@ -95,24 +95,24 @@ def test_tied_parameters_come_back_as_one(tmp_path: Path) -> None:
 
 
 def test_for_numpy_they_are_arrays(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", weights())
-    for name, found in holdfast.load(tmp_path / "c", framework="numpy").items():
+    everystep.save(tmp_path / "c", weights())
+    for name, found in everystep.load(tmp_path / "c", framework="numpy").items():
         assert isinstance(found, np.ndarray), name
 
 
 def test_without_torch_they_are_arrays_too(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in weights().items() if name != "half"}
-    holdfast.save(tmp_path / "c", state)
+    everystep.save(tmp_path / "c", state)
     script = """
         import sys
         sys.modules["torch"] = None
-        import holdfast, numpy
-        found = holdfast.load(sys.argv[1], framework="numpy")
+        import everystep, numpy
+        found = everystep.load(sys.argv[1], framework="numpy")
         assert all(type(array) is numpy.ndarray for array in found.values())
         print(found["counts"].tolist())
         try:
-            holdfast.load(sys.argv[1])
-        except holdfast.UnsupportedState as error:
+            everystep.load(sys.argv[1])
+        except everystep.UnsupportedState as error:
             assert "framework='numpy'" in str(error)
             print("told")
     """
@@ -123,10 +123,10 @@ def test_without_torch_they_are_arrays_too(tmp_path: Path) -> None:
 
 def test_in_place_the_target_stays_what_it_is(tmp_path: Path) -> None:
     """What requires gradients is a decision of the program that restores, too: it freezes what it likes."""
-    holdfast.save(tmp_path / "c", {"a": nn.Parameter(torch.ones(2)), "b": torch.ones(2), "c": None})
+    everystep.save(tmp_path / "c", {"a": nn.Parameter(torch.ones(2)), "b": torch.ones(2), "c": None})
     target = {"a": torch.zeros(2), "b": nn.Parameter(torch.zeros(2), requires_grad=False), "c": None}
     kept = dict(target)
-    holdfast.load(tmp_path / "c", into=target)
+    everystep.load(tmp_path / "c", into=target)
     assert all(target[name] is kept[name] for name in kept)
     same(target["a"], torch.ones(2))
     same(target["b"], nn.Parameter(torch.ones(2), requires_grad=False))
@@ -144,8 +144,8 @@ def test_checkpoints_of_before_hold_plain_tensors() -> None:
 
 
 def test_the_states_of_modules_are_plain_tensors_as_torch_makes_them(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"model": nn.Linear(2, 2)})
-    assert {type(tensor) for tensor in holdfast.load(tmp_path / "c")["model"].values()} == {torch.Tensor}
+    everystep.save(tmp_path / "c", {"model": nn.Linear(2, 2)})
+    assert {type(tensor) for tensor in everystep.load(tmp_path / "c")["model"].values()} == {torch.Tensor}
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,10 @@ def test_a_malformed_reference_is_damage(body: Any) -> None:
 def test_torchs_own_checkpointing_reads_them(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from holdfast.torch.dcp import Reader
+    from everystep.torch.dcp import Reader
 
     wanted = nn.Parameter(torch.randn(3))
-    holdfast.save(tmp_path / "c", {"a": wanted})
+    everystep.save(tmp_path / "c", {"a": wanted})
     target = {"a": torch.zeros(3)}
     dcp.load(target, storage_reader=Reader(tmp_path / "c"), no_dist=True)
     assert torch.equal(target["a"], wanted)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import CorruptCheckpoint, StateMismatch, UnsupportedState
-from holdfast.state import Flat, LeafMeta, Restore, flatten, leaf_names, prune, unflatten, values
-from holdfast.state.torch_objects import modules_in, optimizers_in, parameter_names
+import everystep
+from everystep.errors import CorruptCheckpoint, StateMismatch, UnsupportedState
+from everystep.state import Flat, LeafMeta, Restore, flatten, leaf_names, prune, unflatten, values
+from everystep.state.torch_objects import modules_in, optimizers_in, parameter_names
 from support.memory_store import Saved, fresh, read, through_json, write
 
 
@@ -44,7 +44,7 @@ def put_back(into: object, saved: Saved, local: Any, **options: Any) -> Restore:
 
 def test_the_tree_refers_to_a_place_and_the_rank_keeps_the_node() -> None:
     shared = np.arange(3.0)
-    flat = flatten({"w": shared, "data": holdfast.per_rank({"at": 5, "seen": np.arange(2)})}, rank=12)
+    flat = flatten({"w": shared, "data": everystep.per_rank({"at": 5, "seen": np.arange(2)})}, rank=12)
     assert flat.tree == {"w": {"$leaf": "w"}, "data": {"$per_rank": "data"}}
     assert flat.local == {"data": {"at": 5, "seen": {"$leaf": "@12.data.seen"}}}
     assert [leaf.name for leaf in flat.leaves] == ["w"]
@@ -54,33 +54,33 @@ def test_the_tree_refers_to_a_place_and_the_rank_keeps_the_node() -> None:
 
 def test_marked_arrays_are_tied_to_each_other_but_never_to_shared_ones() -> None:
     array = np.arange(3.0)
-    flat = flatten({"w": array, "a": holdfast.per_rank([array, array]), "b": holdfast.per_rank(array)})
+    flat = flatten({"w": array, "a": everystep.per_rank([array, array]), "b": everystep.per_rank(array)})
     assert flat.aliases == ()
     assert [leaf.name for leaf in flat.local_leaves] == ["@0.a.0"]
     assert flat.local_aliases == (("@0.a.1", "@0.a.0"), ("@0.b", "@0.a.0"))
 
 
 def test_places_that_read_the_same_are_told_apart() -> None:
-    flat = flatten({"a.b": holdfast.per_rank(1), "a": {"b": holdfast.per_rank(2)}})
+    flat = flatten({"a.b": everystep.per_rank(1), "a": {"b": everystep.per_rank(2)}})
     assert flat.tree == {"a.b": {"$per_rank": "a.b"}, "a": {"b": {"$per_rank": "a.b~1"}}}
     assert flat.local == {"a.b": 1, "a.b~1": 2}
 
 
 def test_the_whole_state_may_be_marked() -> None:
-    flat = flatten(holdfast.per_rank({"x": 1}))
+    flat = flatten(everystep.per_rank({"x": 1}))
     assert (flat.tree, flat.local) == ({"$per_rank": "_"}, {"_": {"x": 1}})
 
 
 def test_a_mark_within_a_mark_is_refused() -> None:
     with pytest.raises(UnsupportedState, match=r"a\.b.*mark it once"):
-        flatten({"a": holdfast.per_rank({"b": holdfast.per_rank(1)})})
+        flatten({"a": everystep.per_rank({"b": everystep.per_rank(1)})})
 
 
 def test_names_of_shared_leaves_cannot_be_taken_for_those_of_a_rank() -> None:
     array = np.arange(3.0)
     assert flatten({"@one": array}).leaves[0].name == "@one"
     with pytest.raises(UnsupportedState, match="begin with '@'"):
-        flatten({"@one": array, "a": holdfast.per_rank(array.copy())})
+        flatten({"@one": array, "a": everystep.per_rank(array.copy())})
     # Readers of what several ranks or volumes hold look for it in the part of rank 1 alone.
     with pytest.raises(UnsupportedState, match=r"@1\.a.*begin with '@'"):
         flatten({"@1": {"a": array}})
@@ -94,7 +94,7 @@ def test_random_numbers_are_asked_last_inside_of_a_mark_too() -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             np.random.random()
 
-    state = {"rng": holdfast.per_rank(holdfast.rng()), "drawing": Drawing()}
+    state = {"rng": everystep.per_rank(everystep.rng()), "drawing": Drawing()}
     saved, local = saved_with_local(state)
     expected = np.random.random()
     put_back(state, saved, local)
@@ -104,7 +104,7 @@ def test_random_numbers_are_asked_last_inside_of_a_mark_too() -> None:
 def test_the_walks_for_modules_see_through_the_mark() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    state = {"mine": holdfast.per_rank({"model": model, "optimizer": optimizer})}
+    state = {"mine": everystep.per_rank({"model": model, "optimizer": optimizer})}
     assert list(modules_in(state)) == [("mine.model", model)]
     assert list(optimizers_in(state)) == [optimizer]
     assert parameter_names(state)[id(model.weight)].full == "mine.model.weight"
@@ -114,7 +114,7 @@ def test_the_walks_for_modules_see_through_the_mark() -> None:
 
 
 def test_a_new_state_has_what_one_rank_had_or_nothing() -> None:
-    saved, local = saved_with_local({"x": 1, "mine": holdfast.per_rank([2, {"y": np.arange(2)}])})
+    saved, local = saved_with_local({"x": 1, "mine": everystep.per_rank([2, {"y": np.arange(2)}])})
     arrays = fresh(saved, saved.leaves)
     assert unflatten(saved.tree, arrays) == {"x": 1, "mine": None}
     found: Any = unflatten(saved.tree, arrays, local=local)
@@ -126,14 +126,14 @@ def test_a_new_state_has_what_one_rank_had_or_nothing() -> None:
 
 
 def test_choosing_leaves_leaves_the_mark_out() -> None:
-    saved, _ = saved_with_local({"w": np.arange(2), "mine": holdfast.per_rank(np.arange(2))})
+    saved, _ = saved_with_local({"w": np.arange(2), "mine": everystep.per_rank(np.arange(2))})
     assert prune(saved.tree, {"w"}) == {"w": {"$leaf": "w"}}
 
 
 def test_a_marked_target_takes_what_its_rank_saved_in_place() -> None:
-    saved, local = saved_with_local({"mine": holdfast.per_rank({"a": np.arange(3), "n": 4})}, rank=3)
+    saved, local = saved_with_local({"mine": everystep.per_rank({"a": np.arange(3), "n": 4})}, rank=3)
     own = {"a": np.zeros(3, int), "n": 0}
-    into = {"mine": holdfast.per_rank(own)}
+    into = {"mine": everystep.per_rank(own)}
     mark = into["mine"]
     made = put_back(into, saved, local)
     assert into["mine"] is mark
@@ -147,12 +147,12 @@ def test_a_marked_target_takes_what_its_rank_saved_in_place() -> None:
 def test_what_was_not_saved_of_this_rank_stays_as_it_is_and_is_listed(local: Any) -> None:
     saved, _ = saved_with_local(
         {
-            "mine": holdfast.per_rank({"n": 4}),
-            "deep": {"p": holdfast.per_rank(1), "q": 2},
-            "r": [1, holdfast.per_rank(2)],
+            "mine": everystep.per_rank({"n": 4}),
+            "deep": {"p": everystep.per_rank(1), "q": 2},
+            "r": [1, everystep.per_rank(2)],
         }
     )
-    into: dict[str, Any] = {"mine": holdfast.per_rank({"n": 7}), "deep": {"p": 8, "q": 0}, "r": [0, 9]}
+    into: dict[str, Any] = {"mine": everystep.per_rank({"n": 7}), "deep": {"p": 8, "q": 0}, "r": [0, 9]}
     made = put_back(into, saved, local)
     assert made.kept == ("mine", "deep.p", "r.1")
     assert into["mine"].value == {"n": 7}
@@ -162,7 +162,7 @@ def test_what_was_not_saved_of_this_rank_stays_as_it_is_and_is_listed(local: Any
 
 @pytest.mark.parametrize("here", [True, False], ids=["of this rank", "of others"])
 def test_what_the_target_has_no_place_for_may_be_left_out_and_is_listed(here: bool) -> None:
-    saved, local = saved_with_local({"w": 1, "mine": holdfast.per_rank({"n": 4, "x": np.arange(2)})})
+    saved, local = saved_with_local({"w": 1, "mine": everystep.per_rank({"n": 4, "x": np.arange(2)})})
     made = put_back({"w": 0}, saved, local if here else {})
     assert made.left_out == ("mine",)
     assert made.fresh == ()
@@ -172,8 +172,8 @@ def test_what_the_target_has_no_place_for_may_be_left_out_and_is_listed(here: bo
 
 
 def test_a_mark_on_one_side_only_is_no_obstacle() -> None:
-    saved, local = saved_with_local({"a": holdfast.per_rank({"n": 1, "x": np.arange(2)}), "b": {"n": 2}})
-    into: dict[str, Any] = {"a": {"n": 0, "x": np.zeros(2, int)}, "b": holdfast.per_rank({"n": 0})}
+    saved, local = saved_with_local({"a": everystep.per_rank({"n": 1, "x": np.arange(2)}), "b": {"n": 2}})
+    into: dict[str, Any] = {"a": {"n": 0, "x": np.zeros(2, int)}, "b": everystep.per_rank({"n": 0})}
     put_back(into, saved, local)
     assert into["a"]["n"] == 1
     assert into["a"]["x"].tolist() == [0, 1]
@@ -184,7 +184,7 @@ def test_a_marked_optimizer_and_module_come_back() -> None:
     def make(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         model = nn.Linear(2, 2)
-        return {"mine": holdfast.per_rank({"model": model, "opt": torch.optim.Adam(model.parameters())})}
+        return {"mine": everystep.per_rank({"model": model, "opt": torch.optim.Adam(model.parameters())})}
 
     state = make(1)
     state["mine"].value["model"](torch.ones(2)).sum().backward()

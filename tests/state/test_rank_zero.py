@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import UnsupportedState
-from holdfast.state import flatten
-from holdfast.state.merging import merge_trees
-from holdfast.state.torch_objects import modules_in, optimizers_in
+import everystep
+from everystep.errors import UnsupportedState
+from everystep.state import flatten
+from everystep.state.merging import merge_trees
+from everystep.state.torch_objects import modules_in, optimizers_in
 from support.memory_store import restore, save
 
 
 def state_of(rank: int) -> dict[str, Any]:
-    return {"w": np.arange(3.0), "log": holdfast.rank_zero({"best": rank, "curve": np.full(2, float(rank))})}
+    return {"w": np.arange(3.0), "log": everystep.rank_zero({"best": rank, "curve": np.full(2, float(rank))})}
 
 
 def test_only_rank_zero_says_something_about_it() -> None:
@@ -36,15 +36,15 @@ def test_other_ranks_are_not_asked_for_their_state() -> None:
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    marked = {"x": 1, "log": holdfast.rank_zero(Refusing())}
+    marked = {"x": 1, "log": everystep.rank_zero(Refusing())}
     assert flatten(marked, 1).tree == {"x": 1}
     with pytest.raises(AssertionError, match="asked"):
         flatten(marked, 0)
 
 
 def test_keys_of_any_type_stay_mergeable() -> None:
-    first = flatten({1: holdfast.rank_zero(7), "a": 2}, 0).tree
-    other = flatten({1: holdfast.rank_zero(8), "a": 2}, 1).tree
+    first = flatten({1: everystep.rank_zero(7), "a": 2}, 0).tree
+    other = flatten({1: everystep.rank_zero(8), "a": 2}, 1).tree
     assert merge_trees([first, other]) == first == {"$dict": [[1, 7], ["a", 2]]}
 
 
@@ -59,16 +59,16 @@ def test_every_target_gets_what_was_saved() -> None:
 
 
 def test_one_process_saves_the_same_with_the_mark_and_without() -> None:
-    assert flatten({"a": holdfast.rank_zero([1, 2])}).tree == flatten({"a": [1, 2]}).tree
+    assert flatten({"a": everystep.rank_zero([1, 2])}).tree == flatten({"a": [1, 2]}).tree
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "state",
     [
-        holdfast.rank_zero({}),
-        {"a": [holdfast.rank_zero(1)]},
-        {"a": (holdfast.rank_zero(1),)},
+        everystep.rank_zero({}),
+        {"a": [everystep.rank_zero(1)]},
+        {"a": (everystep.rank_zero(1),)},
     ],
 )
 def test_it_marks_entries_of_dicts_only(state: Any, rank: int) -> None:
@@ -79,8 +79,8 @@ def test_it_marks_entries_of_dicts_only(state: Any, rank: int) -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        {"a": holdfast.rank_zero(holdfast.per_rank(1))},
-        {"a": holdfast.per_rank({"b": holdfast.rank_zero(1)})},
+        {"a": everystep.rank_zero(everystep.per_rank(1))},
+        {"a": everystep.per_rank({"b": everystep.rank_zero(1)})},
     ],
 )
 def test_a_mark_within_a_mark_is_refused(state: Any) -> None:
@@ -91,6 +91,6 @@ def test_a_mark_within_a_mark_is_refused(state: Any) -> None:
 def test_the_walks_for_modules_see_through_the_mark() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    state = {"mine": holdfast.rank_zero({"model": model, "optimizer": optimizer})}
+    state = {"mine": everystep.rank_zero({"model": model, "optimizer": optimizer})}
     assert list(modules_in(state)) == [("mine.model", model)]
     assert list(optimizers_in(state)) == [optimizer]

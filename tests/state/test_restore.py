@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.engine.buffers import Consumed, Memory
-from holdfast.errors import CorruptCheckpoint, StateMismatch, UnsupportedState
-from holdfast.state import LeafMeta, Restore
-from holdfast.state.torch_arrays import window_writer
+from everystep.engine.buffers import Consumed, Memory
+from everystep.errors import CorruptCheckpoint, StateMismatch, UnsupportedState
+from everystep.state import LeafMeta, Restore
+from everystep.state.torch_arrays import window_writer
 from support.memory_store import Saved, restore, save
 
 
@@ -336,7 +336,7 @@ class TestSharedMemory:
         assert np.array_equal(z, source)
 
     def test_columns_beside_each_other_share_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("holdfast.state.overlaps._AT_ONCE_NBYTES", 100)
+        monkeypatch.setattr("everystep.state.overlaps._AT_ONCE_NBYTES", 100)
         source = torch.randn(50, 6, dtype=torch.float64)
         z = torch.zeros(50, 6, dtype=torch.float64)
         q, k, v = source.split([2, 1, 3], 1)

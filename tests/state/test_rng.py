@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import StateMismatch, UnsupportedState
+import everystep
+from everystep.errors import StateMismatch, UnsupportedState
 from support.memory_store import restore, save
 
 ALGORITHMS = ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]
@@ -79,11 +79,11 @@ def test_a_given_generator_continues_in_another_process_s_generator(kind: str, t
     make, draw = KINDS[kind]
     source = make(1)
     draw(source)
-    holdfast.save(tmp_path / "c", {"rng": holdfast.rng(source)})
+    everystep.save(tmp_path / "c", {"rng": everystep.rng(source)})
     wanted = draw(source)
     fresh = make(2)
     assert draw(fresh) != wanted
-    holdfast.load(tmp_path / "c", into={"rng": holdfast.rng(fresh)})
+    everystep.load(tmp_path / "c", into={"rng": everystep.rng(fresh)})
     assert draw(fresh) == wanted
 
 
@@ -100,7 +100,7 @@ def test_the_global_generators_continue_with_their_cached_gaussians(name: str, w
     draw = GLOBALS[name]
     for _ in range(warm):
         draw()
-    state = {"rng": holdfast.rng()}
+    state = {"rng": everystep.rng()}
     saved = save(state)
     wanted = draw()
     assert draw() != wanted
@@ -113,13 +113,13 @@ def test_everything_at_once_through_a_checkpointer(tmp_path: Path) -> None:
         return [random.random(), np.random.randn(), torch.rand(()).item(), source.random()]
 
     source = np.random.default_rng(5)
-    with holdfast.Checkpointer(tmp_path, {"rng": holdfast.rng(aug=source)}, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path, {"rng": everystep.rng(aug=source)}, mode="sync") as ckpt:
         for step in range(3):
             draw(source)
             ckpt.save(step + 1)
     wanted = [draw(source) for _ in range(3)]
     other = np.random.default_rng(6)
-    with holdfast.Checkpointer(tmp_path, {"rng": holdfast.rng(aug=other)}, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path, {"rng": everystep.rng(aug=other)}, mode="sync") as ckpt:
         assert ckpt.restore() == 3
         assert [draw(other) for _ in range(3)] == wanted
 
@@ -127,16 +127,16 @@ def test_everything_at_once_through_a_checkpointer(tmp_path: Path) -> None:
 def test_children_spawned_after_a_restore_are_those_that_would_have_come(tmp_path: Path) -> None:
     source = np.random.default_rng(5)
     source.spawn(2)
-    state = {"rng": holdfast.rng(source)}
-    holdfast.save(tmp_path / "c", state)
+    state = {"rng": everystep.rng(source)}
+    everystep.save(tmp_path / "c", state)
     wanted = [child.random() for child in source.spawn(2)]
     fresh = np.random.default_rng()
-    holdfast.load(tmp_path / "c", into={"rng": holdfast.rng(fresh)})
+    everystep.load(tmp_path / "c", into={"rng": everystep.rng(fresh)})
     assert [child.random() for child in fresh.spawn(2)] == wanted
 
 
 def test_the_state_is_small_and_plain() -> None:
-    saved = save({"rng": holdfast.rng(random.Random(1))})
+    saved = save({"rng": everystep.rng(random.Random(1))})
     assert saved.leaves["rng.python.words"].shape == (625,)
     assert sum(map(len, saved.data.values())) < 4 * (625 + 624 + 625) + 5100
     assert len(repr(saved.tree)) < 1000, "numbers by the hundred belong into arrays"
@@ -161,9 +161,9 @@ class DrawingModule(torch.nn.Linear):
 @pytest.mark.parametrize(
     "tree",
     [
-        lambda: {"rng": holdfast.rng(), "z": Drawing()},
-        lambda: [holdfast.rng(), {"deep": (Drawing(), Drawing())}],
-        lambda: {"a": {"rng": holdfast.rng()}, "m": DrawingModule(2, 2)},
+        lambda: {"rng": everystep.rng(), "z": Drawing()},
+        lambda: [everystep.rng(), {"deep": (Drawing(), Drawing())}],
+        lambda: {"a": {"rng": everystep.rng()}, "m": DrawingModule(2, 2)},
     ],
     ids=["dict", "nested", "module"],
 )
@@ -212,8 +212,8 @@ def test_objects_that_ask_to_be_last_are_restored_after_all_others_in_their_orde
     ids=["none", "fewer", "more", "type", "algorithm", "legacy"],
 )
 def test_other_generators_are_refused_and_nothing_changes(given: Any, named: Any, match: str) -> None:
-    saved = save({"rng": holdfast.rng(random.Random(1), aug=np.random.default_rng(1))})
-    target = holdfast.rng(*given, **named)
+    saved = save({"rng": everystep.rng(random.Random(1), aug=np.random.default_rng(1))})
+    target = everystep.rng(*given, **named)
     random.seed(99)
     before = random.getstate()
     with pytest.raises(StateMismatch, match=match) as caught:
@@ -224,7 +224,7 @@ def test_other_generators_are_refused_and_nothing_changes(given: Any, named: Any
 
 def test_a_state_that_is_none_changes_no_generator() -> None:
     source = random.Random(1)
-    target = holdfast.rng(source)
+    target = everystep.rng(source)
     state = target.state_dict()
     state["generators"]["0"]["state"] = {"words": np.zeros(3, np.uint32), "gauss": None}
     random.seed(99)
@@ -232,7 +232,7 @@ def test_a_state_that_is_none_changes_no_generator() -> None:
     with pytest.raises(StateMismatch, match="No generator has been changed"):
         target.load_state_dict(state)
     assert (random.getstate(), source.getstate()) == before
-    with pytest.raises(StateMismatch, match=r"not the state of a holdfast\.rng"):
+    with pytest.raises(StateMismatch, match=r"not the state of an everystep\.rng"):
         target.load_state_dict({"step": 1})
 
 
@@ -241,23 +241,23 @@ def test_a_state_that_is_none_changes_no_generator() -> None:
 )
 def test_unknown_generators_are_refused_at_once(wrong: object) -> None:
     with pytest.raises(UnsupportedState, match=r"generator 'aug' is a .* It takes"):
-        holdfast.rng(aug=wrong)
+        everystep.rng(aug=wrong)
 
 
 def test_a_machine_without_torch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = save({"rng": holdfast.rng()})
+    saved = save({"rng": everystep.rng()})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(StateMismatch, match="torch is not installed"):
-        restore({"rng": holdfast.rng()}, saved)
+        restore({"rng": everystep.rng()}, saved)
 
 
 def test_torch_is_not_imported_for_a_save() -> None:
     script = """
-        import sys, holdfast
-        state = holdfast.rng().state_dict()
+        import sys, everystep
+        state = everystep.rng().state_dict()
         assert "torch" not in sys.modules
         assert "torch" not in state
-        holdfast.rng().load_state_dict(state)
+        everystep.rng().load_state_dict(state)
         assert "torch" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=240)
@@ -267,7 +267,7 @@ def test_torch_is_not_imported_for_a_save() -> None:
 
 
 def test_what_is_held_back_continues_when_it_is_released() -> None:
-    rng = holdfast.rng(hold=True)
+    rng = everystep.rng(hold=True)
     saved = save({"rng": rng})
     wanted = random.random(), np.random.random(), torch.rand(()).item()
     restore({"rng": rng}, saved)
@@ -284,9 +284,9 @@ def test_what_is_held_back_continues_when_it_is_released() -> None:
 
 
 def test_what_does_not_fit_is_found_before_it_is_held_back() -> None:
-    saved = save({"rng": holdfast.rng(random.Random(3))})
+    saved = save({"rng": everystep.rng(random.Random(3))})
     with pytest.raises(StateMismatch, match="1 further generator"):
-        restore({"rng": holdfast.rng(hold=True)}, saved)
+        restore({"rng": everystep.rng(hold=True)}, saved)
 
 
 # --- accelerators, played by an object with the interface of torch.cuda -------------------------------------
@@ -325,17 +325,17 @@ def use(monkeypatch: pytest.MonkeyPatch, devices: Devices, kind: str = "cuda") -
 
 def test_every_device_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = use(monkeypatch, Devices(3))
-    saved = save({"rng": holdfast.rng()})
+    saved = save({"rng": everystep.rng()})
     wanted = devices.draw()
     resumed = use(monkeypatch, Devices(3, used=False))  # a new process has not touched its devices yet
     resumed.draw()
-    restore({"rng": holdfast.rng()}, saved)
+    restore({"rng": everystep.rng()}, saved)
     assert resumed.draw() == wanted
 
 
 def test_devices_not_in_use_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Devices(2, used=False))
-    assert list(holdfast.rng().state_dict()["torch"]) == ["cpu"]
+    assert list(everystep.rng().state_dict()["torch"]) == ["cpu"]
 
 
 @pytest.mark.parametrize(("count", "kind"), [(1, "cuda"), (0, "cuda"), (2, "xpu")])
@@ -343,22 +343,22 @@ def test_missing_devices_are_skipped_with_a_warning(
     count: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = use(monkeypatch, Devices(2))
-    saved = save({"rng": holdfast.rng()})
+    saved = save({"rng": everystep.rng()})
     wanted = devices.draw()[: count if kind == "cuda" else 0]
     number = random.random()
     resumed = use(monkeypatch, Devices(count), kind)
     resumed.draw()
     with pytest.warns(UserWarning, match=f"2 cuda device.s. were saved and this process has {len(wanted)}"):
-        restore({"rng": holdfast.rng()}, saved)
+        restore({"rng": everystep.rng()}, saved)
     assert resumed.draw()[: len(wanted)] == wanted
     assert random.random() == number
 
 
 def test_further_devices_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = use(monkeypatch, Devices(1))
-    saved = save({"rng": holdfast.rng()})
+    saved = save({"rng": everystep.rng()})
     wanted = devices.draw()
     resumed = use(monkeypatch, Devices(2))
     untouched = Devices(2).draw()[1]
-    restore({"rng": holdfast.rng()}, saved)
+    restore({"rng": everystep.rng()}, saved)
     assert resumed.draw() == [*wanted, untouched]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.state import flatten, leaf_names, prune, unflatten
+from everystep.state import flatten, leaf_names, prune, unflatten
 
 
 def cut(state: object, keep: set[str]) -> Any:

@@ -15,9 +15,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast.errors import StateMismatch, UnsupportedState
-from holdfast.format.geometry import Box
-from holdfast.state import LeafSource, Sharding, flatten
+from everystep.errors import StateMismatch, UnsupportedState
+from everystep.format.geometry import Box
+from everystep.state import LeafSource, Sharding, flatten
 from support.memory_store import save
 from support.peerless_meshes import as_saved, contents, numbers, part, restore_parts, world
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from holdfast.state import Restore
-from holdfast.state.merging import merge_trees
+from everystep.state import Restore
+from everystep.state.merging import merge_trees
 from support.memory_store import Saved, fresh, save, write
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import StateMismatch
+import everystep
+from everystep.errors import StateMismatch
 from support.foreign_checkpoints import write_hf
 from support.memory_store import restore, save
 
@@ -90,12 +90,12 @@ def test_weights_of_hugging_face_go_into_a_tied_model(tmp_path: Path, strict: bo
         bare.register_buffer(key.replace(".", "__"), value)
     path = write_hf(tmp_path / "hf", bare)
     given = {"re:(.*)__(.*)": "\\1.\\2"}
-    rules = [holdfast.universal.rule(old, holdfast.universal.rename(new)) for old, new in given.items()]
-    holdfast.load(path, into={"model": target}, rename=rules, strict=strict)
+    rules = [everystep.universal.rule(old, everystep.universal.rename(new)) for old, new in given.items()]
+    everystep.load(path, into={"model": target}, rename=rules, strict=strict)
     assert torch.equal(target.head.weight, source.embed.weight)
     fresh = Tied(2)
     state = {"model": fresh, "optimizer": torch.optim.AdamW(fresh.parameters())}
-    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
         with pytest.warns(RuntimeWarning, match="left 'optimizer' as it was"):
             assert ckpt.restore(start_from=path, rename=rules) == 0
         ckpt.save(1)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import lr_scheduler
 
-from holdfast.errors import StateMismatch
-from holdfast.state import Restore, flatten, values
+from everystep.errors import StateMismatch
+from everystep.state import Restore, flatten, values
 from support.memory_store import Saved, load, restore, round_trip, save
 
 

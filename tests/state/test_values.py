@@ -24,9 +24,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.errors import UnsupportedState
-from holdfast.state import flatten, unflatten, values
+import everystep
+from everystep.errors import UnsupportedState
+from everystep.state import flatten, unflatten, values
 from support.memory_store import round_trip, through_json
 
 
@@ -323,10 +323,10 @@ class Locked:
         (MappingProxyType({"a": 1}), r"dict\(\.\.\.\) of it instead$", dict),
         (defaultdict(lambda: 0), r"by <lambda>, .*dict\(\.\.\.\) of it instead$", dict),
         (defaultdict(partial(int, 3)), r"by functools\.partial, .*dict\(\.\.\.\) of it instead$", dict),
-        (np.random.default_rng(), r"holdfast\.rng\(\.\.\.\) of it", holdfast.rng),
-        (np.random.RandomState(), r"holdfast\.rng\(\.\.\.\) of it", holdfast.rng),
-        (random.Random(), r"holdfast\.rng\(\.\.\.\) of it", holdfast.rng),
-        (torch.Generator(), r"holdfast\.rng\(\.\.\.\) of it", holdfast.rng),
+        (np.random.default_rng(), r"everystep\.rng\(\.\.\.\) of it", everystep.rng),
+        (np.random.RandomState(), r"everystep\.rng\(\.\.\.\) of it", everystep.rng),
+        (random.Random(), r"everystep\.rng\(\.\.\.\) of it", everystep.rng),
+        (torch.Generator(), r"everystep\.rng\(\.\.\.\) of it", everystep.rng),
     ],
 )
 def test_a_refusal_says_what_to_store_and_that_can_be_stored(value: Any, said: str, instead: Any) -> None:

@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import holdfast
-from holdfast import Checkpointer, Options, engine
-from holdfast.engine import fs
-from holdfast.store import step_name
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep import Checkpointer, Options, engine
+from everystep.engine import fs
+from everystep.store import step_name
+from everystep.store.read.stored_checkpoint import open_newest
 from support.array_samples import bits
 
 
@@ -36,7 +36,7 @@ def test_a_save_tells_what_it_did(tmp_path: Path) -> None:
     before, began = time.time(), time.perf_counter()
     state = {"w": np.zeros((100, 10), np.float32), "tied": None}
     state["tied"] = state["w"]
-    info = holdfast.save(
+    info = everystep.save(
         tmp_path / "c", state, step=12, metrics={"loss": 0.5, "bad": math.nan, "top": math.inf}
     )
     took = time.perf_counter() - began
@@ -46,7 +46,7 @@ def test_a_save_tells_what_it_did(tmp_path: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{32}", info.id)
     assert before <= info.created <= time.time()
     assert 0 < info.seconds < took
-    with holdfast.open(tmp_path / "c") as opened:
+    with everystep.open(tmp_path / "c") as opened:
         assert (opened.step, opened.id, opened.created) == (12, info.id, info.created)
         assert opened.metrics["loss"] == 0.5
         assert math.isnan(opened.metrics["bad"])
@@ -55,7 +55,7 @@ def test_a_save_tells_what_it_did(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("elements", [5, 120_000])
 def test_a_small_checkpoint_is_one_file_and_nothing_else(tmp_path: Path, elements: int) -> None:
-    info = holdfast.save(tmp_path / "c", {"w": np.zeros(elements)})
+    info = everystep.save(tmp_path / "c", {"w": np.zeros(elements)})
     assert sorted(os.listdir(tmp_path)) == ["c"]
     assert os.listdir(tmp_path / "c") == ["r00000.v0.safetensors"]
     assert info.stored_nbytes == os.path.getsize(shard(tmp_path / "c")) <= Options().small_nbytes
@@ -63,7 +63,7 @@ def test_a_small_checkpoint_is_one_file_and_nothing_else(tmp_path: Path, element
 
 def test_a_large_checkpoint_is_two_files_and_nothing_else(tmp_path: Path) -> None:
     nbytes = 1 << 20  # data of just the limit: with the header it is more
-    holdfast.save(tmp_path / "c", {"w": np.zeros(nbytes, np.uint8)})
+    everystep.save(tmp_path / "c", {"w": np.zeros(nbytes, np.uint8)})
     assert sorted(os.listdir(tmp_path)) == ["c"]
     assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "r00000.v0.safetensors"]
 
@@ -71,42 +71,42 @@ def test_a_large_checkpoint_is_two_files_and_nothing_else(tmp_path: Path) -> Non
 def test_small_arrays_with_many_values_are_two_files(tmp_path: Path) -> None:
     """What counts is the file, and the values would be in it."""
     state = {"w": np.zeros(5), "words": ["word"] * 200_000}
-    holdfast.save(tmp_path / "c", state)
+    everystep.save(tmp_path / "c", state)
     assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "r00000.v0.safetensors"]
-    assert holdfast.load(tmp_path / "c")["words"] == state["words"]
+    assert everystep.load(tmp_path / "c")["words"] == state["words"]
 
 
 def test_a_header_longer_than_first_thought_says_where_everything_is(tmp_path: Path) -> None:
     state = {"w": np.arange(5), "text": 'a "quoted\\" text\x00é' * 500, "v": np.arange(7.0)}
-    holdfast.save(tmp_path / "c", state)
+    everystep.save(tmp_path / "c", state)
     assert os.listdir(tmp_path / "c") == ["r00000.v0.safetensors"]
-    assert holdfast.verify(tmp_path / "c").intact
-    loaded = holdfast.load(tmp_path / "c")
+    assert everystep.verify(tmp_path / "c").intact
+    loaded = everystep.load(tmp_path / "c")
     assert loaded["text"] == state["text"]
     assert np.array_equal(loaded["v"], state["v"])
 
 
 @pytest.mark.parametrize("way", ["one file beside a manifest", "a manifest beside one file"])
 def test_two_manifests_are_one_too_many(tmp_path: Path, way: str) -> None:
-    holdfast.save(tmp_path / "one", {"w": np.arange(5)})
-    holdfast.save(tmp_path / "two", {"w": np.arange(5)}, options=Options(small_nbytes=0))
+    everystep.save(tmp_path / "one", {"w": np.arange(5)})
+    everystep.save(tmp_path / "two", {"w": np.arange(5)}, options=Options(small_nbytes=0))
     if way == "one file beside a manifest":
         shutil.copyfile(shard(tmp_path / "one"), shard(tmp_path / "two"))
         damaged = tmp_path / "two"
     else:
         shutil.copyfile(tmp_path / "two" / "manifest.json", tmp_path / "one" / "manifest.json")
         damaged = tmp_path / "one"
-    with pytest.raises(holdfast.CorruptCheckpoint, match="beside it") as caught:
-        holdfast.open(damaged)
+    with pytest.raises(everystep.CorruptCheckpoint, match="beside it") as caught:
+        everystep.open(damaged)
     assert caught.value.path == str(shard(damaged))
-    assert not holdfast.verify(damaged).intact
+    assert not everystep.verify(damaged).intact
 
 
 def test_neither_manifest_is_an_incomplete_checkpoint(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"w": np.arange(5)}, options=Options(small_nbytes=0))
+    everystep.save(tmp_path / "c", {"w": np.arange(5)}, options=Options(small_nbytes=0))
     (tmp_path / "c" / "manifest.json").unlink()
-    with pytest.raises(holdfast.IncompleteCheckpoint, match="no manifest") as caught:
-        holdfast.load(tmp_path / "c")
+    with pytest.raises(everystep.IncompleteCheckpoint, match="no manifest") as caught:
+        everystep.load(tmp_path / "c")
     assert caught.value.path == str(shard(tmp_path / "c"))
 
 
@@ -116,7 +116,7 @@ def test_every_shard_opens_with_the_safetensors_package(tmp_path: Path, options:
         "n": np.arange(7),
         "complex": np.array([1 + 2j]),
     }
-    holdfast.save(tmp_path / "c", state, options=options)
+    everystep.save(tmp_path / "c", state, options=options)
     with safe_open(shard(tmp_path / "c"), "pt") as opened:
         assert opened.metadata()["format"] == "pt"
         names = [name for name in opened.keys() if not name.startswith("__pad__")]  # noqa: SIM118
@@ -130,11 +130,11 @@ def test_every_shard_opens_with_the_safetensors_package(tmp_path: Path, options:
 
 
 def test_checkpoints_are_immutable(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"w": 1})
+    everystep.save(tmp_path / "c", {"w": 1})
     for existing in (tmp_path / "c", tmp_path):
-        with pytest.raises(holdfast.CheckpointExists, match="overwrite=True"):
-            holdfast.save(existing, {"w": 2})
-    assert holdfast.load(tmp_path / "c") == {"w": 1}
+        with pytest.raises(everystep.CheckpointExists, match="overwrite=True"):
+            everystep.save(existing, {"w": 2})
+    assert everystep.load(tmp_path / "c") == {"w": 1}
 
 
 @pytest.mark.parametrize("small", [True, False])
@@ -153,8 +153,8 @@ def test_what_appears_at_the_path_during_a_save_is_not_replaced(
 
     monkeypatch.setattr(fs, "rename_new", somebody_was_faster)
     options = Options() if small else Options(small_nbytes=0)
-    with pytest.raises(holdfast.CheckpointExists, match=re.escape(os.fspath(target))):
-        holdfast.save(target, {"w": np.arange(5)}, overwrite=overwrite, options=options)
+    with pytest.raises(everystep.CheckpointExists, match=re.escape(os.fspath(target))):
+        everystep.save(target, {"w": np.arange(5)}, overwrite=overwrite, options=options)
     assert list(tmp_path.iterdir()) == [target]
     assert list(target.iterdir()) == [target / "theirs"]
 
@@ -162,35 +162,35 @@ def test_what_appears_at_the_path_during_a_save_is_not_replaced(
 def test_a_large_state_is_refused_before_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holdfast.save(tmp_path / "c", {"w": 1})
+    everystep.save(tmp_path / "c", {"w": 1})
     monkeypatch.setattr(engine, "write", lambda *args, **kwargs: pytest.fail("it is written"))
-    with pytest.raises(holdfast.CheckpointExists):
-        holdfast.save(tmp_path / "c", {"w": np.arange(5)}, options=Options(small_nbytes=0))
+    with pytest.raises(everystep.CheckpointExists):
+        everystep.save(tmp_path / "c", {"w": np.arange(5)}, options=Options(small_nbytes=0))
 
 
 @pytest.mark.parametrize("small", [True, False])
 def test_overwriting_replaces_a_checkpoint_whole(tmp_path: Path, small: bool) -> None:
     options = Options() if small else Options(small_nbytes=0)
     old = {"w": np.arange(300_000), "only": np.ones(3)}
-    holdfast.save(tmp_path / "c", old, step=1)
-    with holdfast.open(tmp_path / "c") as reader:
-        new = holdfast.save(tmp_path / "c", {"w": np.arange(5)}, step=2, overwrite=True, options=options)
+    everystep.save(tmp_path / "c", old, step=1)
+    with everystep.open(tmp_path / "c") as reader:
+        new = everystep.save(tmp_path / "c", {"w": np.arange(5)}, step=2, overwrite=True, options=options)
         # Who has the old one open goes on reading it.
         assert np.array_equal(reader.load()["w"], old["w"])
-    with holdfast.open(tmp_path / "c") as opened:
+    with everystep.open(tmp_path / "c") as opened:
         assert opened.id == new.id
         assert list(opened) == ["w"]
-    assert np.array_equal(holdfast.load(tmp_path / "c")["w"], np.arange(5))
-    holdfast.save(tmp_path / "c", {"w": 3}, overwrite=True)
+    assert np.array_equal(everystep.load(tmp_path / "c")["w"], np.arange(5))
+    everystep.save(tmp_path / "c", {"w": 3}, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["c"]
-    holdfast.save(tmp_path / "new", {"w": 3}, overwrite=True)  # nothing there: as without
+    everystep.save(tmp_path / "new", {"w": 3}, overwrite=True)  # nothing there: as without
 
 
 def test_a_checkpoint_that_lost_its_manifest_can_be_overwritten(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"w": np.arange(5)}, options=Options(small_nbytes=0))
+    everystep.save(tmp_path / "c", {"w": np.arange(5)}, options=Options(small_nbytes=0))
     (tmp_path / "c" / "manifest.json").unlink()
-    holdfast.save(tmp_path / "c", {"w": 3}, overwrite=True)
-    assert holdfast.load(tmp_path / "c") == {"w": 3}
+    everystep.save(tmp_path / "c", {"w": 3}, overwrite=True)
+    assert everystep.load(tmp_path / "c") == {"w": 3}
 
 
 def test_overwriting_never_takes_away_what_is_not_a_checkpoint(tmp_path: Path) -> None:
@@ -204,33 +204,33 @@ def test_overwriting_never_takes_away_what_is_not_a_checkpoint(tmp_path: Path) -
     link.symlink_to(run / step_name(1))
     for target in (home, run, file, link):
         for overwrite in (True, False):
-            with pytest.raises(holdfast.CheckpointExists, match="not even overwrite=True replaces it"):
-                holdfast.save(target, {"w": 2}, overwrite=overwrite)
-    with pytest.raises(holdfast.SaveFailed, match=f"{file} is not a directory"):
-        holdfast.save(file / "c", {"w": 2})
+            with pytest.raises(everystep.CheckpointExists, match="not even overwrite=True replaces it"):
+                everystep.save(target, {"w": 2}, overwrite=overwrite)
+    with pytest.raises(everystep.SaveFailed, match=f"{file} is not a directory"):
+        everystep.save(file / "c", {"w": 2})
     assert (home / "deep" / "thesis.tex").read_text() == "years of work"
     assert file.read_text() == "a file"
-    assert np.array_equal(holdfast.load(run)["w"], np.arange(3))
+    assert np.array_equal(everystep.load(run)["w"], np.arange(3))
 
 
 @pytest.mark.parametrize("volumes", [0, 1])
 def test_directories_above_the_path_are_made(tmp_path: Path, volumes: int) -> None:
     (tmp_path / "v").mkdir()
-    options = holdfast.Options(volumes=[tmp_path / "v"] * volumes)
-    holdfast.save(tmp_path / "a" / "b" / "c", {"w": np.ones(3)}, options=options)
-    assert holdfast.load(tmp_path / "a" / "b" / "c")["w"].tolist() == [1, 1, 1]
+    options = everystep.Options(volumes=[tmp_path / "v"] * volumes)
+    everystep.save(tmp_path / "a" / "b" / "c", {"w": np.ones(3)}, options=options)
+    assert everystep.load(tmp_path / "a" / "b" / "c")["w"].tolist() == [1, 1, 1]
 
 
 def test_a_state_that_cannot_be_saved_makes_no_directories(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.UnsupportedState):
-        holdfast.save(tmp_path / "a" / "c", {"w": object()})
+    with pytest.raises(everystep.UnsupportedState):
+        everystep.save(tmp_path / "a" / "c", {"w": object()})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_above_the_path_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
-    with pytest.raises(holdfast.SaveFailed, match=re.escape(os.fspath(tmp_path / "a"))):
-        holdfast.save(tmp_path / "a" / "b" / "c", {"w": 1})
+    with pytest.raises(everystep.SaveFailed, match=re.escape(os.fspath(tmp_path / "a"))):
+        everystep.save(tmp_path / "a" / "b" / "c", {"w": 1})
     assert (tmp_path / "a").read_text() == "mine"
 
 
@@ -238,10 +238,10 @@ def test_a_file_above_the_path_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [np.int64(3), np.uint8(3), torch.tensor(3)])
 def test_steps_and_metrics_are_numbers_of_any_library(tmp_path: Path, step: Any, volumes: int) -> None:
     (tmp_path / "v").mkdir()
-    options = holdfast.Options(volumes=[tmp_path / "v"] * volumes)
+    options = everystep.Options(volumes=[tmp_path / "v"] * volumes)
     metrics = {"n": np.int64(2), "loss": torch.tensor(0.5)}
-    holdfast.save(tmp_path / "c", {}, step=step, metrics=metrics, options=options)  # type: ignore[arg-type]
-    with holdfast.open(tmp_path / "c") as opened:
+    everystep.save(tmp_path / "c", {}, step=step, metrics=metrics, options=options)  # type: ignore[arg-type]
+    with everystep.open(tmp_path / "c") as opened:
         assert (opened.step, opened.metrics) == (3, {"n": 2.0, "loss": 0.5})
         assert type(opened.step) is int
 
@@ -249,14 +249,14 @@ def test_steps_and_metrics_are_numbers_of_any_library(tmp_path: Path, step: Any,
 @pytest.mark.parametrize("metrics", [{"a": None}, {"a": 10**400}, {"a": "much"}, {"\ud800": 1.0}, {1: 1.0}])
 def test_metrics_that_are_no_numbers_are_refused_by_name(tmp_path: Path, metrics: Any) -> None:
     with pytest.raises(TypeError, match="metric"):
-        holdfast.save(tmp_path / "c", {}, metrics=metrics)
+        everystep.save(tmp_path / "c", {}, metrics=metrics)
     assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("step", [-1, 10**12, True, 1.0, "1", None, np.array([1, 2]), np.float64(1)])
 def test_steps_are_small_integers(tmp_path: Path, step: object) -> None:
     with pytest.raises(ValueError, match="step"):
-        holdfast.save(tmp_path / "c", {}, step=step)  # type: ignore[arg-type]
+        everystep.save(tmp_path / "c", {}, step=step)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -271,29 +271,29 @@ def test_an_interrupted_save_leaves_nothing_behind(
     with monkeypatch.context() as patched:
         patched.setattr(engine.WriteJob, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            holdfast.save(tmp_path / "c", {"w": np.zeros(1 << 20)}, options=options)
+            everystep.save(tmp_path / "c", {"w": np.zeros(1 << 20)}, options=options)
     assert list(tmp_path.iterdir()) == []
-    holdfast.save(tmp_path / "c", {"w": np.zeros(1 << 20)}, options=options)
+    everystep.save(tmp_path / "c", {"w": np.zeros(1 << 20)}, options=options)
 
 
 @pytest.mark.parametrize("name", ["c.partial", "c.retired"])
 def test_names_that_mark_unfinished_saves_cannot_be_taken(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="choose another"):
-        holdfast.save(tmp_path / name, {})
+        everystep.save(tmp_path / name, {})
 
 
 def test_the_backend_can_be_forced_by_option_and_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(holdfast.EngineUnavailable, match="'tape'"):
-        holdfast.save(tmp_path / "c", {}, options=Options(backend="tape"))  # type: ignore[arg-type]
-    monkeypatch.setenv("HOLDFAST_BACKEND", "drum")
-    with pytest.raises(holdfast.EngineUnavailable, match="'drum'"):
-        holdfast.save(tmp_path / "c", {"w": np.zeros(1 << 20)})
+    with pytest.raises(everystep.EngineUnavailable, match="'tape'"):
+        everystep.save(tmp_path / "c", {}, options=Options(backend="tape"))  # type: ignore[arg-type]
+    monkeypatch.setenv("EVERYSTEP_BACKEND", "drum")
+    with pytest.raises(everystep.EngineUnavailable, match="'drum'"):
+        everystep.save(tmp_path / "c", {"w": np.zeros(1 << 20)})
     assert list(tmp_path.iterdir()) == []
-    holdfast.save(tmp_path / "c", {"w": np.zeros(1 << 20)}, options=Options(backend="buffered"))
-    with pytest.raises(holdfast.EngineUnavailable, match="'drum'"):
-        holdfast.load(tmp_path / "c")
+    everystep.save(tmp_path / "c", {"w": np.zeros(1 << 20)}, options=Options(backend="buffered"))
+    with pytest.raises(everystep.EngineUnavailable, match="'drum'"):
+        everystep.load(tmp_path / "c")
 
 
 @pytest.mark.parametrize("memory_nbytes", [0, 1, 100 << 10, 5 << 20, 1 << 30])
@@ -302,26 +302,26 @@ def test_any_budget_of_memory_works(tmp_path: Path, memory_nbytes: int) -> None:
     options = Options(memory_nbytes=memory_nbytes, small_nbytes=0)
     tuning = options.tuning()
     assert tuning.window_nbytes * tuning.depth <= max(memory_nbytes, 128 << 10)
-    holdfast.save(tmp_path / "c", {"w": data.reshape(512, -1).T}, options=options)
-    assert np.array_equal(holdfast.load(tmp_path / "c")["w"], data.reshape(512, -1).T)
+    everystep.save(tmp_path / "c", {"w": data.reshape(512, -1).T}, options=options)
+    assert np.array_equal(everystep.load(tmp_path / "c")["w"], data.reshape(512, -1).T)
 
 
 # --- opening and loading ------------------------------------------------------------------------------------
 
 
 def test_nothing_at_a_path(tmp_path: Path) -> None:
-    for call in (holdfast.open, holdfast.load, holdfast.verify):
-        with pytest.raises(holdfast.CheckpointNotFound, match="no checkpoint"):
+    for call in (everystep.open, everystep.load, everystep.verify):
+        with pytest.raises(everystep.CheckpointNotFound, match="no checkpoint"):
             call(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(holdfast.CheckpointNotFound, match="not a checkpoint, nor a run"):
-        holdfast.load(tmp_path / "empty")
+    with pytest.raises(everystep.CheckpointNotFound, match="not a checkpoint, nor a run"):
+        everystep.load(tmp_path / "empty")
     (tmp_path / "empty" / "r00000.json").write_text("{}")
-    with pytest.raises(holdfast.IncompleteCheckpoint, match="the manifest is missing"):
-        holdfast.load(tmp_path / "empty")
+    with pytest.raises(everystep.IncompleteCheckpoint, match="the manifest is missing"):
+        everystep.load(tmp_path / "empty")
     (tmp_path / "file").write_text("")
-    with pytest.raises(holdfast.CheckpointNotFound):
-        holdfast.load(tmp_path / "file")
+    with pytest.raises(everystep.CheckpointNotFound):
+        everystep.load(tmp_path / "file")
 
 
 def test_a_run_means_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -330,11 +330,11 @@ def test_a_run_means_its_newest_checkpoint(tmp_path: Path) -> None:
         for step in (5, 12, 120):
             state["w"][:] = step
             checkpointer.save(step)
-        with holdfast.open(tmp_path / "run") as opened:
+        with everystep.open(tmp_path / "run") as opened:
             assert opened.step == 120
             assert opened.path == os.fspath(tmp_path / "run" / step_name(120))
-        assert holdfast.load(tmp_path / "run")["w"][0] == 120
-        assert holdfast.load(tmp_path / "run" / step_name(12))["w"][0] == 12
+        assert everystep.load(tmp_path / "run")["w"][0] == 120
+        assert everystep.load(tmp_path / "run" / step_name(12))["w"][0] == 12
 
 
 def test_an_open_checkpoint_tells_what_it_holds(tmp_path: Path) -> None:
@@ -345,14 +345,14 @@ def test_an_open_checkpoint_tells_what_it_holds(tmp_path: Path) -> None:
         "epoch": 3,
         "seeds": [1, 2],
     }
-    holdfast.save(tmp_path / "c", state, step=9)
-    with holdfast.open(tmp_path / "c") as opened:
+    everystep.save(tmp_path / "c", state, step=9)
+    with everystep.open(tmp_path / "c") as opened:
         assert opened.step == 9
         assert set(opened.leaves) == set(opened) == {"model.w", "model.tied", "data.0"}
         assert len(opened) == 3
-        assert opened.leaves["model.w"] == holdfast.LeafInfo("BF16", (3, 4), 24, "torch")
-        assert opened.leaves["model.tied"] == holdfast.LeafInfo("BF16", (3, 4), 24, "torch", "model.w")
-        assert opened.leaves["data.0"] == holdfast.LeafInfo("F64", (2,), 16, "numpy")
+        assert opened.leaves["model.w"] == everystep.LeafInfo("BF16", (3, 4), 24, "torch")
+        assert opened.leaves["model.tied"] == everystep.LeafInfo("BF16", (3, 4), 24, "torch", "model.w")
+        assert opened.leaves["data.0"] == everystep.LeafInfo("F64", (2,), 16, "numpy")
         assert opened.values == {"data.1": "shuffled", "epoch": 3, "seeds": [1, 2]}
         assert opened.nbytes == 40
         assert "model.w" in opened
@@ -370,23 +370,23 @@ def selectable(tmp_path: Path) -> Path:
         "list": [np.zeros(1), np.ones(1)],
         "epoch": 3,
     }
-    holdfast.save(tmp_path / "c", state)
+    everystep.save(tmp_path / "c", state)
     return tmp_path / "c"
 
 
 def test_select_takes_only_what_matches(selectable: Path) -> None:
-    found = holdfast.load(selectable, select="model.*")
+    found = everystep.load(selectable, select="model.*")
     assert list(found) == ["model"]
     assert found["model"]["b"].tolist() == [0, 1, 2, 3]
-    assert list(holdfast.load(selectable, select=["model.w", "optimizer.*"])) == ["model", "optimizer"]
+    assert list(everystep.load(selectable, select=["model.w", "optimizer.*"])) == ["model", "optimizer"]
     # In a sequence the place of an element means something, so what is left out leaves a gap.
-    first, second = holdfast.load(selectable, select="list.1")["list"]
+    first, second = everystep.load(selectable, select="list.1")["list"]
     assert first is None
     assert second.tolist() == [1]
 
 
 def test_read_gives_the_selected_leaves_by_name(selectable: Path) -> None:
-    with holdfast.open(selectable) as opened:
+    with everystep.open(selectable) as opened:
         found = opened.read("*.?")
         assert sorted(found) == ["list.0", "list.1", "model.b", "model.w", "optimizer.m"]
         assert isinstance(opened.read("model.w", framework="torch")["model.w"], torch.Tensor)
@@ -396,40 +396,40 @@ def test_read_gives_the_selected_leaves_by_name(selectable: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a[0]", "[x]", "b*", "c?"])
 def test_a_name_that_looks_like_a_pattern_matches_itself(name: str, tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {name: np.arange(3), "other": np.zeros(2), "epoch": 1})
-    assert holdfast.load(tmp_path / "c", select=name)[name].tolist() == [0, 1, 2]
-    with holdfast.open(tmp_path / "c") as opened:
+    everystep.save(tmp_path / "c", {name: np.arange(3), "other": np.zeros(2), "epoch": 1})
+    assert everystep.load(tmp_path / "c", select=name)[name].tolist() == [0, 1, 2]
+    with everystep.open(tmp_path / "c") as opened:
         assert opened.select([name]) == [name]
         assert opened.select("*") == [name, "other"]
     into = {name: np.zeros(3, np.int64)}
-    holdfast.load(tmp_path / "c", into, select=name)
+    everystep.load(tmp_path / "c", into, select=name)
     assert into[name].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("select", [b"model.w", 5, ["model.w", 5], [None]], ids=repr)
 def test_what_is_no_pattern_is_a_type_error_that_says_what_is_wanted(selectable: Path, select: Any) -> None:
     with pytest.raises(TypeError, match="names or globs"):
-        holdfast.load(selectable, select=select)
-    with holdfast.open(selectable) as opened, pytest.raises(TypeError, match="names or globs"):
+        everystep.load(selectable, select=select)
+    with everystep.open(selectable) as opened, pytest.raises(TypeError, match="names or globs"):
         opened.read(select)
 
 
 @pytest.mark.parametrize("name", [None, 5, b"model.w", ("model", "w")], ids=repr)
 def test_what_is_no_name_is_a_type_error_that_says_what_is_wanted(selectable: Path, name: Any) -> None:
-    with holdfast.open(selectable) as opened:
+    with everystep.open(selectable) as opened:
         with pytest.raises(TypeError, match="named by strings"):
             opened[name]
         assert name not in opened
 
 
 def test_what_cannot_be_a_path_has_no_checkpoint() -> None:
-    with pytest.raises(holdfast.CheckpointNotFound):
-        holdfast.open("a\0b")
+    with pytest.raises(everystep.CheckpointNotFound):
+        everystep.open("a\0b")
 
 
 def test_a_leaf_that_is_not_there_is_an_error_of_ours(selectable: Path) -> None:
-    with holdfast.open(selectable) as opened:
-        with pytest.raises(holdfast.LeafNotFound) as caught:
+    with everystep.open(selectable) as opened:
+        with pytest.raises(everystep.LeafNotFound) as caught:
             opened["nope"]
         assert isinstance(caught.value, KeyError)
         assert str(caught.value).startswith(f"{selectable} has no leaf 'nope'")
@@ -437,33 +437,33 @@ def test_a_leaf_that_is_not_there_is_an_error_of_ours(selectable: Path) -> None:
 
 def test_a_pattern_that_matches_nothing_is_a_mistake(selectable: Path) -> None:
     for patterns in ("modle.*", ["model.*", "nope"]):
-        with pytest.raises(holdfast.StateMismatch, match="matches") as caught:
-            holdfast.load(selectable, select=patterns)
+        with pytest.raises(everystep.StateMismatch, match="matches") as caught:
+            everystep.load(selectable, select=patterns)
         assert caught.value.missing in (("modle.*",), ("nope",))
 
 
 def test_only_selected_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not selected may be damaged, and nobody notices."""
-    holdfast.save(tmp_path / "c", {"a": np.arange(1 << 17), "b": np.arange(1 << 17) + 1})
+    everystep.save(tmp_path / "c", {"a": np.arange(1 << 17), "b": np.arange(1 << 17) + 1})
     with open_newest(tmp_path / "c") as opened:
         offsets = {leaf.name: leaf.fragments[0].offset for leaf in opened.root.part.leaves}
     with shard(tmp_path / "c").open("r+b") as file:
         file.seek(offsets["b"])
         file.write(b"\xff")
-    assert np.array_equal(holdfast.load(tmp_path / "c", select="a")["a"], np.arange(1 << 17))
-    with pytest.raises(holdfast.CorruptCheckpoint, match="'b'") as caught:
-        holdfast.load(tmp_path / "c")
+    assert np.array_equal(everystep.load(tmp_path / "c", select="a")["a"], np.arange(1 << 17))
+    with pytest.raises(everystep.CorruptCheckpoint, match="'b'") as caught:
+        everystep.load(tmp_path / "c")
     assert (caught.value.leaf, caught.value.path) == ("b", os.fspath(shard(tmp_path / "c")))
     # Not verifying is a choice, and then the bytes are what they are.
-    found = holdfast.load(tmp_path / "c", verify=False)
+    found = everystep.load(tmp_path / "c", verify=False)
     assert found["b"][0] != 1
     assert bits(found["a"]) == bits(np.arange(1 << 17))
 
 
 def test_progress_counts_the_bytes(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"w": np.zeros(1 << 22)})
+    everystep.save(tmp_path / "c", {"w": np.zeros(1 << 22)})
     told: list[int] = []
-    with holdfast.open(tmp_path / "c") as opened:
+    with everystep.open(tmp_path / "c") as opened:
         opened.read(progress=told.append)
     assert told == sorted(told)
     assert all(0 <= done <= opened.stored_nbytes for done in told)
@@ -490,25 +490,25 @@ def test_progress_counts_the_bytes(tmp_path: Path) -> None:
 )
 def test_wrong_options_are_refused_when_they_are_made(wrong: dict[str, Any], advice: str) -> None:
     with pytest.raises(ValueError, match=re.escape(advice)):
-        holdfast.Options(**wrong)
+        everystep.Options(**wrong)
 
 
 def test_options_that_are_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=re.escape("options must be a holdfast.Options(...), not 5")):
-        holdfast.save(tmp_path / "c", {"w": 1}, options=5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=re.escape("options must be an everystep.Options(...), not 5")):
+        everystep.save(tmp_path / "c", {"w": 1}, options=5)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_saved_from_torch_is_read_where_there_is_none(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"w": torch.arange(3.0), "large": torch.zeros(1 << 19), "epoch": 4})
+    everystep.save(tmp_path / "c", {"w": torch.arange(3.0), "large": torch.zeros(1 << 19), "epoch": 4})
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "import holdfast, numpy as np\n"
+        "import everystep, numpy as np\n"
         "path = sys.argv[1]\n"
-        "state = holdfast.load(path, framework='numpy')\n"
+        "state = everystep.load(path, framework='numpy')\n"
         "assert state['w'].tolist() == [0.0, 1.0, 2.0] and type(state['large']) is np.ndarray\n"
-        "try:\n    holdfast.load(path)\n"
-        "except holdfast.UnsupportedState as error:\n    print(error)\n"
+        "try:\n    everystep.load(path)\n"
+        "except everystep.UnsupportedState as error:\n    print(error)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "c")], check=True, capture_output=True, text=True

@@ -32,10 +32,10 @@ SAVES = """
         "bytearray": lambda: bytearray(128 << 20),
     }
     path, budget, mode, *kinds = sys.argv[1:]
-    options = holdfast.Options(memory_nbytes=int(budget) << 20)
+    options = everystep.Options(memory_nbytes=int(budget) << 20)
 
     def save(state):
-        with holdfast.Checkpointer(path, state, mode=mode, options=options) as checkpointer:
+        with everystep.Checkpointer(path, state, mode=mode, options=options) as checkpointer:
             checkpointer.save(1)
 
     save([torch.zeros(1 << 20, dtype=torch.complex64).conj(), bytes(3)])  # what is paid once per process
@@ -43,7 +43,7 @@ SAVES = """
         shutil.rmtree(path)
         state = [views[kind]()]
         print(kind, growth(lambda: save(state)), sep="=")
-        (found,) = holdfast.load(path)
+        (found,) = everystep.load(path)
         assert type(found) is type(state[0]), kind
         assert torch.equal(found, state[0]) if isinstance(found, torch.Tensor) else found == state[0], kind
         del found, state
@@ -77,10 +77,10 @@ MANY = """
     count = 30_000
     state = {f"layers.{n // 10}.block.{n % 10}.weight": np.zeros(16, np.float32) for n in range(count)}
     small = {"w": np.zeros(16, np.float32)}
-    holdfast.save(sys.argv[1] + "/small", small)
-    holdfast.load(sys.argv[1] + "/small", into=small)
-    print("save", growth(lambda: holdfast.save(sys.argv[1] + "/c", state)) * 2**20 / count)
-    print("load", growth(lambda: holdfast.load(sys.argv[1] + "/c", into=state)) * 2**20 / count)
+    everystep.save(sys.argv[1] + "/small", small)
+    everystep.load(sys.argv[1] + "/small", into=small)
+    print("save", growth(lambda: everystep.save(sys.argv[1] + "/c", state)) * 2**20 / count)
+    print("load", growth(lambda: everystep.load(sys.argv[1] + "/c", into=state)) * 2**20 / count)
 """
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.format.geometry import Box
-from holdfast.state.boxed import BoxedArray
-from holdfast.team import Ranks
+import everystep
+from everystep.format.geometry import Box
+from everystep.state.boxed import BoxedArray
+from everystep.team import Ranks
 
 WHOLE = np.arange(48, dtype=np.float32).reshape(6, 8)
 QUARTERS = tuple(Box(start, (3, 4)) for start in ((0, 0), (0, 4), (3, 0), (3, 4)))
@@ -44,14 +44,14 @@ def assert_filled(array: BoxedArray) -> None:
 
 
 def test_boxes_become_one_leaf_and_go_back_into_other_boxes(tmp_path: Path) -> None:
-    info = holdfast.save(tmp_path / "one", {"w": held(*QUARTERS), "n": 3})
+    info = everystep.save(tmp_path / "one", {"w": held(*QUARTERS), "n": 3})
     assert (info.leaves, info.nbytes) == (1, WHOLE.nbytes)
-    assert holdfast.verify(tmp_path / "one").problems == ()
-    assert holdfast.load(tmp_path / "one")["w"].tolist() == WHOLE.tolist()
-    with holdfast.open(tmp_path / "one") as opened:
+    assert everystep.verify(tmp_path / "one").problems == ()
+    assert everystep.load(tmp_path / "one")["w"].tolist() == WHOLE.tolist()
+    with everystep.open(tmp_path / "one") as opened:
         assert opened["w"][2:4, 3:5].tolist() == WHOLE[2:4, 3:5].tolist()
     target = {"w": wanted(*THIRDS[1:]), "n": 0}
-    holdfast.load(tmp_path / "one", target)
+    everystep.load(tmp_path / "one", target)
     assert target["n"] == 3
     assert_filled(target["w"])
 
@@ -60,35 +60,35 @@ def test_boxes_too_large_for_one_file(tmp_path: Path) -> None:
     large = np.random.default_rng(1).random((512, 1024))
     boxes = [Box((start, 0), (128, 1024)) for start in range(0, 512, 128)]
     parts = tuple((box, part(box, large)) for box in boxes)
-    holdfast.save(tmp_path / "large", {"w": BoxedArray(large.shape, large.dtype, parts)})
-    assert np.array_equal(holdfast.load(tmp_path / "large")["w"], large)
+    everystep.save(tmp_path / "large", {"w": BoxedArray(large.shape, large.dtype, parts)})
+    assert np.array_equal(everystep.load(tmp_path / "large")["w"], large)
     column = np.zeros((512, 3))
     target = {"w": BoxedArray(large.shape, large.dtype, ((Box((0, 5), (512, 3)), column),))}
-    holdfast.load(tmp_path / "large", target)
+    everystep.load(tmp_path / "large", target)
     assert np.array_equal(column, large[:, 5:8])
 
 
 def test_an_array_of_which_boxes_are_missing_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(
-        holdfast.UnsupportedState, match=r"w: this process holds only 36 elements .* \[6, 8\]"
+        everystep.UnsupportedState, match=r"w: this process holds only 36 elements .* \[6, 8\]"
     ):
-        holdfast.save(tmp_path / "one", {"w": held(*QUARTERS[1:])})
-    with pytest.raises(holdfast.UnsupportedState, match="'w': an array of dtype object"):
-        holdfast.save(tmp_path / "one", {"w": BoxedArray((1,), np.dtype(object), ())})
+        everystep.save(tmp_path / "one", {"w": held(*QUARTERS[1:])})
+    with pytest.raises(everystep.UnsupportedState, match="'w': an array of dtype object"):
+        everystep.save(tmp_path / "one", {"w": BoxedArray((1,), np.dtype(object), ())})
     assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_of_another_array_does_not_fit(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", {"w": np.zeros((6, 9), np.float32)})
-    with pytest.raises(holdfast.StateMismatch, match=r"w: checkpoint F32\[6,9\], target F32\[6,8\]"):
-        holdfast.load(tmp_path / "one", {"w": wanted(*THIRDS)})
-    with pytest.raises(holdfast.StateMismatch, match="v"):
-        holdfast.load(tmp_path / "one", {"v": wanted(*THIRDS)})
+    everystep.save(tmp_path / "one", {"w": np.zeros((6, 9), np.float32)})
+    with pytest.raises(everystep.StateMismatch, match=r"w: checkpoint F32\[6,9\], target F32\[6,8\]"):
+        everystep.load(tmp_path / "one", {"w": wanted(*THIRDS)})
+    with pytest.raises(everystep.StateMismatch, match="v"):
+        everystep.load(tmp_path / "one", {"v": wanted(*THIRDS)})
 
 
 def test_a_save_reads_boxes_in_place_and_nothing_waits_for_it(tmp_path: Path) -> None:
     state = {"w": held(*QUARTERS), "mine": np.zeros(3)}
-    with holdfast.Checkpointer(tmp_path / "run", state) as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", state) as ckpt:
         with ckpt.update():
             pass
         assert ckpt.mode == "overlap"
@@ -98,7 +98,7 @@ def test_a_save_reads_boxes_in_place_and_nothing_waits_for_it(tmp_path: Path) ->
         pending.result()
         (saved,) = [event for event in ckpt.events if type(event).__name__ == "Saved"]
         assert (saved.in_place_nbytes, saved.copied_nbytes) == (WHOLE.nbytes, 24)
-    assert holdfast.load(tmp_path / "run")["mine"].tolist() == [0, 0, 0]
+    assert everystep.load(tmp_path / "run")["mine"].tolist() == [0, 0, 0]
 
 
 class Store:
@@ -153,26 +153,26 @@ def test_ranks_without_torch_save_their_boxes_and_others_load_them(tmp_path: Pat
 
     def save(ranks: Ranks) -> None:
         state = {"w": held(*shares[ranks.rank]), "same": np.ones(5), "n": 7}
-        holdfast.save(tmp_path / "one", state, process_group=ranks, timeout=30)
+        everystep.save(tmp_path / "one", state, process_group=ranks, timeout=30)
 
     def load(ranks: Ranks) -> None:
         target = {"w": wanted(THIRDS[ranks.rank], Box((0, ranks.rank), (6, 1))), "same": np.zeros(5), "n": 0}
-        holdfast.load(tmp_path / "one", target, process_group=ranks, timeout=30)
+        everystep.load(tmp_path / "one", target, process_group=ranks, timeout=30)
         assert_filled(target["w"])
         assert (target["same"].tolist(), target["n"]) == ([1.0] * 5, 7)
 
     on_ranks(3, save)
-    with holdfast.open(tmp_path / "one") as opened:
+    with everystep.open(tmp_path / "one") as opened:
         assert opened.world == 3
-    assert holdfast.verify(tmp_path / "one").problems == ()
-    assert holdfast.load(tmp_path / "one")["w"].tolist() == WHOLE.tolist()
+    assert everystep.verify(tmp_path / "one").problems == ()
+    assert everystep.load(tmp_path / "one")["w"].tolist() == WHOLE.tolist()
     on_ranks(2, load)
 
 
 def test_an_element_that_no_rank_has_is_named(tmp_path: Path) -> None:
     def save(ranks: Ranks) -> str:
-        with pytest.raises(holdfast.HoldfastError) as caught:
-            holdfast.save(
+        with pytest.raises(everystep.EverystepError) as caught:
+            everystep.save(
                 tmp_path / "one", {"w": held(QUARTERS[ranks.rank])}, process_group=ranks, timeout=30
             )
         return str(caught.value)
@@ -184,7 +184,7 @@ def test_an_element_that_no_rank_has_is_named(tmp_path: Path) -> None:
 def test_a_run_of_ranks_without_torch(tmp_path: Path) -> None:
     def train(ranks: Ranks) -> int:
         state = {"w": held(*QUARTERS[2 * ranks.rank : 2 * ranks.rank + 2])}
-        with holdfast.Checkpointer(
+        with everystep.Checkpointer(
             tmp_path / "run", state, process_group=ranks, timeout=30, preemption=False, mode="sync"
         ) as ckpt:
             assert ckpt.restore() == 0

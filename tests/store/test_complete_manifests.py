@@ -13,12 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-import holdfast
-from holdfast.state import Flat
-from holdfast.state.flatten import flatten
-from holdfast.state.node import unmatched
-from holdfast.torch.dcp import Writer
-from holdfast.universal import state_tree
+import everystep
+from everystep.state import Flat
+from everystep.state.flatten import flatten
+from everystep.state.node import unmatched
+from everystep.torch.dcp import Writer
+from everystep.universal import state_tree
 
 
 def lost(flat: Flat) -> Flat:
@@ -47,7 +47,7 @@ BREAKS = [lost, dangling, swapped, alias_lost, own_lost]
 @pytest.fixture
 def state() -> dict[str, Any]:
     big = np.arange(300_000, dtype=np.float64)
-    return {"w": big, "m": {"a": np.ones(3), "b": big}, "seed": holdfast.per_rank({"s": np.ones(2)})}
+    return {"w": big, "m": {"a": np.ones(3), "b": big}, "seed": everystep.per_rank({"s": np.ones(2)})}
 
 
 @pytest.mark.parametrize("how", BREAKS)
@@ -58,17 +58,17 @@ def test_a_tree_that_is_not_of_its_leaves_is_not_committed(
     if way == "small":
         state = {**state, "w": np.ones(2), "m": {"a": np.ones(3)}}
     (tmp_path / "volume").mkdir()
-    options = holdfast.Options(volumes=[tmp_path / "volume"]) if way == "volumes" else None
-    for module in ("holdfast.store.api", "holdfast.store.ranks.group"):
+    options = everystep.Options(volumes=[tmp_path / "volume"]) if way == "volumes" else None
+    for module in ("everystep.store.api", "everystep.store.ranks.group"):
         monkeypatch.setattr(f"{module}.flatten", lambda *args: how(flatten(*args)))
-    with pytest.raises(holdfast.UnsupportedState, match=r"leaf '.*'( has no place|, which is not)"):
-        holdfast.save(tmp_path / "c", state, options=options)
+    with pytest.raises(everystep.UnsupportedState, match=r"leaf '.*'( has no place|, which is not)"):
+        everystep.save(tmp_path / "c", state, options=options)
     assert not (tmp_path / "c").exists()
     assert not (tmp_path / "c.partial").exists()
 
 
 def test_dcp_commits_no_such_tree_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.torch.dcp.writer.leaf_node", lambda name: {"$leaf": "other"})
+    monkeypatch.setattr("everystep.torch.dcp.writer.leaf_node", lambda name: {"$leaf": "other"})
     with pytest.raises(CheckpointException, match=r"(?s)UnsupportedState: .*has no place in the tree"):
         dcp.save({"w": torch.ones(3)}, storage_writer=Writer(tmp_path / "c"))
     assert not (tmp_path / "c").exists()
@@ -86,8 +86,8 @@ def test_a_foreign_checkpoint_of_which_something_would_get_lost_is_refused(
         return tree
 
     monkeypatch.setattr(state_tree, "described_tree", forgetful)
-    with pytest.raises(holdfast.errors.UnsupportedSource, match="has no place in the tree"):
-        holdfast.load(tmp_path / "x.pt")
+    with pytest.raises(everystep.errors.UnsupportedSource, match="has no place in the tree"):
+        everystep.load(tmp_path / "x.pt")
 
 
 def test_what_flatten_makes_of_any_state_fits(state: Any) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import Checkpointer, Keep
-from holdfast.engine import faults
-from holdfast.store import step_name
+import everystep
+from everystep import Checkpointer, Keep
+from everystep.engine import faults
+from everystep.store import step_name
 
 SHARD = "r00000.v0.safetensors"
 ONE, TWO = [SHARD], ["manifest.json", SHARD]
@@ -41,8 +41,8 @@ def test_each_form_is_written_over_the_other(tmp_path: Path) -> None:
             with faults.traced() as events:
                 checkpointer.save(step)
             assert names(tmp_path, step) == (ONE if size < LARGE else TWO)
-            assert holdfast.verify(tmp_path / step_name(step)).intact
-            assert np.array_equal(holdfast.load(tmp_path)["w"], state["w"])  # type: ignore[arg-type]
+            assert everystep.verify(tmp_path / step_name(step)).intact
+            assert np.array_equal(everystep.load(tmp_path)["w"], state["w"])  # type: ignore[arg-type]
             written_over += recycled(events)
     assert written_over >= len(sizes) - 4
 
@@ -87,7 +87,9 @@ def test_a_directory_of_which_we_are_not_sure_is_synced(tmp_path: Path, why: str
 
 def test_checkpoints_of_both_forms_are_listed_kept_and_restored(tmp_path: Path) -> None:
     state = {"w": np.zeros(SMALL)}
-    with Checkpointer(tmp_path, state, mode="sync", options=holdfast.Options(small_nbytes=0)) as checkpointer:
+    with Checkpointer(
+        tmp_path, state, mode="sync", options=everystep.Options(small_nbytes=0)
+    ) as checkpointer:
         checkpointer.save(1)
     with Checkpointer(tmp_path, state, mode="sync") as checkpointer:
         assert checkpointer.steps == [1]
@@ -98,4 +100,4 @@ def test_checkpoints_of_both_forms_are_listed_kept_and_restored(tmp_path: Path) 
         state["w"] -= 7
         assert checkpointer.restore() == 2
         assert state["w"][0] == 1
-    assert holdfast.load(tmp_path / step_name(1))["w"][0] == 0
+    assert everystep.load(tmp_path / step_name(1))["w"][0] == 0

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast import StateMismatch
-from holdfast.store.read.parts import Parts
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep import StateMismatch
+from everystep.store.read.parts import Parts
+from everystep.store.read.stored_checkpoint import open_newest
 
 
 class Net(nn.Module):
@@ -85,12 +85,12 @@ class Training:
 def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path: Path, optimizer: str, warm: bool) -> None:
     original = Training(0, optimizer)
     original.train(0, 3)
-    holdfast.save(tmp_path / "c", original.state)
+    everystep.save(tmp_path / "c", original.state)
     original.train(3, 3)
     resumed = Training(1, optimizer)  # other weights, other learning rate
     if warm:
         resumed.train(0, 2)
-    result = holdfast.load(tmp_path / "c", into=resumed.state)
+    result = everystep.load(tmp_path / "c", into=resumed.state)
     assert result["model"] is resumed.model
     assert result["optimizer"] is resumed.optimizer
     resumed.train(3, 3)
@@ -101,12 +101,12 @@ def test_memory_that_exists_is_filled_in_place(tmp_path: Path) -> None:
     saved, target = Training(0), Training(1)
     saved.train(0, 2)
     target.train(0, 1)
-    holdfast.save(tmp_path / "c", saved.state)
+    everystep.save(tmp_path / "c", saved.state)
     kept = [*target.model.parameters(), *target.model.buffers()]
     kept += [value for entry in target.optimizer.state.values() for value in entry.values() if value.dim()]
     addresses = [tensor.data_ptr() for tensor in kept]
     seen, history = target.counts["seen"], target.counts["history"]
-    holdfast.load(tmp_path / "c", into=target.state)
+    everystep.load(tmp_path / "c", into=target.state)
     assert [tensor.data_ptr() for tensor in kept] == addresses
     assert target.counts["seen"] is seen
     assert target.counts["history"] is history
@@ -114,10 +114,10 @@ def test_memory_that_exists_is_filled_in_place(tmp_path: Path) -> None:
     assert target.bits() == saved.bits()
 
 
-def test_strided_and_reversed_targets_are_filled_in_place(tmp_path: Path, options: holdfast.Options) -> None:
+def test_strided_and_reversed_targets_are_filled_in_place(tmp_path: Path, options: everystep.Options) -> None:
     rng = np.random.default_rng(0)
     state = {name: rng.random((300, 200)) for name in ("plain", "transposed", "reversed", "columns", "torch")}
-    holdfast.save(tmp_path / "c", state, options=options)
+    everystep.save(tmp_path / "c", state, options=options)
     target = {
         "plain": np.zeros((300, 200)),
         "transposed": np.zeros((200, 300)).T,
@@ -126,23 +126,23 @@ def test_strided_and_reversed_targets_are_filled_in_place(tmp_path: Path, option
         "torch": torch.zeros(200, 300, dtype=torch.float64).T,
     }
     before = dict(target)
-    holdfast.load(tmp_path / "c", into=target)
+    everystep.load(tmp_path / "c", into=target)
     for name, array in state.items():
         assert target[name] is before[name]
         assert np.array_equal(np.asarray(target[name]), array)
 
 
 def test_the_other_framework_takes_the_same_bytes(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"n": np.arange(6.0), "t": torch.arange(6)})
+    everystep.save(tmp_path / "c", {"n": np.arange(6.0), "t": torch.arange(6)})
     target = {"n": torch.zeros(6, dtype=torch.float64), "t": np.zeros(6, np.int64)}
-    holdfast.load(tmp_path / "c", into=target)
+    everystep.load(tmp_path / "c", into=target)
     assert target["n"].tolist() == target["t"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_framework_and_into_exclude_each_other(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"n": np.arange(6.0)})
+    everystep.save(tmp_path / "c", {"n": np.arange(6.0)})
     with pytest.raises(TypeError, match="framework"):
-        holdfast.load(tmp_path / "c", into={"n": np.zeros(6)}, framework="torch")
+        everystep.load(tmp_path / "c", into={"n": np.zeros(6)}, framework="torch")
 
 
 def odd_target() -> dict[str, Any]:
@@ -158,14 +158,14 @@ def odd_target() -> dict[str, Any]:
 @pytest.fixture
 def odd(tmp_path: Path) -> Path:
     state = {"same": np.ones(3), "shape": np.ones(4), "dtype": np.ones(4), "gone": np.ones(2), "n": 7}
-    holdfast.save(tmp_path / "c", state)
+    everystep.save(tmp_path / "c", state)
     return tmp_path / "c"
 
 
 def test_what_does_not_fit_is_listed_before_anything_is_touched(odd: Path) -> None:
     target = odd_target()
     with pytest.raises(StateMismatch) as caught:
-        holdfast.load(odd, into=target)
+        everystep.load(odd, into=target)
     error = caught.value
     assert error.missing == ("new",)
     assert error.extra == ("gone",)
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_listed_before_anything_is_touched(odd: Path) -> No
 def test_not_strict_restores_what_fits_and_says_what_did_not(odd: Path) -> None:
     target = odd_target()
     with pytest.warns(RuntimeWarning, match="do not fit") as caught:
-        holdfast.load(odd, into=target, strict=False)
+        everystep.load(odd, into=target, strict=False)
     assert target["same"].tolist() == [1, 1, 1]
     assert target["n"] == 7
     for name in ("shape", "dtype", "new"):
@@ -216,56 +216,56 @@ def flatten_values(state: Any) -> Any:
 )
 def test_not_strict_that_would_restore_no_array_is_an_error(target: Any, tmp_path: Path) -> None:
     """Or a training would go on with the weights that it started with, and a step that says otherwise."""
-    holdfast.save(tmp_path / "c", {"model": {"w": np.ones(3), "b": np.ones(1)}, "n": 7})
+    everystep.save(tmp_path / "c", {"model": {"w": np.ones(3), "b": np.ones(1)}, "n": 7})
     before = copy.deepcopy(target)
     with pytest.raises(StateMismatch, match="has none to restore") as caught:
-        holdfast.load(tmp_path / "c", into=target, strict=False)
+        everystep.load(tmp_path / "c", into=target, strict=False)
     assert "Nothing has been changed" in str(caught.value)
     assert caught.value.extra or caught.value.wrong
     assert flatten_values(target) == flatten_values(before)
 
 
 def test_the_error_of_a_restore_of_nothing_shows_both_sides(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"model": {"w": np.ones(3), "b": np.ones(1)}})
+    everystep.save(tmp_path / "c", {"model": {"w": np.ones(3), "b": np.ones(1)}})
     with pytest.raises(StateMismatch) as caught:
-        holdfast.load(tmp_path / "c", into={"w": np.zeros(3), "b": np.zeros(1)}, strict=False)
+        everystep.load(tmp_path / "c", into={"w": np.zeros(3), "b": np.zeros(1)}, strict=False)
     for text in ("model.w", "    w", "have 'model.' before them"):
         assert text in str(caught.value)
 
 
 def test_not_strict_may_restore_no_array_where_none_is_asked_for(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"w": np.ones(3), "n": 7})
+    everystep.save(tmp_path / "c", {"w": np.ones(3), "n": 7})
     target: Any = {"n": 0}
     with pytest.warns(RuntimeWarning, match="All else has been restored"):
-        holdfast.load(tmp_path / "c", into=target, strict=False)
+        everystep.load(tmp_path / "c", into=target, strict=False)
     assert target == {"n": 7}
     empty: Any = {"n": 0, "w": torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)}
-    holdfast.save(tmp_path / "d", {"n": 8, "w": torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)})
-    holdfast.load(tmp_path / "d", into=empty, strict=False)
+    everystep.save(tmp_path / "d", {"n": 8, "w": torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)})
+    everystep.load(tmp_path / "d", into=empty, strict=False)
     assert empty["n"] == 8
 
 
 def test_a_selection_that_finds_no_place_is_an_error(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"a": np.ones(3), "b": np.ones(3)})
+    everystep.save(tmp_path / "c", {"a": np.ones(3), "b": np.ones(3)})
     target = {"b": np.zeros(3)}
     with pytest.raises(StateMismatch, match="has none to restore"):
-        holdfast.load(tmp_path / "c", into=target, select="a", strict=False)
+        everystep.load(tmp_path / "c", into=target, select="a", strict=False)
     assert not target["b"].any()
 
 
 @pytest.mark.parametrize("nbytes", [24, 5 << 20])
 def test_equal_leaves_stored_apart_fill_a_target_that_ties_them(nbytes: int, tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)
-    holdfast.save(tmp_path / "equal", {"a": values, "b": values.copy()})
+    everystep.save(tmp_path / "equal", {"a": values, "b": values.copy()})
     shared = np.zeros(nbytes, np.uint8)
-    holdfast.load(tmp_path / "equal", into={"a": shared, "b": shared})
+    everystep.load(tmp_path / "equal", into={"a": shared, "b": shared})
     assert np.array_equal(shared, values)
     other = values.copy()
     other[-1] ^= 1
-    holdfast.save(tmp_path / "other", {"a": values, "b": other})
+    everystep.save(tmp_path / "other", {"a": values, "b": other})
     shared[:] = 0
     with pytest.raises(StateMismatch, match="stored apart from a, target tied to it"):
-        holdfast.load(tmp_path / "other", into={"a": shared, "b": shared})
+        everystep.load(tmp_path / "other", into={"a": shared, "b": shared})
     assert not shared.any()
 
 
@@ -274,31 +274,31 @@ def test_leaves_stored_in_different_pieces_are_compared_by_their_bytes(
     equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = torch.tensor([1.0, float("nan"), -0.0], dtype=torch.bfloat16)
-    holdfast.save(tmp_path / "c", {"a": values, "b": values.clone() if equal else values.abs()})
+    everystep.save(tmp_path / "c", {"a": values, "b": values.clone() if equal else values.abs()})
     monkeypatch.setattr(Parts, "checksums", lambda self, meta: {meta.name: ""})  # as if cut differently
     with open_newest(tmp_path / "c") as checkpoint:
         assert checkpoint.alike("a", "b") == equal
 
 
 def test_not_strict_is_silent_when_all_fits(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"a": np.ones(3)})
+    everystep.save(tmp_path / "c", {"a": np.ones(3)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        holdfast.load(tmp_path / "c", into={"a": np.zeros(3)}, strict=False)
+        everystep.load(tmp_path / "c", into={"a": np.zeros(3)}, strict=False)
 
 
 def test_selected_leaves_are_restored_and_nothing_else(tmp_path: Path) -> None:
     saved, target = Training(0), Training(1)
     saved.train(0, 2)
     target.train(0, 1)
-    holdfast.save(tmp_path / "c", saved.state)
+    everystep.save(tmp_path / "c", saved.state)
     untouched = (
         target.optimizer.state_dict()["param_groups"],
         target.counts["epoch"],
         target.counts["history"][:],
     )
     before = target.model.norm.weight.detach().clone()
-    holdfast.load(tmp_path / "c", into=target.state, select=["model.embed.*", "counts.seen"])
+    everystep.load(tmp_path / "c", into=target.state, select=["model.embed.*", "counts.seen"])
     assert torch.equal(target.model.embed.weight, saved.model.embed.weight)
     assert torch.equal(target.model.norm.weight, before)
     assert np.array_equal(target.counts["seen"], saved.counts["seen"])
@@ -313,23 +313,23 @@ def test_selecting_needs_no_place_for_the_rest(tmp_path: Path) -> None:
     """The model of a training checkpoint, without its optimizer."""
     saved = Training(0)
     saved.train(0, 2)
-    holdfast.save(tmp_path / "c", saved.state)
+    everystep.save(tmp_path / "c", saved.state)
     model = Net()
-    holdfast.load(tmp_path / "c", into={"model": model}, select="model.*")
+    everystep.load(tmp_path / "c", into={"model": model}, select="model.*")
     for mine, theirs in zip(model.state_dict().values(), saved.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_a_selected_leaf_that_finds_no_place_is_a_mismatch(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"a": np.ones(3), "b": np.ones(2), "list": [np.ones(1), 5, np.ones(4)]})
+    everystep.save(tmp_path / "c", {"a": np.ones(3), "b": np.ones(2), "list": [np.ones(1), 5, np.ones(4)]})
     with pytest.raises(StateMismatch) as caught:
-        holdfast.load(tmp_path / "c", into={"b": np.zeros(2)}, select="a")
+        everystep.load(tmp_path / "c", into={"b": np.zeros(2)}, select="a")
     assert caught.value.extra == ("a",)
     with pytest.raises(StateMismatch) as caught:
-        holdfast.load(tmp_path / "c", into={"a": np.zeros(4), "b": np.zeros(9)}, select="a")
+        everystep.load(tmp_path / "c", into={"a": np.zeros(4), "b": np.zeros(9)}, select="a")
     assert caught.value.wrong == ("a: checkpoint F64[3], target F64[4]",)
     target = {"list": [np.zeros(1), 6, np.zeros(4)]}
-    holdfast.load(tmp_path / "c", into=target, select="list.2")
+    everystep.load(tmp_path / "c", into=target, select="list.2")
     assert target["list"][0].tolist() == [0]
     assert target["list"][1] == 6
     assert target["list"][2].tolist() == [1, 1, 1, 1]
@@ -338,10 +338,10 @@ def test_a_selected_leaf_that_finds_no_place_is_a_mismatch(tmp_path: Path) -> No
 def test_an_optimizer_is_selected_whole_or_not_at_all(tmp_path: Path) -> None:
     saved, target = Training(0), Training(1)
     saved.train(0, 2)
-    holdfast.save(tmp_path / "c", saved.state)
+    everystep.save(tmp_path / "c", saved.state)
     with pytest.raises(StateMismatch, match="takes all or none"):
-        holdfast.load(tmp_path / "c", into=target.state, select="optimizer.*.exp_avg")
-    holdfast.load(tmp_path / "c", into=target.state, select="optimizer.*")
+        everystep.load(tmp_path / "c", into=target.state, select="optimizer.*.exp_avg")
+    everystep.load(tmp_path / "c", into=target.state, select="optimizer.*")
     theirs = saved.optimizer.state_dict()["state"]
     for index, entry in target.optimizer.state_dict()["state"].items():
         for key, value in entry.items():
@@ -351,6 +351,6 @@ def test_an_optimizer_is_selected_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_an_empty_array_is_read_before_what_lies_at_its_offset(tmp_path: Path) -> None:
     """It is read in place, the other one into new memory."""
     state = {"empty": np.zeros(0), "expanded": torch.ones(1).expand(3)}
-    holdfast.save(tmp_path / "c", state)
-    restored = holdfast.load(tmp_path / "c", into=state)
+    everystep.save(tmp_path / "c", state)
+    restored = everystep.load(tmp_path / "c", into=state)
     assert torch.equal(restored["expanded"], torch.ones(3))

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import CorruptCheckpoint
-from holdfast.inspect.description import leaf_order
-from holdfast.state.flatten import BLOB_NBYTES
-from holdfast.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+import everystep
+from everystep.errors import CorruptCheckpoint
+from everystep.inspect.description import leaf_order
+from everystep.state.flatten import BLOB_NBYTES
+from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 from support import handmade_checkpoints as making
 
 BIG = os.urandom(3 * BLOB_NBYTES + 5)
@@ -45,14 +45,14 @@ STATE = {
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    holdfast.save(tmp_path / "c", STATE)
+    everystep.save(tmp_path / "c", STATE)
     return tmp_path / "c"
 
 
 def test_they_come_back_as_themselves(saved: Path) -> None:
-    assert same(holdfast.load(saved), STATE)
-    assert same(holdfast.load(saved, framework="torch"), STATE)
-    assert holdfast.verify(saved).intact
+    assert same(everystep.load(saved), STATE)
+    assert same(everystep.load(saved, framework="torch"), STATE)
+    assert everystep.verify(saved).intact
 
 
 def test_only_they_are_leaves(saved: Path) -> None:
@@ -66,41 +66,41 @@ def test_only_they_are_leaves(saved: Path) -> None:
         "bytes",
         "array",
         "again",
-    ]  # as `holdfast show` has them
+    ]  # as `everystep show` has them
 
 
 def test_a_target_takes_them(saved: Path) -> None:
     """Also one that had less there, or none; a bytearray is filled where it is."""
     held = bytearray(3)
     target = {**STATE, "bytes": b"", "array": held, "again": None, "list": [], "clash": {"a": {"b": 3}}}
-    found = holdfast.load(saved, into=target)
+    found = everystep.load(saved, into=target)
     assert same({name: found[name] for name in STATE}, STATE)
     assert found["array"] is held
-    with pytest.raises(holdfast.StateMismatch, match="array: checkpoint holds bytes, target"):
-        holdfast.load(saved, into={**STATE, "array": np.zeros(3, np.uint8)})
+    with pytest.raises(everystep.StateMismatch, match="array: checkpoint holds bytes, target"):
+        everystep.load(saved, into={**STATE, "array": np.zeros(3, np.uint8)})
 
 
 def test_some_of_them_can_be_selected(saved: Path) -> None:
-    assert same(holdfast.load(saved, select="list.2*"), {"list": [None, None, (None, bytearray(BIG))]})
+    assert same(everystep.load(saved, select="list.2*"), {"list": [None, None, (None, bytearray(BIG))]})
     target = dict(STATE, array=bytearray(), bytes=b"kept")
-    assert holdfast.load(saved, into=target, select="array")["array"] == OTHER
+    assert everystep.load(saved, into=target, select="array")["array"] == OTHER
     assert target["bytes"] == b"kept"
 
 
 def test_keys_and_members_of_sets_stay_values(tmp_path: Path) -> None:
     state = {"keys": {BIG: 1}, "set": {BIG}, "frozen": frozenset([(OTHER, 1)])}
-    assert holdfast.save(tmp_path / "c", state).leaves == 0
-    assert same(holdfast.load(tmp_path / "c"), state)
+    assert everystep.save(tmp_path / "c", state).leaves == 0
+    assert same(everystep.load(tmp_path / "c"), state)
 
 
 def test_a_checkpoint_that_has_them_in_its_tree_still_loads(tmp_path: Path) -> None:
     """As earlier versions wrote them."""
-    from holdfast.state.flatten import value_node
+    from everystep.state.flatten import value_node
 
     making.write_checkpoint(
         tmp_path / "c", {"w": np.zeros(2)}, tree={"b": value_node([BIG, bytearray(OTHER)])}
     )
-    assert same(holdfast.load(tmp_path / "c")["b"], [BIG, bytearray(OTHER)])
+    assert same(everystep.load(tmp_path / "c")["b"], [BIG, bytearray(OTHER)])
 
 
 @pytest.mark.parametrize(
@@ -110,41 +110,41 @@ def test_a_checkpoint_that_has_them_in_its_tree_still_loads(tmp_path: Path) -> N
 def test_an_array_is_not_taken_for_bytes(tmp_path: Path, array: np.ndarray, tag: str) -> None:
     making.write_checkpoint(tmp_path / "c", {"w": array}, tree={"b": {tag: {"$leaf": "w"}}})
     with pytest.raises(CorruptCheckpoint, match="array"):
-        holdfast.load(tmp_path / "c")
+        everystep.load(tmp_path / "c")
     held = bytearray(b"kept")
     with pytest.raises(CorruptCheckpoint, match="array"):
-        holdfast.load(tmp_path / "c", into={"b": held})
+        everystep.load(tmp_path / "c", into={"b": held})
     assert held == b"kept"
-    assert not holdfast.verify(tmp_path / "c").intact
+    assert not everystep.verify(tmp_path / "c").intact
 
 
 @pytest.mark.parametrize("body", [{"$leaf": "gone"}, {"$leaf": 3}, {"x": "w"}, {"$tuple": []}, {}], ids=str)
 def test_a_reference_to_nothing_is_damage(tmp_path: Path, body: Any) -> None:
     making.write_checkpoint(tmp_path / "c", {"w": np.zeros(4, np.uint8)}, tree={"b": {"$bytes": body}})
     with pytest.raises(CorruptCheckpoint):
-        holdfast.load(tmp_path / "c")
+        everystep.load(tmp_path / "c")
 
 
 @pytest.mark.parametrize("mode", ["snapshot", "sync"])
 def test_a_bytearray_may_grow_right_after_a_save(tmp_path: Path, mode: Any) -> None:
     held = bytearray(BIG)
-    with holdfast.Checkpointer(
-        tmp_path, {"b": held}, mode=mode, options=holdfast.Options(small_nbytes=0)
+    with everystep.Checkpointer(
+        tmp_path, {"b": held}, mode=mode, options=everystep.Options(small_nbytes=0)
     ) as c:
         for step in range(1, 3):
             c.save(step)
             held += b"more"
-    assert holdfast.load(tmp_path)["b"] == BIG + b"more"
+    assert everystep.load(tmp_path)["b"] == BIG + b"more"
 
 
 def test_a_bytearray_that_another_thread_resizes_fails_the_save(tmp_path: Path) -> None:
     """Its memory has moved: what is read there would be anything."""
-    from holdfast.state.numpy_arrays import bytes_source
+    from everystep.state.numpy_arrays import bytes_source
 
     held = bytearray(BIG)
     source = bytes_source(held, "b")
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
-    with pytest.raises(holdfast.MutatedDuringSave, match="'b'"):
+    with pytest.raises(everystep.MutatedDuringSave, match="'b'"):
         source.fill(memoryview(bytearray(16)), 0)  # type: ignore[union-attr]

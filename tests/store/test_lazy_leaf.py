@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 
-import holdfast
-from holdfast import engine
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep import engine
+from everystep.store.read.stored_checkpoint import open_newest
 from support.array_samples import NUMPY_TYPES, TORCH_TYPES, bits, random_array, random_tensor
 
 MIB = 1 << 20
@@ -33,19 +33,19 @@ SHAPES = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[holdfast.Checkpoint, dict[str, Any]]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[everystep.Checkpoint, dict[str, Any]]]:
     arrays = {name: random_array(np.dtype("<i4"), shape, 1) for name, shape in SHAPES.items()}
     arrays["fortran"] = np.asfortranarray(random_array(np.dtype("<i4"), (60, 70), 2))
     path = tmp_path_factory.mktemp("lazy") / "c"
-    holdfast.save(path, arrays)
-    with holdfast.open(path) as opened:
+    everystep.save(path, arrays)
+    with everystep.open(path) as opened:
         yield opened, arrays
 
 
 @settings(max_examples=80)
 @given(data=st.data())
 def test_any_index_gives_what_numpy_gives(
-    saved: tuple[holdfast.Checkpoint, dict[str, Any]], data: st.DataObject
+    saved: tuple[everystep.Checkpoint, dict[str, Any]], data: st.DataObject
 ) -> None:
     opened, arrays = saved
     name = data.draw(st.sampled_from(sorted(arrays)))
@@ -53,7 +53,7 @@ def test_any_index_gives_what_numpy_gives(
     assert bits(opened[name][index]) == bits(np.asarray(arrays[name][index]))
 
 
-def test_an_index_need_not_be_a_plain_integer(saved: tuple[holdfast.Checkpoint, dict[str, Any]]) -> None:
+def test_an_index_need_not_be_a_plain_integer(saved: tuple[everystep.Checkpoint, dict[str, Any]]) -> None:
     opened, arrays = saved
     assert opened["matrix"][np.int64(3), torch.tensor(4)] == arrays["matrix"][3, 4]
 
@@ -63,21 +63,21 @@ def test_an_index_need_not_be_a_plain_integer(saved: tuple[holdfast.Checkpoint, 
     [(0, 0, 0), 37, -38, (0, 41), 1.5, "a", None, [1, 2], np.array([1]), (..., ...), (slice(None), 99)],
 )
 def test_an_index_that_makes_no_sense_is_an_index_error(
-    saved: tuple[holdfast.Checkpoint, dict[str, Any]], index: Any
+    saved: tuple[everystep.Checkpoint, dict[str, Any]], index: Any
 ) -> None:
     with pytest.raises(IndexError):
         saved[0]["matrix"][index]
 
 
 @pytest.mark.parametrize("index", [True, False, np.True_, np.array(True), torch.tensor(True), (0, True)])
-def test_a_truth_value_is_no_index(saved: tuple[holdfast.Checkpoint, dict[str, Any]], index: Any) -> None:
+def test_a_truth_value_is_no_index(saved: tuple[everystep.Checkpoint, dict[str, Any]], index: Any) -> None:
     """To numpy and torch it is a mask, to Python an integer: neither is what was meant."""
     with pytest.raises(IndexError, match="integers, slices"):
         saved[0]["matrix"][index]
 
 
 def test_a_leaf_that_is_not_read_yet_knows_its_form(
-    saved: tuple[holdfast.Checkpoint, dict[str, Any]],
+    saved: tuple[everystep.Checkpoint, dict[str, Any]],
 ) -> None:
     leaf = saved[0]["tall"]
     assert (leaf.name, leaf.shape, leaf.dtype, leaf.framework) == ("tall", (300, 5000), "I32", "numpy")
@@ -90,8 +90,8 @@ def test_a_leaf_that_is_not_read_yet_knows_its_form(
 def test_parts_of_every_element_type_keep_their_framework(tmp_path: Path) -> None:
     state = {f"numpy {dtype.str}": random_array(dtype, (5, 7)) for dtype in NUMPY_TYPES}
     state |= {str(dtype): random_tensor(dtype, (5, 7)) for dtype in TORCH_TYPES}
-    holdfast.save(tmp_path / "c", state)
-    with holdfast.open(tmp_path / "c") as opened:
+    everystep.save(tmp_path / "c", state)
+    with everystep.open(tmp_path / "c") as opened:
         for name, array in state.items():
             assert bits(opened[name][1:4, 2]) == bits(array[1:4, 2]), name
             assert bits(opened[name][...]) == bits(array), name
@@ -115,8 +115,8 @@ def test_a_part_costs_its_own_bytes_rounded_to_chunks(tmp_path: Path, counted: l
     rows, columns = 4096, 4096
     array = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)  # 64 MiB
     wide = array.reshape(8, -1)  # rows of 8 MiB
-    holdfast.save(tmp_path / "c", {"w": array, "wide": wide.copy(), "other": array + 1})
-    with holdfast.open(tmp_path / "c") as opened:
+    everystep.save(tmp_path / "c", {"w": array, "wide": wide.copy(), "other": array + 1})
+    with everystep.open(tmp_path / "c") as opened:
         assert opened["w"].shape == (rows, columns)
         assert opened.leaves
         assert opened.values == {}
@@ -141,13 +141,13 @@ def test_a_part_costs_its_own_bytes_rounded_to_chunks(tmp_path: Path, counted: l
 
 def test_one_expression_is_enough(tmp_path: Path) -> None:
     """The leaf keeps the checkpoint open for as long as it is needed."""
-    holdfast.save(tmp_path / "c", {"w": np.arange(10)})
-    assert holdfast.open(tmp_path / "c")["w"][2:4].tolist() == [2, 3]
+    everystep.save(tmp_path / "c", {"w": np.arange(10)})
+    assert everystep.open(tmp_path / "c")["w"][2:4].tolist() == [2, 3]
 
 
 def test_damage_is_noticed_in_the_part_that_is_read_and_only_there(tmp_path: Path) -> None:
     array = np.arange(4 * MIB // 8)
-    holdfast.save(tmp_path / "c", {"w": array})
+    everystep.save(tmp_path / "c", {"w": array})
     with open_newest(tmp_path / "c") as opened:
         offset = opened.root.part.leaves[0].fragments[0].offset
         with (tmp_path / "c" / "r00000.v0.safetensors").open("r+b") as file:
@@ -156,7 +156,7 @@ def test_damage_is_noticed_in_the_part_that_is_read_and_only_there(tmp_path: Pat
         per_chunk = MIB // 8
         assert np.array_equal(opened["w"][: 2 * per_chunk], array[: 2 * per_chunk])
         assert np.array_equal(opened["w"][3 * per_chunk :], array[3 * per_chunk :])
-        with pytest.raises(holdfast.CorruptCheckpoint, match="chunk 2") as caught:
+        with pytest.raises(everystep.CorruptCheckpoint, match="chunk 2") as caught:
             opened["w"][3 * per_chunk - 1]
         assert caught.value.leaf == "w"
         assert caught.value.path == str(tmp_path / "c" / "r00000.v0.safetensors")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine import fs
+import everystep
+from everystep.engine import fs
 
 STATE = {"w": np.arange(300_000)}
 
@@ -51,17 +51,17 @@ def test_a_save_follows_no_link_that_is_re_pointed(
     first, other = current.with_name("first"), current.with_name("other")
     if overwrite:
         for folder in (first, other):
-            holdfast.save(folder / "model", {"w": np.full(size, 7)})
+            everystep.save(folder / "model", {"w": np.full(size, 7)})
     inodes = {path: path.stat().st_ino for path in other.rglob("*")}
     before_sync(monkeypatch, lambda: point(current, other))
-    with pytest.raises(holdfast.RunMoved, match="leads to another directory"):
-        holdfast.save(current / "model", {"w": np.arange(size)}, overwrite=overwrite)
+    with pytest.raises(everystep.RunMoved, match="leads to another directory"):
+        everystep.save(current / "model", {"w": np.arange(size)}, overwrite=overwrite)
     assert {path: path.stat().st_ino for path in other.rglob("*")} == inodes
     assert os.listdir(first) == (["model"] if overwrite else []), (
         "the failed save has cleaned up after itself"
     )
     if overwrite:
-        assert holdfast.load(first / "model")["w"][-1] == 7
+        assert everystep.load(first / "model")["w"][-1] == 7
 
 
 def test_a_volume_that_is_swapped_is_not_reported_durable(
@@ -69,15 +69,15 @@ def test_a_volume_that_is_swapped_is_not_reported_durable(
 ) -> None:
     """The manifest would name a path at which there is no shard."""
     first, other, model = (current.with_name(name) for name in ("first", "other", "model"))
-    options = holdfast.Options(volumes=[current])
+    options = everystep.Options(volumes=[current])
 
     def swap() -> None:
         shutil.copytree(first, other, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
         point(current, other)
 
     before_sync(monkeypatch, swap)
-    with pytest.raises(holdfast.RunMoved):
-        holdfast.save(model, STATE, options=options)
+    with pytest.raises(everystep.RunMoved):
+        everystep.save(model, STATE, options=options)
     assert not model.exists()
-    holdfast.save(model, STATE, options=options)
-    assert np.array_equal(holdfast.load(model)["w"], STATE["w"])
+    everystep.save(model, STATE, options=options)
+    assert np.array_equal(everystep.load(model)["w"], STATE["w"])

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import Checkpointer, Keep
-from holdfast.store import step_name
+import everystep
+from everystep import Checkpointer, Keep
+from everystep.store import step_name
 
 SHARD = "r00000.v0.safetensors"
 pytestmark = pytest.mark.timeout(60)
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def train(run: Path, volume: Path | None = None, steps: int = 5) -> None:
-    options = None if volume is None else holdfast.Options(volumes=[volume])
+    options = None if volume is None else everystep.Options(volumes=[volume])
     with Checkpointer(run, {"w": np.arange(9)}, keep=Keep(last=1), mode="sync", options=options) as ckpt:
         for step in range(1, steps + 1):
             ckpt.save(step)
@@ -64,7 +64,7 @@ def test_the_event_log_is_not_written_through(run: Path, precious: Path, plant: 
     with pytest.warns(RuntimeWarning, match=r"events are not written to .*events\.jsonl"):
         train(run)
     assert untouched(precious)
-    assert holdfast.load(run)["w"][3] == 3
+    assert everystep.load(run)["w"][3] == 3
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
@@ -73,7 +73,7 @@ def test_the_rules_are_not_written_through(run: Path, precious: Path, plant: Pla
     with pytest.warns(RuntimeWarning, match="rules of .* were not recorded"):
         train(run)
     assert untouched(precious)
-    assert holdfast.load(run)["w"][3] == 3
+    assert everystep.load(run)["w"][3] == 3
 
 
 @pytest.mark.parametrize("name", [".volumes", ".volumes.new"])
@@ -85,7 +85,7 @@ def test_the_ledger_of_volumes_is_not_written_through(
     plant(run / name, precious)
     train(run, tmp_path / "volume")
     assert untouched(precious)
-    assert holdfast.load(run)["w"][3] == 3
+    assert everystep.load(run)["w"][3] == 3
 
 
 def test_nothing_of_the_ledger_is_left_beside_it(tmp_path: Path, run: Path) -> None:
@@ -97,7 +97,7 @@ def test_nothing_of_the_ledger_is_left_beside_it(tmp_path: Path, run: Path) -> N
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_the_lock_is_not_taken_on_what_is_no_file(run: Path, precious: Path, plant: Plant) -> None:
     plant(run / ".lock", precious)
-    with pytest.raises(holdfast.SaveFailed, match=r"\.lock"):
+    with pytest.raises(everystep.SaveFailed, match=r"\.lock"):
         train(run)
     assert untouched(precious)
     (run / ".lock").unlink()
@@ -122,7 +122,7 @@ def test_what_is_planted_in_a_leftover_or_a_spare_is_not_written_through(
         for step in range(4, 8):
             state["w"][:] = step
             checkpointer.save(step)
-            assert holdfast.load(run)["w"][-1] == step
+            assert everystep.load(run)["w"][-1] == step
     assert untouched(precious)
 
 
@@ -130,9 +130,9 @@ def test_what_is_planted_in_a_leftover_or_a_spare_is_not_written_through(
 @pytest.mark.parametrize("size", [9, 300_000], ids=["small", "large"])
 def test_a_pipe_in_a_checkpoint_is_damage_and_not_waited_for(tmp_path: Path, name: str, size: int) -> None:
     path = tmp_path / "c"
-    holdfast.save(path, {"w": np.arange(size)})
+    everystep.save(path, {"w": np.arange(size)})
     (path / name).unlink(missing_ok=True)
     os.mkfifo(path / name)
-    with pytest.raises(holdfast.CorruptCheckpoint, match="not a regular file"):
-        holdfast.load(path)
-    assert not holdfast.verify(path).intact
+    with pytest.raises(everystep.CorruptCheckpoint, match="not a regular file"):
+        everystep.load(path)
+    assert not everystep.verify(path).intact

@@ -7,18 +7,18 @@ import errno
 import msgspec
 import pytest
 
-from holdfast.errors import (
+from everystep.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
-    HoldfastError,
+    EverystepError,
     IncompleteCheckpoint,
     OutOfResources,
     RankFailed,
     ReadFailed,
     StateMismatch,
 )
-from holdfast.store.os_errors import read_error, shows_damage
-from holdfast.store.rank_errors import RankError, raise_worst
+from everystep.store.os_errors import read_error, shows_damage
+from everystep.store.rank_errors import RankError, raise_worst
 
 
 def _raised(*errors: Exception | None) -> list[Exception | None]:
@@ -33,7 +33,7 @@ def _raised(*errors: Exception | None) -> list[Exception | None]:
         try:
             raise_worst(failures, error, "the load")
             found.append(None)
-        except HoldfastError as raised:
+        except EverystepError as raised:
             found.append(raised)
     return found
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from holdfast.engine import Memory
-from holdfast.format.geometry import Box
-from holdfast.plan.placement import Mesh, MeshPlacement, Split
-from holdfast.plan.topology import Topology
-from holdfast.plan.world import Seen
-from holdfast.store.ranks.exchange import LocalArray
-from holdfast.store.ranks.read_shares import Sharing, common_wishes
+from everystep.engine import Memory
+from everystep.format.geometry import Box
+from everystep.plan.placement import Mesh, MeshPlacement, Split
+from everystep.plan.topology import Topology
+from everystep.plan.world import Seen
+from everystep.store.ranks.exchange import LocalArray
+from everystep.store.ranks.read_shares import Sharing, common_wishes
 
 _GRID = Mesh.grid(2, 2)
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
-from holdfast.state import flatten
-from holdfast.store import SingleCommit, WritableRun, step_name
-from holdfast.store.read import open as opening
+import everystep
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
+from everystep.state import flatten
+from everystep.store import SingleCommit, WritableRun, step_name
+from everystep.store.read import open as opening
 from support.several_ranks import write_several
 
 STATE = {"w": np.arange(300_000)}
@@ -31,7 +31,7 @@ STATE = {"w": np.arange(300_000)}
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    holdfast.save(tmp_path / "c", STATE)
+    everystep.save(tmp_path / "c", STATE)
     return tmp_path / "c"
 
 
@@ -40,14 +40,14 @@ def open_descriptors() -> int:
 
 
 def test_an_open_checkpoint_is_readable_after_a_rename(path: Path) -> None:
-    with holdfast.open(path) as opened:
+    with everystep.open(path) as opened:
         path.rename(path.with_name("elsewhere"))
         assert np.array_equal(opened["w"][5:9], STATE["w"][5:9])
         assert np.array_equal(opened.load()["w"], STATE["w"])
 
 
 def test_an_open_checkpoint_is_readable_after_it_was_removed(path: Path) -> None:
-    with holdfast.open(path) as opened:
+    with everystep.open(path) as opened:
         shutil.rmtree(path)
         assert np.array_equal(opened.load()["w"], STATE["w"])
 
@@ -62,21 +62,21 @@ def several(tmp_path: Path) -> Path:
 
 def test_an_open_checkpoint_of_several_ranks_is_readable_after_it_was_replaced(several: Path) -> None:
     before = open_descriptors()
-    with holdfast.open(several) as opened:
-        holdfast.save(several, {"w": np.zeros(3)}, overwrite=True)
+    with everystep.open(several) as opened:
+        everystep.save(several, {"w": np.zeros(3)}, overwrite=True)
         assert np.array_equal(opened["w"][-9:], STATE["w"][-9:])
         assert np.array_equal(opened.load()["w"], STATE["w"])
     assert open_descriptors() == before
-    assert holdfast.load(several)["w"].tolist() == [0, 0, 0]
+    assert everystep.load(several)["w"].tolist() == [0, 0, 0]
 
 
 def test_what_is_out_of_reach_since_it_was_replaced_is_not_called_damage(
     several: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "_MAX_PINNED", 0)
-    with holdfast.open(several) as opened:
+    with everystep.open(several) as opened:
         shutil.rmtree(several)
-        with pytest.raises(holdfast.CheckpointNotFound, match="replaced or removed while it was read"):
+        with pytest.raises(everystep.CheckpointNotFound, match="replaced or removed while it was read"):
             opened.load()
 
 
@@ -90,7 +90,7 @@ def test_a_process_without_descriptors_reads_what_it_can_still_name(several: Pat
                 taken.append(os.dup(0))
         for _ in range(6):  # the directory, and the five files beside the manifest, would take them all
             os.close(taken.pop())
-        found = holdfast.load(several)
+        found = everystep.load(several)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for number in taken:
@@ -102,17 +102,17 @@ def test_a_file_that_cannot_even_be_held_is_for_who_reads_it_to_tell(path: Path)
     shard = path / "r00000.v0.safetensors"
     shard.unlink()
     shard.symlink_to(shard.name)  # leads to itself
-    with holdfast.open(path) as opened, pytest.raises(holdfast.ReadFailed, match=r"v0\.safetensors"):
+    with everystep.open(path) as opened, pytest.raises(everystep.ReadFailed, match=r"v0\.safetensors"):
         opened.load()
 
 
 def test_a_closed_checkpoint_says_so(path: Path) -> None:
-    opened = holdfast.open(path)
+    opened = everystep.open(path)
     leaf = opened["w"]
     opened.close()
     opened.close()  # twice is once
     for read in (lambda: leaf[0], opened.read, opened.load):
-        with pytest.raises(holdfast.CheckpointClosed, match="closed"):
+        with pytest.raises(everystep.CheckpointClosed, match="closed"):
             read()
     assert opened.step == 0  # what is known stays known
 
@@ -120,22 +120,22 @@ def test_a_closed_checkpoint_says_so(path: Path) -> None:
 def test_nothing_stays_open(path: Path) -> None:
     gc.collect()  # what earlier tests have left goes first
     before = open_descriptors()
-    with holdfast.open(path) as opened:
+    with everystep.open(path) as opened:
         assert opened["w"][0] == 0
-    holdfast.load(path)
-    holdfast.open(path)["w"][0]
-    holdfast.verify(path)
-    with pytest.raises(holdfast.StateMismatch):
-        holdfast.load(path, into={"x": np.zeros(3)})
+    everystep.load(path)
+    everystep.open(path)["w"][0]
+    everystep.verify(path)
+    with pytest.raises(everystep.StateMismatch):
+        everystep.load(path, into={"x": np.zeros(3)})
     (path / "manifest.json").write_bytes(b"{}")
-    with pytest.raises(holdfast.CorruptCheckpoint):
-        holdfast.open(path)
+    with pytest.raises(everystep.CorruptCheckpoint):
+        everystep.open(path)
     gc.collect()
     assert open_descriptors() == before
 
 
 def save(run: WritableRun, step: int, state: object) -> None:
-    tuning = holdfast.Options().tuning()
+    tuning = everystep.Options().tuning()
     target = run.begin(step)
     info = SingleCommit(target, step, {}, tuning, overwrite=True).run(flatten(state))
     run.committed(step, target, info)
@@ -144,7 +144,7 @@ def save(run: WritableRun, step: int, state: object) -> None:
 def test_a_forked_child_that_closes_its_copy_does_not_give_up_its_parents_hold(tmp_path: Path) -> None:
     run = WritableRun(os.fspath(tmp_path))
     save(run, 1, {"w": np.arange(1 << 20)})
-    with holdfast.open(tmp_path) as opened:
+    with everystep.open(tmp_path) as opened:
         pid = os.fork()
         if pid == 0:
             opened.close()
@@ -161,25 +161,25 @@ def test_a_checkpoint_can_be_read_by_who_may_not_write_it() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         path = Path(folder, "c")
-        holdfast.save(path, STATE)
+        everystep.save(path, STATE)
         script = """
             import os, sys
             import numpy as np
-            import holdfast
-            from holdfast.engine import probe
-            assert holdfast.verify(sys.argv[1]).intact  # imports all there is, while that is allowed
+            import everystep
+            from everystep.engine import probe
+            assert everystep.verify(sys.argv[1]).intact  # imports all there is, while that is allowed
             probe._known.clear()
             if os.geteuid() == 0:
                 os.setgroups([])
                 os.setgid(65534)
                 os.setuid(65534)
-            with holdfast.open(sys.argv[1]) as opened:
+            with everystep.open(sys.argv[1]) as opened:
                 assert opened["w"][7] == 7
                 assert np.array_equal(opened.load()["w"], np.arange(300_000))
-            assert holdfast.verify(sys.argv[1]).intact
+            assert everystep.verify(sys.argv[1]).intact
             try:
-                holdfast.save(os.path.join(os.path.dirname(sys.argv[1]), "d"), {"w": 1})
-            except holdfast.StorageDenied as error:
+                everystep.save(os.path.join(os.path.dirname(sys.argv[1]), "d"), {"w": 1})
+            except everystep.StorageDenied as error:
                 assert "chown or chmod" in str(error), error
             else:
                 raise AssertionError("it could be written")
@@ -210,8 +210,8 @@ def test_what_a_reader_holds_is_removed_once_it_lets_go(run: WritableRun) -> Non
     """A long training must not collect what readers held for a while."""
     for step in (1, 2, 3):
         save(run, step, {"w": np.full(100, step)})
-    reader = holdfast.open(run.path_of(1))
-    second = holdfast.open(run.path_of(2))
+    reader = everystep.open(run.path_of(1))
+    second = everystep.open(run.path_of(2))
     run.retire([1, 2])
     save(run, 4, {"w": np.full(100, 4)})
     save(run, 5, {"w": np.full(100, 5)})
@@ -225,7 +225,7 @@ def test_what_a_reader_holds_is_removed_once_it_lets_go(run: WritableRun) -> Non
 
 def test_a_step_can_be_retired_again_while_somebody_reads_its_predecessor(run: WritableRun) -> None:
     save(run, 1, {"w": np.full(100, 1)})
-    with holdfast.open(run.path_of(1)) as reader:
+    with everystep.open(run.path_of(1)) as reader:
         run.retire([1])
         save(run, 1, {"w": np.full(100, 2)})
         save(run, 2, {"w": np.full(100, 3)})

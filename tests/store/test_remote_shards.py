@@ -8,11 +8,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.format.records import Fragment
-from holdfast.store.ranks.remote_shards import Asked, _Desk
-from holdfast.store.read.shard_reader import ShardReader
-from holdfast.store.read.stored_checkpoint import StoredCheckpoint
+import everystep
+from everystep.format.records import Fragment
+from everystep.store.ranks.remote_shards import Asked, _Desk
+from everystep.store.read.shard_reader import ShardReader
+from everystep.store.read.stored_checkpoint import StoredCheckpoint
 
 SIZE = 5 << 20
 
@@ -20,7 +20,7 @@ SIZE = 5 << 20
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     state = {"w": np.arange(SIZE, dtype=np.uint8), "v": np.full(1000, 3.0)}
-    holdfast.save(tmp_path / "one", state)
+    everystep.save(tmp_path / "one", state)
     return tmp_path / "one"
 
 
@@ -66,7 +66,7 @@ def test_damage_is_kept_for_the_end_and_nothing_more_is_read(stored: Path) -> No
             opened.write(b"damage")
         desk = _Desk(checkpoint, verify=True)
         desk.fill(asked, np.zeros(8000 + (1 << 20), np.uint8))
-        assert isinstance(desk.error, holdfast.CorruptCheckpoint)
+        assert isinstance(desk.error, everystep.CorruptCheckpoint)
         assert desk.error.leaf == "w"
         with mock.patch.object(ShardReader, "file_problems", side_effect=AssertionError):
             desk.fill(asked[:1], np.zeros(8000, np.uint8))
@@ -82,4 +82,4 @@ def test_bytes_that_are_in_no_fragment_are_refused(stored: Path) -> None:
         ):
             desk = _Desk(checkpoint, verify=True)
             desk.fill((asked,), np.zeros(asked.nbytes, np.uint8))
-            assert isinstance(desk.error, holdfast.CorruptCheckpoint)
+            assert isinstance(desk.error, everystep.CorruptCheckpoint)

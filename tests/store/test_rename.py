@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.universal import Spec, pad, rename, rule, shard, tied
+import everystep
+from everystep.universal import Spec, pad, rename, rule, shard, tied
 
 
 class Wrapped(nn.Module):
@@ -42,7 +42,7 @@ def wrapped(tmp_path: Path) -> tuple[Path, nn.Sequential, torch.optim.Optimizer]
     inner = network(0)
     model = Wrapped(inner)
     optimizer = trained(model, inner)
-    holdfast.save(tmp_path / "wrapped", {"model": model, "optimizer": optimizer}, step=300)
+    everystep.save(tmp_path / "wrapped", {"model": model, "optimizer": optimizer}, step=300)
     return tmp_path / "wrapped", inner, optimizer
 
 
@@ -73,7 +73,7 @@ def test_every_form_restores_model_and_optimizer_bit_for_bit(wrapped: Any, form:
     target = torch.optim.AdamW(model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        holdfast.load(path, into={"model": model, "optimizer": target}, rename=form)
+        everystep.load(path, into={"model": model, "optimizer": target}, rename=form)
     assert same(dict(model.state_dict()), dict(inner.state_dict()))
     assert same(target.state_dict(), optimizer.state_dict())
 
@@ -82,30 +82,30 @@ def test_the_error_offers_the_prefix_ready_to_paste(wrapped: Any) -> None:
     path, inner, optimizer = wrapped
     model = network(1)
     into = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    with pytest.raises(holdfast.StateMismatch) as caught:
-        holdfast.load(path, into=into)
+    with pytest.raises(everystep.StateMismatch) as caught:
+        everystep.load(path, into=into)
     pasted = re.search(r"rename=(\{.*?\})", str(caught.value))
     assert pasted is not None, str(caught.value)
-    holdfast.load(path, into=into, rename=eval(pasted[1]))
+    everystep.load(path, into=into, rename=eval(pasted[1]))
     assert same(dict(model.state_dict()), dict(inner.state_dict()))
     assert same(into["optimizer"].state_dict(), optimizer.state_dict())
 
 
 def test_a_prefix_that_only_the_target_has_is_offered(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "plain", {"model": network(0)})
+    everystep.save(tmp_path / "plain", {"model": network(0)})
     model = Wrapped(network(1))
-    with pytest.raises(holdfast.StateMismatch, match=re.escape('rename={"": "module."}')):
-        holdfast.load(tmp_path / "plain", into={"model": model})
-    holdfast.load(tmp_path / "plain", into={"model": model}, rename={"": "module."})
+    with pytest.raises(everystep.StateMismatch, match=re.escape('rename={"": "module."}')):
+        everystep.load(tmp_path / "plain", into={"model": model})
+    everystep.load(tmp_path / "plain", into={"model": model}, rename={"": "module."})
     assert same(dict(model.module.state_dict()), dict(network(0).state_dict()))
 
 
 def test_the_offer_is_not_made_where_it_would_harm_what_fits(tmp_path: Path) -> None:
     saved = {"a": np.ones(1), "b": np.ones(2), "c": np.ones(3)}
-    holdfast.save(tmp_path / "plain", {"model": saved})
+    everystep.save(tmp_path / "plain", {"model": saved})
     target = {"a": np.zeros(1), "b": np.zeros(2), "x.c": np.zeros(3)}
-    with pytest.raises(holdfast.StateMismatch) as caught:
-        holdfast.load(tmp_path / "plain", into={"model": target})
+    with pytest.raises(everystep.StateMismatch) as caught:
+        everystep.load(tmp_path / "plain", into={"model": target})
     assert "rename=" not in str(caught.value)
 
 
@@ -115,41 +115,41 @@ def test_a_foreign_file_with_a_prefix(tmp_path: Path, prefix: str) -> None:
     named = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
     torch.save({"model": named}, tmp_path / "w.pt")
     model = network(1)
-    with pytest.raises(holdfast.StateMismatch, match=re.escape(f'rename={{"{prefix}": ""}}')):
-        holdfast.load(tmp_path / "w.pt", into={"model": model})
-    holdfast.load(tmp_path / "w.pt", into={"model": model}, rename={prefix: ""})
+    with pytest.raises(everystep.StateMismatch, match=re.escape(f'rename={{"{prefix}": ""}}')):
+        everystep.load(tmp_path / "w.pt", into={"model": model})
+    everystep.load(tmp_path / "w.pt", into={"model": model}, rename={prefix: ""})
     assert same(dict(model.state_dict()), dict(source.state_dict()))
 
 
 def test_names_in_a_dict_of_arrays_are_renamed(tmp_path: Path) -> None:
-    holdfast.save(
+    everystep.save(
         tmp_path / "one", {"weights": {"module.a": np.arange(3), "module.b": np.ones(2)}, "module.n": 3}
     )
     into = {"weights": {"a": np.zeros(3, int), "b": np.zeros(2)}, "module.n": 0}
-    holdfast.load(tmp_path / "one", into=into, rename={"module.": ""})
+    everystep.load(tmp_path / "one", into=into, rename={"module.": ""})
     assert into["weights"]["a"].tolist() == [0, 1, 2]
     assert into["module.n"] == 3
 
 
 def test_two_names_that_become_one_must_be_the_same_bytes(tmp_path: Path) -> None:
     def saved(name: str, other: np.ndarray) -> Path:
-        holdfast.save(tmp_path / name, {"m": {"embed": np.arange(4.0), "head": other}})
+        everystep.save(tmp_path / name, {"m": {"embed": np.arange(4.0), "head": other}})
         return tmp_path / name
 
     into = {"m": {"embed": np.zeros(4)}}
-    holdfast.load(saved("same", np.arange(4.0)), into=into, rename=[rule("head", tied("embed"))])
+    everystep.load(saved("same", np.arange(4.0)), into=into, rename=[rule("head", tied("embed"))])
     assert into["m"]["embed"].tolist() == [0, 1, 2, 3]
-    with pytest.raises(holdfast.StateMismatch, match="another entry of that name"):
-        holdfast.load(saved("other", np.zeros(4)), into=into, rename={"head": "embed"})
+    with pytest.raises(everystep.StateMismatch, match="another entry of that name"):
+        everystep.load(saved("other", np.zeros(4)), into=into, rename={"head": "embed"})
 
 
 def test_two_optimizer_states_that_become_one_are_refused(tmp_path: Path) -> None:
     state = {0: {"m": torch.ones(2)}, "a": {"m": torch.ones(2)}, "x.a": {"m": torch.zeros(2)}}
     groups = [{"params": ["a", "x.a"], "lr": 0.1}]
-    holdfast.save(tmp_path / "one", {"optimizer": {"state": state, "param_groups": groups}})
+    everystep.save(tmp_path / "one", {"optimizer": {"state": state, "param_groups": groups}})
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
-    with pytest.raises(holdfast.StateMismatch, match="another entry of that name"):
-        holdfast.load(tmp_path / "one", into={"optimizer": optimizer}, rename={"x.": ""})
+    with pytest.raises(everystep.StateMismatch, match="another entry of that name"):
+        everystep.load(tmp_path / "one", into={"optimizer": optimizer}, rename={"x.": ""})
 
 
 @pytest.mark.parametrize(
@@ -158,30 +158,30 @@ def test_two_optimizer_states_that_become_one_are_refused(tmp_path: Path) -> Non
         ("module.", TypeError, "a dict of prefixes"),
         (7, TypeError, "a dict of prefixes"),
         ({"a": 1}, TypeError, "names for names"),
-        ([rule("*", shard(0))], holdfast.SpecError, "new names only"),
-        ([rule("*", pad(0, 3))], holdfast.SpecError, "new names only"),
+        ([rule("*", shard(0))], everystep.SpecError, "new names only"),
+        ([rule("*", pad(0, 3))], everystep.SpecError, "new names only"),
         (["a"], TypeError, "rules"),
     ],
 )
 def test_what_gives_no_names_is_refused(
     tmp_path: Path, given: Any, error: type[Exception], said: str
 ) -> None:
-    holdfast.save(tmp_path / "one", {"w": np.ones(2)})
+    everystep.save(tmp_path / "one", {"w": np.ones(2)})
     with pytest.raises(error, match=said):
-        holdfast.load(tmp_path / "one", into={"w": np.zeros(2)}, rename=given)
+        everystep.load(tmp_path / "one", into={"w": np.zeros(2)}, rename=given)
 
 
 def test_without_a_target_there_is_nothing_to_rename_for(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", {"w": np.ones(2)})
+    everystep.save(tmp_path / "one", {"w": np.ones(2)})
     with pytest.raises(TypeError, match="goes with into="):
-        holdfast.load(tmp_path / "one", rename={"w": "v"})
+        everystep.load(tmp_path / "one", rename={"w": "v"})
 
 
 def test_selected_parts_are_named_as_in_the_checkpoint(wrapped: Any) -> None:
     path, inner, _ = wrapped
     model = network(1)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    holdfast.load(path, into={"model": model}, select="model.module.2.*", rename={"module.": ""})
+    everystep.load(path, into={"model": model}, select="model.module.2.*", rename={"module.": ""})
     now = model.state_dict()
     for key, value in now.items():
         assert torch.equal(value, inner.state_dict()[key] if key.startswith("2.") else before[key]), key
@@ -191,16 +191,16 @@ def test_a_checkpointer_restores_and_starts_from_other_names(wrapped: Any, tmp_p
     path, inner, optimizer = wrapped
     model = network(1)
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
         assert ckpt.restore(start_from=path, rename={"module.": ""}) == 0
         ckpt.save(1)
     assert same(dict(model.state_dict()), dict(inner.state_dict()))
     assert same(state["optimizer"].state_dict(), optimizer.state_dict())
     fresh = Wrapped(network(2))
-    with holdfast.Checkpointer(
+    with everystep.Checkpointer(
         tmp_path / "run", {"model": fresh, "optimizer": torch.optim.AdamW(fresh.parameters())}
     ) as ckpt:
-        with pytest.raises(holdfast.StateMismatch, match=re.escape('rename={"": "module."}')):
+        with pytest.raises(everystep.StateMismatch, match=re.escape('rename={"": "module."}')):
             ckpt.restore(start_from=path, rename={"module.": ""})  # it is for the start only
         assert ckpt.restore(rename={"": "module."}) == 1
     assert same(dict(fresh.module.state_dict()), dict(inner.state_dict()))
@@ -211,42 +211,42 @@ def test_advice_names_only_arguments_of_the_call_at_hand(wrapped: Any, tmp_path:
     model = network(1)
 
     def message(call: Any) -> str:
-        with pytest.raises(holdfast.StateMismatch) as caught:
+        with pytest.raises(everystep.StateMismatch) as caught:
             call()
         return str(caught.value)
 
-    with holdfast.Checkpointer(tmp_path / "run", {"net": model}) as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", {"net": model}) as ckpt:
         said = message(lambda: ckpt.restore(start_from=path))
         assert "into=" not in said
         assert "select=" not in said
-    holdfast.save(tmp_path / "two", {"model": network(0), "epoch": 1})
-    said = message(lambda: holdfast.load(tmp_path / "two", into={"epoch": 0}))
+    everystep.save(tmp_path / "two", {"model": network(0), "epoch": 1})
+    said = message(lambda: everystep.load(tmp_path / "two", into={"epoch": 0}))
     assert 'select="epoch"' in said
-    said = message(lambda: holdfast.load(tmp_path / "two", into={"w": np.zeros(3)}))
+    said = message(lambda: everystep.load(tmp_path / "two", into={"w": np.zeros(3)}))
     assert "strict=False" not in said, "nothing fits: strict=False would be an error, too"
 
 
 def test_a_warning_offers_the_prefix_too(wrapped: Any) -> None:
     path, _, _ = wrapped
     with pytest.warns(RuntimeWarning, match=re.escape('pass rename={"module.": ""}')):
-        holdfast.load(path, into={"model": network(1), "extra": 3, "optimizer": None}, strict=False)
+        everystep.load(path, into={"model": network(1), "extra": 3, "optimizer": None}, strict=False)
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "a.b."])
 def test_a_checkpoint_that_is_a_state_dict_itself_is_said_to_be_one(tmp_path: Path, prefix: str) -> None:
     source, model = network(0), network(1)
-    holdfast.save(tmp_path / "bare", {f"{prefix}{key}": value for key, value in source.state_dict().items()})
-    with pytest.raises(holdfast.StateMismatch) as caught:
-        holdfast.load(tmp_path / "bare", into={"model": model})
+    everystep.save(tmp_path / "bare", {f"{prefix}{key}": value for key, value in source.state_dict().items()})
+    with pytest.raises(everystep.StateMismatch) as caught:
+        everystep.load(tmp_path / "bare", into={"model": model})
     said = str(caught.value)
     assert "Pass what the target has under 'model' as into=" in said
     pasted = re.search(r"rename=(\{.*?\})", said)
     assert (pasted is None) == (prefix == "")
-    holdfast.load(tmp_path / "bare", into=model, rename=eval(pasted[1]) if pasted else None)
+    everystep.load(tmp_path / "bare", into=model, rename=eval(pasted[1]) if pasted else None)
     assert same(dict(model.state_dict()), dict(source.state_dict()))
     with (
-        holdfast.Checkpointer(tmp_path / "run", {"model": model}) as ckpt,
-        pytest.raises(holdfast.StateMismatch, match="it is one state dict itself") as caught,
+        everystep.Checkpointer(tmp_path / "run", {"model": model}) as ckpt,
+        pytest.raises(everystep.StateMismatch, match="it is one state dict itself") as caught,
     ):
         ckpt.restore(start_from=tmp_path / "bare")
     assert "into=" not in str(caught.value)

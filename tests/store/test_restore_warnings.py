@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.state import Mismatch
-from holdfast.store.read.restore_warnings import Unrestored
+import everystep
+from everystep.state import Mismatch
+from everystep.store.read.restore_warnings import Unrestored
 
 NOTHING = Mismatch((), (), ())
 
@@ -40,7 +40,7 @@ def test_many_leaves_are_counted_instead_of_listed() -> None:
 
 
 def test_a_warning_names_the_users_line(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "one", {"a": np.ones(3)})
+    everystep.save(tmp_path / "one", {"a": np.ones(3)})
     with pytest.warns(RuntimeWarning, match="All else has been restored") as caught:
-        holdfast.load(tmp_path / "one", into={"a": np.zeros(3), "b": np.zeros(3)}, strict=False)
+        everystep.load(tmp_path / "one", into={"a": np.zeros(3), "b": np.zeros(3)}, strict=False)
     assert [warning.filename for warning in caught] == [__file__]

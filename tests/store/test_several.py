@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast import engine
-from holdfast.engine import Consumed, Memory, Strided, Unkept
-from holdfast.format.geometry import Box, whole
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, pieces_of
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
-from holdfast.store.read.requests import BoxRequest
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep import engine
+from everystep.engine import Consumed, Memory, Strided, Unkept
+from everystep.format.geometry import Box, whole
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, pieces_of
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
+from everystep.store.read.requests import BoxRequest
+from everystep.store.read.stored_checkpoint import open_newest
 from support.several_ranks import Own, write_several
 from support.simulated_worlds import (
     DTYPES,
@@ -80,11 +80,11 @@ def same(a: Any, b: Array) -> bool:
 
 def test_one_process_loads_what_several_saved(saved: tuple[Path, WritePlan, dict[str, Array]]) -> None:
     path, plan, state = saved
-    loaded = holdfast.load(path)
+    loaded = everystep.load(path)
     assert list(loaded) == list(state)
     assert all(same(loaded[name], state[name]) for name in state)
     into = {name: np.zeros_like(array) for name, array in state.items()}
-    holdfast.load(path, into)
+    everystep.load(path, into)
     assert all(same(into[name], state[name]) for name in state)
     with open_newest(path) as opened:
         assert opened.world == plan.topology.world
@@ -96,12 +96,12 @@ def test_one_process_loads_what_several_saved(saved: tuple[Path, WritePlan, dict
         some = opened.read(f"{next(iter(state))[:1]}*")
         assert some
         assert all(same(array, state[name]) for name, array in some.items())
-    assert holdfast.verify(path).intact
+    assert everystep.verify(path).intact
 
 
 def test_slices_of_leaves_in_pieces(saved: tuple[Path, WritePlan, dict[str, Array]]) -> None:
     path, _, state = saved
-    with holdfast.open(path) as opened:
+    with everystep.open(path) as opened:
         for name, array in state.items():
             for index in [
                 np.s_[...],
@@ -166,7 +166,7 @@ def test_any_layout_to_any_layout(data: st.DataObject) -> None:
         for volume in volumes:
             volume.mkdir()
         write_several(Path(folder) / "c", plan, state, volumes=volumes)
-        assert holdfast.verify(Path(folder) / "c").problems == ()
+        assert everystep.verify(Path(folder) / "c").problems == ()
         with open_newest(Path(folder) / "c") as opened:
             read = opened.read(framework="numpy")
             assert all(same(read[name], state[name]) for name in state)
@@ -246,7 +246,7 @@ def test_a_fragment_for_one_place_is_read_straight_to_it(
 
     monkeypatch.setattr(engine, "read", read)
     into = {name: np.zeros_like(array) for name, array in state.items()}
-    holdfast.load(tmp_path / "c", into)
+    everystep.load(tmp_path / "c", into)
     assert all(same(into[name], state[name]) for name in state)
     assert addresses
     assert all(addresses)
@@ -259,20 +259,20 @@ def test_one_process_with_several_volumes(tmp_path: Path) -> None:
     state = {
         "large": np.random.default_rng(0).standard_normal((1000, 900)),
         "none": np.zeros((0, 3)),
-        "own": holdfast.per_rank({"draws": np.arange(5)}),
+        "own": everystep.per_rank({"draws": np.arange(5)}),
         "epoch": 3,
     }
     state["tied"] = state["none"]
-    holdfast.save(tmp_path / "c", state, options=holdfast.Options(volumes=volumes))
-    loaded = holdfast.load(tmp_path / "c")
+    everystep.save(tmp_path / "c", state, options=everystep.Options(volumes=volumes))
+    loaded = everystep.load(tmp_path / "c")
     assert same(loaded["large"], state["large"])  # type: ignore[arg-type]
     assert loaded["tied"] is loaded["none"]
     assert loaded["none"].shape == (0, 3)
     assert loaded["own"]["draws"].tolist() == [0, 1, 2, 3, 4]
-    assert holdfast.verify(tmp_path / "c").intact
+    assert everystep.verify(tmp_path / "c").intact
     with open_newest(tmp_path / "c") as opened:
         assert {file.volume is None for file in opened.part(0).files} == {False}
         assert same(opened["large"][10:20, 5], np.ascontiguousarray(loaded["large"][10:20, 5]))
     Path(opened.part(0).files[0].volume or "", opened.part(0).files[0].name).unlink()
-    with pytest.raises(holdfast.IncompleteCheckpoint, match="of this host, and has been removed from there"):
-        holdfast.load(tmp_path / "c")
+    with pytest.raises(everystep.IncompleteCheckpoint, match="of this host, and has been removed from there"):
+        everystep.load(tmp_path / "c")

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-import holdfast
-from holdfast import engine
-from holdfast.engine import Memory
-from holdfast.format.geometry import Box
-from holdfast.format.manifest import decode_root, encode_part, encode_root, part_ref
-from holdfast.plan.description import encode_plan
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
-from holdfast.store.read.requests import BoxRequest
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep import engine
+from everystep.engine import Memory
+from everystep.format.geometry import Box
+from everystep.format.manifest import decode_root, encode_part, encode_root, part_ref
+from everystep.plan.description import encode_plan
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
+from everystep.store.read.requests import BoxRequest
+from everystep.store.read.stored_checkpoint import open_newest
 from support.several_ranks import Own, write_several
 from support.simulated_worlds import random_state
 
@@ -52,8 +52,8 @@ def intact(loaded: Any) -> bool:
 def damage_met(path: Path) -> str | None:
     """The file in which a load found damage; None when it has brought back every bit."""
     try:
-        loaded = holdfast.load(path)
-    except holdfast.CorruptCheckpoint as error:
+        loaded = everystep.load(path)
+    except everystep.CorruptCheckpoint as error:
         return str(error.path)
     assert intact(loaded)
     return None
@@ -68,14 +68,14 @@ def test_a_flipped_byte_anywhere_is_found_and_its_file_named(path: Path, name: s
     good = file.read_bytes()
     for at in [*range(0, len(good), max(1, len(good) // 40)), len(good) - 1]:
         file.write_bytes(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
-        report = holdfast.verify(path)
+        report = everystep.verify(path)
         assert not report.intact, at
         assert {problem.file for problem in report.problems} == {str(file)}, at
         where = damage_met(path)
         # The header of a shard, and its padding, are nobody's data.
         assert where == str(file) or (where is None and name.endswith(".safetensors"))
     file.write_bytes(good)
-    assert holdfast.verify(path).intact
+    assert everystep.verify(path).intact
 
 
 @pytest.mark.parametrize("name", FILES[1:])
@@ -88,15 +88,15 @@ def test_a_missing_or_truncated_file_is_named(path: Path, name: str) -> None:
             file.unlink()
         else:
             file.write_bytes(content)
-        kind = holdfast.IncompleteCheckpoint if content is None else holdfast.CorruptCheckpoint
+        kind = everystep.IncompleteCheckpoint if content is None else everystep.CorruptCheckpoint
         with pytest.raises(kind, match=f"r{rank:05d}") as caught:
-            holdfast.load(path)
+            everystep.load(path)
         assert caught.value.path == str(file)
         with open_newest(path) as opened:
             problem = opened.visible_damage()
         assert problem is not None
         assert problem.file == str(file)
-        report = holdfast.verify(path)
+        report = everystep.verify(path)
         assert {found.file for found in report.problems} == {str(file)}
         assert report.strangers == ()
 
@@ -106,9 +106,9 @@ def test_parts_of_two_ranks_swapped_are_refused(path: Path) -> None:
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second)
     two.write_bytes(first)
-    with pytest.raises(holdfast.CorruptCheckpoint, match=r"r00001\.json"):
-        holdfast.load(path)
-    assert {problem.file for problem in holdfast.verify(path).problems} == {str(one), str(two)}
+    with pytest.raises(everystep.CorruptCheckpoint, match=r"r00001\.json"):
+        everystep.load(path)
+    assert {problem.file for problem in everystep.verify(path).problems} == {str(one), str(two)}
 
 
 def test_shards_of_two_ranks_swapped_are_refused(path: Path) -> None:
@@ -116,20 +116,20 @@ def test_shards_of_two_ranks_swapped_are_refused(path: Path) -> None:
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second)
     two.write_bytes(first)
-    with pytest.raises(holdfast.CorruptCheckpoint, match=r"r0000[12]\.v0"):
-        holdfast.load(path)
-    assert {problem.file for problem in holdfast.verify(path).problems} == {str(one), str(two)}
+    with pytest.raises(everystep.CorruptCheckpoint, match=r"r0000[12]\.v0"):
+        everystep.load(path)
+    assert {problem.file for problem in everystep.verify(path).problems} == {str(one), str(two)}
 
 
 def test_a_shard_of_an_unreachable_volume_names_volume_and_host(tmp_path: Path) -> None:
     far = tmp_path / "far"
     far.mkdir()
     write_several(tmp_path / "c", PLAN, STATE, volumes=[far])
-    assert intact(holdfast.load(tmp_path / "c"))
-    assert holdfast.verify(tmp_path / "c").intact
+    assert intact(everystep.load(tmp_path / "c"))
+    assert everystep.verify(tmp_path / "c").intact
     far.rename(tmp_path / "gone")
-    with pytest.raises(holdfast.IncompleteCheckpoint, match=f"volume {far} of host elsewhere.*mount it"):
-        holdfast.load(tmp_path / "c")
+    with pytest.raises(everystep.IncompleteCheckpoint, match=f"volume {far} of host elsewhere.*mount it"):
+        everystep.load(tmp_path / "c")
     with open_newest(tmp_path / "c") as opened:
         problem = opened.visible_damage()
     assert problem is not None
@@ -156,7 +156,7 @@ def test_volumes_are_read_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(engine, "read", read)
     seen: list[int] = []
-    with holdfast.open(tmp_path / "c") as opened:
+    with everystep.open(tmp_path / "c") as opened:
         arrays = opened.read(progress=seen.append)
     assert intact(arrays)
     assert len(met) == 3
@@ -194,7 +194,7 @@ LIES = {
     "one rank": lie(a=LeafLayout("a", "F32", (12, 50), (MeshPlacement(Mesh.grid(1, first=2)),), "numpy")),
     "leaf missing": lie(c=None),
     "leaf too many": lie(d=LeafLayout("d", "F32", (3,), LEAVES[1].placements, "numpy")),
-    "not a layout": b'{"format":"holdfast-layout/1"}',
+    "not a layout": b'{"format":"everystep-layout/1"}',
     "not even JSON": b"[]",
 }
 
@@ -205,9 +205,9 @@ def test_a_layout_that_lies_gives_no_wrong_bytes(path: Path, what: str) -> None:
     where = damage_met(path)
     # Who opens all parts finds everything in them; and nothing refers to a leaf that is not there.
     assert where is not None or what in ("other ranks", "one rank", "leaf too many")
-    assert not holdfast.verify(path).intact
+    assert not everystep.verify(path).intact
     if what in ("other ranks", "one rank"):
-        with holdfast.open(path) as opened, pytest.raises(holdfast.CorruptCheckpoint, match="no rank has"):
+        with everystep.open(path) as opened, pytest.raises(everystep.CorruptCheckpoint, match="no rank has"):
             opened["a"][:4]
 
 
@@ -251,13 +251,13 @@ def test_elements_that_nobody_stored_are_missed(path: Path) -> None:
     manifest.write_bytes(encode_root(replace(root, parts=refs)))
     with open_newest(path) as opened:
         out = np.zeros((12, 50), np.float32)
-        with pytest.raises(holdfast.CorruptCheckpoint, match=r"elements \[4:8, 0:50\]") as caught:
+        with pytest.raises(everystep.CorruptCheckpoint, match=r"elements \[4:8, 0:50\]") as caught:
             opened.fetch([BoxRequest("a", Box((0, 0), (12, 50)), Memory(out.ctypes.data, out.nbytes, out))])
         assert caught.value.leaf == "a"
         assert opened["a"][:4].tobytes() == STATE["a"][:4].tobytes()
-    with pytest.raises(holdfast.CorruptCheckpoint, match="200 of its elements are nowhere"):
-        holdfast.load(path)
-    assert not holdfast.verify(path).intact
+    with pytest.raises(everystep.CorruptCheckpoint, match="200 of its elements are nowhere"):
+        everystep.load(path)
+    assert not everystep.verify(path).intact
 
 
 # ---- memory

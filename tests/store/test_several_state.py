@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.format.geometry import Box, whole
-from holdfast.plan.description import encode_plan
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
-from holdfast.state import LeafMeta, Restore, Sharding
-from holdfast.store.read.requests import box_requests
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep.format.geometry import Box, whole
+from everystep.plan.description import encode_plan
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
+from everystep.state import LeafMeta, Restore, Sharding
+from everystep.store.read.requests import box_requests
+from everystep.store.read.stored_checkpoint import open_newest
 from support.several_ranks import Own, write_several
 from support.simulated_worlds import Array, local_array, random_state
 
@@ -62,7 +62,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_the_whole_state_is_that_of_all_ranks(path: Path) -> None:
-    state = holdfast.load(path)
+    state = everystep.load(path)
     assert list(state) == ["m", "shared", "step", "mine", "note"]
     assert np.array_equal(state["m"]["first"], STATE["m.first"], equal_nan=True)
     assert state["m"]["last"].tobytes() == STATE["m.last"].tobytes()
@@ -91,7 +91,7 @@ def test_what_an_open_checkpoint_tells(path: Path) -> None:
         assert set(opened.metas_for(1)) == {*opened.metas, "@1.mine.draws"}
         with pytest.raises(KeyError, match="no leaf"):
             opened["m.nothing"]
-    assert holdfast.verify(path).problems == ()
+    assert everystep.verify(path).problems == ()
 
 
 def test_only_the_parts_that_are_needed_are_opened(tmp_path: Path) -> None:
@@ -104,28 +104,28 @@ def test_only_the_parts_that_are_needed_are_opened(tmp_path: Path) -> None:
         assert opened.nbytes == sum(array.nbytes for array in STATE.values())
         assert opened.select("*st") == ["m.first", "m.last"]
         assert opened["m.first"][...].tobytes() == STATE["m.first"].tobytes()
-        with pytest.raises(holdfast.IncompleteCheckpoint, match="part of rank 2") as caught:
+        with pytest.raises(everystep.IncompleteCheckpoint, match="part of rank 2") as caught:
             opened["m.last"][0]
         assert caught.value.path == str(tmp_path / "c" / "r00002.json")
 
 
 def test_selected_leaves_of_several_ranks(path: Path) -> None:
-    state = holdfast.load(path, select="m.*")
+    state = everystep.load(path, select="m.*")
     assert set(state["m"]) == {"first", "tied", "last"}
     into = {"m": {"last": np.zeros((7, 4), np.float32)}, "step": 0}
-    holdfast.load(path, into, select="m.last")
+    everystep.load(path, into, select="m.last")
     assert into["m"]["last"].tobytes() == STATE["m.last"].tobytes()  # type: ignore[index]
     assert into["step"] == 0
-    assert holdfast.load(path, select="mine.*")["mine"]["draws"].tolist() == [0]
-    with pytest.raises(holdfast.StateMismatch, match=r"no leaf of .* matches 'mind"):
-        holdfast.load(path, select="mind.*")
+    assert everystep.load(path, select="mine.*")["mine"]["draws"].tolist() == [0]
+    with pytest.raises(everystep.StateMismatch, match=r"no leaf of .* matches 'mind"):
+        everystep.load(path, select="mind.*")
 
 
 def test_one_pattern_selects_what_is_every_ranks_own(path: Path) -> None:
     with open_newest(path) as opened:
         for rank in range(4):
             assert opened.select("mine.*", rank=rank) == [f"@{rank}.mine.draws"]
-            into = {"mine": holdfast.per_rank({"draws": np.full(rank + 1, -1), "rank": -1, "again": None})}
+            into = {"mine": everystep.per_rank({"draws": np.full(rank + 1, -1), "rank": -1, "again": None})}
             restore = opened.plan_restore(into, "mine.*", rank=rank, strict=False)
             assert restore.fills
         # A rank that is new has nothing of its own; that is no mistake in the pattern.
@@ -144,7 +144,7 @@ def target() -> dict[str, Any]:
         "m": {"first": np.zeros((6, 5), np.float32), "last": np.zeros((7, 4), np.float32), "tied": None},
         "shared": np.zeros(3, np.int64),
         "step": 0,
-        "mine": holdfast.per_rank({"draws": np.zeros(1, np.int64), "rank": 9, "again": None}),
+        "mine": everystep.per_rank({"draws": np.zeros(1, np.int64), "rank": 9, "again": None}),
         "note": "",
     }
 
@@ -153,7 +153,7 @@ def test_one_process_takes_rank_zeros_own(path: Path) -> None:
     into = target()
     into["m"]["tied"] = into["m"]["first"]
     into["mine"].value["again"] = into["mine"].value["draws"]
-    holdfast.load(path, into)
+    everystep.load(path, into)
     assert into["m"]["last"].tobytes() == STATE["m.last"].tobytes()
     assert into["mine"].value["rank"] == 0
     assert into["note"] == "stage 1"
@@ -162,16 +162,16 @@ def test_one_process_takes_rank_zeros_own(path: Path) -> None:
 def test_what_rank_zero_has_none_of_stays_and_a_warning_says_so(tmp_path: Path) -> None:
     tree = {"shared": {"$leaf": "shared"}, "mine": {"$per_rank": "mine"}}
     write_several(tmp_path / "c", PLAN, STATE, tree=tree, own={1: Own(local={"mine": 3})})
-    into = {"shared": np.zeros(3, np.int64), "mine": holdfast.per_rank(4)}
+    into = {"shared": np.zeros(3, np.int64), "mine": everystep.per_rank(4)}
     with pytest.warns(RuntimeWarning, match=r"mine of rank 0 stays as it is"):
-        holdfast.load(tmp_path / "c", into)
+        everystep.load(tmp_path / "c", into)
     assert into["mine"].value == 4  # type: ignore[union-attr]
 
 
 def restore_of(leaf: LeafLayout, out: Array, sharding: Sharding | None) -> Restore:
     metas = {leaf.name: LeafMeta(leaf.name, leaf.dtype, leaf.shape, leaf.framework)}
     restore = Restore({"x": np.zeros(leaf.shape, out.dtype)}, {"x": {"$leaf": leaf.name}}, metas, {})
-    from holdfast.engine import Memory
+    from everystep.engine import Memory
 
     restore.destinations[leaf.name] = Memory(out.ctypes.data, out.nbytes, out)
     if sharding is not None:
@@ -199,12 +199,12 @@ def test_a_restore_wants_the_boxes_of_its_rank(tmp_path: Path) -> None:
         assert out.tobytes() == STATE[leaf.name][1:4, 2:4].tobytes()
         (whole_one,) = box_requests(restore_of(leaf, np.zeros((7, 4), np.float32), None), opened.metas, 0)
         assert whole_one.box == whole((7, 4))
-        with pytest.raises(holdfast.UnsupportedState, match=r"torch\.chunk"):
+        with pytest.raises(everystep.UnsupportedState, match=r"torch\.chunk"):
             box_requests(restore_of(leaf, np.zeros((5, 4), np.float32), sharding), opened.metas, 0)
 
 
 def test_a_layout_of_another_world_is_refused(tmp_path: Path) -> None:
     other = encode_plan(WritePlan(LEAVES, Topology.regular(5)))
     write_several(tmp_path / "c", PLAN, STATE, layout=other)
-    with pytest.raises(holdfast.CorruptCheckpoint, match="layout of 5 ranks"):
-        holdfast.load(tmp_path / "c")
+    with pytest.raises(everystep.CorruptCheckpoint, match="layout of 5 ranks"):
+        everystep.load(tmp_path / "c")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import inspect
-from holdfast.state.name_groups import did_you_mean, grouped
+import everystep
+from everystep import inspect
+from everystep.state.name_groups import did_you_mean, grouped
 
 
 class Schedule:
@@ -38,19 +38,19 @@ def state(value: float) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("subtrees") / "c"
-    holdfast.save(path, state(7.0))
+    everystep.save(path, state(7.0))
     return path
 
 
 def test_a_subtree_comes_back_with_its_values(saved: Path) -> None:
-    found = holdfast.load(saved, select="model")
+    found = everystep.load(saved, select="model")
     assert list(found) == ["model"]
     assert found["model"]["version"] == 7
     assert found["model"]["h"][1]["w"].tolist() == [7, 7, 7]
 
 
 def test_subtrees_values_and_globs_go_together(saved: Path) -> None:
-    found = holdfast.load(saved, select=["run.epoch", "model.h.0", "optimizer.p?.m", "schedule"])
+    found = everystep.load(saved, select=["run.epoch", "model.h.0", "optimizer.p?.m", "schedule"])
     assert found["run"] == {"epoch": 7}
     assert found["schedule"] == {"last": 7}
     assert found["model"]["h"][1] is None
@@ -59,7 +59,7 @@ def test_subtrees_values_and_globs_go_together(saved: Path) -> None:
 
 def test_into_a_target_only_the_subtree_is_restored(saved: Path) -> None:
     into = state(0.0)
-    holdfast.load(saved, into, select=["model", "schedule", "run.epoch"])
+    everystep.load(saved, into, select=["model", "schedule", "run.epoch"])
     assert into["model"]["h"][0]["w"].tolist() == [7, 7]
     assert (into["model"]["version"], into["schedule"].last) == (7, 7)
     assert into["run"] == {"epoch": 7, "seed": 0}
@@ -69,31 +69,31 @@ def test_into_a_target_only_the_subtree_is_restored(saved: Path) -> None:
 def test_what_the_target_has_more_in_a_selected_subtree_is_a_mismatch(saved: Path) -> None:
     into = state(0.0)
     into["model"]["head"] = np.zeros(1)
-    with pytest.raises(holdfast.StateMismatch) as caught:
-        holdfast.load(saved, into, select="model")
+    with pytest.raises(everystep.StateMismatch) as caught:
+        everystep.load(saved, into, select="model")
     assert caught.value.missing == ("model.head",)
     assert into["model"]["version"] == 0
     into["optimizer"]["head"] = np.zeros(1)
     del into["model"]["head"]
-    holdfast.load(saved, into, select="model")
+    everystep.load(saved, into, select="model")
     assert into["model"]["version"] == 7
 
 
 def test_a_leaf_of_the_very_name_comes_before_the_subtree(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"w": np.zeros(1), "w.scale": np.ones(1)})
-    assert list(holdfast.load(tmp_path / "c", select="w")) == ["w"]
-    with holdfast.open(tmp_path / "c") as checkpoint:
+    everystep.save(tmp_path / "c", {"w": np.zeros(1), "w.scale": np.ones(1)})
+    assert list(everystep.load(tmp_path / "c", select="w")) == ["w"]
+    with everystep.open(tmp_path / "c") as checkpoint:
         assert checkpoint["w"].shape == (1,)
 
 
 def test_keys_with_dots_do_not_lose_leaves(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"a.b": {"w": np.zeros(1)}, "a": {"b": {"w": np.ones(1)}}})
-    found = holdfast.load(tmp_path / "c", select="a.b")
+    everystep.save(tmp_path / "c", {"a.b": {"w": np.zeros(1)}, "a": {"b": {"w": np.ones(1)}}})
+    found = everystep.load(tmp_path / "c", select="a.b")
     assert (found["a.b"]["w"][0], found["a"]["b"]["w"][0]) == (0, 1)
 
 
 def test_an_open_checkpoint_has_subtrees(saved: Path) -> None:
-    with holdfast.open(saved) as checkpoint:
+    with everystep.open(saved) as checkpoint:
         model = checkpoint["model"]
         assert list(model) == ["h.0.w", "h.1.w"]
         assert model["h.1.w"][1:].tolist() == model["h.1"]["w"][1:].tolist() == [7, 7]
@@ -106,20 +106,20 @@ def test_an_open_checkpoint_has_subtrees(saved: Path) -> None:
     ("name", "said"),
     [
         ("modle", "did you mean 'model'?"),
-        ("model.h.0.x.y", "holdfast show"),
+        ("model.h.0.x.y", "everystep show"),
         ("h.0", "did you mean 'model.h.0'?"),
         ("modle.*", "did you mean 'model.*'?"),
-        ("nope*", "holdfast show"),
+        ("nope*", "everystep show"),
         ("optimiser.p3.m", "did you mean 'optimizer.p3.m'?"),
         ("run.epoch", "is a value"),
     ],
 )
 def test_a_wrong_name_is_answered_with_the_right_one(saved: Path, name: str, said: str) -> None:
-    with holdfast.open(saved) as checkpoint:
-        with pytest.raises(holdfast.LeafNotFound) as caught:
+    with everystep.open(saved) as checkpoint:
+        with pytest.raises(everystep.LeafNotFound) as caught:
             checkpoint[name]
         assert said in str(caught.value)
-        with pytest.raises(holdfast.StateMismatch) as mismatch:
+        with pytest.raises(everystep.StateMismatch) as mismatch:
             checkpoint.read(name)
         assert said in str(mismatch.value)
 
@@ -131,22 +131,22 @@ def test_export_and_show_take_a_subtree(saved: Path, tmp_path: Path) -> None:
 
 def test_a_target_with_only_the_model_is_told_of_select(saved: Path) -> None:
     into = {"model": state(0.0)["model"]}
-    with pytest.raises(holdfast.StateMismatch) as caught:
-        holdfast.load(saved, into)
+    with pytest.raises(everystep.StateMismatch) as caught:
+        everystep.load(saved, into)
     text = str(caught.value)
     assert 'call load(..., select="model")' in text
     assert "optimizer.* (20 leaves)" in text
     assert len(caught.value.extra) == 22
-    holdfast.load(saved, into, select="model")
+    everystep.load(saved, into, select="model")
     assert into["model"]["version"] == 7
 
 
 def test_a_misspelt_key_is_recognised(saved: Path) -> None:
-    with pytest.raises(holdfast.StateMismatch, match="did you mean 'model'"):
-        holdfast.load(saved, {"modle": state(0.0)["model"]})
+    with pytest.raises(everystep.StateMismatch, match="did you mean 'model'"):
+        everystep.load(saved, {"modle": state(0.0)["model"]})
     other = {"modle": {"entirely": np.zeros(1), "different": np.zeros(2)}}
-    with pytest.raises(holdfast.StateMismatch, match="no 'modle'; did you mean 'model'"):
-        holdfast.load(saved, other)
+    with pytest.raises(everystep.StateMismatch, match="no 'modle'; did you mean 'model'"):
+        everystep.load(saved, other)
 
 
 def test_names_are_grouped_by_whole_subtrees_and_over_numbers() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-import holdfast
-from holdfast.format.manifest import decode_root, encode_root
+import everystep
+from everystep.format.manifest import decode_root, encode_root
 from store.test_several_damage import LEAVES, PLAN
 from support.several_ranks import Own, write_several
 from support.simulated_worlds import random_state
@@ -41,16 +41,16 @@ def rewrite(path: Path, inner: Any) -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     state = {"w": np.arange(3), "n": 1}
-    holdfast.save(tmp_path / "c", state, options=holdfast.Options(small_nbytes=0))
+    everystep.save(tmp_path / "c", state, options=everystep.Options(small_nbytes=0))
     return tmp_path / "c"
 
 
 @pytest.mark.parametrize("inner", MALFORMED.values(), ids=MALFORMED)
 def test_what_load_calls_corrupt_is_damage_with_file_and_place(path: Path, inner: Any) -> None:
     rewrite(path, inner)
-    with pytest.raises(holdfast.CorruptCheckpoint):
-        holdfast.load(path)
-    report = holdfast.verify(path)
+    with pytest.raises(everystep.CorruptCheckpoint):
+        everystep.load(path)
+    report = everystep.verify(path)
     (problem,) = report.problems
     assert problem.file == str(path / "manifest.json")
     assert "'deep.1.er'" in problem.reason
@@ -58,13 +58,13 @@ def test_what_load_calls_corrupt_is_damage_with_file_and_place(path: Path, inner
 
 def test_every_malformed_value_is_named(path: Path) -> None:
     rewrite(path, {"a": {"$int": "x"}, "b": {"$tuple": [1, {"$set": [2, 2]}]}, "c": {"$float": "zz"}})
-    reasons = [problem.reason for problem in holdfast.verify(path).problems]
+    reasons = [problem.reason for problem in everystep.verify(path).problems]
     assert [reason.split("'")[1] for reason in reasons] == ["deep.1.er.a", "deep.1.er.b.1", "deep.1.er.c"]
 
 
 def test_values_of_every_kind_are_intact(path: Path) -> None:
     rewrite(path, {"a": {"$torch.dtype": "float32"}, "b": {"$dict": [[{"$tuple": [1]}, {"$set": [1, 2]}]]}})
-    assert holdfast.verify(path).intact
+    assert everystep.verify(path).intact
 
 
 def test_a_value_of_torch_is_no_damage_where_torch_is_missing(
@@ -79,9 +79,9 @@ def test_a_value_of_torch_is_no_damage_where_torch_is_missing(
 
     monkeypatch.setattr(builtins, "__import__", without_torch)
     rewrite(path, {"a": {"$torch.dtype": "float32"}})
-    assert holdfast.verify(path).intact
+    assert everystep.verify(path).intact
     rewrite(path, {"a": {"$torch.dtype": "float32"}, "b": {"$int": "x"}})
-    (problem,) = holdfast.verify(path).problems
+    (problem,) = everystep.verify(path).problems
     assert "'deep.1.er.b'" in problem.reason
 
 
@@ -90,7 +90,7 @@ def test_trees_of_other_ranks_are_looked_at_too(tmp_path: Path, kind: str) -> No
     bad = {"$int": "x"}
     own = Own(tree={"x": {"y": bad}}) if kind == "tree" else Own(local={"x": {"y": bad}})
     write_several(tmp_path / "c", PLAN, random_state(LEAVES, 2), own={2: own})
-    problem = holdfast.verify(tmp_path / "c").problems[0]
+    problem = everystep.verify(tmp_path / "c").problems[0]
     assert problem.file == str(tmp_path / "c" / "r00002.json")
     assert "'x.y'" in problem.reason
 
@@ -101,6 +101,6 @@ def test_keys_that_are_equal_only_together_are_found(tmp_path: Path) -> None:
     tree["x"] = {"$dict": [[1, "a"]]}
     own = {1: Own(tree={"x": {"$dict": [[True, "b"]]}})}
     write_several(tmp_path / "c", PLAN, random_state(LEAVES, 2), tree=tree, own=own)
-    with pytest.raises(holdfast.CorruptCheckpoint, match="twice"):
-        holdfast.load(tmp_path / "c")
-    assert "twice" in holdfast.verify(tmp_path / "c").problems[0].reason
+    with pytest.raises(everystep.CorruptCheckpoint, match="twice"):
+        everystep.load(tmp_path / "c")
+    assert "twice" in everystep.verify(tmp_path / "c").problems[0].reason

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import inspect
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
-from holdfast.store import verify
-from holdfast.store.read.stored_checkpoint import StoredCheckpoint
+import everystep
+from everystep import inspect
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
+from everystep.store import verify
+from everystep.store.read.stored_checkpoint import StoredCheckpoint
 from support.command import damage_leaf
 from support.several_ranks import write_several
 
@@ -43,7 +43,7 @@ def taken_once_open(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
             super().__init__(path)
             take(Path(path))
 
-    monkeypatch.setattr("holdfast.store.read.verify.StoredCheckpoint", Taken)
+    monkeypatch.setattr("everystep.store.read.verify.StoredCheckpoint", Taken)
 
 
 @pytest.mark.usefixtures("taken_once_open")
@@ -51,13 +51,13 @@ def taken_once_open(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def test_a_checkpoint_that_retention_takes_while_it_is_read_is_verified(
     small_nbytes: int, tmp_path: Path
 ) -> None:
-    options = holdfast.Options(small_nbytes=small_nbytes)
-    holdfast.save(tmp_path / "there", STATE, options=options)
-    holdfast.save(tmp_path / "taken", STATE, options=options)
+    options = everystep.Options(small_nbytes=small_nbytes)
+    everystep.save(tmp_path / "there", STATE, options=options)
+    everystep.save(tmp_path / "taken", STATE, options=options)
     reports = [verify(tmp_path / "taken")]
     assert [(report.intact, report.leaves, report.strangers) for report in reports] == [(True, 2, ())]
     damage = tmp_path / "damaged"
-    holdfast.save(damage, STATE)
+    everystep.save(damage, STATE)
     damage_leaf(damage, "w")
     assert [problem.leaf for problem in verify(damage).problems] == ["w"]
 
@@ -79,12 +79,12 @@ def test_verify_beside_a_training_reports_only_whole_checkpoints(tmp_path: Path)
 
     def train() -> None:
         state = {"w": np.zeros(3000)}
-        with holdfast.Checkpointer(run, state, mode="sync", keep=holdfast.Keep(last=1)) as ckpt:
+        with everystep.Checkpointer(run, state, mode="sync", keep=everystep.Keep(last=1)) as ckpt:
             while not done.is_set():
                 state["w"] += 1
                 ckpt.save(next(saves))
 
-    holdfast.Checkpointer(run, STATE).close()
+    everystep.Checkpointer(run, STATE).close()
     training = threading.Thread(target=train)
     training.start()
     try:

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import RankFailed
-from holdfast.format.geometry import Box
-from holdfast.plan.placement import Mesh, MeshPlacement, Split
-from holdfast.plan.world import Seen, merge_views
-from holdfast.store.ranks.checks.views import decode_view, encode_view, exchange_views
-from holdfast.team import join
+from everystep.errors import RankFailed
+from everystep.format.geometry import Box
+from everystep.plan.placement import Mesh, MeshPlacement, Split
+from everystep.plan.world import Seen, merge_views
+from everystep.store.ranks.checks.views import decode_view, encode_view, exchange_views
+from everystep.team import join
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
 

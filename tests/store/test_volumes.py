@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.store.commit import volumes
-from holdfast.store.read.gather import FileReads, fetch
+import everystep
+from everystep.store.commit import volumes
+from everystep.store.read.gather import FileReads, fetch
 
 
 def test_bytes_go_to_volumes_in_proportion_to_their_measured_speed(
@@ -27,10 +27,10 @@ def test_bytes_go_to_volumes_in_proportion_to_their_measured_speed(
 
     monkeypatch.setattr(volumes, "raw_write", raw_write)
     state = {"w": np.arange(4 << 20, dtype=np.float32)}
-    holdfast.save(tmp_path / "one", state, options=holdfast.Options(volumes=folders))
+    everystep.save(tmp_path / "one", state, options=everystep.Options(volumes=folders))
     slow, fast = (sum(f.stat().st_size for f in folder.rglob("*.safetensors")) for folder in folders)
     assert 2.9 < fast / slow < 3.1
-    assert np.array_equal(holdfast.load(tmp_path / "one")["w"], state["w"])
+    assert np.array_equal(everystep.load(tmp_path / "one")["w"], state["w"])
 
 
 def test_measuring_writes_to_the_volume_and_leaves_nothing_there(tmp_path: Path) -> None:

@@ -18,16 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.errors import UnsupportedState
-from holdfast.format import manifest, shard
-from holdfast.format.shard import HeaderEntry, build_header
+import everystep
+from everystep.errors import UnsupportedState
+from everystep.format import manifest, shard
+from everystep.format.shard import HeaderEntry, build_header
 
 
 @pytest.mark.parametrize("limit", [0, 2**53, 2**53 + 1, sys.maxsize])
 def test_a_deque_of_any_limit_comes_back(tmp_path: Path, limit: int) -> None:
-    holdfast.save(tmp_path / "c", {"d": deque(maxlen=limit)})
-    assert holdfast.load(tmp_path / "c")["d"].maxlen == limit
+    everystep.save(tmp_path / "c", {"d": deque(maxlen=limit)})
+    assert everystep.load(tmp_path / "c")["d"].maxlen == limit
 
 
 @pytest.mark.parametrize(
@@ -40,14 +40,14 @@ def test_a_deque_of_any_limit_comes_back(tmp_path: Path, limit: int) -> None:
 )
 def test_shapes_that_no_reader_takes_are_refused(tmp_path: Path, tensor: torch.Tensor, reason: str) -> None:
     with pytest.raises(UnsupportedState, match=f"'model.w': {reason}"):
-        holdfast.save(tmp_path / "c", {"model": {"w": tensor}})
+        everystep.save(tmp_path / "c", {"model": {"w": tensor}})
     assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("tensor", [torch.ones((1,) * 64), torch.empty(2**60, 0)])
 def test_the_largest_shapes_come_back(tmp_path: Path, tensor: torch.Tensor) -> None:
-    holdfast.save(tmp_path / "c", {"w": tensor})
-    assert holdfast.load(tmp_path / "c")["w"].shape == tensor.shape
+    everystep.save(tmp_path / "c", {"w": tensor})
+    assert everystep.load(tmp_path / "c")["w"].shape == tensor.shape
 
 
 @pytest.mark.parametrize("small_nbytes", [0, 1 << 20])
@@ -55,12 +55,12 @@ def test_punctuation_in_texts_is_not_counted_as_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_nbytes: int
 ) -> None:
     monkeypatch.setattr(manifest, "MAX_NODES", 1000)
-    options = holdfast.Options(small_nbytes=small_nbytes)
+    options = everystep.Options(small_nbytes=small_nbytes)
     state = {"log": ',[{"\\' * 1000, "w": np.zeros(3)}
-    holdfast.save(tmp_path / "c", state, options=options)
-    assert holdfast.load(tmp_path / "c")["log"] == state["log"]
+    everystep.save(tmp_path / "c", state, options=options)
+    assert everystep.load(tmp_path / "c")["log"] == state["log"]
     with pytest.raises(UnsupportedState, match="more than 1000 values"):
-        holdfast.save(tmp_path / "d", {"log": [1] * 1001}, options=options)
+        everystep.save(tmp_path / "d", {"log": [1] * 1001}, options=options)
 
 
 def test_a_manifest_longer_than_readers_take_is_refused(
@@ -68,7 +68,7 @@ def test_a_manifest_longer_than_readers_take_is_refused(
 ) -> None:
     monkeypatch.setattr(manifest, "MAX_ROOT_NBYTES", 4096)
     with pytest.raises(UnsupportedState, match="exceeds the limit"):
-        holdfast.save(tmp_path / "c", {"log": "x" * 5000}, options=holdfast.Options(small_nbytes=0))
+        everystep.save(tmp_path / "c", {"log": "x" * 5000}, options=everystep.Options(small_nbytes=0))
 
 
 def test_a_header_with_more_braces_than_readers_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_a_time_zone_that_only_this_process_knows_is_refused() -> None:
     utc.write(b"\0" * 6 + b"UTC\0")
     utc.seek(0)
     with pytest.raises(UnsupportedState, match="time zone database"):
-        holdfast.state.flatten({"zone": ZoneInfo.from_file(utc, key="Our/Own")})
+        everystep.state.flatten({"zone": ZoneInfo.from_file(utc, key="Our/Own")})
 
 
 # --- any state that can be saved can be loaded --------------------------------------------------------------
@@ -183,16 +183,16 @@ def test_whatever_is_saved_can_be_loaded(
 ) -> None:
     state = {"state": nested(inner, depth, kinds)}
     if per_rank:
-        state = {"state": holdfast.per_rank(state["state"])}
+        state = {"state": everystep.per_rank(state["state"])}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "c"
-        options = holdfast.Options(
+        options = everystep.Options(
             small_nbytes=1 << 20 if way == "one file" else 0, volumes=[directory] if way == "volume" else []
         )
         try:
-            holdfast.save(path, state, options=options)
+            everystep.save(path, state, options=options)
         except UnsupportedState:
             return
-        assert set(holdfast.load(path)) == {"state"}
-        holdfast.verify(path)
-        holdfast.load(path, into=state)
+        assert set(everystep.load(path)) == {"state"}
+        everystep.verify(path)
+        everystep.load(path, into=state)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from holdfast.study import cache, states
+from everystep.study import cache, states
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.study import cache
+from everystep.study import cache
 
 PAGES = 64
 

@@ -11,9 +11,9 @@ pytest.importorskip("sklearn")
 
 from rich.console import Console
 
-from holdfast.study import report, runner
-from holdfast.study.suites import clusters
-from holdfast.study.suites.clusters import ClustersSuite
+from everystep.study import report, runner
+from everystep.study.suites import clusters
+from everystep.study.suites.clusters import ClustersSuite
 
 
 def small(**options: object) -> ClustersSuite:
@@ -37,7 +37,7 @@ def test_everything_is_measured_shown_and_judged(tmp_path: Path, monkeypatch: py
     keys = {bar.key for bar in result.bars}
     assert {"KMeans, memory-savez", "KMeans, disk-compressed", "mixture, disk-savez", "size"} <= keys
     assert all(bar.verdict != "not measured" for bar in result.bars)
-    page = report.markdown([(suite, result)], "holdfast bench --clusters")
+    page = report.markdown([(suite, result)], "everystep bench --clusters")
     assert "np.savez_compressed" in page
     assert "one sync, ms" in page
     assert list(tmp_path.iterdir()) == []

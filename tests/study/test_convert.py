@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.study.report import from_json
-from holdfast.study.results import Result, Row
-from holdfast.study.suites.convert import DEEPSPEED, ConvertSuite
+from everystep.study.report import from_json
+from everystep.study.results import Result, Row
+from everystep.study.suites.convert import DEEPSPEED, ConvertSuite
 from support.bench_results import result, row, text_of
 from support.command import command
 
@@ -30,13 +30,13 @@ def made_up(
     rows: list[Row] = []
     for group in ("ZeRO-1", "ZeRO-3"):
         disk = {"written_nbytes": written, "kept_nbytes": GB, "process_nbytes": peak * MIB}
-        rows.append(row("convert", "holdfast", group, seconds=ours, inside_seconds=1.0, **disk))
+        rows.append(row("convert", "everystep", group, seconds=ours, inside_seconds=1.0, **disk))
         rows.append(
-            row("convert", "holdfast-universal", group, seconds=universal, inside_seconds=3.0, **disk)
+            row("convert", "everystep-universal", group, seconds=universal, inside_seconds=3.0, **disk)
         )
         theirs = {**disk, "process_nbytes": 900.0 * MIB}
         rows.append(row("convert", "deepspeed", group, seconds=10.0, inside_seconds=6.0, **theirs))
-    rows += [row("restore", "holdfast", seconds=straight), row("restore", "converted", seconds=2.0)]
+    rows += [row("restore", "everystep", seconds=straight), row("restore", "converted", seconds=2.0)]
     for case, seconds, nbytes in (("67", 1.0, GB), ("268", large, 4 * GB)):
         rows.append(
             row("sizes", case, inside_seconds=seconds, source_nbytes=nbytes, process_nbytes=1.0 * MIB)
@@ -56,8 +56,8 @@ def test_every_promise_is_kept_by_good_numbers() -> None:
 @pytest.mark.parametrize(
     ("change", "broken"),
     [
-        ({"ours": 2.6}, ["ZeRO-1-holdfast", "ZeRO-3-holdfast"]),
-        ({"universal": 5.1}, ["ZeRO-1-holdfast-universal", "ZeRO-3-holdfast-universal"]),
+        ({"ours": 2.6}, ["ZeRO-1-everystep", "ZeRO-3-everystep"]),
+        ({"universal": 5.1}, ["ZeRO-1-everystep-universal", "ZeRO-3-everystep-universal"]),
         ({"straight": 2.1}, ["restore"]),
         ({"large": 5.2}, ["linear"]),
         ({"peak": 513.0}, ["memory"]),
@@ -71,7 +71,7 @@ def test_each_promise_can_be_broken(change: dict[str, float], broken: list[str])
 
 def test_the_report_says_what_is_compared() -> None:
     text = text_of(ConvertSuite(), made_up())
-    assert "ZeRO-1: the holdfast 2.00 2.00-2.00 1.00 1.00 1.00 100 5.00" in text
+    assert "ZeRO-1: the everystep 2.00 2.00-2.00 1.00 1.00 1.00 100 5.00" in text
     assert "syncs nothing" in text
 
 

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.study import peers, states
-from holdfast.study.peers import base
-from holdfast.study.peers.base import Peer, difference
+from everystep.study import peers, states
+from everystep.study.peers import base
+from everystep.study.peers.base import Peer, difference
 
 STORING = [peer() for key, peer in peers.STORING.items() if not key.startswith("raw")]
-IN_PYTHON = [peer for peer in STORING if not isinstance(peer, peers.Holdfast)]
+IN_PYTHON = [peer for peer in STORING if not isinstance(peer, peers.Everystep)]
 
 
 def by_key(peer: Peer) -> str:
     return peer.key
 
 
-def test_holdfast_is_measured_right_beside_the_limit_it_is_held_against() -> None:
+def test_everystep_is_measured_right_beside_the_limit_it_is_held_against() -> None:
     keys = list(peers.STORING)
-    assert abs(keys.index("raw") - keys.index("holdfast")) == 1
+    assert abs(keys.index("raw") - keys.index("everystep")) == 1
     assert all(peer.key == key for key, peer in {**peers.STORING}.items())
 
 

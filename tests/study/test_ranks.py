@@ -11,12 +11,12 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from holdfast.study import runner, world
-from holdfast.study.rank import Answer, Order
-from holdfast.study.report import from_json
-from holdfast.study.results import Result, Row
-from holdfast.study.suites.ranks import RanksSuite, best_writers, visits, written_at
-from holdfast.study.world import RankEnded, World, seconds_of
+from everystep.study import runner, world
+from everystep.study.rank import Answer, Order
+from everystep.study.report import from_json
+from everystep.study.results import Result, Row
+from everystep.study.suites.ranks import RanksSuite, best_writers, visits, written_at
+from everystep.study.world import RankEnded, World, seconds_of
 from support.bench_results import quiet, result, row, text_of
 from support.command import command
 
@@ -28,8 +28,8 @@ def made_up(*, off: float = 0.0, apart: float = 0.1, copies: float = 1.0001, nby
     disk = {"writing_ranks": 4.0, "shares_percent": apart, "nbytes_off": off, "copies": copies}
     rows = [
         row("save", "raw", "4", seconds=1.0),
-        row("save", "holdfast-recycled", "4", seconds=1.0, **disk),
-        row("save", "holdfast", "4", seconds=1.25, **disk),
+        row("save", "everystep-recycled", "4", seconds=1.0, **disk),
+        row("save", "everystep", "4", seconds=1.25, **disk),
         row("save", "torch", "4", seconds=2.5, writing_ranks=1.0, shares_percent=400.0, copies=1.0),
         *(
             row("writers", f"writers-{n}", "4", seconds=(s, s, 1.1 * s))
@@ -57,14 +57,14 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err + outcome.out
     found = from_json(outcome.out.encode())
     assert {(row.status, row.reason) for row in found.rows} == {("measured", "")}
-    systems = ["raw", "holdfast-recycled", "holdfast", "dcp", "torch"]
+    systems = ["raw", "everystep-recycled", "everystep", "dcp", "torch"]
     assert [(row.group, row.case) for row in found.section("save")] == [
         (group, system) for group in ("1", "2") for system in systems
     ]
     assert [row.case for row in found.section("writers")] == ["writers-1", "writers-2"]
     assert len({row.group for row in found.section("load")}) == 3
     # One copy, shared out; rank 0's torch.save is not.
-    for system in ("holdfast-recycled", "holdfast"):
+    for system in ("everystep-recycled", "everystep"):
         written = found.row("save", system, "2")
         assert written is not None
         assert (written.peak("nbytes_off"), written.peak("writing_ranks")) == (0, 2)
@@ -82,7 +82,7 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(tmp_path: Path) 
         os.kill(pids[1], signal.SIGKILL)
         os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)  # gone, so that the other can only miss it
         with pytest.raises(RankEnded, match="rank 1 was ended by signal 9"):
-            ranks.tell(Order("prepare", "holdfast-recycled", str(tmp_path)))
+            ranks.tell(Order("prepare", "everystep-recycled", str(tmp_path)))
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
@@ -126,7 +126,7 @@ def test_a_system_that_fails_is_out_and_a_new_world_goes_on(
     monkeypatch.setattr(world, "World", FakeWorld)
     monkeypatch.setattr(FakeWorld, "started", 0)
     monkeypatch.setattr(FakeWorld, "prepared", [])
-    suite = RanksSuite((2,), 2 << 20, systems=("raw", "holdfast-recycled", "holdfast", "dcp"), timeout=5.0)
+    suite = RanksSuite((2,), 2 << 20, systems=("raw", "everystep-recycled", "everystep", "dcp"), timeout=5.0)
     found = runner.run(suite, tmp_path, quiet())
     rows = {(row.section, row.case): row for row in found.rows}
     assert found.problems == ("2 ranks did not end well: rank 0 did not answer within 5 s",)
@@ -135,7 +135,7 @@ def test_a_system_that_fails_is_out_and_a_new_world_goes_on(
     assert rows["save", "dcp"].reason == "RankEnded: rank 1 was ended by signal 9"
     assert rows["load", "dcp"].reason == "RuntimeError: there is nothing to load: it could not be saved"
     for section in ("save", "load"):  # from the first beginning to the last end
-        assert rows[section, "holdfast"].values() == [2.0, 2.0, 2.0]
+        assert rows[section, "everystep"].values() == [2.0, 2.0, 2.0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -171,7 +171,7 @@ def test_an_operation_lasts_from_the_first_beginning_to_the_last_end() -> None:
 def test_the_report_says_what_was_found() -> None:
     text = text_of(RanksSuite(), made_up())
     for words in (
-        "the holdfast, 4 0.80 0.80-0.80 0.80 - 1.00 0.10 % 1.000",
+        "the everystep, 4 0.80 0.80-0.80 0.80 - 1.00 0.10 % 1.000",
         "the torch, 4 0.40 0.40-0.40 0.40 - 2.00 1 of 4 1.000",
         "best here",
         "torch DCP: failed. rank 0: OSError: gone",

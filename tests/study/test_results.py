@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.study import plot, report, results
-from holdfast.study.results import Row, ratio_interval
-from holdfast.study.views import TIMES
+from everystep.study import plot, report, results
+from everystep.study.results import Row, ratio_interval
+from everystep.study.views import TIMES
 from support.bench_results import ScriptedSuite, result, row, text_of
 
 
@@ -57,11 +57,11 @@ def test_the_report_has_every_row_its_reason_and_its_verdicts() -> None:
     bar = results.judge(
         "k", "a promise", "<=", 1.0, "x", results.interval(row("", "a", seconds=(0.9, 1.0, 1.2)))
     )
-    found = result(row("save", "holdfast", seconds=(1.0, 2.0, 3.0)), FAILED, others=0.3)
+    found = result(row("save", "everystep", seconds=(1.0, 2.0, 3.0)), FAILED, others=0.3)
     found = msgspec.structs.replace(found, bars=(bar,))
     text = text_of(ScriptedSuite(), found)
     for words in (
-        "the holdfast 2.00 1.00-3.00 1.00",
+        "the everystep 2.00 1.00-3.00 1.00",
         "the dcp - failed",
         "the dcp: failed. OSError: gone",
         "within noise a promise",
@@ -73,8 +73,8 @@ def test_the_report_has_every_row_its_reason_and_its_verdicts() -> None:
     assert report.from_json(report.to_json(found)) == found
 
 
-def test_a_failure_of_holdfast_itself_is_a_problem() -> None:
-    ours = msgspec.structs.replace(FAILED, case="holdfast")
+def test_a_failure_of_everystep_itself_is_a_problem() -> None:
+    ours = msgspec.structs.replace(FAILED, case="everystep")
     broken = results.judge("k", "p", "<=", 1.0, "x", results.exactly(2.0))
     suite = ScriptedSuite()
     assert not report.has_problem(suite, result(FAILED))
@@ -83,14 +83,14 @@ def test_a_failure_of_holdfast_itself_is_a_problem() -> None:
 
 
 def test_the_page_has_the_tables_the_machine_and_how_to_make_it_again() -> None:
-    found = result(row("save", "holdfast", seconds=2.0), row("save", "torch", seconds=4.0), FAILED)
-    page = report.markdown([(ScriptedSuite(), found)], "holdfast bench --markdown x.md")
+    found = result(row("save", "everystep", seconds=2.0), row("save", "torch", seconds=4.0), FAILED)
+    page = report.markdown([(ScriptedSuite(), found)], "everystep bench --markdown x.md")
     for words in (
-        "`holdfast bench --markdown x.md`",
+        "`everystep bench --markdown x.md`",
         "2 CPUs, ext4",
         "## Scripted",
         "| | s | range | half |\n|---|---:|---:|---:|",
-        "| **the holdfast** | **2.00** | **2.00-2.00** | **1.00** |",
+        "| **the everystep** | **2.00** | **2.00-2.00** | **1.00** |",
         "| the torch | 4.00 |",
         "the dcp: failed. OSError: gone",
     ):
@@ -103,13 +103,13 @@ def test_the_picture_names_every_row_and_draws_what_they_are_compared_with(
 ) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"x.{suffix}"
-    found = result(row("save", "raw", seconds=1.0), row("save", "holdfast", seconds=2.0), FAILED)
+    found = result(row("save", "raw", seconds=1.0), row("save", "everystep", seconds=2.0), FAILED)
     plot.draw(ScriptedSuite().views(found), found, path)
     data = path.read_bytes()
     if suffix == "png":
         assert data.startswith(b"\x89PNG")
     else:
-        for words in (b"the holdfast", b"the dcp", b"failed", b"the raw"):
+        for words in (b"the everystep", b"the dcp", b"failed", b"the raw"):
             assert words in data
     with pytest.raises(ValueError, match=r"\.png or \.svg, not as 'x\.gif'"):
         plot.draw(ScriptedSuite().views(found), found, tmp_path / "x.gif")

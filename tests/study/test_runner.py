@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.study import cache, machine, runner
-from holdfast.study.costs import cost_of
-from holdfast.study.results import CPU_SECONDS, PEAK_NBYTES, SECONDS
-from holdfast.study.runner import turns
-from holdfast.study.suite import Group, Needs, Turn
-from holdfast.study.suites.save_load import SaveLoadSuite
-from holdfast.study.suites.training import TrainingSuite
+from everystep.study import cache, machine, runner
+from everystep.study.costs import cost_of
+from everystep.study.results import CPU_SECONDS, PEAK_NBYTES, SECONDS
+from everystep.study.runner import turns
+from everystep.study.suite import Group, Needs, Turn
+from everystep.study.suites.save_load import SaveLoadSuite
+from everystep.study.suites.training import TrainingSuite
 from support.bench_results import Scripted, ScriptedSuite, quiet
 
 MIB = 1 << 20

@@ -8,16 +8,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.study import peers, runner
-from holdfast.study.peers.base import Done
-from holdfast.study.results import Bar, Result, Row
-from holdfast.study.suites import save_load
-from holdfast.study.suites.save_load import Import, SaveLoadSuite
+from everystep.study import peers, runner
+from everystep.study.peers.base import Done
+from everystep.study.results import Bar, Result, Row
+from everystep.study.suites import save_load
+from everystep.study.suites.save_load import Import, SaveLoadSuite
 from support.bench_results import quiet, result, row, text_of
 
-SAVES = {"raw": 0.5, "raw-huge": 0.4, "holdfast": 0.52, "holdfast-recycled": 0.5, "safetensors": 1.05}
+SAVES = {"raw": 0.5, "raw-huge": 0.4, "everystep": 0.52, "everystep-recycled": 0.5, "safetensors": 1.05}
 SAVES |= {"torch-no-crc": 1.0, "torch": 1.6, "dcp": 2.2, "pickle": 1.03, "savez": 1.8}
-LOADS = {"raw": 0.45, "raw-huge": 0.33, "holdfast": 0.49, "torch": 0.96}
+LOADS = {"raw": 0.45, "raw-huge": 0.33, "everystep": 0.49, "torch": 0.96}
 
 
 def made_up(**changed: Row) -> Result:
@@ -68,7 +68,7 @@ def test_a_system_that_loads_something_else_has_failed(
 
 
 def test_an_unknown_system_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown system zarr; there are: raw, holdfast"):
+    with pytest.raises(ValueError, match=r"unknown system zarr; there are: raw, everystep"):
         SaveLoadSuite(systems=("zarr",)).needs()
 
 
@@ -84,12 +84,12 @@ def test_promises_that_are_kept_pass() -> None:
         ("save-vs-dcp", {"save_dcp": row("save", "dcp", seconds=1.2)}),
         ("save-vs-safetensors", {"save_safetensors": row("save", "safetensors", seconds=0.7)}),
         ("save-vs-torch-no-crc", {"save_torch_no_crc": row("save", "torch-no-crc", seconds=0.7)}),
-        ("save-cpu", {"save_holdfast": row("save", "holdfast", seconds=0.52, cpu_seconds=0.13)}),
+        ("save-cpu", {"save_everystep": row("save", "everystep", seconds=0.52, cpu_seconds=0.13)}),
         ("load-vs-raw", {"load_raw": row("load", "raw", seconds=0.4)}),
         ("load-vs-torch", {"load_torch": row("load", "torch", seconds=0.6)}),
         (
             "save-memory",
-            {"save_holdfast_recycled": row("save", "holdfast-recycled", seconds=0.5, peak_nbytes=300e6)},
+            {"save_everystep_recycled": row("save", "everystep-recycled", seconds=0.5, peak_nbytes=300e6)},
         ),
         ("import-time", {"imported": row("import", "import", seconds=0.16, heavy_modules=0.0)}),
         ("import-light", {"imported": row("import", "import", seconds=0.05, heavy_modules=1.0)}),
@@ -124,7 +124,7 @@ def test_a_promise_whose_peer_is_missing_says_why() -> None:
 
 def test_ratios_agree_with_the_speeds_beside_them() -> None:
     text = text_of(SaveLoadSuite(), made_up())
-    assert "the holdfast 1.92 1.92-1.92 0.96 0.08 38 1.00" in text
+    assert "the everystep 1.92 1.92-1.92 0.96 0.08 38 1.00" in text
     assert "the torch 0.62 0.62-0.62 0.31 0.08 38 3.08" in text
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.study import runner
-from holdfast.study.results import Result, Row
-from holdfast.study.suites import scale
-from holdfast.study.suites.scale import LAYOUTS, ScaleSuite
+from everystep.study import runner
+from everystep.study.results import Result, Row
+from everystep.study.suites import scale
+from everystep.study.suites.scale import LAYOUTS, ScaleSuite
 from support.bench_results import quiet, result, row, text_of
 
 

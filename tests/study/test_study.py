@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.study import campaign, frameworks, report_page
-from holdfast.study.campaign import Options
-from holdfast.study.frameworks import Entry
-from holdfast.study.frameworks.orders import context, cost
-from holdfast.study.frameworks.process import FrameworkProcess, TimeUp, WorkerEnded
-from holdfast.study.results import Row
-from holdfast.study.results_directory import FILE, Part, ResultsDirectory, StudyError
-from holdfast.study.suite import Turn
-from holdfast.study.suites import by_framework
-from holdfast.study.suites.damage import Flips
+from everystep.study import campaign, frameworks, report_page
+from everystep.study.campaign import Options
+from everystep.study.frameworks import Entry
+from everystep.study.frameworks.orders import context, cost
+from everystep.study.frameworks.process import FrameworkProcess, TimeUp, WorkerEnded
+from everystep.study.results import Row
+from everystep.study.results_directory import FILE, Part, ResultsDirectory, StudyError
+from everystep.study.suite import Turn
+from everystep.study.suites import by_framework
+from everystep.study.suites.damage import Flips
 from support.bench_results import quiet
 from support.fake_framework import FakeFramework
 
@@ -116,7 +116,7 @@ def test_a_framework_in_trouble_costs_its_rows_and_not_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_TROUBLES", "1")
-    monkeypatch.setattr("holdfast.study.suites.formats.QUICK_FLIPS", 1)
+    monkeypatch.setattr("everystep.study.suites.formats.QUICK_FLIPS", 1)
     said: list[str] = []
     rows = rows_of(study(tmp_path, "cost", said=said), "cost")
     found = {case.partition(",")[0]: row for (_, case), row in rows.items()}
@@ -204,8 +204,8 @@ class TestTimeUp:
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        (Entry("Gone", "holdfast.no_such_worker"), "No module named 'holdfast.no_such_worker'"),
-        (Entry("Gone", "support.fake_framework", "none-built"), "holdfast study setup none-built"),
+        (Entry("Gone", "everystep.no_such_worker"), "No module named 'everystep.no_such_worker'"),
+        (Entry("Gone", "support.fake_framework", "none-built"), "everystep study setup none-built"),
     ],
 )
 def test_a_missing_framework_is_reported_as_missing_and_tried_again(
@@ -235,7 +235,7 @@ class TestDirectory:
         original = campaign.runner.run
         monkeypatch.setattr(campaign.runner, "run", run)
         monkeypatch.setattr(frameworks, "FRAMEWORKS", {"fake": Entry("Gone", "no_such_worker")})
-        monkeypatch.setattr("holdfast.study.results_directory.Entry.missing", False)
+        monkeypatch.setattr("everystep.study.results_directory.Entry.missing", False)
         with pytest.raises(KeyboardInterrupt):
             study(tmp_path, "cost", "formats")
         said: list[str] = []
@@ -258,8 +258,8 @@ class TestDirectory:
 
     def test_another_version_and_another_kind_of_study_are_refused(self, whole: Path, tmp_path: Path) -> None:
         data = (whole / FILE).read_bytes()
-        (tmp_path / FILE).write_bytes(data.replace(b"holdfast-study/1", b"holdfast-study/9"))
-        with pytest.raises(StudyError, match=r"written as 'holdfast-study/9'.*reads 'holdfast-study/1'"):
+        (tmp_path / FILE).write_bytes(data.replace(b"everystep-study/1", b"everystep-study/9"))
+        with pytest.raises(StudyError, match=r"written as 'everystep-study/9'.*reads 'everystep-study/1'"):
             ResultsDirectory.read(tmp_path)
         (tmp_path / FILE).write_bytes(b"something else\n")
         with pytest.raises(StudyError, match="not a file of a study"):

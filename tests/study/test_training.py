@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.study import peers, runner
-from holdfast.study import training_model as training_model
-from holdfast.study.peers import training as training_peers
-from holdfast.study.peers.training import TrainingPeer
-from holdfast.study.results import Bar, Result, Row
-from holdfast.study.states import Gpt2
-from holdfast.study.suite import Group, Turn
-from holdfast.study.suites import restarts, training, training_child
-from holdfast.study.suites.restarts import Restart
-from holdfast.study.suites.training import Steps, TrainingSuite, places, predicted_stall
-from holdfast.study.training_model import Load, Trainer
+from everystep.study import peers, runner
+from everystep.study import training_model as training_model
+from everystep.study.peers import training as training_peers
+from everystep.study.peers.training import TrainingPeer
+from everystep.study.results import Bar, Result, Row
+from everystep.study.states import Gpt2
+from everystep.study.suite import Group, Turn
+from everystep.study.suites import restarts, training, training_child
+from everystep.study.suites.restarts import Restart
+from everystep.study.suites.training import Steps, TrainingSuite, places, predicted_stall
+from everystep.study.training_model import Load, Trainer
 from support.bench_results import quiet, result, row, text_of
 
 MIB = 1 << 20
@@ -99,12 +99,12 @@ class TestReport:
             row("sweep", "overlap", place, seconds=0.2, stall_seconds=0.09),
             row("sweep", "sync", place, seconds=0.2, save_seconds=0.15),
             row("sweep", "raw", place, seconds=0.125),
-            row("restart", "holdfast", seconds=2.0, lost=1.0, **restart),
+            row("restart", "everystep", seconds=2.0, lost=1.0, **restart),
         ]
         said = text_of(TrainingSuite(), made_up(*rows))
         assert "the overlap 1.26 1.26-1.26 1.050 1.0 % - 1, worst 2 8" in said
         assert f"{place} 90 90-90 50 3.00 100 75 2.000" in said
-        assert "the holdfast 2.00 2.00-2.00 1.00 0.50 0.25 0.25" in said
+        assert "the everystep 2.00 2.00-2.00 1.00 0.50 0.25 0.25" in said
 
     def test_a_write_within_forward_and_backward_is_hidden(self) -> None:
         assert predicted_stall(0.4, 0.4) == 0
@@ -369,7 +369,7 @@ class TestSweep:
 class TestRestart:
     def test_a_killed_training_goes_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        case = Restart("holdfast", "Holdfast", TINY, LOAD)
+        case = Restart("everystep", "Everystep", TINY, LOAD)
         case.setup(tmp_path)
         turn = Turn(tmp_path, 1)
         case.measure(turn)

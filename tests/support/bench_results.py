@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from holdfast.study import report
-from holdfast.study.results import Machine, Result, Row, Sample
-from holdfast.study.suite import Case, Group, Needs, Suite, Turn
-from holdfast.study.views import View
+from everystep.study import report
+from everystep.study.results import Machine, Result, Row, Sample
+from everystep.study.suite import Case, Group, Needs, Suite, Turn
+from everystep.study.views import View
 
 
 def quiet() -> Console:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.app import app
-from holdfast.store.read.stored_checkpoint import open_newest
+import everystep
+from everystep.cli.app import app
+from everystep.store.read.stored_checkpoint import open_newest
 
 SHARD = "r00000.v0.safetensors"
 
@@ -54,16 +54,16 @@ def make_state(scale: float = 1.0) -> dict[str, Any]:
     }
 
 
-TWO_FILES = holdfast.Options(small_nbytes=0)
+TWO_FILES = everystep.Options(small_nbytes=0)
 """Writes even a tiny state as a large one: shard and manifest."""
 
 
 def make_run(
-    path: Path, steps: Sequence[int] = (1, 2, 3, 4, 5), options: holdfast.Options | None = None
+    path: Path, steps: Sequence[int] = (1, 2, 3, 4, 5), options: everystep.Options | None = None
 ) -> Path:
     state = make_state()
-    with holdfast.Checkpointer(
-        path, state, keep=holdfast.Keep(last=100), mode="sync", options=options
+    with everystep.Checkpointer(
+        path, state, keep=everystep.Keep(last=100), mode="sync", options=options
     ) as checkpointer:
         for step in steps:
             state["model"]["b"][:] = step

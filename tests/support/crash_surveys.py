@@ -6,8 +6,8 @@ import copy
 import random
 from pathlib import Path
 
-import holdfast
-from holdfast.engine import faults
+import everystep
+from everystep.engine import faults
 from support import save_sequences as sequences
 from support.crash_tracing import Recording, Survey, Tally
 from support.power_cuts import Budget, Disk, Image
@@ -16,7 +16,7 @@ from support.recovery import Ledger, RunRecovery
 FEW = Budget(names=8, torn=0, single=False)
 
 
-def survey_failing(root: Path, scratch: Path, options: holdfast.Options) -> Tally:
+def survey_failing(root: Path, scratch: Path, options: everystep.Options) -> Tally:
     """One call of a save fails, each in turn; then, at any time after that, the power goes."""
     total = Tally()
     nth = 0
@@ -31,7 +31,7 @@ def survey_failing(root: Path, scratch: Path, options: holdfast.Options) -> Tall
         total.add(Survey(scratch, RunRecovery(), FEW)(recording))
 
 
-def survey_killed(root: Path, scratch: Path, options: holdfast.Options) -> Tally:
+def survey_killed(root: Path, scratch: Path, options: everystep.Options) -> Tally:
     """A process is killed after each operation, another takes over, and at any time then the power goes."""
     first = sequences.brief(root, options)
     total = Tally()
@@ -48,7 +48,7 @@ def survey_killed(root: Path, scratch: Path, options: holdfast.Options) -> Tally
     return total
 
 
-def survey_recoveries(root: Path, scratch: Path, options: holdfast.Options, sample: int) -> Tally:
+def survey_recoveries(root: Path, scratch: Path, options: everystep.Options, sample: int) -> Tally:
     """The power goes; while the run recovers and goes on, it goes again."""
     first = sequences.brief(root, options)
     found: list[tuple[Image, Ledger]] = []

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.engine import faults
-from holdfast.engine.faults import Event
+from everystep.engine import faults
+from everystep.engine.faults import Event
 from support.identified_states import WIDE
 from support.power_cuts import Budget, Disk, Image
 from support.recovery import Ledger, Mark, Recovery

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import holdfast
-from holdfast.engine import faults
-from holdfast.store import list_steps
+import everystep
+from everystep.engine import faults
+from everystep.store import list_steps
 from support.error_kinds import kind_of
 from support.patience import PATIENCE_SECONDS, outlive
 
@@ -63,8 +63,8 @@ def bits(state: dict[str, Any]) -> tuple[Any, ...]:
 class Kill:
     """SIGKILL of a rank, in the save of step `at`: at a call of the file system, or at one of its messages.
 
-    `fault`: as in ``HOLDFAST_FAULTS``, counted from the beginning of that save. `post`: the end of the key of
-    a message, and whether it has been sent. Neither: the calls are counted, and nothing happens.
+    `fault`: as in ``EVERYSTEP_FAULTS``, counted from the beginning of that save. `post`: the end of the key
+    of a message, and whether it has been sent. Neither: the calls are counted, and nothing happens.
     """
 
     rank: int
@@ -95,13 +95,13 @@ def train(course: Course) -> dict[str, Any]:
     state = make_state()
     known = os.open(log_of(course.run, rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     warnings.simplefilter("ignore")
-    checkpointer = holdfast.Checkpointer(
+    checkpointer = everystep.Checkpointer(
         course.run,
         state,
         mode=course.mode,
-        keep=holdfast.Keep(last=2),
+        keep=everystep.Keep(last=2),
         timeout=PATIENCE_SECONDS,
-        options=holdfast.Options(**course.options),
+        options=everystep.Options(**course.options),
     )
     counted = 0
     with checkpointer:
@@ -131,7 +131,7 @@ def train(course: Course) -> dict[str, Any]:
     return {"resumed": resumed, "exact": found == bits(make_state(resumed)), "calls": counted}
 
 
-def set_patience(checkpointer: holdfast.Checkpointer, seconds: float) -> None:
+def set_patience(checkpointer: everystep.Checkpointer, seconds: float) -> None:
     """From now on this rank waits so long for others."""
     group = checkpointer._group
     calls = group._calls
@@ -140,7 +140,7 @@ def set_patience(checkpointer: holdfast.Checkpointer, seconds: float) -> None:
 
 
 def _arm(kill: Kill) -> None:
-    from holdfast.team import Mail
+    from everystep.team import Mail
 
     faults.install(*faults.parse(kill.fault))
     if not kill.post:
@@ -181,14 +181,14 @@ def check_alone(run: Path, newest: int) -> int:
     state = make_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is passed over
-        with holdfast.Checkpointer(run, state, mode="sync", keep=holdfast.Keep(last=9)) as checkpointer:
+        with everystep.Checkpointer(run, state, mode="sync", keep=everystep.Keep(last=9)) as checkpointer:
             assert leftovers(run) == []
             resumed = checkpointer.restore()
             assert floor <= resumed <= newest
             assert bits(state) == bits(make_state(resumed))
             for step in checkpointer.steps:
                 other = make_state()
-                holdfast.load(run / f"step-{step:012d}", other)
+                everystep.load(run / f"step-{step:012d}", other)
                 assert bits(other) == bits(make_state(step))
             advance(state)
             checkpointer.save(resumed + 1)

@@ -22,7 +22,7 @@ def main(page: str, directory: str) -> None:
         code = compile(block.replace('"/nvme', f'"{directory}/nvme'), f"block {number}", "exec")
         if "ckpt" in block and "Checkpointer" not in block:
             # The page goes on in the loop that its first block has left.
-            with names["holdfast"].Checkpointer("runs/other", names["state"]) as names["ckpt"]:
+            with names["everystep"].Checkpointer("runs/other", names["state"]) as names["ckpt"]:
                 exec(code, names)
         else:
             exec(code, names)

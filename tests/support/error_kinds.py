@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import holdfast
+import everystep
 
 
 def kind_of(error: BaseException) -> str:
     """The name of its type. Rank errors of a save have types of their own, which are both kinds at once."""
-    if isinstance(error, (holdfast.SaveFailedOnRank, holdfast.RankTimeout)):
+    if isinstance(error, (everystep.SaveFailedOnRank, everystep.RankTimeout)):
         return "RankFailed"
-    return "RanksDisagree" if isinstance(error, holdfast.SaveRejected) else type(error).__name__
+    return "RanksDisagree" if isinstance(error, everystep.SaveRejected) else type(error).__name__

@@ -7,8 +7,8 @@ import warnings
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-import holdfast
-from holdfast.store import list_steps, step_name
+import everystep
+from everystep.store import list_steps, step_name
 from support.identified_states import blank_state, identify, load_identity, make_state
 from support.recovery import leftovers
 
@@ -16,7 +16,7 @@ from support.recovery import leftovers
 class Scenario(ABC):
     """Constructed, everything is prepared and healthy; `act` is the save that a fault may hit."""
 
-    def __init__(self, root: Path, options: holdfast.Options) -> None:
+    def __init__(self, root: Path, options: everystep.Options) -> None:
         self.root = root
         self.options = options
         self.prepare()
@@ -48,13 +48,13 @@ class Scenario(ABC):
 
 
 class Fresh(Scenario):
-    """`holdfast.save` to a new path, beside another checkpoint."""
+    """`everystep.save` to a new path, beside another checkpoint."""
 
     def prepare(self) -> None:
-        holdfast.save(self.root / "old", make_state(1), step=1, options=self.options)
+        everystep.save(self.root / "old", make_state(1), step=1, options=self.options)
 
     def act(self) -> None:
-        holdfast.save(self.root / "new", make_state(2), step=2, options=self.options)
+        everystep.save(self.root / "new", make_state(2), step=2, options=self.options)
 
     def check(self, *, failed: bool) -> None:
         assert load_identity(str(self.root / "old")) == (1, 0)
@@ -80,13 +80,13 @@ class Fresh(Scenario):
 
 
 class Replacing(Scenario):
-    """`holdfast.save` with ``overwrite=True``."""
+    """`everystep.save` with ``overwrite=True``."""
 
     def prepare(self) -> None:
-        holdfast.save(self.root / "model", make_state(1), step=1, options=self.options)
+        everystep.save(self.root / "model", make_state(1), step=1, options=self.options)
 
     def act(self) -> None:
-        holdfast.save(self.root / "model", make_state(2), step=2, overwrite=True, options=self.options)
+        everystep.save(self.root / "model", make_state(2), step=2, overwrite=True, options=self.options)
 
     def check(self, *, failed: bool) -> None:
         assert load_identity(str(self.root / "model")) == ((1, 0) if failed else (2, 0))
@@ -108,11 +108,11 @@ class InRun(Scenario):
 
     earlier: tuple[int, ...] = (1,)
     step = 2
-    keep = holdfast.Keep(last=2)
+    keep = everystep.Keep(last=2)
 
     def prepare(self) -> None:
         self.run = str(self.root / "run")
-        self.checkpointer = holdfast.Checkpointer(
+        self.checkpointer = everystep.Checkpointer(
             self.run, None, keep=self.keep, options=self.options, mode="sync"
         )
         for step in self.earlier:
@@ -156,7 +156,7 @@ class InRun(Scenario):
         self.check(failed=False)
         self.checkpointer.close()
         target = blank_state()
-        with holdfast.Checkpointer(self.run, target, options=self.options, mode="sync") as reopened:
+        with everystep.Checkpointer(self.run, target, options=self.options, mode="sync") as reopened:
             assert leftovers(self.run) == []
             assert reopened.restore() == self.step
             assert identify(target) == (self.step, 1)

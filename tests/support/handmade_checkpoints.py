@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.format.checksums import digest
-from holdfast.format.dtypes import carrier
-from holdfast.format.manifest import (
+from everystep.format.checksums import digest
+from everystep.format.dtypes import carrier
+from everystep.format.manifest import (
     MANIFEST_NAME,
     Alias,
     Fragment,
@@ -22,7 +22,7 @@ from holdfast.format.manifest import (
     encode_root,
     shard_name,
 )
-from holdfast.format.shard import HeaderEntry, build_header, entry_name, pad_name
+from everystep.format.shard import HeaderEntry, build_header, entry_name, pad_name
 
 CHUNK = 1 << 20
 ID = "0123456789abcdef0123456789abcdef"
@@ -70,7 +70,7 @@ def shard(arrays: Mapping[str, np.ndarray[Any, Any]], alignment: int = 512) -> t
         entries.append(HeaderEntry(entry_name(name), how.name, array.shape + how.tail, at, at + len(blob)))
         blobs.append(blob)
         at += len(blob)
-    header = build_header(entries, {"format": "holdfast/1"})
+    header = build_header(entries, {"format": "everystep/1"})
     places = {entry.name: entry.begin for entry in entries}
     leaves = []
     for name, array in arrays.items():

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-import holdfast
+import everystep
 
 State = dict[str, Any]
 
@@ -55,7 +55,7 @@ def identify(state: State) -> tuple[int, int]:
 
 def load_identity(path: str) -> tuple[int, int]:
     """Which save is at `path`; also what the manifest says must agree."""
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         found = identify(checkpoint.load())
         if checkpoint.step != found[0]:
             raise WrongBytes(f"{path}: manifest of step {checkpoint.step}, arrays of step {found[0]}")

@@ -50,8 +50,8 @@ _PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch._dynamo",
-    "holdfast.checkpointer",
-    "holdfast.plan.ranks",
+    "everystep.checkpointer",
+    "everystep.plan.ranks",
 )
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -237,7 +237,7 @@ def started(
 
     context = prepared_context()
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-ranks-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everystep-ranks-")))
         listener: socket.socket | None = None
         if nodes:
             port = PORT

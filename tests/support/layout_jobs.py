@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import holdfast
-from holdfast import engine
-from holdfast.checkpointer.checkpointer import Mode
+import everystep
+from everystep import engine
+from everystep.checkpointer.checkpointer import Mode
 from support.layout_truth import MOMENTS, STEPS, Truth, fresh_training, local, saved_training, traits
 from support.torch_layouts import LAYOUTS
 
@@ -28,7 +28,7 @@ TIMEOUT = 120.0
 
 
 def is_run(number: int) -> bool:
-    """Every other layout saves with a Checkpointer into a run, the others with `holdfast.save`."""
+    """Every other layout saves with a Checkpointer into a run, the others with `everystep.save`."""
     return number % 2 == 1
 
 
@@ -39,14 +39,14 @@ def save_layouts(folder: str, numbers: Sequence[int]) -> list[tuple[int, set[str
         path, training = os.path.join(folder, str(number)), saved_training(LAYOUTS[number])
         if is_run(number):
             mode: Mode = "overlap" if number % 4 == 1 else "snapshot"
-            with holdfast.Checkpointer(
+            with everystep.Checkpointer(
                 path, training.state, timeout=TIMEOUT, preemption=False, mode=mode
             ) as checkpointer:
                 saving = checkpointer.save(STEPS)
                 assert saving is not None
                 info = saving.result()
         else:
-            info = holdfast.save(path, training.state, step=STEPS, timeout=TIMEOUT)
+            info = everystep.save(path, training.state, step=STEPS, timeout=TIMEOUT)
         found.append((info.nbytes, traits(training)))
     return found
 
@@ -65,7 +65,9 @@ def load_layouts(
             try:
                 restore(os.path.join(folder, str(source)), training.state, run=is_run(source))
                 found[source, target] = expected.differences(training)
-            except holdfast.HoldfastError as error:  # all ranks raise, and the other cells can still be tried
+            except (
+                everystep.EverystepError
+            ) as error:  # all ranks raise, and the other cells can still be tried
                 found[source, target] = [f"{type(error).__name__}: {error}"]
         gc.collect()  # reducers of DDP hold on to groups
     return found
@@ -73,9 +75,9 @@ def load_layouts(
 
 def restore(path: str, state: Any, *, run: bool) -> None:
     if not run:
-        holdfast.load(path, state, timeout=TIMEOUT)
+        everystep.load(path, state, timeout=TIMEOUT)
         return
-    with holdfast.Checkpointer(path, state, timeout=TIMEOUT, preemption=False) as checkpointer:
+    with everystep.Checkpointer(path, state, timeout=TIMEOUT, preemption=False) as checkpointer:
         assert checkpointer.restore() == STEPS
 
 
@@ -109,8 +111,8 @@ def save_and_load_large(folder: str, side: int) -> dict[str, Loaded]:
     return {kind: _load_large(path, kind, side) for kind in ("tp", "ddp")}
 
 
-def _checkpointer(path: str, state: Any) -> holdfast.Checkpointer:
-    return holdfast.Checkpointer(path, state, mode="sync", timeout=TIMEOUT, preemption=False)
+def _checkpointer(path: str, state: Any) -> everystep.Checkpointer:
+    return everystep.Checkpointer(path, state, mode="sync", timeout=TIMEOUT, preemption=False)
 
 
 @contextmanager

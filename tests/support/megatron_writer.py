@@ -1,6 +1,6 @@
 """Writes a small model as Megatron does: tensor-parallel x pipeline-parallel rank files, with torch.save.
 
-The layouts are written out by hand here and not by `holdfast.universal.split`: they are what is tested
+The layouts are written out by hand here and not by `everystep.universal.split`: they are what is tested
 against.
 """
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.engine.buffers import Consumed, Memory, Produced, Strided
-from holdfast.state import Flat, LeafMeta, Restore, empty, flatten, unflatten
-from holdfast.state.mismatch import offering
+from everystep.engine.buffers import Consumed, Memory, Produced, Strided
+from everystep.state import Flat, LeafMeta, Restore, empty, flatten, unflatten
+from everystep.state.mismatch import offering
 
 
 @dataclass(frozen=True)

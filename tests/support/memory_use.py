@@ -28,7 +28,7 @@ def in_own_process(script: str, *arguments: object, timeout: float = 300) -> str
 MEASURE = """
     import sys
     import numpy as np
-    import holdfast
+    import everystep
 
     def kib(field):
         with open("/proc/self/status") as file:

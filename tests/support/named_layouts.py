@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 
 MODEL: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     ("embed.weight", "F32", (50, 12)),

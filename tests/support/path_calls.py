@@ -13,9 +13,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from holdfast import errors
+from everystep import errors
 
-PACKAGE = Path(__file__).resolve().parents[2] / "src" / "holdfast"
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "everystep"
 Call = Callable[[Any], object]
 
 FRAMEWORKS = ("accelerate", "chainer", "deepspeed", "jax", "keras", "lightning", "tensorflow", "transformers")
@@ -53,7 +53,7 @@ def _public(module: str) -> list[str]:
     if module in ("", "sklearn"):  # their names resolve on first use
         import importlib
 
-        package = importlib.import_module(f"holdfast.{module}".rstrip("."))
+        package = importlib.import_module(f"everystep.{module}".rstrip("."))
         return list(package.__all__)
     tree = _tree(module)
     for node in tree.body:
@@ -101,18 +101,18 @@ def _definition(module: str, name: str) -> ast.stmt | None:
     if module in ("", "sklearn"):
         import importlib
 
-        package: Any = importlib.import_module(f"holdfast.{module}".rstrip("."))
+        package: Any = importlib.import_module(f"everystep.{module}".rstrip("."))
         home = package._HOME_OF[name]
-        if home == "holdfast":
+        if home == "everystep":
             return None  # a module
-        return _definition(home.removeprefix("holdfast."), name)
+        return _definition(home.removeprefix("everystep."), name)
     for node in ast.walk(_tree(module)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
             return node
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("holdfast"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("everystep"):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    return _definition((node.module or "").removeprefix("holdfast").lstrip("."), alias.name)
+                    return _definition((node.module or "").removeprefix("everystep").lstrip("."), alias.name)
     return None
 
 
@@ -124,25 +124,25 @@ def _state() -> dict[str, Any]:
 
 def _elsewhere() -> str:
     """A checkpoint that is there, outside of the directory that is looked at."""
-    import holdfast
+    import everystep
 
-    return holdfast.save(tempfile.mkdtemp() + "/there", _state()).path
+    return everystep.save(tempfile.mkdtemp() + "/there", _state()).path
 
 
 def _new(name: str) -> str:
     return f"{tempfile.mkdtemp()}/{name}"
 
 
-def _holdfast(call: str, *arguments: Any, **options: Any) -> Any:
+def _everystep(call: str, *arguments: Any, **options: Any) -> Any:
     """Calls a public name, such as ``inspect.prune``."""
     import importlib
 
     module, _, name = call.rpartition(".")
-    return getattr(importlib.import_module(f"holdfast.{module}".rstrip(".")), name)(*arguments, **options)
+    return getattr(importlib.import_module(f"everystep.{module}".rstrip(".")), name)(*arguments, **options)
 
 
 def _start_from(url: Any) -> None:
-    with closing(_holdfast("Checkpointer", tempfile.mkdtemp(), _state(), mode="snapshot")) as checkpointer:
+    with closing(_everystep("Checkpointer", tempfile.mkdtemp(), _state(), mode="snapshot")) as checkpointer:
         checkpointer.restore(start_from=url)
 
 
@@ -150,7 +150,7 @@ def _fit(kind: str) -> Call:
     import numpy as np
 
     rows = np.arange(20.0).reshape(10, 2)
-    return lambda url: _holdfast(f"sklearn.{kind}", 2, random_state=0, shelf=url).fit(rows)
+    return lambda url: _everystep(f"sklearn.{kind}", 2, random_state=0, shelf=url).fit(rows)
 
 
 def _stream(url: Any) -> None:
@@ -158,31 +158,31 @@ def _stream(url: Any) -> None:
     from sklearn.linear_model import SGDRegressor
 
     rows = [(np.ones((2, 2)), np.ones(2))]
-    _holdfast("sklearn.stream", SGDRegressor(), rows, shelf=url)
+    _everystep("sklearn.stream", SGDRegressor(), rows, shelf=url)
 
 
 def _shelf() -> str:
     path = _new("a.shelf")
-    with _holdfast("Shelf", path) as shelf:
+    with _everystep("Shelf", path) as shelf:
         shelf["w"] = 1
     return path
 
 
 def _load_spec(url: Any) -> None:
-    from holdfast.universal import Spec
+    from everystep.universal import Spec
 
     Spec.load(url)
 
 
 def _drill(url: Any) -> None:
-    _holdfast("drill.run_drill", _holdfast("drill.DrillOptions", ("true",), directory=url))
+    _everystep("drill.run_drill", _everystep("drill.DrillOptions", ("true",), directory=url))
 
 
 def _lightning_sharded(method: str) -> Call:
     def call(url: Any) -> None:
-        from holdfast.lightning import HoldfastSharded
+        from everystep.lightning import EverystepSharded
 
-        class Sharded(HoldfastSharded):
+        class Sharded(EverystepSharded):
             optimizers: tuple[()] = ()
             model = None
             is_global_zero = True
@@ -208,7 +208,7 @@ def _model_checkpoint(url: Any) -> None:
     dirpath = url.replace("s3:", "memory:") if isinstance(url, str) else url
     torch.manual_seed(0)
     trainer = L.Trainer(
-        plugins=[_holdfast("lightning.HoldfastIO")],
+        plugins=[_everystep("lightning.EverystepIO")],
         callbacks=[ModelCheckpoint(dirpath=dirpath)],
         max_epochs=1,
         limit_train_batches=2,
@@ -239,7 +239,7 @@ def _accelerate(call: str) -> Call:
             "automatic_save": ("save_state", {}),
             "automatic_load": ("load_state", {}),
         }[call]
-        _holdfast(f"accelerate.{name}", accelerator, model, **option)
+        _everystep(f"accelerate.{name}", accelerator, model, **option)
 
     return run
 
@@ -249,8 +249,8 @@ def _trainer(url: Any) -> Any:
     from transformers import TrainingArguments
 
     arguments = TrainingArguments(output_dir=str(url), use_cpu=True, report_to=[], max_steps=1)
-    return _holdfast(
-        "transformers.HoldfastTrainer",
+    return _everystep(
+        "transformers.EverystepTrainer",
         model=torch.nn.Linear(2, 2),
         args=arguments,
         train_dataset=[],
@@ -261,14 +261,14 @@ def _keras_weights(url: Any) -> None:
     import keras
 
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-    _holdfast("keras.load_weights", model, url)
+    _everystep("keras.load_weights", model, url)
 
 
 def _chainer(name: str) -> Call:
     def call(url: Any) -> None:
         import chainer
 
-        _holdfast(f"chainer.{name}", url, chainer.links.Linear(2, 2))
+        _everystep(f"chainer.{name}", url, chainer.links.Linear(2, 2))
 
     return call
 
@@ -277,7 +277,7 @@ def _jax(name: str) -> Call:
     def call(url: Any) -> None:
         import jax.numpy as jnp
 
-        _holdfast(f"jax.{name}", url, {"w": jnp.zeros(3)})
+        _everystep(f"jax.{name}", url, {"w": jnp.zeros(3)})
 
     return call
 
@@ -288,7 +288,7 @@ def _deepspeed(method: str, *arguments: Any) -> Call:
     def call(url: Any) -> None:
         from types import SimpleNamespace
 
-        from holdfast.deepspeed import HoldfastEngine
+        from everystep.deepspeed import EverystepEngine
 
         def save_checkpoint(save_dir: Any, tag: Any = None) -> None:
             raise AssertionError("DeepSpeed was asked to save")
@@ -305,7 +305,7 @@ def _deepspeed(method: str, *arguments: Any) -> Call:
             global_rank=0,
             use_node_local_storage=lambda: False,
         )
-        made: Any = HoldfastEngine(engine, overlap=False)  # type: ignore[arg-type]
+        made: Any = EverystepEngine(engine, overlap=False)  # type: ignore[arg-type]
         if hasattr(engine, method):
             getattr(engine, method)(url)
         else:
@@ -315,23 +315,23 @@ def _deepspeed(method: str, *arguments: Any) -> Call:
 
 
 CALLS: dict[str, Call] = {
-    "save.path": lambda url: _holdfast("save", url, _state()),
-    "load.path": lambda url: _holdfast("load", url),
-    "load.path into": lambda url: _holdfast("load", url, into=_state()),
-    "open.path": lambda url: _holdfast("open", url),
-    "verify.path": lambda url: _holdfast("verify", url),
-    "Checkpoint.path": lambda url: _holdfast("Checkpoint", url),
-    "Checkpointer.run": lambda url: _holdfast("Checkpointer", url, _state()),
+    "save.path": lambda url: _everystep("save", url, _state()),
+    "load.path": lambda url: _everystep("load", url),
+    "load.path into": lambda url: _everystep("load", url, into=_state()),
+    "open.path": lambda url: _everystep("open", url),
+    "verify.path": lambda url: _everystep("verify", url),
+    "Checkpoint.path": lambda url: _everystep("Checkpoint", url),
+    "Checkpointer.run": lambda url: _everystep("Checkpointer", url, _state()),
     "Checkpointer.restore.start_from": _start_from,
-    "Options.volumes": lambda url: _holdfast("Options", volumes=[url]),
-    "Shelf.path": lambda url: _holdfast("Shelf", url),
-    "Shelf.path to read": lambda url: _holdfast("Shelf", url, mode="r"),
-    "shelf.Shelf.path": lambda url: _holdfast("shelf.Shelf", url),
-    "shelf.contents.listing.path": lambda url: _holdfast("shelf.contents.listing", url),
-    "shelf.contents.values.path": lambda url: _holdfast("shelf.contents.values", url),
-    "shelf.contents.verify.path": lambda url: _holdfast("shelf.contents.verify", url),
-    "shelf.contents.export.path": lambda url: _holdfast("shelf.contents.export", url, _new("a.npz")),
-    "shelf.contents.export.output": lambda url: _holdfast(
+    "Options.volumes": lambda url: _everystep("Options", volumes=[url]),
+    "Shelf.path": lambda url: _everystep("Shelf", url),
+    "Shelf.path to read": lambda url: _everystep("Shelf", url, mode="r"),
+    "shelf.Shelf.path": lambda url: _everystep("shelf.Shelf", url),
+    "shelf.contents.listing.path": lambda url: _everystep("shelf.contents.listing", url),
+    "shelf.contents.values.path": lambda url: _everystep("shelf.contents.values", url),
+    "shelf.contents.verify.path": lambda url: _everystep("shelf.contents.verify", url),
+    "shelf.contents.export.path": lambda url: _everystep("shelf.contents.export", url, _new("a.npz")),
+    "shelf.contents.export.output": lambda url: _everystep(
         "shelf.contents.export", _shelf(), f"{url}.npz" if isinstance(url, str) else url / "a.npz"
     ),
     "sklearn.KMeans.shelf": lambda url: _fit("KMeans")(url),
@@ -339,37 +339,37 @@ CALLS: dict[str, Call] = {
     "sklearn.GaussianMixture.shelf": lambda url: _fit("GaussianMixture")(url),
     "sklearn.stream.shelf": _stream,
     "drill.DrillOptions.directory": _drill,
-    "inspect.compare.a": lambda url: _holdfast("inspect.compare", url, _elsewhere()),
-    "inspect.compare.b": lambda url: _holdfast("inspect.compare", _elsewhere(), url),
-    "inspect.describe.path": lambda url: _holdfast("inspect.describe", url),
-    "inspect.diagnose.directory": lambda url: _holdfast("inspect.diagnose", url),
-    "inspect.export.path": lambda url: _holdfast("inspect.export", url, _new("a.safetensors")),
-    "inspect.export.output": lambda url: _holdfast("inspect.export", _elsewhere(), url),
-    "inspect.list_run.path": lambda url: _holdfast("inspect.list_run", url),
-    "inspect.prune.run": lambda url: _holdfast("inspect.prune", url, _holdfast("Keep", last=1)),
-    "inspect.summarize.run": lambda url: _holdfast("inspect.summarize", url),
-    "inspect.verify_all.path": lambda url: _holdfast("inspect.verify_all", url),
-    "inspect.view_runs.runs": lambda url: _holdfast("inspect.view_runs", [url]),
-    "inspect.serve_page.runs": lambda url: _holdfast("inspect.serve_page", [url]),
-    "inspect.write_page.runs": lambda url: _holdfast("inspect.write_page", [url], _new("a.html")),
-    "inspect.write_page.path": lambda url: _holdfast("inspect.write_page", [_elsewhere()], url),
-    "torch.dcp.Reader.path": lambda url: _holdfast("torch.dcp.Reader", url),
-    "torch.dcp.Reader.reset.checkpoint_id": lambda url: _holdfast("torch.dcp.Reader").reset(url),
-    "torch.dcp.Writer.path": lambda url: _holdfast("torch.dcp.Writer", url),
-    "torch.dcp.Writer.reset.checkpoint_id": lambda url: _holdfast("torch.dcp.Writer").reset(url),
-    "universal.convert.src": lambda url: _holdfast("universal.convert", url, _new("there")),
-    "universal.convert.src of a kind": lambda url: _holdfast(
+    "inspect.compare.a": lambda url: _everystep("inspect.compare", url, _elsewhere()),
+    "inspect.compare.b": lambda url: _everystep("inspect.compare", _elsewhere(), url),
+    "inspect.describe.path": lambda url: _everystep("inspect.describe", url),
+    "inspect.diagnose.directory": lambda url: _everystep("inspect.diagnose", url),
+    "inspect.export.path": lambda url: _everystep("inspect.export", url, _new("a.safetensors")),
+    "inspect.export.output": lambda url: _everystep("inspect.export", _elsewhere(), url),
+    "inspect.list_run.path": lambda url: _everystep("inspect.list_run", url),
+    "inspect.prune.run": lambda url: _everystep("inspect.prune", url, _everystep("Keep", last=1)),
+    "inspect.summarize.run": lambda url: _everystep("inspect.summarize", url),
+    "inspect.verify_all.path": lambda url: _everystep("inspect.verify_all", url),
+    "inspect.view_runs.runs": lambda url: _everystep("inspect.view_runs", [url]),
+    "inspect.serve_page.runs": lambda url: _everystep("inspect.serve_page", [url]),
+    "inspect.write_page.runs": lambda url: _everystep("inspect.write_page", [url], _new("a.html")),
+    "inspect.write_page.path": lambda url: _everystep("inspect.write_page", [_elsewhere()], url),
+    "torch.dcp.Reader.path": lambda url: _everystep("torch.dcp.Reader", url),
+    "torch.dcp.Reader.reset.checkpoint_id": lambda url: _everystep("torch.dcp.Reader").reset(url),
+    "torch.dcp.Writer.path": lambda url: _everystep("torch.dcp.Writer", url),
+    "torch.dcp.Writer.reset.checkpoint_id": lambda url: _everystep("torch.dcp.Writer").reset(url),
+    "universal.convert.src": lambda url: _everystep("universal.convert", url, _new("there")),
+    "universal.convert.src of a kind": lambda url: _everystep(
         "universal.convert", url, _new("there"), kind="npz"
     ),
-    "universal.convert.dst": lambda url: _holdfast("universal.convert", _elsewhere(), url),
-    "universal.convert.spec": lambda url: _holdfast(
+    "universal.convert.dst": lambda url: _everystep("universal.convert", _elsewhere(), url),
+    "universal.convert.spec": lambda url: _everystep(
         "universal.convert", _elsewhere(), _new("there"), spec=url
     ),
-    "universal.convert.carry": lambda url: _holdfast(
+    "universal.convert.carry": lambda url: _everystep(
         "universal.convert", _elsewhere(), _new("there"), to="hf", carry=url
     ),
-    "universal.describe.path": lambda url: _holdfast("universal.describe", url),
-    "universal.recognise.path": lambda url: _holdfast("universal.recognise", url),
+    "universal.describe.path": lambda url: _everystep("universal.describe", url),
+    "universal.recognise.path": lambda url: _everystep("universal.recognise", url),
     "universal.Spec.load.path": _load_spec,
     "accelerate.save_state.output_dir": _accelerate("save"),
     "accelerate.load_state.input_dir": _accelerate("load"),
@@ -377,36 +377,38 @@ CALLS: dict[str, Call] = {
     "accelerate.load_state of a project": _accelerate("automatic_load"),
     "chainer.save.path": _chainer("save"),
     "chainer.load.path": _chainer("load"),
-    "chainer.snapshot.run": lambda url: _holdfast("chainer.snapshot", url),
-    "chainer.Snapshot.run": lambda url: _holdfast("chainer.Snapshot", url, autoload=True),
-    "deepspeed.HoldfastEngine.makedirs.path": _deepspeed("makedirs"),
-    "deepspeed.HoldfastEngine.save.path": _deepspeed("save", {}),
-    "deepspeed.HoldfastEngine.load.path": _deepspeed("load"),
+    "chainer.snapshot.run": lambda url: _everystep("chainer.snapshot", url),
+    "chainer.Snapshot.run": lambda url: _everystep("chainer.Snapshot", url, autoload=True),
+    "deepspeed.EverystepEngine.makedirs.path": _deepspeed("makedirs"),
+    "deepspeed.EverystepEngine.save.path": _deepspeed("save", {}),
+    "deepspeed.EverystepEngine.load.path": _deepspeed("load"),
     "deepspeed.use, to save": _deepspeed("save_checkpoint"),
     "deepspeed.use, to load": _deepspeed("load_checkpoint"),
     "jax.save.path": _jax("save"),
     "jax.load.path": _jax("load"),
-    "jax.Checkpointer.run": lambda url: _holdfast("jax.Checkpointer", url),
-    "keras.HoldfastCallback.run": lambda url: _holdfast("keras.HoldfastCallback", url),
+    "jax.Checkpointer.run": lambda url: _everystep("jax.Checkpointer", url),
+    "keras.EverystepCallback.run": lambda url: _everystep("keras.EverystepCallback", url),
     "keras.load_weights.path": _keras_weights,
-    "lightning.HoldfastCallback.run": lambda url: _holdfast("lightning.HoldfastCallback", url),
-    "lightning.HoldfastIO.save_checkpoint.path": lambda url: _holdfast(
-        "lightning.HoldfastIO"
+    "lightning.EverystepCallback.run": lambda url: _everystep("lightning.EverystepCallback", url),
+    "lightning.EverystepIO.save_checkpoint.path": lambda url: _everystep(
+        "lightning.EverystepIO"
     ).save_checkpoint({}, url),
-    "lightning.HoldfastIO.load_checkpoint.path": lambda url: _holdfast(
-        "lightning.HoldfastIO"
+    "lightning.EverystepIO.load_checkpoint.path": lambda url: _everystep(
+        "lightning.EverystepIO"
     ).load_checkpoint(url),
-    "lightning.HoldfastIO.remove_checkpoint.path": lambda url: _holdfast(
-        "lightning.HoldfastIO"
+    "lightning.EverystepIO.remove_checkpoint.path": lambda url: _everystep(
+        "lightning.EverystepIO"
     ).remove_checkpoint(url),
-    "lightning.HoldfastSharded.save_checkpoint.filepath": _lightning_sharded("save"),
-    "lightning.HoldfastSharded.load_checkpoint.checkpoint_path": _lightning_sharded("load"),
-    "lightning.load_from_checkpoint.path": lambda url: _holdfast("lightning.load_from_checkpoint", None, url),
-    "lightning.ModelCheckpoint with HoldfastIO": _model_checkpoint,
-    "transformers.HoldfastTrainer of an output_dir": _trainer,
-    "transformers.HoldfastMixin.train.resume_from_checkpoint": lambda url: _trainer(tempfile.mkdtemp()).train(
-        resume_from_checkpoint=str(url)
+    "lightning.EverystepSharded.save_checkpoint.filepath": _lightning_sharded("save"),
+    "lightning.EverystepSharded.load_checkpoint.checkpoint_path": _lightning_sharded("load"),
+    "lightning.load_from_checkpoint.path": lambda url: _everystep(
+        "lightning.load_from_checkpoint", None, url
     ),
+    "lightning.ModelCheckpoint with EverystepIO": _model_checkpoint,
+    "transformers.EverystepTrainer of an output_dir": _trainer,
+    "transformers.EverystepMixin.train.resume_from_checkpoint": lambda url: _trainer(
+        tempfile.mkdtemp()
+    ).train(resume_from_checkpoint=str(url)),
 }
 """By the names of `path_parameters`; further ones are other ways to the same path."""
 

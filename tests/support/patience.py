@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
-from holdfast.team.mail import Mail, Silence
-from holdfast.team.rendezvous import Board
+from everystep.team.mail import Mail, Silence
+from everystep.team.rendezvous import Board
 
 PATIENCE_SECONDS = 60.0
 """For what is sure to come: only a hang takes longer."""

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from holdfast.format.geometry import Box
-from holdfast.plan.fragments import mesh_placement
-from holdfast.plan.placement import LeafLayout, holding
-from holdfast.state import Flat, LeafMeta, LeafSource, Restore, Sharding
+from everystep.format.geometry import Box
+from everystep.plan.fragments import mesh_placement
+from everystep.plan.placement import LeafLayout, holding
+from everystep.state import Flat, LeafMeta, LeafSource, Restore, Sharding
 from support.memory_store import Saved, fresh, read, through_json, write
 
 Numbers = np.ndarray[Any, Any]

@@ -1,6 +1,6 @@
 """Runs scripts in the environments of other systems, which `make peers` builds.
 
-HOLDFAST_PEERS may name another folder that has the environments of `holdfast.study.environments`.
+EVERYSTEP_PEERS may name another folder that has the environments of `everystep.study.environments`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.study import environments
+from everystep.study import environments
 
 PROJECT = Path(__file__).resolve().parents[2]
-FOLDER = Path(os.environ.get("HOLDFAST_PEERS") or PROJECT / "build" / "peers")
-"""Read when the tests start: each of them runs without variables HOLDFAST_*."""
+FOLDER = Path(os.environ.get("EVERYSTEP_PEERS") or PROJECT / "build" / "peers")
+"""Read when the tests start: each of them runs without variables EVERYSTEP_*."""
 TIMEOUT_SECONDS = 300.0
 
 
@@ -91,7 +91,7 @@ def drill(name: str, script: Path, folder: Path, env: Mapping[str, str]) -> str:
     command = [
         sys.executable,
         "-m",
-        "holdfast.cli",
+        "everystep.cli",
         "drill",
         "--times",
         "3",
@@ -111,10 +111,10 @@ def drill(name: str, script: Path, folder: Path, env: Mapping[str, str]) -> str:
     return done.stdout
 
 
-def with_holdfast(folder: Path) -> dict[str, str]:
-    """Variables with which an environment finds the Holdfast of this test run, and what it needs.
+def with_everystep(folder: Path) -> dict[str, str]:
+    """Variables with which an environment finds the Everystep of this test run, and what it needs.
 
-    The environments have Python and numpy as here, but not msgspec and no Holdfast.
+    The environments have Python and numpy as here, but not msgspec and no Everystep.
     """
     return {"PYTHONPATH": str(environments.bridge(folder))}
 

@@ -1,6 +1,6 @@
 """What a power cut may leave: a file system that keeps its word and not an inch more.
 
-The engine's seam records every operation that changes the file system (`holdfast.engine.faults.traced`).
+The engine's seam records every operation that changes the file system (`everystep.engine.faults.traced`).
 Replayed into a `Disk`, at any point between two operations `Disk.crashes` gives the directory trees that a
 machine could find when it comes up again. The method is that of ALICE (Pillai et al., OSDI 2014); the rules
 are those of POSIX, not of one file system.
@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from holdfast.engine.faults import Event
+from everystep.engine.faults import Event
 from support.disk_objects import Directory, Entries, File, Resize, atoms_of_write, tearing
 
 _Object = TypeVar("_Object", File, Directory)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from hypothesis import strategies as st
 
-from holdfast.engine import (
+from everystep.engine import (
     CHUNK_NBYTES,
     Backend,
     Consumed,

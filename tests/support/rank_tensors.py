@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.format.geometry import Box
-from holdfast.universal.source import SourceLeaf, Stretch
-from holdfast.universal.split import LocalPlan
-from holdfast.universal.union import LocalTensor
+from everystep.format.geometry import Box
+from everystep.universal.source import SourceLeaf, Stretch
+from everystep.universal.split import LocalPlan
+from everystep.universal.union import LocalTensor
 
 Array = NDArray[np.float32]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import holdfast
-from holdfast.engine import faults
+import everystep
+from everystep.engine import faults
 from support.disturbed_trainings import (
     Mode,
     advance,
@@ -36,7 +36,7 @@ class Bench:
     """A rank with a run, between two troubles."""
 
     rank: int
-    checkpointer: holdfast.Checkpointer
+    checkpointer: everystep.Checkpointer
     state: dict[str, Any]
     step: int = 0
     got: dict[str, Got] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Bench:
         if any(left.endswith(".partial") for left in leftovers(run)):
             self.notes.append(f"{name}: it left {leftovers(run)}")
         other = make_state()
-        holdfast.load(run / f"step-{self.step:012d}", other, process_group="none", strict=False)
+        everystep.load(run / f"step-{self.step:012d}", other, process_group="none", strict=False)
         if bits(other)[1:] != bits(self.state)[1:]:
             self.notes.append(f"{name}: step {self.step} is not what was saved")
         self.meet()
@@ -101,13 +101,13 @@ def bench(run: Path, mode: Mode = "sync", **options: Any) -> Iterator[Bench]:
 
     warnings.simplefilter("ignore")
     state = make_state()
-    with holdfast.Checkpointer(
+    with everystep.Checkpointer(
         run,
         state,
         mode=mode,
-        keep=holdfast.Keep(last=100),
+        keep=everystep.Keep(last=100),
         timeout=PATIENCE_SECONDS,
-        options=holdfast.Options(**options),
+        options=everystep.Options(**options),
     ) as checkpointer:
         found = Bench(dist.get_rank(), checkpointer, state)
         for _ in range(2):
@@ -272,8 +272,8 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
     """A rank is so slow to write that it is given up; it gets there when the same step is saved again."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from holdfast.store.commit.messages import Conversation
-    from holdfast.store.commit.shard_writer import ShardWriter
+    from everystep.store.commit.messages import Conversation
+    from everystep.store.commit.shard_writer import ShardWriter
 
     store = _get_default_store()
     write, gather = ShardWriter.write, Conversation.gather
@@ -314,7 +314,7 @@ def mutated(run: Path) -> tuple[dict[str, Got], list[str]]:
     """Weights of one rank change while they are written, and nothing says so."""
     import torch
 
-    from holdfast.store.commit.shard_writer import ShardWriter
+    from everystep.store.commit.shard_writer import ShardWriter
 
     with bench(run, "overlap") as here:
 
@@ -346,7 +346,7 @@ def mutated(run: Path) -> tuple[dict[str, Got], list[str]]:
 
 
 def one_by_one(folder: Path) -> dict[str, Got]:
-    """Troubles of `holdfast.save` and of opening a run."""
+    """Troubles of `everystep.save` and of opening a run."""
     import torch
     import torch.distributed as dist
 
@@ -355,28 +355,28 @@ def one_by_one(folder: Path) -> dict[str, Got]:
     got: dict[str, Got] = {}
 
     def other_path() -> None:
-        holdfast.save(folder / ("a" if rank else "b"), state, timeout=SILENCE_SECONDS)
+        everystep.save(folder / ("a" if rank else "b"), state, timeout=SILENCE_SECONDS)
 
     with said_together():
         got["another path"] = error_of(other_path)
     dist.barrier()
-    got["the same path"] = error_of(lambda: holdfast.save(folder / "same", state))
-    got["it exists"] = error_of(lambda: holdfast.save(folder / "same", state))
+    got["the same path"] = error_of(lambda: everystep.save(folder / "same", state))
+    got["it exists"] = error_of(lambda: everystep.save(folder / "same", state))
     unequal = {"w": torch.full((6,), float(rank == 1)), "v": torch.ones(3)}
-    got["copies"] = error_of(lambda: holdfast.save(folder / "copies", unequal))
-    trusting = holdfast.Options(replicas="trust")
-    got["trusted copies"] = error_of(lambda: holdfast.save(folder / "trusted", unequal, options=trusting))
-    writers = holdfast.Options(writers=1 if rank == 1 else "all")
-    got["writers"] = error_of(lambda: holdfast.save(folder / "writers", state, options=writers))
-    missing = holdfast.Options(volumes=[folder / "none"] if rank == 1 else [folder])
-    got["volume"] = error_of(lambda: holdfast.save(folder / "volume", state, options=missing))
+    got["copies"] = error_of(lambda: everystep.save(folder / "copies", unequal))
+    trusting = everystep.Options(replicas="trust")
+    got["trusted copies"] = error_of(lambda: everystep.save(folder / "trusted", unequal, options=trusting))
+    writers = everystep.Options(writers=1 if rank == 1 else "all")
+    got["writers"] = error_of(lambda: everystep.save(folder / "writers", state, options=writers))
+    missing = everystep.Options(volumes=[folder / "none"] if rank == 1 else [folder])
+    got["volume"] = error_of(lambda: everystep.save(folder / "volume", state, options=missing))
 
     def open_run(path: Path) -> None:
-        holdfast.Checkpointer(path, state, timeout=PATIENCE_SECONDS).close()
+        everystep.Checkpointer(path, state, timeout=PATIENCE_SECONDS).close()
 
     (folder / "file").touch()
     got["no directory"] = error_of(lambda: open_run(folder / "file" / "run"))
-    alone = holdfast.Checkpointer(folder / "held", state, process_group="none") if rank == 1 else None
+    alone = everystep.Checkpointer(folder / "held", state, process_group="none") if rank == 1 else None
     dist.barrier()
     got["locked"] = error_of(lambda: open_run(folder / "held"))
     dist.barrier()

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from holdfast.plan.fragments import mesh_placement
-from holdfast.plan.placement import LeafLayout, holding
-from holdfast.state import LeafMeta, flatten
-from holdfast.state.merging import merge_trees
+from everystep.plan.fragments import mesh_placement
+from everystep.plan.placement import LeafLayout, holding
+from everystep.state import LeafMeta, flatten
+from everystep.state.merging import merge_trees
 from support.memory_store import Saved, read, through_json
 from support.peerless_meshes import restore_parts, slices
 

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-import holdfast
-from holdfast.checkpointer.events import Failed, Saved
-from holdfast.engine import faults
+import everystep
+from everystep.checkpointer.events import Failed, Saved
+from everystep.engine import faults
 from support.layout_truth import local
 
 TIMEOUT = 120.0
@@ -84,7 +84,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01 + seed / 1000)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed, growth_interval=4)
-        self.loader = holdfast.data.Loader(
+        self.loader = everystep.data.Loader(
             Samples(), batch_size=BATCH, shuffle=True, seed=seed, rank=self.rank, world=self.world
         )
         self.seen = torch.zeros(SAMPLES + self.rank)  # of another size on every rank
@@ -97,9 +97,9 @@ class Job:
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
             "scaler": self.scaler,
-            "rng": holdfast.per_rank(holdfast.rng()),
+            "rng": everystep.per_rank(everystep.rng()),
             "loader": self.loader,
-            "seen": holdfast.per_rank(self.seen),
+            "seen": everystep.per_rank(self.seen),
         }
 
     def step(self, accumulate: int) -> float:
@@ -166,11 +166,11 @@ def train(
     digests: dict[int, dict[str, str]] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        checkpointer = holdfast.Checkpointer(
+        checkpointer = everystep.Checkpointer(
             run,
             job.state(),
             every=every,
-            keep=holdfast.Keep(last=keep),
+            keep=everystep.Keep(last=keep),
             mode="overlap",
             timeout=TIMEOUT,
             preemption=False,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import holdfast
-from holdfast.store import list_steps, step_name
+import everystep
+from everystep.store import list_steps, step_name
 from support.identified_states import WIDE, blank_state, identify, load_identity, make_state
 
-BUFFERED = holdfast.Options(backend="buffered")
+BUFFERED = everystep.Options(backend="buffered")
 
 
 class Lost(AssertionError):
@@ -156,7 +156,7 @@ class RunRecovery:
     def _read_one(path: str, step: int, ledger: Ledger) -> tuple[int, int] | None:
         try:
             found = load_identity(path)
-        except holdfast.CorruptCheckpoint:
+        except everystep.CorruptCheckpoint:
             return None  # says so: never wrong bytes. Whether it may be damaged is for the restore to decide.
         if found[0] != step:
             raise Lost(f"{path} holds step {found[0]}")
@@ -166,7 +166,7 @@ class RunRecovery:
 
 @dataclass(frozen=True, slots=True)
 class PathRecovery:
-    """A checkpoint by itself, saved with `holdfast.save`; after its first save it must always be there."""
+    """A checkpoint by itself, saved with `everystep.save`; after its first save it must always be there."""
 
     name: str = "model"
 
@@ -178,11 +178,11 @@ class PathRecovery:
         if ledger.order or os.path.exists(path):
             try:
                 found = load_identity(path)
-            except (holdfast.CorruptCheckpoint, holdfast.CheckpointNotFound) as error:
+            except (everystep.CorruptCheckpoint, everystep.CheckpointNotFound) as error:
                 raise Lost(f"{path} is not readable: {error}") from error
             ledger.check(found, path)
         if thorough:
-            holdfast.save(path, make_state(99), step=99, overwrite=True, options=BUFFERED)
+            everystep.save(path, make_state(99), step=99, overwrite=True, options=BUFFERED)
             if load_identity(path) != (99, 0):
                 raise Lost("the next save was not what came back")
             if os.path.exists(path + ".partial"):
@@ -194,10 +194,10 @@ def check_restore(run: str, ledger: Ledger, wide: int = WIDE) -> int:
     target = blank_state(wide)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        with holdfast.Checkpointer(run, target, options=BUFFERED, mode="sync") as checkpointer:
+        with everystep.Checkpointer(run, target, options=BUFFERED, mode="sync") as checkpointer:
             try:
                 restored = checkpointer.restore()
-            except holdfast.CorruptCheckpoint as error:
+            except everystep.CorruptCheckpoint as error:
                 raise Lost(f"nothing could be restored, step {ledger.floor} was durable: {error}") from error
             check_swept(run)
     if restored < ledger.floor:
@@ -218,11 +218,11 @@ def check_goes_on(run: str, restored: int, wide: int = WIDE) -> None:
     target = blank_state(wide)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        with holdfast.Checkpointer(run, target, options=BUFFERED, mode="sync") as checkpointer:
+        with everystep.Checkpointer(run, target, options=BUFFERED, mode="sync") as checkpointer:
             checkpointer.restore()
             checkpointer.state = make_state(step, 9, wide)
             checkpointer.save(step)
-        with holdfast.Checkpointer(run, target, options=BUFFERED, mode="sync") as checkpointer:
+        with everystep.Checkpointer(run, target, options=BUFFERED, mode="sync") as checkpointer:
             again = checkpointer.restore()
     if again < step or (again == step and identify(target) != (step, 9)):
         raise Lost(f"step {step} was saved after the recovery, and {again} came back")

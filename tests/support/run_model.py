@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import holdfast
-from holdfast import Keep
-from holdfast.checkpointer import Kept
+import everystep
+from everystep import Keep
+from everystep.checkpointer import Kept
 
 SHARD = "r00000.v0.safetensors"
 
@@ -70,12 +70,12 @@ class Model:
     outdated: set[int] = field(default_factory=set)
     """What a training that starts over gives up for its first checkpoint."""
 
-    def refuses(self, step: int) -> type[holdfast.HoldfastError] | None:
+    def refuses(self, step: int) -> type[everystep.EverystepError] | None:
         """The error of a save of that step: the run is another training's, or the checkpoint is."""
         if not self.resumed and not self.outdated:
-            return holdfast.RunInUse
+            return everystep.RunInUse
         if step in self.entries and step not in self.ours | self.passed | self.superseded | self.outdated:
-            return holdfast.CheckpointExists
+            return everystep.CheckpointExists
         return None
 
     def save(self, step: int, version: int, metrics: Mapping[str, float]) -> int:

@@ -5,26 +5,26 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-import holdfast
-from holdfast.engine import faults
-from holdfast.store import step_name
+import everystep
+from everystep.engine import faults
+from everystep.store import step_name
 from support.crash_tracing import Recording
 from support.identified_states import WIDE, blank_state, make_state
 from support.recovery import Begun, Damaged, Durable, WentBack
 
-KEEP = holdfast.Keep(last=2)
+KEEP = everystep.Keep(last=2)
 SHARD = "r00000.v0.safetensors"
 
 
 def open_run(
-    recording: Recording, state: object, options: holdfast.Options, keep: holdfast.Keep = KEEP
-) -> holdfast.Checkpointer:
+    recording: Recording, state: object, options: everystep.Options, keep: everystep.Keep = KEEP
+) -> everystep.Checkpointer:
     with recording.tracing():
-        return holdfast.Checkpointer(recording.root / "run", state, keep=keep, options=options, mode="sync")
+        return everystep.Checkpointer(recording.root / "run", state, keep=keep, options=options, mode="sync")
 
 
 def save(
-    recording: Recording, checkpointer: holdfast.Checkpointer, step: int, version: int = 0, fault: str = ""
+    recording: Recording, checkpointer: everystep.Checkpointer, step: int, version: int = 0, fault: str = ""
 ) -> bool:
     """One save with its marks; False when it failed, in a way it may."""
     checkpointer.state = make_state(step, version, recording.wide)
@@ -36,18 +36,18 @@ def save(
                 checkpointer.save(step)
             finally:
                 recording.calls = faults.count_calls()
-    except holdfast.SaveFailed:
+    except everystep.SaveFailed:
         return False
     recording.mark(Durable(step, version))
     return True
 
 
-def close(recording: Recording, checkpointer: holdfast.Checkpointer) -> None:
+def close(recording: Recording, checkpointer: everystep.Checkpointer) -> None:
     with recording.tracing():
         checkpointer.close()
 
 
-def steady(root: Path, options: holdfast.Options, saves: int = 6, wide: int = WIDE) -> Recording:
+def steady(root: Path, options: everystep.Options, saves: int = 6, wide: int = WIDE) -> Recording:
     """A new run; after the third save every one retires a checkpoint and writes over another's files."""
     recording = Recording(root, wide)
     checkpointer = open_run(recording, None, options)
@@ -57,17 +57,17 @@ def steady(root: Path, options: holdfast.Options, saves: int = 6, wide: int = WI
     return recording
 
 
-def same_steps_again(root: Path, options: holdfast.Options) -> Recording:
+def same_steps_again(root: Path, options: everystep.Options) -> Recording:
     """Steps that are saved a second time replace the first, with and without a spare to write over."""
     return _saves(root, options, [(1, 0), (1, 1), (2, 0), (3, 0), (4, 0), (4, 1)])
 
 
-def brief(root: Path, options: holdfast.Options) -> Recording:
+def brief(root: Path, options: everystep.Options) -> Recording:
     """A little of everything: a new run, a step replaced, one retired."""
     return _saves(root, options, [(1, 0), (2, 0), (2, 1), (3, 0)])
 
 
-def _saves(root: Path, options: holdfast.Options, saves: list[tuple[int, int]]) -> Recording:
+def _saves(root: Path, options: everystep.Options, saves: list[tuple[int, int]]) -> Recording:
     recording = Recording(root)
     checkpointer = open_run(recording, None, options)
     for step, version in saves:
@@ -76,7 +76,7 @@ def _saves(root: Path, options: holdfast.Options, saves: list[tuple[int, int]]) 
     return recording
 
 
-def after_damage(root: Path, options: holdfast.Options) -> Recording:
+def after_damage(root: Path, options: everystep.Options) -> Recording:
     """The newest checkpoint turns out damaged; training falls back, and saves that step and others anew."""
     recording = Recording(root)
     checkpointer = open_run(recording, None, options)
@@ -95,10 +95,10 @@ def after_damage(root: Path, options: holdfast.Options) -> Recording:
     return recording
 
 
-def going_back(root: Path, options: holdfast.Options) -> Recording:
+def going_back(root: Path, options: everystep.Options) -> Recording:
     """Training goes back two steps; the first of them is saved anew, and one that it had not come to."""
     recording = Recording(root)
-    checkpointer = open_run(recording, None, options, holdfast.Keep(last=3))
+    checkpointer = open_run(recording, None, options, everystep.Keep(last=3))
     for step in (1, 2, 3, 4):
         save(recording, checkpointer, step)
     checkpointer.state = blank_state()
@@ -128,7 +128,7 @@ def damage(recording: Recording, path: Path, offset: int) -> None:
     ]
 
 
-def second_life(recording: Recording, options: holdfast.Options) -> None:
+def second_life(recording: Recording, options: everystep.Options) -> None:
     """Whatever is at the recording's root: a new process restores from it and goes on."""
     checkpointer = open_run(recording, blank_state(), options)
     with recording.tracing(), warnings.catch_warnings():
@@ -138,20 +138,20 @@ def second_life(recording: Recording, options: holdfast.Options) -> None:
     close(recording, checkpointer)
 
 
-def replaced_path(root: Path, options: holdfast.Options) -> Recording:
+def replaced_path(root: Path, options: everystep.Options) -> Recording:
     """One path, saved over and over with ``overwrite=True``."""
     recording = Recording(root)
     for version in range(4):
         recording.mark(Begun(1, version))
         with recording.tracing():
-            holdfast.save(
+            everystep.save(
                 root / "model", make_state(1, version), step=1, overwrite=version > 0, options=options
             )
         recording.mark(Durable(1, version))
     return recording
 
 
-def with_failing_call(root: Path, options: holdfast.Options, fault: str) -> Recording:
+def with_failing_call(root: Path, options: everystep.Options, fault: str) -> Recording:
     """A save fails, or survives, the fault; training goes on and saves it again."""
     recording = Recording(root)
     checkpointer = open_run(recording, None, options)

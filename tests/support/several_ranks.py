@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from holdfast import engine
-from holdfast.engine import CHUNK_NBYTES, Memory, Tuning
-from holdfast.format.checksums import digest
-from holdfast.format.manifest import encode_part, encode_root, part_name, part_ref, shard_name
-from holdfast.format.records import Alias, Fragment, Leaf, Part, Root, ShardFile
-from holdfast.plan import plan_shard
-from holdfast.plan.description import encode_plan
-from holdfast.plan.fragments import sources
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.replica_groups import Owned
-from holdfast.plan.volumes import stripe
-from holdfast.state import LeafSource
+from everystep import engine
+from everystep.engine import CHUNK_NBYTES, Memory, Tuning
+from everystep.format.checksums import digest
+from everystep.format.manifest import encode_part, encode_root, part_name, part_ref, shard_name
+from everystep.format.records import Alias, Fragment, Leaf, Part, Root, ShardFile
+from everystep.plan import plan_shard
+from everystep.plan.description import encode_plan
+from everystep.plan.fragments import sources
+from everystep.plan.ranks import WritePlan
+from everystep.plan.replica_groups import Owned
+from everystep.plan.volumes import stripe
+from everystep.state import LeafSource
 from support.simulated_worlds import Array, memory_of
 
 ID = "0123456789abcdef0123456789abcdef"

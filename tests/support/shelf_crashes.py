@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from holdfast.engine import faults
+from everystep.engine import faults
 
 PAGE = 4096
 WORD = 8

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-import holdfast
-from holdfast import Shelf
-from holdfast.engine import faults
+import everystep
+from everystep import Shelf
+from everystep.engine import faults
 from support.shelf_crashes import PAGE, WORD, Content, Disk, Noticed, Outcome, Timeline, judge, survey
 
 Array = np.ndarray[Any, Any]
@@ -129,7 +129,7 @@ class ShelfRecorder:
             try:
                 with faults.injected(f"{step}:{last}:EIO"):
                     self._apply(change)
-            except holdfast.SaveFailed:
+            except everystep.SaveFailed:
                 pass
             else:
                 raise AssertionError("the commit was to fail")
@@ -151,13 +151,13 @@ class ShelfRecovery:
         self._path.write_bytes(image)
         self._count += 1
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", holdfast.ShelfWarning)
+            warnings.simplefilter("ignore", everystep.ShelfWarning)
             try:
                 if self._count % 16:
                     with Shelf(self._path, mode="r") as shelf:
                         return content_of(shelf)
                 return self._use()
-            except holdfast.HoldfastError as error:
+            except everystep.EverystepError as error:
                 raise Noticed(str(error)) from error
 
     def _use(self) -> Content:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-import holdfast
-from holdfast.checkpointer.events import (
+import everystep
+from everystep.checkpointer.events import (
     Event,
     EventLog,
     Failed,
@@ -24,9 +24,9 @@ from holdfast.checkpointer.events import (
     Saved,
     ShortOfSpace,
 )
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.topology import Topology
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
+from everystep.plan.ranks import WritePlan
+from everystep.plan.topology import Topology
 from support.several_ranks import Own, write_several
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><b>&amp;\u2028\u202e"
@@ -67,7 +67,7 @@ def _moments(tree: dict[str, Any]) -> dict[str, Any]:
 
 def train(run: Path, state: dict[str, Any], steps: range, *, keep: int = 3) -> None:
     """A training that changes later layers more."""
-    with holdfast.Checkpointer(run, state, mode="sync", keep=holdfast.Keep(last=keep)) as ckpt:
+    with everystep.Checkpointer(run, state, mode="sync", keep=everystep.Keep(last=keep)) as ckpt:
         ckpt.restore()
         for step in steps:
             for number, block in state["model"]["h"].items():

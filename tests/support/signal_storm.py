@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-import holdfast
-from holdfast import HoldfastError, SaveFailed
+import everystep
+from everystep import EverystepError, SaveFailed
 
 SECONDS = 60.0
 """Without a signal or a step, this is a hang."""
@@ -105,7 +105,7 @@ def open_files() -> collections.Counter[str]:
 
 
 def require_whole(run: str) -> None:
-    loaded = holdfast.open(run).read(framework="numpy")
+    loaded = everystep.open(run).read(framework="numpy")
     torn = [name for name, array in loaded.items() if (array != array.flat[0]).any()]
     assert not torn, f"torn: {torn}"
 
@@ -114,11 +114,11 @@ def main(mode: Any, signals: int, run: str) -> None:
     random.seed(f"{mode}{signals}")
     warnings.simplefilter("ignore")
     state, train = make_state(mode)
-    options = holdfast.Options(backend="buffered", memory_nbytes=2 << 20)
+    options = everystep.Options(backend="buffered", memory_nbytes=2 << 20)
     signal.signal(signal.SIGALRM, strike)
 
-    def opened() -> holdfast.Checkpointer:
-        return holdfast.Checkpointer(
+    def opened() -> everystep.Checkpointer:
+        return everystep.Checkpointer(
             run, state, mode=mode, options=options, timeout=SECONDS, preemption_exit_code=7
         )
 
@@ -139,7 +139,7 @@ def main(mode: Any, signals: int, run: str) -> None:
             saved += 1
         except Struck:
             Storm.left = 0
-        except HoldfastError as error:
+        except EverystepError as error:
             Storm.left = 0
             errors[type(error).__name__] += 1
         if step % 50 == 0 and ckpt.steps:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from holdfast.checkpointer.schedule import Cost, Schedule
+from everystep.checkpointer.schedule import Cost, Schedule
 
 Seconds = float | Callable[[int], float]
 

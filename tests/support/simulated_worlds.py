@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from holdfast.format.geometry import Box
-from holdfast.format.records import Fragment, Leaf, Part, ShardFile
-from holdfast.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split, pieces_of
-from holdfast.plan.ranks import WritePlan
-from holdfast.plan.replica_groups import Owned
-from holdfast.plan.resharding import ReadPlan, StoredIndex, Wanted, plan_reads, wants_of
-from holdfast.plan.topology import Topology
-from holdfast.plan.volumes import stripe
+from everystep.format.geometry import Box
+from everystep.format.records import Fragment, Leaf, Part, ShardFile
+from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Split, pieces_of
+from everystep.plan.ranks import WritePlan
+from everystep.plan.replica_groups import Owned
+from everystep.plan.resharding import ReadPlan, StoredIndex, Wanted, plan_reads, wants_of
+from everystep.plan.topology import Topology
+from everystep.plan.volumes import stripe
 
 Array = np.ndarray[Any, Any]
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.format import dtypes
-from holdfast.universal.plain_pickles import TORCH_DTYPES
-from holdfast.universal.source import Source, SourceLeaf, Stretch
-from holdfast.universal.state_tree import source_of
-from holdfast.universal.training_state import arranged_names
+from everystep.format import dtypes
+from everystep.universal.plain_pickles import TORCH_DTYPES
+from everystep.universal.source import Source, SourceLeaf, Stretch
+from everystep.universal.state_tree import source_of
+from everystep.universal.training_state import arranged_names
 
 _TORCH = {ours: getattr(torch, name) for name, ours in TORCH_DTYPES.items()}
 

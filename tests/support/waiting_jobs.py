@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from holdfast import engine
-from holdfast.engine import Backend, Produced, WriteJob, WritePiece
+from everystep import engine
+from everystep.engine import Backend, Produced, WriteJob, WritePiece
 from support.random_pieces import small_windows
 
 PATIENCE = 120.0

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import RankFailed, RanksDisagree
-from holdfast.team import Team, join, rendezvous
-from holdfast.team import group as team_module
-from holdfast.team.mail import Mail
+from everystep.errors import RankFailed, RanksDisagree
+from everystep.team import Team, join, rendezvous
+from everystep.team import group as team_module
+from everystep.team.mail import Mail
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS, expecting
 

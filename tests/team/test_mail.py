@@ -12,9 +12,9 @@ import weakref
 import pytest
 import torch.distributed as dist
 
-from holdfast.errors import RankFailed
-from holdfast.team import mail as mail_module
-from holdfast.team.mail import MAX_MESSAGE_NBYTES, Mail, Silence
+from everystep.errors import RankFailed
+from everystep.team import mail as mail_module
+from everystep.team.mail import MAX_MESSAGE_NBYTES, Mail, Silence
 from support.launcher import prepared_context
 from support.patience import PATIENCE_SECONDS, wait_until_stopped
 

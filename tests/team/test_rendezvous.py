@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from holdfast.errors import RankFailed
-from holdfast.team import Team, join, rendezvous
-from holdfast.team.group import _default_store
-from holdfast.team.machines import _cpus, machine, numa_node
-from holdfast.team.mail import Mail
-from holdfast.team.rendezvous import name_ranks, purpose_prefix
+from everystep.errors import RankFailed
+from everystep.team import Team, join, rendezvous
+from everystep.team.group import _default_store
+from everystep.team.machines import _cpus, machine, numa_node
+from everystep.team.mail import Mail
+from everystep.team.rendezvous import name_ranks, purpose_prefix
 from support.launcher import HOST, launch, values
 from support.patience import PATIENCE_SECONDS, expecting, said_together
 
@@ -137,7 +137,7 @@ def _coordinator_dies_in_the_meeting(timeout):
     if dist.get_rank() == 0:
         Mail.collect = lambda self, keys, timeout: time.sleep(600)  # it never closes the meeting
         threading.Thread(target=join, args=("run", timeout), daemon=True).start()
-        home = Mail(_default_store(), f"holdfast/{purpose_prefix('run')}")
+        home = Mail(_default_store(), f"everystep/{purpose_prefix('run')}")
         opening = msgspec.msgpack.decode(home.read("open", PATIENCE_SECONDS), type=rendezvous._Opening)
         home.read(f"answer/{opening.token}/1", PATIENCE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -13,11 +13,11 @@ torch = pytest.importorskip("torch")
 from support.zero_writer import write_zero3  # noqa: E402
 
 CONVERT = """
-    from holdfast import universal
+    from everystep import universal
 
     small, large, out = sys.argv[1:]
     for budget in 64, 256:
-        options = holdfast.Options(memory_nbytes=budget << 20)
+        options = everystep.Options(memory_nbytes=budget << 20)
         universal.convert(small, f"{out}/small{budget}", options=options)  # what is paid once per process
         print(growth(lambda: universal.convert(large, f"{out}/{budget}", options=options)))
 """

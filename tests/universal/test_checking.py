@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-import holdfast
-from holdfast.errors import CheckpointNotFound, UnsupportedSource
+import everystep
+from everystep.errors import CheckpointNotFound, UnsupportedSource
 from support.command import command
 
 STATE = {"w": torch.arange(5000.0), "v": torch.ones(3, 4)}
@@ -60,7 +60,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 @pytest.mark.parametrize("name", WRITERS)
 def test_an_undamaged_one_is_readable_and_the_report_says_what_was_checked(written: Path, name: str) -> None:
-    report = holdfast.verify(written / name)
+    report = everystep.verify(written / name)
     assert report.problems == ()
     assert report.intact
     assert report.instead == WRITERS[name][0]
@@ -81,7 +81,7 @@ def test_a_changed_byte_of_an_array_is_found(written: Path, tmp_path: Path, name
     at = data.find(ARRAYS["w"].tobytes()[4000:4064])
     data[at if at >= 0 else len(data) * 2 // 3] ^= 4
     file.write_bytes(data)
-    report = holdfast.verify(path)
+    report = everystep.verify(path)
     assert not report.intact
     assert {problem.file for problem in report.problems} == {str(file)}
     assert command("verify", path).code == 1
@@ -91,26 +91,26 @@ def test_a_changed_byte_of_an_array_is_found(written: Path, tmp_path: Path, name
 def test_a_truncated_file_is_damage(written: Path, tmp_path: Path, name: str) -> None:
     data = (written / name).read_bytes()
     (tmp_path / name).write_bytes(data[: len(data) * 3 // 4])
-    report = holdfast.verify(tmp_path / name)
+    report = everystep.verify(tmp_path / name)
     assert not report.intact
     assert report.problems[0].file == str(tmp_path / name)
 
 
-def test_what_holdfast_cannot_read_is_not_called_damaged(tmp_path: Path) -> None:
+def test_what_everystep_cannot_read_is_not_called_damaged(tmp_path: Path) -> None:
     torch.save({"w": Path}, tmp_path / "x.pt")
     with pytest.raises(UnsupportedSource, match="pathlib"):
-        holdfast.verify(tmp_path / "x.pt")
+        everystep.verify(tmp_path / "x.pt")
     shown = command("verify", tmp_path / "x.pt")
     assert shown.code == 1
     assert "DAMAGED" not in shown.out + shown.err
 
 
 def test_a_damaged_checkpoint_of_our_own_is_still_damaged(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "run" / "step-000000000001", {"w": np.arange(3)}, step=1)
+    everystep.save(tmp_path / "run" / "step-000000000001", {"w": np.arange(3)}, step=1)
     (tmp_path / "run" / "step-000000000001" / "r00000.v0.safetensors").unlink()
     assert command("verify", tmp_path / "run").code == 1
     with pytest.raises(CheckpointNotFound):
-        holdfast.verify(tmp_path / "nothing")
+        everystep.verify(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("arguments", [["verify", ""], ["ls", ""], ["convert", "a.pt", ""], ["show", ""]])
@@ -118,7 +118,7 @@ def test_an_empty_path_is_wrong_usage_and_not_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    holdfast.save(tmp_path / "step-000000000001", {"w": np.arange(3)}, step=1)
+    everystep.save(tmp_path / "step-000000000001", {"w": np.arange(3)}, step=1)
     shown = command(*arguments)
     assert shown.code == 2
     assert "a path is empty" in " ".join(shown.err.split())
@@ -127,7 +127,12 @@ def test_an_empty_path_is_wrong_usage_and_not_the_current_directory(
 
 def test_calls_refuse_an_empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for call in (holdfast.load, holdfast.open, holdfast.verify, lambda path: holdfast.save(path, {"a": 1})):
+    for call in (
+        everystep.load,
+        everystep.open,
+        everystep.verify,
+        lambda path: everystep.save(path, {"a": 1}),
+    ):
         with pytest.raises(ValueError, match="the path is empty"):
             call("")
     assert list(tmp_path.iterdir()) == []
@@ -136,4 +141,4 @@ def test_calls_refuse_an_empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (1 << 20) - 128, (3 << 20) + 1, 17 << 20])
 def test_compressed_records_of_every_size_match_their_crcs(tmp_path: Path, nbytes: int) -> None:
     np.savez_compressed(tmp_path / "a.npz", w=np.zeros(nbytes, np.uint8))
-    assert holdfast.verify(tmp_path / "a.npz").problems == ()
+    assert everystep.verify(tmp_path / "a.npz").problems == ()

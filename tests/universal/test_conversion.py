@@ -17,28 +17,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import holdfast
-from holdfast import universal
-from holdfast.engine import faults
-from holdfast.errors import CheckpointExists, CorruptCheckpoint, SaveFailed, StateMismatch, UnsupportedState
-from holdfast.format.geometry import whole
-from holdfast.inspect.element_casts import cast
-from holdfast.universal import conversion
-from holdfast.universal.opening import ForeignCheckpoint
-from holdfast.universal.source import SourceLeaf, Stretch
+import everystep
+from everystep import universal
+from everystep.engine import faults
+from everystep.errors import CheckpointExists, CorruptCheckpoint, SaveFailed, StateMismatch, UnsupportedState
+from everystep.format.geometry import whole
+from everystep.inspect.element_casts import cast
+from everystep.universal import conversion
+from everystep.universal.opening import ForeignCheckpoint
+from everystep.universal.source import SourceLeaf, Stretch
 from support.child_processes import Pipe, forked
 from support.command import command
 from support.dcp_directories import load_all
 from support.foreign_checkpoints import make_model, same_weights, write_hf
 from support.source_leaves import source_of_leaves
 
-KINDS = ["holdfast", "safetensors", "hf", "torch", "dcp"]
+KINDS = ["everystep", "safetensors", "hf", "torch", "dcp"]
 
 
 def weights_in(path: Path, to: str) -> dict[str, torch.Tensor]:
     """By the library that the target is for."""
-    if to == "holdfast":
-        found = holdfast.load(path)
+    if to == "everystep":
+        found = everystep.load(path)
         return found.get("model", found)
     if to == "safetensors":
         return load_file(path)
@@ -83,9 +83,9 @@ def training(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
         "optimizer": optimizer,
         "epoch": 3,
         "big": b"x" * 100_000,
-        "mine": holdfast.per_rank(np.arange(4)),
+        "mine": everystep.per_rank(np.arange(4)),
     }
-    holdfast.save(tmp_path / "run", state, step=7)
+    everystep.save(tmp_path / "run", state, step=7)
     return tmp_path / "run", model
 
 
@@ -105,17 +105,17 @@ def test_a_training_goes_to_a_torch_file_and_back_with_everything(tmp_path: Path
     assert mapped["model"]["0.weight"].data_ptr() % 64 == 0
 
 
-def test_holdfast_to_holdfast_is_equal_and_so_is_what_passed_through_safetensors(tmp_path: Path) -> None:
+def test_everystep_to_everystep_is_equal_and_so_is_what_passed_through_safetensors(tmp_path: Path) -> None:
     path, model = training(tmp_path)
     universal.convert(path, tmp_path / "again")
-    assert holdfast.inspect.compare(path, tmp_path / "again").equal
-    with holdfast.open(tmp_path / "again") as checkpoint:
+    assert everystep.inspect.compare(path, tmp_path / "again").equal
+    with everystep.open(tmp_path / "again") as checkpoint:
         assert checkpoint.step == 7
     done = universal.convert(path, tmp_path / "weights.safetensors")
     assert done.left_out > 0
     universal.convert(tmp_path / "weights.safetensors", tmp_path / "back")
     other = make_model(1)
-    holdfast.load(tmp_path / "back", into={"model": other})
+    everystep.load(tmp_path / "back", into={"model": other})
     assert same_weights(model, other)
 
 
@@ -124,10 +124,10 @@ def test_export_strips_a_prefix_and_the_reader_puts_it_back(tmp_path: Path) -> N
     output = tmp_path / "out.safetensors"
     assert command("export", path, output, "--select", "model.*", "--strip", "model.").code == 0
     assert set(load_file(output)) == set(model.state_dict())
-    with holdfast.open(output) as checkpoint:
+    with everystep.open(output) as checkpoint:
         assert set(checkpoint) == {f"model.{name}" for name in model.state_dict()}
     with pytest.raises(StateMismatch, match="stripped"):
-        holdfast.inspect.export(path, tmp_path / "no.safetensors", strip="model.")
+        everystep.inspect.export(path, tmp_path / "no.safetensors", strip="model.")
 
 
 @pytest.mark.parametrize("to", KINDS)
@@ -139,7 +139,7 @@ def test_dtype_casts_as_torch_does_and_leaves_the_optimizer_alone(tmp_path: Path
     for name, tensor in model.state_dict().items():
         assert torch.equal(found[name], tensor.bfloat16())
     universal.convert(path, tmp_path / "all", dtype="bfloat16")
-    with holdfast.open(tmp_path / "all") as checkpoint:
+    with everystep.open(tmp_path / "all") as checkpoint:
         types = {name: info.dtype for name, info in checkpoint.leaves.items()}
     assert types["optimizer.0.weight.exp_avg"] == "F32"
     assert types["model.0.weight"] == "BF16"
@@ -305,7 +305,7 @@ def test_killed_at_any_call_leaves_nothing_that_looks_complete_and_runs_again(
                     universal.convert(path, place / "out", to=to)
         else:
             with pytest.raises(FileNotFoundError):
-                holdfast.open(place / "out")
+                everystep.open(place / "out")
             universal.convert(path, place / "out", to=to, verify=True)
         assert os.listdir(place) == ["out"], nth
         if code == 0:
@@ -330,9 +330,9 @@ def test_the_command_converts_and_tells(tmp_path: Path) -> None:
     assert command("convert", path, tmp_path / "z", "--max-shard-size", "many").code == 2
     assert command("convert", tmp_path / "nothing", tmp_path / "z").code == 1
     assert command("convert", path, tmp_path / "z", "--from", "npz").code == 1
-    own = command("convert", path, tmp_path / "z", "--from", "holdfast")
+    own = command("convert", path, tmp_path / "z", "--from", "everystep")
     assert own.code == 1
-    assert "of kind 'hf', not of Holdfast" in own.err
+    assert "of kind 'hf', not of Everystep" in own.err
     assert not (tmp_path / "z").exists()
     assert len(command("convert", path, tmp_path / "z", "--dry-run").lines) == 1
 
@@ -351,7 +351,7 @@ def test_the_command_converts_and_tells(tmp_path: Path) -> None:
 def test_what_torch_would_not_read_is_refused_before_it_is_written(
     tmp_path: Path, value: object, what: str, verify: bool
 ) -> None:
-    holdfast.save(tmp_path / "a", {"w": torch.ones(2), "x": value})
+    everystep.save(tmp_path / "a", {"w": torch.ones(2), "x": value})
     with pytest.raises(UnsupportedState, match=rf"x.*weights_only=True\) refuses {what}"):
         universal.convert(tmp_path / "a", tmp_path / "a.pt", verify=verify)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -359,7 +359,7 @@ def test_what_torch_would_not_read_is_refused_before_it_is_written(
 
 def test_the_largest_integers_that_torch_reads_are_written(tmp_path: Path) -> None:
     values = [2**2039 - 1, -(2**2039)]
-    holdfast.save(tmp_path / "a", {"w": torch.ones(2), "x": values})
+    everystep.save(tmp_path / "a", {"w": torch.ones(2), "x": values})
     universal.convert(tmp_path / "a", tmp_path / "a.pt")
     assert torch.load(tmp_path / "a.pt", weights_only=True)["x"] == values
 
@@ -367,7 +367,7 @@ def test_the_largest_integers_that_torch_reads_are_written(tmp_path: Path) -> No
 def test_a_file_that_torch_cannot_read_back_is_an_error_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holdfast.save(tmp_path / "a", {"w": torch.ones(2)})
+    everystep.save(tmp_path / "a", {"w": torch.ones(2)})
 
     def refuse(*_: object, **__: object) -> None:
         raise pickle.UnpicklingError("no")

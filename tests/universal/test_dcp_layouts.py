@@ -23,8 +23,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import holdfast
-from holdfast import engine
+import everystep
+from everystep import engine
 from support.launcher import launch, values
 
 
@@ -117,7 +117,7 @@ def load(path: str, kind: str) -> tuple[int, int]:
     model = spread(kind)
     optimizer = step(model, 9)
     with counted() as sizes:
-        holdfast.load(f"{path}/dcp", into={"model": model, "optimizer": optimizer})
+        everystep.load(f"{path}/dcp", into={"model": model, "optimizer": optimizer})
     truth = torch.load(f"{path}/truth.pt")
     found = full_state(model, optimizer)
     assert set(found) == set(truth)
@@ -158,7 +158,7 @@ def test_other_layouts(tmp_path: Path, saved: tuple[int, str], loaded: tuple[int
 def test_sharded_tensors_of_fsdp1(tmp_path: Path) -> None:
     values(launch(2, save, str(tmp_path), "fsdp1"))
     model = Net()
-    holdfast.load(tmp_path / "dcp", into={"model": model}, strict=False)
+    everystep.load(tmp_path / "dcp", into={"model": model}, strict=False)
     torch.manual_seed(7)
     truth = Net()
     step(truth, 1)

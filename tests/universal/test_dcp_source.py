@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from holdfast import universal
-from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from holdfast.universal.sources import dcp as source_dcp
+from everystep import universal
+from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
+from everystep.universal.sources import dcp as source_dcp
 from support.launcher import launch, values
 from support.source_leaves import assert_same, by_name
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-import holdfast
-from holdfast import universal
-from holdfast.errors import UnsupportedState
-from holdfast.torch.dcp import Writer
-from holdfast.universal.targets import dcp as target
+import everystep
+from everystep import universal
+from everystep.errors import UnsupportedState
+from everystep.torch.dcp import Writer
+from everystep.universal.targets import dcp as target
 from support.dcp_directories import load_all
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -53,15 +53,15 @@ def assert_loads(path: Path, truth: tuple[torch.nn.Module, torch.optim.Optimizer
         assert (group["lr"], group["weight_decay"]) == (other_group["lr"], other_group["weight_decay"])
 
 
-def test_a_training_of_holdfast_loads_with_get_state_dict(tmp_path: Path) -> None:
+def test_a_training_of_everystep_loads_with_get_state_dict(tmp_path: Path) -> None:
     model, optimizer = make(0)
-    holdfast.save(tmp_path / "run", {"model": model, "optimizer": optimizer, "step": 12}, step=12)
+    everystep.save(tmp_path / "run", {"model": model, "optimizer": optimizer, "step": 12}, step=12)
     universal.convert(tmp_path / "run", tmp_path / "dcp", to="dcp", verify=True)
     assert_loads(tmp_path / "dcp", (model, optimizer))
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_dcp_to_holdfast_and_back(tmp_path: Path, flat: bool) -> None:
+def test_dcp_to_everystep_and_back(tmp_path: Path, flat: bool) -> None:
     model, optimizer = make(0)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     weights, states = get_state_dict(model, optimizer, options=options)
@@ -69,15 +69,15 @@ def test_dcp_to_holdfast_and_back(tmp_path: Path, flat: bool) -> None:
     state = {"model": weights, "optimizer": states, "step": 12, "extra": extra}
     dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
     universal.convert(tmp_path / "theirs", tmp_path / "ours", verify=True, as_training=True)
-    with holdfast.open(tmp_path / "ours") as checkpoint:
+    with everystep.open(tmp_path / "ours") as checkpoint:
         assert checkpoint.step == 12
-    loaded = holdfast.load(tmp_path / "ours")
+    loaded = everystep.load(tmp_path / "ours")
     assert loaded["extra"] == extra
     groups = loaded["optimizer"]["param_groups"]
     assert [group["params"] for group in groups] == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
     mine = make(2)
     into = {"model": mine[0], "optimizer": mine[1], "step": 0, "extra": {"note": "", "rows": []}}
-    holdfast.load(tmp_path / "theirs", into=into)
+    everystep.load(tmp_path / "theirs", into=into)
     assert (into["step"], into["extra"]) == (12, extra)
     assert mine[1].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     universal.convert(tmp_path / "ours", tmp_path / "again", to="dcp", verify=True)
@@ -90,7 +90,7 @@ def test_large_leaves_are_cut_tied_ones_stored_once_and_files_bounded(
     monkeypatch.setattr(target, "_PIECE_NBYTES", 4000)
     weight = torch.randn(50, 3, 17)
     state = {"a": weight, "b": weight, "c": torch.randn(1, 5000).bfloat16(), "d": torch.zeros(0, 3)}
-    holdfast.save(tmp_path / "run", {**state, "e": torch.tensor(3.5)})
+    everystep.save(tmp_path / "run", {**state, "e": torch.tensor(3.5)})
     universal.convert(tmp_path / "run", tmp_path / "dcp", to="dcp", verify=True, max_shard_nbytes=10_000)
     found = load_all(tmp_path / "dcp")
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
@@ -101,7 +101,7 @@ def test_large_leaves_are_cut_tied_ones_stored_once_and_files_bounded(
     assert sum(file.stat().st_size for file in files) < 1.9 * weight.nbytes + 30_000
     metadata = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
     assert all(chunk.sizes.numel() * 4 <= 4000 for chunk in metadata.state_dict_metadata["a"].chunks)
-    with holdfast.open(tmp_path / "dcp") as checkpoint:
+    with everystep.open(tmp_path / "dcp") as checkpoint:
         assert checkpoint.leaves["b"].alias_of == "a"
     # A reader takes the items whole that it wants parts of: a part needs few of them.
     assert len(metadata.state_dict_metadata["a"].chunks) == 3
@@ -127,7 +127,7 @@ def test_objects_that_dcp_pickled_are_carried_along_untouched(tmp_path: Path) ->
 
 @pytest.mark.parametrize("state", [{"a": [{}, 1]}, {"a": [1, {}]}, {"a": ({"b": {}},)}, [1], 5], ids=str)
 def test_what_dcp_could_not_give_back_is_refused(tmp_path: Path, state: object) -> None:
-    holdfast.save(tmp_path / "a", state)
+    everystep.save(tmp_path / "a", state)
     with pytest.raises(UnsupportedState, match="DCP saves"):
         universal.convert(tmp_path / "a", tmp_path / "b", to="dcp", verify=False)
     assert not (tmp_path / "b").exists()
@@ -135,9 +135,9 @@ def test_what_dcp_could_not_give_back_is_refused(tmp_path: Path, state: object) 
 
 def test_empty_dicts_that_dcp_leaves_out_are_named(tmp_path: Path) -> None:
     state = {"w": torch.ones(1), "a": {"b": {}, "c": 1}, "d": {"e": {}}, "f": [[], ()]}
-    holdfast.save(tmp_path / "a", state)
+    everystep.save(tmp_path / "a", state)
     done = universal.convert(tmp_path / "a", tmp_path / "b", to="dcp")
     assert done.notes == ("DCP saves nothing of empty dicts: a.b, d",)
-    found = holdfast.load(tmp_path / "b")
+    found = everystep.load(tmp_path / "b")
     assert found.pop("w").equal(state["w"])
     assert found == {"a": {"c": 1}, "f": [[], ()]}

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from holdfast.universal.sources import deepspeed
-from holdfast.universal.torch_file import read_torch_file
+from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
+from everystep.universal.sources import deepspeed
+from everystep.universal.torch_file import read_torch_file
 from support.source_leaves import assert_same, by_name
 
 CLASSES = (

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast import universal
-from holdfast.errors import (
+from everystep import universal
+from everystep.errors import (
     CorruptCheckpoint,
-    HoldfastError,
+    EverystepError,
     IncompleteCheckpoint,
     SpecError,
     UnsupportedSource,
 )
-from holdfast.universal import Spec
-from holdfast.universal.rules import replicated, rule, shard, unique
-from holdfast.universal.source import Source
-from holdfast.universal.sources import deepspeed
+from everystep.universal import Spec
+from everystep.universal.rules import replicated, rule, shard, unique
+from everystep.universal.source import Source
+from everystep.universal.sources import deepspeed
 from support.source_leaves import assembled, assert_same, by_name
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed_variants"
@@ -157,11 +157,11 @@ def test_a_spec_overrides_the_info_of_the_files() -> None:
 # --- faults
 
 
-def broken(tmp_path: Path, name: str, pattern: str, how: Callable[[Path], None]) -> HoldfastError:
+def broken(tmp_path: Path, name: str, pattern: str, how: Callable[[Path], None]) -> EverystepError:
     run = copied(tmp_path, name)
     (path,) = (run / "global_step3").glob(pattern)
     how(path)
-    with pytest.raises(HoldfastError) as error:
+    with pytest.raises(EverystepError) as error:
         deepspeed.describe(run)
     return error.value
 
@@ -227,7 +227,7 @@ def deepspeed_step(path: Path) -> int:
 
 
 def universal_content(path: Path) -> Any:
-    from holdfast.universal.torch_file import read_torch_file
+    from everystep.universal.torch_file import read_torch_file
 
     return read_torch_file(path, deepspeed.CLASSES)
 

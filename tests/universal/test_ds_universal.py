@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast import universal
-from holdfast.engine import faults
-from holdfast.errors import (
+import everystep
+from everystep import universal
+from everystep.engine import faults
+from everystep.errors import (
     CheckpointExists,
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -28,10 +28,10 @@ from holdfast.errors import (
     UnsupportedSource,
     UnsupportedState,
 )
-from holdfast.universal import fused, pad, replicated, rule, shard
-from holdfast.universal.sources import deepspeed, ds_universal
-from holdfast.universal.targets import ds_universal as target
-from holdfast.universal.torch_file import read_torch_file
+from everystep.universal import fused, pad, replicated, rule, shard
+from everystep.universal.sources import deepspeed, ds_universal
+from everystep.universal.targets import ds_universal as target
+from everystep.universal.torch_file import read_torch_file
 from support.child_processes import Pipe, forked
 from support.command import command
 from support.source_leaves import assert_same, by_name
@@ -69,7 +69,7 @@ def test_what_ds_to_universal_wrote_equals_the_zero_checkpoint(tmp_path: Path, n
     assert_equal(zero, source)
     assert dict(source.aliases) == dict(zero.aliases)
     assert universal.recognise(path) == universal.recognise(path / "global_step3_universal") == "ds-universal"
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         assert_same(
             checkpoint["optimizer.up.weight.exp_avg"][2:5], by_name(zero)["optimizer.up.weight.exp_avg"][2:5]
         )
@@ -123,7 +123,7 @@ def test_the_optimizer_state_has_both_forms_and_the_loss_scaler(tmp_path: Path) 
     assert "step" in common["optimizer_state_dict"]["state"][0]
 
 
-def test_by_way_of_a_holdfast_checkpoint_the_files_are_the_same(tmp_path: Path) -> None:
+def test_by_way_of_a_everystep_checkpoint_the_files_are_the_same(tmp_path: Path) -> None:
     for name in NAMES:
         universal.convert(ZERO / name, tmp_path / name / "native")
         universal.convert(tmp_path / name / "native", tmp_path / name / "two", to="ds-universal")
@@ -143,12 +143,12 @@ def train(path: Path, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Modu
     for _ in range(2):
         torch.nn.Sequential(*model)(torch.ones(2, 4, dtype=dtype)).sum().backward()
         optimizer.step()
-    holdfast.save(path, {"model": model, "optimizer": optimizer, "epoch": 3}, step=2)
+    everystep.save(path, {"model": model, "optimizer": optimizer, "epoch": 3}, step=2)
     return model, optimizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_training_that_holdfast_saved_becomes_one_of_deepspeed(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_training_that_everystep_saved_becomes_one_of_deepspeed(tmp_path: Path, dtype: torch.dtype) -> None:
     model, optimizer = train(tmp_path / "run", dtype)
     universal.convert(tmp_path / "run", tmp_path / "out", to="ds-universal", verify=True)
     zero = tmp_path / "out" / "zero"
@@ -174,7 +174,7 @@ def test_weights_alone_are_written_without_moments(tmp_path: Path) -> None:
     model, _ = train(tmp_path / "run")
     universal.convert(tmp_path / "run", tmp_path / "out", to="ds-universal", select="model.*", verify=True)
     assert sorted(os.listdir(tmp_path / "out" / "zero" / "0.weight")) == ["fp32.pt"]
-    assert_same(holdfast.load(tmp_path / "out")["model"]["0.weight"], model[0].weight.detach())
+    assert_same(everystep.load(tmp_path / "out")["model"]["0.weight"], model[0].weight.detach())
 
 
 SPEC = universal.Spec(
@@ -192,7 +192,7 @@ def save_layers(path: Path) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(0)
     shapes = {"word": (7, 3), "qkv": (8, 4), "gate_up": (6, 2), "down": (3, 4), "norm": (5,)}
     weights = {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
-    holdfast.save(path, {"model": weights, "table": torch.arange(3)}, step=1)
+    everystep.save(path, {"model": weights, "table": torch.arange(3)}, step=1)
     return weights
 
 
@@ -225,7 +225,7 @@ def test_tensor_parallel_ranks_get_their_shards_and_the_reader_joins_them(tmp_pa
     assert load(out / "zero" / "word" / "fp32.pt")["vocab_tensor"] is True
     assert load(out / "zero" / "down" / "fp32.pt")["cat_dim"] == 1
     assert load(out / "zero" / "gate_up" / "fp32.pt")["param_n_sub_params"] == 2
-    found = holdfast.load(out)
+    found = everystep.load(out)
     for name, weight in weights.items():
         assert_same(found["model"][name], weight, name)
 
@@ -242,14 +242,14 @@ def test_tensor_parallel_needs_rules(tmp_path: Path) -> None:
 
 def test_what_has_no_place_in_the_layout_is_refused(tmp_path: Path) -> None:
     weight = torch.ones(2, 2)
-    holdfast.save(tmp_path / "a", {"x": weight})
+    everystep.save(tmp_path / "a", {"x": weight})
     with pytest.raises(UnsupportedState, match="needs the weights of a model"):
         universal.convert(tmp_path / "a", tmp_path / "out", to="ds-universal")
-    holdfast.save(tmp_path / "b", {"model": {"a/b": weight}})
+    everystep.save(tmp_path / "b", {"model": {"a/b": weight}})
     with pytest.raises(UnsupportedState, match="name of a file"):
         universal.convert(tmp_path / "b", tmp_path / "out", to="ds-universal")
     state = {"state": {"w": {"mu": torch.ones(1)}}, "param_groups": [{"params": ["w"]}]}
-    holdfast.save(tmp_path / "c", {"model": {"w": weight}, "optimizer": state})
+    everystep.save(tmp_path / "c", {"model": {"w": weight}, "optimizer": state})
     with pytest.raises(UnsupportedState, match=r"optimizer\.w\.mu"):
         universal.convert(tmp_path / "c", tmp_path / "out", to="ds-universal")
     assert not (tmp_path / "out").exists()
@@ -340,7 +340,7 @@ def test_verify_notices_a_changed_byte_and_the_target_does_not_appear(
 
 
 def test_large_files_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.universal.torch_files._STREAMED_NBYTES", 2000)
+    monkeypatch.setattr("everystep.universal.torch_files._STREAMED_NBYTES", 2000)
     universal.convert(ZERO / "z2_bf16_3", tmp_path / "out", to="ds-universal", verify=True)
     weights = save_layers(tmp_path / "run")
     universal.convert(tmp_path / "run", tmp_path / "cut", to="ds-universal", tp=2, spec=SPEC, verify=True)
@@ -376,7 +376,7 @@ def test_the_command_writes_it_and_tells_the_files_before(tmp_path: Path) -> Non
 @pytest.mark.timeout(300)
 def test_killed_at_any_call_leaves_nothing_that_looks_complete_and_runs_again(tmp_path: Path) -> None:
     weight = torch.randn(3, 2)
-    holdfast.save(tmp_path / "run", {"model": {"w": weight}})
+    everystep.save(tmp_path / "run", {"model": {"w": weight}})
     place = tmp_path / "place"
 
     def work(pipe: Pipe, nth: int) -> None:
@@ -392,7 +392,7 @@ def test_killed_at_any_call_leaves_nothing_that_looks_complete_and_runs_again(tm
             child.pipe.drain()
             code = child.wait()
         if (place / "out").exists():
-            assert_same(holdfast.load(place / "out")["model"]["w"], weight)
+            assert_same(everystep.load(place / "out")["model"]["w"], weight)
             if code:
                 with pytest.raises(CheckpointExists):
                     universal.convert(tmp_path / "run", place / "out", to="ds-universal")

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import holdfast
-from holdfast import CorruptCheckpoint, UnsupportedSource, universal
+import everystep
+from everystep import CorruptCheckpoint, UnsupportedSource, universal
 
 h5py = pytest.importorskip("h5py")
 
@@ -58,7 +58,7 @@ def test_every_dataset_is_read_bit_for_bit(tmp_path: Path, how: dict[str, Any]) 
     leaves = {leaf.name: leaf for leaf in source.leaves}
     for name, leaf in leaves.items():
         assert (leaf.computed is not None) == name.startswith("odd."), name
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         for name, (array, _) in arrays().items():
             found = np.asarray(checkpoint[name.replace("/", ".")][...])
             assert found.dtype == array.dtype, name
@@ -75,7 +75,7 @@ def test_a_large_compressed_dataset_is_inflated_slab_by_slab(tmp_path: Path) -> 
         file.create_dataset("x", data=array, chunks=(1000, 2), compression=1)
         file["y"] = np.arange(3)
     universal.convert(tmp_path / "a.h5", tmp_path / "out", verify=True)
-    assert np.array_equal(holdfast.load(tmp_path / "out")["x"], array)
+    assert np.array_equal(everystep.load(tmp_path / "out")["x"], array)
 
 
 def test_big_endian_numbers_stay_so_and_are_turned_for_targets_that_have_no_such_types(
@@ -88,7 +88,7 @@ def test_big_endian_numbers_stay_so_and_are_turned_for_targets_that_have_no_such
             np.arange(5, dtype=">i8"),
             truth.astype(">c8"),
         )
-    assert holdfast.load(tmp_path / "a.h5")["f4"].dtype.str == ">f4"
+    assert everystep.load(tmp_path / "a.h5")["f4"].dtype.str == ">f4"
     for name in ("a.safetensors", "a.pt"):
         universal.convert(tmp_path / "a.h5", tmp_path / name, verify=True)
         found = load_file(tmp_path / name) if name != "a.pt" else torch.load(tmp_path / name)
@@ -129,7 +129,7 @@ def test_keras_3_is_a_model_and_an_optimizer_by_number(tmp_path: Path, archive: 
     assert universal.recognise(path) == "hdf5"
     source = universal.describe(path)
     assert (source.step, source.facts["written by"]) == (12, "Keras 3")
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         for name, array in truth.items():
             ours = (
                 name.replace("/", ".") if name.startswith("optimizer") else "model." + name.replace("/", ".")
@@ -150,7 +150,7 @@ def test_names_that_keras_uses_too_are_no_proof(tmp_path: Path, names: list[str]
         for name in names:
             file.create_group(name)
         file["layers/first"] = MATRIX
-    loaded = holdfast.load(tmp_path / "a.h5")
+    loaded = everystep.load(tmp_path / "a.h5")
     assert list(loaded) == sorted({*names, "layers"})
     assert loaded["layers"]["first"].tobytes() == MATRIX.tobytes()
 
@@ -180,7 +180,7 @@ def test_bfloat16_of_keras(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "b.weights.h5", "w") as file:
         data = truth.view(torch.int16).numpy().view("V2")
         file.create_dataset("layers/d/vars/0", data=data).attrs["dtype"] = "bfloat16"
-    with holdfast.open(tmp_path / "b.weights.h5") as checkpoint:
+    with everystep.open(tmp_path / "b.weights.h5") as checkpoint:
         assert checkpoint.leaves["model.layers.d.vars.0"].dtype == "BF16"
     universal.convert(tmp_path / "b.weights.h5", tmp_path / "b.safetensors", verify=True)
     assert torch.equal(load_file(tmp_path / "b.safetensors")["layers.d.vars.0"], truth)
@@ -266,10 +266,10 @@ def test_truncated_and_changed_files_end_in_an_error(tmp_path: Path) -> None:
             changed[at] ^= int(rng.integers(1, 256))
         path.write_bytes(changed)
         try:
-            with holdfast.open(path) as checkpoint:
+            with everystep.open(path) as checkpoint:
                 for name in checkpoint:
                     checkpoint[name][...]
-        except (holdfast.HoldfastError, MemoryError):
+        except (everystep.EverystepError, MemoryError):
             pass
 
 
@@ -287,7 +287,7 @@ def test_without_h5py_the_error_says_what_to_install(tmp_path: Path) -> None:
     path = write(tmp_path / "a.h5")
     script = (
         "import sys; sys.modules['h5py'] = None\n"
-        "from holdfast import UnsupportedSource, universal\n"
+        "from everystep import UnsupportedSource, universal\n"
         "assert universal.recognise(sys.argv[1]) == 'hdf5'\n"
         "try: universal.describe(sys.argv[1])\n"
         "except UnsupportedSource as error: print(error)\n"
@@ -295,4 +295,4 @@ def test_without_h5py_the_error_says_what_to_install(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
     )
-    assert "pip install holdfast[hdf5]" in done.stdout
+    assert "pip install everystep[hdf5]" in done.stdout

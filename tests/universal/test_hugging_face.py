@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import holdfast
-from holdfast import CorruptCheckpoint, IncompleteCheckpoint, StateMismatch, UnsupportedSource, universal
-from holdfast.universal.transformers_names import published
+import everystep
+from everystep import CorruptCheckpoint, IncompleteCheckpoint, StateMismatch, UnsupportedSource, universal
+from everystep.universal.transformers_names import published
 from support.command import command
 from support.foreign_checkpoints import make_model
 from support.source_leaves import assert_same, by_name
@@ -75,7 +75,7 @@ def test_weights_in_files_of_torch_save_are_read(tmp_path: Path, shards: int, va
         assert_same(found[source.aliases.get(f"model.{name}", f"model.{name}")], tensor, name)
     assert source.facts["model type"] == "gpt2"
     assert source.facts.get("variant", "") == variant
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         assert torch.equal(
             checkpoint["model.transformer.wte.weight"][2:4], weights["transformer.wte.weight"][2:4]
         )
@@ -173,7 +173,7 @@ def test_names_of_another_model_are_an_error() -> None:
 def test_tied_weights_are_written_once_only_if_the_config_ties_them(tmp_path: Path, tie: bool | None) -> None:
     weights = gpt2_weights()
     # A name that sorts before the embedding: it must not be the one that is kept.
-    holdfast.save(tmp_path / "run", {"model": dict(reversed(weights.items()))})
+    everystep.save(tmp_path / "run", {"model": dict(reversed(weights.items()))})
     config = write_config(tmp_path / "config", **({} if tie is None else {"tie_word_embeddings": tie}))
     done = universal.convert(tmp_path / "run", tmp_path / "out", to="hf", carry=config, verify=True)
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -182,7 +182,7 @@ def test_tied_weights_are_written_once_only_if_the_config_ties_them(tmp_path: Pa
     assert done.left_out == 0
     for name, tensor in found.items():
         assert torch.equal(tensor, weights[name])
-    with holdfast.open(tmp_path / "out") as checkpoint:
+    with everystep.open(tmp_path / "out") as checkpoint:
         assert torch.equal(checkpoint["model.lm_head.weight"][...], weights["lm_head.weight"])
 
 

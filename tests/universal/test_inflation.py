@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast import inspect, universal
-from holdfast.errors import CorruptCheckpoint, DecompressionBomb
-from holdfast.universal.inflation import ALWAYS_NBYTES
+import everystep
+from everystep import inspect, universal
+from everystep.errors import CorruptCheckpoint, DecompressionBomb
+from everystep.universal.inflation import ALWAYS_NBYTES
 from support.command import command
 
 NBYTES = ALWAYS_NBYTES // 4
 COUNT = 5
 """Arrays, of which each alone is allowed."""
-ANY = holdfast.Options(max_inflation=math.inf)
+ANY = everystep.Options(max_inflation=math.inf)
 
 
 def npz(path: Path) -> None:
@@ -72,14 +72,14 @@ def bombs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CALLS: dict[str, Callable[[Path, Path], object]] = {
-    "load": lambda path, _: holdfast.load(path),
-    "open": lambda path, _: holdfast.open(path),
-    "verify": lambda path, _: holdfast.verify(path),
+    "load": lambda path, _: everystep.load(path),
+    "open": lambda path, _: everystep.open(path),
+    "verify": lambda path, _: everystep.verify(path),
     "describe": lambda path, _: inspect.describe(path),
     "export": lambda path, out: inspect.export(path, out / "x.safetensors"),
     "compare": lambda path, _: inspect.compare(path, path),
     "convert": lambda path, out: universal.convert(path, out / "x"),
-    "start_from": lambda path, out: holdfast.Checkpointer(out / "run", {"w0": np.zeros(1)}).restore(
+    "start_from": lambda path, out: everystep.Checkpointer(out / "run", {"w0": np.zeros(1)}).restore(
         start_from=path
     ),
 }
@@ -99,16 +99,16 @@ def test_every_call_refuses_what_would_become_far_more(
 def test_it_is_read_if_it_is_allowed(bombs: Path, name: str) -> None:
     found = inspect.describe(bombs / name, options=ANY)
     assert found.nbytes > ALWAYS_NBYTES
-    with holdfast.open(bombs / name, options=ANY) as checkpoint:
+    with everystep.open(bombs / name, options=ANY) as checkpoint:
         assert not checkpoint.read("w1")["w1"].any()
     exactly = math.ceil(found.nbytes / os.path.getsize(bombs / name))
-    inspect.describe(bombs / name, options=holdfast.Options(max_inflation=exactly))
+    inspect.describe(bombs / name, options=everystep.Options(max_inflation=exactly))
     with pytest.raises(DecompressionBomb):
-        inspect.describe(bombs / name, options=holdfast.Options(max_inflation=exactly - 1))
+        inspect.describe(bombs / name, options=everystep.Options(max_inflation=exactly - 1))
 
 
 def test_the_option_reaches_conversion_and_verification(bombs: Path, tmp_path: Path) -> None:
-    assert holdfast.verify(bombs / "a.npz", options=ANY).intact
+    assert everystep.verify(bombs / "a.npz", options=ANY).intact
     assert universal.convert(bombs / "a.npz", tmp_path / "x", select="w1", options=ANY).leaves == 1
 
 
@@ -118,8 +118,8 @@ def test_a_bomb_that_is_no_array_is_not_inflated_to_check_its_crc(tmp_path: Path
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/extra/0", bytes(ALWAYS_NBYTES + 1))
     with pytest.raises(DecompressionBomb):
-        holdfast.verify(path)
-    assert holdfast.verify(path, options=ANY).intact
+        everystep.verify(path)
+    assert everystep.verify(path, options=ANY).intact
 
 
 def test_the_header_of_an_array_is_not_inflated_beyond_what_any_takes(tmp_path: Path) -> None:
@@ -130,18 +130,18 @@ def test_the_header_of_an_array_is_not_inflated_beyond_what_any_takes(tmp_path: 
             for _ in range(64):
                 member.write(b" " * (1 << 20))
     with pytest.raises(CorruptCheckpoint, match=r"a\.npz"):
-        holdfast.load(tmp_path / "a.npz")
+        everystep.load(tmp_path / "a.npz")
 
 
 def test_arrays_of_zeros_up_to_the_limit_are_no_bomb(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", w=np.zeros(ALWAYS_NBYTES - 4096, np.uint8))
-    assert holdfast.verify(tmp_path / "a.npz").intact
+    assert everystep.verify(tmp_path / "a.npz").intact
 
 
 @pytest.mark.parametrize("given", [0, 0.5, -1, math.nan, None, True, "100"])
 def test_what_is_no_ratio_is_an_error(given: Any) -> None:
     with pytest.raises(ValueError, match="max_inflation must be a number from 1 on"):
-        holdfast.Options(max_inflation=given)
+        everystep.Options(max_inflation=given)
 
 
 @pytest.mark.parametrize("arguments", [("show",), ("verify",), ("export", "x.safetensors"), ("convert", "x")])

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import CorruptCheckpoint, IncompleteCheckpoint, SpecError, UnsupportedSource, universal
-from holdfast.universal import Spec, partial, rename, replicated, rule, shard
-from holdfast.universal.sources import megatron
+import everystep
+from everystep import CorruptCheckpoint, IncompleteCheckpoint, SpecError, UnsupportedSource, universal
+from everystep.universal import Spec, partial, rename, replicated, rule, shard
+from everystep.universal.sources import megatron
 
 torch = pytest.importorskip("torch")
 
@@ -53,7 +53,7 @@ def test_the_native_path_reads_it(tmp_path: Path) -> None:
     model = Model()
     path = write_megatron(tmp_path / "run", model)
     assert universal.recognise(path) == "megatron"
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         assert checkpoint.step == 100
         np.testing.assert_array_equal(
             np.asarray(checkpoint[f"model.{QKV}"][3:9]), model.whole[QKV][3:9].numpy()
@@ -67,7 +67,7 @@ def test_the_native_path_reads_it(tmp_path: Path) -> None:
 def test_it_converts_and_differing_replicas_stop_it(tmp_path: Path) -> None:
     model = Model()
     universal.convert(write_megatron(tmp_path / "run", model), tmp_path / "out")
-    with holdfast.open(tmp_path / "out") as checkpoint:
+    with everystep.open(tmp_path / "out") as checkpoint:
         for name, whole in model.whole.items():
             np.testing.assert_array_equal(np.asarray(checkpoint[f"model.{name}"][...]), whole.numpy())
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import holdfast
-from holdfast import universal
-from holdfast.errors import CorruptCheckpoint, UnsupportedSource
-from holdfast.universal.sources import megatron_core
+import everystep
+from everystep import universal
+from everystep.errors import CorruptCheckpoint, UnsupportedSource
+from everystep.universal.sources import megatron_core
 from support.dcp_directories import load_all
 from support.megatron_core_names import our_names
 from support.source_leaves import assert_same, by_name
@@ -48,7 +48,7 @@ def test_a_real_checkpoint_equals_what_torch_reads(real: Path) -> None:
     assert source.step == 7
     assert source.facts["optimizer state"] == "exp_avg, exp_avg_sq, fp32"
     assert source.values["iteration"] == 7
-    state = holdfast.load(real)
+    state = everystep.load(real)
     assert state["args"]["num_layers"] == 2
     weight = state["model"]["decoder.layers.1.mlp.linear_fc1.weight"]
     master = state["optimizer"]["state"]["decoder.layers.1.mlp.linear_fc1.weight"]["fp32"]
@@ -59,7 +59,7 @@ def test_it_converts_and_verifies(real: Path, tmp_path: Path) -> None:
     done = universal.convert(real, tmp_path / "out", to="dcp", verify=True)
     assert (done.kind, done.leaves, done.step) == ("megatron-core", 80, 7)
     universal.convert(tmp_path / "out", tmp_path / "ours", verify=True)
-    difference = holdfast.inspect.compare(real, tmp_path / "ours")
+    difference = everystep.inspect.compare(real, tmp_path / "ours")
     assert (difference.leaves, difference.values, difference.identical) == ((), (), 80)
 
 
@@ -153,4 +153,4 @@ def test_other_backends_and_classes_are_refused_by_name(real: Path) -> None:
         megatron_core.describe(real)
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
     with pytest.raises(UnsupportedSource, match=r"'zarr'.*torch_dist"):
-        holdfast.load(real)
+        everystep.load(real)

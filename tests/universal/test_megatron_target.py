@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import holdfast
-from holdfast import CheckpointExists, SpecError, StateMismatch, UnsupportedState, universal
-from holdfast.engine import faults
-from holdfast.universal import Spec, fused, pad, part, partial, rename, replicated, rule, shard, tied, unique
-from holdfast.universal.foreign_names import foreign_name
-from holdfast.universal.opening import ForeignCheckpoint
+import everystep
+from everystep import CheckpointExists, SpecError, StateMismatch, UnsupportedState, universal
+from everystep.engine import faults
+from everystep.universal import Spec, fused, pad, part, partial, rename, replicated, rule, shard, tied, unique
+from everystep.universal.foreign_names import foreign_name
+from everystep.universal.opening import ForeignCheckpoint
 from support.child_processes import Pipe, forked
 from support.command import command
 from support.megatron_writer import WORDS, Model, write_megatron
@@ -106,7 +106,7 @@ def test_it_comes_back_the_same_with_everything(tmp_path: Path, tp: int, pp: int
     universal.convert(write_megatron(tmp_path / "source", Model()), tmp_path / "run")
     universal.convert(tmp_path / "run", tmp_path / "out", to="megatron", tp=tp, pp=pp)
     universal.convert(tmp_path / "out", tmp_path / "again")
-    with holdfast.open(tmp_path / "run") as one, holdfast.open(tmp_path / "again") as other:
+    with everystep.open(tmp_path / "run") as one, everystep.open(tmp_path / "again") as other:
         assert other.step == 100
         names = [name for name in one if one.leaves[name].alias_of is None]
         assert {name for name in other if other.leaves[name].alias_of is None} == set(names)
@@ -125,7 +125,7 @@ def test_megatron_core_keeps_flat_names_and_ties_its_output_layer(tmp_path: Path
         )
         weights[f"decoder.layers.{layer}.mlp.linear_fc2.weight"] = torch.randn(4, 8, generator=made)
     weights["decoder.final_layernorm.weight"] = torch.randn(4, generator=made)
-    holdfast.save(tmp_path / "run", {"model": weights}, step=5)
+    everystep.save(tmp_path / "run", {"model": weights}, step=5)
     universal.convert(tmp_path / "run", tmp_path / "out", to="megatron", tp=2, pp=2, verify=True)
     first, last = (rank_file(tmp_path / "out", 0, stage, 2, 5)["model"] for stage in range(2))
     assert set(first) == {
@@ -139,7 +139,7 @@ def test_megatron_core_keeps_flat_names_and_ties_its_output_layer(tmp_path: Path
     second = weights["decoder.layers.1.mlp.linear_fc2.weight"][:, :4]
     assert torch.equal(last["decoder.layers.0.mlp.linear_fc2.weight"], second)
     weights["output_layer.weight"] = torch.randn(9, 4)
-    holdfast.save(tmp_path / "untied", {"model": weights}, step=5)
+    everystep.save(tmp_path / "untied", {"model": weights}, step=5)
     universal.convert(tmp_path / "untied", tmp_path / "own", to="megatron", tp=2, pp=2, verify=True)
     own = rank_file(tmp_path / "own", 0, 1, 2, 5)["model"]["output_layer.weight"]
     assert torch.equal(own[:9], weights["output_layer.weight"])
@@ -199,7 +199,7 @@ def test_random_shapes_and_degrees_come_back_bit_for_bit(
         "param_groups": [{"lr": 0.5, "betas": (0.5, 0.9), "params": list(weights)[::-1]}],
     }
     state = {"model": weights, "optimizer": optimizer}
-    holdfast.save(tmp_path / "run", state, step=9, overwrite=True)
+    everystep.save(tmp_path / "run", state, step=9, overwrite=True)
     universal.convert(tmp_path / "run", tmp_path / "out", to="megatron", spec=spec, tp=tp, pp=pp, verify=True)
     found = rank_file(tmp_path / "out", tp - 1, pp - 1, pp, 9)["model"]
     assert any(name.startswith("stack.layers.0.") for name in flattened(found))
@@ -277,7 +277,7 @@ def test_renames_are_reversed_or_named() -> None:
 
 def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     weights = {"layers.0.w": torch.zeros(4, 4), "layers.1.w": torch.zeros(4, 4)}
-    holdfast.save(tmp_path / "run", {"model": weights, "other": torch.zeros(2)}, step=1)
+    everystep.save(tmp_path / "run", {"model": weights, "other": torch.zeros(2)}, step=1)
 
     def convert(*rules: Any, **how: Any) -> None:
         universal.convert(tmp_path / "run", tmp_path / "out", to="megatron", spec=Spec(rules), **how)
@@ -300,7 +300,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path: Path) -> No
         "model": {"w": torch.zeros(8)},
         "optimizer": {"state": {"w": {"m": torch.zeros(4)}}, "param_groups": []},
     }
-    holdfast.save(tmp_path / "odd", state)
+    everystep.save(tmp_path / "odd", state)
     with pytest.raises(UnsupportedState, match="would take it for a piece"):
         universal.convert(
             tmp_path / "odd", tmp_path / "out", to="megatron", tp=2, spec=Spec([rule("*", shard(0))])
@@ -326,7 +326,7 @@ def test_a_cast_and_a_plan_are_those_of_the_files(tmp_path: Path) -> None:
 
 def test_large_parameters_pass_in_slabs(tmp_path: Path) -> None:
     big = torch.arange(9_000_002, dtype=torch.float32).reshape(-1, 2)
-    holdfast.save(tmp_path / "run", {"model": {"layers.0.w": big, "layers.0.v": big.T.contiguous()}}, step=1)
+    everystep.save(tmp_path / "run", {"model": {"layers.0.w": big, "layers.0.v": big.T.contiguous()}}, step=1)
     spec = Spec([rule("*.w", shard(0)), rule("*.v", shard(1))])
     universal.convert(tmp_path / "run", tmp_path / "out", to="megatron", spec=spec, tp=3)
     pieces = [rank_file(tmp_path / "out", rank, 0, 1, 1)["model"] for rank in range(3)]
@@ -336,7 +336,7 @@ def test_large_parameters_pass_in_slabs(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_killed_at_any_call_leaves_nothing_that_looks_complete_and_runs_again(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "run", {"model": {"layers.0.w": torch.arange(12.0).reshape(4, 3)}}, step=3)
+    everystep.save(tmp_path / "run", {"model": {"layers.0.w": torch.arange(12.0).reshape(4, 3)}}, step=3)
     place = tmp_path / "place"
     spec = Spec([rule("*", shard(0))])
 

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import holdfast
-from holdfast import universal
-from holdfast.errors import UnsupportedSource, UnsupportedState
-from holdfast.universal import torch_file
+import everystep
+from everystep import universal
+from everystep.errors import UnsupportedSource, UnsupportedState
+from everystep.universal import torch_file
 from support.torch_objects import OBJECTS, arrays, differences, tensors
 
 h5py = pytest.importorskip("h5py")
@@ -175,7 +175,7 @@ def tried(directory: Path, name: str, content: Any, convert: bool) -> Trial:
     except (Exception, CheckpointException) as error:
         return Trial(f"its own library: {type(error).__name__}", [])
     try:
-        found = holdfast.load(path)
+        found = everystep.load(path)
     except REFUSALS as error:
         return Trial("refused", [] if str(path) in str(error) else [f"the path is not named: {error}"])
     wrong = differences(found, expected)
@@ -184,7 +184,7 @@ def tried(directory: Path, name: str, content: Any, convert: bool) -> Trial:
             universal.convert(path, directory / "converted", overwrite=True)
         except REFUSALS:
             return Trial("equal; not converted", [])
-        wrong = differences(holdfast.load(directory / "converted"), expected, "converted")
+        wrong = differences(everystep.load(directory / "converted"), expected, "converted")
     return Trial("equal", wrong)
 
 
@@ -224,8 +224,8 @@ def test_tensors_in_more_pieces_than_are_read_one_by_one(
 def test_convolutions_in_channels_last_are_read(tmp_path: Path) -> None:
     state = {"w": torch.randn(64, 64, 3, 3).to(memory_format=torch.channels_last), "t": torch.randn(99, 50).T}
     torch.save(state, tmp_path / "x.pt")
-    assert differences(holdfast.load(tmp_path / "x.pt"), state) == []
-    with holdfast.open(tmp_path / "x.pt") as checkpoint:
+    assert differences(everystep.load(tmp_path / "x.pt"), state) == []
+    with everystep.open(tmp_path / "x.pt") as checkpoint:
         assert torch.equal(torch.as_tensor(checkpoint["w"][3:5]), state["w"][3:5])
 
 

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-import holdfast
-from holdfast.store.read.shard_reader import ShardReader
+import everystep
+from everystep.store.read.shard_reader import ShardReader
 from support.launcher import launch, values
 
 torch = pytest.importorskip("torch")
@@ -41,9 +41,9 @@ def _restore(path: str, run: str) -> list[tuple[int, int, bool]]:
 
         with mock.patch.object(ShardReader, "_engine_read", counted):
             if way == "load":
-                holdfast.load(path, into={"model": model}, strict=False)
+                everystep.load(path, into={"model": model}, strict=False)
             else:
-                with holdfast.Checkpointer(run, {"model": model}) as ckpt:
+                with everystep.Checkpointer(run, {"model": model}) as ckpt:
                     assert ckpt.restore(start_from=path, continue_steps=True) == 5
         own = sum(parameter.to_local().nbytes for parameter in model.parameters())
         truth = _model(0).state_dict()
@@ -72,7 +72,7 @@ def test_weights_and_moments_of_zero_3_start_a_run(tmp_path: Path) -> None:
     )
     model = _model(1)
     optimizer = torch.optim.AdamW(model.parameters())
-    with holdfast.Checkpointer(tmp_path / "run", {"model": model, "optimizer": optimizer}) as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", {"model": model, "optimizer": optimizer}) as ckpt:
         assert ckpt.restore(start_from=path, continue_steps=True) == 5
     assert optimizer.param_groups[0]["lr"] == 0.1
     for one, other in zip(model.parameters(), truth.parameters(), strict=True):

@@ -14,12 +14,12 @@ from safetensors.numpy import save_file as save_numpy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import holdfast
-from holdfast import universal
-from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from holdfast.format.geometry import Box, whole
-from holdfast.universal.opening import ForeignCheckpoint
-from holdfast.universal.source import SourceLeaf, Stretch, flat_stretches
+import everystep
+from everystep import universal
+from everystep.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
+from everystep.format.geometry import Box, whole
+from everystep.universal.opening import ForeignCheckpoint
+from everystep.universal.source import SourceLeaf, Stretch, flat_stretches
 from support.command import command
 from support.foreign_checkpoints import make_model, same_weights, write_hf
 from support.launcher import launch, values
@@ -31,21 +31,21 @@ def test_a_hugging_face_directory_is_opened_sliced_and_loaded(tmp_path: Path, sh
     model = make_model()
     path = write_hf(tmp_path / "hf", model, shards=shards)
     assert universal.recognise(path) == "hf"
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         assert set(checkpoint) == {f"model.{name}" for name in model.state_dict()}
         assert torch.equal(checkpoint["model.0.weight"][3:5, 7:9], model[0].weight[3:5, 7:9])
         assert checkpoint.leaves["model.0.weight"].dtype == "F32"
-    loaded = holdfast.load(path)["model"]
+    loaded = everystep.load(path)["model"]
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
     other = make_model(1)
-    holdfast.load(path, into={"model": other})
+    everystep.load(path, into={"model": other})
     assert same_weights(model, other)
 
 
 def test_reading_writes_nothing_beside_the_files(tmp_path: Path) -> None:
     path = write_hf(tmp_path / "hf", make_model())
     before = os.stat(path).st_mtime_ns
-    holdfast.load(path)
+    everystep.load(path)
     assert os.stat(path).st_mtime_ns == before
 
 
@@ -53,7 +53,7 @@ def _load_shards(path: str) -> bool:
     mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))
     model, truth = make_model(1), make_model()
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in model.state_dict().items()}
-    holdfast.load(path, into={"model": state})
+    everystep.load(path, into={"model": state})
     whole = {name: tensor.full_tensor() for name, tensor in state.items()}
     return all(torch.equal(whole[name], tensor) for name, tensor in truth.state_dict().items())
 
@@ -61,11 +61,11 @@ def _load_shards(path: str) -> bool:
 def _start_from(path: str, run: str) -> tuple[int, int, bool]:
     model = make_model(1)
     state = {"model": model, "epoch": 5}
-    with holdfast.Checkpointer(run, state, mode="sync") as ckpt:
+    with everystep.Checkpointer(run, state, mode="sync") as ckpt:
         first = ckpt.restore(start_from=path)
         ckpt.save(first + 1)
     other = make_model(2)
-    with holdfast.Checkpointer(run, {"model": other, "epoch": 0}, mode="sync") as ckpt:
+    with everystep.Checkpointer(run, {"model": other, "epoch": 0}, mode="sync") as ckpt:
         return first, ckpt.restore(start_from="/nowhere"), same_weights(other, make_model())
 
 
@@ -83,9 +83,9 @@ def test_an_empty_run_starts_from_a_foreign_checkpoint_and_later_from_its_own(tm
 
 
 def test_a_run_continues_the_steps_of_a_native_checkpoint_when_asked(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "first", {"model": make_model(), "epoch": 3}, step=41)
+    everystep.save(tmp_path / "first", {"model": make_model(), "epoch": 3}, step=41)
     state = {"model": make_model(1), "epoch": 0, "other": np.zeros(2)}
-    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
         assert ckpt.restore(start_from=tmp_path / "first", continue_steps=True) == 41
         assert ckpt.steps == []
         assert state["epoch"] == 3
@@ -96,15 +96,15 @@ def test_a_run_continues_the_steps_of_a_native_checkpoint_when_asked(tmp_path: P
 
 def test_start_from_leaves_out_what_only_the_source_has(tmp_path: Path) -> None:
     first = {"model": make_model(), "epoch": 3, "other": {"a": np.zeros(2)}, "steps": 4}
-    holdfast.save(tmp_path / "first", first, step=41)
+    everystep.save(tmp_path / "first", first, step=41)
     state = {"model": make_model(1), "epoch": 0}
-    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
         ckpt.restore(start_from=tmp_path / "first")
     assert state["epoch"] == 3
     assert same_weights(state["model"], make_model())
     with (
-        holdfast.Checkpointer(tmp_path / "run2", {"weights": make_model(1)}, mode="sync") as ckpt,
-        pytest.raises(holdfast.StateMismatch, match=r"not in the target"),
+        everystep.Checkpointer(tmp_path / "run2", {"weights": make_model(1)}, mode="sync") as ckpt,
+        pytest.raises(everystep.StateMismatch, match=r"not in the target"),
     ):
         ckpt.restore(start_from=tmp_path / "first")
 
@@ -112,8 +112,8 @@ def test_start_from_leaves_out_what_only_the_source_has(tmp_path: Path) -> None:
 def test_start_from_fails_when_an_entry_does_not_fit(tmp_path: Path) -> None:
     path = write_hf(tmp_path / "hf", make_model())
     larger = torch.nn.Sequential(*make_model(), torch.nn.Linear(6, 2))
-    with holdfast.Checkpointer(tmp_path / "run", {"model": larger}, mode="sync") as ckpt:
-        with pytest.raises(holdfast.StateMismatch, match=r"2\.weight"):
+    with everystep.Checkpointer(tmp_path / "run", {"model": larger}, mode="sync") as ckpt:
+        with pytest.raises(everystep.StateMismatch, match=r"2\.weight"):
             ckpt.restore(start_from=path)
         with pytest.raises(CheckpointNotFound):
             ckpt.restore(start_from=tmp_path / "nowhere")
@@ -130,12 +130,12 @@ def test_npz_arrays_keep_names_types_and_order(tmp_path: Path, save: object) -> 
         "big": np.random.default_rng(2).standard_normal(300_000),
     }
     save(tmp_path / "a.npz", **arrays)  # type: ignore[operator]
-    loaded = holdfast.load(tmp_path / "a.npz")
+    loaded = everystep.load(tmp_path / "a.npz")
     assert list(loaded) == list(arrays)
     for name, array in arrays.items():
         assert loaded[name].dtype == np.asarray(array).dtype
         assert np.array_equal(loaded[name], array)
-    with holdfast.open(tmp_path / "a.npz") as checkpoint:
+    with everystep.open(tmp_path / "a.npz") as checkpoint:
         assert np.array_equal(checkpoint["fortran"][1:, 2], arrays["fortran"][1:, 2])
 
 
@@ -145,7 +145,7 @@ def test_computed_and_stored_arrays_are_read_at_once(tmp_path: Path) -> None:
     for names in (("a", "b"), ("b", "a")):
         arrays = dict(zip(names, (computed, stored), strict=True))
         np.savez(tmp_path / "x.npz", **arrays)
-        found = holdfast.load(tmp_path / "x.npz")
+        found = everystep.load(tmp_path / "x.npz")
         assert all(np.array_equal(found[name], array) for name, array in arrays.items())
 
 
@@ -159,13 +159,13 @@ def test_an_npz_member_that_is_no_array_is_named(tmp_path: Path, member: str, ki
     with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
         archive.writestr(member, b"as trained")
     with pytest.raises(kind, match=f"{member!r}"):
-        holdfast.load(tmp_path / "a.npz")
+        everystep.load(tmp_path / "a.npz")
 
 
 def test_npz_with_objects_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", bad=np.array([{}], dtype=object))
     with pytest.raises(UnsupportedSource, match=r"'bad' has Python objects"):
-        holdfast.open(tmp_path / "a.npz")
+        everystep.open(tmp_path / "a.npz")
 
 
 def test_a_damaged_compressed_array_is_named(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_damaged_compressed_array_is_named(tmp_path: Path) -> None:
     data[200_000] ^= 0xFF
     (tmp_path / "a.npz").write_bytes(data)
     with pytest.raises(CorruptCheckpoint, match="w"):
-        holdfast.load(tmp_path / "a.npz")
+        everystep.load(tmp_path / "a.npz")
 
 
 def test_a_member_that_inflates_to_more_than_it_says_is_refused(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_member_that_inflates_to_more_than_it_says_is_refused(tmp_path: Path) 
         data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
         archive.writestr("w.npy", data + bytes(50_000_000))
     with pytest.raises(CorruptCheckpoint, match="where its shape takes"):
-        holdfast.load(tmp_path / "a.npz")
+        everystep.load(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 100, -1])
@@ -194,7 +194,7 @@ def test_truncated_files_are_corrupt_checkpoints(tmp_path: Path, nbytes: int) ->
         path = tmp_path / name
         os.truncate(path, nbytes if nbytes >= 0 else path.stat().st_size - 1)
         with pytest.raises(CorruptCheckpoint, match=name):
-            holdfast.load(path)
+            everystep.load(path)
 
 
 def test_damage_of_a_sharded_directory_names_file_and_leaf(tmp_path: Path) -> None:
@@ -203,23 +203,23 @@ def test_damage_of_a_sharded_directory_names_file_and_leaf(tmp_path: Path) -> No
     shard = index["weight_map"]["1.bias"]
     (path / shard).rename(path / "away")
     with pytest.raises(IncompleteCheckpoint, match=shard):
-        holdfast.open(path)
+        everystep.open(path)
     (path / "away").rename(path / shard)
     for wrong in ("../secret", "/etc/passwd", ""):
         index["weight_map"]["1.bias"] = wrong
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(CorruptCheckpoint, match="not a file beside the index"):
-            holdfast.open(path)
+            everystep.open(path)
     index["weight_map"]["1.bias"] = index["weight_map"]["0.bias"]
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     if shard != index["weight_map"]["0.bias"]:
         with pytest.raises(CorruptCheckpoint, match=r"1\.bias"):
-            holdfast.open(path)
+            everystep.open(path)
 
 
 def test_a_file_that_shrinks_after_it_was_opened_is_an_error(tmp_path: Path) -> None:
     path = write_hf(tmp_path / "hf", make_model())
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         os.truncate(path / "model.safetensors", 500)
         with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors"):
             checkpoint.read()
@@ -231,7 +231,7 @@ def test_what_is_not_known_says_what_was_looked_for_and_found(tmp_path: Path) ->
         with pytest.raises(UnsupportedSource, match=r"(?s)Found .*(notes|hello).*Looked for .*safetensors"):
             universal.recognise(path)
         with pytest.raises(FileNotFoundError, match=r"(?s)Found .*(notes|hello).*Looked for .*npz"):
-            holdfast.open(path)
+            everystep.open(path)
     with pytest.raises(CheckpointNotFound):
         universal.recognise(tmp_path / "nowhere")
     with pytest.raises(UnsupportedSource, match="unknown kind"):
@@ -240,10 +240,10 @@ def test_what_is_not_known_says_what_was_looked_for_and_found(tmp_path: Path) ->
 
 def test_closed_means_closed(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", w=np.arange(3))
-    with holdfast.open(tmp_path / "a.npz") as checkpoint:
+    with everystep.open(tmp_path / "a.npz") as checkpoint:
         leaf = checkpoint["w"]
         assert leaf[1] == 1
-    with pytest.raises(holdfast.CheckpointClosed):
+    with pytest.raises(everystep.CheckpointClosed):
         leaf[1]
 
 
@@ -257,11 +257,11 @@ def test_show_and_diff_read_foreign_checkpoints(tmp_path: Path) -> None:
     document = command("show", path, "--json").document
     assert document["facts"]["model type"] == "tiny"
     assert len(document["leaves"]) == 4
-    holdfast.save(tmp_path / "ours", {"model": holdfast.load(path)["model"]})
+    everystep.save(tmp_path / "ours", {"model": everystep.load(path)["model"]})
     assert command("diff", tmp_path / "ours", path).code == 0
     with torch.no_grad():
         model[1].bias += 1
-    holdfast.save(tmp_path / "other", {"model": model})
+    everystep.save(tmp_path / "other", {"model": model})
     assert command("diff", tmp_path / "other", path).code == 1
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from holdfast import SpecError
-from holdfast.universal import (
+from everystep import SpecError
+from everystep.universal import (
     Spec,
     flat,
     fused,

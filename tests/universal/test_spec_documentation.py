@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.universal import Spec
-from holdfast.universal.rules import Rule
-from holdfast.universal.split import Target, split
-from holdfast.universal.union import union
+from everystep.universal import Spec
+from everystep.universal.rules import Rule
+from everystep.universal.split import Target, split
+from everystep.universal.union import union
 from support.rank_tensors import carry_out, read_leaf, store
 
 PAGE = (Path(__file__).parents[2] / "docs/universal-spec.md").read_text("utf-8")

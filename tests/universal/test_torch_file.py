@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from holdfast.universal.pickle_machine import PickleMachine, Record
-from holdfast.universal.plain_pickles import PLAIN_MAKERS, PLAIN_SETTERS, PLAIN_VALUES
-from holdfast.universal.state_tree import source_of
-from holdfast.universal.tensor_leaves import leaf_of
-from holdfast.universal.torch_file import StoredTensor, read_torch_file
+import everystep
+from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
+from everystep.universal.pickle_machine import PickleMachine, Record
+from everystep.universal.plain_pickles import PLAIN_MAKERS, PLAIN_SETTERS, PLAIN_VALUES
+from everystep.universal.state_tree import source_of
+from everystep.universal.tensor_leaves import leaf_of
+from everystep.universal.torch_file import StoredTensor, read_torch_file
 from support.source_leaves import assembled, assert_same
 
 
@@ -128,7 +128,7 @@ def test_plain_objects(tmp_path: Path) -> None:
         "span": datetime.timedelta(days=1, seconds=2),
     }
     path = saved(tmp_path, values)
-    found: Any = holdfast.load(path)
+    found: Any = everystep.load(path)
     expected = torch.load(path, weights_only=False)
     for name in ("array", "big_endian", "fortran"):
         assert found[name].dtype == expected[name].dtype
@@ -222,7 +222,7 @@ HUGE_INT = b"\x80\x02\x8b" + struct.pack("<L", 2**20) + b"\x01" * 2**20 + b"."
 def test_pickle_bombs_are_errors_in_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
-    monkeypatch.setattr("holdfast.universal.state_tree.MAX_NODES", 20_000)
+    monkeypatch.setattr("everystep.universal.state_tree.MAX_NODES", 20_000)
     path = with_pickle(tmp_path, data)
     with pytest.raises((UnsupportedSource, CorruptCheckpoint)):
         source_of(str(path), "torch", read_torch_file(path))
@@ -347,7 +347,7 @@ def test_many_records_use_the_zip64_directory(tmp_path: Path) -> None:
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.zeros(3)})
     script = (
-        "import sys; from holdfast.universal.torch_file import read_torch_file; "
+        "import sys; from everystep.universal.torch_file import read_torch_file; "
         f"print(read_torch_file({str(path)!r})['w'].shape); assert 'torch' not in sys.modules"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -355,4 +355,4 @@ def test_reading_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_error_is_public() -> None:
-    assert issubclass(holdfast.UnsupportedSource, ValueError)
+    assert issubclass(everystep.UnsupportedSource, ValueError)

@@ -15,10 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import UnsupportedSource
-from holdfast.universal.tensor_leaves import leaf_of
-from holdfast.universal.torch_file import StoredTensor, read_torch_file
-from holdfast.universal.torch_values import TorchDevice, TorchDtype, TorchSize
+from everystep.errors import UnsupportedSource
+from everystep.universal.tensor_leaves import leaf_of
+from everystep.universal.torch_file import StoredTensor, read_torch_file
+from everystep.universal.torch_values import TorchDevice, TorchDtype, TorchSize
 from support.source_leaves import assembled
 from support.torch_objects import OBJECTS, differences
 

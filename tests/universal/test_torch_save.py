@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import holdfast
-from holdfast.errors import CorruptCheckpoint, IncompleteCheckpoint
-from holdfast.universal.optimizer_names import parameter_names
-from holdfast.universal.sources import torch_save
-from holdfast.universal.torch_file import StoredTensor
+import everystep
+from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint
+from everystep.universal.optimizer_names import parameter_names
+from everystep.universal.sources import torch_save
+from everystep.universal.torch_file import StoredTensor
 from support.source_leaves import assert_same, by_name
 
 
@@ -234,7 +234,7 @@ def test_trainer_directory_with_damage(tmp_path: Path) -> None:
 def test_dots_in_keys_are_no_places(tmp_path: Path) -> None:
     content = {"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}, "x": 1, "y.": 2, "z": {"": 3}}
     torch.save(content, tmp_path / "d.pt")
-    found = holdfast.load(tmp_path / "d.pt")
+    found = everystep.load(tmp_path / "d.pt")
     assert list(found) == list(content)
     assert_same(found["a.b"], content["a.b"])
     assert_same(found["a"]["b"], content["a"]["b"])

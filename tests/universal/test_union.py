@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast import CorruptCheckpoint, SpecError
-from holdfast.universal import (
+from everystep import CorruptCheckpoint, SpecError
+from everystep.universal import (
     Rule,
     flat,
     fused,
@@ -23,11 +23,11 @@ from holdfast.universal import (
     shard,
     unique,
 )
-from holdfast.universal.cuts import chunked, even
-from holdfast.universal.rules import Layout, Pad
-from holdfast.universal.source import SourceLeaf
-from holdfast.universal.split import Target, split, stage_layers
-from holdfast.universal.union import Extent, LocalTensor, union
+from everystep.universal.cuts import chunked, even
+from everystep.universal.rules import Layout, Pad
+from everystep.universal.source import SourceLeaf
+from everystep.universal.split import Target, split, stage_layers
+from everystep.universal.union import Extent, LocalTensor, union
 from support.rank_tensors import Array, carry_out, read_leaf, read_stretches, store
 
 

@@ -13,9 +13,9 @@ import safetensors
 import safetensors.torch
 import torch
 
-import holdfast
-from holdfast import inspect, universal
-from holdfast.errors import CorruptCheckpoint, UnsupportedSource, UnsupportedState
+import everystep
+from everystep import inspect, universal
+from everystep.errors import CorruptCheckpoint, UnsupportedSource, UnsupportedState
 from support.command import command
 
 Entry = tuple[str, list[int], bytes]
@@ -69,29 +69,29 @@ def test_they_are_listed_with_their_types_and_shapes(tmp_path: Path) -> None:
     wanted = {name: (dtype, tuple(shape), len(data)) for name, (dtype, shape, data) in TOMORROW.items()}
     found = inspect.describe(path).leaves
     assert {name: (info.dtype, info.shape, info.nbytes) for name, info in found.items()} == wanted
-    with holdfast.open(path) as checkpoint:
+    with everystep.open(path) as checkpoint:
         assert {name: info.dtype for name, info in checkpoint.leaves.items()} == {
             name: dtype for name, (dtype, _, _) in TOMORROW.items()
         }
     shown = command("show", path)
     assert shown.code == 0
     assert "two F6_E2M3 [2, 8] 12 B torch" in shown.lines
-    assert holdfast.verify(path).intact
+    assert everystep.verify(path).intact
 
 
 def test_other_tensors_are_read_and_these_are_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", TOMORROW)
-    assert torch.equal(holdfast.load(path, select="scale")["scale"], torch.arange(2.0))
+    assert torch.equal(everystep.load(path, select="scale")["scale"], torch.arange(2.0))
     target = {"scale": torch.zeros(2)}
     with pytest.warns(RuntimeWarning, match="not in the target"):
-        holdfast.load(path, into=target, strict=False)
+        everystep.load(path, into=target, strict=False)
     assert torch.equal(target["scale"], torch.arange(2.0))
     for framework in ("torch", "numpy", None):
         with pytest.raises(UnsupportedState, match=r"two: .*no arrays of the element type 'F6_E2M3'"):
-            holdfast.load(path, select="two", framework=framework)
+            everystep.load(path, select="two", framework=framework)
     with pytest.raises(UnsupportedState, match="no arrays of the element type"):
-        holdfast.load(path)
-    with holdfast.open(path) as checkpoint, pytest.raises(UnsupportedState, match="I128"):
+        everystep.load(path)
+    with everystep.open(path) as checkpoint, pytest.raises(UnsupportedState, match="I128"):
         _ = checkpoint["scalar"][...]
 
 
@@ -110,7 +110,7 @@ def test_their_bytes_are_copied_as_they_are(tmp_path: Path, entries: dict[str, E
             assert file.get_slice("two").get_dtype() == "F6_E2M3"
 
 
-@pytest.mark.parametrize("to", ["holdfast", "torch", "dcp", "ds-universal"])
+@pytest.mark.parametrize("to", ["everystep", "torch", "dcp", "ds-universal"])
 def test_other_targets_refuse_them_by_name_and_take_the_others(tmp_path: Path, to: str) -> None:
     path = write(tmp_path / "a.safetensors", ODD)
     with pytest.raises(UnsupportedSource, match=r"'(model\.)?four' has the element type 'F4'"):
@@ -132,11 +132,11 @@ def test_a_difference_in_them_is_found(tmp_path: Path) -> None:
 def test_pairs_of_four_bits_are_what_torch_has(tmp_path: Path) -> None:
     tensor = torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).view(2, 4)
     safetensors.torch.save_file({"x": tensor}, tmp_path / "a.safetensors")
-    found = holdfast.load(tmp_path / "a.safetensors")["x"]
+    found = everystep.load(tmp_path / "a.safetensors")["x"]
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
     universal.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    holdfast.save(tmp_path / "own", {"x": tensor})
+    everystep.save(tmp_path / "own", {"x": tensor})
     inspect.export(tmp_path / "own", tmp_path / "c.safetensors")
     for name in ("b", "c"):
         back = safetensors.torch.load_file(tmp_path / f"{name}.safetensors")["x"]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast import inspect, universal
-from holdfast.errors import StateMismatch, UnsupportedSource
+import everystep
+from everystep import inspect, universal
+from everystep.errors import StateMismatch, UnsupportedSource
 from support.command import command
 from support.source_leaves import assert_same
 
@@ -46,9 +46,9 @@ def test_a_target_gets_the_file_in_the_form_that_fits(
     into = {"model": other, "optimizer": its, "epoch": 0}
     if arrange is False and keys[0] != "model":
         with pytest.raises(StateMismatch, match="model_state_dict"):
-            holdfast.load(tmp_path / "f.pt", into=into, as_training=False)
+            everystep.load(tmp_path / "f.pt", into=into, as_training=False)
         return
-    restored = holdfast.load(tmp_path / "f.pt", into=into, as_training=arrange)
+    restored = everystep.load(tmp_path / "f.pt", into=into, as_training=arrange)
     assert restored["epoch"] == 3
     for name, tensor in model.state_dict().items():
         assert_same(other.state_dict()[name], tensor, name)
@@ -60,10 +60,10 @@ def test_a_bare_state_dict_fits_a_module_and_a_training(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "f.pt")
     for into in (lambda other: other, lambda other: {"model": other}):
         other, _ = trained(1)
-        holdfast.load(tmp_path / "f.pt", into=into(other))
+        everystep.load(tmp_path / "f.pt", into=into(other))
         assert_same(other[1].weight.detach(), model[1].weight)
     arrays = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    holdfast.load(tmp_path / "f.pt", into=arrays)
+    everystep.load(tmp_path / "f.pt", into=arrays)
     assert_same(arrays["1.weight"], model[1].weight)
 
 
@@ -73,12 +73,12 @@ def test_several_optimizers_stay_several(tmp_path: Path) -> None:
     content = {"model": model.state_dict(), "optimizer": states}
     torch.save(content, tmp_path / "f.pt")
     for arrange in (False, True):
-        found = holdfast.load(tmp_path / "f.pt", as_training=arrange)["optimizer"]
+        found = everystep.load(tmp_path / "f.pt", as_training=arrange)["optimizer"]
         assert list(found) == ["gen", "disc"]
         for name in found:
             assert_states(found[name], states[name])
     torch.save({**content, "optimizer": list(states.values())}, tmp_path / "l.pt")
-    found = holdfast.load(tmp_path / "l.pt", as_training=True)["optimizer"]
+    found = everystep.load(tmp_path / "l.pt", as_training=True)["optimizer"]
     assert type(found) is list
     assert_states(found[1], states["disc"])
 
@@ -97,7 +97,7 @@ def test_lightning_keeps_its_entries_where_a_torch_file_is_made_of_its_file(tmp_
         "hyper_parameters": {"lr": 0.1, "sizes": (1, 2)},
     }
     torch.save(content, tmp_path / "l.ckpt")
-    assert list(holdfast.load(tmp_path / "l.ckpt"))[3] == "model"
+    assert list(everystep.load(tmp_path / "l.ckpt"))[3] == "model"
     universal.convert(tmp_path / "l.ckpt", tmp_path / "again.ckpt")
     again = torch.load(tmp_path / "again.ckpt", weights_only=True)
     assert list(again) == list(content)
@@ -130,28 +130,28 @@ def test_entries_below_an_optimizer_stay_there(tmp_path: Path) -> None:
         tmp_path / "f.npz", **{name: array for name, array in arrays.items() if name != "optimizer.state"}
     )
     for arrange in (False, True):
-        found = holdfast.load(tmp_path / "f.pt", as_training=arrange)["optimizer"]
+        found = everystep.load(tmp_path / "f.pt", as_training=arrange)["optimizer"]
         assert found["loss_scale"] == 2.0
         assert found["extra"] == {"state": 5}
-    found = holdfast.load(tmp_path / "f.npz", as_training=True)
+    found = everystep.load(tmp_path / "f.npz", as_training=True)
     assert found["optimizer"]["loss_scale"] == 3
     assert list(found["optimizer"]["state"]) == ["0.weight"]
-    assert len(holdfast.load(tmp_path / "f.npz")) == len(arrays) - 1
+    assert len(everystep.load(tmp_path / "f.npz")) == len(arrays) - 1
     np.savez(tmp_path / "s.npz", **arrays)
-    assert sorted(holdfast.load(tmp_path / "s.npz")) == sorted(arrays)
+    assert sorted(everystep.load(tmp_path / "s.npz")) == sorted(arrays)
     with pytest.raises(UnsupportedSource, match="'state' twice"):
-        holdfast.load(tmp_path / "s.npz", as_training=True)
+        everystep.load(tmp_path / "s.npz", as_training=True)
 
 
 def test_what_is_always_arranged_says_so(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedSource, match="always arranged"):
-        holdfast.load(DEEPSPEED, as_training=False)
+        everystep.load(DEEPSPEED, as_training=False)
     np.savez(tmp_path / "a.npz", w=np.arange(3))
     spec = universal.Spec([universal.rule("*", universal.unique())])
     with pytest.raises(ValueError, match="as_training=False does not go with it"):
         universal.convert(tmp_path / "a.npz", tmp_path / "out", spec=spec, as_training=False)
-    native = holdfast.save(tmp_path / "own", {"w": np.arange(3)})
-    assert list(holdfast.load(native.path, as_training=True)) == ["w"]
+    native = everystep.save(tmp_path / "own", {"w": np.arange(3)})
+    assert list(everystep.load(native.path, as_training=True)) == ["w"]
 
 
 def test_show_says_which_view_it_shows(tmp_path: Path) -> None:
@@ -184,6 +184,6 @@ def test_no_step_is_made_up_on_the_way(tmp_path: Path) -> None:
 
 
 def test_a_stated_step_of_zero_stays(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "a", {"w": np.arange(3.0)}, step=0)
+    everystep.save(tmp_path / "a", {"w": np.arange(3.0)}, step=0)
     inspect.export(tmp_path / "a", tmp_path / "a.safetensors")
     assert inspect.describe(tmp_path / "a.safetensors").step == 0

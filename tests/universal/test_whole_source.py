@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast import SpecError, universal
-from holdfast.format.geometry import whole
-from holdfast.universal import Source, SourceLeaf, Spec, Stretch, fused, pad, rename, rule, shard, tied
-from holdfast.universal.whole_source import apply_spec
+from everystep import SpecError, universal
+from everystep.format.geometry import whole
+from everystep.universal import Source, SourceLeaf, Spec, Stretch, fused, pad, rename, rule, shard, tied
+from everystep.universal.whole_source import apply_spec
 from support.rank_tensors import Array, read_leaf, store
 from support.source_leaves import source_of_leaves
 

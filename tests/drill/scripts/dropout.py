@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-import holdfast
+import everystep
 
 
 def main() -> None:
@@ -36,8 +36,8 @@ def main() -> None:
         optimizer = torch.optim.Adam(model.parameters())
         state["optimizer"] = optimizer
     if options.remember:
-        state["rng"] = holdfast.rng()
-    with holdfast.Checkpointer(options.run, state) as ckpt:
+        state["rng"] = everystep.rng()
+    with everystep.Checkpointer(options.run, state) as ckpt:
         for step in range(ckpt.restore(), options.steps):
             # The batch follows from the step alone: the data are not the mistake here.
             inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))

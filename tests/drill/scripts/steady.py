@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-import holdfast
+import everystep
 
 
 class Noise:
@@ -64,7 +64,7 @@ def main() -> None:
         state["rng"] = noise
     run = f"{options.run}-{os.getpid()}" if options.new_path else options.run
     over = options.never_restore
-    with holdfast.Checkpointer(run, state, mode=options.mode, every=options.every, start_over=over) as ckpt:
+    with everystep.Checkpointer(run, state, mode=options.mode, every=options.every, start_over=over) as ckpt:
         if options.forget_checkpoints and len(ckpt.steps) > 2:
             # What a careless clean-up does: the newest checkpoint is gone, an old one is still there.
             ckpt.restore(ckpt.steps[0])

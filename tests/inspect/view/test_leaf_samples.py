@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.inspect.view.budget import Budget
-from holdfast.inspect.view.contents import contents, samples_of
-from holdfast.inspect.view.leaf_changes import ChangedLeaf, leaf_changes
-from holdfast.inspect.view.leaf_samples import BINS, LEVELS, SAMPLE_NBYTES, LeafSample, look_at, stretches
+import everystep
+from everystep.inspect.view.budget import Budget
+from everystep.inspect.view.contents import contents, samples_of
+from everystep.inspect.view.leaf_changes import ChangedLeaf, leaf_changes
+from everystep.inspect.view.leaf_samples import BINS, LEVELS, SAMPLE_NBYTES, LeafSample, look_at, stretches
 
 
 def sampled(path: Path, name: str, **limits: float) -> LeafSample | None:
@@ -22,7 +22,7 @@ def sampled(path: Path, name: str, **limits: float) -> LeafSample | None:
 
 
 def test_a_small_leaf_is_looked_at_as_a_whole(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"w": np.arange(-50, 51, dtype=np.float32), "text": np.array(["a", "b"])})
+    everystep.save(tmp_path / "c", {"w": np.arange(-50, 51, dtype=np.float32), "text": np.array(["a", "b"])})
     found = sampled(tmp_path / "c", "w")
     assert found is not None
     assert (found.elements, found.whole, found.zeros, found.not_finite) == (101, True, 1, 0)
@@ -35,7 +35,7 @@ def test_a_small_leaf_is_looked_at_as_a_whole(tmp_path: Path) -> None:
 def test_of_a_large_leaf_four_stretches_are_read(tmp_path: Path) -> None:
     large = np.zeros(3_000_000, np.float32)
     large[-1], large[0] = 7.0, -3.0
-    holdfast.save(tmp_path / "c", {"w": large})
+    everystep.save(tmp_path / "c", {"w": large})
     found = sampled(tmp_path / "c", "w")
     assert found is not None
     assert found.elements * 4 <= SAMPLE_NBYTES
@@ -56,7 +56,7 @@ def test_stretches_are_whole_elements_inside_of_the_leaf(nbytes: int, size: int)
 
 
 def test_the_budget_ends_the_reading(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "c", {"a": np.ones(100), "b": np.ones(100), "c": np.ones(100)})
+    everystep.save(tmp_path / "c", {"a": np.ones(100), "b": np.ones(100), "c": np.ones(100)})
     few = contents(tmp_path / "c", budget=Budget(nbytes=1700))
     assert (few.sampled, few.read_nbytes) == (2, 1600)
     assert contents(tmp_path / "c", budget=Budget(seconds=0)).sampled == 0
@@ -100,10 +100,10 @@ def test_elements_of_every_type_are_numbers(dtype: str) -> None:
 
 def test_changes_are_exact_by_checksum_and_measured_in_samples(tmp_path: Path) -> None:
     state = {"same": np.ones(4), "w": np.full(100, 2.0), "gone": np.ones(1), "kind": np.ones(2), "lr": 0.1}
-    holdfast.save(tmp_path / "a", state, step=1)
+    everystep.save(tmp_path / "a", state, step=1)
     state.update(w=np.full(100, 2.02), kind=np.ones(3), new=np.ones(2), lr=0.2)
     del state["gone"]
-    holdfast.save(tmp_path / "b", state, step=2)
+    everystep.save(tmp_path / "b", state, step=2)
     found = leaf_changes(tmp_path / "a", tmp_path / "b")
     by_name: dict[str, ChangedLeaf] = {leaf.name: leaf for leaf in found.leaves}
     changes = {name: leaf.change for name, leaf in by_name.items()}
@@ -121,8 +121,8 @@ def test_changes_are_exact_by_checksum_and_measured_in_samples(tmp_path: Path) -
 
 def test_a_change_outside_of_the_sample_is_not_called_unchanged(tmp_path: Path) -> None:
     large = np.ones(3_000_000, np.float32)
-    holdfast.save(tmp_path / "a", {"w": large})
+    everystep.save(tmp_path / "a", {"w": large})
     large[500_000] = 2.0
-    holdfast.save(tmp_path / "b", {"w": large})
+    everystep.save(tmp_path / "b", {"w": large})
     (leaf,) = leaf_changes(tmp_path / "a", tmp_path / "b").leaves
     assert leaf.change == "alike"

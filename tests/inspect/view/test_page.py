@@ -17,15 +17,15 @@ from urllib.parse import quote, urlsplit
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import inspect
-from holdfast.inspect.html_page import assemble, embedded_json
-from holdfast.inspect.view import disks
-from holdfast.inspect.view.contents import contents
-from holdfast.inspect.view.leaf_changes import leaf_changes
-from holdfast.inspect.view.run_reader import RunReader
-from holdfast.inspect.view.web_page import open_runs
-from holdfast.inspect.view.words import labels
+import everystep
+from everystep import inspect
+from everystep.inspect.html_page import assemble, embedded_json
+from everystep.inspect.view import disks
+from everystep.inspect.view.contents import contents
+from everystep.inspect.view.leaf_changes import leaf_changes
+from everystep.inspect.view.run_reader import RunReader
+from everystep.inspect.view.web_page import open_runs
+from everystep.inspect.view.words import labels
 from support.command import command, damage_leaf, damage_manifest, step_path
 from support.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
 
@@ -72,7 +72,7 @@ def test_no_page_is_made_of_what_is_no_run(what: str, tmp_path: Path) -> None:
     outcome = command("view", there, "--out", page)
     assert outcome.code == 1
     assert str(there) in outcome.err
-    with pytest.raises(holdfast.CheckpointNotFound, match=re.escape(str(there))):
+    with pytest.raises(everystep.CheckpointNotFound, match=re.escape(str(there))):
         inspect.serve_page([there])
     assert not page.exists()
 
@@ -93,13 +93,13 @@ def test_the_page_holds_the_run_its_newest_leaves_and_two_comparisons(run: Path,
 
 def test_names_and_messages_cannot_leave_their_place(tmp_path: Path) -> None:
     run = tmp_path / "<img src=x onerror=alert(1)>"
-    holdfast.save(
+    everystep.save(
         step_path(run, 1),
         {HOSTILE: {HOSTILE: np.ones(3)}, "v" + HOSTILE: HOSTILE},
         step=1,
         metrics={HOSTILE: 1.0},
     )
-    holdfast.save(step_path(run, 2), {HOSTILE: {HOSTILE: np.ones(4)}}, step=2)
+    everystep.save(step_path(run, 2), {HOSTILE: {HOSTILE: np.ones(4)}}, step=2)
     write_log(run, long_story(1600))
     page = tmp_path / "page.html"
     inspect.write_page([run], page)
@@ -152,13 +152,13 @@ def test_a_directory_above_runs_means_all_of_them_and_a_step_itself(run: Path, t
     views = inspect.view_runs([tmp_path / "above", f"{run}@4"])
     assert [len(view.checkpoints) for view in views] == [2, 1, 1]
     assert views[2].checkpoints[0].step == 4
-    with pytest.raises(holdfast.CheckpointNotFound, match="@99"):
+    with pytest.raises(everystep.CheckpointNotFound, match="@99"):
         inspect.view_runs([f"{run}@99"])
 
 
 def test_checkpoints_of_other_names_come_before_those_of_the_run(tmp_path: Path) -> None:
     train(tmp_path / "run", layered_state(1), range(1, 3))
-    holdfast.save(tmp_path / "run" / "zz-best", {"w": np.ones(2)}, step=1)
+    everystep.save(tmp_path / "run" / "zz-best", {"w": np.ones(2)}, step=1)
     (view,) = inspect.view_runs([tmp_path / "run"])
     assert [entry.name for entry in view.checkpoints] == ["zz-best", "step-000000000001", "step-000000000002"]
 
@@ -198,7 +198,7 @@ def test_a_run_without_checkpoints_a_checkpoint_and_a_missing_one(run: Path, tmp
     assert (view.checkpoints, view.summary, view.timeline.events) == ((), None, 0)
     (view,) = inspect.view_runs([step_path(run, 5)])
     assert [entry.step for entry in view.checkpoints] == [5]
-    with pytest.raises(holdfast.CheckpointNotFound):
+    with pytest.raises(everystep.CheckpointNotFound):
         inspect.view_runs([tmp_path / "missing"])
 
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_another_system_is_shown(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_checkpoint_gets_no_page(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing to show")
-    with pytest.raises(holdfast.HoldfastError, match=r"notes\.txt"):
+    with pytest.raises(everystep.EverystepError, match=r"notes\.txt"):
         inspect.write_page([tmp_path / "notes.txt"], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
@@ -254,8 +254,8 @@ def test_space_is_counted_for_everything_on_a_file_system(tmp_path: Path) -> Non
     for volume in volumes:
         volume.mkdir()
     state = {str(number): np.zeros(4 << 20, np.uint8) for number in range(4)}
-    options = holdfast.Options(volumes=[str(volume) for volume in volumes])
-    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync", options=options) as ckpt:
+    options = everystep.Options(volumes=[str(volume) for volume in volumes])
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync", options=options) as ckpt:
         ckpt.save(1)
     (view,) = inspect.view_runs([tmp_path / "run"])
     # The volumes as they were named, not the directories that a save makes on them.
@@ -287,7 +287,9 @@ def test_a_tied_leaf_changes_with_the_leaf_it_is_a_name_of(tmp_path: Path) -> No
     run = tmp_path / "run"
     for step in (1, 2):
         shared = np.full(4, float(step))
-        holdfast.save(step_path(run, step), {"embed": shared, "head": shared, "other": np.ones(2)}, step=step)
+        everystep.save(
+            step_path(run, step), {"embed": shared, "head": shared, "other": np.ones(2)}, step=step
+        )
     changes = leaf_changes(step_path(run, 1), step_path(run, 2))
     found = {leaf.name: leaf for leaf in changes.leaves}
     assert [found[name].change for name in ("embed", "head", "other")] == ["changed", "changed", "same"]
@@ -346,7 +348,7 @@ def test_a_run_below_a_closed_directory_is_not_called_missing(
 
 def test_a_training_that_holds_its_run_is_seen(tmp_path: Path) -> None:
     state = {"w": np.zeros(3)}
-    with holdfast.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
+    with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
         ckpt.save(1)
         assert inspect.view_runs([tmp_path / "run"])[0].being_written is True
     assert inspect.view_runs([tmp_path / "run"])[0].being_written is False
@@ -520,7 +522,10 @@ def test_a_defect_is_told_instead_of_silence(browser: Browser, monkeypatch: pyte
         raise ZeroDivisionError("by nothing")
 
     monkeypatch.setattr(RunReader, "view", fail)
-    assert browser.data("runs/0/view") == (500, "this is a defect of holdfast: ZeroDivisionError: by nothing")
+    assert browser.data("runs/0/view") == (
+        500,
+        "this is a defect of everystep: ZeroDivisionError: by nothing",
+    )
     assert browser.get(browser.address.path)[0] == 500
 
 
@@ -587,17 +592,17 @@ def test_a_port_that_is_not_allowed_is_said(run: Path, monkeypatch: pytest.Monke
     done = command("view", run, "--port", "81")
     assert (done.code, done.err) == (
         1,
-        "holdfast: port 81 is not allowed to this user: choose another with --port, or 0 for any\n",
+        "everystep: port 81 is not allowed to this user: choose another with --port, or 0 for any\n",
     )
 
 
 def test_an_error_of_writing_names_the_page(run: Path, tmp_path: Path) -> None:
     page = tmp_path / "missing" / "page.html"
     done = command("view", run, "--out", page)
-    assert (done.code, done.err) == (1, f"holdfast: {page}: No such file or directory\n")
+    assert (done.code, done.err) == (1, f"everystep: {page}: No such file or directory\n")
     (tmp_path / "folder.html").mkdir()
     done = command("view", run, "--out", tmp_path / "folder.html")
-    assert (done.code, done.err) == (1, f"holdfast: {tmp_path / 'folder.html'}: Is a directory\n")
+    assert (done.code, done.err) == (1, f"everystep: {tmp_path / 'folder.html'}: Is a directory\n")
     assert os.listdir(tmp_path) == ["folder.html"]
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 from msgspec import structs
 
-from holdfast.checkpointer.events import Event, Failed, Opened, Phases, Restored, Saved
-from holdfast.inspect.view.timeline import MAX_HAPPENINGS, timeline
+from everystep.checkpointer.events import Event, Failed, Opened, Phases, Restored, Saved
+from everystep.inspect.view.timeline import MAX_HAPPENINGS, timeline
 from support.shown_runs import long_story
 
 

@@ -1,0 +1,110 @@
+"""Being asked to stop: SIGTERM and SIGUSR1, as schedulers send them before they take a machine away.
+
+The first signal is only remembered, for the whole process. Training finishes its step, the next
+`Checkpointer.save` saves it whatever the schedule says, and the process ends. With several Checkpointers it
+ends when each has saved, or when the first of them saves again, with the highest of their exit codes. Then
+the signal is answered: a process that goes on nevertheless, such as a notebook, is not asked to end any more.
+A second signal does what it would do without Everystep, unless it follows at once. Handlers that other code
+has installed stay.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+import weakref
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAME_SECONDS = 5.0
+"""A signal within this time of the first, or of its answer, is no second one: where a scheduler signals every
+process of a job, a launcher such as torchrun, which gets it too, hands it on to those that have it already,
+and may be ending by it."""
+
+
+class Preemption:
+    """One listener, from construction to `close`; all listeners of a process hear the same signal.
+
+    A signal that came before this one was made, and was not answered, counts as well.
+    """
+
+    def __init__(self, exit_code: int = 0) -> None:
+        self._exit_code = exit_code
+        self._obeyed = False
+        if _in_main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    signal.signal(number, _handle)
+        _listening.add(self)
+
+    @property
+    def received(self) -> str | None:
+        """The name of the signal that asked to stop, if one did."""
+        return None if _note is None else _note.name
+
+    def obeyed(self, *, at_once: bool) -> int | None:
+        """What this listener had to save is safe. The exit code, or None where others have to save first.
+
+        `at_once`: whatever others have to save.
+        """
+        global _note, _asked
+        again, self._obeyed = self._obeyed, True
+        ends = at_once or again or all(listener._obeyed for listener in _listening)
+        if not ends:
+            return None
+        _note, _asked = None, time.monotonic()
+        return max(listener._exit_code for listener in (self, *_listening))
+
+    def close(self) -> None:
+        _listening.discard(self)
+        # One that ends because it was asked to is not killed by what asks it again.
+        if not _listening and (_note is not None or not _just_asked()):
+            _stop_handling()
+
+
+_listening: weakref.WeakSet[Preemption] = weakref.WeakSet()
+_note: signal.Signals | None = None
+"""The signal that came first, until it is answered."""
+_asked = -math.inf
+"""When it came, or was answered."""
+
+
+def _just_asked() -> bool:
+    return time.monotonic() - _asked < SAME_SECONDS
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global _note, _asked
+    if _just_asked():
+        return
+    if _listening and _note is None:
+        _note, _asked = signal.Signals(number), time.monotonic()
+    else:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _stop_handling() -> None:
+    """Outside of the main thread nothing can be changed; then `_handle` finds nobody to tell."""
+    if _in_main_thread():
+        for number in SIGNALS:
+            if signal.getsignal(number) is _handle:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked child, a data loader's worker say: it ends when it is told to."""
+    global _note, _asked
+    _note, _asked = None, -math.inf
+    _listening.clear()
+    _stop_handling()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)

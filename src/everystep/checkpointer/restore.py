@@ -1,0 +1,294 @@
+"""Restoring: the newest checkpoint of a run that is whole goes back into the state, the same on all ranks.
+
+A damaged checkpoint is passed over (`shows_damage`). With several ranks, one that sees damage makes all pass
+over it. One that cannot be read for another reason (no descriptors, no memory, no permission) may be whole:
+that error is raised, on all ranks, since a training that went on from an older one would write over it. A
+state that cannot be restored in place is an error, whether there is anything to restore yet or not.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from everystep.caller import stack_level
+from everystep.checkpointer.context import RunContext
+from everystep.checkpointer.events import PassedOver, Restored
+from everystep.checkpointer.in_place import refuse_fixed, refuse_replaced
+from everystep.checkpointer.run_observer import NothingToRestore, Restoring
+from everystep.engine import READING
+from everystep.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    EverystepError,
+    IncompleteCheckpoint,
+    ReadFailed,
+)
+from everystep.state.node import pairs_of, shorten
+from everystep.store import RankGroup, list_steps
+from everystep.store.os_errors import shows_damage
+from everystep.store.ranks.consensus import all_or_none
+from everystep.store.ranks.open_together import open_newest_together, open_together
+from everystep.store.ranks.shared_load import load_together
+from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.team import Team
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Where training goes on. `candidates`: the steps there were to choose from."""
+
+    step: int
+    nbytes: int
+    seconds: float
+    candidates: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What is to be filled. Unless `strict`, with what fits. `rename` gives parameters their new names."""
+
+    state: object
+    strict: bool
+    rename: Callable[[str], str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a run without checkpoints begins. It counts from 0, unless it is to continue the steps there."""
+
+    path: str | os.PathLike[str]
+    rename: Callable[[str], str] | None
+    continue_steps: bool
+
+
+def restore(
+    context: RunContext,
+    state: object,
+    step: int | None,
+    *,
+    strict: bool,
+    rename: Callable[[str], str] | None = None,
+    begin: Beginning | None = None,
+) -> int:
+    """Fills the state from the newest checkpoint that is intact, or from that of `step`; returns its step.
+
+    When the run holds no checkpoint, fills it from where it is to `begin`; returns the step to begin at.
+    """
+    context.observers.tell(Restoring())
+    found = _load_newest(context, _Target(state, strict, rename), step)
+    if found is None:
+        context.observers.tell(NothingToRestore())
+        context.retention.resumed(None)
+        if begin is None:
+            return 0
+        begun = _begin_from(context, _Target(state, strict, begin.rename), begin)
+        context.schedule.resumed(begun)
+        return begun
+    context.observers.tell(Restored(found.step, time.time(), found.nbytes, found.seconds))
+    context.schedule.resumed(found.step)
+    context.retention.resumed(found.step)
+    later = [other for other in found.candidates if step is not None and other > step]
+    context.retention.supersede(later)
+    if later:
+        warnings.warn(
+            f"going back to step {step}: the first save removes the later checkpoints "
+            f"({', '.join(map(str, later))})",
+            RuntimeWarning,
+            stacklevel=stack_level(),
+        )
+    return found.step
+
+
+def _load_newest(context: RunContext, into: _Target, only: int | None) -> _Found | None:
+    group, run = context.group, context.run
+    with group.again(f"restore from {run.path}") as team:
+        with _all_or_none(group, team, "target"):
+            run.require_current()
+            refuse_fixed(into.state)
+        candidates = _agreed(group, team, list_steps(run.path) if group.leads else [])
+        failures: list[EverystepError] = []
+        for step in reversed(candidates if only is None else [only]):
+            began = time.perf_counter()
+            try:
+                nbytes = _load(group, team, into, run.path_of(step))
+            except (CorruptCheckpoint, ReadFailed) as error:
+                if only is not None or not shows_damage(error):
+                    raise
+                failures.append(error)
+                _pass_over(context, step, error)
+            except CheckpointNotFound:
+                raise CheckpointNotFound(f"run {run.path} has no checkpoint of step {step}") from None
+            else:
+                return _Found(step, nbytes, time.perf_counter() - began, candidates)
+        if failures:
+            raise _none_intact(run.path, failures) from failures[0]
+        return None
+
+
+def _begin_from(context: RunContext, into: _Target, begin: Beginning) -> int:
+    """Fills what that checkpoint has something for; the other entries of the state stay."""
+    group, path = context.group, begin.path
+    tuning = replace(READING, max_inflation=group.settings.tuning.max_inflation)
+    with group.again(f"start from {os.fspath(path)}") as team:
+        if team is None:
+            with open_newest(path, tuning) as checkpoint:
+                there = _keys_of(checkpoint)
+                part = _entries_in(into.state, checkpoint)
+                restored = checkpoint.load(part, strict=into.strict, rename=into.rename)
+                refuse_replaced(part, restored, checkpoint.path)
+                _put_back(into.state, restored)
+                _tell_entries(into.state, there, checkpoint, begin)
+                return checkpoint.step if begin.continue_steps else 0
+        group.restart(team)
+        with open_newest_together(team, path, group.timeout, tuning) as checkpoint:
+            there = _keys_of(checkpoint)
+            part = _entries_in(into.state, checkpoint)
+            restored = load_together(
+                team,
+                checkpoint,
+                part,
+                select=None,
+                verify=True,
+                strict=into.strict,
+                rename=into.rename,
+                timeout=group.timeout,
+                channel=group.channel,
+            )
+            with _all_or_none(group, team, "in place"):
+                refuse_replaced(part, restored, checkpoint.path)
+            _put_back(into.state, restored)
+            if group.leads:
+                _tell_entries(into.state, there, checkpoint, begin)
+            return checkpoint.step if begin.continue_steps else 0
+
+
+def _keys_of(checkpoint: StoredCheckpoint) -> list[str]:
+    """The entries of a checkpoint, by name; none if it is not a dict."""
+    return [key for key, _ in pairs_of(checkpoint.tree) or () if isinstance(key, str)]
+
+
+def _tell_entries(
+    state: object, there: Sequence[str], checkpoint: StoredCheckpoint, begin: Beginning
+) -> None:
+    """Warns, in one line, of what only one side has, and of steps that do not count."""
+    here = [key for key in state if isinstance(key, str)] if isinstance(state, dict) else []
+    left = [key for key in here if key not in there]
+    unused = [key for key in there if key not in here] if here else []
+    uncounted = checkpoint.step and not begin.continue_steps
+    if not (left or unused or uncounted):
+        return
+    said = [f"filled {_listed([key for key in here if key in there])}" if here else "filled the state"]
+    if left:
+        said.append(f"left {_listed(left)} as {'it was' if len(left) == 1 else 'they were'}")
+    if unused:
+        said.append(f"did not use {_listed(unused)} of the checkpoint")
+    if uncounted:
+        said.append(
+            f"and counts from step 0 (that checkpoint is of step {checkpoint.step}; with "
+            "continue_steps=True the run goes on from there)"
+        )
+    alike = [(own, other) for own in left for other in unused if _alike(own, other)]
+    hints = [
+        f". Is {other!r} there what the state calls {own!r}? Then give both one name" for own, other in alike
+    ]
+    warnings.warn(
+        f"started from {checkpoint.path}: {', '.join(said)}{''.join(hints)}",
+        RuntimeWarning,
+        stacklevel=stack_level(),
+    )
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether two names may mean the same, such as ``lr_scheduler`` and ``scheduler``."""
+    short, long = sorted((one.lower(), other.lower()), key=len)
+    return (len(short) > 2 and short in long) or bool(difflib.get_close_matches(short, [long], 1))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [repr(shorten(name, 40)) for name in names[:_SHOWN]]
+    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _entries_in(state: object, checkpoint: StoredCheckpoint) -> object:
+    """The entries of a state that a checkpoint has something for; all of a state that is no dict.
+
+    What only the checkpoint has, such as the counters of another system, is left out.
+    """
+    checkpoint.fit_to(state)
+    if not isinstance(state, dict):
+        return state
+    there = set(_keys_of(checkpoint))
+    common: dict[str, object] = {key: item for key, item in state.items() if key in there}
+    if not common:
+        return state  # the error that follows lists both sides
+    checkpoint.keep_entries(common)
+    return common
+
+
+def _put_back(state: object, restored: object) -> None:
+    """Plain values are no objects that can be filled: they go back into the dict that holds them."""
+    if isinstance(state, dict) and isinstance(restored, dict) and state is not restored:
+        state.update(restored)
+
+
+def _none_intact(run: str, failures: Sequence[EverystepError]) -> CorruptCheckpoint:
+    kind = IncompleteCheckpoint if isinstance(failures[0], IncompleteCheckpoint) else CorruptCheckpoint
+    return kind(f"none of the {len(failures)} checkpoints is intact, the newest: {failures[0]}", path=run)
+
+
+def _pass_over(context: RunContext, step: int, error: EverystepError) -> None:
+    context.retention.mark_damaged(step)
+    context.observers.tell(PassedOver(step, time.time(), str(error)))
+    warnings.warn(f"passing over step {step}: {error}", RuntimeWarning, stacklevel=stack_level())
+
+
+def _agreed(group: RankGroup, team: Team | None, steps: Sequence[int]) -> list[int]:
+    if team is None:
+        return list(steps)
+    group.restart(team)
+    mine = msgspec.json.encode(list(steps)) if group.leads else None
+    return msgspec.json.decode(team.tell("steps", mine, group.timeout), type=list[int])
+
+
+def _load(group: RankGroup, team: Team | None, into: _Target, path: str) -> int:
+    if team is None:
+        with StoredCheckpoint(path) as checkpoint:
+            _check(checkpoint)
+            restored = checkpoint.load(into.state, strict=into.strict, rename=into.rename)
+            refuse_replaced(into.state, restored, path)
+            return checkpoint.nbytes
+    with open_together(team, path, group.timeout, _check) as checkpoint:
+        restored = load_together(
+            team,
+            checkpoint,
+            into.state,
+            select=None,
+            verify=True,
+            strict=into.strict,
+            rename=into.rename,
+            timeout=group.timeout,
+            channel=group.channel,
+        )
+        with _all_or_none(group, team, "in place"):
+            refuse_replaced(into.state, restored, path)
+        return checkpoint.nbytes
+
+
+def _all_or_none(group: RankGroup, team: Team | None, what: str) -> AbstractContextManager[None]:
+    return nullcontext() if team is None else all_or_none(team, what, group.timeout)
+
+
+def _check(checkpoint: StoredCheckpoint) -> None:
+    reason = checkpoint.misplaced()
+    if reason is not None:
+        raise CorruptCheckpoint(reason, path=checkpoint.path)

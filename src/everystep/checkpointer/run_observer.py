@@ -1,0 +1,74 @@
+"""The moments of a run, and who is told of them.
+
+A Checkpointer tells its `RunObservers` what happens, in the thread in which it happens. The event log writes
+some of the moments down (`events`), and hands them to the callbacks that users subscribe; a drill keeps its
+diary of all of them (`drilling`). What the store tells of one save that it writes is another interface,
+`everystep.store.SaveObserver`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+from msgspec import Struct
+
+from everystep.checkpointer.events import Event
+
+
+class Opening(Struct, frozen=True):
+    """The run is about to be opened. That removes what an earlier process left unfinished."""
+
+
+class Restoring(Struct, frozen=True):
+    """`restore` begins."""
+
+
+class NothingToRestore(Struct, frozen=True):
+    """`restore` has found no checkpoint: training begins at step 0."""
+
+
+class Completed(Struct, frozen=True):
+    """Training has completed so many steps. Told at every call of `save`, also if `every` skips the step."""
+
+    step: int
+
+
+class Saving(Struct, frozen=True):
+    """A save begins. `mode` is the one at work."""
+
+    step: int
+    mode: str
+
+
+class Durable(Struct, frozen=True):
+    """A checkpoint is durable, at `path`. Retention has not removed anything for it so far."""
+
+    step: int
+    path: str
+
+
+class Closed(Struct, frozen=True):
+    """The Checkpointer has released the run."""
+
+
+Moment: TypeAlias = Event | Opening | Restoring | NothingToRestore | Completed | Saving | Durable | Closed
+
+
+class RunObserver(Protocol):
+    """Is told of every moment of a run. An error that it raises fails what it was told of."""
+
+    def observe(self, moment: Moment) -> None: ...
+
+
+class RunObservers:
+    """The observers of one run, told in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._observers: list[RunObserver] = []
+
+    def add(self, observer: RunObserver) -> None:
+        self._observers.append(observer)
+
+    def tell(self, moment: Moment) -> None:
+        for observer in self._observers:
+            observer.observe(moment)

@@ -1,0 +1,345 @@
+"""One save of a Checkpointer, from its call to its end, step by step.
+
+On the training's thread:
+
+1. `prepare`: the state is taken apart, and it is known which leaves this rank writes.
+2. `stage`: leaves that may change without an announcement are copied, as far as the memory for copies goes.
+3. `start`: the rest runs on a thread of its own. `start` returns when everything has left the state's memory
+   that may be neither copied nor read in place; in ``mode="sync"``, when the checkpoint is durable.
+
+On the save's thread, in `run`:
+
+4. Space is made on the device, and the checkpoint is committed. `SaveTask` is the commit's `SaveObserver`.
+5. The checkpoint is durable: retention removes old ones, and the observers and the schedule are told.
+
+`release` is called by the training's thread before it changes leaves that are read in place. What the user
+holds of all this is a `PendingSave`. The thread is not a daemon: an interpreter that ends waits for the
+checkpoint that is under way.
+
+What a signal handler raises (Ctrl-C) may come between any two steps of the training's thread, also while an
+earlier one is being dealt with. So nothing that the save's thread needs is half done there: files and locks
+are handled on the save's thread only, waits are those of `engine.threads`, and that the training was
+interrupted is noted by storing one attribute, which no signal can divide.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from everystep.checkpointer.context import Mode, RunContext
+from everystep.checkpointer.events import Failed, Phases, Saved
+from everystep.checkpointer.live_memory import LiveMemory
+from everystep.checkpointer.ownership import NOBODY
+from everystep.checkpointer.pending_save import PendingSave, Stall
+from everystep.checkpointer.retention import ids
+from everystep.checkpointer.run_observer import Durable, Saving
+from everystep.checkpointer.schedule import Cost
+from everystep.checkpointer.staging import Division
+from everystep.engine import WriteJob
+from everystep.engine.threads import start_thread
+from everystep.errors import CheckpointExists, MutatedDuringSave, SaveFailed
+from everystep.plan import ShardPlan
+from everystep.state import Flat, LeafSource, flatten
+from everystep.state.boxed import Immutable
+from everystep.store import (
+    CheckpointInfo,
+    Conversation,
+    SaveObserver,
+    SingleCommit,
+    Target,
+    plain_metrics,
+)
+from everystep.store.locks import path_to_read
+from everystep.store.ranks.group import Ready
+
+_RUNS = "runs"
+
+
+class SaveTask(SaveObserver):
+    """One save. `mode` is the Checkpointer's, and from `prepare` on the one at work."""
+
+    def __init__(self, context: RunContext, step: int, mode: Mode, talk: Conversation | None) -> None:
+        self.step = step
+        self.mode = mode
+        self._context = context
+        self._talk = talk
+        self._stall = Stall()
+        self._began = time.perf_counter()
+        self._stage_seconds = 0.0
+        self._metrics: Mapping[str, float] = {}
+        self._replace = False
+        self._flat: Flat | None = None
+        self._ready: Ready | None = None
+        self._live: tuple[str, ...] | None = None
+        self._fate: dict[str, bool] = {}
+        """Whether the save runs, once that is decided: by its thread, or by who asks after an interrupt."""
+        self._on_this_thread = False
+        self._awaited = True
+        self.interrupted = False
+        """`start` has raised what a signal handler raised. The save may run nevertheless."""
+
+    # --- on the training's thread
+
+    def prepare(self, state: object, metrics: Mapping[str, float] | None) -> None:
+        """Takes the state apart, and plans what this rank writes where that has changed."""
+        context, group = self._context, self._context.group
+        if self.mode == "overlap":
+            context.announced.attach(state)
+            context.announced.warn_if_none()
+            self.mode = "overlap" if context.announced.announced else "snapshot"
+        context.observers.tell(Saving(self.step, self.mode))
+        self._metrics = plain_metrics(metrics) if group.leads else {}  # those of rank 0 are stored
+        self._replace = context.retention.begin(self.step)
+        if not group.needed:
+            self._flat = flatten(state)
+            return
+        self._ready = group.prepare(state, self._talk)
+        if context.ledger is not None and context.run.directory is not None:
+            self._live = ids(path_to_read(context.run.directory))
+
+    def stage(self, state: object) -> None:
+        """Divides the leaves: those that are read in place, and those that are copied, now."""
+        context = self._context
+        context.observed.warn_if_stale(self._leaves())
+        if self.mode == "sync":
+            division = Division()  # training does not run until all is over
+        elif self.mode == "overlap":
+            owner_of = context.observed.corrected(context.announced.owner_of(state))
+            division = context.staging.divide(self._leaves(), owner_of)
+        else:
+            division = context.staging.divide(self._leaves(), _owner_in_snapshot)
+        self._stage_seconds = time.perf_counter() - self._began
+        self._memory = LiveMemory(self.step, division)
+        self._must_leave = self.mode == "sync" or bool(division.urgent)
+        self.pending = PendingSave(self.step, self._memory, self._stall)
+
+    def failed(self, error: BaseException) -> None:
+        """It could not be prepared or staged: tells the observers and the other ranks."""
+        self._stall.add(time.perf_counter() - self._began)
+        self._tell_failed(error)
+        self._context.group.failed(self._talk, error)
+
+    def start(self, timeout: float) -> None:
+        """Runs the save on a thread of its own. Waits at most `timeout` for urgent leaves.
+
+        In ``mode="sync"`` it waits until the save has ended.
+        """
+        self._context.schedule.started(self.step, time.monotonic())
+        self._stall.add(time.perf_counter() - self._began)
+        try:
+            with self._stall:
+                if not self._start_thread():
+                    self._on_this_thread = True
+                    self.run()
+                elif self.mode == "sync":
+                    self.pending.wait_for_end(None)
+                else:
+                    self._memory.leave_urgent(timeout)
+        except BaseException:
+            # The training goes on to change what may not have been read. A store that no signal comes before.
+            self._memory.interrupted = self._must_leave
+            raise
+
+    def give_up(self, error: BaseException) -> None:
+        """After an interrupt of `start`: a save that reads what may change now ends soon, one that has not
+        begun ends at once. Other saves go on."""
+        if self._memory.interrupted:
+            self._memory.cancel()
+        if not self.pending.ended and self.ended:
+            failure = SaveFailed(f"the save of step {self.step} was interrupted")
+            failure.__cause__ = error
+            self._end(None, failure, seen=True)
+
+    def release(self, owner: int | None, timeout: float) -> float:
+        """Returns when an owner (None: everybody) may change its leaves: they have left memory.
+
+        The last owner waits until the checkpoint is durable. Its change completes a step, and no step shall
+        be completed before the checkpoint of an earlier one is safe: a crash then costs one step, not two.
+        After `timeout` seconds training goes on all the same. Returns the seconds that it waited.
+        """
+        if self.ended or self._memory.is_abandoned or not self._awaited:
+            return 0.0
+        began = time.monotonic()
+        with self._stall:
+            if self._memory.leave(owner, timeout):
+                left = max(0.0, began + timeout - time.monotonic())
+                # One that is late may become durable yet, but training waits for it no longer.
+                self._awaited = self.pending.wait_for_end(left)
+        return time.monotonic() - began
+
+    def join(self, timeout: float | None) -> bool:
+        """Waits for the end of the save; returns whether it came in time."""
+        with self._stall:
+            return self.ended or self.pending.wait_for_end(timeout)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it is under way, or will be."""
+        if self.pending.ended:
+            return True
+        return self.interrupted and (self._on_this_thread or not self._fate.setdefault(_RUNS, False))
+
+    def _start_thread(self) -> bool:
+        """Not in the interpreter's last moments: it waits for no more threads."""
+        try:
+            start_thread(self.run, f"everystep-step-{self.step}")
+        except RuntimeError:  # no more threads: the interpreter is ending
+            return False
+        return True
+
+    def _leaves(self) -> tuple[LeafSource, ...]:
+        """Those that this rank writes."""
+        if self._flat is not None:
+            return self._flat.leaves + self._flat.local_leaves
+        assert self._ready is not None
+        return self._ready.share.fragments
+
+    # --- on the save's thread
+
+    def run(self) -> None:
+        """Makes the checkpoint. The outcome goes to the `PendingSave`; nothing is raised here."""
+        if not self._fate.setdefault(_RUNS, True):
+            return  # interrupted before it began
+        info: CheckpointInfo | None = None
+        failure: BaseException | None = None
+        try:
+            info = self._save()
+        except BaseException as error:
+            failure = error
+            if self._memory.is_abandoned:
+                failure = self._memory.abandoned_error()
+                failure.__cause__ = error
+        finally:
+            self._end(info, failure)
+
+    def _save(self) -> CheckpointInfo:
+        try:
+            self._make_space()
+            info = self._commit()
+        except BaseException as error:
+            self._learn_from(error)
+            self._tell_failed(error)
+            if isinstance(error, CheckpointExists):
+                raise self._context.retention.exists(self.step) from error
+            raise
+        self._finish(info)
+        return info
+
+    def _make_space(self) -> None:
+        space = self._context.free_space
+        if space is not None:
+            space.make(self.step, 0 if space.knows_size else self._array_nbytes())
+
+    def _commit(self) -> CheckpointInfo:
+        """Writes the checkpoint; returns when it is durable."""
+        run = self._context.run
+        target = run.begin(self.step)
+        try:
+            info = self._write(target)
+        except BaseException:
+            run.failed(self.step, target)
+            raise
+        run.committed(self.step, target, info)
+        return info
+
+    def _write(self, target: Target) -> CheckpointInfo:
+        group = self._context.group
+        groups = None if self.mode == "sync" else self._memory.groups
+        if self._flat is not None:
+            commit = SingleCommit(
+                target, self.step, self._metrics, group.settings.tuning, overwrite=self._replace
+            )
+            return commit.run(self._flat, groups, self)
+        assert self._ready is not None
+        return group.commit(
+            self._ready,
+            target,
+            self.step,
+            self._metrics,
+            groups=groups,
+            observer=self,
+            overwrite=self._replace,
+            ledger=self._context.ledger,
+            live=self._live,
+        )
+
+    def _finish(self, info: CheckpointInfo) -> None:
+        """The checkpoint is durable."""
+        context = self._context
+        context.observers.tell(Durable(self.step, info.path))
+        began = time.perf_counter()
+        context.retention.add(info)
+        if context.free_space is not None:
+            context.free_space.used(info.stored_nbytes)
+        retention = time.perf_counter() - began
+        seconds = info.phases
+        phases = Phases(self._stage_seconds, seconds.write, seconds.sync, seconds.commit + retention)
+        stall = self._stall.seconds
+        context.observers.tell(
+            Saved(
+                step=self.step,
+                time=time.time(),
+                mode=self.mode,
+                nbytes=info.nbytes,
+                stored_nbytes=info.stored_nbytes,
+                leaves=info.leaves,
+                seconds=phases,
+                stall_seconds=stall,
+                in_place_nbytes=self._memory.in_place_nbytes,
+                copied_nbytes=self._memory.copied_nbytes,
+                metrics=dict(self._metrics),
+            )
+        )
+        context.schedule.finished(Cost(self.step, stall, phases.total, info.nbytes))
+
+    def _learn_from(self, error: BaseException) -> None:
+        """The next save must not fail for the same reason."""
+        if isinstance(error, MutatedDuringSave):
+            self._context.observed.add_changed(error.leaves)
+        if self._context.free_space is not None:
+            self._context.free_space.failed(error)
+
+    def _tell_failed(self, error: BaseException) -> None:
+        kind, stall = type(error).__name__, self._stall.seconds
+        self._context.observers.tell(Failed(self.step, time.time(), self.mode, kind, str(error), stall))
+
+    def _end(self, info: CheckpointInfo | None, failure: BaseException | None, *, seen: bool = False) -> None:
+        """Forgets the state's arrays, then says how the save ended.
+
+        `seen`: what interrupted it is raised already.
+        """
+        self._flat = self._ready = None
+        self._memory.end()
+        if info is not None:
+            self.pending.set_result(info)
+        else:
+            self.pending.set_exception(
+                failure or SaveFailed(f"the save of step {self.step} failed"),
+                seen=seen or (self.mode == "sync" and self.interrupted),
+            )
+
+    def _array_nbytes(self) -> int:
+        """The size of the whole checkpoint's arrays, those of other ranks included."""
+        if self._ready is None:
+            return sum(leaf.nbytes for leaf in self._leaves())
+        return self._ready.share.whole_nbytes
+
+    # --- SaveObserver: called by the commit, on the save's thread
+
+    def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
+        self._memory.writing(files)
+
+    def written(self) -> None:
+        self._memory.written()
+
+    def committing(self) -> None:
+        self._context.retention.remove_superseded(self.step)
+
+    def committed(self) -> None:
+        self._context.retention.remove_outdated(self.step)
+
+
+def _owner_in_snapshot(leaf: LeafSource) -> int | None:
+    """All leaves are copied, but for those that nobody changes."""
+    return NOBODY if type(leaf.source.owner) is Immutable else None

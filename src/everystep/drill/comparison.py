@@ -1,0 +1,169 @@
+"""Two trainings compared: every checkpoint that both made, and the last one byte by byte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from everystep.checkpointer.drilling import RUNS, contents_of
+from everystep.drill.activity import SeenCheckpoint
+from everystep.store import step_name
+from everystep.store.read.stored_checkpoint import StoredCheckpoint
+
+_WINDOW_NBYTES = 4 << 20
+_NAMED = 20
+"""How many differing leaves are named; all of them are counted."""
+
+Reference = Mapping[tuple[str, int], SeenCheckpoint]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first step whose checkpoint differs, and its differing names in the order of the manifest.
+
+    `after_kill`: the kill behind which it was seen, 0 when none had happened yet.
+    """
+
+    run: str
+    step: int
+    kind: Literal["leaf", "value"]
+    name: str
+    names: tuple[str, ...]
+    leaves: int
+    leaves_in_all: int
+    values: int
+    after_kill: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """All checkpoints that both trainings made, by step."""
+
+    compared: int
+    differing: int
+    first: Difference | None
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The last checkpoints of one run, from the files: `equal` says every leaf's bytes and every value."""
+
+    run: str
+    step: int
+    reference_step: int
+    leaves: int
+    nbytes: int
+    differing: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return self.step == self.reference_step and not self.differing
+
+
+def index(checkpoints: Iterable[SeenCheckpoint]) -> dict[tuple[str, int], SeenCheckpoint]:
+    """By run and step; where a step was done again, the last time counts."""
+    return {(checkpoint.run, checkpoint.step): checkpoint for checkpoint in checkpoints}
+
+
+def agree(reference: Reference, seen: Iterable[tuple[int, SeenCheckpoint]]) -> Agreement:
+    """`seen`: what the other training's logs saw, each with the number of kills before."""
+    compared: set[tuple[str, int]] = set()
+    differing: dict[tuple[str, int], tuple[int, SeenCheckpoint]] = {}
+    for kills, checkpoint in seen:
+        key = checkpoint.run, checkpoint.step
+        if key in reference:
+            compared.add(key)
+            if reference[key].digest != checkpoint.digest:
+                differing.setdefault(key, (kills, checkpoint))
+    first = min(differing, key=lambda key: key[1], default=None)
+    if first is None:
+        return Agreement(len(compared), 0, None)
+    kills, checkpoint = differing[first]
+    return Agreement(len(compared), len(differing), _difference(reference[first], checkpoint, kills))
+
+
+def _difference(mine: SeenCheckpoint, other: SeenCheckpoint, kills: int) -> Difference:
+    a, b = mine.contents(), other.contents()
+    leaves, values = list(_unlike(a.leaves, b.leaves)), list(_unlike(a.values, b.values))
+    names = (*leaves, *values)
+    return Difference(
+        run=mine.run,
+        step=mine.step,
+        kind="leaf" if leaves else "value",
+        name=names[0],
+        names=names[:_NAMED],
+        leaves=len(leaves),
+        leaves_in_all=len(a.leaves),
+        values=len(values),
+        after_kill=kills,
+    )
+
+
+def _unlike(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[str]:
+    yield from (name for name, digest in a.items() if b.get(name) != digest)
+    yield from (name for name in b if name not in a)
+
+
+def compare_last(reference: Path, other: Path, run: str, reference_step: int, step: int) -> Final:
+    """The last checkpoint of a run in two stages, byte by byte, in bounded memory."""
+    paths = [
+        str(stage / RUNS / run / step_name(number))
+        for stage, number in ((reference, reference_step), (other, step))
+    ]
+    with StoredCheckpoint(paths[0]) as mine, StoredCheckpoint(paths[1]) as its:
+        a, b = contents_of(mine), contents_of(its)
+        differing = dict.fromkeys([*_unlike(a.leaves, b.leaves), *_unlike(a.values, b.values)])
+        nbytes = 0
+        stored = _pieces(its)
+        for name, pieces in _pieces(mine).items():
+            if name in differing:
+                continue
+            # The checksums are equal; with both files at hand, compare the bytes as well.
+            if not _same_bytes(pieces, stored[name]):
+                differing[name] = None
+            nbytes += sum(piece.nbytes for piece in pieces)
+        return Final(run, step, reference_step, len(a.leaves), nbytes, tuple(differing))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Piece:
+    """Where a fragment of a leaf begins, in the leaf and in its file."""
+
+    start: tuple[int, ...]
+    nbytes: int
+    path: str
+    offset: int
+
+
+def _pieces(checkpoint: StoredCheckpoint) -> dict[str, list[_Piece]]:
+    """The fragments of each leaf, of all ranks, in the leaf's order."""
+    found: dict[str, list[_Piece]] = {}
+    for part in checkpoint.parts:
+        for leaf in part.leaves:
+            found.setdefault(leaf.name, []).extend(
+                _Piece(
+                    fragment.start,
+                    fragment.nbytes,
+                    os.path.join(checkpoint.path, part.files[fragment.file].name),
+                    fragment.offset,
+                )
+                for fragment in leaf.fragments
+            )
+    return {name: sorted(pieces) for name, pieces in found.items()}
+
+
+def _same_bytes(mine: list[_Piece], its: list[_Piece]) -> bool:
+    for left, right in zip(mine, its, strict=True):
+        with open(left.path, "rb", buffering=0) as a, open(right.path, "rb", buffering=0) as b:
+            for start in range(0, left.nbytes, _WINDOW_NBYTES):
+                nbytes = min(_WINDOW_NBYTES, left.nbytes - start)
+                parts = [
+                    os.pread(file.fileno(), nbytes, piece.offset + start)
+                    for file, piece in ((a, left), (b, right))
+                ]
+                if parts[0] != parts[1] or len(parts[0]) != nbytes:
+                    return False
+    return True

@@ -1,0 +1,170 @@
+"""Durable file-system operations, all through the native seam. Each raises `OSError` naming call and path.
+
+A place is a path, or an `Entry`: a name in an open directory (`HeldDirectory.at`). What acts on an entry acts
+in that very directory, whatever its path leads to by then.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from everystep import _native
+from everystep._native import (
+    Entry,
+    HeldDirectory,
+    PendingFile,
+    exchange,
+    exists,
+    hold_directory,
+    identity,
+    is_link,
+    leave_directories_to_the_parent,
+    link,
+    make_directory,
+    mkdir,
+    open_directory,
+    rename,
+    rename_new,
+    rmdir,
+    sync_dir,
+    unlink,
+)
+from everystep.engine.transfer import WriteJob
+
+__all__ = [
+    "Entry",
+    "HeldDirectory",
+    "PendingFile",
+    "Place",
+    "anchor",
+    "exchange",
+    "exists",
+    "hold_directory",
+    "identity",
+    "is_link",
+    "leave_directories_to_the_parent",
+    "link",
+    "make_directories",
+    "make_directory",
+    "mkdir",
+    "open_directory",
+    "open_regular",
+    "remove_entries",
+    "remove_tree",
+    "rename",
+    "rename_new",
+    "rmdir",
+    "sync",
+    "sync_dir",
+    "unlink",
+    "write_file",
+]
+
+Place: TypeAlias = str | os.PathLike[str] | Entry
+
+
+def write_file(
+    path: Place, data: bytes | bytearray | memoryview, more: bytes = b"", *, recycle: bool = False
+) -> PendingFile:
+    """Writes a small file whole: `data`, and `more` behind it.
+
+    It is durable after `sync` of the returned object and its directory, which closes it. Use it in a `with`
+    block: an error or interrupt before the sync then closes it, too. While a recycled file is open, everybody
+    who opens it waits, and a traceback that is kept would keep it open. With `recycle` an existing file is
+    overwritten in place, unless others have it open or mapped: then a new one takes its name (`fresh`).
+    """
+    return _native.PendingFile(path, data, recycle, more)
+
+
+def open_regular(name: str, directory: int | None = None, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file: of no pipe, which would be waited for, and never through a link.
+
+    Anything else in its place is an `OSError`. `directory`: the descriptor of the one that it is in.
+    """
+    opened = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644, dir_fd=directory)
+    try:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise OSError(f"{name} is not a regular file")
+    except BaseException:
+        os.close(opened)
+        raise
+    return opened
+
+
+def sync(written: Sequence[WriteJob | PendingFile], directory: Place | HeldDirectory | None = None) -> None:
+    """Makes written files, and the directory that names them, durable in one go, and closes them.
+
+    A failed sync is final: the kernel may have dropped the data, and a second sync would lie about it.
+    """
+    _native.sync([item.native if isinstance(item, WriteJob) else item for item in written], directory)
+
+
+def make_directories(path: str) -> None:
+    """``mkdir -p``, after which every name on the way is durable."""
+    missing = []
+    at = path
+    while not os.path.isdir(at):
+        missing.append(at)
+        at = os.path.dirname(at) or os.curdir
+    for directory in reversed(missing):
+        try:
+            mkdir(directory)
+        except FileExistsError:
+            # Another process made it meanwhile, which serves as well; anything else in its place does not.
+            if not os.path.isdir(directory):
+                raise
+    anchor(path)
+
+
+def anchor(directory: str, *, once: bool = False) -> None:
+    """Makes the names on the way to a directory durable; with `once`, only when this process first asks.
+
+    Whoever made them may not have synced them, or was killed before: what is durable inside of a directory
+    would be lost with its name.
+    """
+    here = directory, identity(directory)
+    if once and here in _anchored:
+        return
+    at = os.path.realpath(directory)
+    while not os.path.ismount(at):
+        known = at, identity(at)
+        if once and known in _anchored:
+            break
+        at = os.path.dirname(at)
+        try:
+            sync_dir(at)
+        except PermissionError:
+            return  # where we may not even look, others have put us
+        _anchored.add(known)
+    _anchored.add(here)
+
+
+# By name, and with the time it was made: it may be moved, and once removed it leaves its inode to the next.
+_anchored: set[tuple[str, tuple[int, int, int]]] = set()
+
+
+def remove_tree(path: Place) -> None:
+    """Removes a checkpoint directory: files and one level of directories is all there is in one.
+
+    Of a link to one, only the link: what it leads to is somebody else's.
+    """
+    if is_link(path):
+        unlink(path)
+        return
+    directory = open_directory(path, False)
+    try:
+        remove_entries(directory)
+    finally:
+        directory.release()
+    rmdir(path)
+
+
+def remove_entries(directory: HeldDirectory) -> None:
+    """Removes all there is in a directory."""
+    with os.scandir(directory.fileno()) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in found:
+        (remove_tree if is_directory else unlink)(directory.at(name))

@@ -1,0 +1,419 @@
+"""Jobs: writing and reading one file at a time through the native core.
+
+`write` starts a job that fills a whole file from pieces of memory; `read` fills memory from pieces of a file
+and verifies them. What the pieces mean is the caller's business.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from everystep import _native
+from everystep.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
+from everystep.engine.probe import choose_backend
+from everystep.engine.tuning import READING, SAVING, Tuning
+from everystep.errors import EngineTimeout
+
+CHUNK_NBYTES = 1 << 20
+"""Bytes per checksum. Small enough that reading a slice of an array verifies little more than the slice."""
+
+
+class WritePiece(msgspec.Struct, frozen=True, gc=False):
+    offset: int
+    source: Any  # Source; msgspec does not look inside
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """A destination for bytes that must be zero."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unkept:
+    """A destination for bytes of which only the checksum matters."""
+
+    nbytes: int
+
+
+class ReadPiece(msgspec.Struct, frozen=True, gc=False):
+    offset: int
+    destination: Any  # Destination | Padding | Unkept; msgspec does not look inside
+    checksums: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A chunk whose bytes are not those that were written."""
+
+    piece: int
+    chunk: int
+
+
+_LONG_READ_NBYTES = 8 << 20
+
+_T = TypeVar("_T")
+
+_StridedTuple = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Pieces in the form the native side takes; the odd ones on the side, in order of appearance."""
+
+    offsets: list[int]
+    nbytes: list[int]
+    places: list[int]
+    addresses: list[int]
+    strided: list[_StridedTuple]
+    callbacks: list[Callable[[memoryview, int], None]]
+
+
+_PLACES: dict[type, int] = {Memory: 0, Strided: 1, Produced: 2, Consumed: 2, Unkept: 3, Padding: 4}
+
+
+def _columns(offsets: list[int], ends: Sequence[Source | Destination | Padding | Unkept]) -> _Columns:
+    strided: list[_StridedTuple] = []
+    callbacks: list[Callable[[memoryview, int], None]] = []
+    addresses = [0] * len(ends)
+    for number, end in enumerate(ends):
+        if isinstance(end, Memory):
+            addresses[number] = end.address
+        elif isinstance(end, Strided):
+            strided.append((end.address, end.itemsize, end.shape, end.strides))
+        elif isinstance(end, Produced):
+            callbacks.append(end.fill)
+        elif isinstance(end, Consumed):
+            callbacks.append(end.drain)
+    nbytes = [end.nbytes for end in ends]
+    return _Columns(offsets, nbytes, [_PLACES[type(end)] for end in ends], addresses, strided, callbacks)
+
+
+class WriteJob:
+    """One file being written. Call `wait`, then `fs.sync`: only then are its bytes durable."""
+
+    def __init__(self, native: _native.WriteJob, sources: Sequence[Source]) -> None:
+        self.native = native
+        self._sources = sources  # kept alive while the engine reads them
+
+    @property
+    def done(self) -> bool:
+        return self.native.done()
+
+    @property
+    def progress(self) -> int:
+        """Bytes handed over to the device so far."""
+        return self.native.progress()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when every byte has left its source. Raises what went wrong, as `OSError`."""
+        if not self.native.wait(timeout):
+            raise EngineTimeout(f"the write did not finish within {timeout} s; it goes on in the background")
+        self.native.check()
+
+    def wait_for_nbytes(self, nbytes: int, timeout: float | None = None) -> bool:
+        """Whether so many bytes of the file, from its start, have left their sources in time.
+
+        Also true once the job has ended, however it ended: it reads no memory any more.
+        """
+        return self.native.wait_for_nbytes(nbytes, timeout)
+
+    def fresh(self) -> bool:
+        """Whether its name in its directory is a new one, that a sync of the directory makes durable."""
+        return self.native.fresh()
+
+    def checksums(self) -> list[str]:
+        """Per piece, the checksums of its chunks: 16 hexadecimal digits each."""
+        return self.native.checksums(CHUNK_NBYTES)
+
+    def stats(self) -> tuple[int, int, int]:
+        """Bytes moved without a copy (of a write: none), bytes copied, transfers."""
+        return self.native.stats()
+
+    def cancel(self) -> None:
+        """Stops at the next window. The sources are free again when `done`, or after `abandon`."""
+        self.native.cancel()
+
+    def abandon(self) -> None:
+        """Stops, and returns when the engine has let go of the sources and the file."""
+        self.native.cancel()
+        self.native.wait(None)
+        # An error that somebody keeps keeps this job, too; an open file would keep its space on the disk.
+        self.native.close()
+
+    def __enter__(self) -> WriteJob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abandon()
+
+
+def write(
+    path: str | os.PathLike[str] | _native.Entry,
+    nbytes: int,
+    pieces: Sequence[WritePiece],
+    *,
+    tuning: Tuning,
+    header: bytes = b"",
+    recycle: bool = False,
+    background: bool = True,
+) -> WriteJob:
+    """Starts writing a whole file: `header`, then `pieces` (sorted by offset; gaps become zeros).
+
+    Without a backend in `tuning` the page cache is used, as it is for small files in any case. With `recycle`
+    an existing file is overwritten in place, unless others have it open or mapped: then a new one takes its
+    name (`WriteJob.fresh`). ``background=False`` does the work before returning.
+    """
+    sources: list[Source] = [piece.source for piece in pieces]
+    columns = _columns([piece.offset for piece in pieces], sources)
+    native = _native.write(
+        path,
+        nbytes,
+        recycle,
+        header,
+        columns.offsets,
+        columns.nbytes,
+        columns.places,
+        columns.addresses,
+        columns.strided,
+        columns.callbacks,
+        tuning.backend or "buffered",
+        tuning.window_nbytes,
+        tuning.depth,
+        CHUNK_NBYTES,
+        tuning.small_nbytes,
+        background,
+    )
+    try:
+        return WriteJob(native, sources)
+    except BaseException:
+        # An interrupt in the constructor: the traceback keeps the job, which would go on reading memory.
+        native.cancel()
+        native.wait(None)
+        native.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class ReadColumns:
+    """Pieces to read, sorted by offset, column by column.
+
+    An object for each piece would take longer than reading a small array.
+    """
+
+    columns: _Columns
+    checksums: list[str]
+
+    @classmethod
+    def of(cls, pieces: Sequence[ReadPiece]) -> ReadColumns:
+        columns = _columns([piece.offset for piece in pieces], [piece.destination for piece in pieces])
+        return cls(columns, [piece.checksums for piece in pieces])
+
+    @classmethod
+    def to_memory(
+        cls, offsets: list[int], nbytes: list[int], addresses: list[int], checksums: list[str]
+    ) -> ReadColumns:
+        """Pieces that each go to contiguous memory, which the caller keeps alive."""
+        columns = _Columns(offsets, nbytes, [_PLACES[Memory]] * len(offsets), addresses, [], [])
+        return cls(columns, checksums)
+
+    def __len__(self) -> int:
+        return len(self.checksums)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.columns.nbytes)
+
+    def padded(self, start: int, stop: int) -> tuple[ReadColumns, list[int]]:
+        """With `Padding` for all that lies between the pieces, from `start` to `stop`.
+
+        Also returns, for each piece of the result, its number here; padding has numbers beyond these.
+        """
+        offsets, nbytes = self.columns.offsets, self.columns.nbytes
+        gaps: list[tuple[int, int]] = []
+        at = start
+        for offset, size in zip(offsets, nbytes, strict=True):
+            if offset > at:
+                gaps.append((at, offset - at))
+            at = offset + size
+        if stop > at:
+            gaps.append((at, stop - at))
+        if not gaps:
+            return self, list(range(len(self)))
+        none, zero = [0] * len(gaps), [_PLACES[Padding]] * len(gaps)
+        offsets = offsets + [offset for offset, _ in gaps]
+        nbytes = nbytes + [size for _, size in gaps]
+        # Stable: an empty array where padding begins stays before it.
+        order = sorted(range(len(offsets)), key=offsets.__getitem__)
+
+        def sort(column: list[_T]) -> list[_T]:
+            return [column[number] for number in order]
+
+        columns = _Columns(
+            sort(offsets),
+            sort(nbytes),
+            sort(self.columns.places + zero),
+            sort(self.columns.addresses + none),
+            self.columns.strided,
+            self.columns.callbacks,
+        )
+        return ReadColumns(columns, sort(self.checksums + [""] * len(gaps))), order
+
+
+def read(
+    path: str | os.PathLike[str],
+    pieces: Sequence[ReadPiece] | ReadColumns,
+    *,
+    tuning: Tuning,
+    chunk_nbytes: int = CHUNK_NBYTES,
+    verify: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> list[Damage]:
+    """Reads `pieces` (sorted by offset) and returns the chunks that fail verification: none, as a rule."""
+    pieces = pieces if isinstance(pieces, ReadColumns) else ReadColumns.of(pieces)
+    columns = pieces.columns
+    native = _native.read(
+        path,
+        columns.offsets,
+        columns.nbytes,
+        columns.places,
+        columns.addresses,
+        columns.strided,
+        columns.callbacks,
+        pieces.checksums if verify else [],
+        tuning.backend or "buffered",
+        tuning.window_nbytes,
+        tuning.depth,
+        chunk_nbytes,
+        tuning.small_nbytes,
+        # What may take long is waited for where interrupts are heard; a thread costs more than a small read.
+        progress is not None or pieces.nbytes > _LONG_READ_NBYTES,
+    )
+    try:
+        while not native.wait(0.1 if progress is not None else None):
+            assert progress is not None
+            progress(native.progress())
+    except BaseException:
+        native.cancel()
+        del native  # returns when the engine has let go of the destinations, which whoever gets this may free
+        raise
+    return [Damage(piece, chunk) for piece, chunk in native.damage()]
+
+
+def copy(pieces: Sequence[WritePiece], buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    """Copies sources (sorted by offset) into `buffer`, each to its offset there."""
+    if pieces and pieces[-1].offset + pieces[-1].source.nbytes > buffer.nbytes:
+        raise ValueError("the pieces reach past the end of the buffer")
+    columns = _columns([piece.offset for piece in pieces], [piece.source for piece in pieces])
+    _native.copy(
+        buffer.ctypes.data,
+        columns.offsets,
+        columns.nbytes,
+        columns.places,
+        columns.addresses,
+        columns.strided,
+        columns.callbacks,
+    )
+
+
+class Packed(WriteJob):
+    """Stands for a job where all was copied out of the sources before the first byte is written."""
+
+    def __init__(self, data: bytes, checksums: list[str]) -> None:
+        self.data = data
+        self._checksums = checksums
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    @property
+    def progress(self) -> int:
+        return len(self.data)
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
+
+    def wait_for_nbytes(self, nbytes: int, timeout: float | None = None) -> bool:
+        return True
+
+    def checksums(self) -> list[str]:
+        return self._checksums
+
+    def stats(self) -> tuple[int, int, int]:
+        return 0, len(self.data), 1
+
+    def cancel(self) -> None:
+        """The sources are free already; the file is the caller's to write or to leave."""
+
+    def abandon(self) -> None:
+        self.cancel()
+
+
+def pack(pieces: Sequence[WritePiece], nbytes: int) -> Packed:
+    """Copies sources (sorted by offset) into `nbytes` of data, zeros between them."""
+    columns = _columns([piece.offset for piece in pieces], [piece.source for piece in pieces])
+    data, checksums = _native.pack(
+        nbytes,
+        CHUNK_NBYTES,
+        columns.offsets,
+        columns.nbytes,
+        columns.places,
+        columns.addresses,
+        columns.strided,
+        columns.callbacks,
+    )
+    return Packed(data, checksums)
+
+
+def fingerprints(sources: Sequence[Source]) -> list[int]:
+    """A hash over a sample of each: enough to notice that an optimizer went over it, at next to no cost.
+
+    Of the C-order bytes: equal arrays have equal ones, however each of them lies in memory.
+    """
+    offsets = list(accumulate((source.nbytes for source in sources), initial=0))[:-1]
+    columns = _columns(offsets, sources)
+    return _native.fingerprints(
+        columns.offsets,
+        columns.nbytes,
+        columns.places,
+        columns.addresses,
+        columns.strided,
+        columns.callbacks,
+    )
+
+
+def fresh_bytes(nbytes: int, address_residue: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Uninitialised memory to load into, at an address congruent to the residue modulo `ALIGNMENT`."""
+    return _native.fresh_memory(nbytes, address_residue)
+
+
+def raw_write(
+    path: str | os.PathLike[str], nbytes: int, tuning: Tuning = SAVING, *, huge_pages: bool = False
+) -> float:
+    """Seconds that a durable write of `nbytes` from one aligned buffer takes: what the device can do.
+
+    In normal pages, as tensors are; with `huge_pages` the device has fewer pieces to gather, and is faster.
+    """
+    backend = tuning.backend or choose_backend(os.path.dirname(os.path.abspath(path)))
+    return _native.raw_write(path, nbytes, backend, tuning.window_nbytes, tuning.depth, huge_pages)
+
+
+def raw_read(
+    path: str | os.PathLike[str], nbytes: int, tuning: Tuning = READING, *, huge_pages: bool = False
+) -> float:
+    """Seconds that reading `nbytes` of the file into one aligned buffer takes."""
+    backend = tuning.backend or choose_backend(os.path.dirname(os.path.abspath(path)))
+    return _native.raw_read(path, nbytes, backend, tuning.window_nbytes, tuning.depth, huge_pages)

@@ -1,0 +1,122 @@
+"""inspect: what the command ``everystep`` finds out, usable from Python. Nothing here prints.
+
+    from everystep import inspect
+
+    inspect.list_run("runs/gpt").checkpoints            # steps, sizes, metrics, damage
+    inspect.compare("runs/gpt", "runs/other").equal     # bit by bit, in bounded memory
+    inspect.export("runs/gpt", "model.safetensors", select=["model.*"])
+
+| module | what it owns |
+|---|---|
+| `run_listing` | `list_run`: the checkpoints and leftovers in a directory, or the runs below it |
+| `description` | `describe`: what one checkpoint holds, without reading its arrays |
+| `comparison` | `compare`: which leaves and values of two checkpoints differ |
+| `subtrees` | totals per subtree |
+| `verification` | `verify_all`: every byte of a checkpoint, or of all checkpoints of a run |
+| `event_summary` | `summarize`: how the saves and restores of a run went |
+| `safetensors_export` | `export`: leaves as one file that other tools read |
+| `pruning` | `prune`: remove the checkpoints that no rule keeps |
+| `view` | `view_runs`, `write_page`, `serve_page`: runs as a web page, and the data behind it |
+| `machine` | `diagnose`: what this machine and a directory's filesystem can do |
+| `safetensors_writer` | one safetensors file out of leaves, for `export` and conversions |
+| `html_page` | one self-contained HTML page: script, style and data inside |
+| `leaf_windows`, `leaf_stream` | leaves in bounded memory, at random or in the order of a writer |
+| `element_values`, `element_casts` | elements of every type as numbers; one floating-point type to another |
+
+A function that moves many bytes takes ``progress``, which it calls with the bytes done and the bytes in all.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from everystep.inspect.comparison import (
+    ContainerChange,
+    Difference,
+    LeafChange,
+    Side,
+    SubtreeChange,
+    ValueChange,
+    compare,
+)
+from everystep.inspect.description import Description, describe
+from everystep.inspect.event_summary import (
+    Distribution,
+    EventSummary,
+    MetricPoint,
+    MetricSummary,
+    NoEvents,
+    PhaseDistributions,
+    Restores,
+    RunEvents,
+    Saves,
+    summarize,
+)
+from everystep.inspect.machine import Choice, Device, Diagnosis, Mount, Speed, Torch, diagnose
+from everystep.inspect.progress import Progress
+from everystep.inspect.pruning import Pruned, Removed, prune
+from everystep.inspect.run_listing import Entry, Leftover, Listing, RunEntry, list_run
+from everystep.inspect.safetensors_export import Exported, export
+from everystep.inspect.subtrees import Subtotal
+from everystep.inspect.verification import verify_all
+
+if TYPE_CHECKING:
+    from everystep.inspect.view import PageServer, RunView, WrittenPage, serve_page, view_runs, write_page
+
+__all__ = [
+    "Choice",
+    "ContainerChange",
+    "Description",
+    "Device",
+    "Diagnosis",
+    "Difference",
+    "Distribution",
+    "Entry",
+    "EventSummary",
+    "Exported",
+    "LeafChange",
+    "Leftover",
+    "Listing",
+    "MetricPoint",
+    "MetricSummary",
+    "Mount",
+    "NoEvents",
+    "PageServer",
+    "PhaseDistributions",
+    "Progress",
+    "Pruned",
+    "Removed",
+    "Restores",
+    "RunEntry",
+    "RunEvents",
+    "RunView",
+    "Saves",
+    "Side",
+    "Speed",
+    "Subtotal",
+    "SubtreeChange",
+    "Torch",
+    "ValueChange",
+    "WrittenPage",
+    "compare",
+    "describe",
+    "diagnose",
+    "export",
+    "list_run",
+    "prune",
+    "serve_page",
+    "summarize",
+    "verify_all",
+    "view_runs",
+    "write_page",
+]
+
+_OF_VIEW = frozenset({"PageServer", "RunView", "WrittenPage", "serve_page", "view_runs", "write_page"})
+
+
+def __getattr__(name: str) -> Any:
+    """Pages bring a web server along, so they are imported on first use."""
+    if name not in _OF_VIEW:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("everystep.inspect.view"), name)

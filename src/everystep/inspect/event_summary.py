@@ -1,0 +1,320 @@
+"""What the events of a run add up to: how often it saved, how fast, at what cost to the training."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import TypeVar
+
+from everystep.checkpointer.events import (
+    EVENTS_NAME,
+    Event,
+    Failed,
+    Opened,
+    PassedOver,
+    Preempted,
+    Restored,
+    Saved,
+    read_events,
+)
+from everystep.errors import EverystepError
+from everystep.store import is_checkpoint, list_steps, locate
+from everystep.store.read.listing import inner_checkpoints, runs_in
+
+_S = TypeVar("_S", bound=Saved | Failed)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of some measurements: median, lowest, 95th percentile, highest, and the sum."""
+
+    median: float
+    low: float
+    p95: float
+    high: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseDistributions:
+    """Seconds of the saves, phase by phase, and all phases of each together."""
+
+    stage: Distribution
+    write: Distribution
+    sync: Distribution
+    commit: Distribution
+    total: Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Saves:
+    """The saves that became durable; None where there are too few to tell.
+
+    `between_seconds` and `between_steps` are from one save to the next of the same training.
+    """
+
+    count: int
+    first_step: int
+    last_step: int
+    leaves: int
+    state_nbytes: int
+    nbytes: int
+    stored_nbytes: int
+    in_place_nbytes: int
+    copied_nbytes: int
+    gb_per_second: Distribution
+    seconds: PhaseDistributions
+    between_seconds: Distribution | None
+    between_steps: Distribution | None
+
+
+@dataclass(frozen=True, slots=True)
+class Restores:
+    count: int
+    nbytes: int
+    seconds: Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class MetricPoint:
+    """The metrics of one step, whether or not its checkpoint is still there."""
+
+    step: int
+    time: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSummary:
+    """Of one metric over the steps that saved it. NaN counts for `first` and `last` only."""
+
+    count: int
+    first: float
+    last: float
+    low: float | None
+    low_step: int | None
+    high: float | None
+    high_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class EventSummary:
+    """`stall_share`: of the time between saves, the part that training waited for them, failed ones too."""
+
+    events: int
+    trainings: int
+    first_time: float
+    last_time: float
+    saves: Saves | None
+    failed: int
+    stall_seconds: Distribution | None
+    stall_share: float | None
+    restores: Restores | None
+    passed_over: int
+    preempted: int
+    metrics: Mapping[str, MetricSummary] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvents:
+    """The events of a run, oldest first. `skipped_lines`: torn by a crash, or written by another version."""
+
+    path: str
+    events: tuple[Event, ...]
+    skipped_lines: int
+    summary: EventSummary
+
+    @property
+    def metrics(self) -> tuple[MetricPoint, ...]:
+        """The metrics of all steps, pruned ones included, in order of step."""
+        return metric_points(self.events)
+
+
+class NoEvents(EverystepError, FileNotFoundError):
+    """A directory has no events: it is no run, or no Checkpointer has saved there yet. Check the path."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+    def __reduce__(self) -> tuple[type[NoEvents], tuple[str, str]]:
+        return type(self), (str(self), self.path)
+
+
+def summarize(run: str | os.PathLike[str]) -> RunEvents:
+    """Reads the events of a run, which may be training at this moment, and sums them up.
+
+    `NoEvents` if there are none, `everystep.CheckpointNotFound` if there is no such directory.
+    """
+    where = locate(run)
+    events, skipped = read_events(where)
+    if not events:
+        raise NoEvents(_why_none(where, skipped), where)
+    return RunEvents(where, tuple(events), skipped, summarize_events(events))
+
+
+def _why_none(where: str, skipped: int) -> str:
+    if is_checkpoint(where):
+        return f"{where} is a checkpoint; events belong to a run: everystep stats {os.path.dirname(where)}"
+    if skipped:
+        lines = "1 line" if skipped == 1 else f"{skipped:,} lines"
+        return f"{where}: {EVENTS_NAME} has {lines}, and none that this version knows"
+    if list_steps(where):
+        return (
+            f"{where} has checkpoints but no {EVENTS_NAME}: a Checkpointer writes it from its first save on. "
+            "`everystep ls` lists the checkpoints"
+        )
+    if inner_checkpoints(where):
+        return (
+            f"{where} holds checkpoints that no Checkpointer made, so there is no {EVENTS_NAME}. "
+            "`everystep ls` lists them"
+        )
+    runs = runs_in(where)
+    if runs:
+        return f"{where} is not a run, but holds runs: everystep stats {os.path.join(where, runs[0])}"
+    return f"{where} is not a run: it holds neither checkpoints nor {EVENTS_NAME}"
+
+
+def summarize_events(events: Sequence[Event]) -> EventSummary:
+    """At least one event, in the order in which they were written."""
+    saved = [event for event in events if isinstance(event, Saved)]
+    trainings = _trainings(events)
+    return EventSummary(
+        events=len(events),
+        trainings=_count(events, Opened),
+        first_time=events[0].time,
+        last_time=events[-1].time,
+        saves=_saves(saved, trainings) if saved else None,
+        failed=_count(events, Failed),
+        stall_seconds=distribution(event.stall_seconds for training in trainings for event in training),
+        stall_share=_stall_share(trainings),
+        restores=_restores([event for event in events if isinstance(event, Restored)]),
+        passed_over=_count(events, PassedOver),
+        preempted=_count(events, Preempted),
+        metrics=_metric_summaries(metric_points(events)),
+    )
+
+
+def metric_points(events: Iterable[Event]) -> tuple[MetricPoint, ...]:
+    """The metrics of each step, in order of step.
+
+    A training that goes back to an earlier step, or starts over, makes what came after that step obsolete.
+    """
+    points: dict[int, MetricPoint] = {}
+    begins = False
+    for event in events:
+        if isinstance(event, Opened):
+            begins = True
+        elif isinstance(event, Restored):
+            begins = False
+            points = {step: point for step, point in points.items() if step <= event.step}
+        elif isinstance(event, Saved):
+            if begins:
+                points = {step: point for step, point in points.items() if step < event.step}
+                begins = False
+            if event.metrics:
+                points[event.step] = MetricPoint(event.step, event.time, event.metrics)
+    return tuple(points[step] for step in sorted(points))
+
+
+def _metric_summaries(points: Sequence[MetricPoint]) -> dict[str, MetricSummary]:
+    found: dict[str, list[tuple[float, int]]] = {}
+    for point in points:
+        for name, value in point.values.items():
+            found.setdefault(name, []).append((value, point.step))
+    return {name: _metric_summary(values) for name, values in found.items()}
+
+
+def _metric_summary(values: Sequence[tuple[float, int]]) -> MetricSummary:
+    numbers = [pair for pair in values if not math.isnan(pair[0])]
+    low = min(numbers, default=None)
+    high = max(numbers, key=lambda pair: (pair[0], -pair[1]), default=None)
+    return MetricSummary(
+        count=len(values),
+        first=values[0][0],
+        last=values[-1][0],
+        low=None if low is None else low[0],
+        low_step=None if low is None else low[1],
+        high=None if high is None else high[0],
+        high_step=None if high is None else high[1],
+    )
+
+
+def distribution(values: Iterable[float]) -> Distribution | None:
+    """None if there are no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    rank = max(math.ceil(0.95 * len(ordered)) - 1, 0)
+    return Distribution(median(ordered), ordered[0], ordered[rank], ordered[-1], math.fsum(ordered))
+
+
+def _saves(saved: list[Saved], trainings: list[list[Saved | Failed]]) -> Saves:
+    durable = [[event for event in training if isinstance(event, Saved)] for training in trainings]
+    pairs = [pair for training in durable for pair in _onward(training)]
+
+    def over(value: Callable[[Saved], float]) -> Distribution:
+        found = distribution(map(value, saved))
+        assert found is not None  # there is at least one save
+        return found
+
+    return Saves(
+        count=len(saved),
+        first_step=min(event.step for event in saved),
+        last_step=saved[-1].step,
+        leaves=saved[-1].leaves,
+        state_nbytes=saved[-1].nbytes,
+        nbytes=sum(event.nbytes for event in saved),
+        stored_nbytes=sum(event.stored_nbytes for event in saved),
+        in_place_nbytes=sum(event.in_place_nbytes for event in saved),
+        copied_nbytes=sum(event.copied_nbytes for event in saved),
+        gb_per_second=over(lambda event: event.gb_per_second),
+        seconds=PhaseDistributions(
+            stage=over(lambda event: event.seconds.stage),
+            write=over(lambda event: event.seconds.write),
+            sync=over(lambda event: event.seconds.sync),
+            commit=over(lambda event: event.seconds.commit),
+            total=over(lambda event: event.seconds.total),
+        ),
+        between_seconds=distribution(after.time - before.time for before, after in pairs),
+        between_steps=distribution(
+            after.step - before.step for before, after in pairs if after.step > before.step
+        ),
+    )
+
+
+def _restores(restored: list[Restored]) -> Restores | None:
+    seconds = distribution(event.seconds for event in restored)
+    if seconds is None:
+        return None
+    return Restores(len(restored), sum(event.nbytes for event in restored), seconds)
+
+
+def _stall_share(trainings: list[list[Saved | Failed]]) -> float | None:
+    pairs = [pair for training in trainings for pair in _onward(training)]
+    passed = sum(after.time - before.time for before, after in pairs)
+    return sum(after.stall_seconds for _, after in pairs) / passed if passed > 0 else None
+
+
+def _trainings(events: Sequence[Event]) -> list[list[Saved | Failed]]:
+    """The saves of each training by itself: the time between two trainings does not count."""
+    found: list[list[Saved | Failed]] = [[]]
+    for event in events:
+        if isinstance(event, Opened | Restored):
+            found.append([])
+        elif isinstance(event, Saved | Failed):
+            found[-1].append(event)
+    return found
+
+
+def _onward(saves: Sequence[_S]) -> Iterator[tuple[_S, _S]]:
+    """Each save and the next one, as far as the wall clock was not set back in between."""
+    return ((before, after) for before, after in pairwise(saves) if after.time >= before.time)
+
+
+def _count(events: Sequence[Event], kind: type[Event]) -> int:
+    return sum(isinstance(event, kind) for event in events)

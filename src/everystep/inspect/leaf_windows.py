@@ -1,0 +1,110 @@
+"""The bytes of leaves, a bounded window at a time: many small leaves together, large ones in pieces.
+
+Everything read is verified. What the bytes mean is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from everystep.engine import Memory
+from everystep.format.dtypes import itemsize
+from everystep.format.geometry import boxes_of_range, whole
+from everystep.store.read.requests import BoxRequest
+from everystep.store.read.stored_checkpoint import StoredCheckpoint
+
+WINDOW_NBYTES = 16 << 20
+"""A multiple of the checksums' chunk, so that no chunk is read twice."""
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How many bytes a leaf has, and of how many an element."""
+
+    nbytes: int
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A range of the bytes of the leaf at place `index`; `whole`: it is all of them."""
+
+    index: int
+    start: int
+    stop: int
+    whole: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def windows(leaves: Iterable[Extent], limit: int = WINDOW_NBYTES) -> Iterator[tuple[Span, ...]]:
+    """Cuts leaves into windows of at most `limit` bytes, in order, between elements. Empty leaves: none."""
+    gathered: list[Span] = []
+    left = limit
+    for index, leaf in enumerate(leaves):
+        if leaf.nbytes > left and gathered:
+            yield tuple(gathered)
+            gathered, left = [], limit
+        step = max(limit // leaf.itemsize, 1) * leaf.itemsize if leaf.itemsize else limit
+        for start in range(0, leaf.nbytes, step):
+            stop = min(start + step, leaf.nbytes)
+            gathered.append(Span(index, start, stop, whole=stop - start == leaf.nbytes))
+            left -= stop - start
+            if left <= 0 or stop < leaf.nbytes:
+                yield tuple(gathered)
+                gathered, left = [], limit
+    if gathered:
+        yield tuple(gathered)
+
+
+class WindowReader:
+    """Reads windows of one checkpoint."""
+
+    def __init__(self, checkpoint: StoredCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def read(self, spans: Sequence[Span], names: Sequence[str], memory: Bytes | None = None) -> Bytes:
+        """The spans' bytes, one after the other; `names` are the stored leaves that their indexes mean.
+
+        They are at the start of `memory`, if that has the room, else in memory of their own.
+        """
+        nbytes = sum(span.nbytes for span in spans)
+        if memory is None or len(memory) < nbytes:
+            memory = np.empty(nbytes, np.uint8)
+        buffer = memory[:nbytes]
+        wanted: list[BoxRequest] = []
+        first: dict[tuple[str, int], int] = {}  # leaf, start -> its place in the buffer: none is read twice
+        again: list[tuple[slice, int]] = []
+        at = 0
+        for span in spans:
+            key = names[span.index], span.start
+            if key in first:
+                again.append((slice(at, at + span.nbytes), first[key]))
+            else:
+                first[key] = at
+                wanted += self._wanted(names[span.index], span, buffer, at)
+            at += span.nbytes
+        self._checkpoint.fetch(wanted)
+        for place, start in again:
+            buffer[place] = buffer[start : start + place.stop - place.start]
+        return buffer
+
+    def _wanted(self, name: str, span: Span, buffer: Bytes, at: int) -> Iterator[BoxRequest]:
+        """A range of a leaf as boxes, which follow each other in the buffer."""
+        info = self._checkpoint.leaves[name]
+        size = itemsize(info.dtype)
+        boxes = [whole(info.shape)]
+        if not span.whole:
+            boxes = boxes_of_range(info.shape, span.start // size, span.stop // size)
+        for box in boxes:
+            nbytes = size * box.volume
+            yield BoxRequest(name, box, Memory(buffer.ctypes.data + at, nbytes, buffer))
+            at += nbytes

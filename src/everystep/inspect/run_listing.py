@@ -1,0 +1,292 @@
+"""The checkpoints and leftovers in a directory, damaged ones included, or the runs below. Reads no arrays."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from everystep.checkpointer.events import EVENTS_NAME
+from everystep.errors import CheckpointNotFound, CorruptCheckpoint, ReadFailed
+from everystep.store import is_checkpoint, list_steps, locate, resolve, step_name
+from everystep.store.names import is_step_name
+from everystep.store.os_errors import reading
+from everystep.store.read import foreign
+from everystep.store.read.listing import inner_checkpoints, natural_order, no_run
+from everystep.store.read.open import require_reachable
+from everystep.store.read.stored_checkpoint import StoredCheckpoint
+
+_LEFTOVER = re.compile(r"step-\d{12}\.(partial|retired)")
+_MAX_DEPTH = 4
+_MAX_VISITED = 10_000
+"""Directories in which runs are looked for: somebody may name the root of a file system."""
+
+_OF_THE_FILESYSTEM = "lost+found"
+"""On every ext4, for root alone; no training writes there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One committed checkpoint. `damage`: why it cannot be used, as far as sizes and manifest tell."""
+
+    path: str
+    step: int | None
+    nbytes: int
+    created: float | None = None
+    leaves: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    damage: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return os.path.basename(self.path)
+
+    @property
+    def named_by_step(self) -> bool:
+        """Whether it belongs to the run it is in: a Checkpointer finds it, and retention counts it."""
+        return is_step_name(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """A run below the directory that was listed. `newest` is None while it has no checkpoint."""
+
+    path: str
+    checkpoints: int
+    nbytes: int
+    newest: Entry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A directory that is no checkpoint: an unfinished save, or what a writer keeps to recycle."""
+
+    path: str
+    kind: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A directory's checkpoints: those of the run in order of step, then those of other names.
+
+    `runs`: unless it is a run itself, the runs below it. `foreign`: it is a checkpoint of another system,
+    `others`: names of such checkpoints right inside of it.
+    `unreadable`: directories below that may hold runs, but could not be listed.
+    """
+
+    path: str
+    checkpoints: tuple[Entry, ...]
+    leftovers: tuple[Leftover, ...]
+    runs: tuple[RunEntry, ...] = ()
+    foreign: bool = False
+    others: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+
+    @property
+    def damaged(self) -> tuple[Entry, ...]:
+        newest = (run.newest for run in self.runs)
+        entries = (*self.checkpoints, *(entry for entry in newest if entry is not None))
+        return tuple(entry for entry in entries if entry.damage is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.checkpoints) + sum(run.nbytes for run in self.runs)
+
+
+def list_run(path: str | os.PathLike[str]) -> Listing:
+    """Lists the checkpoints in a directory, damaged ones included. The path of a checkpoint lists that one.
+
+    If it is no run itself, the runs below are listed, too. Reads manifests and sizes only.
+    `everystep.CheckpointNotFound` if the directory does not exist.
+    """
+    where = locate(path)
+    if is_checkpoint(where):
+        return Listing(where, (entry_of(resolve(where), None),), ())
+    steps = _steps(where)
+    entries = [entry_of(path, step) for step, path in steps.items()]
+    entries += [entry_of(os.path.join(where, name), None) for name in inner_checkpoints(where)]
+    # Without those that retention took away since the directory was listed.
+    present = tuple(entry for entry in entries if not is_gone(entry.path))
+    left = leftovers(where)
+    if steps or left:  # a run: what is below it is its own business
+        return Listing(where, present, left)
+    unreadable: list[str] = []
+    runs = tuple(map(_run_entry, runs_below(where, unreadable)))
+    nothing = not present and not runs
+    is_foreign = nothing and foreign.recognises(where)
+    others = foreign.checkpoints_in(where) if nothing and not is_foreign else ()
+    return Listing(
+        where,
+        present,
+        (),
+        runs,
+        foreign=is_foreign,
+        others=tuple(others),
+        unreadable=tuple(unreadable),
+    )
+
+
+def checkpoints_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """The checkpoint at a path; or all in a directory, oldest step first, and if it is no run, below it."""
+    where = locate(path)
+    if not is_checkpoint(where) and os.path.isdir(where):
+        found = [*checkpoints_inside(where)]
+        if not _steps(where):
+            unreadable: list[str] = []
+            found += [inner for run in runs_below(where, unreadable) for inner in checkpoints_inside(run)]
+            found += unreadable  # may hold checkpoints, so they cannot be passed over in silence
+        if found:
+            return tuple(found)
+    return (resolve(where),)
+
+
+def checkpoints_inside(directory: str) -> tuple[str, ...]:
+    """Those of the run in order of step, then those of other names."""
+    named = (os.path.join(directory, name) for name in inner_checkpoints(directory))
+    return (*_steps(directory).values(), *named)
+
+
+def runs_below(where: str, unreadable: list[str] | None = None) -> Iterator[str]:
+    """The directories below that hold checkpoints, or the events of a training; in the order of names.
+
+    Those that cannot be listed are added to `unreadable`.
+    """
+    visited = 0
+
+    def look(directory: str, depth: int) -> Iterator[str]:
+        nonlocal visited
+        try:
+            with os.scandir(directory) as entries:
+                inner = [entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()]
+        except FileNotFoundError:
+            return  # removed since it was listed
+        except OSError:
+            if unreadable is not None and os.path.basename(directory) != _OF_THE_FILESYSTEM:
+                unreadable.append(directory)
+            return
+        for name in sorted(inner, key=natural_order):
+            visited += 1
+            if visited > _MAX_VISITED:
+                return
+            path = os.path.join(directory, name)
+            if is_checkpoint(path):
+                continue  # of another program: ours were listed before
+            if is_run(path):
+                yield path
+            elif depth < _MAX_DEPTH:
+                yield from look(path, depth + 1)
+
+    return look(where, 1)
+
+
+def is_run(directory: str) -> bool:
+    """Whether a directory holds checkpoints, or the events of a training."""
+    try:
+        return bool(
+            list_steps(directory)
+            or os.path.exists(os.path.join(directory, EVENTS_NAME))
+            or inner_checkpoints(directory)
+        )
+    except (OSError, CheckpointNotFound):
+        return False
+
+
+def _run_entry(path: str) -> RunEntry:
+    inside = checkpoints_inside(path)
+    steps = list_steps(path)
+    entries = [entry_of(found, None) for found in inside if not is_step_name(os.path.basename(found))]
+    newest: Entry | None
+    if steps:
+        newest = entry_of(os.path.join(path, step_name(steps[-1])), steps[-1])
+    else:
+        newest = max(entries, key=lambda entry: entry.created or 0.0, default=None)
+    return RunEntry(path, len(inside), sum(map(directory_nbytes, inside)), newest)
+
+
+def _steps(run: str) -> dict[int, str]:
+    """Everything that has the name of a checkpoint, oldest first, even if it is something else."""
+    require_reachable(run)
+    with reading(run):
+        try:
+            names = os.listdir(run)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise no_run(run) from error
+    return {
+        int(name.removeprefix("step-")): os.path.join(run, name)
+        for name in sorted(names)
+        if is_step_name(name)
+    }
+
+
+def leftovers(run: str) -> tuple[Leftover, ...]:
+    found = []
+    with reading(run):
+        names = sorted(os.listdir(run))
+    for name in names:
+        match = _LEFTOVER.fullmatch(name)
+        if match is not None:
+            path = os.path.join(run, name)
+            found.append(Leftover(path, match[1], directory_nbytes(path)))
+    return tuple(found)
+
+
+def directory_nbytes(path: str) -> int:
+    """Bytes of the files in a checkpoint's directory; 0 if it cannot be listed."""
+    try:
+        with os.scandir(path) as entries:
+            return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    except OSError:
+        return 0
+
+
+def entry_of(path: str, step: int | None) -> Entry:
+    """The checkpoint at a path, or what shall be one. `step` is the one that its name says."""
+    nbytes = directory_nbytes(path)
+    try:
+        with StoredCheckpoint(path) as checkpoint:
+            damage = _visible_damage(checkpoint)
+            known = _contents(checkpoint)
+            return Entry(
+                path,
+                checkpoint.step,
+                nbytes + (known[1] if known else 0),
+                checkpoint.created,
+                known[0] if known else None,
+                checkpoint.metrics,
+                damage,
+            )
+    except (CorruptCheckpoint, ReadFailed, CheckpointNotFound) as error:
+        return Entry(path, step, nbytes, damage=reason_of(error))
+
+
+def is_gone(path: str) -> bool:
+    """Whether the path certainly does not exist. (`lexists` is also False where it may not look.)"""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def reason_of(error: Exception) -> str:
+    """What is wrong with a checkpoint, without its path."""
+    return getattr(error, "reason", None) or str(error)
+
+
+def _contents(checkpoint: StoredCheckpoint) -> tuple[int, int] | None:
+    """The number of leaves, and the bytes that lie on other volumes. None when a rank's part is damaged."""
+    try:
+        elsewhere = sum(file.nbytes for part in checkpoint.parts for file in part.files if file.volume)
+        return len(checkpoint), elsewhere
+    except (CorruptCheckpoint, ReadFailed):
+        return None
+
+
+def _visible_damage(checkpoint: StoredCheckpoint) -> str | None:
+    problem = checkpoint.visible_damage()
+    return None if problem is None else f"{os.path.basename(problem.file)}: {problem.reason}"

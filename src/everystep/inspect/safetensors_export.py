@@ -1,0 +1,160 @@
+"""Writing leaves of a checkpoint as one safetensors file: streamed, verified, all or nothing.
+
+1. Write a temporary file beside the target, a window of leaves at a time, each checked against its checksums.
+2. Sync it. 3. Rename it to the target. 4. Sync the directory.
+
+A failure before the rename leaves the target as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from everystep.engine import fs
+from everystep.errors import CheckpointExists, StateMismatch
+from everystep.inspect.progress import Progress, no_progress
+from everystep.inspect.safetensors_writer import FileEntry, SafetensorsFile
+from everystep.paths import local_path
+from everystep.store import Options, is_checkpoint
+from everystep.store.names import PARTIAL, RETIRED
+from everystep.store.options import reading_tuning
+from everystep.store.os_errors import saving
+from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+
+SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What `export` wrote. `tied`: names left out because another name in the file has the same bytes.
+
+    `step` is None if the checkpoint states none.
+    """
+
+    path: str
+    step: int | None
+    leaves: int
+    nbytes: int
+    tied: dict[str, str]
+
+
+def export(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    select: Sequence[str] | None = None,
+    strip: str = "",
+    force: bool = False,
+    options: Options | None = None,
+    progress: Progress = no_progress,
+) -> Exported:
+    """Writes leaves of a checkpoint (of a run: its newest) as one safetensors file, durable on return.
+
+    `select`: globs; only the leaves that match any of them are written. Tied leaves are written once, under
+    their first name; the others are listed in the file's metadata, next to the step. Every byte is verified
+    on the way.
+    `strip`: a prefix that all names lose, such as ``model.``. `everystep.CheckpointExists` if `output`
+    exists, unless `force`; `ValueError` if its name does not end in ``.safetensors``. `options`: how to read,
+    as for `everystep.load`.
+    """
+    target = local_path(output)
+    if not target.endswith(SUFFIX):
+        raise ValueError(wrong_suffix(target))
+    with open_newest(path, reading_tuning(options)) as checkpoint:
+        chosen = checkpoint.select(list(select)) if select else list(checkpoint.leaves)
+        entries, tied = chosen_entries(checkpoint, chosen, strip)
+        file = SafetensorsFile(checkpoint, entries, tied, strip)
+        _write(file, checkpoint, target, force, progress)
+        return Exported(target, checkpoint.stated_step, len(entries), file.nbytes, tied)
+
+
+def wrong_suffix(output: str | os.PathLike[str]) -> str:
+    """The error of an output that does not end as it must."""
+    return (
+        f"export writes {SUFFIX} files, not {os.path.basename(output)!r}. `everystep convert` writes others: "
+        ".pt, .pth, .bin and .ckpt, and directories of Everystep, Hugging Face, DCP and more"
+    )
+
+
+def chosen_entries(
+    checkpoint: StoredCheckpoint, chosen: Iterable[str], strip: str = ""
+) -> tuple[list[FileEntry], dict[str, str]]:
+    """The entries of a file: every stored leaf once, under the first of its chosen names, without a prefix.
+
+    Also returns the names that are left out because another has the same bytes.
+    """
+    names: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for name in chosen:
+        if not name.startswith(strip) or name == strip:
+            raise StateMismatch(
+                f"{name!r} does not begin with {strip!r}, which is to be stripped: select the leaves that do",
+                extra=[name],
+            )
+        shown = name[len(strip) :]
+        stored = checkpoint.leaves[name].alias_of or name
+        if stored in names:
+            tied[shown] = names[stored]
+        else:
+            names[stored] = shown
+    return [FileEntry(stored, name, checkpoint.leaves[stored].dtype) for stored, name in names.items()], tied
+
+
+def _write(
+    file: SafetensorsFile, checkpoint: StoredCheckpoint, path: str, force: bool, progress: Progress
+) -> None:
+    with saving(path):
+        _refuse(path, force)
+        _refuse_own(path, checkpoint)
+        directory = os.path.dirname(path)
+        temporary = os.path.join(directory, f".everystep-export-{uuid.uuid4().hex[:12]}.partial")
+        try:
+            file.write(temporary, lambda done: progress(done, file.nbytes))
+            _refuse(path, force)
+            fs.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        fs.sync_dir(directory)
+
+
+def _refuse(path: str, force: bool) -> None:
+    """Raises unless a file may be written there: only files are replaced, and none in a checkpoint."""
+    directory = os.path.realpath(os.path.dirname(path))
+    if is_checkpoint(directory) or directory.endswith((PARTIAL, RETIRED)):
+        raise CheckpointExists(
+            f"{path} is inside of a checkpoint, and checkpoints are immutable: choose another place"
+        )
+    if not os.path.lexists(path):
+        return
+    if os.path.isdir(path):
+        raise CheckpointExists(f"{path} is a directory: name a file to write")
+    # A dangling link may be replaced, too: the name is replaced, not the target of the link.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointExists(f"{path} is not a regular file, so it is not replaced: choose another name")
+    if not force:
+        raise CheckpointExists(f"{path} exists: choose another name, or force (--force) to replace it")
+
+
+def _refuse_own(path: str, checkpoint: StoredCheckpoint) -> None:
+    """Shards may lie on volumes, in directories that look like no checkpoint."""
+    if not os.path.exists(path) or os.path.islink(path):
+        return
+    for part in checkpoint.parts:
+        reader = checkpoint.reader(part.rank)
+        for file in part.files:
+            if _same_file(path, reader.path(file)):
+                raise CheckpointExists(f"{path} is a file of the checkpoint to export: name another")
+
+
+def _same_file(one: str, other: str) -> bool:
+    """Whether both are there, and one file. Retention may remove a checkpoint while it is exported."""
+    try:
+        return os.path.samefile(one, other)
+    except (FileNotFoundError, NotADirectoryError):
+        return False

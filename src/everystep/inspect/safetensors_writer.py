@@ -1,0 +1,142 @@
+"""One safetensors file out of leaves of a checkpoint: streamed through bounded memory, and synced.
+
+The name that the file gets in the end, and when, is the caller's business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from everystep import engine
+from everystep.engine import ALIGNMENT, SAVING, Memory, WritePiece, fs
+from everystep.errors import EngineTimeout
+from everystep.format.dtypes import SAFETENSORS_ITEMSIZE, as_entry, itemsize
+from everystep.format.shard import HeaderEntry, build_header, entry_name
+from everystep.inspect.leaf_stream import LeafStream, StreamedLeaf
+from everystep.store.read.stored_checkpoint import StoredCheckpoint
+
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A stored leaf, and the name and type that it has in the file."""
+
+    stored: str
+    name: str
+    dtype: str
+
+
+class SafetensorsFile:
+    """A file to be written. `tied`: names that are left out, and the one that has the same bytes.
+
+    `prefix`: what the names have lost; a reader of ours puts it back. `made_for`: the framework that the file
+    is said to be for; by default that of the leaves.
+    """
+
+    def __init__(
+        self,
+        checkpoint: StoredCheckpoint,
+        entries: Sequence[FileEntry],
+        tied: Mapping[str, str],
+        prefix: str = "",
+        made_for: str | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        # Wide elements first: then each tensor is aligned to its own size, as readers that map files like it.
+        self._entries = sorted(entries, key=lambda entry: _aligned_to(entry.dtype), reverse=True)
+        self._tied = dict(tied)
+        self._prefix = prefix
+        self._made_for = made_for
+        self._sizes = [self._nbytes(entry) for entry in self._entries]
+        self._header = self._build_header()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._header) + sum(self._sizes)
+
+    @property
+    def data_nbytes(self) -> int:
+        """Of the leaves alone."""
+        return sum(self._sizes)
+
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry in self._entries]
+
+    def write(self, path: str, progress: Callable[[int], None]) -> None:
+        """Writes and syncs the file. `progress` gets the bytes so far."""
+        header = np.frombuffer(self._header, np.uint8)
+        leaves = [StreamedLeaf(entry.stored, entry.dtype) for entry in self._entries]
+        with LeafStream(self._checkpoint, leaves) as stream:
+            pieces = [WritePiece(0, Memory(header.ctypes.data, len(header), header))]
+            at = len(header)
+            for index, nbytes in enumerate(self._sizes):
+                if nbytes:
+                    pieces.append(WritePiece(at, stream.source(index)))
+                at += nbytes
+            tuning = replace(SAVING, backend=engine.choose_backend(os.path.dirname(path)))
+            # Direct I/O wants whole blocks, and readers the exact size: the end is cut off again.
+            job = engine.write(path, -(-at // ALIGNMENT) * ALIGNMENT, pieces, tuning=tuning)
+            try:
+                while not _finished(job):
+                    progress(job.progress)
+            except BaseException:
+                job.cancel()
+                raise
+            os.truncate(path, at)
+            fs.sync([job])
+
+    def _nbytes(self, entry: FileEntry) -> int:
+        info = self._checkpoint.leaves[entry.stored]
+        if info.dtype == entry.dtype:
+            return info.nbytes
+        return info.nbytes // itemsize(info.dtype) * itemsize(entry.dtype)
+
+    def _build_header(self) -> bytes:
+        entries = []
+        at = 0
+        foreign: dict[str, str] = {}
+        for entry, nbytes in zip(self._entries, self._sizes, strict=True):
+            dtype, shape = as_entry(entry.dtype, self._checkpoint.leaves[entry.stored].shape)
+            if dtype in SAFETENSORS_ITEMSIZE and dtype != entry.dtype:
+                foreign[entry.name] = entry.dtype
+            entries.append(HeaderEntry(entry_name(entry.name), dtype, shape, at, at + nbytes))
+            at += nbytes
+        return build_header(entries, self._metadata(foreign), own=False)
+
+    def _metadata(self, foreign: Mapping[str, str]) -> dict[str, str]:
+        found = self._checkpoint
+        from_torch = any(found.leaves[entry.stored].framework == "torch" for entry in self._entries)
+        metadata = {
+            # Tools of the Hugging Face family ask for it.
+            "format": self._made_for or ("pt" if from_torch or not self._entries else "np"),
+            "everystep.id": found.id,
+        }
+        if found.stated_step is not None:
+            metadata["everystep.step"] = str(found.stated_step)
+        if self._prefix:
+            metadata["everystep.prefix"] = self._prefix
+        if self._tied:
+            metadata["everystep.tied"] = json.dumps(self._tied)
+        if foreign:
+            # safetensors has no name for these types; the file holds their bytes under another one.
+            metadata["everystep.dtypes"] = json.dumps(foreign)
+        return metadata
+
+
+def _aligned_to(dtype: str) -> int:
+    return SAFETENSORS_ITEMSIZE.get(as_entry(dtype, ())[0], 1)
+
+
+def _finished(job: engine.WriteJob) -> bool:
+    try:
+        job.wait(_POLL_SECONDS)
+    except EngineTimeout:
+        return False
+    return True

@@ -1,0 +1,46 @@
+"""Every byte of a checkpoint, or of all checkpoints of a run, read and checked."""
+
+from __future__ import annotations
+
+import os
+
+from everystep.errors import CheckpointNotFound, IncompleteCheckpoint, OutOfResources, ReadFailed
+from everystep.inspect.progress import Progress, no_progress
+from everystep.inspect.run_listing import checkpoints_of, directory_nbytes, is_gone, reason_of
+from everystep.store import Options, Problem, Report, verify
+
+
+def verify_all(
+    path: str | os.PathLike[str], *, options: Options | None = None, progress: Progress = no_progress
+) -> tuple[Report, ...]:
+    """Checks the checkpoint at `path`, or all checkpoints of a run, oldest first.
+
+    Damage is reported, not raised. A checkpoint that cannot be read does not hide the others, and one that
+    retention removed in the meantime is left out. `options` say how to read, as for `everystep.load`.
+    """
+    targets = {target: directory_nbytes(target) for target in checkpoints_of(path)}
+    total = sum(targets.values())
+    reports = []
+    done = 0
+    for target, nbytes in targets.items():
+        found = _verify(target, options, done, total, progress)
+        if found is not None:
+            reports.append(found)
+        done += nbytes
+        progress(done, total)
+    return tuple(reports)
+
+
+def _verify(
+    target: str, options: Options | None, before: int, total: int, progress: Progress
+) -> Report | None:
+    try:
+        return verify(target, options=options, progress=lambda nbytes: progress(before + nbytes, total))
+    except IncompleteCheckpoint as error:
+        return Report(target, None, 0, 0, (Problem(error.path or target, "the manifest is missing"),))
+    except OutOfResources:
+        raise
+    except (CheckpointNotFound, ReadFailed) as error:
+        if is_gone(target):
+            return None
+        return Report(target, None, 0, 0, (Problem(target, reason_of(error)),))

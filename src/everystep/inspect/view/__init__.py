@@ -1,0 +1,63 @@
+"""inspect.view: a run as a web page, and the data behind it.
+
+| module | what it owns |
+|---|---|
+| `timeline` | events as columns to draw: saves, what a crash would have lost, everything else |
+| `leaf_samples` | elements of leaves, sampled in bounded time, as small histograms |
+| `leaf_changes` | how far two checkpoints are apart, leaf by leaf |
+| `contents` | one checkpoint: leaves, values, who wrote it |
+| `disks` | file systems below a run, and the room that is left |
+| `run_reader` | a run, read again and again while a training goes on |
+| `web_page` | the page as one file |
+| `server` | the page on localhost, with a token |
+| `budget`, `words` | how much may be read; text of other programs |
+
+The folder ``page`` has the page's style and script: plain CSS and JavaScript, without a build.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from everystep.inspect.progress import Progress, no_progress
+from everystep.inspect.view.budget import Budget
+from everystep.inspect.view.run_reader import RunReader, RunView
+from everystep.inspect.view.server import PageServer
+from everystep.inspect.view.web_page import WrittenPage, open_runs, verify_runs, write_page
+
+__all__ = [
+    "Budget",
+    "PageServer",
+    "RunReader",
+    "RunView",
+    "WrittenPage",
+    "serve_page",
+    "view_runs",
+    "write_page",
+]
+
+
+def view_runs(runs: Sequence[str | os.PathLike[str]]) -> tuple[RunView, ...]:
+    """What a page shows of runs, as data. Reads events and manifests, and no arrays."""
+    return tuple(reader.view() for reader in open_runs(runs))
+
+
+def serve_page(
+    runs: Sequence[str | os.PathLike[str]],
+    *,
+    port: int = 0,
+    verify: bool = False,
+    progress: Progress = no_progress,
+) -> PageServer:
+    """Serves a page that shows runs, to this machine alone, live while trainings go on.
+
+    `port`: 0 takes any that is free. `verify`: read every byte of every checkpoint first.
+    `everystep.CheckpointNotFound` if a directory is missing.
+    """
+    readers = open_runs(runs)
+    for reader in readers:
+        reader.view()
+    if verify:
+        verify_runs(readers, progress)
+    return PageServer(readers, port)

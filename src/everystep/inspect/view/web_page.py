@@ -1,0 +1,172 @@
+"""The page itself: one file with everything inside, or the shell of one that asks its server."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from everystep import __version__
+from everystep.errors import EverystepError
+from everystep.inspect.html_page import assemble
+from everystep.inspect.progress import Progress, no_progress
+from everystep.inspect.run_listing import is_run, runs_below
+from everystep.inspect.verification import verify_all
+from everystep.inspect.view.budget import Budget
+from everystep.inspect.view.contents import Contents
+from everystep.inspect.view.leaf_changes import ChangedLeaf, Changes
+from everystep.inspect.view.leaf_samples import LeafSample
+from everystep.inspect.view.run_reader import RunReader, RunView
+from everystep.inspect.view.words import labels
+from everystep.paths import local_path
+from everystep.store import is_checkpoint, locate, resolve
+
+MAX_RUNS = 64
+_PAGE = Path(__file__).parent / "page"
+_SCRIPTS = ("basics.js", "charts.js", "timeline.js", "leaves.js", "changes.js", "places.js", "main.js")
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRun:
+    """A run with what was read of its arrays. A page that has a server asks for these itself."""
+
+    view: RunView
+    contents: tuple[Contents, ...] = ()
+    changes: tuple[Changes, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What the script of a page is given. `served`: there is a server to ask for more, and for news.
+
+    There are many samples and changed leaves, so each is written as a list; these are the names of its items.
+    """
+
+    served: bool
+    version: str
+    made: float
+    runs: tuple[ShownRun, ...]
+    sample_fields: tuple[str, ...] = LeafSample.__struct_fields__
+    change_fields: tuple[str, ...] = ChangedLeaf.__struct_fields__
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPage:
+    """A page that was written, and what of it was shown."""
+
+    path: str
+    nbytes: int
+    runs: tuple[str, ...]
+
+
+def open_runs(runs: Sequence[str | os.PathLike[str]]) -> tuple[RunReader, ...]:
+    """Readers of runs, with short names that tell them apart. A directory above runs means all of them."""
+    paths = list(dict.fromkeys(path for run in runs for path in _meant(locate(run))))
+    if len(paths) > MAX_RUNS:
+        raise ValueError(f"a page shows at most {MAX_RUNS} runs, and these are {len(paths)}")
+    return tuple(RunReader(path, name) for path, name in zip(paths, labels(paths), strict=True))
+
+
+def _meant(path: str) -> list[str]:
+    """The runs to show; an error that says what is there instead, if there are none."""
+    if is_checkpoint(path) or is_run(path):
+        return [path]
+    below = list(runs_below(path)) if os.path.isdir(path) else []
+    return below or [resolve(path)]
+
+
+def write_page(
+    runs: Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    *,
+    seconds: float = 10.0,
+    verify: bool = False,
+    progress: Progress = no_progress,
+) -> WrittenPage:
+    """Writes a page that shows runs, or checkpoints, into one file. A file that is there is replaced.
+
+    `seconds`: about how long arrays may be read, for histograms and changes. `verify`: read every byte of
+    every checkpoint first, and show what was found. `everystep.CheckpointNotFound` if a directory is missing.
+    """
+    where = local_path(path)
+    readers = open_runs(runs)
+    if verify:
+        verify_runs(readers, progress)
+    shown = tuple(_with_arrays(reader, seconds / len(readers)) for reader in readers)
+    text = page_text(shown, served=False)
+    aside = f"{where}.{uuid.uuid4().hex[:12]}.tmp"
+    data = text.encode()
+    try:
+        Path(aside).write_bytes(data)
+        os.replace(aside, where)
+    except OSError as error:  # a message that names the page, not the file beside it
+        raise OSError(error.errno, error.strerror, where) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(aside)
+    return WrittenPage(where, len(data), tuple(run.view.path for run in shown))
+
+
+def verify_runs(readers: Sequence[RunReader], progress: Progress = no_progress) -> None:
+    """Reads every byte of every checkpoint of ours, for the readers to tell."""
+    for reader in readers:
+        ours = is_checkpoint(reader.path) or (os.path.isdir(reader.path) and is_run(reader.path))
+        if ours and reader.view().checkpoints:
+            reader.note_reports(verify_all(reader.path, progress=progress))
+
+
+def page_text(runs: Sequence[ShownRun], *, served: bool) -> str:
+    """A page as HTML. One that is served asks its server for everything but these runs."""
+    style, body, script = _parts()
+    names = ", ".join(run.view.name for run in runs)
+    return assemble(
+        title=f"{names} \N{MIDDLE DOT} Everystep",
+        style=style,
+        body=body,
+        script=script,
+        document=Document(served, __version__, time.time(), tuple(runs)),
+        may_fetch=served,
+    )
+
+
+@functools.cache
+def _parts() -> tuple[str, str, str]:
+    scripts = "\n".join((_PAGE / name).read_text("utf-8") for name in _SCRIPTS)
+    style, body = ((_PAGE / name).read_text("utf-8") for name in ("style.css", "body.html"))
+    return style, body, f'"use strict";\n(() => {{\n{scripts}\n}})();'
+
+
+def _with_arrays(reader: RunReader, seconds: float) -> ShownRun:
+    """The newest checkpoint, and how it differs from the one before and from the oldest."""
+    view = reader.view()
+    intact = [entry.name for entry in view.checkpoints if entry.damage is None]
+    problems: list[str] = []
+    found: list[Contents] = []
+    changes: list[Changes] = []
+    others = dict.fromkeys([*intact[-2:-1], *intact[: len(intact) > 1]])
+    share = seconds / (1 + len(others))
+    for name in intact[-1:]:
+        with _noting(problems):
+            found.append(reader.contents(name, budget=Budget(share)))
+        if not found:  # arrays are damaged: its leaves can be named all the same
+            with _noting(problems):
+                found.append(reader.contents(name))
+        for other in others:
+            with _noting(problems):
+                changes.append(reader.changes(other, name, budget=Budget(share)))
+    return ShownRun(view, tuple(found), tuple(changes), tuple(problems))
+
+
+@contextlib.contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Damage, and what retention removed meanwhile, is part of what a page shows."""
+    try:
+        yield
+    except (EverystepError, OSError) as error:
+        problems.append(str(error))

@@ -1,0 +1,176 @@
+"""The layout of one shard: where each leaf lies in the file.
+
+A tensor's address is not ours to choose, but its place in the file is. Large leaves get a file offset
+congruent to their address modulo the alignment of direct I/O, so that a load can read all but their ragged
+ends straight into memory that has the same residue; the gap this may need is an entry of zeros, since
+safetensors allows no holes. Small leaves lie packed together before them, widest elements first, so that
+each is aligned to its element without gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from everystep.engine import ALIGNMENT, Memory, WritePiece
+from everystep.format.dtypes import carrier, itemsize
+from everystep.format.shard import (
+    EntryTable,
+    HeaderEntry,
+    encode_header,
+    entry_name,
+    entry_table,
+    pad_name,
+)
+from everystep.state import LeafSource
+
+LARGE_NBYTES = 256 << 10
+"""From here on a congruent place is worth its gap of up to a block."""
+_LINE = 64
+
+
+class Layout(Struct, frozen=True):
+    """The data of a shard: where each leaf begins in it, in the order of `leaves`.
+
+    `table` and `metadata` are what its header says; the table also has what fills the gaps.
+    """
+
+    table: EntryTable
+    metadata: dict[str, str]
+    nbytes: int
+    leaves: tuple[LeafSource, ...]
+    begins: tuple[int, ...]
+
+    def pieces(self) -> list[WritePiece]:
+        """What goes where, counted from the start of the data."""
+        return [WritePiece(begin, leaf.source) for leaf, begin in zip(self.leaves, self.begins, strict=True)]
+
+    def plan(self) -> ShardPlan:
+        """With a header that says what is where, and no more."""
+        return self.behind(encode_header(self.table, self.metadata))
+
+    def behind(self, header: bytes) -> ShardPlan:
+        start = len(header)
+        offsets = tuple([start + begin for begin in self.begins])
+        return ShardPlan(header, start + self.nbytes, self.leaves, offsets)
+
+
+class ShardPlan(Struct, frozen=True):
+    """A shard to be written: its header and the absolute offset of each leaf, in the order of `leaves`."""
+
+    header: bytes
+    nbytes: int
+    leaves: tuple[LeafSource, ...]
+    offsets: tuple[int, ...]
+
+    def pieces(self) -> list[WritePiece]:
+        """What the engine writes after the header, in file order."""
+        return [
+            WritePiece(offset, leaf.source) for leaf, offset in zip(self.leaves, self.offsets, strict=True)
+        ]
+
+
+def plan_shard(groups: Sequence[Sequence[LeafSource]]) -> ShardPlan:
+    """Place all leaves in one shard, behind a header that says where they are."""
+    return arrange(groups).plan()
+
+
+def arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
+    """Give all leaves their place in one shard. Their order there is that of the result's `leaves`.
+
+    Group follows group: the engine writes a file from its start, so what must leave memory first comes first.
+    """
+    signature = _signature(groups)
+    if signature is None:
+        return _arrange(groups)
+    known = _known.get(signature)
+    if known is None:
+        layout = _arrange(groups)
+        index = {id(leaf): number for number, leaf in enumerate(leaf for group in groups for leaf in group)}
+        while len(_known) >= _MAX_KNOWN:
+            _known.pop(next(iter(_known)), None)
+        # Without the leaves: those of another save have other memory, and this must not keep any alive.
+        _known[signature] = replace(layout, leaves=()), tuple([index[id(leaf)] for leaf in layout.leaves])
+        return layout
+    layout, order = known
+    leaves = [leaf for group in groups for leaf in group]
+    return Layout(
+        layout.table, layout.metadata, layout.nbytes, tuple([leaves[i] for i in order]), layout.begins
+    )
+
+
+_Signature = tuple[tuple[tuple[str, str, tuple[int, ...], str, int], ...], ...]
+_MAX_KNOWN = 16
+_FEW = 256
+# A training saves the same few leaves over and over, and where latency counts, arranging them does too.
+_known: dict[_Signature, tuple[Layout, tuple[int, ...]]] = {}
+
+
+def _signature(groups: Sequence[Sequence[LeafSource]]) -> _Signature | None:
+    """All that the places of leaves depend on; None for many, or where it is also on addresses."""
+    if sum(map(len, groups)) > _FEW or any(
+        leaf.source.nbytes >= LARGE_NBYTES for group in groups for leaf in group
+    ):
+        return None
+    return tuple(
+        [
+            tuple([(leaf.name, leaf.dtype, leaf.shape, leaf.framework, _index(leaf)) for leaf in group])
+            for group in groups
+        ]
+    )
+
+
+def _arrange(groups: Sequence[Sequence[LeafSource]]) -> Layout:
+    entries: list[HeaderEntry] = []
+    begins: list[int] = []
+    at = pads = 0
+
+    def pad_to(target: int) -> None:
+        nonlocal at, pads
+        if target > at:
+            entries.append(HeaderEntry(pad_name(pads), "U8", (target - at,), at, target))
+            at = target
+            pads += 1
+
+    ordered: list[LeafSource] = []
+    for group in groups:
+        pad_to(at + -at % _LINE)
+        small = [leaf for leaf in group if leaf.nbytes < LARGE_NBYTES]
+        small.sort(key=_element_alignment, reverse=True)
+        ordered += small
+        ordered += [leaf for leaf in group if leaf.nbytes >= LARGE_NBYTES]
+        for leaf in ordered[len(begins) :]:
+            if leaf.nbytes >= LARGE_NBYTES:
+                pad_to(at + _gap(leaf, at))
+            stored = carrier(leaf.dtype)
+            end = at + leaf.nbytes
+            entries.append(
+                HeaderEntry(
+                    entry_name(leaf.name, _index(leaf)), stored.name, (*leaf.shape, *stored.tail), at, end
+                )
+            )
+            begins.append(at)
+            at = end
+    pad_to(-(-at // ALIGNMENT) * ALIGNMENT)
+    torch = any(leaf.framework == "torch" for leaf in ordered)
+    # "format" is what Hugging Face's loaders look for.
+    metadata = {"format": "pt" if torch else "np"}
+    return Layout(entry_table(entries), metadata, at, tuple(ordered), tuple(begins))
+
+
+def _index(leaf: LeafSource) -> int:
+    return 0 if leaf.slot is None else leaf.slot.index
+
+
+def _element_alignment(leaf: LeafSource) -> int:
+    size = itemsize(leaf.dtype)
+    return size & -size
+
+
+def _gap(leaf: LeafSource, at: int) -> int:
+    # Data starts at a multiple of the alignment: offsets from there and from the file's start are congruent.
+    if isinstance(leaf.source, Memory):
+        return int((leaf.source.address - at) % ALIGNMENT)
+    return -at % _LINE

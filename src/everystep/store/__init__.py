@@ -1,0 +1,68 @@
+"""store: checkpoints on disk.
+
+| folder or module | what it owns |
+|---|---|
+| `commit` | how a checkpoint becomes durable |
+| `read` | from a path to verified bytes in memory |
+| `ranks` | saving and loading by all ranks of a process group |
+| `api` | the calls that users know: `save`, `load`, `open` |
+| `checkpoint` | a committed checkpoint, opened for reading |
+| `run` | a run as its one writer sees it: recovery, retirement, recycling |
+| `options` | how to write |
+| `names`, `locks`, `os_errors` | names of files; locks on directories; typed errors for failed system calls |
+
+`read` never imports `commit` or `ranks`, and `commit` never imports `ranks`.
+"""
+
+from __future__ import annotations
+
+from everystep.store.api import load, open, save
+from everystep.store.checkpoint import Checkpoint
+from everystep.store.commit.info import CheckpointInfo, check_step
+from everystep.store.commit.messages import Conversation
+from everystep.store.commit.observer import SaveObserver
+from everystep.store.commit.single import SingleCommit
+from everystep.store.commit.transaction import Spare, Target
+from everystep.store.metrics import plain_metrics
+from everystep.store.names import step_name
+from everystep.store.options import Options, checked_options
+from everystep.store.ranks.group import RankGroup, join_group
+from everystep.store.read.lazy_leaf import LazyLeaf
+from everystep.store.read.listing import is_checkpoint, list_steps
+from everystep.store.read.open import resolve
+from everystep.store.read.references import locate
+from everystep.store.read.shard_reader import Problem
+from everystep.store.read.stored_checkpoint import LeafInfo
+from everystep.store.read.verify import Report, verify
+from everystep.store.run import FollowedRun, WritableRun
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointInfo",
+    "Conversation",
+    "FollowedRun",
+    "LazyLeaf",
+    "LeafInfo",
+    "Options",
+    "Problem",
+    "RankGroup",
+    "Report",
+    "SaveObserver",
+    "SingleCommit",
+    "Spare",
+    "Target",
+    "WritableRun",
+    "check_step",
+    "checked_options",
+    "is_checkpoint",
+    "join_group",
+    "list_steps",
+    "load",
+    "locate",
+    "open",
+    "plain_metrics",
+    "resolve",
+    "save",
+    "step_name",
+    "verify",
+]

@@ -1,0 +1,387 @@
+"""The commit protocol: how a checkpoint becomes durable, all or nothing.
+
+For a checkpoint that is to appear at ``D`` in directory ``P`` (held open, and reached by its descriptor):
+
+1. `make`: make ``D.partial`` in ``P``, or rename a retired checkpoint to it to write over its files. Nobody
+   reads a name that ends in ``.partial``, so nothing before step 5 can be taken for a checkpoint.
+2. The driver writes the shards. Their bytes come from the caller's memory; checksums are computed on the way.
+3. `seal`: write the manifest, which holds the checksums. (A small state is copied first, so that its
+   checksums are known; then its manifest is in the shard's header, and this step is part of step 2.)
+4. `seal`: sync the shards, the manifest, and the directory ``D.partial``: the whole checkpoint is durable.
+   (The directory's entries may be durable already: those of a checkpoint that this process committed and
+   retired, in which no file was made or removed since.)
+5. `publish`: rename ``D.partial`` to ``D``. **This is the commit.** It fails if ``D`` exists by now. It also
+   fails if the path of ``P`` leads elsewhere by now: readers would not find the checkpoint.
+   (To replace an old checkpoint, exchange the two names. The old one is locked against other writers until it
+   is removed. `everystep.store.commit.existing_directory` is about directories that exist already.)
+6. `publish`: sync ``P``. Now, and only now, the save is reported durable.
+
+A crash before the rename reached the disk leaves ``D.partial``, which the next writer sweeps away; after it,
+a whole checkpoint. The rename cannot reach the disk before what step 4 synced. ``D.partial`` itself needs no
+sync of ``P``: nothing relies on it until step 6 syncs the same directory.
+
+A sync that fails is final: the kernel may have dropped the dirty pages, and a second sync would lie. The save
+fails, `abort` removes what it left, and what was there before has not been touched.
+
+The drivers (`single`, `coordinated`, and torch DCP's writer) supply the shards, the parts and the messages;
+there is no second way to a committed checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from everystep.engine import WriteJob, fs
+from everystep.engine.fs import Entry, HeldDirectory, PendingFile
+from everystep.errors import CheckpointExists, Locked
+from everystep.store.commit.existing_directory import carry_over, found_at, settle_in, take_back
+from everystep.store.locks import LOCK_SECONDS, require_current, share_directory, try_lock_directory
+from everystep.store.names import MANIFEST, PARTIAL, is_checkpoint_file
+from everystep.store.os_errors import saving
+
+_ATTEMPTS = 4
+"""To make a directory whose name others take and give back meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A retired checkpoint whose files may be written over.
+
+    `synced`: their names are known to be durable. `id`: of a checkpoint that may have shards on volumes.
+    """
+
+    name: str
+    synced: bool
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint shall appear, and a retired one beside it whose files it may write over.
+
+    `directory`: the open one that it goes to. None: whoever writes the checkpoint opens it for that.
+    """
+
+    path: str
+    directory: HeldDirectory | None = None
+    spare: Spare | None = None
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[HeldDirectory]:
+        """The directory, open. `RunMoved` when its path has come to lead elsewhere since it was opened."""
+        if self.directory is not None:
+            require_current(self.directory)
+            yield self.directory
+            return
+        directory = fs.open_directory(os.path.dirname(self.path))
+        try:
+            yield directory
+        finally:
+            directory.release()
+
+
+@dataclass(slots=True)
+class Transaction:
+    """One checkpoint on its way to ``D``: `make`, `seal`, `publish`; or `abort`; and `release` in the end.
+
+    Not `settled`: ``D`` and ``D.partial`` have exchanged names, and it is not certain which name each has on
+    disk. Then neither may be removed: it could be the checkpoint that is being replaced.
+    """
+
+    parent: HeldDirectory
+    """The one that both are in."""
+    target: str
+    spare: Spare | None = None
+    overwrite: bool = False
+    """Whether a checkpoint at ``D`` is replaced."""
+    beside: bool = False
+    """Whether ``D`` may be a directory with files of others, not only an empty one."""
+    settled: bool = True
+    published: bool = False
+    """Whether the directory has the name ``D`` for good: from then on no failure removes anything in it."""
+    recycle: bool = False
+    """Whether there are files to write over."""
+    _names: frozenset[str] = frozenset()
+    """Those of the files to write over."""
+    _lock: HeldDirectory | None = None
+
+    @property
+    def path(self) -> str:
+        return self.target + PARTIAL
+
+    @property
+    def entry(self) -> Entry:
+        return self.parent.at(os.path.basename(self.path))
+
+    @property
+    def target_entry(self) -> Entry:
+        return self.parent.at(os.path.basename(self.target))
+
+    @property
+    def directory(self) -> HeldDirectory:
+        """The directory itself, which files are made in."""
+        assert self._lock is not None
+        return self._lock
+
+    @classmethod
+    @contextlib.contextmanager
+    def begin(cls, to: Target, *, overwrite: bool) -> Iterator[Transaction]:
+        """A block that commits a checkpoint. If it fails, the transaction aborts and raises a typed error."""
+        with saving(to.path), to.opened() as parent:
+            transaction = cls(parent, to.path, to.spare, overwrite)
+            try:
+                try:
+                    fs.anchor(parent.path, once=True)
+                    yield transaction
+                except BaseException:
+                    transaction.abort()
+                    raise
+                finally:
+                    transaction.release()
+            except BaseException:
+                transaction.release()  # an interrupt may have struck before the other call had done anything
+                raise
+
+    def refuse_existing(self) -> None:
+        """Raises the error of `publish` early, before anything large is written."""
+        refuse_existing(self.target, overwrite=self.overwrite)
+
+    def make(self) -> None:
+        """Step 1. From here on it is held against others."""
+        self.recycle = self._take_spare()
+        if self.recycle:
+            return
+        for _ in range(_ATTEMPTS):
+            try:
+                self._lock = fs.make_directory(self.entry)
+            except FileExistsError:
+                self._remove_leftover()
+            else:
+                break
+        if self._lock is None:
+            raise self._locked()
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Removes the files of a retired checkpoint that the new one does not write over."""
+        for name in self._names.difference(names) if self.recycle else ():
+            fs.unlink(self.directory.at(name))
+
+    def seal(
+        self,
+        names: Collection[str],
+        manifest: bytes | bytearray | None,
+        written: Sequence[WriteJob | PendingFile] | None = None,
+        *,
+        unneeded: Iterable[str] = (),
+    ) -> None:
+        """Steps 3 and 4. `names`: all files of the checkpoint in this directory.
+
+        `written`: those that this process wrote and has not synced. None: ranks have synced their own.
+        `unneeded`: further files, which are removed when the manifest is there.
+        """
+        if manifest is None:
+            self._sync(names, written or ())
+            return
+        with fs.write_file(self.directory.at(MANIFEST), manifest, recycle=self.recycle) as file:
+            for name in unneeded:
+                fs.unlink(self.directory.at(name))
+            self._sync(names if written is not None else (), [*(written or ()), file])
+
+    def _sync(self, names: Collection[str], files: Sequence[WriteJob | PendingFile]) -> None:
+        fs.sync(files, None if self._names_are_durable(names, files) else self.directory)
+
+    def _names_are_durable(self, names: Collection[str], files: Sequence[WriteJob | PendingFile]) -> bool:
+        """Whether all are names of a spare that are known to be on the disk, with no file made or removed."""
+        if not self.recycle:
+            return False
+        assert self.spare is not None
+        return (
+            bool(names)
+            and self.spare.synced
+            and self._names == set(names)
+            and not any(file.fresh() for file in files)
+        )
+
+    def publish(self, replaced: Callable[[], None] | None = None) -> None:
+        """Steps 5 and 6. After a failed sync it takes the name back: readers must not find a failed save.
+
+        `replaced` is called when the new checkpoint is durable and an old one is about to be removed.
+        """
+        require_current(self.parent)
+        if not (self.overwrite and fs.exists(self.target_entry)):
+            with contextlib.suppress(FileExistsError):
+                self._change_names(fs.rename_new)
+                return
+        found = found_at(self.target, self.path)
+        if found == "empty" or (found == "others" and self.beside):
+            self._settle_in()
+            return
+        if found != "checkpoint" or not self.overwrite:
+            raise _exists(self.target)
+        # Shared with its readers, but not with the next writer: to that one, what is replaced would look like
+        # the leftover of a crash, to be swept away. Then this one would remove what the next one makes there.
+        old = share_directory(self.target_entry, LOCK_SECONDS)
+        if old is None:
+            raise self._locked()
+        try:
+            carry_over(old, self.directory)
+            self._change_names(fs.exchange)
+            if replaced is not None:
+                replaced()
+            with contextlib.suppress(OSError):  # durable already; the next save to this path sweeps it
+                carry_over(old, self.directory)
+                fs.remove_tree(self.entry)
+        finally:
+            old.release()
+
+    def abort(self) -> None:
+        """Cleans up after a failure. If files cannot be removed now, the next writer removes them."""
+        if self._lock is not None and self.settled and not self.published:
+            with contextlib.suppress(OSError):  # the failure to report is the one before
+                fs.remove_entries(self._lock)
+                fs.rmdir(self.entry)
+
+    def release(self) -> None:
+        """A second time does nothing."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _settle_in(self) -> None:
+        """Steps 5 and 6 where a directory without a checkpoint is. Its lock keeps readers waiting."""
+        into = try_lock_directory(self.target_entry)
+        if into is None:
+            raise self._locked()
+        self.settled = False  # the next writer needs it to take back what could not be
+        try:
+            settle_in(self.directory, into, self.parent)
+            self.settled = True
+        except FileExistsError:
+            self.settled = True
+            raise _exists(self.target) from None
+        except OSError:
+            self.settled = not any(map(is_checkpoint_file, os.listdir(into.fileno())))
+            raise
+        finally:
+            into.release()
+        self.abort()  # every file has its second name by now
+
+    def _change_names(self, move: Callable[[Entry, Entry], None]) -> None:
+        self.settled = False
+        try:
+            move(self.entry, self.target_entry)
+        except OSError:
+            self.settled = True
+            raise
+        try:
+            fs.sync_dir(self.parent)
+        except OSError:
+            move(self.target_entry, self.entry)
+            fs.sync_dir(self.parent)  # no second try of the first: the names have changed again
+            self.settled = True
+            raise
+        self.published = True
+        self.settled = True
+
+    def _take_spare(self) -> bool:
+        """Renames the spare to ``D.partial``. False: there is none, or others read it or share its files.
+
+        What holds it is kept here from the first moment on: an interrupt may strike at any later one.
+        """
+        if self.spare is None:
+            return False
+        spare = self.parent.at(self.spare.name)
+        try:
+            self._lock = try_lock_directory(spare)
+        except (FileNotFoundError, NotADirectoryError):
+            return False  # somebody has taken it away
+        if self._lock is None:
+            return False
+        taken = False
+        try:
+            names = _files_of_our_own(self._lock)
+            if names is None:
+                return False
+            if fs.exists(self.entry):
+                self._remove_leftover()
+            taken = True
+            fs.rename(spare, self.entry)
+            self._lock.renamed(self.path)
+            self._names = names
+        except OSError:
+            taken = False
+            raise
+        finally:
+            if not taken:
+                self.release()  # it is still the spare, and not to be removed
+        return True
+
+    def _remove_leftover(self) -> None:
+        """Removes the leftover of a failed or crashed save. A live save would hold the lock."""
+        try:
+            leftover = try_lock_directory(self.entry)
+        except FileNotFoundError:
+            return  # its owner has removed it meanwhile
+        except NotADirectoryError:
+            if not fs.is_link(self.entry):
+                raise
+            fs.unlink(self.entry)  # the link only, wherever it leads
+            return
+        if leftover is None:
+            raise self._locked()
+        try:
+            # It may be what such a save has replaced: its names must be durable before its files go.
+            fs.sync_dir(self.parent)
+            self._take_back(leftover)
+            fs.remove_entries(leftover)
+            fs.rmdir(self.entry)
+        finally:
+            leftover.release()
+
+    def _take_back(self, leftover: HeldDirectory) -> None:
+        """Removes the names that a killed save gave to its files in an existing directory."""
+        try:
+            into = fs.open_directory(self.target_entry, False)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        try:
+            take_back(leftover, into)
+        finally:
+            into.release()
+
+    def _locked(self) -> Locked:
+        return Locked(f"another process is saving to {self.target}; a checkpoint has one writer at a time")
+
+
+def _files_of_our_own(directory: HeldDirectory) -> frozenset[str] | None:
+    """The files of a directory, if writing over them changes nothing that has another name. Else None.
+
+    A backup made with ``cp -al`` or ``rsync --link-dest`` shares its files with the checkpoint it is of.
+    """
+    try:
+        number = directory.fileno()
+        names = frozenset(os.listdir(number))
+        found = [os.stat(name, dir_fd=number, follow_symlinks=False) for name in names]
+    except OSError:
+        return None  # what cannot be looked at is not written over
+    alone = all(stat.S_ISREG(info.st_mode) and info.st_nlink == 1 for info in found)
+    return names if alone else None
+
+
+def refuse_existing(target: str, *, overwrite: bool) -> None:
+    """Raises the error of `Transaction.publish` early."""
+    if overwrite or not fs.exists(target):
+        return
+    if found_at(target, target + PARTIAL) in ("checkpoint", "something else"):
+        raise _exists(target)
+
+
+def _exists(target: str) -> CheckpointExists:
+    return CheckpointExists(
+        f"Checkpoint already exists: {target}. Choose another path, or pass overwrite=True to replace it "
+        "in one step"
+    )

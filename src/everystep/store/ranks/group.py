@@ -1,0 +1,316 @@
+"""The ranks that save and load together, from one rank's point of view.
+
+Owns the order of a save on one rank: join the others, take the state apart, learn the write share, write it.
+If anything fails on the way, the others are told. The messages belong to `everystep.store.commit.messages`,
+the plan to `write_shares`, the commit to `everystep.store.commit.coordinated`, loading to `shared_load`. A
+single process that writes to several volumes is a group of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from everystep.errors import RankFailed, RanksDisagree
+from everystep.state import Flat, LeafSource, flatten
+from everystep.store.commit import volumes
+from everystep.store.commit.coordinated import CoordinatedCommit, WriteShare
+from everystep.store.commit.info import CheckpointInfo
+from everystep.store.commit.manifest import Identity
+from everystep.store.commit.messages import STRAGGLER_SECONDS, Call, Calls, Conversation, Plan
+from everystep.store.commit.observer import SaveObserver
+from everystep.store.commit.transaction import Target
+from everystep.store.options import WriteSettings
+from everystep.store.rank_errors import failing_the_save
+from everystep.store.ranks.channel import Channel
+from everystep.store.ranks.consensus import all_or_none
+from everystep.store.ranks.subgroup import renumber_leaves
+from everystep.store.ranks.write_shares import WriteShares
+from everystep.team import Team, join, sendable
+from everystep.team.replies import all_heard
+
+_T = TypeVar("_T")
+ProcessGroup = Any
+"""A ``torch.distributed.ProcessGroup``; None for the default one, if there is one; ``"none"`` for none.
+
+Of ranks that torch does not know: `everystep.team.Ranks`.
+"""
+
+
+def join_group(what: str, process_group: ProcessGroup, timeout: float) -> Team | None:
+    """The team of all ranks of a process group; None for a process by itself."""
+    if process_group == "none":
+        return None
+    if isinstance(process_group, (str, bool)):
+        raise ValueError(
+            f'process_group must be a torch process group, None or "none", not {process_group!r}'
+        )
+    return join(what, timeout, process_group)
+
+
+@contextmanager
+def leaving(team: Team | None) -> Iterator[None]:
+    """For a team that came together for one thing only."""
+    try:
+        yield
+    finally:
+        if team is not None:
+            with contextlib.suppress(RankFailed):
+                team.close()
+
+
+_LEAVING_SECONDS = 5.0
+_Said = tuple[str, bool]
+"""Of a rank: how it writes, and whether it has volumes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A state that this rank is ready to write its share of."""
+
+    talk: Conversation | None
+    id: str
+    created: float
+    flat: Flat
+    share: WriteShare
+
+
+class RankGroup:
+    """What stays from save to save."""
+
+    def __init__(self, team: Team | None, settings: WriteSettings, timeout: float) -> None:
+        self.team = team
+        self.settings = settings
+        self.timeout = timeout
+        self._calls = None if team is None else Calls(team, timeout)
+        self._channel: Channel | None = None
+        with self.all_or_none("group"):
+            self.has_volumes = self._check_settings()
+            speeds = volumes.measure(settings.volumes) if settings.volumes else [1.0]
+            self.shares = WriteShares(
+                team, writers=settings.writers, speeds=speeds, replicas=settings.replicas, timeout=timeout
+            )
+
+    @classmethod
+    def gather(
+        cls, what: str, process_group: ProcessGroup, settings: WriteSettings, timeout: float
+    ) -> RankGroup:
+        """The group of all ranks; of this process alone if there is no team (see `join_group`)."""
+        team = join_group(what, process_group, timeout)
+        try:
+            return cls(team, settings, timeout)
+        except BaseException:
+            if team is not None:
+                team.close()
+            raise
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.team is None else self.team.rank
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def patience(self) -> float:
+        """Seconds in which a save ends, unless the device hangs; silent ranks have been reported by then."""
+        return self.timeout + (0.0 if self._calls is None else self._calls.grace + STRAGGLER_SECONDS)
+
+    @property
+    def channel(self) -> Channel | None:
+        """The way from rank to rank for what is read once per node. Made by all at the same time.
+
+        None where ranks cannot send arrays to each other: each reads what it needs then.
+        """
+        assert self.team is not None
+        if self._channel is None and self.team.by_torch:
+            self._channel = Channel.open(self.timeout, self.team.subgroup)
+        return self._channel
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to divide: one process that writes one file needs no group."""
+        return self.team is not None or bool(self.settings.volumes)
+
+    @contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """A block that succeeds on all ranks or on none: where another failed, this one raises, too."""
+        if self.team is None:
+            yield
+            return
+        with all_or_none(self.team, what, self.timeout):
+            yield
+
+    def broadcast(self, what: _T, kind: Any) -> _T:
+        """What the coordinator says, on every rank; `kind` is its type."""
+        if self.team is None:
+            return what
+        data = self.team.tell("told", msgspec.msgpack.encode(what) if self.leads else None, self.timeout)
+        heard: _T = msgspec.msgpack.decode(data, type=kind)
+        return heard
+
+    @contextmanager
+    def again(self, what: str) -> Iterator[Team | None]:
+        """The group's team for one thing, whatever a rank has missed before; None for a process by itself."""
+        if self.team is None:
+            yield None
+            return
+        self.team.check_group()
+        with self.team.again(what, self.timeout) as team:
+            yield team
+
+    def restart(self, team: Team) -> None:
+        """All begin anew, perhaps at an older step: calls that a rank has missed are over."""
+        assert self._calls is not None
+        number = b"%d" % self._calls.next if self.leads else None
+        self._calls.go_on_from(int(team.tell("next", number, self.timeout)))
+
+    def signal(self, name: str) -> None:
+        """Tells the coordinator that the training is asked to end."""
+        assert self.team is not None
+        self.team.mail.post("signal", name.encode())
+
+    def signalled(self) -> str | None:
+        """Whether another rank was asked to end, and by which signal."""
+        assert self.team is not None
+        return self.team.mail.read("signal", 1.0).decode() if self.team.mail.has("signal") else None
+
+    def begin(
+        self, what: str, step: int, *, due: bool = True, signal: str | None = None
+    ) -> Conversation | None:
+        """Meets the others for a call. What the coordinator says counts, for all: see the result's `call`."""
+        if self._calls is None or self.team is None:
+            return None
+        with failing_the_save():
+            self.team.check_group()
+            what = sendable(what)
+            call = Call(what, step, os.urandom(16).hex(), time.time(), due, signal) if self.leads else None
+            return self._calls.begin(what, step, call)
+
+    def prepare(self, state: object, talk: Conversation | None) -> Ready:
+        """Takes a state apart, and plans who writes what where that has to be done anew."""
+        try:
+            with failing_the_save():
+                flat = self._flatten(state)
+                if self._anew(flat, talk):
+                    self.shares.plan(flat, 0 if talk is None else talk.number)
+                share = self.shares.of(flat)
+        except BaseException as error:
+            self.failed(talk, error)
+            raise
+        if talk is None:
+            return Ready(None, os.urandom(16).hex(), time.time(), flat, share)
+        return Ready(talk, talk.call.id, talk.call.created, flat, share)
+
+    def check_replicas(self, state: object) -> None:
+        """Raises `RanksDisagree` when ranks hold different bytes of replicated arrays."""
+        self.shares.check_replicas(self._flatten(state))
+
+    def _flatten(self, state: object) -> Flat:
+        flat = flatten(state, self.rank)
+        return flat if self.team is None else renumber_leaves(flat, self.team.subgroup)
+
+    def commit(
+        self,
+        ready: Ready,
+        target: Target,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        groups: Sequence[Sequence[LeafSource]] | None = None,
+        observer: SaveObserver | None = None,
+        overwrite: bool = False,
+        ledger: volumes.Ledger | None = None,
+        live: Collection[str] | None = None,
+    ) -> CheckpointInfo:
+        """Writes this rank's share; returns when the whole checkpoint is durable.
+
+        Of a run whose shards go to volumes: its `ledger`, and the ids of its checkpoints that are `live`.
+        """
+        team = self.team
+        far = team is not None and any(member.host != team.members[0].host for member in team.members)
+        commit = CoordinatedCommit(
+            target,
+            Identity(ready.id, step, ready.created, metrics),
+            self.settings.tuning,
+            self.shares.agreement(),
+            ready.talk,
+            self.rank,
+            1 if team is None else team.world,
+            self.settings.volumes,
+            overwrite,
+            ledger,
+            None if live is None else frozenset(live),
+            far or self.has_volumes,
+        )
+        try:
+            return commit.run(ready.flat, ready.share, groups, observer)
+        except BaseException:
+            self._plan_anew()
+            raise
+
+    def failed(self, talk: Conversation | None, error: BaseException) -> None:
+        """Tells the others that a call has failed. The next save makes a new plan."""
+        self._plan_anew()
+        if talk is not None:
+            talk.failed(error)
+
+    def _plan_anew(self) -> None:
+        """Next time. Others do so when the coordinator does: what it did not see fail still holds."""
+        if self.leads:
+            self.shares.forget()
+
+    def close(self, *, wait: bool = False) -> None:
+        """Ends it. With `wait` the coordinator sees to it, for a few seconds, that others know how it ended:
+        the store may go with its process."""
+        if self.team is None:
+            return
+        if self._channel is not None:
+            self._channel.close()
+        rest = ["signal", *self._calls.rest()] if self._calls is not None and self.leads else []
+        with contextlib.suppress(RankFailed):  # the store has gone before: nothing of this is left in it
+            self.team.close(rest, min(_LEAVING_SECONDS, self.timeout) if wait else 0.0)
+
+    def _check_settings(self) -> bool:
+        """Checks that all ranks have the same settings. Volumes may differ; returns whether any has some."""
+        if self.team is None:
+            return bool(self.settings.volumes)
+
+        def decide(messages: Sequence[bytes | None]) -> bytes:
+            heard = all_heard(messages, "settings", self.timeout)
+            heard_settings = [msgspec.msgpack.decode(said, type=_Said) for said in heard]
+            return msgspec.msgpack.encode(
+                (heard_settings[0][0], any(volumes for _, volumes in heard_settings))
+            )
+
+        mine = f"writers={self.settings.writers!r}, replicas={self.settings.replicas!r}"
+        said = msgspec.msgpack.encode((mine, bool(self.settings.volumes)))
+        verdict = self.team.agree("settings", said, decide, self.timeout)
+        agreed: _Said = msgspec.msgpack.decode(verdict, type=_Said)
+        leading, has_volumes = agreed
+        if mine != leading:
+            raise RanksDisagree(
+                f"rank {self.rank} has Options({mine}), rank 0 has Options({leading}): they must be equal",
+                ranks=(0, self.rank),
+            )
+        return has_volumes
+
+    def _anew(self, flat: Flat, talk: Conversation | None) -> bool:
+        """Whether a new plan is needed: the present one does not fit the state of some rank."""
+        here = self.shares.look(flat)
+        if talk is None:
+            return not self.shares.serves([here])
+        if not self.leads:
+            talk.here(here)
+            return talk.read("plan", Plan).anew
+        anew = not self.shares.serves([here, *talk.gather()])
+        talk.say("plan", Plan(anew))
+        return anew

@@ -1,0 +1,72 @@
+"""One checkpoint, opened by all ranks or by none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from everystep.engine import READING, Tuning
+from everystep.errors import CheckpointNotFound
+from everystep.store.rank_errors import AnotherCheckpoint
+from everystep.store.ranks.consensus import all_or_none, settle
+from everystep.store.read.open import resolve
+from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_any
+from everystep.team import Team
+
+_MAX_REPLACED = 100
+"""Times that a checkpoint is opened in vain because another took its place meanwhile."""
+
+
+def open_together(
+    team: Team,
+    path: str,
+    timeout: float,
+    check: Callable[[StoredCheckpoint], None] | None = None,
+    tuning: Tuning = READING,
+) -> StoredCheckpoint:
+    """The checkpoint that rank 0 finds at `path`, on every rank. Damage that one rank sees all raise.
+
+    `check` may reject it. If a rank finds another checkpoint at that path, all raise.
+    """
+    opened: StoredCheckpoint | None = None
+    error: Exception | None = None
+    try:
+        opened = open_any(path, tuning)
+        if check is not None:
+            check(opened)
+    except Exception as raised:
+        error = raised
+    id = b"" if opened is None else opened.id.encode()
+    leading = team.tell("opened", id if team.is_coordinator else None, timeout)
+    if error is None and leading and leading != id:
+        error = AnotherCheckpoint("not the checkpoint that rank 0 found at this path", path=path)
+    try:
+        settle(team, "open", error, timeout)
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        raise
+    assert opened is not None
+    return opened
+
+
+def open_newest_together(
+    team: Team, path: str | os.PathLike[str], timeout: float, tuning: Tuning = READING
+) -> StoredCheckpoint:
+    """The checkpoint that `path` means to rank 0, on every rank; once more if it was retired or replaced
+    before all have opened it."""
+    attempts = 0
+    while True:
+        attempts += 1
+        found = _resolve(team, path, timeout)
+        try:
+            return open_together(team, found, timeout, tuning=tuning)
+        except (AnotherCheckpoint, CheckpointNotFound):  # raised by all, or by none
+            if attempts == _MAX_REPLACED:
+                raise
+
+
+def _resolve(team: Team, path: str | os.PathLike[str], timeout: float) -> str:
+    with all_or_none(team, "resolve", timeout):
+        found = resolve(path) if team.is_coordinator else ""
+    return os.fsdecode(team.tell("path", os.fsencode(found) if team.is_coordinator else None, timeout))

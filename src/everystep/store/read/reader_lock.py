@@ -1,0 +1,102 @@
+"""A reader's lock on a checkpoint: no writer overwrites it, and it stays readable if renamed or removed."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterable
+
+from everystep.engine import fs
+from everystep.engine.fs import HeldDirectory
+from everystep.errors import CheckpointClosed, CheckpointNotFound
+from everystep.store.locks import LOCK_SECONDS, share_directory
+from everystep.store.os_errors import reading
+
+_LEFT = 64
+"""Descriptors that nothing is kept with. A new one gets the lowest number that is free."""
+
+
+class ReaderLock:
+    """Held from construction to `close`, or until nothing refers to it any more.
+
+    `uncommitted`: by its own writer, which holds the lock already and reads what it wrote.
+    """
+
+    def __init__(self, path: str, *, uncommitted: bool = False) -> None:
+        self.path = path
+        self._files: dict[str, int] = {}
+        self._held: HeldDirectory | None = None
+        self._held = fs.open_directory(path) if uncommitted else _lock(path)
+
+    @property
+    def directory(self) -> str:
+        """The directory to open files in. By descriptor, so that a rename by retention takes nothing away."""
+        if self._held is None:
+            raise CheckpointClosed(f"the checkpoint {self.path} has been closed")
+        return f"/proc/self/fd/{self._held.fileno()}"
+
+    @property
+    def current(self) -> bool:
+        """Whether the path still leads here: nothing has been replaced, retired or removed so far."""
+        if self._held is None:
+            return False
+        with reading(self.path):
+            try:
+                return os.path.samestat(os.fstat(self._held.fileno()), os.stat(self.path))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def require_current(self) -> None:
+        """By who misses a file: raises, unless it is missing from what is at the path."""
+        if not self.current:
+            raise CheckpointNotFound(
+                f"{self.path} was replaced or removed while it was read: open what is there now"
+            )
+
+    def pin(self, names: Iterable[str]) -> bool:
+        """Keeps these files within reach even when they are removed: replacing a checkpoint does that.
+
+        Returns whether all of them were there. What is missing, or resists, is for the reader to find out,
+        who knows what it was needed for; and who needs descriptors for that, so the last ones are left.
+        """
+        complete = True
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        for name in names:
+            if name in self._files:
+                continue
+            try:
+                opened = os.open(f"{self.directory}/{name}", os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                complete = False
+                continue
+            if limit != resource.RLIM_INFINITY and opened >= limit - _LEFT:
+                os.close(opened)
+                return False
+            self._files[name] = opened
+        return complete
+
+    def file(self, name: str) -> str:
+        """The path to open a file by."""
+        return f"/proc/self/fd/{self._files[name]}" if name in self._files else f"{self.directory}/{name}"
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _lock(path: str) -> HeldDirectory:
+    with reading(path):
+        try:
+            held = share_directory(path, LOCK_SECONDS)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            strange = ": this is not a directory" if os.path.exists(path) else ""
+            raise CheckpointNotFound(f"there is no checkpoint at {path}{strange}") from error
+    if held is None:
+        raise CheckpointNotFound(f"{path} is being written by another process")
+    return held

@@ -1,0 +1,189 @@
+"""The full check of a checkpoint: every byte of every file, and that they agree with each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from everystep.engine import Unkept
+from everystep.errors import CorruptCheckpoint, OutOfResources, ReadFailed
+from everystep.format.dtypes import carrier
+from everystep.format.records import Part, ShardFile
+from everystep.format.shard import HeaderEntry, entry_name, is_pad, parse_header
+from everystep.store.names import MANIFEST
+from everystep.store.options import Options, reading_tuning
+from everystep.store.os_errors import open_stored, reading
+from everystep.store.read import foreign
+from everystep.store.read.listing import is_checkpoint
+from everystep.store.read.open import resolve
+from everystep.store.read.shard_reader import Problem, request_fragment
+from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.tree_check import problems_of_part, problems_of_whole
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` found. `strangers` are files that do not belong there: harmless, but not ours.
+
+    `nbytes` counts the shards, `files` these and the manifest's. `instead`: what was verified of a checkpoint
+    of another system, which has no checksums; empty for one of ours, of which every byte was.
+    """
+
+    path: str
+    step: int | None
+    leaves: int
+    nbytes: int
+    problems: tuple[Problem, ...]
+    strangers: tuple[str, ...] = ()
+    files: int = 0
+    instead: str = ""
+
+    @property
+    def intact(self) -> bool:
+        return not self.problems
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    options: Options | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Report:
+    """Check every byte. Damage is reported, not raised; a path with nothing at it is still an error.
+
+    So is a lack of descriptors or memory (`OutOfResources`). Of a checkpoint of another system, what its
+    format allows is checked, and the report says what that was. `options` say how to read, as for `load`.
+    """
+    tuning = reading_tuning(options)
+    where = resolve(path)
+    if not is_checkpoint(where) and foreign.recognises(where):
+        found: Report = foreign.check(where, progress, tuning)
+        return found
+    try:
+        checkpoint = StoredCheckpoint(where, tuning)
+    except OutOfResources:
+        raise
+    except (CorruptCheckpoint, ReadFailed) as error:
+        file = getattr(error, "path", None) or getattr(error, "filename", None) or where
+        return Report(where, None, 0, 0, (Problem(file, getattr(error, "reason", str(error))),))
+    with checkpoint:
+        problems: list[Problem] = []
+        files = _Files(checkpoint, where)
+        done = 0
+        for rank in checkpoint.parts.ranks:
+            problems += files.check(rank, None if progress is None else _later(progress, done))
+            done = files.nbytes
+        if not problems:
+            problems += _disagreements(checkpoint)
+            files.unreadable |= bool(problems)
+        misplaced = checkpoint.misplaced()
+        if misplaced is not None:
+            problems.append(Problem(checkpoint.manifest_path, misplaced))
+        strangers = tuple(sorted(set(checkpoint.names_inside()) - files.names))
+        leaves = 0 if files.unreadable else len(checkpoint)
+        every = tuple(dict.fromkeys(problems))
+        return Report(where, checkpoint.step, leaves, files.nbytes, every, strangers, files.number)
+
+
+class _Files:
+    """The files of a checkpoint, checked rank by rank."""
+
+    def __init__(self, checkpoint: StoredCheckpoint, where: str) -> None:
+        self._checkpoint = checkpoint
+        self.names = {os.path.basename(checkpoint.manifest_path)}
+        self.names.update(ref.file for ref in checkpoint.root.parts)
+        self.nbytes = 0
+        self.number = len(checkpoint.root.parts) + (checkpoint.manifest_path == os.path.join(where, MANIFEST))
+        self.unreadable = False
+
+    def check(self, rank: int, progress: Callable[[int], None] | None) -> list[Problem]:
+        try:
+            part = self._checkpoint.part(rank)
+        except OutOfResources:
+            raise
+        except (CorruptCheckpoint, ReadFailed) as error:
+            self.unreadable = True
+            inside = self._checkpoint.names_inside()
+            self.names.update(name for name in inside if _is_shard_of(name, rank))
+            own = self._checkpoint.parts.file_of(rank)
+            return [Problem(getattr(error, "path", None) or own, getattr(error, "reason", str(error)))]
+        self.names.update(file.name for file in part.files if file.volume is None)
+        self.number += len(part.files)
+        self.nbytes += sum(file.nbytes for file in part.files)
+        reader = self._checkpoint.reader(rank)
+        requests = [
+            request_fragment(leaf.name, fragment, Unkept(fragment.nbytes))
+            for leaf in part.leaves
+            for fragment in leaf.fragments
+        ]
+        try:
+            problems = reader.problems(requests, verify=True, whole=True, progress=progress)
+        except OutOfResources:
+            raise
+        except ReadFailed as error:
+            problems = [Problem(os.fsdecode(error.filename), str(error))]
+        except CorruptCheckpoint as error:
+            problems = [Problem(error.path or self._checkpoint.path, error.reason, error.leaf)]
+        damaged = {problem.file for problem in problems if problem.leaf is None}
+        for index, file in enumerate(part.files):
+            shown = reader.shown_path(file)
+            if shown not in damaged and os.path.exists(reader.path(file)):
+                problems += _header_problems(part, index, file, reader.path(file), shown)
+        return problems + problems_of_part(self._checkpoint, part)
+
+
+def _is_shard_of(name: str, rank: int) -> bool:
+    return name.startswith(f"r{rank:05d}.v") and name.endswith(".safetensors")
+
+
+def _disagreements(checkpoint: StoredCheckpoint) -> list[Problem]:
+    """What only shows with all parts at hand: that they fit together, and hold all of every leaf once."""
+    try:
+        checkpoint.parts.check_agreement()
+        return problems_of_whole(checkpoint)
+    except CorruptCheckpoint as error:
+        return [Problem(error.path or checkpoint.manifest_path, error.reason, error.leaf)]
+
+
+def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: str) -> list[Problem]:
+    """What safetensors readers see must be what the manifest says."""
+    try:
+        with reading(shown), open_stored(path, shown) as opened:
+            header = parse_header(opened.read(file.header_nbytes), file.nbytes, shown)
+    except OutOfResources:
+        raise
+    except (CorruptCheckpoint, ReadFailed) as error:
+        return [Problem(shown, getattr(error, "reason", str(error)))]
+    expected: set[HeaderEntry] = set()
+    leaf_of: dict[str, str] = {}
+    for leaf in part.leaves:
+        fragments = [fragment for fragment in leaf.fragments if fragment.file == index]
+        stored = carrier(leaf.dtype)
+        # Entries are numbered in the order in which the writer came to the fragments: any will do.
+        leaf_of.update((entry_name(leaf.name, number), leaf.name) for number in range(len(fragments)))
+        expected.update(
+            HeaderEntry(
+                leaf.name,
+                stored.name,
+                (*fragment.shape, *stored.tail),
+                fragment.offset - file.header_nbytes,
+                fragment.offset - file.header_nbytes + fragment.nbytes,
+            )
+            for fragment in fragments
+        )
+    present = {
+        msgspec.structs.replace(entry, name=leaf_of.get(entry.name, f"entry {entry.name}"))
+        for entry in header.entries
+        if not is_pad(entry.name)
+    }
+    return [
+        Problem(shown, "the shard's header and the manifest describe this leaf differently", name)
+        for name in sorted({entry.name for entry in expected ^ present})
+    ]
+
+
+def _later(progress: Callable[[int], None], done: int) -> Callable[[int], None]:
+    return lambda nbytes: progress(done + nbytes)

@@ -1,0 +1,102 @@
+"""What can be verified of a checkpoint of another system: it has no checksums of its own.
+
+That it can be opened (its files are there and have the sizes that its metadata say), that every byte of its
+leaves can be read, that copies which should be equal are, and the CRCs of zip archives (`torch.save`, npz).
+`everystep.store.read.foreign` calls this.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from everystep.engine import READING, Tuning
+from everystep.errors import CorruptCheckpoint, OutOfResources, ReadFailed
+from everystep.inspect.leaf_stream import LeafStream, StreamedLeaf
+from everystep.store.read.shard_reader import Problem
+from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.read.verify import Report
+from everystep.universal.inflation import refuse_bomb
+from everystep.universal.opening import ForeignCheckpoint
+from everystep.universal.readback import compare_copies
+from everystep.universal.recognition import describe
+from everystep.universal.zip_records import LOCAL_MAGIC, OpenFile, Place, ZipRecords, noting_archives
+
+_BLOCK_NBYTES = 8 << 20
+
+
+def check(path: str, progress: Callable[[int], None] | None = None, tuning: Tuning = READING) -> Report:
+    """Every byte of a foreign checkpoint, read and checked as far as its format allows.
+
+    Damage is reported, not raised. A checkpoint that Everystep cannot read is an error (`UnsupportedSource`).
+    """
+    problems: list[Problem] = []
+    step, leaves, nbytes, files, kind = None, 0, 0, 0, "unknown"
+    with noting_archives() as archives:
+        try:
+            with ForeignCheckpoint(describe(path), tuning) as checkpoint:
+                step, leaves, kind = checkpoint.stated_step, len(checkpoint), checkpoint.root.format
+                sizes = {file.name: file.nbytes for file in checkpoint.root.part.files}
+                files, nbytes = len(sizes), sum(sizes.values())
+                if os.path.isfile(path) and _is_archive(path):
+                    archives[path, 0, os.path.getsize(path)] = None
+                _read_all(checkpoint, progress)
+                compare_copies(checkpoint)
+        except OutOfResources:
+            raise
+        except (CorruptCheckpoint, ReadFailed) as error:
+            problems.append(_problem(error, path))
+    crcs = [_check_records(place, problems, tuning.max_inflation) for place in archives]
+    return Report(
+        path,
+        step,
+        leaves,
+        nbytes,
+        tuple(dict.fromkeys(problems)),
+        files=files,
+        instead=f"{kind}: no checksums, but {'the CRCs of its archives, ' if any(crcs) else ''}"
+        "sizes and structure agree",
+    )
+
+
+def _read_all(checkpoint: StoredCheckpoint, progress: Callable[[int], None] | None) -> None:
+    """Every byte of every leaf: what cannot be read, or inflated, is an error."""
+    names = [name for name, info in checkpoint.leaves.items() if info.alias_of is None]
+    block = memoryview(bytearray(_BLOCK_NBYTES))
+    done = 0
+    with LeafStream(
+        checkpoint, [StreamedLeaf(name, checkpoint.leaves[name].dtype) for name in names]
+    ) as stream:
+        for number, size in enumerate(stream.sizes):
+            for start in range(0, size, _BLOCK_NBYTES):
+                part = block[: min(_BLOCK_NBYTES, size - start)]
+                stream.fill(number, part, start)
+                done += len(part)
+                if progress is not None:
+                    progress(done)
+
+
+def _is_archive(path: str) -> bool:
+    with OpenFile(path) as file:
+        return file.nbytes >= len(LOCAL_MAGIC) and file.read(0, len(LOCAL_MAGIC)) == LOCAL_MAGIC
+
+
+def _check_records(place: Place, problems: list[Problem], max_inflation: float) -> bool:
+    """Compares the records of an archive with their CRCs. Whether there are any: torch may write none."""
+    path, start, nbytes = place
+    try:
+        with OpenFile(path, start, nbytes) as file:
+            records = ZipRecords(file)
+            refuse_bomb(path, records.nbytes, nbytes, max_inflation)
+            found = [records.wrong(name) for name in records.names]
+    except CorruptCheckpoint as error:
+        problems.append(_problem(error, path))
+        return False
+    problems += [Problem(path, wrong) for wrong in found if wrong is not None]
+    return records.have_crcs
+
+
+def _problem(error: CorruptCheckpoint | ReadFailed, path: str) -> Problem:
+    if isinstance(error, CorruptCheckpoint):
+        return Problem(error.path or path, error.reason, error.leaf)
+    return Problem(os.fsdecode(error.filename or path), str(error))

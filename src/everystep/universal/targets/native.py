@@ -1,0 +1,97 @@
+"""Everystep checkpoints: one commit, with checksums, of leaves that stream out of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from everystep.engine import Produced, WriteJob
+from everystep.errors import EngineTimeout
+from everystep.inspect.leaf_stream import LeafStream, StreamedLeaf
+from everystep.plan import ShardPlan, arrange
+from everystep.state import Flat, LeafSource
+from everystep.store import SaveObserver, SingleCommit, Target
+from everystep.store.api import check_target, make_parent
+from everystep.store.names import PARTIAL
+from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.universal.items import Item, Job, OutputFile, advance, framework_of
+from everystep.universal.readback import compare_written
+
+_POLL_SECONDS = 0.1
+
+
+def plan(job: Job) -> list[OutputFile]:
+    check_target(job.path)
+    return [OutputFile("", job.nbytes)]
+
+
+def write(job: Job) -> None:
+    check_target(job.path)
+    make_parent(job.path)
+    # The engine goes through a file from its start, so the source is read in the order of the leaves there.
+    by_name = {item.name: item for item in job.items}
+    order = [
+        by_name[leaf.name] for leaf in arrange([[_leaf(job, item, _nothing) for item in job.items]]).leaves
+    ]
+    streamed = [StreamedLeaf(item.stored, item.dtype) for item in order]
+    with LeafStream(job.checkpoint, streamed) as stream:
+        leaves = {item.name: _leaf(job, item, stream.source(number)) for number, item in enumerate(order)}
+        flat = _flat(job, [leaves[item.name] for item in job.items])
+        commit = SingleCommit(
+            Target(job.path), job.checkpoint.step, job.checkpoint.metrics, job.tuning, overwrite=job.overwrite
+        )
+        commit.run(flat, observer=_Progress(job, stream))
+
+
+def check(job: Job, path: str) -> None:
+    with StoredCheckpoint.uncommitted(path, job.checkpoint.tuning) as written:
+        compare_written(job, written)
+
+
+def _nothing(window: memoryview, offset: int) -> None:
+    raise AssertionError("this stands for a leaf whose place is not known yet")
+
+
+def _leaf(job: Job, item: Item, source: object) -> LeafSource:
+    found = source if isinstance(source, Produced) else Produced(item.nbytes, _nothing)
+    return LeafSource(item.name, item.dtype, item.shape, framework_of(job, item), found)
+
+
+def _flat(job: Job, leaves: Sequence[LeafSource]) -> Flat:
+    local = [leaf for leaf in leaves if leaf.name.startswith("@")]
+    if not local:
+        return Flat(job.tree, tuple(leaves), tuple(job.tied.items()), dict(job.local))
+    return Flat(
+        job.tree,
+        tuple(leaf for leaf in leaves if not leaf.name.startswith("@")),
+        tuple((name, of) for name, of in job.tied.items() if not name.startswith("@")),
+        dict(job.local),
+        tuple(local),
+        tuple((name, of) for name, of in job.tied.items() if name.startswith("@")),
+    )
+
+
+class _Progress(SaveObserver):
+    """Tells how much has been written, until all has; then verifies it, if that is asked for."""
+
+    def __init__(self, job: Job, stream: LeafStream) -> None:
+        self._job = job
+        self._stream = stream
+        self._advance = advance(job, 0)
+
+    def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
+        for _, job in files:
+            while not _finished(job):
+                self._advance(job.progress)
+
+    def committing(self) -> None:
+        self._stream.close()  # its memory is needed to verify
+        if self._job.verify:
+            check(self._job, self._job.path + PARTIAL)
+
+
+def _finished(job: WriteJob) -> bool:
+    try:
+        job.wait(_POLL_SECONDS)
+    except EngineTimeout:
+        return False
+    return True
