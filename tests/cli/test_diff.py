@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import everystep
 from everystep.inspect import comparison
-from everystep.inspect.leaf_windows import windows
+from everystep.store.stream.leaf_windows import windows
 from support.command import command, damage_leaf, make_run, make_state, step_path
 
 

@@ -17,8 +17,8 @@ from safetensors import safe_open
 
 import everystep
 from everystep.engine import faults
-from everystep.inspect import leaf_stream
-from everystep.inspect.leaf_windows import windows
+from everystep.store.stream import leaf_stream
+from everystep.store.stream.leaf_windows import windows
 from support.command import SHARD, command, damage_leaf, make_run, make_state
 
 

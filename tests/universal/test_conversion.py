@@ -22,7 +22,7 @@ from everystep import universal
 from everystep.engine import faults
 from everystep.errors import CheckpointExists, CorruptCheckpoint, SaveFailed, StateMismatch, UnsupportedState
 from everystep.format.geometry import whole
-from everystep.inspect.element_casts import cast
+from everystep.store.stream.element_casts import cast
 from everystep.universal import conversion
 from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.source import SourceLeaf, Stretch

@@ -18,10 +18,8 @@
 | `pruning` | `prune`: remove the checkpoints that no rule keeps |
 | `view` | `view_runs`, `write_page`, `serve_page`: runs as a web page, and the data behind it |
 | `machine` | `diagnose`: what this machine and a directory's filesystem can do |
-| `safetensors_writer` | one safetensors file out of leaves, for `export` and conversions |
 | `html_page` | one self-contained HTML page: script, style and data inside |
-| `leaf_windows`, `leaf_stream` | leaves in bounded memory, at random or in the order of a writer |
-| `element_values`, `element_casts` | elements of every type as numbers; one floating-point type to another |
+| `element_values` | elements of every type as numbers |
 
 A function that moves many bytes takes ``progress``, which it calls with the bytes done and the bytes in all.
 """
@@ -54,12 +52,12 @@ from everystep.inspect.event_summary import (
     summarize,
 )
 from everystep.inspect.machine import Choice, Device, Diagnosis, Mount, Speed, Torch, diagnose
-from everystep.inspect.progress import Progress
 from everystep.inspect.pruning import Pruned, Removed, prune
 from everystep.inspect.run_listing import Entry, Leftover, Listing, RunEntry, list_run
 from everystep.inspect.safetensors_export import Exported, export
 from everystep.inspect.subtrees import Subtotal
 from everystep.inspect.verification import verify_all
+from everystep.store.stream.progress import Progress
 
 if TYPE_CHECKING:
     from everystep.inspect.view import PageServer, RunView, WrittenPage, serve_page, view_runs, write_page

@@ -12,8 +12,6 @@ from everystep.errors import StateMismatch
 from everystep.format.dtypes import itemsize, opaque
 from everystep.inspect.description import exact_bytes, leaf_order, stored_values
 from everystep.inspect.element_values import Tally
-from everystep.inspect.leaf_windows import Extent, WindowReader, windows
-from everystep.inspect.progress import Progress, no_progress
 from everystep.inspect.subtrees import subtree_of, usual_depth
 from everystep.state import Node
 from everystep.state.leaf_table import component
@@ -40,6 +38,8 @@ from everystep.state.unflatten import decode_key
 from everystep.store import LeafInfo, Options
 from everystep.store.options import reading_tuning
 from everystep.store.read.stored_checkpoint import StoredCheckpoint, matching_names, open_newest
+from everystep.store.stream.leaf_windows import Extent, WindowReader, windows
+from everystep.store.stream.progress import Progress, no_progress
 
 Change = Literal["only in a", "only in b", "dtype", "shape", "bits", "framework", "tied"]
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from everystep.errors import UnsupportedState
 from everystep.format.dtypes import itemsize
-from everystep.inspect.leaf_windows import Bytes
 from everystep.state.numpy_arrays import NATIVE, numpy_dtype
+from everystep.store.stream.leaf_windows import Bytes
 
 Array = np.ndarray[Any, Any]
 

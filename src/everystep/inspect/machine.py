@@ -16,9 +16,9 @@ from pathlib import Path
 from everystep import __version__, engine
 from everystep.engine import READING, SAVING
 from everystep.errors import EngineUnavailable
-from everystep.inspect.progress import Progress, no_progress
 from everystep.paths import local_path
 from everystep.shelf.creation import medium_of_directory
+from everystep.store.stream.progress import Progress, no_progress
 
 SPEED_NBYTES = 256 << 20
 """Enough to see a device's speed, written and read `_REPEATS` times."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from everystep.engine import fs
 from everystep.errors import CheckpointExists, StateMismatch
-from everystep.inspect.progress import Progress, no_progress
-from everystep.inspect.safetensors_writer import FileEntry, SafetensorsFile
 from everystep.paths import local_path
 from everystep.store import Options, is_checkpoint
 from everystep.store.names import PARTIAL, RETIRED
 from everystep.store.options import reading_tuning
 from everystep.store.os_errors import saving
 from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.store.stream.progress import Progress, no_progress
+from everystep.store.stream.safetensors_writer import FileEntry, SafetensorsFile
 
 SUFFIX = ".safetensors"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from everystep.errors import CheckpointNotFound, IncompleteCheckpoint, OutOfResources, ReadFailed
-from everystep.inspect.progress import Progress, no_progress
 from everystep.inspect.run_listing import checkpoints_of, directory_nbytes, is_gone, reason_of
 from everystep.store import Options, Problem, Report, verify
+from everystep.store.stream.progress import Progress, no_progress
 
 
 def verify_all(

@@ -4,6 +4,7 @@
 |---|---|
 | `commit` | how a checkpoint becomes durable |
 | `read` | from a path to verified bytes in memory |
+| `stream` | the bytes of many leaves through bounded memory, for exports, conversions, comparisons |
 | `ranks` | saving and loading by all ranks of a process group |
 | `api` | the calls that users know: `save`, `load`, `open` |
 | `checkpoint` | a committed checkpoint, opened for reading |

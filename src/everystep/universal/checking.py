@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from everystep.engine import READING, Tuning
 from everystep.errors import CorruptCheckpoint, OutOfResources, ReadFailed
-from everystep.inspect.leaf_stream import LeafStream, StreamedLeaf
 from everystep.store.read.shard_reader import Problem
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
 from everystep.store.read.verify import Report
+from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.inflation import refuse_bomb
 from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.readback import compare_copies

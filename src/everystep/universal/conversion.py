@@ -9,11 +9,11 @@ from typing import Literal
 
 from everystep.errors import CheckpointExists, SpecError, UnsupportedSource
 from everystep.format.dtypes import opaque
-from everystep.inspect.progress import Progress, no_progress
 from everystep.paths import local_path
 from everystep.state.node import Node, blob_names, localized, pairs_of
 from everystep.store import Options, checked_options
 from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from everystep.store.stream.progress import Progress, no_progress
 from everystep.universal.atomic_output import sweep
 from everystep.universal.items import Item, Job, OutputFile, choose, items_of, tree_of, type_named
 from everystep.universal.opening import ForeignCheckpoint

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everystep.errors import UnsupportedState
-from everystep.inspect.element_casts import FLOATS
 from everystep.state import Node, unflatten
 from everystep.state.node import LEAF, TENSOR, blob_names, localized, tensor_body
+from everystep.store.stream.element_casts import FLOATS
 from everystep.universal.items import Job
 from everystep.universal.sources.deepspeed import OWN_KEYS
 from everystep.universal.torch_files import leaf_tensor

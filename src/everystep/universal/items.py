@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from everystep.engine import Tuning
 from everystep.format.dtypes import itemsize
-from everystep.inspect.element_casts import FLOATS, little_endian
-from everystep.inspect.progress import Progress
 from everystep.state import Node, prune
 from everystep.state.node import localized
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.stream.element_casts import FLOATS, little_endian
+from everystep.store.stream.progress import Progress
 from everystep.universal.spec import Spec
 from everystep.universal.split import Target
 

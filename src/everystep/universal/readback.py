@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from everystep.errors import CorruptCheckpoint
-from everystep.inspect.leaf_stream import LeafStream, StreamedLeaf
 from everystep.state.torch_arrays import load_torch
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.items import Item, Job
 from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.recognition import describe

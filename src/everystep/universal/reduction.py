@@ -8,7 +8,7 @@ import numpy as np
 
 from everystep.errors import CorruptCheckpoint, UnsupportedSource
 from everystep.format.dtypes import itemsize
-from everystep.inspect.element_casts import FLOATS, from_floats, to_floats
+from everystep.store.stream.element_casts import FLOATS, from_floats, to_floats
 from everystep.universal.source import Computed, SourceLeaf, Stretch
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -25,10 +25,10 @@ from everystep.engine import Memory, fs
 from everystep.engine.fs import PendingFile
 from everystep.format.dtypes import itemsize
 from everystep.format.geometry import Box, whole
-from everystep.inspect.element_casts import cast
-from everystep.inspect.leaf_stream import LeafStream, StreamedLeaf
 from everystep.store.read.requests import BoxRequest
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.stream.element_casts import cast
+from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.split import LocalPlan
 from everystep.universal.torch_pickles import PendingTensor, pickled
 from everystep.universal.torch_zip import Fill, TorchArchive, assemble, stream

@@ -20,11 +20,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from everystep.inspect.progress import Progress, no_progress
 from everystep.inspect.view.budget import Budget
 from everystep.inspect.view.run_reader import RunReader, RunView
 from everystep.inspect.view.server import PageServer
 from everystep.inspect.view.web_page import WrittenPage, open_runs, verify_runs, write_page
+from everystep.store.stream.progress import Progress, no_progress
 
 __all__ = [
     "Budget",

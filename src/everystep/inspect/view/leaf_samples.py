@@ -16,10 +16,10 @@ from msgspec import Struct
 from everystep.format.checksums import DEFAULT_CHUNK_NBYTES
 from everystep.format.dtypes import itemsize
 from everystep.inspect.element_values import Array, values
-from everystep.inspect.leaf_windows import Bytes, Span, WindowReader
 from everystep.inspect.view.budget import Budget
 from everystep.store import LeafInfo
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.stream.leaf_windows import Bytes, Span, WindowReader
 
 SAMPLE_NBYTES = 256 << 10
 _STRETCHES = 4

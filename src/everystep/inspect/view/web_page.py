@@ -14,7 +14,6 @@ from pathlib import Path
 from everystep import __version__
 from everystep.errors import EverystepError
 from everystep.inspect.html_page import assemble
-from everystep.inspect.progress import Progress, no_progress
 from everystep.inspect.run_listing import is_run, runs_below
 from everystep.inspect.verification import verify_all
 from everystep.inspect.view.budget import Budget
@@ -25,6 +24,7 @@ from everystep.inspect.view.run_reader import RunReader, RunView
 from everystep.inspect.view.words import labels
 from everystep.paths import local_path
 from everystep.store import is_checkpoint, locate, resolve
+from everystep.store.stream.progress import Progress, no_progress
 
 MAX_RUNS = 64
 _PAGE = Path(__file__).parent / "page"

@@ -23,10 +23,10 @@ from typing import Any, BinaryIO
 from everystep.errors import CorruptCheckpoint, UnsupportedState
 from everystep.format.dtypes import itemsize
 from everystep.format.geometry import Box, whole
-from everystep.inspect.leaf_stream import LeafStream, StreamedLeaf
 from everystep.state import Node, leaf_names
 from everystep.state.node import NAMESPACE, items_of, localized, pairs_of, tag_of
 from everystep.state.torch_arrays import load_torch, torch_dtype
+from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.torch.dcp.record import Entries, entries_of
 from everystep.torch.dcp.values import Pickler
 from everystep.universal.atomic_output import output_directory, refuse_directory

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from everystep.engine import fs
-from everystep.inspect.safetensors_writer import SafetensorsFile
 from everystep.store.os_errors import open_stored, reading
+from everystep.store.stream.safetensors_writer import SafetensorsFile
 from everystep.universal.atomic_output import output_directory, refuse_directory
 from everystep.universal.items import MODEL, Item, Job, OutputFile, advance
 from everystep.universal.readback import compare_with

@@ -21,9 +21,9 @@ from everystep.engine import Memory, fs
 from everystep.errors import StateMismatch
 from everystep.format.dtypes import itemsize
 from everystep.format.geometry import Box
-from everystep.inspect.element_casts import cast
-from everystep.inspect.leaf_windows import WINDOW_NBYTES, Bytes
 from everystep.store.read.requests import BoxRequest
+from everystep.store.stream.element_casts import cast
+from everystep.store.stream.leaf_windows import WINDOW_NBYTES, Bytes
 from everystep.universal.atomic_output import output_directory, refuse_directory
 from everystep.universal.items import MODEL, Item, Job, OutputFile
 from everystep.universal.opening import ForeignCheckpoint

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from everystep.engine import Produced, WriteJob
 from everystep.errors import EngineTimeout
-from everystep.inspect.leaf_stream import LeafStream, StreamedLeaf
 from everystep.plan import ShardPlan, arrange
 from everystep.state import Flat, LeafSource
 from everystep.store import SaveObserver, SingleCommit, Target
 from everystep.store.api import check_target, make_parent
 from everystep.store.names import PARTIAL
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.items import Item, Job, OutputFile, advance, framework_of
 from everystep.universal.readback import compare_written
 

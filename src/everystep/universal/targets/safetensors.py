@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everystep.inspect.safetensors_writer import FileEntry, SafetensorsFile
+from everystep.store.stream.safetensors_writer import FileEntry, SafetensorsFile
 from everystep.universal.atomic_output import output_file, refuse_file
 from everystep.universal.items import Item, Job, OutputFile, advance
 from everystep.universal.readback import compare_with

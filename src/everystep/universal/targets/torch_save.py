@@ -14,10 +14,10 @@ from pickle import UnpicklingError, encode_long
 from typing import Any
 
 from everystep.errors import SaveFailed, UnsupportedState
-from everystep.inspect.leaf_stream import LeafStream, StreamedLeaf
 from everystep.state import unflatten
 from everystep.state.node import blob_names, localized
 from everystep.state.torch_arrays import load_torch, torch_dtype
+from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.atomic_output import output_file, refuse_file
 from everystep.universal.items import Item, Job, OutputFile, progress_of
 from everystep.universal.opening import ForeignCheckpoint

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import everystep
-from everystep.inspect.leaf_windows import Extent, WindowReader, windows
 from everystep.store.read.stored_checkpoint import open_newest
+from everystep.store.stream.leaf_windows import Extent, WindowReader, windows
 
 EXTENTS = st.lists(
     st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 2, 3, 8, 20])).map(

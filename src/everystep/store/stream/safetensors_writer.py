@@ -17,8 +17,8 @@ from everystep.engine import ALIGNMENT, SAVING, Memory, WritePiece, fs
 from everystep.errors import EngineTimeout
 from everystep.format.dtypes import SAFETENSORS_ITEMSIZE, as_entry, itemsize
 from everystep.format.shard import HeaderEntry, build_header, entry_name
-from everystep.inspect.leaf_stream import LeafStream, StreamedLeaf
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 
 _POLL_SECONDS = 0.1
 

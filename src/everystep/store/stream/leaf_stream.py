@@ -17,9 +17,9 @@ import numpy as np
 
 from everystep.engine import READING, Produced
 from everystep.format.dtypes import itemsize
-from everystep.inspect.element_casts import cast
-from everystep.inspect.leaf_windows import WINDOW_NBYTES, Bytes, Extent, Span, WindowReader, windows
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
+from everystep.store.stream.element_casts import cast
+from everystep.store.stream.leaf_windows import WINDOW_NBYTES, Bytes, Extent, Span, WindowReader, windows
 
 _AHEAD = 3
 """Windows that are read before the writer asks for them: a device is busy only with several reads at once."""
