@@ -152,7 +152,7 @@ def _another_world_meanwhile(folder: Path) -> list[str]:
     import torch.distributed as dist
 
     from everystep.engine import fs
-    from everystep.store.commit import coordinated
+    from everystep.store.ranks import coordinated
 
     path = folder / "model"
     real = coordinated.open_partial

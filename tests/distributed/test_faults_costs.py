@@ -20,16 +20,16 @@ SAVES = 4
 
 def _count_messages(run: Path, leaves: int) -> list[int]:
     """How often this rank speaks to the store, for each save."""
-    from everystep.team.mail import Mail
+    from everystep.store.ranks.message_store import MessageStore
 
     calls: list[str] = []
-    ask = Mail._call
+    ask = MessageStore._call
 
-    def counted(self: Mail, *arguments: Any) -> Any:
+    def counted(self: MessageStore, *arguments: Any) -> Any:
         calls.append("")
         return ask(self, *arguments)
 
-    Mail._call = counted  # type: ignore[method-assign]
+    MessageStore._call = counted  # type: ignore[method-assign]
     state = {f"leaf{number}": np.arange(8.0) + number for number in range(leaves)}
     found: list[int] = []
     with everystep.Checkpointer(run, state, mode="sync", timeout=60.0) as checkpointer:
@@ -58,7 +58,7 @@ def _save_and_load_many(folder: Path) -> tuple[list[int], int]:
     """How many keys the store has after each save and load, at a path of its own; how often this connects."""
     import torch.distributed as dist
 
-    from everystep.team import mail
+    from everystep.store.ranks import message_store as mail
 
     connect, connected = mail._connect, []
 

@@ -22,8 +22,8 @@ from everystep.cli.app import app
 from everystep.engine import faults
 from everystep.engine.fs import HeldDirectory
 from everystep.format.manifest import encode_root
-from everystep.store.commit import coordinated
 from everystep.store.commit import volumes as store_volumes
+from everystep.store.ranks import coordinated
 from everystep.store.read.stored_checkpoint import open_newest
 from support.disturbed_trainings import error_of
 from support.launcher import launch, values

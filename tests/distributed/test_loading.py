@@ -35,8 +35,8 @@ from everystep.store.ranks import shared_load
 from everystep.store.ranks.channel import Channel
 from everystep.store.ranks.exchange import hand_out
 from everystep.store.ranks.shared_load import load_together
+from everystep.store.ranks.transport import Transport, join
 from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
-from everystep.team import Team, join
 from support.error_kinds import kind_of
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS, outlive
@@ -111,9 +111,9 @@ class _Rank:
     """What a rank needs for one load after the other."""
 
     def __init__(self, path: str, seed: int = 3) -> None:
-        team = join("loading", TIMEOUT)
-        assert team is not None
-        self.team: Team = team
+        transport = join("loading", TIMEOUT)
+        assert transport is not None
+        self.transport: Transport = transport
         self.channel = Channel.open()
         self.path = path
         self.state = _state(seed)
@@ -121,7 +121,7 @@ class _Rank:
     def load(self, into: Any, **options: Any) -> Any:
         with StoredCheckpoint(self.path) as checkpoint:
             settings = {"timeout": TIMEOUT, "channel": self.channel, **options}
-            return load_together(self.team, checkpoint, into, **settings)
+            return load_together(self.transport, checkpoint, into, **settings)
 
     def counted(self, into: Any, **options: Any) -> int:
         """Load and compare; how much was read here. Unverified: checksums are of more than what is wanted."""
@@ -160,7 +160,7 @@ def _rows(dims: int, at: int) -> Callable[[torch.Tensor], Any]:
 
 def _layouts(path: str) -> dict[str, int]:
     rank = _Rank(path)
-    state, number = rank.state, rank.team.rank
+    state, number = rank.state, rank.transport.rank
     found: dict[str, int] = {}
 
     found["ddp"] = rank.counted(_zeros(state))
@@ -192,7 +192,7 @@ def _layouts(path: str) -> dict[str, int]:
         odd["model"] = {}
     found["odd"] = rank.counted(odd)
 
-    rank.team.topology = Topology.regular(4, 2)
+    rank.transport.topology = Topology.regular(4, 2)
     found["two nodes"] = rank.counted(_zeros(state))
     return found
 
@@ -236,7 +236,7 @@ def _names(rank: int) -> list[str]:
 def _stages(path: str) -> dict[str, Any]:
     """Every rank has other leaves, as the stages of a pipeline."""
     rank = _Rank(path)
-    state, number = rank.state, rank.team.rank
+    state, number = rank.state, rank.transport.rank
     found: dict[str, Any] = {}
     into = _zeros(state)
     into["model"] = {name: into["model"][name] for name in _names(number)}
@@ -275,7 +275,7 @@ def _mismatches(path: str) -> list[tuple[str, tuple[int, ...]]]:
 
     def attempt(change: Callable[[dict[str, Any]], object], **options: Any) -> None:
         into = _zeros(rank.state)
-        if rank.team.rank == 2:
+        if rank.transport.rank == 2:
             change(into)
         try:
             rank.load(into, **options)
@@ -303,7 +303,7 @@ def _mismatches(path: str) -> list[tuple[str, tuple[int, ...]]]:
             raise ValueError("not mine")
 
     into = _zeros(rank.state)
-    into["loader"] = Refusing() if rank.team.rank == 2 else into["loader"]
+    into["loader"] = Refusing() if rank.transport.rank == 2 else into["loader"]
     try:
         rank.load(into)
     except (StateMismatch, RankFailed) as error:
@@ -382,7 +382,7 @@ def _damaged(good: str, bad: str) -> list[tuple[str, str, str | None, str | None
     real = StoredCheckpoint.fetch
 
     def unreadable(self: StoredCheckpoint, wanted: Any, **options: Any) -> None:
-        if rank.team.rank == 1:
+        if rank.transport.rank == 1:
             error = ReadFailed("the device said no")
             error.errno, error.filename = errno.EIO, "r00001"
             raise error
@@ -425,15 +425,15 @@ def test_damage_seen_by_one_reader_is_raised_by_all(saved: str, tmp_path: Path) 
 
 def _killed(path: str, when: str) -> tuple[str, tuple[int, ...]]:
     rank = _Rank(path)
-    if rank.team.rank == 1:
+    if rank.transport.rank == 1:
         if when == "reading":
             StoredCheckpoint.fetch = _die  # type: ignore[method-assign]
         elif when == "handing":
             rank.channel.send = _die  # type: ignore[method-assign]
         else:
-            rank.team.exchange = _die  # type: ignore[method-assign]
+            rank.transport.exchange = _die  # type: ignore[method-assign]
         rank.load(_zeros(rank.state))
-    outlive(1, rank.team.members[1].pid)
+    outlive(1, rank.transport.members[1].pid)
     # Where bytes are handed around the dead are seen at once: only the living could need the time.
     shared_load.hand_out = lambda *rest: hand_out(*rest[:-1], TIMEOUT)
     with pytest.raises(RankFailed) as caught:
@@ -460,15 +460,15 @@ def test_survivors_of_a_killed_rank_are_told_in_time(saved: str, when: str) -> N
 
 
 def _own(path: str) -> dict[str, Any]:
-    team = join("loading", TIMEOUT)
-    assert team is not None
+    transport = join("loading", TIMEOUT)
+    assert transport is not None
     into = {
         "model": {"w": np.zeros((300, 7), np.float32)},
         "noise": everystep.per_rank({"array": np.full(5, -1.0, np.float32), "count": -1}),
     }
     with warnings.catch_warnings(record=True) as told, StoredCheckpoint(path) as checkpoint:
         warnings.simplefilter("always")
-        loaded: Any = load_together(team, checkpoint, into, timeout=TIMEOUT, channel=Channel.open())
+        loaded: Any = load_together(transport, checkpoint, into, timeout=TIMEOUT, channel=Channel.open())
     assert np.array_equal(loaded["model"]["w"], _weights())
     noise = loaded["noise"].value
     return {

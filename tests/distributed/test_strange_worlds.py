@@ -53,16 +53,16 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
     """In the save of step 4 one rank is stopped: rank 0 before it commits, another before it writes."""
     import torch.distributed as dist
 
-    from everystep.store.commit import coordinated
     from everystep.store.commit.transaction import Transaction
+    from everystep.store.ranks import coordinated
 
     state = make_state()
     with _checkpointer(run, state) as checkpointer:
         _steps(checkpointer, state, 3)
         advance(state)
         dist.barrier()
-        team = checkpointer._group.team
-        assert team is not None
+        transport = checkpointer._group.transport
+        assert transport is not None
         if dist.get_rank() == victim:
             where, name = (Transaction, "publish") if victim == 0 else (coordinated, "open_partial")
             real = getattr(where, name)
@@ -75,7 +75,7 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
             setattr(where, name, stop)
         else:
             set_patience(checkpointer, SILENCE_SECONDS)
-            outlive(victim, team.members[victim].pid)
+            outlive(victim, transport.members[victim].pid)
         return error_of(lambda: checkpointer.save(4)), checkpointer.last_durable
 
 
@@ -83,22 +83,22 @@ def _go_on(run: Path, marks: Path) -> tuple[int, bool]:
     """Another training, in the midst of whose save of step 4 the stopped rank of the first one goes on."""
     import torch.distributed as dist
 
-    from everystep.store.commit.messages import Conversation
+    from everystep.store.ranks.save_round import SaveRound
 
     state = make_state()
     with _checkpointer(run, state) as checkpointer:
         resumed = checkpointer.restore()
         exact = bits(state) == bits(make_state(resumed))
         if dist.get_rank() == 0:
-            say = Conversation.say
+            say = SaveRound.say
 
-            def pause(self: Conversation, key: str, message: Any) -> None:
+            def pause(self: SaveRound, key: str, message: Any) -> None:
                 say(self, key, message)
                 if key == "open" and not (marks / "opened").exists():
                     (marks / "opened").touch()
                     wait_for(marks / "go on")
 
-            Conversation.say = pause  # type: ignore[method-assign]
+            SaveRound.say = pause  # type: ignore[method-assign]
         _steps(checkpointer, state, 6)
     return resumed, exact
 
@@ -300,34 +300,34 @@ def _cut_off(run: Path, marks: Path, before: str) -> tuple[Any, int | None]:
     """In the save of step 3 the link between the nodes is cut, before rank 0 says a certain thing."""
     import torch.distributed as dist
 
-    from everystep.store.commit.messages import Conversation
-    from everystep.team import mail
+    from everystep.store.ranks import message_store as mail
+    from everystep.store.ranks.save_round import SaveRound
 
     state = make_state()
     checkpointer = _checkpointer(run, state)
     _steps(checkpointer, state, 2)
     advance(state)
     dist.barrier()
-    say, read = Conversation.say, mail.Mail.read
+    say, read = SaveRound.say, mail.MessageStore.read
 
-    def cut(self: Conversation, key: str, message: Any) -> None:
+    def cut(self: SaveRound, key: str, message: Any) -> None:
         if key == before:
             (marks / "cut").touch()
             wait_for(marks / "is cut")
             set_patience(checkpointer, SILENCE_SECONDS)
         say(self, key, message)
 
-    def patient_read(self: mail.Mail, key: str, timeout: float) -> bytes:
+    def patient_read(self: mail.MessageStore, key: str, timeout: float) -> bytes:
         """The time of the silence begins with the cut."""
         while timeout > 0 and not (marks / "is cut").exists():
-            with suppress(mail.Silence):
+            with suppress(mail.MessageTimeout):
                 return read(self, key, 0.2)
         return read(self, key, min(timeout, SILENCE_SECONDS))
 
     if dist.get_rank() == 0:
-        Conversation.say = cut  # type: ignore[method-assign]
+        SaveRound.say = cut  # type: ignore[method-assign]
     else:
-        mail.Mail.read = patient_read  # type: ignore[method-assign]
+        mail.MessageStore.read = patient_read  # type: ignore[method-assign]
         mail.ANSWER_SECONDS = 3.0  # type: ignore[misc] # in which a store that can be reached answers
     found = error_of(lambda: checkpointer.save(3)), checkpointer.last_durable
     (marks / f"told {dist.get_rank()}").touch()

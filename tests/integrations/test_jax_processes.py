@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from everystep.team import Ranks, join
+from everystep.store.ranks.transport import Ranks, join
 
 SOURCE = Path(__file__).parents[2] / "src" / "everystep" / "jax" / "processes.py"
 
@@ -90,17 +90,17 @@ def test_processes_talk_over_the_coordination_service_and_leave_nothing_in_it(pr
     heard: list[Any] = []
 
     def other() -> None:
-        team = join("test", 30, Ranks(1, 2, group.store))
-        assert team is not None
-        heard.append(team.exchange("names", b"one", 30))
-        team.close()
+        transport = join("test", 30, Ranks(1, 2, group.store))
+        assert transport is not None
+        heard.append(transport.exchange("names", b"one", 30))
+        transport.close()
 
     thread = threading.Thread(target=other)
     thread.start()
-    team = join("test", 30, group)
-    assert team is not None
-    assert team.exchange("names", b"zero", 30) == {b"zero": (0,), b"one": (1,)}
-    team.close(wait=10)
+    transport = join("test", 30, group)
+    assert transport is not None
+    assert transport.exchange("names", b"zero", 30) == {b"zero": (0,), b"one": (1,)}
+    transport.close(wait=10)
     thread.join(30)
     assert heard == [{b"zero": (0,), b"one": (1,)}]
     left = [key for key in group.store._client.entries if "/at/" not in key]

@@ -357,10 +357,10 @@ def test_sharded_trainings_resume_from_a_plain_one(
             optimizer.step()
         memory = {name: local_of(p).data_ptr() for name, p in net.named_parameters()}
         monkeypatch.setattr(nn.Module, "load_state_dict", _must_not_be_called)
-        with CommDebugMode() as talk:
+        with CommDebugMode() as save_round:
             made = _restore_bytes({"net": net, "optimizer": optimizer}, saved, rank)
             flatten({"net": net, "optimizer": optimizer})
-        assert talk.get_total_counts() == 0
+        assert save_round.get_total_counts() == 0
         assert {name: local_of(p).data_ptr() for name, p in net.named_parameters()} == memory
         assert optimizer.param_groups[0]["lr"] == 0.1
         assert all(name.endswith(".step") for name in made.fresh), "read whole"

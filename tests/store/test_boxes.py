@@ -15,7 +15,7 @@ import pytest
 import everystep
 from everystep.format.geometry import Box
 from everystep.state.boxed import BoxedArray
-from everystep.team import Ranks
+from everystep.store.ranks.transport import Ranks
 
 WHOLE = np.arange(48, dtype=np.float32).reshape(6, 8)
 QUARTERS = tuple(Box(start, (3, 4)) for start in ((0, 0), (0, 4), (3, 0), (3, 4)))

@@ -18,7 +18,7 @@ from everystep.errors import (
     StateMismatch,
 )
 from everystep.store.os_errors import read_error, shows_damage
-from everystep.store.rank_errors import RankError, raise_worst
+from everystep.store.ranks.errors import RankError, raise_worst
 
 
 def _raised(*errors: Exception | None) -> list[Exception | None]:

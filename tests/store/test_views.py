@@ -14,7 +14,7 @@ from everystep.format.geometry import Box
 from everystep.plan.placement import Mesh, MeshPlacement, Split
 from everystep.plan.world import Seen, merge_views
 from everystep.store.ranks.checks.views import decode_view, encode_view, exchange_views
-from everystep.team import join
+from everystep.store.ranks.transport import join
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS
 
@@ -115,22 +115,22 @@ def test_bytes_that_are_no_view_are_refused(data):
 
 def _exchange():
     rank = dist.get_rank()
-    team = join("run", PATIENCE_SECONDS)
-    assert team is not None
+    transport = join("run", PATIENCE_SECONDS)
+    assert transport is not None
     both = MeshPlacement(Mesh.grid(3), (Split(0, 0),))
     view = (Seen("weight", "F32", (9, 2), both),)
     if rank == 2:
         view += (Seen("last", "F32", (3,)),)
-    views = exchange_views(team, view, PATIENCE_SECONDS)
+    views = exchange_views(transport, view, PATIENCE_SECONDS)
     leaves = merge_views(views)
     if rank == 1:
-        team.exchange("bad", b"garbage", PATIENCE_SECONDS)
+        transport.exchange("bad", b"garbage", PATIENCE_SECONDS)
         failure = None
     else:
         with pytest.raises(RankFailed) as caught:
-            exchange_views(team, view, PATIENCE_SECONDS, key="bad")
+            exchange_views(transport, view, PATIENCE_SECONDS, key="bad")
         failure = str(caught.value), caught.value.ranks
-    team.close()
+    transport.close()
     return list(views.values()), [leaf.name for leaf in leaves], leaves, failure
 
 

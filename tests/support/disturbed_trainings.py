@@ -116,9 +116,9 @@ def train(course: Course) -> dict[str, Any]:
                 _arm(course.kill)
             elif step == course.armed and course.kill is not None and course.timeout < PATIENCE_SECONDS:
                 set_patience(checkpointer, course.timeout)
-                team = checkpointer._group.team
-                assert team is not None
-                outlive(course.kill.rank, team.members[course.kill.rank].pid)
+                transport = checkpointer._group.transport
+                assert transport is not None
+                outlive(course.kill.rank, transport.members[course.kill.rank].pid)
             checkpointer.save(step)
             if step >= course.armed:  # what is said next is of the step after
                 checkpointer.wait()
@@ -140,14 +140,14 @@ def set_patience(checkpointer: everystep.Checkpointer, seconds: float) -> None:
 
 
 def _arm(kill: Kill) -> None:
-    from everystep.team import Mail
+    from everystep.store.ranks.message_store import MessageStore
 
     faults.install(*faults.parse(kill.fault))
     if not kill.post:
         return
-    post = Mail.post
+    post = MessageStore.post
 
-    def fatal(self: Mail, key: str, data: bytes) -> None:
+    def fatal(self: MessageStore, key: str, data: bytes) -> None:
         if not key.endswith(kill.post):
             post(self, key, data)
             return
@@ -155,7 +155,7 @@ def _arm(kill: Kill) -> None:
             post(self, key, data)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Mail.post = fatal  # type: ignore[method-assign]
+    MessageStore.post = fatal  # type: ignore[method-assign]
 
 
 def log_of(run: Path, rank: int) -> Path:

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
-from everystep.team.mail import Mail, Silence
-from everystep.team.rendezvous import Board
+from everystep.store.ranks.membership import StatusKeys
+from everystep.store.ranks.message_store import MessageStore, MessageTimeout
 
 PATIENCE_SECONDS = 60.0
 """For what is sure to come: only a hang takes longer."""
@@ -24,15 +24,15 @@ _LOOK_SECONDS = 0.2
 @contextmanager
 def expecting(*ranks: int) -> Iterator[None]:
     """Whoever collects messages of several ranks waits for these first, and only then begins to count."""
-    collect = Mail.collect
+    collect = MessageStore.collect
     known = {str(rank) for rank in ranks}
 
-    def patient(self: Mail, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+    def patient(self: MessageStore, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
         if timeout > 0:
             collect(self, [key for key in keys if _last(key) in known], PATIENCE_SECONDS)
         return collect(self, keys, timeout)
 
-    with mock.patch.object(Mail, "collect", patient):
+    with mock.patch.object(MessageStore, "collect", patient):
         yield
 
 
@@ -41,13 +41,13 @@ def said_together() -> Iterator[None]:
     """All ranks have said what they are at before the time of anybody begins."""
     import torch.distributed as dist
 
-    say = Board.say
+    say = StatusKeys.say
 
-    def together(self: Board, rank: int, what: str) -> None:
+    def together(self: StatusKeys, rank: int, what: str) -> None:
         say(self, rank, what)
         dist.barrier()
 
-    with mock.patch.object(Board, "say", together):
+    with mock.patch.object(StatusKeys, "say", together):
         yield
 
 
@@ -56,18 +56,18 @@ def outlive(victim: int, pid: int) -> None:
 
     One that is stopped is as good as dead.
     """
-    read, collect = Mail.read, Mail.collect
+    read, collect = MessageStore.read, MessageStore.collect
 
-    def patient_read(self: Mail, key: str, timeout: float) -> bytes:
+    def patient_read(self: MessageStore, key: str, timeout: float) -> bytes:
         """What is read by itself is the coordinator's."""
         if timeout > 0 and victim != 0:
             return read(self, key, max(timeout, PATIENCE_SECONDS))
         while timeout > 0 and lives(pid):
-            with suppress(Silence):
+            with suppress(MessageTimeout):
                 return read(self, key, _LOOK_SECONDS)
         return read(self, key, timeout)
 
-    def patient_collect(self: Mail, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
+    def patient_collect(self: MessageStore, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
         if timeout > 0:
             collect(self, [key for key in keys if _last(key) != str(victim)], PATIENCE_SECONDS)
         while timeout > 0 and lives(pid):
@@ -77,7 +77,7 @@ def outlive(victim: int, pid: int) -> None:
         return collect(self, keys, timeout)
 
     # For the rest of this process, which is the test's own.
-    mock.patch.multiple(Mail, read=patient_read, collect=patient_collect).start()
+    mock.patch.multiple(MessageStore, read=patient_read, collect=patient_collect).start()
 
 
 def lives(pid: int) -> bool:

@@ -240,9 +240,9 @@ def missing(run: Path, mode: Mode, troubles: list[str]) -> tuple[dict[str, Got],
 
             def when_called() -> None:
                 group = here.checkpointer._group
-                assert group.team is not None
+                assert group.transport is not None
                 assert group._calls is not None
-                group.team.mail.read(f"{group._calls.next}/call", PATIENCE_SECONDS)
+                group.transport.mail.read(f"{group._calls.next}/call", PATIENCE_SECONDS)
                 act()
 
             return when_called
@@ -272,11 +272,11 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
     """A rank is so slow to write that it is given up; it gets there when the same step is saved again."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from everystep.store.commit.messages import Conversation
     from everystep.store.commit.shard_writer import ShardWriter
+    from everystep.store.ranks.save_round import SaveRound
 
     store = _get_default_store()
-    write, gather = ShardWriter.write, Conversation.gather
+    write, gather = ShardWriter.write, SaveRound.gather
     with bench(run, mode) as here:
 
         def late(self: ShardWriter, groups: Any, watch: Any) -> None:
@@ -284,7 +284,7 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
             store.wait(["called again"])
             write(self, groups, watch)
 
-        def wait_for_all(self: Conversation) -> Any:
+        def wait_for_all(self: SaveRound) -> Any:
             store.set("called again", b"")
             return gather(self)
 
@@ -299,7 +299,7 @@ def straggling(run: Path, mode: Mode) -> tuple[dict[str, Got], list[str]]:
             here.got["late"] = error_of(here.save)
         calls.timeout = PATIENCE_SECONDS
         if here.rank == 0:
-            Conversation.gather = wait_for_all  # type: ignore[method-assign]
+            SaveRound.gather = wait_for_all  # type: ignore[method-assign]
         here.got["again"] = error_of(lambda: here.checkpointer.save(here.step))
         here.got["again, durable"] = error_of(here.checkpointer.wait)
         here.meet()

@@ -204,9 +204,9 @@ class Checkpointer:
             self._require_ended(earlier, step)
             self._context.retention.require_ours(step)
         except BaseException as error:
-            self._group.failed(decision.talk, error)
+            self._group.failed(decision.save_round, error)
             raise
-        task = SaveTask(self._context, step, self._mode, decision.talk)
+        task = SaveTask(self._context, step, self._mode, decision.save_round)
         try:
             task.prepare(self.state, metrics)
             task.stage(self.state)
@@ -410,7 +410,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if self._group.team is not None and forks() == self._forks:
+        if self._group.transport is not None and forks() == self._forks:
             # The save under way may wait for a dead rank: a launcher that clears up is obeyed at once.
             self._duty.close()
         try:

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from everystep.checkpointer.preemption import Preemption
 from everystep.checkpointer.schedule import Schedule
-from everystep.store import Conversation, RankGroup
+from everystep.store import RankGroup, SaveRound
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`due`: save now. `signal`: end the process then. `talk`: the ranks' messages about this save."""
+    """`due`: save now. `signal`: end the process then. `save_round`: the ranks' messages about this save."""
 
     due: bool
     signal: str | None
-    talk: Conversation | None
+    save_round: SaveRound | None
 
 
 class PreemptionDuty:
@@ -40,23 +40,23 @@ class PreemptionDuty:
     def decide(self, step: int, now: float) -> Decision:
         """What this call of `save` does."""
         group, signal = self._group, self.received
-        if group.team is None:
+        if group.transport is None:
             return Decision(signal is not None or self._schedule.due(step, now), signal, None)
         if group.leads:
             signal = signal or group.signalled()
         elif signal is not None:
             group.signal(signal)
         due = group.leads and (signal is not None or self._schedule.due(step, now))
-        talk = group.begin("the Checkpointer's save", step, due=due, signal=signal)
-        assert talk is not None
-        return Decision(talk.call.due, talk.call.signal, talk)
+        save_round = group.begin("the Checkpointer's save", step, due=due, signal=signal)
+        assert save_round is not None
+        return Decision(save_round.call.due, save_round.call.signal, save_round)
 
     def fulfilled(self, run: str, step: int, signal: str) -> int | None:
         """That step is durable. Returns the exit code to end with; None: other Checkpointers save first."""
         code: int | None = self._exit_code
         if self._preemption is not None:
             # Several ranks end at the same step, whatever other Checkpointers one of them has.
-            code = self._preemption.obeyed(at_once=self._group.team is not None)
+            code = self._preemption.obeyed(at_once=self._group.transport is not None)
         if self._group.leads:
             _print_preempted(run, step, signal, code)
         return code

@@ -37,8 +37,8 @@ from everystep.store.os_errors import shows_damage
 from everystep.store.ranks.consensus import all_or_none
 from everystep.store.ranks.open_together import open_newest_together, open_together
 from everystep.store.ranks.shared_load import load_together
+from everystep.store.ranks.transport import Transport
 from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
-from everystep.team import Team
 
 _SHOWN = 12
 
@@ -111,16 +111,16 @@ def restore(
 
 def _load_newest(context: RunContext, into: _Target, only: int | None) -> _Found | None:
     group, run = context.group, context.run
-    with group.again(f"restore from {run.path}") as team:
-        with _all_or_none(group, team, "target"):
+    with group.again(f"restore from {run.path}") as transport:
+        with _all_or_none(group, transport, "target"):
             run.require_current()
             refuse_fixed(into.state)
-        candidates = _agreed(group, team, list_steps(run.path) if group.leads else [])
+        candidates = _agreed(group, transport, list_steps(run.path) if group.leads else [])
         failures: list[EverystepError] = []
         for step in reversed(candidates if only is None else [only]):
             began = time.perf_counter()
             try:
-                nbytes = _load(group, team, into, run.path_of(step))
+                nbytes = _load(group, transport, into, run.path_of(step))
             except (CorruptCheckpoint, ReadFailed) as error:
                 if only is not None or not shows_damage(error):
                     raise
@@ -139,8 +139,8 @@ def _begin_from(context: RunContext, into: _Target, begin: Beginning) -> int:
     """Fills what that checkpoint has something for; the other entries of the state stay."""
     group, path = context.group, begin.path
     tuning = replace(READING, max_inflation=group.settings.tuning.max_inflation)
-    with group.again(f"start from {os.fspath(path)}") as team:
-        if team is None:
+    with group.again(f"start from {os.fspath(path)}") as transport:
+        if transport is None:
             with open_newest(path, tuning) as checkpoint:
                 there = _keys_of(checkpoint)
                 part = _entries_in(into.state, checkpoint)
@@ -149,12 +149,12 @@ def _begin_from(context: RunContext, into: _Target, begin: Beginning) -> int:
                 _put_back(into.state, restored)
                 _tell_entries(into.state, there, checkpoint, begin)
                 return checkpoint.step if begin.continue_steps else 0
-        group.restart(team)
-        with open_newest_together(team, path, group.timeout, tuning) as checkpoint:
+        group.restart(transport)
+        with open_newest_together(transport, path, group.timeout, tuning) as checkpoint:
             there = _keys_of(checkpoint)
             part = _entries_in(into.state, checkpoint)
             restored = load_together(
-                team,
+                transport,
                 checkpoint,
                 part,
                 select=None,
@@ -164,7 +164,7 @@ def _begin_from(context: RunContext, into: _Target, begin: Beginning) -> int:
                 timeout=group.timeout,
                 channel=group.channel,
             )
-            with _all_or_none(group, team, "in place"):
+            with _all_or_none(group, transport, "in place"):
                 refuse_replaced(part, restored, checkpoint.path)
             _put_back(into.state, restored)
             if group.leads:
@@ -252,24 +252,24 @@ def _pass_over(context: RunContext, step: int, error: EverystepError) -> None:
     warnings.warn(f"passing over step {step}: {error}", RuntimeWarning, stacklevel=stack_level())
 
 
-def _agreed(group: RankGroup, team: Team | None, steps: Sequence[int]) -> list[int]:
-    if team is None:
+def _agreed(group: RankGroup, transport: Transport | None, steps: Sequence[int]) -> list[int]:
+    if transport is None:
         return list(steps)
-    group.restart(team)
+    group.restart(transport)
     mine = msgspec.json.encode(list(steps)) if group.leads else None
-    return msgspec.json.decode(team.tell("steps", mine, group.timeout), type=list[int])
+    return msgspec.json.decode(transport.tell("steps", mine, group.timeout), type=list[int])
 
 
-def _load(group: RankGroup, team: Team | None, into: _Target, path: str) -> int:
-    if team is None:
+def _load(group: RankGroup, transport: Transport | None, into: _Target, path: str) -> int:
+    if transport is None:
         with StoredCheckpoint(path) as checkpoint:
             _check(checkpoint)
             restored = checkpoint.load(into.state, strict=into.strict, rename=into.rename)
             refuse_replaced(into.state, restored, path)
             return checkpoint.nbytes
-    with open_together(team, path, group.timeout, _check) as checkpoint:
+    with open_together(transport, path, group.timeout, _check) as checkpoint:
         restored = load_together(
-            team,
+            transport,
             checkpoint,
             into.state,
             select=None,
@@ -279,13 +279,13 @@ def _load(group: RankGroup, team: Team | None, into: _Target, path: str) -> int:
             timeout=group.timeout,
             channel=group.channel,
         )
-        with _all_or_none(group, team, "in place"):
+        with _all_or_none(group, transport, "in place"):
             refuse_replaced(into.state, restored, path)
         return checkpoint.nbytes
 
 
-def _all_or_none(group: RankGroup, team: Team | None, what: str) -> AbstractContextManager[None]:
-    return nullcontext() if team is None else all_or_none(team, what, group.timeout)
+def _all_or_none(group: RankGroup, transport: Transport | None, what: str) -> AbstractContextManager[None]:
+    return nullcontext() if transport is None else all_or_none(transport, what, group.timeout)
 
 
 def _check(checkpoint: StoredCheckpoint) -> None:

@@ -44,8 +44,8 @@ from everystep.state import Flat, LeafSource, flatten
 from everystep.state.boxed import Immutable
 from everystep.store import (
     CheckpointInfo,
-    Conversation,
     SaveObserver,
+    SaveRound,
     SingleCommit,
     Target,
     plain_metrics,
@@ -59,11 +59,11 @@ _RUNS = "runs"
 class SaveTask(SaveObserver):
     """One save. `mode` is the Checkpointer's, and from `prepare` on the one at work."""
 
-    def __init__(self, context: RunContext, step: int, mode: Mode, talk: Conversation | None) -> None:
+    def __init__(self, context: RunContext, step: int, mode: Mode, save_round: SaveRound | None) -> None:
         self.step = step
         self.mode = mode
         self._context = context
-        self._talk = talk
+        self._talk = save_round
         self._stall = Stall()
         self._began = time.perf_counter()
         self._stage_seconds = 0.0

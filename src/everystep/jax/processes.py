@@ -1,7 +1,7 @@
 """The processes of ``jax.distributed`` as ranks that save together.
 
 Owns the access to JAX's coordination service: its key-value store keeps the messages between ranks
-(`everystep.team`). No collective is used, and nothing of torch.
+(`everystep.store.ranks`). No collective is used, and nothing of torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-from everystep.team import Ranks
+from everystep.store.ranks.transport import Ranks
 
 
 def process_group() -> Ranks | str:
@@ -35,7 +35,7 @@ def process_group() -> Ranks | str:
 
 
 class _Store:
-    """The coordination service with the methods of torch's stores, which `everystep.team.mail` calls."""
+    """The coordination service, with those methods of torch's stores that `MessageStore` calls."""
 
     def __init__(self, client: Any) -> None:
         self._client = client

@@ -20,7 +20,6 @@ from __future__ import annotations
 from everystep.store.api import load, open, save
 from everystep.store.checkpoint import Checkpoint
 from everystep.store.commit.info import CheckpointInfo, check_step
-from everystep.store.commit.messages import Conversation
 from everystep.store.commit.observer import SaveObserver
 from everystep.store.commit.single import SingleCommit
 from everystep.store.commit.transaction import Spare, Target
@@ -28,6 +27,7 @@ from everystep.store.metrics import plain_metrics
 from everystep.store.names import step_name
 from everystep.store.options import Options, checked_options
 from everystep.store.ranks.group import RankGroup, join_group
+from everystep.store.ranks.save_round import SaveRound
 from everystep.store.read.lazy_leaf import LazyLeaf
 from everystep.store.read.listing import is_checkpoint, list_steps
 from everystep.store.read.open import resolve
@@ -40,7 +40,6 @@ from everystep.store.run import FollowedRun, WritableRun
 __all__ = [
     "Checkpoint",
     "CheckpointInfo",
-    "Conversation",
     "FollowedRun",
     "LazyLeaf",
     "LeafInfo",
@@ -49,6 +48,7 @@ __all__ = [
     "RankGroup",
     "Report",
     "SaveObserver",
+    "SaveRound",
     "SingleCommit",
     "Spare",
     "Target",

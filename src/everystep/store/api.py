@@ -22,16 +22,16 @@ from everystep.store.metrics import plain_metrics
 from everystep.store.names import PARTIAL, RETIRED
 from everystep.store.options import Options, checked_options, reading_tuning
 from everystep.store.os_errors import saving
-from everystep.store.rank_errors import failing_the_save
 from everystep.store.ranks.channel import Channel
+from everystep.store.ranks.errors import failing_the_save
 from everystep.store.ranks.group import ProcessGroup, RankGroup, join_group, leaving
 from everystep.store.ranks.open_together import open_newest_together
 from everystep.store.ranks.shared_load import load_together
+from everystep.store.ranks.transport import Transport
 from everystep.store.read.foreign import renaming
 from everystep.store.read.open import newest
 from everystep.store.read.references import is_reference
 from everystep.store.read.stored_checkpoint import refuse_fresh
-from everystep.team import Team
 
 _DEFAULT = Options().tuning()
 
@@ -70,30 +70,30 @@ def save(
     options = checked_options(options)
     settings = None if options is None else options.write_settings()
     with failing_the_save():
-        team = join_group(what, process_group, timeout)
-    if team is None and (settings is None or not settings.volumes):
+        transport = join_group(what, process_group, timeout)
+    if transport is None and (settings is None or not settings.volumes):
         check_target(target)
         tuning = _DEFAULT if settings is None else settings.tuning
         commit = SingleCommit(Target(target), step, plain_metrics(metrics), tuning, overwrite=overwrite)
         flat = flatten(state)
         make_parent(target)
         return commit.run(flat)
-    with leaving(team):
+    with leaving(transport):
         with failing_the_save():
-            group = RankGroup(team, settings or Options().write_settings(), timeout)
-        talk = group.begin(what, step)
+            group = RankGroup(transport, settings or Options().write_settings(), timeout)
+        save_round = group.begin(what, step)
         try:
             check_target(target)
             numbers = plain_metrics(metrics) if group.leads else {}  # those of rank 0 are stored
         except BaseException as error:
-            group.failed(talk, error)
+            group.failed(save_round, error)
             raise
-        ready = group.prepare(state, talk)
+        ready = group.prepare(state, save_round)
         try:
             if group.leads:
                 make_parent(target)
         except BaseException as error:
-            group.failed(talk, error)
+            group.failed(save_round, error)
             raise
         info = group.commit(ready, Target(target), step, numbers, overwrite=overwrite)
         group.close(wait=True)
@@ -146,8 +146,10 @@ def load(
     gets what rank 0 saved.
     """
     local_path(path)
-    team = join_group(f"load of {os.fspath(path)}", process_group if into is not None else "none", timeout)
-    if team is None:
+    transport = join_group(
+        f"load of {os.fspath(path)}", process_group if into is not None else "none", timeout
+    )
+    if transport is None:
         with open(path, as_training=as_training, options=options) as checkpoint:
             return checkpoint.load(
                 into,
@@ -158,17 +160,17 @@ def load(
                 strict=strict,
                 rename=rename,
             )
-    with leaving(team):
+    with leaving(transport):
         refuse_fresh(framework, device)
         new_names = renaming(rename)
         with (
-            open_newest_together(team, path, timeout, reading_tuning(options)) as opened,
-            _channel(team, timeout) as channel,
+            open_newest_together(transport, path, timeout, reading_tuning(options)) as opened,
+            _channel(transport, timeout) as channel,
             offering("into", "rename", "select", "strict"),
         ):
             opened.arrange(as_training)
             return load_together(
-                team,
+                transport,
                 opened,
                 into,
                 select=select,
@@ -181,12 +183,12 @@ def load(
 
 
 @contextmanager
-def _channel(team: Team, timeout: float) -> Iterator[Channel | None]:
+def _channel(transport: Transport, timeout: float) -> Iterator[Channel | None]:
     """The way from rank to rank, for one load; None where ranks cannot send arrays to each other."""
-    if not team.by_torch:
+    if not transport.by_torch:
         yield None
         return
-    with closing(Channel.open(timeout, team.subgroup)) as channel:
+    with closing(Channel.open(timeout, transport.subgroup)) as channel:
         yield channel
 
 

@@ -66,3 +66,8 @@ def is_checkpoint_file(name: str) -> bool:
 def is_run_or_dcp_file(name: str) -> bool:
     """Whether a directory that holds this is a run, or a checkpoint of torch DCP's own format."""
     return _OF_A_RUN_OR_DCP.fullmatch(name) is not None
+
+
+def sendable(text: str) -> str:
+    """Text that fits a message: names of files need not be UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()

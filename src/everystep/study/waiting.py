@@ -41,12 +41,12 @@ class WaitingClock:
     def install(self) -> None:
         import torch.distributed as dist
 
-        from everystep.team.mail import Mail
+        from everystep.store.ranks.message_store import MessageStore
 
         for name in _COLLECTIVES:
             setattr(dist, name, self._timed(getattr(dist, name)))
         for name in _MESSAGES:
-            setattr(Mail, name, self._timed(getattr(Mail, name)))
+            setattr(MessageStore, name, self._timed(getattr(MessageStore, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)

@@ -5,8 +5,6 @@
 | `transaction` | the partial directory and the rename that commits: make, seal, publish, abort |
 | `existing_directory` | committing into a directory that exists, beside files of others |
 | `single` | the driver for one process and one shard |
-| `coordinated` | the driver for several ranks, or several volumes |
-| `messages` | what ranks tell each other during a save |
 | `shard_writer` | the files of one rank: shards and part |
 | `manifest` | the records that describe what was written |
 | `volumes` | shards outside of the checkpoint's directory, and their removal |

@@ -1,6 +1,6 @@
 """What one rank writes of a checkpoint: its shards, one per volume, and the part that describes them.
 
-Owns one rank's work in steps 2 to 4 of the commit protocol (`everystep.store.commit.coordinated`): it moves
+Owns one rank's work in steps 2 to 4 of the commit protocol (`everystep.store.ranks.coordinated`): it moves
 the bytes out of memory, puts the checksums into records, and syncs everything.
 `everystep.store.ranks.write_shares` decides before which rank writes what.
 """

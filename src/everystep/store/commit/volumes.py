@@ -35,10 +35,10 @@ from everystep.store.names import (
     SAVE_MARK,
     UNFINISHED_LEDGER,
     is_step_name,
+    sendable,
 )
 from everystep.store.os_errors import saving
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
-from everystep.team import sendable
 
 _PROBE_NBYTES = 32 << 20
 _MAX_LEDGER_NBYTES = 64 << 20

@@ -24,7 +24,7 @@ import numpy as np
 
 from everystep.engine.views import Bytes
 from everystep.errors import RankTimeout
-from everystep.team.group import Subgroup
+from everystep.store.ranks.transport import Subgroup
 
 MAX_POSTED = 32
 """Messages under way at a time."""

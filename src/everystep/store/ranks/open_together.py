@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 from everystep.engine import READING, Tuning
 from everystep.errors import CheckpointNotFound
-from everystep.store.rank_errors import AnotherCheckpoint
 from everystep.store.ranks.consensus import all_or_none, settle
+from everystep.store.ranks.errors import AnotherCheckpoint
+from everystep.store.ranks.transport import Transport
 from everystep.store.read.open import resolve
 from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_any
-from everystep.team import Team
 
 _MAX_REPLACED = 100
 """Times that a checkpoint is opened in vain because another took its place meanwhile."""
 
 
 def open_together(
-    team: Team,
+    transport: Transport,
     path: str,
     timeout: float,
     check: Callable[[StoredCheckpoint], None] | None = None,
@@ -37,11 +37,11 @@ def open_together(
     except Exception as raised:
         error = raised
     id = b"" if opened is None else opened.id.encode()
-    leading = team.tell("opened", id if team.is_coordinator else None, timeout)
+    leading = transport.tell("opened", id if transport.is_coordinator else None, timeout)
     if error is None and leading and leading != id:
         error = AnotherCheckpoint("not the checkpoint that rank 0 found at this path", path=path)
     try:
-        settle(team, "open", error, timeout)
+        settle(transport, "open", error, timeout)
     except BaseException:
         if opened is not None:
             opened.close()
@@ -51,22 +51,24 @@ def open_together(
 
 
 def open_newest_together(
-    team: Team, path: str | os.PathLike[str], timeout: float, tuning: Tuning = READING
+    transport: Transport, path: str | os.PathLike[str], timeout: float, tuning: Tuning = READING
 ) -> StoredCheckpoint:
     """The checkpoint that `path` means to rank 0, on every rank; once more if it was retired or replaced
     before all have opened it."""
     attempts = 0
     while True:
         attempts += 1
-        found = _resolve(team, path, timeout)
+        found = _resolve(transport, path, timeout)
         try:
-            return open_together(team, found, timeout, tuning=tuning)
+            return open_together(transport, found, timeout, tuning=tuning)
         except (AnotherCheckpoint, CheckpointNotFound):  # raised by all, or by none
             if attempts == _MAX_REPLACED:
                 raise
 
 
-def _resolve(team: Team, path: str | os.PathLike[str], timeout: float) -> str:
-    with all_or_none(team, "resolve", timeout):
-        found = resolve(path) if team.is_coordinator else ""
-    return os.fsdecode(team.tell("path", os.fsencode(found) if team.is_coordinator else None, timeout))
+def _resolve(transport: Transport, path: str | os.PathLike[str], timeout: float) -> str:
+    with all_or_none(transport, "resolve", timeout):
+        found = resolve(path) if transport.is_coordinator else ""
+    return os.fsdecode(
+        transport.tell("path", os.fsencode(found) if transport.is_coordinator else None, timeout)
+    )

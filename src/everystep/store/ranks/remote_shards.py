@@ -24,13 +24,14 @@ from everystep.engine.views import Bytes
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint
 from everystep.format.geometry import whole
 from everystep.plan import ByteRange
+from everystep.store.names import sendable
 from everystep.store.ranks.channel import Channel, Message, carry
 from everystep.store.ranks.exchange import MESSAGE_NBYTES, LocalArray, Span, Spans, cut
+from everystep.store.ranks.replies import all_heard
+from everystep.store.ranks.transport import Transport
 from everystep.store.read.gather import FileReads
 from everystep.store.read.shard_reader import MISSING, FragmentRequest, request_range, volume_of
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
-from everystep.team import Team, sendable
-from everystep.team.replies import all_heard
 
 _ASKED_AT_ONCE = 50_000
 """Requests in one message."""
@@ -68,9 +69,15 @@ class RemoteShards:
     """
 
     def __init__(
-        self, team: Team, checkpoint: StoredCheckpoint, channel: Channel, timeout: float, *, verify: bool
+        self,
+        transport: Transport,
+        checkpoint: StoredCheckpoint,
+        channel: Channel,
+        timeout: float,
+        *,
+        verify: bool,
     ) -> None:
-        self._team = team
+        self._transport = transport
         self._checkpoint = checkpoint
         self._channel = channel
         self._timeout = timeout
@@ -106,7 +113,7 @@ class RemoteShards:
             for at in range(0, len(of_this), _ASKED_AT_ONCE):
                 batches.append((reader, msgspec.msgpack.encode(of_this[at : at + _ASKED_AT_ONCE])))
         heard: dict[int, list[Asked]] = {}
-        for asker, data in self._team.deliver("load/asked", batches, self._timeout):
+        for asker, data in self._transport.deliver("load/asked", batches, self._timeout):
             heard.setdefault(asker, []).extend(msgspec.msgpack.decode(data, type=list[Asked]))
         desk = _Desk(self._checkpoint, verify=self._verify)
         messages: list[Message] = [*self._inward(asking), *self._outward(heard, desk)]
@@ -128,7 +135,7 @@ class RemoteShards:
             return msgspec.msgpack.encode(sorted(found))
 
         mine = msgspec.msgpack.encode(unseen)
-        data = self._team.agree("load/unseen", mine, unite, self._timeout)
+        data = self._transport.agree("load/unseen", mine, unite, self._timeout)
         return msgspec.msgpack.decode(data, type=list[Shard])
 
     def _choose_readers(self, wanted: Sequence[Shard]) -> dict[_Key, int]:
@@ -140,7 +147,7 @@ class RemoteShards:
             for rank, data in enumerate(heard):
                 for number in msgspec.msgpack.decode(data, type=list[int]):
                     seeing.setdefault(number, []).append(rank)
-            files = [0] * self._team.world
+            files = [0] * self._transport.world
             chosen: list[int | None] = []
             for number in range(len(wanted)):
                 reader = min(seeing.get(number, ()), key=lambda rank: (files[rank], rank), default=None)
@@ -151,11 +158,11 @@ class RemoteShards:
 
         seen = [number for number, shard in enumerate(wanted) if os.path.isfile(shard.path)]
         mine = msgspec.msgpack.encode(seen)
-        data = self._team.agree("load/seen", mine, choose, self._timeout)
+        data = self._transport.agree("load/seen", mine, choose, self._timeout)
         chosen = msgspec.msgpack.decode(data, type=list[int | None])
         gone = [shard for shard, reader in zip(wanted, chosen, strict=True) if reader is None]
         if gone:
-            raise _out_of_reach(gone, sorted({member.host for member in self._team.members}))
+            raise _out_of_reach(gone, sorted({member.host for member in self._transport.members}))
         readers = zip(wanted, chosen, strict=True)
         return {shard.key: reader for shard, reader in readers if reader is not None}
 
@@ -182,13 +189,13 @@ class RemoteShards:
         for reader, spans in by_reader.items():
             for number, part in enumerate(_messages([span.nbytes for span in spans])):
                 found = tuple(spans[index] for index in part)
-                yield Spans(number, reader, self._team.rank, False, found)
+                yield Spans(number, reader, self._transport.rank, False, found)
 
     def _outward(self, heard: Mapping[int, Sequence[Asked]], desk: _Desk) -> Iterator[Message]:
         for asker, asked in heard.items():
             for number, part in enumerate(_messages([item.nbytes for item in asked])):
                 found = tuple(asked[index] for index in part)
-                yield _Answer(number, self._team.rank, asker, True, found, desk)
+                yield _Answer(number, self._transport.rank, asker, True, found, desk)
 
 
 class _Desk:

@@ -30,24 +30,24 @@ from everystep.format.geometry import whole
 from everystep.plan.fragments import seen
 from everystep.plan.world import Seen
 from everystep.state import LeafMeta, Mismatch, Restore
-from everystep.store.rank_errors import RankError, raise_worst
 from everystep.store.ranks.channel import Channel
 from everystep.store.ranks.checks.views import exchange_views
 from everystep.store.ranks.consensus import all_or_none, settle
+from everystep.store.ranks.errors import RankError, raise_worst
 from everystep.store.ranks.exchange import LocalArray, hand_out
 from everystep.store.ranks.read_shares import Sharing, common_wishes
 from everystep.store.ranks.remote_shards import RemoteShards
+from everystep.store.ranks.replies import ranks_in_words
 from everystep.store.ranks.subgroup import renumber_targets
+from everystep.store.ranks.transport import Transport
 from everystep.store.read.gather import FileReads
 from everystep.store.read.requests import BoxRequest, box_requests, boxes_of_targets
 from everystep.store.read.restore_warnings import Unrestored
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
-from everystep.team import Team
-from everystep.team.replies import ranks_in_words
 
 
 def load_together(
-    team: Team,
+    transport: Transport,
     checkpoint: StoredCheckpoint,
     into: object,
     *,
@@ -63,7 +63,7 @@ def load_together(
     To be called by all ranks, in the training's thread, with the same arguments but for `into`. `timeout` is
     how long ranks wait for each other in each step. Without a `channel` every rank reads all it wants itself.
     """
-    load = _Load(team, checkpoint, timeout, channel, rename)
+    load = _Load(transport, checkpoint, timeout, channel, rename)
     restore, wishes, mismatch = load.plan(into, select, strict)
     sharing = load.share(wishes)
     load.read(restore, wishes, sharing, verify=verify)
@@ -106,13 +106,13 @@ class _Load:
 
     def __init__(
         self,
-        team: Team,
+        transport: Transport,
         checkpoint: StoredCheckpoint,
         timeout: float,
         channel: Channel | None,
         rename: Callable[[str], str] | None,
     ) -> None:
-        self._team = team
+        self._transport = transport
         self._checkpoint = checkpoint
         self._timeout = timeout
         self._channel = channel
@@ -125,7 +125,7 @@ class _Load:
         self, into: object, select: str | Iterable[str] | None, strict: bool
     ) -> tuple[Restore, _Wishes, Mismatch]:
         """How this rank's target is filled, once it is known that everybody's can be."""
-        self._team.say(self._what)
+        self._transport.say(self._what)
         restore: Restore | None = None
         wishes = _Wishes((), (), {})
         failed: Exception | None = None
@@ -151,7 +151,7 @@ class _Load:
         return restore, wishes, mismatch
 
     def _compare(self, into: object, select: str | Iterable[str] | None, strict: bool) -> Restore:
-        checkpoint, rank = self._checkpoint, self._team.rank
+        checkpoint, rank = self._checkpoint, self._transport.rank
         checkpoint.fit_to(into)
         only = None if select is None else checkpoint.selection(select, rank=rank)
         self._metas = checkpoint.metas_for(rank)
@@ -168,7 +168,7 @@ class _Load:
             rename=self._rename,
             strict=strict,
         )
-        renumber_targets(restore, self._team.subgroup)
+        renumber_targets(restore, self._transport.subgroup)
         return restore
 
     def _tell(self, restore: Restore | None, failed: Exception | None, strict: bool) -> list[_Plan]:
@@ -176,7 +176,7 @@ class _Load:
 
         `RanksDisagree` on all ranks unless all of them are as strict: one would go on where another ends.
         """
-        rank = self._team.rank
+        rank = self._transport.rank
         if restore is None:
             assert failed is not None
             mine = _Plan(strict=strict, failure=RankError.of(rank, failed))
@@ -189,7 +189,7 @@ class _Load:
                 fills=restore.fills,
                 lacks=restore.lacks,
             )
-        heard = self._team.exchange("load/plan", msgspec.msgpack.encode(mine), self._timeout)
+        heard = self._transport.exchange("load/plan", msgspec.msgpack.encode(mine), self._timeout)
         told = [(msgspec.msgpack.decode(data, type=_Plan), ranks) for data, ranks in heard.items()]
         first = told[0][0].strict
         others = sorted(other for plan, ranks in told if plan.strict != first for other in ranks)
@@ -223,12 +223,12 @@ class _Load:
         """Who reads what, of all that several ranks want."""
         places = {wish.seen: wish.place for wish in (*wishes.into_fresh, *wishes.into_place)}
         if self._channel is None:
-            return Sharing((), self._team.topology, self._team.rank, places)
+            return Sharing((), self._transport.topology, self._transport.rank, places)
         # What is this rank's own nobody shares; leaving it out leaves the views of all ranks equal.
         common = self._checkpoint.metas
         view = tuple(wanted for wanted in places if wanted.name in common)
-        views = exchange_views(self._team, view, self._timeout, "load/views")
-        return Sharing(common_wishes(views), self._team.topology, self._team.rank, places)
+        views = exchange_views(self._transport, view, self._timeout, "load/views")
+        return Sharing(common_wishes(views), self._transport.topology, self._transport.rank, places)
 
     def read(self, restore: Restore, wishes: _Wishes, sharing: Sharing, *, verify: bool) -> None:
         """Fill this rank's share, and what is not shared; returns when all ranks have done so."""
@@ -243,9 +243,9 @@ class _Load:
             failed = error
         elsewhere: RemoteShards | None = None
         if self._channel is not None and not checkpoint.parts.stored_whole:
-            elsewhere = RemoteShards(self._team, checkpoint, self._channel, self._timeout, verify=verify)
+            elsewhere = RemoteShards(self._transport, checkpoint, self._channel, self._timeout, verify=verify)
             reads = elsewhere.keep(reads)
-        with all_or_none(self._team, "load/read", self._timeout):
+        with all_or_none(self._transport, "load/read", self._timeout):
             if failed is not None:
                 raise failed
             if checkpoint.parts.stored_whole:
@@ -253,7 +253,7 @@ class _Load:
             else:
                 checkpoint.carry_out(reads, verify=verify)
         if elsewhere is not None and elsewhere.needed:
-            with all_or_none(self._team, "load/elsewhere", self._timeout):
+            with all_or_none(self._transport, "load/elsewhere", self._timeout):
                 elsewhere.transfer()
 
     def _own_reads(self, restore: Restore, wishes: _Wishes, sharing: Sharing) -> Iterator[BoxRequest]:
@@ -262,7 +262,7 @@ class _Load:
                 yield BoxRequest(wish.seen.name, whole(wish.place.shape), wish.place.where)
         shared = {wish.key for wish in wishes.into_place if wish.seen in sharing.shared}
         metas = {key: self._meta(key) for key in restore.destinations}
-        for item in box_requests(restore, metas, self._team.rank):
+        for item in box_requests(restore, metas, self._transport.rank):
             if item.leaf not in shared:
                 yield msgspec.structs.replace(item, leaf=metas[item.leaf].name)
         yield from boxes_of_targets(restore)
@@ -273,16 +273,16 @@ class _Load:
         failed: Exception | None = None
         try:
             if self._channel is not None:
-                hand_out(self._channel, self._team.rank, sharing.groups, sharing.place, self._timeout)
+                hand_out(self._channel, self._transport.rank, sharing.groups, sharing.place, self._timeout)
             restored = restore.finish(wishes.fresh)
         except Exception as error:  # told to all ranks, and raised by `settle`
             failed = error
-        settle(self._team, "load/restored", failed, self._timeout)
+        settle(self._transport, "load/restored", failed, self._timeout)
         return restored
 
     def warn(self, restore: Restore, mismatch: Mismatch, *, selected: bool) -> None:
         """Warns of what has not been restored. Rank 0 warns of what concerns all ranks."""
-        rank, world, saved = self._team.rank, self._team.world, self._checkpoint.world
+        rank, world, saved = self._transport.rank, self._transport.world, self._checkpoint.world
         leads = rank == 0
         beyond = self._checkpoint.local(0) if leads and saved > world and not selected else {}
         unrestored = Unrestored.of(restore, mismatch if leads else restore.mismatch, beyond)

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from everystep.errors import UnsupportedState
 from everystep.state import Flat, LeafSource, Restore, Sharding
-from everystep.team.group import Subgroup
+from everystep.store.ranks.transport import Subgroup
 
 
 def renumber_leaves(flat: Flat, subgroup: Subgroup | None) -> Flat:

@@ -26,9 +26,7 @@ from everystep.plan.topology import Topology, Writers
 from everystep.plan.volumes import stripe
 from everystep.plan.world import Beside, besides, merge_views
 from everystep.state import Flat, LeafSource
-from everystep.store.commit.coordinated import Agreement, WriteShare
 from everystep.store.commit.manifest import require_complete
-from everystep.store.commit.messages import Done, Here
 from everystep.store.commit.shard_writer import Description
 from everystep.store.options import Replicas
 from everystep.store.ranks.checks.layouts import Crossings, check_layouts, crossing_samples, crossings_of
@@ -50,7 +48,9 @@ from everystep.store.ranks.checks.values import (
     structure_digest,
 )
 from everystep.store.ranks.checks.views import exchange_views
-from everystep.team import Team
+from everystep.store.ranks.coordinated import Agreement, WriteShare
+from everystep.store.ranks.save_round import Ready, ShareWritten
+from everystep.store.ranks.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +73,19 @@ class Planned:
 
 
 class WriteShares:
-    """Plans for one state of a team, or of one process that writes to several volumes."""
+    """Plans for one state of all ranks, or of one process that writes to several volumes."""
 
     def __init__(
         self,
-        team: Team | None,
+        transport: Transport | None,
         *,
         writers: Writers = "all",
         speeds: Sequence[float] = (1.0,),
         replicas: Replicas = "check",
         timeout: float,
     ) -> None:
-        self._team = team
-        self._topology = Topology.regular(1) if team is None else team.topology
+        self._transport = transport
+        self._topology = Topology.regular(1) if transport is None else transport.topology
         self._topology.writers(writers)  # raises for what makes no sense, before anybody waits
         self._writers: Writers = writers
         self.speeds = tuple(speeds)
@@ -96,9 +96,9 @@ class WriteShares:
 
     @property
     def rank(self) -> int:
-        return 0 if self._team is None else self._team.rank
+        return 0 if self._transport is None else self._transport.rank
 
-    def look(self, flat: Flat) -> Here:
+    def look(self, flat: Flat) -> Ready:
         """What this rank can write of a state; to be called before anything else is done with it.
 
         The plan at hand counts if it is for leaves like these.
@@ -106,9 +106,9 @@ class WriteShares:
         self._outline = outline_of(flat.tree, self._outline)
         fits = self._known is not None and self._known[0] == _signature(flat)
         fingerprint = self._known[1].fingerprint if fits and self._known is not None else ""
-        return Here(fingerprint, digest("".join(self._outline.structure.values()).encode()))
+        return Ready(fingerprint, digest("".join(self._outline.structure.values()).encode()))
 
-    def serves(self, ranks: Sequence[Here]) -> bool:
+    def serves(self, ranks: Sequence[Ready]) -> bool:
         """Whether the plan at hand is good for what all ranks can write, by rank."""
         if self._known is None:
             return False
@@ -131,34 +131,34 @@ class WriteShares:
         key = f"plan/{call}"
         self._known = None
         view = view_of(flat.leaves)
-        if self._team is None:
+        if self._transport is None:
             layouts, others = merge_views({view: [0]}), tuple[Beside, ...]()
             speakers: tuple[int, ...] = (0,)
         else:
             speakers = self._speakers(structure_digest(flat.tree), f"{key}/structure")
             if len(set(speakers)) > 1:
                 said = facts_of(flat.tree).structure if speakers[self.rank] == self.rank else {}
-                check_structures(self._team, said, self._timeout, f"{key}/facts")
-            views = exchange_views(self._team, view, self._timeout, f"{key}/views")
+                check_structures(self._transport, said, self._timeout, f"{key}/facts")
+            views = exchange_views(self._transport, view, self._timeout, f"{key}/views")
             layouts = merge_views(views)
             others = besides(views, layouts) if self._replicas == "check" else ()
-            check_ties(self._team, flat.aliases, layouts, self._timeout, f"{key}/ties")
+            check_ties(self._transport, flat.aliases, layouts, self._timeout, f"{key}/ties")
             if self._replicas == "check":
-                check_replicas(self._team, flat.leaves, layouts, self._timeout, f"{key}/replicas")
-                check_layouts(self._team, flat.leaves, layouts, others, self._timeout, f"{key}/ways")
+                check_replicas(self._transport, flat.leaves, layouts, self._timeout, f"{key}/replicas")
+                check_layouts(self._transport, flat.leaves, layouts, others, self._timeout, f"{key}/ways")
         self._require_complete(flat, layouts)
         self._known = _signature(flat), self._planned(layouts, others, speakers)
 
     def check_replicas(self, flat: Flat) -> None:
         """Raises `RanksDisagree` if ranks hold different values of replicated arrays."""
-        if self._team is None:
+        if self._transport is None:
             return
-        self._team.check_group()
-        with self._team.again("comparing replicas", self._timeout) as team:
-            views = exchange_views(team, view_of(flat.leaves), self._timeout)
+        self._transport.check_group()
+        with self._transport.again("comparing replicas", self._timeout) as transport:
+            views = exchange_views(transport, view_of(flat.leaves), self._timeout)
             layouts = merge_views(views)
-            check_replicas(team, flat.leaves, layouts, self._timeout)
-            check_layouts(team, flat.leaves, layouts, besides(views, layouts), self._timeout)
+            check_replicas(transport, flat.leaves, layouts, self._timeout)
+            check_layouts(transport, flat.leaves, layouts, besides(views, layouts), self._timeout)
 
     def of(self, flat: Flat) -> WriteShare:
         """This rank's share of a state that was looked at, and that the plan at hand is for."""
@@ -199,7 +199,7 @@ class WriteShares:
         writes = WritePlan(layouts, self._topology, writers=self._writers)
         owned = writes.fragments(self.rank)
         layout = encode_plan(writes)
-        compared = self._team is not None and self._replicas == "check"
+        compared = self._transport is not None and self._replicas == "check"
         return Planned(
             writes.leaves,
             stripe(owned, self.speeds) if owned else (),
@@ -220,9 +220,9 @@ class WriteShares:
 
     def _speakers(self, structure: str, key: str) -> tuple[int, ...]:
         """Who speaks for whom."""
-        assert self._team is not None
-        found = [0] * self._team.world
-        for ranks in self._team.exchange(key, structure.encode(), self._timeout).values():
+        assert self._transport is not None
+        found = [0] * self._transport.world
+        for ranks in self._transport.exchange(key, structure.encode(), self._timeout).values():
             for rank in ranks:
                 found[rank] = ranks[0]
         return tuple(found)
@@ -232,7 +232,7 @@ def _signature(flat: Flat) -> Any:
     return tuple([(leaf.name, leaf.dtype, leaf.shape, leaf.framework, leaf.sharding) for leaf in flat.leaves])
 
 
-def _check(plan: str, speakers: tuple[int, ...], dones: Sequence[Done]) -> None:
+def _check(plan: str, speakers: tuple[int, ...], dones: Sequence[ShareWritten]) -> None:
     for done in dones:
         if done.plan != plan:
             raise RanksDisagree(

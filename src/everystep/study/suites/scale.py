@@ -47,9 +47,9 @@ from everystep.plan.read_sharing import SharePlan
 from everystep.plan.resharding import StoredIndex, Wanted, plan_reads
 from everystep.plan.topology import Topology
 from everystep.plan.world import Seen, View, merge_views
-from everystep.store.commit.messages import Call, Calls, Conversation, Done
 from everystep.store.ranks.checks.values import check_values, values_digest
 from everystep.store.ranks.checks.views import decode_view, encode_view
+from everystep.store.ranks.save_round import Call, Calls, SaveRound, ShareWritten
 from everystep.study import results, views
 from everystep.study.results import SECONDS, Bar, Result, Row
 from everystep.study.suite import Case, Group, Needs, Suite, Turn
@@ -333,7 +333,7 @@ class _Coordinator:
         for rank in range(1, world):
             ref = msgspec.structs.replace(part_ref(first, encoded), rank=rank, file=part_name(rank))
             files = (part_name(rank), shard_name(rank, 0))
-            done = Done(ref, files, 1 << 30, 1 << 30, self._digest, tree=False, values=self._values)
+            done = ShareWritten(ref, files, 1 << 30, 1 << 30, self._digest, tree=False, values=self._values)
             letters[f"0/done/{rank}"] = msgspec.json.encode(done)
         self.message_nbytes = sum(map(len, letters.values())) / max(1, len(letters))
         self._talk = _conversation(world, letters)
@@ -359,14 +359,14 @@ class _Coordinator:
         )
 
 
-def _conversation(world: int, letters: Mapping[str, bytes]) -> Conversation:
+def _conversation(world: int, letters: Mapping[str, bytes]) -> SaveRound:
     """The coordinator's end of a call in which everybody has said what there is to say."""
 
     def collect(keys: Sequence[str], timeout: float) -> dict[str, bytes]:
         return {key: letters[key] for key in keys}
 
-    team = SimpleNamespace(world=world, is_coordinator=True, mail=SimpleNamespace(collect=collect))
-    return Conversation(Calls(cast("Any", team), 1.0), 0, Call("save", 1000))
+    transport = SimpleNamespace(world=world, is_coordinator=True, mail=SimpleNamespace(collect=collect))
+    return SaveRound(Calls(cast("Any", transport), 1.0), 0, Call("save", 1000))
 
 
 def _tree(plan: WritePlan) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """DCP's ``StorageWriter``: the commit protocol of several ranks, with DCP's own messages.
 
-For a checkpoint that shall appear at ``D`` (`everystep.store.commit.coordinated` is the same with Everystep's
+For a checkpoint that shall appear at ``D`` (`everystep.store.ranks.coordinated` is the same with Everystep's
 messages):
 
 1. ``set_up_storage_writer``: the coordinator refuses a ``D`` that holds a checkpoint.

@@ -29,8 +29,8 @@ from everystep.plan.placement import Holding, LeafLayout, MeshPlacement, holding
 from everystep.plan.world import Beside
 from everystep.state import LeafSource
 from everystep.store.ranks.checks.replicas import in_host_memory
-from everystep.team.group import Team
-from everystep.team.replies import all_heard, ranks_in_words
+from everystep.store.ranks.replies import all_heard, ranks_in_words
+from everystep.store.ranks.transport import Transport
 
 _ELEMENTS: Final = 1 << 16
 """Summed up at a time: little enough to stay in the caches."""
@@ -76,7 +76,7 @@ class _Target:
 
 
 def check_layouts(
-    team: Team,
+    transport: Transport,
     leaves: Sequence[LeafSource],
     layouts: Sequence[LeafLayout],
     besides: Sequence[Beside],
@@ -92,7 +92,7 @@ def check_layouts(
     targets = _targets(layouts, besides)
     here = {leaf.name: leaf for leaf in leaves}
     try:
-        said = _Said(list(_sums(team.rank, here, layouts, targets)))
+        said = _Said(list(_sums(transport.rank, here, layouts, targets)))
     except _Uncut as error:
         said = _Said([], str(error), error.leaf)
 
@@ -103,7 +103,7 @@ def check_layouts(
                 return msgspec.msgpack.encode((rank, its.leaf, its.trouble, []))
         return msgspec.msgpack.encode((0, "", "", _findings(heard, layouts, targets)))
 
-    verdict = team.agree(key, msgspec.msgpack.encode(said), compare, timeout)
+    verdict = transport.agree(key, msgspec.msgpack.encode(said), compare, timeout)
     rank, leaf, trouble, found = msgspec.msgpack.decode(verdict, type=tuple[int, str, str, list[_Finding]])
     if trouble:
         raise RanksDisagree(

@@ -26,8 +26,8 @@ from everystep.plan.fragments import part_of_source
 from everystep.plan.placement import LeafLayout
 from everystep.plan.replica_groups import ReplicaGroup, replica_groups_of
 from everystep.state import LeafSource
-from everystep.team.group import Team
-from everystep.team.replies import all_heard, ranks_in_words
+from everystep.store.ranks.replies import all_heard, ranks_in_words
+from everystep.store.ranks.transport import Transport
 
 WINDOW_NBYTES = 8 << 20
 """Larger arrays are hashed window by window: what is not in one row in host memory needs a buffer."""
@@ -62,7 +62,7 @@ class _Finding(msgspec.Struct, frozen=True, array_like=True):
 
 
 def check_replicas(
-    team: Team,
+    transport: Transport,
     leaves: Sequence[LeafSource],
     layouts: Sequence[LeafLayout],
     timeout: float,
@@ -75,13 +75,13 @@ def check_replicas(
     """
     replica_groups = replica_groups_of(layouts)
     here = {leaf.name: leaf for leaf in leaves}
-    mine = list(_hashed(team.rank, here, layouts, replica_groups))
+    mine = list(_hashed(transport.rank, here, layouts, replica_groups))
     sums = [_StreamDigest(item.replica_group, item.stream, xxh3_64(item.digests)) for item in mine]
 
     def compare(messages: Sequence[bytes | None]) -> bytes:
         return msgspec.msgpack.encode(_unequal_streams(all_heard(messages, key, timeout)))
 
-    verdict = team.agree(f"{key}/streams", msgspec.msgpack.encode(sums), compare, timeout)
+    verdict = transport.agree(f"{key}/streams", msgspec.msgpack.encode(sums), compare, timeout)
     suspects = msgspec.msgpack.decode(verdict, type=list[tuple[int, int]])
     if not suspects:
         return
@@ -92,7 +92,7 @@ def check_replicas(
             _unequal_leaves(all_heard(messages, key, timeout), layouts, replica_groups)
         )
 
-    report = team.agree(f"{key}/leaves", msgspec.msgpack.encode(details), find, timeout)
+    report = transport.agree(f"{key}/leaves", msgspec.msgpack.encode(details), find, timeout)
     raise _disagreement(msgspec.msgpack.decode(report, type=list[_Finding]))
 
 
@@ -176,7 +176,7 @@ def check_samples(by_rank: Mapping[int, Mapping[str, str]]) -> None:
 
 
 def check_ties(
-    team: Team,
+    transport: Transport,
     aliases: Sequence[tuple[str, str]],
     layouts: Sequence[LeafLayout],
     timeout: float,
@@ -188,7 +188,7 @@ def check_ties(
     """
     leaves = {layout.name for layout in layouts}
     first: dict[str, tuple[int, str]] = {}
-    for blob, ranks in team.exchange(key, msgspec.msgpack.encode(sorted(aliases)), timeout).items():
+    for blob, ranks in transport.exchange(key, msgspec.msgpack.encode(sorted(aliases)), timeout).items():
         for name, of in msgspec.msgpack.decode(blob, type=list[tuple[str, str]]):
             other, known = first.setdefault(name, (ranks[0], of))
             if known == of and name not in leaves:

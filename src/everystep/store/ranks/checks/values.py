@@ -33,8 +33,8 @@ from everystep.state.node import (
     without_order,
 )
 from everystep.state.unflatten import decode_key
-from everystep.team.group import Team
-from everystep.team.replies import all_heard
+from everystep.store.ranks.replies import all_heard
+from everystep.store.ranks.transport import Transport
 
 _MAX_PLACES = 64
 _SHOWN = 8
@@ -221,7 +221,7 @@ def _key_text(key: Node) -> str:
     return key if type(key) is str else f"\x1e{_canonical(key).decode()}"
 
 
-def check_structures(team: Team, structure: Mapping[str, str], timeout: float, key: str) -> None:
+def check_structures(transport: Transport, structure: Mapping[str, str], timeout: float, key: str) -> None:
     """`RanksDisagree`, on all ranks, where states cannot be made one. Who does not speak says nothing."""
 
     def compare(messages: Sequence[bytes | None]) -> bytes:
@@ -230,7 +230,7 @@ def check_structures(team: Team, structure: Mapping[str, str], timeout: float, k
         ]
         return msgspec.msgpack.encode(contradictions(dict(enumerate(said))))
 
-    verdict = team.agree(key, msgspec.msgpack.encode(structure), compare, timeout)
+    verdict = transport.agree(key, msgspec.msgpack.encode(structure), compare, timeout)
     found = msgspec.msgpack.decode(verdict, type=list[tuple[str, int, int]])
     if found:
         raise _contradiction(found, "different structures here")

@@ -17,7 +17,7 @@ from everystep.format.geometry import Box
 from everystep.plan.placement import Mesh, MeshPlacement, Split
 from everystep.plan.world import Seen, View
 from everystep.state import Framework
-from everystep.team.group import Team
+from everystep.store.ranks.transport import Transport
 
 _Index = tuple[Annotated[int, Meta(ge=0)], ...]
 _Box = tuple[_Index, _Index]
@@ -93,11 +93,13 @@ def decode_view(data: bytes) -> View:
         raise ValueError(f"not a view: {error}") from None
 
 
-def exchange_views(team: Team, view: View, timeout: float, key: str = "views") -> dict[View, tuple[int, ...]]:
+def exchange_views(
+    transport: Transport, view: View, timeout: float, key: str = "views"
+) -> dict[View, tuple[int, ...]]:
     """Every different view and the ranks that have it, as `everystep.plan.world.merge_views` takes them."""
     mine = encode_view(view)
     found: dict[View, tuple[int, ...]] = {}
-    for data, ranks in team.exchange(key, mine, timeout).items():
+    for data, ranks in transport.exchange(key, mine, timeout).items():
         try:
             its = view if data == mine else decode_view(data)
         except ValueError as error:

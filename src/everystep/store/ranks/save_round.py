@@ -31,8 +31,9 @@ from msgspec import Struct
 
 from everystep.errors import RankFailed, RanksDisagree, RankTimeout, SaveFailed
 from everystep.format.records import PartRef
-from everystep.store.rank_errors import RankError, worst
-from everystep.team import Silence, Team
+from everystep.store.ranks.errors import RankError, worst
+from everystep.store.ranks.message_store import MessageTimeout
+from everystep.store.ranks.transport import Transport
 
 GRACE_SECONDS: Final = 10.0
 """Others wait so much longer than the coordinator, which itself waits for the slowest; but not more than
@@ -61,7 +62,7 @@ class Call(Struct, frozen=True, tag="call"):
     signal: str | None = None
 
 
-class Here(Struct, frozen=True, tag="here"):
+class Ready(Struct, frozen=True, tag="here"):
     """A rank is ready to write. `plan`: the fingerprint of the plan that it has for leaves like its own;
     empty if it has none. `structure`: a digest of the structure of its state."""
 
@@ -75,7 +76,7 @@ class Plan(Struct, frozen=True, tag="plan"):
     anew: bool
 
 
-class Open(Struct, frozen=True, tag="open"):
+class Opened(Struct, frozen=True, tag="open"):
     """Where to write. `recycle`: over files that are there. `dead`: checkpoints whose shards are to go.
 
     `identity` is the directory's, as `host` sees it: one that comes late may find another by that name.
@@ -89,7 +90,7 @@ class Open(Struct, frozen=True, tag="open"):
     identity: tuple[int, int, int] = (0, 0, 0)
 
 
-class Done(Struct, frozen=True, tag="done"):
+class ShareWritten(Struct, frozen=True, tag="done"):
     """A rank's share is durable."""
 
     ref: PartRef
@@ -109,7 +110,7 @@ class Done(Struct, frozen=True, tag="done"):
     """Digests of samples of its copies of arrays (`everystep.store.ranks.checks.replicas`)."""
 
 
-class End(Struct, frozen=True, tag="end"):
+class Committed(Struct, frozen=True, tag="end"):
     """Committed. `dead`: what it has replaced, whose shards are to go."""
 
     nbytes: int
@@ -118,17 +119,17 @@ class End(Struct, frozen=True, tag="end"):
     dead: tuple[str, ...] = ()
 
 
-_Message = RankError | Call | Here | Plan | Open | Done | End
+_Message = RankError | Call | Ready | Plan | Opened | ShareWritten | Committed
 _decoder: msgspec.json.Decoder[_Message] = msgspec.json.Decoder(_Message)
-_M = TypeVar("_M", Call, Plan, Open, End)
-_Said = TypeVar("_Said", Here, Done)
+_M = TypeVar("_M", Call, Plan, Opened, Committed)
+_Said = TypeVar("_Said", Ready, ShareWritten)
 
 
 class Calls:
-    """The calls of a team, as one of its ranks takes part in them."""
+    """The calls of all ranks, as one of its ranks takes part in them."""
 
-    def __init__(self, team: Team, timeout: float) -> None:
-        self.team = team
+    def __init__(self, transport: Transport, timeout: float) -> None:
+        self.transport = transport
         self.timeout = timeout
         self.grace = min(GRACE_SECONDS, timeout)
         self._lock = threading.Lock()
@@ -141,9 +142,9 @@ class Calls:
         self._ahead = -1
         """The call that this rank was told of before it got there."""
 
-    def begin(self, what: str, step: int, call: Call | None = None) -> Conversation:
+    def begin(self, what: str, step: int, call: Call | None = None) -> SaveRound:
         """Joins the next call, in which the coordinator says `call`. All are to come for the same thing."""
-        self.team.say(f"{what}, step {step}")
+        self.transport.say(f"{what}, step {step}")
         return self._join(what, step) if call is None else self._hold(call)
 
     @property
@@ -169,7 +170,7 @@ class Calls:
         with self._lock:
             self._under_way = {other for other in self._under_way if other > number}
             unneeded = self._end(number, number if heard else 0)
-        self.team.mail.forget(unneeded)
+        self.transport.mail.forget(unneeded)
 
     def rest(self) -> list[str]:
         """The keys of all messages that are still there, when there will be no more calls."""
@@ -179,12 +180,12 @@ class Calls:
     def _keys(self, first: int, stop: int) -> list[str]:
         """Of the messages of these calls; of one in which nothing was due, there is but one."""
         names = ["plan", "open", "end"]
-        names += [f"{name}/{rank}" for name in ("here", "done") for rank in range(1, self.team.world)]
+        names += [f"{name}/{rank}" for name in ("here", "done") for rank in range(1, self.transport.world)]
         due = [number for number in range(first, stop) if number in self._due]
         keys = [f"{number}/call" for number in range(first, stop)]
         return keys + [f"{number}/{name}" for number in due for name in names]
 
-    def _hold(self, call: Call) -> Conversation:
+    def _hold(self, call: Call) -> SaveRound:
         with self._lock:
             number = self._next
             self._next += 1
@@ -195,45 +196,45 @@ class Calls:
             if call.due:
                 self._due.add(number)
                 self._under_way.add(number)
-        self.team.mail.forget(unneeded)
-        self.team.mail.post(f"{number}/call", msgspec.json.encode(call))
-        return Conversation(self, number, call)
+        self.transport.mail.forget(unneeded)
+        self.transport.mail.post(f"{number}/call", msgspec.json.encode(call))
+        return SaveRound(self, number, call)
 
-    def _join(self, what: str, step: int) -> Conversation:
-        mail = self.team.mail
+    def _join(self, what: str, step: int) -> SaveRound:
+        mail = self.transport.mail
         ended, kept = _numbers(mail.read("ended", 0.0)) if mail.has("ended") else (-1, 0)
         self._next = max(self._next, kept)
         end = time.monotonic() + self.timeout
         older: Call | None = None
         while True:
             over = self._next <= ended
-            talk = Conversation(self, self._next, Call(what, step))
+            save_round = SaveRound(self, self._next, Call(what, step))
             try:
-                found = talk.hear("call", Call, 0.0 if over else end - time.monotonic())
-            except Silence:
+                found = save_round.hear("call", Call, 0.0 if over else end - time.monotonic())
+            except MessageTimeout:
                 if over:  # forgotten meanwhile
                     self._next += 1
                     continue
                 if older is not None:
-                    raise self._disagreement(talk.call, older) from None
-                raise talk.silence([0]) from None
+                    raise self._disagreement(save_round.call, older) from None
+                raise save_round.silence([0]) from None
             told, self._ahead = self._ahead == self._next, -1
             if found.step > step and not (told and over):
                 self._ahead = self._next
-                raise self._disagreement(talk.call, found)
+                raise self._disagreement(save_round.call, found)
             self._next += 1
             if found.step == step and not (told and over):
-                talk.call = found
+                save_round.call = found
                 if not (found.due and over):
-                    return talk
-                talk.check()  # raises what it failed with
+                    return save_round
+                save_round.check()  # raises what it failed with
             # One that this rank has missed.
             if found.due and not over:
                 older = found
-                talk.failed(self._disagreement(talk.call, found))
+                save_round.failed(self._disagreement(save_round.call, found))
 
     def _disagreement(self, mine: Call, leading: Call) -> RanksDisagree:
-        rank = self.team.rank
+        rank = self.transport.rank
         return RanksDisagree(
             f"rank {rank} called {mine.what} with step {mine.step}, but rank 0 called {leading.what} with "
             f"step {leading.step}. All ranks must save the same steps",
@@ -247,13 +248,13 @@ class Calls:
         first, self._kept = self._kept, max(self._kept, unneeded)
         self._ended = max(self._ended, number)
         # First this, or who is behind would wait for what is no more.
-        self.team.mail.post("ended", f"{self._ended} {self._kept}".encode())
+        self.transport.mail.post("ended", f"{self._ended} {self._kept}".encode())
         found = self._keys(first, self._kept)
         self._due = {due for due in self._due if due >= self._kept}
         return found
 
 
-class Conversation:
+class SaveRound:
     """One call."""
 
     def __init__(self, calls: Calls, number: int, call: Call) -> None:
@@ -262,8 +263,8 @@ class Conversation:
         self.refused = False
         """Whether the coordinator has said that nothing comes of it, and nothing written is to stay."""
         self._calls = calls
-        self._team = calls.team
-        self._unsaid = ["plan", "open", "end"] if self._team.is_coordinator else ["here", "done"]
+        self._transport = calls.transport
+        self._unsaid = ["plan", "open", "end"] if self._transport.is_coordinator else ["here", "done"]
 
     @property
     def what(self) -> str:
@@ -271,20 +272,20 @@ class Conversation:
 
     # --- saying
 
-    def say(self, key: str, message: Plan | Open | End) -> None:
+    def say(self, key: str, message: Plan | Opened | Committed) -> None:
         """The coordinator's next message."""
         self._unsaid.remove(key)
         self._post(key, message)
 
-    def here(self, message: Here) -> None:
+    def here(self, message: Ready) -> None:
         self._unsaid.remove("here")
-        self._post(f"here/{self._team.rank}", message)
+        self._post(f"here/{self._transport.rank}", message)
 
-    def done(self, message: Done) -> None:
+    def done(self, message: ShareWritten) -> None:
         self._unsaid.clear()
-        self._post(f"done/{self._team.rank}", message)
+        self._post(f"done/{self._transport.rank}", message)
 
-    def committed(self, end: End) -> None:
+    def committed(self, end: Committed) -> None:
         """The coordinator's last message. It is durable: who cannot be told any more finds out."""
         with contextlib.suppress(RankFailed):
             self.say("end", end)
@@ -293,16 +294,18 @@ class Conversation:
     def failed(self, error: BaseException, *, maybe_committed: bool = False) -> None:
         """Tells the others, as far as they still listen. Who is told nothing finds out by the silence."""
         unsaid, self._unsaid = self._unsaid, []
-        failure = RankError.of(self._team.rank, error, maybe_committed=maybe_committed)
+        failure = RankError.of(self._transport.rank, error, maybe_committed=maybe_committed)
         with contextlib.suppress(RankFailed):  # the store has gone: there is nobody to tell
             for key in unsaid:
-                self._post(key if self._team.is_coordinator else f"{key}/{self._team.rank}", failure)
-            if self._team.is_coordinator and unsaid:
+                self._post(
+                    key if self._transport.is_coordinator else f"{key}/{self._transport.rank}", failure
+                )
+            if self._transport.is_coordinator and unsaid:
                 # Others may still be at the end of the call before.
                 self._calls.close(self.number, heard=False)
 
     def _post(self, key: str, message: _Message) -> None:
-        self._team.mail.post(f"{self.number}/{key}", msgspec.json.encode(message))
+        self._transport.mail.post(f"{self.number}/{key}", msgspec.json.encode(message))
 
     # --- hearing
 
@@ -310,12 +313,12 @@ class Conversation:
         """The coordinator's message of that name. Raises what the coordinator failed with, or its silence."""
         try:
             return self.hear(key, kind, self._calls.timeout + self._calls.grace)
-        except Silence:
+        except MessageTimeout:
             raise self.silence([0], committed=None if key == "end" else False) from None
 
     def hear(self, key: str, kind: type[_M], timeout: float) -> _M:
         """As `read`, but silence is for the caller to deal with."""
-        message = _decoder.decode(self._team.mail.read(f"{self.number}/{key}", timeout))
+        message = _decoder.decode(self._transport.mail.read(f"{self.number}/{key}", timeout))
         if isinstance(message, RankError):
             self._unsaid = []
             self.refused = not message.maybe_committed
@@ -325,29 +328,29 @@ class Conversation:
 
     def check(self) -> None:
         """Raises what the coordinator failed with, if it has said so."""
-        with contextlib.suppress(Silence):
-            self.hear("end", End, 0.0)
+        with contextlib.suppress(MessageTimeout):
+            self.hear("end", Committed, 0.0)
 
     def await_others(self) -> None:
         """By the coordinator, after it has failed: returns when nobody is at work any more, or soon."""
-        ranks = range(1, self._team.world)
+        ranks = range(1, self._transport.world)
         with contextlib.suppress(RankFailed):
             seconds = min(STRAGGLER_SECONDS, self._calls.timeout)
-            self._team.mail.collect([f"{self.number}/done/{rank}" for rank in ranks], seconds)
+            self._transport.mail.collect([f"{self.number}/done/{rank}" for rank in ranks], seconds)
 
-    def gather(self) -> list[Here]:
+    def gather(self) -> list[Ready]:
         """By the coordinator, in the training's thread: returns when all others are ready to write."""
-        return self._collect("here", Here)
+        return self._collect("here", Ready)
 
-    def collect(self) -> list[Done]:
+    def collect(self) -> list[ShareWritten]:
         """What all others have written, in the order of ranks."""
-        return self._collect("done", Done)
+        return self._collect("done", ShareWritten)
 
     def _collect(self, key: str, kind: type[_Said]) -> list[_Said]:
         """What all others say, in the order of ranks. Raises when one failed, or was not heard of in time."""
-        ranks = range(1, self._team.world)
+        ranks = range(1, self._transport.world)
         keys = {f"{self.number}/{key}/{rank}": rank for rank in ranks}
-        found = self._team.mail.collect(list(keys), self._calls.timeout)
+        found = self._transport.mail.collect(list(keys), self._calls.timeout)
         messages = {keys[key]: _decoder.decode(data) for key, data in found.items()}
         failures = [message for message in messages.values() if isinstance(message, RankError)]
         if failures:
@@ -359,7 +362,7 @@ class Conversation:
 
     def silence(self, ranks: Sequence[int], *, committed: bool | None = False) -> RankTimeout:
         """The error when ranks were not heard of. `committed` None: that is not known."""
-        where = self._team.whereabouts(ranks[:8])
+        where = self._transport.whereabouts(ranks[:8])
         some = ", ".join(
             f"rank {rank} (last at: {where[rank]})" if rank in where else f"rank {rank}" for rank in ranks[:8]
         )

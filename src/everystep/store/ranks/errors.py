@@ -28,8 +28,8 @@ from everystep.errors import (
     RunInUse,
     as_save_failure,
 )
+from everystep.store.names import sendable
 from everystep.store.os_errors import read_error, shows_damage
-from everystep.team import sendable
 
 
 class AnotherCheckpoint(CorruptCheckpoint):

@@ -13,21 +13,21 @@ import pytest
 import torch.distributed as dist
 
 from everystep.errors import RankFailed
-from everystep.team import Team, join, rendezvous
-from everystep.team.group import _default_store
-from everystep.team.machines import _cpus, machine, numa_node
-from everystep.team.mail import Mail
-from everystep.team.rendezvous import name_ranks, purpose_prefix
+from everystep.store.ranks import membership as rendezvous
+from everystep.store.ranks.machines import _cpus, machine, numa_node
+from everystep.store.ranks.membership import name_ranks, purpose_prefix
+from everystep.store.ranks.message_store import MessageStore
+from everystep.store.ranks.transport import Transport, _default_store, join
 from support.launcher import HOST, launch, values
 from support.patience import PATIENCE_SECONDS, expecting, said_together
 
 pytestmark = pytest.mark.race
 
 
-def _join(purpose: str, timeout: float = PATIENCE_SECONDS) -> Team:
-    team = join(purpose, timeout)
-    assert team is not None
-    return team
+def _join(purpose: str, timeout: float = PATIENCE_SECONDS) -> Transport:
+    transport = join(purpose, timeout)
+    assert transport is not None
+    return transport
 
 
 def _failure(purpose: str, timeout: float):
@@ -36,8 +36,12 @@ def _failure(purpose: str, timeout: float):
     return str(caught.value), caught.value.ranks
 
 
-def _works(team: Team) -> bool:
-    return list(team.exchange("views", b"%d" % team.rank, PATIENCE_SECONDS).values()) == [(0,), (1,), (2,)]
+def _works(transport: Transport) -> bool:
+    return list(transport.exchange("views", b"%d" % transport.rank, PATIENCE_SECONDS).values()) == [
+        (0,),
+        (1,),
+        (2,),
+    ]
 
 
 def _nobody() -> bool:
@@ -56,8 +60,8 @@ def _different_purposes(timeout):
     with said_together():
         found = _failure(purpose, timeout)
     dist.barrier()  # until all have told where the others are, nobody is elsewhere
-    team = _join("long " * 10_000)
-    return found, _works(team)
+    transport = _join("long " * 10_000)
+    return found, _works(transport)
 
 
 def test_ranks_that_come_for_different_purposes_learn_what_the_others_are_at():
@@ -81,7 +85,7 @@ def test_ranks_that_come_for_different_purposes_learn_what_the_others_are_at():
 def _misses(timeout):
     """Each rank in turn stays away from a meeting, while the others wait in vain; then all meet."""
     rank, out = dist.get_rank(), []
-    mail = Mail(_default_store(), "test")
+    mail = MessageStore(_default_store(), "test")
     for absent in (2, 0, 1):
         others = [other for other in range(3) if other != absent]
         if rank != absent:
@@ -94,10 +98,10 @@ def _misses(timeout):
         else:
             assert len(mail.collect([f"{absent}/gave up/{other}" for other in others], PATIENCE_SECONDS)) == 2
         rendezvous.GRACE_SECONDS = PATIENCE_SECONDS
-        team = _join("run")
-        assert _works(team)
+        transport = _join("run")
+        assert _works(transport)
         if absent != 2:  # whether they leave in order or not
-            team.close()
+            transport.close()
     return out
 
 
@@ -108,22 +112,22 @@ def test_a_rank_that_missed_a_meeting_finds_the_next():
 def _give_up():
     """The coordinator is interrupted while it waits for somebody."""
     if dist.get_rank() == 0:
-        collect = Mail.collect
+        collect = MessageStore.collect
 
         def interrupted(self, keys, timeout):
             self.read(keys[0], PATIENCE_SECONDS)
             raise KeyboardInterrupt
 
-        Mail.collect = interrupted
+        MessageStore.collect = interrupted
         with pytest.raises(KeyboardInterrupt):
             join("run", PATIENCE_SECONDS)
-        Mail.collect = collect
+        MessageStore.collect = collect
         out = None
     elif dist.get_rank() == 1:
         out = _failure("run", PATIENCE_SECONDS)
-        Mail(_default_store(), "test").post("told", b"")
+        MessageStore(_default_store(), "test").post("told", b"")
     else:
-        out = Mail(_default_store(), "test").read("told", PATIENCE_SECONDS)
+        out = MessageStore(_default_store(), "test").read("told", PATIENCE_SECONDS)
     return out, _works(_join("run"))
 
 
@@ -135,15 +139,15 @@ def test_a_meeting_that_the_coordinator_gave_up_is_closed():
 
 def _coordinator_dies_in_the_meeting(timeout):
     if dist.get_rank() == 0:
-        Mail.collect = lambda self, keys, timeout: time.sleep(600)  # it never closes the meeting
+        MessageStore.collect = lambda self, keys, timeout: time.sleep(600)  # it never closes the meeting
         threading.Thread(target=join, args=("run", timeout), daemon=True).start()
-        home = Mail(_default_store(), f"everystep/{purpose_prefix('run')}")
+        home = MessageStore(_default_store(), f"everystep/{purpose_prefix('run')}")
         opening = msgspec.msgpack.decode(home.read("open", PATIENCE_SECONDS), type=rendezvous._Opening)
         home.read(f"answer/{opening.token}/1", PATIENCE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
     elif dist.get_rank() == 1:
         if timeout < PATIENCE_SECONDS:
-            Mail.forget = lambda self, keys: None  # however late rank 0 looks, there is the answer
+            MessageStore.forget = lambda self, keys: None  # however late rank 0 looks, there is the answer
         return _failure("run", PATIENCE_SECONDS)
     return None
 
@@ -166,15 +170,15 @@ def _again_and_again(turns, removes):
     """Whoever is first comes again before the others have left: it must not find the old meeting."""
     rank = dist.get_rank()
     if not removes:
-        Mail.forget = lambda self, keys: False
+        MessageStore.forget = lambda self, keys: False
     tokens = []
     for turn in range(turns):
-        team = _join("run")
-        told = team.tell("turn", b"%d" % turn if rank == 0 else None, PATIENCE_SECONDS)
+        transport = _join("run")
+        told = transport.tell("turn", b"%d" % turn if rank == 0 else None, PATIENCE_SECONDS)
         assert told == b"%d" % turn
-        tokens.append(team.mail._prefix)
+        tokens.append(transport.mail._prefix)
         if turn % 2:
-            team.close()
+            transport.close()
     return tokens
 
 
@@ -189,10 +193,10 @@ def _new_process_groups():
     rank, out = dist.get_rank(), []
     port = int(os.environ["MASTER_PORT"])
     for turn in range(3):
-        team = _join("run")
-        out.append(_works(team))
+        transport = _join("run")
+        out.append(_works(transport))
         if turn == 0:
-            team.close()
+            transport.close()
         dist.barrier()
         dist.destroy_process_group()
         assert join("run", 5) is None

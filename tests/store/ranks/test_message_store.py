@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from everystep.errors import RankFailed
-from everystep.team import mail as mail_module
-from everystep.team.mail import MAX_MESSAGE_NBYTES, Mail, Silence
+from everystep.store.ranks import message_store as store_module
+from everystep.store.ranks.message_store import MAX_MESSAGE_NBYTES, MessageStore, MessageTimeout
 from support.launcher import prepared_context
 from support.patience import PATIENCE_SECONDS, wait_until_stopped
 
@@ -31,7 +31,7 @@ def store(request, tmp_path):
 
 @pytest.fixture
 def mail(store):
-    made = Mail(store, "mine")
+    made = MessageStore(store, "mine")
     yield made
     made.close()
 
@@ -66,11 +66,11 @@ def test_what_is_forgotten_is_gone(mail):
 
 def test_silence_is_told_after_the_time_given_and_the_line_goes_on_working(mail):
     started = time.monotonic()
-    with pytest.raises(Silence):
+    with pytest.raises(MessageTimeout):
         mail.read("nothing", 0.2)
     assert time.monotonic() - started >= 0.19
     for timeout in (0.0, -1.0):  # never for ever
-        with pytest.raises(Silence):
+        with pytest.raises(MessageTimeout):
             mail.read("nothing", timeout)
     mail.post("something", b"x")
     assert mail.collect(["nothing", "something"], 0.1) == {"something": b"x"}
@@ -84,7 +84,7 @@ def test_prefixes_keep_messages_apart(mail, store):
     other.post("key", b"other")
     assert mail.read("key", 1) == b"mine"
     assert mail.read("other/key", 1) == b"other"
-    assert not Mail(store, "else").has("key")
+    assert not MessageStore(store, "else").has("key")
 
 
 def test_threads_that_wait_do_not_keep_others_waiting(mail):
@@ -129,13 +129,13 @@ def test_closed_is_closed(mail):
 
 
 def test_a_line_is_used_again_by_the_next_mail_and_goes_with_the_store(monkeypatch):
-    connect, connected = mail_module._connect, []
-    monkeypatch.setattr(mail_module, "_connect", lambda store: connected.append(1) or connect(store))
+    connect, connected = store_module._connect, []
+    monkeypatch.setattr(store_module, "_connect", lambda store: connected.append(1) or connect(store))
     before = set(threading.enumerate())
     store = dist.PrefixStore("pg", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     gone = weakref.ref(store)
     for turn in range(3):
-        mail = Mail(store, f"mail {turn}")
+        mail = MessageStore(store, f"mail {turn}")
         mail.post("key", b"x")
         assert mail.read("key", 5) == b"x"
         mail.close()
@@ -148,7 +148,7 @@ def test_a_line_is_used_again_by_the_next_mail_and_goes_with_the_store(monkeypat
 
 
 def test_who_waits_for_a_message_that_is_removed_at_that_moment_gets_the_next(mail, monkeypatch):
-    wait = mail_module._wait
+    wait = store_module._wait
     removed = threading.Event()
 
     def remove_what_was_found(store, names, timeout):
@@ -158,7 +158,7 @@ def test_who_waits_for_a_message_that_is_removed_at_that_moment_gets_the_next(ma
             removed.set()
         return found
 
-    monkeypatch.setattr(mail_module, "_wait", remove_what_was_found)
+    monkeypatch.setattr(store_module, "_wait", remove_what_was_found)
     mail.post("key", b"first")
     found = []
     thread = threading.Thread(target=lambda: found.append(mail.read("key", PATIENCE_SECONDS)))
@@ -190,7 +190,7 @@ def hosted():
 
 def test_a_store_whose_host_was_killed_is_a_failure_at_once_also_for_who_is_waiting(hosted):
     store, host = hosted
-    mail = Mail(store, "mine")
+    mail = MessageStore(store, "mine")
     mail.post("key", b"x")
     errors = []
 
@@ -212,11 +212,11 @@ def test_a_store_whose_host_was_killed_is_a_failure_at_once_also_for_who_is_wait
 
 def test_a_store_that_stopped_answering_does_not_keep_anybody(hosted, monkeypatch):
     store, host = hosted
-    mail = Mail(store, "mine")
+    mail = MessageStore(store, "mine")
     mail.post("key", b"x")
     os.kill(host.pid, signal.SIGSTOP)
     wait_until_stopped(host.pid)
-    monkeypatch.setattr(mail_module, "ANSWER_SECONDS", 0.3)  # as long as it answered it had time to
+    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)  # as long as it answered it had time to
     for call in (
         lambda: mail.read("nothing", 0.2),
         lambda: mail.collect(["key", "nothing"], 0.2),

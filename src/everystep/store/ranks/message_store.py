@@ -4,13 +4,13 @@ Owns the access to the store: keys and bytes, time-outs, and the error when the 
 collective, so any thread may send and wait while the training's thread is inside one.
 
 A client of the store serves one call at a time, and some of its calls have no time-out: a host that stopped
-without closing its connections would block a caller forever. So each call runs on a *line*, a connection with
-its own thread. Callers wait for the line as long as they said. A line that does not answer is abandoned, and
-threads that call at the same time use different lines.
+without closing its connections would block a caller forever. So each call runs on a connection
+with its own thread. Callers wait for it as long as they said. A connection that does not answer is abandoned,
+and threads that call at the same time use different ones.
 
-Lines outlive the mail that needed them; the next mail to the same store uses them again. TCPStore looks up
-the name of every host that connects, and all its clients wait for the name server (5 s if one packet is
-lost). So a process connects once or twice, not for every save.
+Connections outlive the `MessageStore` that needed them; the next one over the same store uses them again.
+TCPStore looks up the name of every host that connects, and all its clients wait for the name server (5 s if
+one packet is lost). So a process connects once or twice, not for every save.
 """
 
 from __future__ import annotations
@@ -39,43 +39,38 @@ see above."""
 _COMPRESSED_FROM: Final = 1 << 14
 _MAX_WAIT_SECONDS: Final = 7 * 86_400.0
 _KEYS_AT_ONCE: Final = 1024
-_IDLE_LINES: Final = 2
+_IDLE_CONNECTIONS: Final = 2
 _PLAIN, _DEFLATED = b"\0", b"\1"
 _NOTHING = b"\2"
 """No message begins so."""
 _T = TypeVar("_T")
 
 
-def sendable(text: str) -> str:
-    """Text that fits a message: names of files need not be UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-class Silence(TimeoutError):
+class MessageTimeout(TimeoutError):
     """Nobody posted that in time. Told to people by those who know which rank should have: `RankFailed`."""
 
 
-class Mail:
+class MessageStore:
     """Messages under keys, kept by the process group's store until they are forgotten.
 
     All keys get `prefix`. Any thread may call any method.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
-        self._lines = _Lines(store)
+        self._connections = _Connections(store)
         self._prefix = prefix
 
     @property
     def store(self) -> Any:
         """The process group's store that keeps them; None after `close`."""
-        return self._lines.store
+        return self._connections.store
 
-    def under(self, prefix: str) -> Mail:
-        """Mail with a longer prefix, over the same lines: they are closed together."""
-        mail = object.__new__(Mail)
-        mail._lines = self._lines
-        mail._prefix = f"{self._prefix}/{prefix}"
-        return mail
+    def under(self, prefix: str) -> MessageStore:
+        """The same with a longer prefix, over the same connections: they are closed together."""
+        made = object.__new__(MessageStore)
+        made._connections = self._connections
+        made._prefix = f"{self._prefix}/{prefix}"
+        return made
 
     def post(self, key: str, data: bytes) -> None:
         """Leave a message, in place of one that is there already."""
@@ -94,7 +89,7 @@ class Mail:
         return bool(self._call(lambda store: store.check([name])))
 
     def read(self, key: str, timeout: float) -> bytes:
-        """The message, as soon as there is one; `Silence` when none comes in that many seconds."""
+        """The message, as soon as there is one; `MessageTimeout` when none comes in that many seconds."""
         name = self._name(key)
 
         def look(store: Any) -> Any:
@@ -106,7 +101,7 @@ class Mail:
 
         found = self._call(look, timeout)
         if found is None:
-            raise Silence(f"nothing under {key!r} within {timeout:g} s")
+            raise MessageTimeout(f"nothing under {key!r} within {timeout:g} s")
         return _unframe(found, key)
 
     def collect(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
@@ -151,7 +146,7 @@ class Mail:
 
     def close(self) -> None:
         """No more calls. Those that are under way come to their end."""
-        self._lines.close()
+        self._connections.close()
 
     def _name(self, key: str) -> str:
         name = f"{self._prefix}/{key}"
@@ -160,11 +155,11 @@ class Mail:
         return name
 
     def _call(self, function: Callable[[Any], _T], timeout: float = 0.0) -> _T:
-        return self._lines.call(function, _bounded(timeout) + ANSWER_SECONDS)
+        return self._connections.call(function, _bounded(timeout) + ANSWER_SECONDS)
 
 
-class _Lines:
-    """The lines that some mail uses to its store: as many as there are calls at the same time."""
+class _Connections:
+    """The connections of some `MessageStore`: as many as there are calls at the same time."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -176,22 +171,22 @@ class _Lines:
     def call(self, function: Callable[[Any], _T], seconds: float) -> _T:
         with self._lock:
             if self._closed:
-                raise RuntimeError("the mail is closed")
+                raise RuntimeError("the message store is closed")
             if self._lost:
                 # Hosts do not come back, and trying to connect to one takes long.
                 raise _unreachable(self._lost)
             store = self.store
-        line = self._pool.take()
+        connection = self._pool.take()
         try:
-            result = line.call(store, function, seconds)
+            result = connection.call(store, function, seconds)
         except _Lost as error:
-            line.hang_up()
+            connection.close()
             self._lost = str(error)
             raise _unreachable(self._lost) from error.__cause__
         except BaseException:
-            line.hang_up()
+            connection.close()
             raise
-        self._pool.keep(line)
+        self._pool.keep(connection)
         return result
 
     def close(self) -> None:
@@ -201,33 +196,33 @@ class _Lines:
 
 
 class _Pool:
-    """The lines to one store that are not in use; a few are kept for as long as the store is there."""
+    """The connections to one store that are not in use; a few are kept for as long as the store is there."""
 
     def __init__(self) -> None:
         self.forks = forks()
         self._lock = threading.Lock()
-        self._idle: list[_Line] = []
+        self._idle: list[_Connection] = []
         self._closed = False
 
-    def take(self) -> _Line:
+    def take(self) -> _Connection:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return _Line()
+        return _Connection()
 
-    def keep(self, line: _Line) -> None:
+    def keep(self, connection: _Connection) -> None:
         with self._lock:
-            if not self._closed and len(self._idle) < _IDLE_LINES:
-                self._idle.append(line)
+            if not self._closed and len(self._idle) < _IDLE_CONNECTIONS:
+                self._idle.append(connection)
                 return
-        line.hang_up()
+        connection.close()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for line in idle:
-            line.hang_up()
+        for connection in idle:
+            connection.close()
 
 
 _pools: MutableMapping[Any, _Pool] = weakref.WeakKeyDictionary()
@@ -243,7 +238,7 @@ def _pool_of(store: Any) -> _Pool:
         return pool
 
 
-class _Line:
+class _Connection:
     """A connection to the store, and the thread that speaks over it.
 
     It holds on to its own connection, not to the store: that must go when the process group does, as its port
@@ -253,7 +248,7 @@ class _Line:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Any, Callable[[Any], Any], _Answer] | None] = queue.SimpleQueue()
         # A daemon: it may be stuck in a call that never returns.
-        start_thread(self._speak, "everystep-mail", daemon=True)
+        start_thread(self._speak, "everystep-messages", daemon=True)
 
     def call(self, store: Any, function: Callable[[Any], _T], seconds: float) -> _T:
         """The function's result. Whatever goes wrong in it is the store's failure."""
@@ -268,7 +263,7 @@ class _Line:
         result: _T = answer.result
         return result
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """No more calls; the thread ends after the one that is under way."""
         self._jobs.put(None)
 

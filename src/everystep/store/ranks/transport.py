@@ -1,4 +1,4 @@
-"""The ranks of a process group as a team: who they are, and how they exchange small messages.
+"""The ranks' transport: who they are, and how they exchange small messages.
 
 Rank 0 coordinates: it collects what concerns all ranks, decides, and all read its decision. Each such *call*
 has a key and a number, which every rank counts: all ranks make the calls of a key in the same order. A rank
@@ -25,9 +25,17 @@ import msgspec
 from everystep.errors import EverystepError, RankFailed, RankTimeout
 from everystep.format.checksums import digest
 from everystep.plan.topology import Topology
-from everystep.team.mail import Mail, Silence, sendable
-from everystep.team.rendezvous import GRACE_SECONDS, Board, Met, meet, name_ranks, purpose_prefix
-from everystep.team.replies import all_heard
+from everystep.store.names import sendable
+from everystep.store.ranks.membership import (
+    GRACE_SECONDS,
+    Membership,
+    StatusKeys,
+    meet,
+    name_ranks,
+    purpose_prefix,
+)
+from everystep.store.ranks.message_store import MessageStore, MessageTimeout
+from everystep.store.ranks.replies import all_heard
 
 _MOST_UNREAD: Final = 64
 """Calls whose results somebody has not read yet: the coordinator waits for those that are further behind."""
@@ -35,7 +43,7 @@ _MOST_UNREAD: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank of the team: its process, on which machine, on which socket (NUMA node) of it."""
+    """A rank: its process, on which machine, on which socket (NUMA node) of it."""
 
     rank: int
     host: str
@@ -45,7 +53,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Subgroup:
-    """A process group of some ranks. A rank of the team is an index into `ranks`, those of the world."""
+    """A process group of some ranks. A rank of it is an index into `ranks`, those of the world."""
 
     handle: Any
     ranks: tuple[int, ...]
@@ -55,8 +63,8 @@ class Subgroup:
 class Ranks:
     """The ranks of a world that is not torch's: which one this is, how many, and what keeps their messages.
 
-    The store has the methods of torch's stores that `everystep.team.mail` calls. It may lack ``clone``, and
-    raise `NotImplementedError` for ``compare_set``; then its ``get`` returns None for what is not there.
+    The store has the methods of torch's stores that `message_store` calls. It may lack ``clone``, and raise
+    `NotImplementedError` for ``compare_set``; then its ``get`` returns None for what is not there.
     """
 
     rank: int
@@ -94,21 +102,21 @@ class _Unread:
         return [*(f"{self.call}/{end}" for end in ("verdict", "read", "done")), *self.blobs]
 
 
-class Team:
-    """A rank's place in the team. Made by `join`; one thread at a time per key."""
+class Transport:
+    """A rank's place among all. Made by `join`; one thread at a time per key."""
 
     def __init__(
         self,
         rank: int,
-        met: Met,
-        home: Mail,
-        board: Board,
+        met: Membership,
+        home: MessageStore,
+        board: StatusKeys,
         *,
         subgroup: Subgroup | None = None,
         within: bool = False,
         by_torch: bool = True,
     ) -> None:
-        """`within`: it is another team's, which goes on to use the same lines.
+        """`within`: it is another transport's, which goes on to use the same connections.
 
         `by_torch`: its ranks are those of torch's process group, which can also move arrays between them.
         """
@@ -117,7 +125,7 @@ class Team:
         self.rank = rank
         self.world = len(met.cards)
         self.subgroup = subgroup
-        """None: the team is all of the default process group."""
+        """None: it is all of the default process group."""
         self.by_torch = by_torch
         self.members = tuple(
             Member(number, card.host, card.pid, card.socket) for number, card in enumerate(met.cards)
@@ -223,7 +231,7 @@ class Team:
         return [_decode(found[name], tuple[int, bytes], call) for name in keys]
 
     @contextlib.contextmanager
-    def again(self, purpose: str, timeout: float) -> Iterator[Team]:
+    def again(self, purpose: str, timeout: float) -> Iterator[Transport]:
         """The same ranks, come together once more, for one thing.
 
         For what a rank may leave out, or come to late: calls are counted anew, so it does not matter what
@@ -232,19 +240,19 @@ class Team:
         purpose = sendable(purpose)
         home = self.mail.under(purpose_prefix(purpose))
         met = meet(home, self._board, self.rank, self.world, purpose, timeout)
-        team = Team(
+        transport = Transport(
             self.rank, met, home, self._board, subgroup=self.subgroup, within=True, by_torch=self.by_torch
         )
         try:
-            yield team
+            yield transport
         finally:
-            team.close()
+            transport.close()
 
     def check_group(self) -> None:
-        """`RankFailed` if the process group was created again after this team met.
+        """`RankFailed` if the process group was created again after these ranks met.
 
         Ranks may have changed places, and so may the arrays on their meshes. A group that was only destroyed
-        does no harm: the team continues while the store answers.
+        does no harm: the ranks continue while the store answers.
         """
         present = _default_store() if self.by_torch and _is_initialized() else None
         met = self.mail.store
@@ -264,7 +272,7 @@ class Team:
         return self._board.look(tuple(ranks))
 
     def close(self, rest: Iterable[str] = (), wait: float = 0.0) -> None:
-        """Leave. The last one to leave removes what is left of the team's messages.
+        """Leave. The last one to leave removes what is left of its messages.
 
         The coordinator may give the keys of messages that it knows of, and wait so long for all others to
         leave first: its process may be the store's host, and they may have something to read yet.
@@ -279,7 +287,7 @@ class Team:
                     unread = [key for unread in self._unread for key in unread.keys]
                 self.mail.post("rest", msgspec.msgpack.encode([*rest, *unread]))
                 if wait > 0:
-                    with contextlib.suppress(Silence):
+                    with contextlib.suppress(MessageTimeout):
                         self.mail.read("gone", wait)
             left = self.mail.count("left")
             if left == self.world - 1:
@@ -342,7 +350,7 @@ class Team:
     def _hear(self, call: str, timeout: float, *, done: bool = True) -> bytes:
         try:
             data = self.mail.read(f"{call}/verdict", timeout + GRACE_SECONDS)
-        except Silence:
+        except MessageTimeout:
             raise RankTimeout(
                 f"rank 0 was not heard of within {timeout:g} s{self._board.describe((0,))}", ranks=(0,)
             ) from None
@@ -386,7 +394,7 @@ class Team:
         return {found[name]: ranks for name, ranks in table.entries}
 
 
-def join(purpose: str, timeout: float, process_group: Any = None) -> Team | None:
+def join(purpose: str, timeout: float, process_group: Any = None) -> Transport | None:
     """Come together with all other ranks of a process group that come for the same purpose.
 
     Without one, it is the default group; then None when there is nobody to meet: without torch, without a
@@ -417,17 +425,17 @@ def join(purpose: str, timeout: float, process_group: Any = None) -> Team | None
 
 def _join(
     purpose: str, timeout: float, ranks: Ranks, prefix: str, subgroup: Subgroup | None, *, by_torch: bool
-) -> Team | None:
+) -> Transport | None:
     rank, world = ranks.rank, ranks.world
     if world == 1:
         return None
     purpose = sendable(purpose)
-    mail = Mail(ranks.store, prefix)
-    board = Board(mail)
+    mail = MessageStore(ranks.store, prefix)
+    board = StatusKeys(mail)
     home = mail.under(purpose_prefix(purpose))
     try:
         met = meet(home, board, rank, world, purpose, timeout)
-        return Team(rank, met, home, board, subgroup=subgroup, by_torch=by_torch)
+        return Transport(rank, met, home, board, subgroup=subgroup, by_torch=by_torch)
     except BaseException:
         mail.close()
         raise

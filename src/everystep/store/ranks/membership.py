@@ -1,7 +1,7 @@
-"""How the ranks of a world come together as a team: meetings that the coordinator opens and closes.
+"""How the ranks of a world come together: meetings that the coordinator opens and closes.
 
 The store keeps everything and the processes nothing, so it does not matter what a rank missed before. When
-the team has left, nothing of its meeting stays in the store.
+they have left, nothing of its meeting stays in the store.
 
 1. The coordinator opens a meeting: a message with a random token.
 2. A rank that arrives joins the open meeting, or waits for the next one. It answers with its card (machine,
@@ -10,7 +10,7 @@ the team has left, nothing of its meeting stays in the store.
    message, so that no more ranks join, and leaves another for all: the cards, or who is missing.
 4. A rank that answered too late goes on to the next meeting, while it has time.
 
-The team's messages have the token in their keys, so a message of an earlier team is never read.
+Their messages have the token in their keys, so a message of an earlier meeting is never read.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import msgspec
 
 from everystep.errors import RankFailed, RankTimeout
 from everystep.format.checksums import digest
-from everystep.team.machines import machine, numa_node
-from everystep.team.mail import Mail, Silence, sendable
+from everystep.store.names import sendable
+from everystep.store.ranks.machines import machine, numa_node
+from everystep.store.ranks.message_store import MessageStore, MessageTimeout
 
 GRACE_SECONDS = 2.0
 """How much longer others wait than the coordinator, who tells them how it ended."""
@@ -35,7 +36,7 @@ _OPEN = "open"
 _LOOK_SECONDS = 0.05
 
 
-class Card(msgspec.Struct, frozen=True):
+class MemberInfo(msgspec.Struct, frozen=True):
     """Who a rank is."""
 
     host: str
@@ -51,16 +52,16 @@ class _Opening(msgspec.Struct, frozen=True):
 
 class _Closing(msgspec.Struct, frozen=True):
     heard: tuple[int, ...]
-    cards: tuple[Card, ...] = ()
+    cards: tuple[MemberInfo, ...] = ()
     failure: str = ""
     missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class Membership:
     """A meeting that everybody came to."""
 
-    cards: tuple[Card, ...]
+    cards: tuple[MemberInfo, ...]
     token: str
     keys: tuple[str, ...]
     """What is left of it in the purpose's mail, to be forgotten when nobody needs it any more."""
@@ -72,10 +73,12 @@ def purpose_prefix(purpose: str) -> str:
     return f"{digest(data)}{len(data):x}"
 
 
-def meet(mail: Mail, board: Board, rank: int, world: int, purpose: str, timeout: float) -> Met:
+def meet(
+    mail: MessageStore, board: StatusKeys, rank: int, world: int, purpose: str, timeout: float
+) -> Membership:
     """Come together with all ranks; `mail` is that of this purpose."""
     board.say(rank, f"meeting for {purpose}")
-    card = Card(socket.gethostname(), machine(), os.getpid(), numa_node())
+    card = MemberInfo(socket.gethostname(), machine(), os.getpid(), numa_node())
     if rank == 0:
         met = _hold(mail, board, world, card, purpose, timeout)
     else:
@@ -84,10 +87,10 @@ def meet(mail: Mail, board: Board, rank: int, world: int, purpose: str, timeout:
     return met
 
 
-class Board:
+class StatusKeys:
     """What each rank of the world said last that it is at, for the error messages of others."""
 
-    def __init__(self, mail: Mail) -> None:
+    def __init__(self, mail: MessageStore) -> None:
         self._mail = mail
 
     def say(self, rank: int, what: str) -> None:
@@ -112,7 +115,9 @@ def name_ranks(ranks: tuple[int, ...]) -> str:
     )
 
 
-def _hold(mail: Mail, board: Board, world: int, card: Card, purpose: str, timeout: float) -> Met:
+def _hold(
+    mail: MessageStore, board: StatusKeys, world: int, card: MemberInfo, purpose: str, timeout: float
+) -> Membership:
     token = secrets.token_hex(8)
     keys = {f"answer/{token}/{rank}": rank for rank in range(1, world)}
     closing = _Closing(
@@ -130,22 +135,24 @@ def _hold(mail: Mail, board: Board, world: int, card: Card, purpose: str, timeou
             )
             closing = _Closing(heard, failure=failure, missing=missing)
             raise RankTimeout(failure, ranks=missing)
-        cards = (card, *(msgspec.msgpack.decode(answers[rank], type=Card) for rank in range(1, world)))
+        cards = (card, *(msgspec.msgpack.decode(answers[rank], type=MemberInfo) for rank in range(1, world)))
         closing = _Closing(heard, cards)
     finally:
         # In this order: who reads that it is closed and comes again must not find it open.
         if not mail.forget([_OPEN]):
             mail.post(_OPEN, b"")
         mail.post(f"closed/{token}", msgspec.msgpack.encode(closing))
-    return Met(cards, token, (f"closed/{token}",))
+    return Membership(cards, token, (f"closed/{token}",))
 
 
-def _attend(mail: Mail, board: Board, rank: int, card: Card, purpose: str, timeout: float) -> Met:
+def _attend(
+    mail: MessageStore, board: StatusKeys, rank: int, card: MemberInfo, purpose: str, timeout: float
+) -> Membership:
     end = time.monotonic() + timeout + GRACE_SECONDS
     while True:
         try:
             opening = _find_open(mail, end)
-        except Silence:
+        except MessageTimeout:
             raise RankTimeout(
                 f"rank 0 did not open the meeting for {purpose} within {timeout:g} s{board.describe((0,))}"
                 f"{_ADVICE}",
@@ -155,7 +162,7 @@ def _attend(mail: Mail, board: Board, rank: int, card: Card, purpose: str, timeo
         mail.post(answer, msgspec.msgpack.encode(card))
         try:
             data = mail.read(f"closed/{opening.token}", opening.timeout + GRACE_SECONDS)
-        except Silence:
+        except MessageTimeout:
             raise RankTimeout(
                 f"rank 0 opened the meeting for {purpose} and did not close it within {opening.timeout:g} s"
                 f"{board.describe((0,))}",
@@ -171,14 +178,14 @@ def _attend(mail: Mail, board: Board, rank: int, card: Card, purpose: str, timeo
             raise kind(closing.failure, ranks=closing.missing)
         if closing.cards[rank] != card:  # of a process that had this rank before
             continue
-        return Met(closing.cards, opening.token, (f"closed/{opening.token}",))
+        return Membership(closing.cards, opening.token, (f"closed/{opening.token}",))
 
 
-def _find_open(mail: Mail, end: float) -> _Opening:
-    """The meeting that is open, as soon as there is one; `Silence` when none is until the end."""
+def _find_open(mail: MessageStore, end: float) -> _Opening:
+    """The meeting that is open, as soon as there is one; `MessageTimeout` when none is until the end."""
     while not (data := mail.read(_OPEN, end - time.monotonic())):
         # Of a meeting that is over, in a store that cannot remove messages: it does not tell of changes.
         if time.monotonic() >= end:
-            raise Silence("no meeting is open")
+            raise MessageTimeout("no meeting is open")
         time.sleep(_LOOK_SECONDS)
     return msgspec.msgpack.decode(data, type=_Opening)

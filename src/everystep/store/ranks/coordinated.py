@@ -1,7 +1,7 @@
 """The commit protocol of several ranks: each writes its share, and one rename commits all of it.
 
 For a checkpoint that is to appear at ``D`` in directory ``P`` (`everystep.store.commit.single` is the driver
-for one process and one file; `everystep.store.commit.messages` has the messages):
+for one process and one file; `everystep.store.ranks.save_round` has the messages):
 
 1. The coordinator makes ``D.partial``, or renames a retired checkpoint to it. It tells the others the path
    and the identity of the directory (``open``), because a rank may find another directory at that path. It
@@ -41,7 +41,6 @@ from everystep.state import Flat, LeafSource
 from everystep.store.commit import volumes
 from everystep.store.commit.info import CheckpointInfo, Seconds, check_step
 from everystep.store.commit.manifest import Identity, root_of
-from everystep.store.commit.messages import Conversation, Done, End, Open
 from everystep.store.commit.observer import SaveObserver
 from everystep.store.commit.shard_writer import Description, ShardLocation, ShardWriter
 from everystep.store.commit.transaction import Target, Transaction
@@ -49,6 +48,7 @@ from everystep.store.commit.volumes import Ledger
 from everystep.store.locks import path_to_read
 from everystep.store.names import MANIFEST, SAVE_MARK
 from everystep.store.os_errors import save_failed
+from everystep.store.ranks.save_round import Committed, Opened, SaveRound, ShareWritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +72,29 @@ class WriteShare:
     samples: Mapping[str, str]
     """Digests of samples of what others hold, too."""
 
-    def done(self, ref: PartRef, files: Sequence[str] = (), stored_nbytes: int = 0, *, tree: bool) -> Done:
+    def done(
+        self, ref: PartRef, files: Sequence[str] = (), stored_nbytes: int = 0, *, tree: bool
+    ) -> ShareWritten:
         """That this share is durable."""
         nbytes = sum(leaf.nbytes for leaf in self.fragments)
-        return Done(
+        return ShareWritten(
             ref, tuple(files), nbytes, stored_nbytes, self.plan, tree, self.values, self.facts, self.samples
         )
 
 
-Agreement = Callable[[Sequence[Done]], None]
+Agreement = Callable[[Sequence[ShareWritten]], None]
 """Raises `RanksDisagree` unless what all ranks have written, in the order of ranks, is one state."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatedCommit:
-    """One checkpoint to be committed by all ranks of a team; or, without a `talk`, by this process alone."""
+    """One checkpoint to be committed by all ranks; or, without a `save_round`, by this process alone."""
 
     to: Target
     identity: Identity
     tuning: Tuning
     agreement: Agreement
-    talk: Conversation | None = None
+    save_round: SaveRound | None = None
     rank: int = 0
     world: int = 1
     volumes: Sequence[str] = ()
@@ -124,8 +126,8 @@ class CoordinatedCommit:
             return lead(flat, share, sources, observer or SaveObserver(), began)
         except BaseException as error:
             failed = self._typed(error)
-            if self.talk is not None:
-                self.talk.failed(failed)
+            if self.save_round is not None:
+                self.save_round.failed(failed)
             if failed is not error:
                 raise failed from error
             raise
@@ -158,7 +160,7 @@ class CoordinatedCommit:
                     writer.write(groups, observer)
                     part = writer.part(share.description)
                     writer.sync(transaction.directory)
-                dones = [] if self.talk is None else self.talk.collect()
+                dones = [] if self.save_round is None else self.save_round.collect()
                 self.agreement([self._own_done(share, part), *dones])
                 root = self._root(flat, share, part, dones)
                 names = {MANIFEST, *writer.names, *(name for done in dones for name in done.files)}
@@ -167,8 +169,8 @@ class CoordinatedCommit:
                 observer.committing()
             except BaseException as error:
                 self._lead_failed(transaction, error)
-                if self.talk is not None and not isinstance(error, RankFailed):
-                    self.talk.await_others()
+                if self.save_round is not None and not isinstance(error, RankFailed):
+                    self.save_round.await_others()
                 self._remove_from_volumes(last=True)
                 raise
             try:
@@ -180,31 +182,31 @@ class CoordinatedCommit:
         observer.committed()
         if self.ledger is not None:
             self.ledger.write(self.ledger.read() - dead)
-        end = End(
+        end = Committed(
             sum(leaf.nbytes for leaf in share.fragments) + sum(done.nbytes for done in dones),
             writer.stored_nbytes + len(root) + sum(done.stored_nbytes for done in dones),
             share.leaves,
             replaced,
         )
-        if self.talk is not None:
-            self.talk.committed(end)
+        if self.save_round is not None:
+            self.save_round.committed(end)
         return self._info(end, writer, began)
 
     def _open(self, transaction: Transaction, dead: frozenset[str]) -> None:
         """Tells the other ranks where to write."""
-        if self.talk is None:
+        if self.save_round is None:
             return
         host, found = socket.gethostname(), fs.identity(transaction.directory)
         where = os.fsencode(transaction.path)
-        self.talk.say("open", Open(where, transaction.recycle, tuple(dead), host, found))
+        self.save_round.say("open", Opened(where, transaction.recycle, tuple(dead), host, found))
 
-    def _own_done(self, share: WriteShare, part: Part) -> Done:
+    def _own_done(self, share: WriteShare, part: Part) -> ShareWritten:
         """What the coordinator has written. Its part is in the root, so there is no file to refer to."""
         return share.done(PartRef(0, "", 0, ""), tree=part.tree is not None)
 
     def _lead_failed(self, transaction: Transaction, error: BaseException) -> None:
-        if self.talk is not None:
-            self.talk.failed(self._typed(error), maybe_committed=not transaction.settled)
+        if self.save_round is not None:
+            self.save_round.failed(self._typed(error), maybe_committed=not transaction.settled)
         settled = transaction.settled
         if (
             self.ledger is not None
@@ -247,7 +249,7 @@ class CoordinatedCommit:
         volumes.mark(partial, marks)
         return marks
 
-    def _root(self, flat: Flat, share: WriteShare, part: Part, dones: Sequence[Done]) -> bytearray:
+    def _root(self, flat: Flat, share: WriteShare, part: Part, dones: Sequence[ShareWritten]) -> bytearray:
         return encode_root(
             root_of(
                 self.identity,
@@ -270,8 +272,8 @@ class CoordinatedCommit:
         observer: SaveObserver,
         began: float,
     ) -> CheckpointInfo:
-        assert self.talk is not None
-        opened = self.talk.read("open", Open)
+        assert self.save_round is not None
+        opened = self.save_round.read("open", Opened)
         try:
             # Held, so that a rank that was given up never writes into what others put in its place.
             with open_partial(os.fsdecode(opened.directory)) as directory:
@@ -284,7 +286,7 @@ class CoordinatedCommit:
         except BaseException as error:
             self._remove_from_volumes(last=False)
             if isinstance(error, FileNotFoundError):
-                self.talk.check()  # a coordinator that gave up has removed what this rank writes to
+                self.save_round.check()  # a coordinator that gave up has removed what this rank writes to
                 if opened.host != socket.gethostname() and not os.path.isdir(opened.directory):
                     raise self._not_shared(opened) from error
             raise
@@ -292,17 +294,17 @@ class CoordinatedCommit:
             files = (part_name(self.rank), *writer.names)
             stored_nbytes = writer.stored_nbytes + len(encoded)
             ref = part_ref(part, encoded)
-            self.talk.done(share.done(ref, files, stored_nbytes, tree=part.tree is not None))
-            end = self.talk.read("end", End)
+            self.save_round.done(share.done(ref, files, stored_nbytes, tree=part.tree is not None))
+            end = self.save_round.read("end", Committed)
         except BaseException:
             # As long as nobody says that it has failed, it may have been committed.
-            if self.talk.refused:
+            if self.save_round.refused:
                 self._remove_from_volumes(last=True)
             raise
         volumes.sweep(self.volumes, self.target, end.dead)
         return self._info(end, writer, began)
 
-    def _require_same(self, opened: Open, directory: HeldDirectory) -> None:
+    def _require_same(self, opened: Opened, directory: HeldDirectory) -> None:
         """The coordinator may have died, and another world may write under the same name. Or a host that does
         not share the directory may have an old one of that name."""
         host = socket.gethostname()
@@ -316,7 +318,7 @@ class CoordinatedCommit:
                 ranks=(0,),
             )
 
-    def _not_shared(self, opened: Open) -> StorageMissing:
+    def _not_shared(self, opened: Opened) -> StorageMissing:
         where, host = os.fsdecode(opened.directory), socket.gethostname()
         return StorageMissing(
             f"cannot save {self.target}: {where} on {host} is not the directory that rank 0 has on "
@@ -342,7 +344,7 @@ class CoordinatedCommit:
             directory = os.path.join(volume, volumes.home(self.target), self.identity.id)
             volumes.remove_files_of(directory, self.rank, last=last)
 
-    def _info(self, end: End, writer: ShardWriter, began: float) -> CheckpointInfo:
+    def _info(self, end: Committed, writer: ShardWriter, began: float) -> CheckpointInfo:
         seconds = time.perf_counter() - began
         commit = max(0.0, seconds - writer.write_seconds - writer.sync_seconds)
         return CheckpointInfo(

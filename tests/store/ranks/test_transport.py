@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from everystep.errors import RankFailed, RanksDisagree
-from everystep.team import Team, join, rendezvous
-from everystep.team import group as team_module
-from everystep.team.mail import Mail
+from everystep.store.ranks import membership as rendezvous
+from everystep.store.ranks import transport as transport_module
+from everystep.store.ranks.message_store import MessageStore
+from everystep.store.ranks.transport import Transport, join
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS, expecting
 
@@ -23,10 +24,10 @@ pytestmark = pytest.mark.race
 PURPOSE = "Checkpointer /data/run"
 
 
-def _join(timeout: float = PATIENCE_SECONDS, purpose: str = PURPOSE) -> Team:
-    team = join(purpose, timeout)
-    assert team is not None
-    return team
+def _join(timeout: float = PATIENCE_SECONDS, purpose: str = PURPOSE) -> Transport:
+    transport = join(purpose, timeout)
+    assert transport is not None
+    return transport
 
 
 def _failure(function, *args):
@@ -42,12 +43,20 @@ def _members():
     rank = dist.get_rank()
     rendezvous.machine = lambda: f"machine {rank // 2}"
     rendezvous.numa_node = lambda: rank % 2
-    team = _join()
-    team.say(f"work of rank {rank}")
+    transport = _join()
+    transport.say(f"work of rank {rank}")
     dist.barrier()
-    found = team.whereabouts([0, 2])
-    team.close()
-    return team.rank, team.world, team.members, team.topology, team.node_peers, team.is_coordinator, found
+    found = transport.whereabouts([0, 2])
+    transport.close()
+    return (
+        transport.rank,
+        transport.world,
+        transport.members,
+        transport.topology,
+        transport.node_peers,
+        transport.is_coordinator,
+        found,
+    )
 
 
 def test_everybody_knows_who_runs_where():
@@ -66,23 +75,25 @@ def test_everybody_knows_who_runs_where():
 
 
 def _calls():
-    team = _join()
-    rank = team.rank
+    transport = _join()
+    rank = transport.rank
     out = []
     for turn in range(3):  # the same keys again and again
-        told = team.tell("plan", b"plan %d" % turn if rank == 0 else None, PATIENCE_SECONDS)
-        agreed = team.agree("commit", b"%d" % rank, lambda found: b"+".join(found), PATIENCE_SECONDS)
-        exchanged = team.exchange("views", [b"even", b"", b"even"][rank], PATIENCE_SECONDS)
+        told = transport.tell("plan", b"plan %d" % turn if rank == 0 else None, PATIENCE_SECONDS)
+        agreed = transport.agree("commit", b"%d" % rank, lambda found: b"+".join(found), PATIENCE_SECONDS)
+        exchanged = transport.exchange("views", [b"even", b"", b"even"][rank], PATIENCE_SECONDS)
         letters = [((rank + 1) % 3, b"%d from %d" % (n, rank)) for n in range(rank)]
-        delivered = team.deliver("letters", letters, PATIENCE_SECONDS)
+        delivered = transport.deliver("letters", letters, PATIENCE_SECONDS)
         out.append((told, agreed, list(exchanged.items()), delivered))
-    empty = team.tell("nothing", b"" if rank == 0 else None, PATIENCE_SECONDS)
-    large = team.exchange("large", os.urandom(1 << 20) if rank == 2 else bytes(1 << 22), PATIENCE_SECONDS)
+    empty = transport.tell("nothing", b"" if rank == 0 else None, PATIENCE_SECONDS)
+    large = transport.exchange(
+        "large", os.urandom(1 << 20) if rank == 2 else bytes(1 << 22), PATIENCE_SECONDS
+    )
     sizes = [(len(data), ranks) for data, ranks in large.items()]
     if rank == 0:
         with pytest.raises(ValueError, match="must give"):
-            team.tell("none", None, PATIENCE_SECONDS)
-    team.close()
+            transport.tell("none", None, PATIENCE_SECONDS)
+    transport.close()
     return rank, out, empty, sizes
 
 
@@ -98,15 +109,15 @@ def test_a_team_tells_agrees_exchanges_and_delivers(store):
 
 def _far_behind(turns):
     """The coordinator tells more than it is allowed to keep, before anybody reads."""
-    team = _join()
-    if team.rank != 0:
-        team.mail.read("number/60/verdict", PATIENCE_SECONDS)
+    transport = _join()
+    if transport.rank != 0:
+        transport.mail.read("number/60/verdict", PATIENCE_SECONDS)
     told = [
-        team.tell("number", b"%d" % turn if team.rank == 0 else None, PATIENCE_SECONDS)
+        transport.tell("number", b"%d" % turn if transport.rank == 0 else None, PATIENCE_SECONDS)
         for turn in range(turns)
     ]
-    team.close()
-    team.close()
+    transport.close()
+    transport.close()
     return told
 
 
@@ -115,16 +126,16 @@ def test_nothing_that_is_told_is_lost_however_far_a_rank_is_behind():
 
 
 def _announce_and_die():
-    team = _join()
-    if team.rank == 1:
+    transport = _join()
+    if transport.rank == 1:
         # What `exchange` does, up to the announcement.
-        team.mail.post("e/1/from/1", b"0123456789abcdef1")
-        team.mail.read("e/1/verdict", PATIENCE_SECONDS)
+        transport.mail.post("e/1/from/1", b"0123456789abcdef1")
+        transport.mail.read("e/1/verdict", PATIENCE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
-    blobs = Team._blobs
+    blobs = Transport._blobs
     # Short only where it waits for the dead: that all have announced theirs takes as long as it takes.
-    Team._blobs = lambda self, call, mine, table, timeout: blobs(self, call, mine, table, 1.0)
-    return _failure(team.exchange, "e", b"x", PATIENCE_SECONDS)
+    Transport._blobs = lambda self, call, mine, table, timeout: blobs(self, call, mine, table, 1.0)
+    return _failure(transport.exchange, "e", b"x", PATIENCE_SECONDS)
 
 
 def test_a_rank_that_dies_in_the_middle_of_an_exchange_is_named_by_all():
@@ -135,7 +146,7 @@ def test_a_rank_that_dies_in_the_middle_of_an_exchange_is_named_by_all():
 
 
 def _failing_decisions():
-    team = _join()
+    transport = _join()
 
     def disagree(found):
         raise RanksDisagree(f"heard {found}", ranks=(1,))
@@ -143,25 +154,25 @@ def _failing_decisions():
     def break_down(found):
         raise ZeroDivisionError("nothing left")
 
-    if team.rank == 0:
+    if transport.rank == 0:
         with pytest.raises(RanksDisagree):
-            team.agree("a", b"0", disagree, PATIENCE_SECONDS)
+            transport.agree("a", b"0", disagree, PATIENCE_SECONDS)
         with pytest.raises(ZeroDivisionError):
-            team.agree("a", b"0", break_down, PATIENCE_SECONDS)
+            transport.agree("a", b"0", break_down, PATIENCE_SECONDS)
         out = []
     else:
         out = [
-            _failure(team.agree, "a", b"1", disagree, PATIENCE_SECONDS),
-            _failure(team.agree, "a", b"1", break_down, PATIENCE_SECONDS),
+            _failure(transport.agree, "a", b"1", disagree, PATIENCE_SECONDS),
+            _failure(transport.agree, "a", b"1", break_down, PATIENCE_SECONDS),
         ]
-    if team.rank == 0:
+    if transport.rank == 0:
         with pytest.raises(ValueError, match="a message of"):
-            team.agree("a", b"0", lambda found: os.urandom(9 << 20), PATIENCE_SECONDS)
+            transport.agree("a", b"0", lambda found: os.urandom(9 << 20), PATIENCE_SECONDS)
     else:
-        out.append(_failure(team.agree, "a", b"1", break_down, PATIENCE_SECONDS))
+        out.append(_failure(transport.agree, "a", b"1", break_down, PATIENCE_SECONDS))
         assert "ValueError: a message of" in out.pop()[0]
-    after = team.agree("a", b"x", lambda found: b"goes on", PATIENCE_SECONDS)
-    team.close()
+    after = transport.agree("a", b"x", lambda found: b"goes on", PATIENCE_SECONDS)
+    transport.close()
     return out, after
 
 
@@ -176,26 +187,26 @@ def test_what_the_coordinator_cannot_decide_fails_everywhere_and_the_team_goes_o
 
 def _somebody_is_late(timeout):
     """Rank 1 leaves out a call of each kind until the others have given up."""
-    team = _join()
-    team.say(f"step {team.rank}")
+    transport = _join()
+    transport.say(f"step {transport.rank}")
     dist.barrier()
-    patience = timeout if team.rank == 0 else PATIENCE_SECONDS  # others are told by the coordinator
+    patience = timeout if transport.rank == 0 else PATIENCE_SECONDS  # others are told by the coordinator
 
     def decide(found):
         return b"without " + b",".join(b"%d" % rank for rank, data in enumerate(found) if data is None)
 
-    if team.rank == 1:
-        team.mail.read("both gave up", PATIENCE_SECONDS)
-        agreed = team.agree("a", b"late", decide, 0.1)
-        exchanged = _failure(team.exchange, "e", b"late", 0.1)
+    if transport.rank == 1:
+        transport.mail.read("both gave up", PATIENCE_SECONDS)
+        agreed = transport.agree("a", b"late", decide, 0.1)
+        exchanged = _failure(transport.exchange, "e", b"late", 0.1)
     else:
         with expecting(2):
-            agreed = team.agree("a", b"in time", decide, patience)
-            exchanged = _failure(team.exchange, "e", b"in time", patience)
-        if team.mail.count("gave up") == team.world - 1:
-            team.mail.post("both gave up", b"")
-    again = team.exchange("e", b"%d" % team.rank, PATIENCE_SECONDS)
-    team.close()
+            agreed = transport.agree("a", b"in time", decide, patience)
+            exchanged = _failure(transport.exchange, "e", b"in time", patience)
+        if transport.mail.count("gave up") == transport.world - 1:
+            transport.mail.post("both gave up", b"")
+    again = transport.exchange("e", b"%d" % transport.rank, PATIENCE_SECONDS)
+    transport.close()
     return agreed, exchanged, list(again.values())
 
 
@@ -208,27 +219,27 @@ def test_who_is_late_learns_what_was_decided_and_takes_part_in_the_next_call():
 
 
 def _die_after_the_meeting(victim, timeout):
-    team = _join()
-    team.say("the end" if team.rank == victim else "life")
+    transport = _join()
+    transport.say("the end" if transport.rank == victim else "life")
     for word in ("said", "heard"):  # the second time: all know that all have said it
-        team.mail.post(f"{word}/{team.rank}", b"")
-        if word == "said" or team.rank == victim:
-            keys = [f"{word}/{rank}" for rank in range(team.world)]
-            assert len(team.mail.collect(keys, PATIENCE_SECONDS)) == team.world
-    if team.rank == victim:
+        transport.mail.post(f"{word}/{transport.rank}", b"")
+        if word == "said" or transport.rank == victim:
+            keys = [f"{word}/{rank}" for rank in range(transport.world)]
+            assert len(transport.mail.collect(keys, PATIENCE_SECONDS)) == transport.world
+    if transport.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     if victim == 0:
-        team_module.GRACE_SECONDS = 0.1  # nobody there whose word is worth waiting for
-    elif team.rank == 2:
+        transport_module.GRACE_SECONDS = 0.1  # nobody there whose word is worth waiting for
+    elif transport.rank == 2:
         timeout = PATIENCE_SECONDS  # the coordinator tells
     with expecting(2):
         failures = [
-            _failure(team.exchange, "e", b"x", timeout),
-            _failure(team.agree, "a", b"x", _nobody_missing, timeout),
+            _failure(transport.exchange, "e", b"x", timeout),
+            _failure(transport.agree, "a", b"x", _nobody_missing, timeout),
         ]
-    if team.rank != 0:
-        failures.append(_failure(team.tell, "t", None, timeout) if victim == 0 else None)
-    team.close()
+    if transport.rank != 0:
+        failures.append(_failure(transport.tell, "t", None, timeout) if victim == 0 else None)
+    transport.close()
     return failures
 
 
@@ -264,27 +275,29 @@ def test_threads_wait_for_messages_while_others_are_in_collectives():
 
 
 def _waits_beside_collectives(turns):
-    team = _join()
+    transport = _join()
     out = []
 
     def background():
-        out.append(team.mail.read("late", PATIENCE_SECONDS))
+        out.append(transport.mail.read("late", PATIENCE_SECONDS))
         for turn in range(turns):
-            verdict = team.agree("commit", b"%d," % turn, lambda found: b"".join(found), PATIENCE_SECONDS)
-            out.append(verdict == b"%d," % turn * team.world)
+            verdict = transport.agree(
+                "commit", b"%d," % turn, lambda found: b"".join(found), PATIENCE_SECONDS
+            )
+            out.append(verdict == b"%d," % turn * transport.world)
 
     thread = threading.Thread(target=background)
     thread.start()
     total = torch.ones(1)
     for turn in range(3 * turns):
         dist.all_reduce(total)
-        total /= team.world
-        team.exchange("meanwhile", b"%d" % team.rank, PATIENCE_SECONDS)
+        total /= transport.world
+        transport.exchange("meanwhile", b"%d" % transport.rank, PATIENCE_SECONDS)
         dist.barrier()
-        if turn == turns and team.rank == 1:
-            team.mail.post("late", b"not before the collectives")
+        if turn == turns and transport.rank == 1:
+            transport.mail.post("late", b"not before the collectives")
     thread.join()
-    team.close()
+    transport.close()
     return float(total), out
 
 
@@ -299,21 +312,23 @@ def _count_keys(turns):
         return number
 
     before = keys()
-    team = _join()
+    transport = _join()
     counts = []
     for turn in range(turns):
-        team.tell("plan", b"plan" if team.rank == 0 else None, PATIENCE_SECONDS)
-        team.agree("commit", b"x", lambda found: b"y", PATIENCE_SECONDS)
-        team.exchange("views", b"%d" % team.rank, PATIENCE_SECONDS)
-        team.agree(f"step {turn}", b"x", lambda found: b"y", PATIENCE_SECONDS)  # keys that are not used again
-        team.deliver("letters", [(turn % 3, b"letter")], PATIENCE_SECONDS)
-        team.say(f"step {turn}")
+        transport.tell("plan", b"plan" if transport.rank == 0 else None, PATIENCE_SECONDS)
+        transport.agree("commit", b"x", lambda found: b"y", PATIENCE_SECONDS)
+        transport.exchange("views", b"%d" % transport.rank, PATIENCE_SECONDS)
+        transport.agree(
+            f"step {turn}", b"x", lambda found: b"y", PATIENCE_SECONDS
+        )  # keys that are not used again
+        transport.deliver("letters", [(turn % 3, b"letter")], PATIENCE_SECONDS)
+        transport.say(f"step {turn}")
         counts.append(keys())
-    team.close()
+    transport.close()
     after = keys()
     for turn in range(3):
         _join(purpose=f"save to {turn}").close()
-        with contextlib.closing(_join()) as team, team.again("restore", PATIENCE_SECONDS):
+        with contextlib.closing(_join()) as transport, transport.again("restore", PATIENCE_SECONDS):
             pass
     return before, counts, after, keys()
 
@@ -321,9 +336,9 @@ def _count_keys(turns):
 def _overtaken():
     """The last one leaves while the one before it has counted itself, and has not said that it was so."""
     store = dist.distributed_c10d._get_default_store()
-    team = _join()
+    transport = _join()
     dist.barrier()
-    post = Mail.post
+    post = MessageStore.post
 
     def late(self, key, data):
         if key == "gone":
@@ -331,15 +346,15 @@ def _overtaken():
             store.wait(["closed"])
         post(self, key, data)
 
-    if team.rank == 1:
-        Mail.post = late
-        team.close()
+    if transport.rank == 1:
+        MessageStore.post = late
+        transport.close()
     else:
         store.wait(["counted"])
-        team.close()
+        transport.close()
         store.set("closed", b"")
     dist.barrier()
-    return store.check([f"{team.mail._prefix}/gone"])
+    return store.check([f"{transport.mail._prefix}/gone"])
 
 
 def test_nothing_is_left_of_a_team_whose_last_members_leave_together():
