@@ -13,6 +13,7 @@ import pytest
 
 import everystep
 from everystep import inspect
+from everystep.engine import Tuning
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
@@ -39,8 +40,8 @@ def taken_once_open(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     take: Callable[[Path], None] = request.param
 
     class Taken(StoredCheckpoint):
-        def __init__(self, path: str) -> None:
-            super().__init__(path)
+        def __init__(self, path: str, tuning: Tuning) -> None:
+            super().__init__(path, tuning)
             take(Path(path))
 
     monkeypatch.setattr("everystep.store.read.verify.StoredCheckpoint", Taken)
