@@ -16,7 +16,8 @@ from accelerate.utils import set_seed
 from torch import nn
 
 import everystep
-from everystep.accelerate import state_of
+from everystep.integrations.accelerate import state_of
+from everystep.integrations.data import Loader
 
 
 def main(run: str, epochs: int) -> None:
@@ -29,7 +30,7 @@ def main(run: str, epochs: int) -> None:
     data = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
     # Not through `prepare`, which would give every rank all batches: it knows its rank itself.
     rank, world = accelerator.process_index, accelerator.num_processes
-    loader = everystep.data.Loader(data, batch_size=16, shuffle=True, seed=2, rank=rank, world=world)
+    loader = Loader(data, batch_size=16, shuffle=True, seed=2, rank=rank, world=world)
     accelerator.register_for_checkpointing(loader)
     set_seed(4, device_specific=True)
 

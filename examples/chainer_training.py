@@ -17,7 +17,7 @@ import numpy as np
 from chainer import training
 from chainer.training import extensions
 
-import everystep.chainer
+import everystep.integrations.chainer
 
 
 class Regression(chainer.Chain):
@@ -44,7 +44,7 @@ def main(run: str, epochs: int) -> None:
     updater = training.updaters.StandardUpdater(chainer.iterators.SerialIterator(data, 16), optimizer)
     trainer = training.Trainer(updater, (epochs, "epoch"), out=run)
     trainer.extend(extensions.ExponentialShift("alpha", 0.9), trigger=(4, "iteration"))
-    trainer.extend(everystep.chainer.snapshot(run))  # the one line
+    trainer.extend(everystep.integrations.chainer.snapshot(run))  # the one line
     trainer.run()
     print(f"iteration {updater.iteration}: weights sum to {sum(p.array.sum() for p in model.params())}")
 

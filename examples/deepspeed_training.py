@@ -18,7 +18,8 @@ from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 import everystep
-from everystep.deepspeed import state_of
+from everystep.integrations.data import Loader
+from everystep.integrations.deepspeed import state_of
 
 
 def main(run: str, stage: int) -> None:
@@ -37,7 +38,7 @@ def main(run: str, stage: int) -> None:
     engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
     rank, world = engine.global_rank, engine.world_size
     data = torch.randn(256, 16, generator=torch.Generator().manual_seed(1)).to(engine.device)
-    loader = everystep.data.Loader(data, batch_size=16, shuffle=True, seed=2, rank=rank, world=world)
+    loader = Loader(data, batch_size=16, shuffle=True, seed=2, rank=rank, world=world)
     set_random_seed(4 + rank)
 
     with everystep.Checkpointer(run, state_of(engine, data=loader)) as ckpt:  # the one line

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from everystep.jax import Checkpointer
+from everystep.integrations.jax import Checkpointer
 
 OPTIMIZER = optax.adamw(1e-2)
 

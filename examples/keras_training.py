@@ -12,7 +12,7 @@ import argparse
 import keras
 import numpy as np
 
-from everystep.keras import Batches, EverystepCallback
+from everystep.integrations.keras import Batches, EverystepCallback
 
 
 def main(run: str, epochs: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import sklearn.cluster
 
 import everystep
-from everystep.sklearn import KMeans
+from everystep.integrations.sklearn import KMeans
 
 X = np.random.default_rng(0).normal(size=(4_000, 32))
 PARAMETERS = {"n_clusters": 12, "n_init": 3, "random_state": 0, "tol": 0.0, "max_iter": 60}

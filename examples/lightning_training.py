@@ -15,8 +15,8 @@ import lightning
 import torch
 from torch import nn
 
-from everystep.data import Loader
-from everystep.lightning import EverystepCallback
+from everystep.integrations.data import Loader
+from everystep.integrations.lightning import EverystepCallback
 
 
 class Regression(lightning.LightningModule):

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 import everystep
-from everystep.tensorflow import state_of
+from everystep.integrations.tensorflow import state_of
 
 
 def main(run: str, steps: int) -> None:

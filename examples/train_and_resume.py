@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import everystep
-from everystep.data import Loader
+from everystep.integrations.data import Loader
 
 
 def forever(loader: Loader) -> Iterator[Any]:

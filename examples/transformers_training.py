@@ -13,7 +13,7 @@ import argparse
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
-from everystep.transformers import EverystepTrainer
+from everystep.integrations.transformers import EverystepTrainer
 
 
 def texts(count: int) -> list[dict[str, torch.Tensor]]:

@@ -29,7 +29,7 @@ def test_the_documented_calls_have_examples() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_do_what_they_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name.startswith("everystep.data.") and name != "everystep.data.sampler":
+    if name.startswith("everystep.integrations.data.") and name != "everystep.integrations.data.sampler":
         pytest.importorskip("torch")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result = doctest.testmod(importlib.import_module(name), verbose=False)

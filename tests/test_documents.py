@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import everystep
+from everystep.integrations.data import Loader
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -70,7 +71,7 @@ def small_training() -> dict[str, Any]:
         "optimizer": optimizer,
         "dataset": torch.ones(8, 4),
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
-        "loader": everystep.data.Loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2),
+        "loader": Loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2),
         "batches": iter(lambda: torch.ones(2, 4), None),
         "state": state,
         "train_one_step": train_one_step,

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 FRAMEWORKS = ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
-INTEGRATIONS = [f"everystep.{name}" for name in FRAMEWORKS]
+INTEGRATIONS = [f"everystep.integrations.{name}" for name in FRAMEWORKS]
 SCRIPTS = ["everystep.study.zero_writer"]
 """Run in the environment of another system; nothing imports them."""
 HEAVY = [
@@ -61,7 +61,7 @@ def test_saving_and_loading_numpy_arrays_imports_no_framework() -> None:
 
 
 LAYERS = ["engine", "format", "state", "plan", "store", "checkpointer"]
-ABOVE = ["torch.dcp", "inspect", "drill", "study", "cli"]
+ABOVE = ["integrations.dcp", "inspect", "drill", "study", "cli"]
 
 
 @pytest.mark.parametrize("module", [*LAYERS, *ABOVE])
@@ -81,8 +81,8 @@ def test_every_module_but_integrations_can_be_imported_without_a_framework() -> 
         sys.meta_path.insert(0, Refuse())
         import everystep
         for module in pkgutil.walk_packages(everystep.__path__, "everystep."):
-            # Modules named after a framework import it, and so do those below everystep.sklearn.
-            named = module.name.startswith({(*INTEGRATIONS, *SCRIPTS, "everystep.sklearn.")!r})
+            # Modules named after a framework import it, and so do those below everystep.integrations.sklearn.
+            named = module.name.startswith({(*INTEGRATIONS, *SCRIPTS, "everystep.integrations.sklearn.")!r})
             # Each of these runs in a process of its own, with the framework that it is named after.
             worker = ".study.frameworks." in module.name
             worker &= module.name.endswith(("_worker", "_models", "_probe"))

@@ -12,7 +12,7 @@ import pytest
 import everystep
 from everystep import errors
 
-MODULES = {"data", "inspect", "sklearn", "universal"}
+MODULES = {"inspect", "universal"}
 CALLS = {"load", "open", "per_rank", "rank_zero", "rng", "save", "stable", "verify"}
 TYPES = {
     "Checkpoint",

@@ -45,8 +45,8 @@ def test_every_public_call_that_takes_a_path_is_tested() -> None:
     assert len(found) >= 60
     assert found <= set(CALLS) | {
         # DCP asks with these whether a path can be used; the answer is no.
-        "torch.dcp.Reader.validate_checkpoint_id.checkpoint_id",
-        "torch.dcp.Writer.validate_checkpoint_id.checkpoint_id",
+        "dcp.Reader.validate_checkpoint_id.checkpoint_id",
+        "dcp.Writer.validate_checkpoint_id.checkpoint_id",
     }
 
 
@@ -62,7 +62,7 @@ def test_a_url_is_refused_and_nothing_is_made(call: str, url: str | Path) -> Non
 
 @pytest.mark.parametrize("url", [*URLS, Named()], ids=["text", "path", "file", "PathLike"])
 def test_dcp_is_told_that_a_url_cannot_be_used(url: Any) -> None:
-    from everystep.torch.dcp import Reader, Writer
+    from everystep.integrations.dcp import Reader, Writer
 
     assert not Reader.validate_checkpoint_id(url)
     assert not Writer.validate_checkpoint_id(url)

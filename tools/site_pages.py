@@ -31,11 +31,10 @@ GROUPS = {
     "Shelf": "everystep.shelf",
     "Errors": "everystep.errors",
 }
-MODULES = {"torch.distributed.checkpoint": "everystep.torch.dcp"}
 # Layers that users do not import from: the names above are what they offer.
 INTERNAL = {
     *("caller", "checkpointer", "cli", "drill", "engine", "errors", "format", "integrations"),
-    *("plan", "shelf", "state", "store", "study", "team", "torch"),
+    *("plan", "shelf", "state", "store", "study"),
 }
 # Of these classes, what users call; the rest is for the Checkpointer.
 MEMBERS = {"PendingSave": ("done", "result", "exception", "progress")}
@@ -72,10 +71,12 @@ def reference() -> dict[str, str]:
     if left:
         raise ValueError(f"on no page of the reference: {left}")
     others = sorted({path.stem for path in SOURCE.iterdir() if path.stem[0] != "_"} - INTERNAL - {"py"})
-    for title, module in {**MODULES, **{f"everystep.{name}": f"everystep.{name}" for name in others}}.items():
+    folders = (path.name for path in (SOURCE / "integrations").iterdir() if path.is_dir())
+    others += sorted(f"integrations.{name}" for name in folders if name[0] != "_" and name != "shared")
+    for module in (f"everystep.{name}" for name in others):
         listed = "\n".join(f"        - {name}" for name in public_names(module))
         options = f"    options:\n      show_root_heading: false\n      members:\n{listed}\n"
-        pages[title] = f"# {title}\n\n::: {module}\n{options}"
+        pages[module] = f"# {module}\n\n::: {module}\n{options}"
     return pages
 
 

@@ -1,7 +1,5 @@
 # Every public name, once: type checkers read this file, and so does `everystep.__getattr__`.
-from everystep import data as data
 from everystep import inspect as inspect
-from everystep import sklearn as sklearn
 from everystep import universal as universal
 from everystep.checkpointer import Checkpointer as Checkpointer
 from everystep.checkpointer import Keep as Keep

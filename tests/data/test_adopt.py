@@ -18,8 +18,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from everystep.data import Loader, Sampler, resumable
 from everystep.errors import StateMismatch, UnsupportedState
+from everystep.integrations.data import Loader, Sampler, resumable
 from support.datasets import Augmented, Stream, jitter, joined, lists, take
 
 DATA = list(range(20))

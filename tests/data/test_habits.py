@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
-from everystep.data import Loader, Sampler, resumable
+from everystep.integrations.data import Loader, Sampler, resumable
 from support.datasets import joined, lists, plain, take
 
 DATA = list(range(11))

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import everystep
-from everystep.data import Loader, Sampler
 from everystep.errors import StateMismatch, UnsupportedState
+from everystep.integrations.data import Loader, Sampler
 from support.datasets import Augmented, Failing, Noted, Stream, Together, jitter, joined, lists, plain, take
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 import everystep
-from everystep.data import Loader
+from everystep.integrations.data import Loader
 from support.datasets import Augmented, Dying, Failing, Noted, jitter, joined, lists, take
 
 PATIENCE = 240
@@ -193,7 +193,7 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(persistent: bool, tmp_pat
         import os
         from pathlib import Path
         from support.datasets import Dying
-        from everystep.data import Loader
+        from everystep.integrations.data import Loader
 
         def tell(error):
             os.write(1, f"{{loader.position}} {{type(error).__name__}}\\n".encode())
@@ -231,7 +231,7 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(persistent: bool, tmp_pat
 def test_a_script_that_ends_in_the_middle_of_a_loop_ends(persistent: bool, tmp_path: Path) -> None:
     script = f"""
         import everystep
-        from everystep.data import Loader
+        from everystep.integrations.data import Loader
         loader = Loader(range(100), batch_size=2, num_workers=2, persistent_workers={persistent})
         iterator = iter(loader)
         with everystep.Checkpointer({str(tmp_path)!r}, {{"data": loader}}, mode="sync") as ckpt:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import everystep
-from everystep.torch.dcp import Reader, Writer
+from everystep.integrations.dcp import Reader, Writer
 from support.command import command
 from support.dcp_states import Odd, assert_same, blank, everything, failures, load, model, save
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import everystep
+from everystep.integrations.dcp import Reader, Writer
 from everystep.store.read.stored_checkpoint import open_newest
-from everystep.torch.dcp import Reader, Writer
 from support.dcp_states import Odd, assert_same, failures, flip_in, load, model, save
 from support.launcher import launch, values
 

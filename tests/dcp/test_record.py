@@ -16,8 +16,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 import everystep
 from everystep.state import leaf_names, unflatten
 from everystep.state.unflatten import decode_value
-from everystep.torch.dcp.record import Record, compose, entries_of, leaf_node
-from everystep.torch.dcp.values import NotPlain, Pickler, plain_node
+from everystep.universal.dcp.record import Record, compose, entries_of, leaf_node
+from everystep.universal.dcp.values import NotPlain, Pickler, plain_node
 
 TENSOR = torch.ones(1)
 KEYS = st.text(st.characters(codec="utf-8"), max_size=4) | st.sampled_from(["$leaf", "0", "a.b", "@1", "~"])
@@ -122,6 +122,6 @@ def test_records_that_nobody_wrote_are_damage() -> None:
         {"unknown": 1},
     ):
         damaged = copy.deepcopy(tree)
-        damaged["$state_dict"][0]["everystep.torch.dcp"].update(change)
+        damaged["$state_dict"][0]["everystep.integrations.dcp"].update(change)
         with pytest.raises(everystep.CorruptCheckpoint, match="here"):
             entries_of(damaged, "here")

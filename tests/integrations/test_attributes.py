@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from everystep.integrations.attributes import Attributes, ChangedAttributes
+from everystep.integrations.shared.attributes import Attributes, ChangedAttributes
 
 
 class Callback:

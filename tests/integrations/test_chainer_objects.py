@@ -1,4 +1,4 @@
-"""`everystep.chainer` without Chainer: a stand-in for the few classes of it that the module builds on."""
+"""`integrations.chainer` without Chainer: a stand-in for the few classes of it that the module builds on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Deserializer:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`everystep.chainer`, imported on top of the stand-in."""
+    """`everystep.integrations.chainer`, imported on top of the stand-in."""
     parts = {
         "chainer": {},
         "chainer.backends": {"_cpu": SimpleNamespace(_to_cpu=np.asarray)},
@@ -38,8 +38,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(contents)
     monkeypatch.setattr(metadata, "version", lambda package: "7.8.1")
-    yield import_module("everystep.chainer")
-    for name in [name for name in sys.modules if name.startswith("everystep.chainer")]:
+    yield import_module("everystep.integrations.chainer")
+    for name in [name for name in sys.modules if name.startswith("everystep.integrations.chainer")]:
         del sys.modules[name]
     vars(everystep).pop("chainer", None)
 

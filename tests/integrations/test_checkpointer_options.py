@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import everystep
-from everystep.integrations.checkpointer_options import checked
+from everystep.integrations.shared.checkpointer_options import checked
 
 
 @pytest.mark.parametrize(

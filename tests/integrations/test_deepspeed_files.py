@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import everystep
-from everystep.integrations.deepspeed_files import CLASSES, FRAGMENT, NAMESPACE, STAGE, from_plain, to_plain
-from everystep.universal.pickle_machine import Record
-from everystep.universal.sources.deepspeed_layout.everystep_files import read_everystep_file
-from everystep.universal.torch_file import StoredTensor
+from everystep.universal.deepspeed.layout.everystep_files import read_everystep_file
+from everystep.universal.deepspeed.names import CLASSES, FRAGMENT, NAMESPACE, STAGE, from_plain, to_plain
+from everystep.universal.torch_file.pickle_machine import Record
+from everystep.universal.torch_file.reading import StoredTensor
 
 
 class Fragment:

@@ -15,8 +15,8 @@ import pytest
 import everystep
 from everystep.engine import faults
 from everystep.errors import MutatedDuringSave, SaveFailed
-from everystep.integrations import deepspeed_tags as tags
-from everystep.integrations.deepspeed_saves import TagSave
+from everystep.integrations.deepspeed import tags
+from everystep.integrations.deepspeed.saves import TagSave
 
 MODEL = "mp_rank_00_model_states.pt"
 SECONDS = 60

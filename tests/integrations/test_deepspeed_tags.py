@@ -10,8 +10,8 @@ import pytest
 
 import everystep
 from everystep.engine import faults
-from everystep.integrations import deepspeed_tags as tags
-from everystep.integrations.folders import damage_of
+from everystep.integrations.deepspeed import tags
+from everystep.integrations.shared.folders import damage_of
 
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 

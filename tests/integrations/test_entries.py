@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from everystep.integrations.entries import with_entries
+from everystep.integrations.shared.entries import with_entries
 
 
 def test_entries_of_the_user_come_beside_ours_and_never_replace_them() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everystep.errors import StateMismatch
-from everystep.integrations.fitting import merged, require_fit
+from everystep.integrations.shared.fitting import merged, require_fit
 
 
 def test_the_same_names_and_shapes_fit_in_any_order() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import everystep
 from everystep.errors import CorruptCheckpoint
-from everystep.integrations.folders import by_rank_zero, newest_intact, numbered, remove
+from everystep.integrations.shared.folders import by_rank_zero, newest_intact, numbered, remove
 
 
 def saved(folder: Path, *numbers: int) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""`everystep.jax.processes` without JAX: its store on top of a stand-in for the coordination service."""
+"""`integrations.jax.processes` without JAX: its store on top of a stand-in for the coordination service."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from everystep.integrations import keras_names
-from everystep.integrations.keras_names import named, named_slots
+from everystep.integrations.keras import names as keras_names
+from everystep.integrations.keras.names import named, named_slots
 
 
 class Variable(NamedTuple):

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from everystep.integrations.versions import require
+from everystep.integrations.shared.versions import require
 
 FRAMEWORKS = ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
 
@@ -71,4 +71,4 @@ def test_trainer_needs_an_accelerate_that_is_known(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         ImportError, match=r"transformers does not know accelerate 1\.16\.0, which is too new"
     ):
-        importlib.import_module("everystep.transformers")
+        importlib.import_module("everystep.integrations.transformers")

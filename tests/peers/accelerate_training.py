@@ -43,8 +43,9 @@ from training_tools import (
 )
 
 import everystep
-from everystep.accelerate import load_state, save_state, state_of
 from everystep.engine import faults
+from everystep.integrations.accelerate import load_state, save_state, state_of
+from everystep.integrations.data import Loader
 
 
 class Average:
@@ -84,7 +85,7 @@ def prepared(width: int = 16, **arguments: Any) -> Any:
     model, optimizer, scheduler = accelerator.prepare(net, optimizer, StepLR(optimizer, 3, 0.9))
     rank, world = accelerator.process_index, accelerator.num_processes
     data = torch.randn(40 if LAYOUT else 20 * world, 8, generator=torch.Generator().manual_seed(1))
-    loader = everystep.data.Loader(data, batch_size=4, shuffle=True, seed=5, rank=rank, world=world)
+    loader = Loader(data, batch_size=4, shuffle=True, seed=5, rank=rank, world=world)
     average = Average()
     accelerator.register_for_checkpointing(loader, average)
     torch.manual_seed(1 + rank)

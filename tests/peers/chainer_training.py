@@ -24,7 +24,7 @@ from chainer import training
 from chainer.training import extensions
 
 import everystep
-import everystep.chainer
+import everystep.integrations.chainer
 
 assert "torch" not in sys.modules
 warnings.filterwarnings("ignore")
@@ -80,7 +80,7 @@ def train(run: str, kill: int = 0, optimizer: Any = None) -> dict[str, Any]:
     rate = "alpha" if optimizer is None else "lr"
     trainer.extend(extensions.ExponentialShift(rate, 0.8), trigger=(2, "iteration"))
     trainer.extend(extensions.LogReport(trigger=(3, "iteration")))
-    trainer.extend(everystep.chainer.snapshot(f"{run}/run", keep=everystep.Keep(last=100)))
+    trainer.extend(everystep.integrations.chainer.snapshot(f"{run}/run", keep=everystep.Keep(last=100)))
     if kill:
         trainer.extend(Kill(kill))
     trainer.run()
@@ -134,14 +134,14 @@ def objects(folder: str) -> None:
     net = Net()
     trainer = trainer_of(net, folder)
     trainer.run(show_loop_exception_msg=False)
-    snapshot = everystep.chainer.save(f"{folder}/trainer", trainer)
+    snapshot = everystep.integrations.chainer.save(f"{folder}/trainer", trainer)
     assert snapshot.leaves > 10
 
     # The same through Chainer's own serializer is what a trainer of fresh objects must become.
     chainer.serializers.save_npz(f"{folder}/theirs.npz", trainer)
     ours, theirs = Net(), Net()
     for other, load in (
-        (ours, lambda it: everystep.chainer.load(f"{folder}/trainer", it)),
+        (ours, lambda it: everystep.integrations.chainer.load(f"{folder}/trainer", it)),
         (theirs, lambda it: chainer.serializers.load_npz(f"{folder}/theirs.npz", it)),
     ):
         again = trainer_of(other, folder)
@@ -155,42 +155,46 @@ def objects(folder: str) -> None:
     assert ours.norm.avg_mean.tobytes() == net.norm.avg_mean.tobytes()
 
     # A model by itself, and out of a trainer's checkpoint.
-    everystep.chainer.save(f"{folder}/net", net)
+    everystep.integrations.chainer.save(f"{folder}/net", net)
     with everystep.open(f"{folder}/net") as opened:
         assert opened["hidden.W"].shape == (24, 8)
     single = Net()
-    everystep.chainer.load(f"{folder}/net", single)
+    everystep.integrations.chainer.load(f"{folder}/net", single)
     assert single.out.W.array.tobytes() == net.out.W.array.tobytes()
     inside = Net()
-    everystep.chainer.load(f"{folder}/trainer", inside, at="updater.model:main")
+    everystep.integrations.chainer.load(f"{folder}/trainer", inside, at="updater.model:main")
     assert inside.out.W.array.tobytes() == net.out.W.array.tobytes()
 
     def load(other: Any, path: str = "net") -> Callable[[], None]:
-        return lambda: everystep.chainer.load(f"{folder}/{path}", other)
+        return lambda: everystep.integrations.chainer.load(f"{folder}/{path}", other)
 
     elsewhere = f"{folder}/trainer"
     raises(
         everystep.StateMismatch,
         "'updater.net'",
-        lambda: everystep.chainer.load(elsewhere, net, at="updater.net"),
+        lambda: everystep.integrations.chainer.load(elsewhere, net, at="updater.net"),
     )
     wide, shallow = Net(25), Net(deep=False)
     raises(everystep.StateMismatch, "24], target float32[", load(wide))
     raises(everystep.StateMismatch, "out.W, out.b: in the checkpoint only", load(shallow))
-    everystep.chainer.save(f"{folder}/shallow", shallow)
+    everystep.integrations.chainer.save(f"{folder}/shallow", shallow)
     raises(everystep.StateMismatch, ": not in the checkpoint", load(Net(), "shallow"))
     train(f"{folder}/wide")
     other = trainer_of(Net(25), folder)
-    other.extend(everystep.chainer.snapshot(f"{folder}/wide/run"))
+    other.extend(everystep.integrations.chainer.snapshot(f"{folder}/wide/run"))
     raises(everystep.StateMismatch, "updater.", other.run)
 
     # A trainer that does not want what is there, and one that starts over.
     raises(
         everystep.RunInUse,
         "restore",
-        lambda: _run_with(folder, everystep.chainer.snapshot(f"{folder}/wide/run", autoload=False)),
+        lambda: _run_with(
+            folder, everystep.integrations.chainer.snapshot(f"{folder}/wide/run", autoload=False)
+        ),
     )
-    _run_with(folder, everystep.chainer.snapshot(f"{folder}/wide/run", autoload=False, start_over=True))
+    _run_with(
+        folder, everystep.integrations.chainer.snapshot(f"{folder}/wide/run", autoload=False, start_over=True)
+    )
     one = train(f"{folder}/sgd", optimizer=chainer.optimizers.MomentumSGD(lr=0.1))
     assert one["iteration"] == 15
     print("objects: ok")

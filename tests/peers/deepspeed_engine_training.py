@@ -32,8 +32,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import everystep
-from everystep.deepspeed import state_of, use
 from everystep.engine import faults
+from everystep.integrations.deepspeed import state_of, use
 
 STEPS, MIDDLE = 8, 4
 SCALES: dict[str, Any] = {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2}}

@@ -38,7 +38,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import everystep
-from everystep.jax import Checkpointer, load, save
+from everystep.integrations.jax import Checkpointer, load, save
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
 
 assert "torch" not in sys.modules
@@ -216,7 +216,7 @@ def plain(folder: str) -> None:
     everystep.load(f"{folder}/plain", into=again)
     check(again, state, state)
     assert again["params"]["dense"]["kernel"] is not state["params"]["dense"]["kernel"]
-    # `everystep.jax` names the items of tuples as keys of dicts, so it reads trees of dicts only.
+    # `integrations.jax` names the items of tuples as keys of dicts, so it reads trees of dicts only.
     dicts = jax.tree.map(strong, {key: leaf for key, leaf in state.items() if key != "moments"})
     everystep.save(f"{folder}/dicts", dicts)
     check(load(f"{folder}/dicts", dicts), dicts, dicts)
@@ -229,7 +229,7 @@ def plain(folder: str) -> None:
         return lambda: everystep.save(f"{folder}/{name}", {"a": [leaf]})
 
     for name in special:
-        unsupported("'a.0': typed random keys. Use everystep.jax", save_in(name, kinds[name]))
+        unsupported("'a.0': typed random keys. Use everystep.integrations.jax", save_in(name, kinds[name]))
     for name in odd:
         unsupported(f"'a.0': a jax.Array of dtype {name}. Use", save_in(name, kinds["kinds"][name]))
     gone = jnp.zeros(3)
@@ -417,7 +417,7 @@ def spread(folder: str, *, write: bool) -> None:
         raises(everystep.RanksDisagree, "host", lambda: save(f"{folder}/apart", mine))
         alone = f"{folder}/alone-{jax.process_index()}"
         parts = {"rows": tree["rows"]}
-        text = "'rows': other processes have parts of this jax.Array. Use everystep.jax"
+        text = "'rows': other processes have parts of this jax.Array. Use everystep.integrations.jax"
         raises(everystep.UnsupportedState, text, lambda: everystep.save(alone, parts))
         everystep.save(alone, mine, overwrite=True)
         assert everystep.load(alone)["host"].tolist() == [jax.process_index()] * 3

@@ -23,7 +23,7 @@ import keras
 import numpy as np
 
 import everystep
-from everystep.keras import Batches, EverystepCallback, load_weights
+from everystep.integrations.keras import Batches, EverystepCallback, load_weights
 
 EPOCHS = 3
 BATCHES = 5

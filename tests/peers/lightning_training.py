@@ -45,9 +45,9 @@ from training_tools import (
 )
 
 import everystep
-from everystep.data import Loader
 from everystep.engine import faults
-from everystep.lightning import (
+from everystep.integrations.data import Loader
+from everystep.integrations.lightning import (
     EverystepCallback,
     EverystepIO,
     EverystepSharded,

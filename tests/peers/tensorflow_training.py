@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import everystep
-from everystep.tensorflow import state_of
+from everystep.integrations.tensorflow import state_of
 
 STEPS = 12
 

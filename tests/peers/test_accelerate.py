@@ -1,4 +1,4 @@
-"""`everystep.accelerate` with the real accelerate: what its users do, and resuming bit for bit."""
+"""`integrations.accelerate` with the real accelerate: what its users do, and resuming bit for bit."""
 
 from __future__ import annotations
 

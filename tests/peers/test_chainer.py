@@ -1,4 +1,4 @@
-"""`everystep.chainer` with the real Chainer: its extension, its serializer, and resuming bit for bit."""
+"""`integrations.chainer` with the real Chainer: its extension, its serializer, and resuming bit for bit."""
 
 from __future__ import annotations
 

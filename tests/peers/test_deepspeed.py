@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from everystep.errors import SpecError
+from everystep.universal.deepspeed import source as deepspeed
 from everystep.universal.rules import fused, pad, partial, replicated, rule, shard
 from everystep.universal.source import Source
-from everystep.universal.sources import deepspeed
 from everystep.universal.spec import Spec
 from support import peers
 from support.source_leaves import assembled, assert_same, by_name

@@ -1,4 +1,4 @@
-"""`everystep.deepspeed` with the real DeepSpeed: what its users do, and resuming bit for bit."""
+"""`everystep.integrations.deepspeed` with the real DeepSpeed: what its users do, and resuming bit for bit."""
 
 from __future__ import annotations
 

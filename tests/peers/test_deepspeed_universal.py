@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from everystep import universal
+from everystep.universal.deepspeed import source as deepspeed
+from everystep.universal.deepspeed import universal_source as ds_universal
 from everystep.universal.source import Source
-from everystep.universal.sources import deepspeed, ds_universal
 from support import peers
 from support.source_leaves import assert_same, by_name
 

@@ -1,4 +1,4 @@
-"""`everystep.jax` with the real JAX, Flax and Optax: devices, processes, and resuming bit for bit."""
+"""`integrations.jax` with the real JAX, Flax and Optax: devices, processes, and resuming bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`everystep.keras` with the real Keras, on its backends: resuming bit for bit, and what is refused."""
+"""`integrations.keras` with the real Keras, on its backends: resuming bit for bit, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`everystep.lightning` with the real Lightning: what its users do, and resuming bit for bit."""
+"""`everystep.integrations.lightning` with the real Lightning: what its users do, and resuming bit for bit."""
 
 from __future__ import annotations
 

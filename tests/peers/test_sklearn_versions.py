@@ -1,4 +1,4 @@
-"""The tests of `everystep.sklearn`, with the oldest and the newest supported scikit-learn."""
+"""The tests of `everystep.integrations.sklearn`, with the oldest and the newest supported scikit-learn."""
 
 from __future__ import annotations
 

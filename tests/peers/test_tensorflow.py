@@ -1,4 +1,4 @@
-"""`everystep.tensorflow` with the real TensorFlow: a training loop, object trees, and what is refused."""
+"""`integrations.tensorflow` with the real TensorFlow: a training loop, object trees, and what is refused."""
 
 from __future__ import annotations
 

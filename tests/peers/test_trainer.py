@@ -1,4 +1,4 @@
-"""`everystep.transformers` with the real Trainer: what its users do, and resuming bit for bit."""
+"""`integrations.transformers` with the real Trainer: what its users do, and resuming bit for bit."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 
 import everystep
 from everystep import universal
-from everystep.universal.transformers_names import family_of
+from everystep.universal.hf.names import family_of
 from support import peers
 from support.source_leaves import assert_same, by_name
 

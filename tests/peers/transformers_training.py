@@ -49,8 +49,8 @@ from transformers.utils import logging
 
 import everystep
 from everystep.engine import faults
+from everystep.integrations.transformers import EverystepTrainer
 from everystep.store import list_steps
-from everystep.transformers import EverystepTrainer
 
 warnings.filterwarnings("ignore")
 logging.set_verbosity_error()

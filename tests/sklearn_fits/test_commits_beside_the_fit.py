@@ -12,8 +12,8 @@ from everystep.errors import SaveFailed
 
 pytest.importorskip("sklearn")
 
-from everystep.sklearn import KMeans
-from everystep.sklearn.record import FitRecord
+from everystep.integrations.sklearn import KMeans
+from everystep.integrations.sklearn.record import FitRecord
 
 DATA = np.random.default_rng(0).normal(size=(300, 5))
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from everystep.sklearn.versions import NEWEST, OLDEST
+from everystep.integrations.sklearn.versions import NEWEST, OLDEST
 
 PAGE = Path(__file__).parents[2] / "docs/sklearn.md"
 

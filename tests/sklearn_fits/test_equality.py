@@ -14,7 +14,7 @@ import sklearn.cluster
 import sklearn.mixture
 from scipy import sparse
 
-import everystep.sklearn as ours
+import everystep.integrations.sklearn as ours
 from support.interrupted_fits import assert_identical, assert_same_attributes, finish_interrupted, quietly
 
 SAMPLES, FEATURES = 240, 5

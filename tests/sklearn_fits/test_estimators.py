@@ -20,8 +20,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import everystep
-import everystep.sklearn as ours
-from everystep.sklearn import loops, versions
+import everystep.integrations.sklearn as ours
+from everystep.integrations.sklearn import loops, versions
 from support.interrupted_fits import Interruption, assert_same_attributes, ends_at, finish_interrupted
 
 X = np.random.default_rng(0).normal(size=(120, 4))

@@ -19,8 +19,8 @@ from sklearn.neural_network import BernoulliRBM, MLPClassifier, MLPRegressor
 from sklearn.preprocessing import StandardScaler
 
 import everystep
-import everystep.sklearn as ours
-from everystep.sklearn.estimator_state import put_together
+import everystep.integrations.sklearn as ours
+from everystep.integrations.sklearn.estimator_state import put_together
 from support.interrupted_fits import assert_same_attributes, finish_interrupted, quietly
 
 GENERATOR = np.random.default_rng(2)

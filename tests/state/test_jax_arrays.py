@@ -109,9 +109,12 @@ def test_an_array_is_stored_where_it_lies_and_comes_back_as_numpy(tmp_path: Path
     [
         (Tracer(WHOLE), "a tracer has no values. Save and load outside of functions that JAX transforms"),
         (changed(is_deleted=lambda: True), "this array is deleted, as donated to a step. Save what"),
-        (changed(dtype="key<fry>"), "typed random keys. Use everystep.jax, or jax.random.key_data"),
+        (
+            changed(dtype="key<fry>"),
+            "typed random keys. Use everystep.integrations.jax, or jax.random.key_data",
+        ),
         (changed(is_fully_addressable=False), "other processes have parts of this jax.Array. Use everystep"),
-        (Array(np.zeros(3, ml_dtypes.int4)), "a jax.Array of dtype int4. Use everystep.jax, or"),
+        (Array(np.zeros(3, ml_dtypes.int4)), "a jax.Array of dtype int4. Use everystep.integrations.jax, or"),
     ],
 )
 def test_what_needs_more_than_its_elements_is_refused_by_place(
@@ -160,7 +163,7 @@ def test_an_array_of_another_shape_or_a_value_does_not_fit(tmp_path: Path, stric
     ("array", "reason"),
     [
         (Tracer(WHOLE), "a tracer has no values"),
-        (changed(dtype="key<fry>"), "typed random keys. Use everystep.jax"),
+        (changed(dtype="key<fry>"), "typed random keys. Use everystep.integrations.jax"),
         (changed(is_fully_addressable=False), "other processes have parts of this jax.Array"),
     ],
 )

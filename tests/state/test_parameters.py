@@ -160,7 +160,7 @@ def test_a_malformed_reference_is_damage(body: Any) -> None:
 def test_torchs_own_checkpointing_reads_them(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from everystep.torch.dcp import Reader
+    from everystep.integrations.dcp import Reader
 
     wanted = nn.Parameter(torch.randn(3))
     everystep.save(tmp_path / "c", {"a": wanted})

@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import everystep
+from everystep.integrations.dcp import Writer
 from everystep.state import Flat
 from everystep.state.flatten import flatten
 from everystep.state.node import unmatched
-from everystep.torch.dcp import Writer
 from everystep.universal import state_tree
 
 
@@ -68,7 +68,7 @@ def test_a_tree_that_is_not_of_its_leaves_is_not_committed(
 
 
 def test_dcp_commits_no_such_tree_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everystep.torch.dcp.writer.leaf_node", lambda name: {"$leaf": "other"})
+    monkeypatch.setattr("everystep.integrations.dcp.writer.leaf_node", lambda name: {"$leaf": "other"})
     with pytest.raises(CheckpointException, match=r"(?s)UnsupportedState: .*has no place in the tree"):
         dcp.save({"w": torch.ones(3)}, storage_writer=Writer(tmp_path / "c"))
     assert not (tmp_path / "c").exists()

@@ -9,8 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from everystep.integrations.dcp import Reader, Writer
 from everystep.store.read.stored_checkpoint import open_newest
-from everystep.torch.dcp import Reader, Writer
 
 
 class Odd:

@@ -12,7 +12,7 @@ import pytest
 from scipy import sparse
 from sklearn.exceptions import ConvergenceWarning
 
-from everystep.sklearn.record import FitRecord
+from everystep.integrations.sklearn.record import FitRecord
 
 
 class Interruption(BaseException):

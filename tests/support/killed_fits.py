@@ -36,10 +36,10 @@ def make(kind: str, **shelf: Any) -> Any:
     import sklearn.cluster
     import sklearn.mixture
 
-    import everystep.sklearn
+    import everystep.integrations.sklearn
 
-    cluster: Any = everystep.sklearn if shelf else sklearn.cluster
-    mixture: Any = everystep.sklearn if shelf else sklearn.mixture
+    cluster: Any = everystep.integrations.sklearn if shelf else sklearn.cluster
+    mixture: Any = everystep.integrations.sklearn if shelf else sklearn.mixture
     if kind in ("kmeans", "elkan"):
         algorithm = "elkan" if kind == "elkan" else "lloyd"
         return cluster.KMeans(5, n_init=3, random_state=1, tol=0.0, algorithm=algorithm, **shelf)
@@ -55,11 +55,11 @@ def fit(kind: str, shelf: str | None) -> Any:
         if kind == "stream":
             import sklearn.cluster
 
-            import everystep.sklearn
+            from everystep.integrations.sklearn import stream
 
             model = sklearn.cluster.MiniBatchKMeans(5, n_init=1, random_state=1)
             if shelf is not None:
-                return everystep.sklearn.stream(model, batches(), shelf=shelf)
+                return stream(model, batches(), shelf=shelf)
             for batch in batches():
                 model.partial_fit(batch)
             return model
@@ -71,7 +71,7 @@ def public_attributes(model: Any) -> dict[str, Any]:
 
 
 def _kill_at(commit: int, before: bool) -> None:
-    from everystep.sklearn.record import FitRecord
+    from everystep.integrations.sklearn.record import FitRecord
 
     original, count = FitRecord._commit, [0]
 
@@ -87,10 +87,9 @@ def _kill_at(commit: int, before: bool) -> None:
 
 
 def main(kind: str, shelf: str, result: str, seed: str, kills: str) -> None:
-    import everystep.sklearn
+    from everystep.integrations.sklearn import GaussianMixture, KMeans, MiniBatchKMeans, stream
 
-    _ = everystep.sklearn.KMeans, everystep.sklearn.MiniBatchKMeans
-    _ = everystep.sklearn.GaussianMixture, everystep.sklearn.stream
+    _ = KMeans, MiniBatchKMeans, GaussianMixture, stream
     generator = random.Random(int(seed))
     for attempt in range(10_000):
         way = ("before", "inside", "after")[attempt % 3] if attempt < int(kills) else "none"

@@ -21,15 +21,12 @@ Call = Callable[[Any], object]
 FRAMEWORKS = ("accelerate", "chainer", "deepspeed", "jax", "keras", "lightning", "tensorflow", "transformers")
 MODULES = (
     "",
-    "data",
     "drill",
     "inspect",
     "shelf",
     "shelf.contents",
-    "sklearn",
-    "torch.dcp",
     "universal",
-    *FRAMEWORKS,
+    *(f"integrations.{name}" for name in ("data", "dcp", "sklearn", *FRAMEWORKS)),
 )
 _NAMES = {"checkpoint_path", "directory", "dst", "filepath", "folder", "output", "path", "run", "runs", "src"}
 _TYPES = ("PathLike", "Path |", "ShelfLike")
@@ -50,7 +47,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _public(module: str) -> list[str]:
-    if module in ("", "sklearn"):  # their names resolve on first use
+    if module in ("", "integrations.sklearn"):  # their names resolve on first use
         import importlib
 
         package = importlib.import_module(f"everystep.{module}".rstrip("."))
@@ -66,7 +63,7 @@ def _public(module: str) -> list[str]:
 
 def _parameters(module: str, name: str) -> Iterator[str]:
     node = _definition(module, name)
-    label = f"{module}.{name}".lstrip(".")
+    label = f"{module.removeprefix('integrations.')}.{name}".lstrip(".")
     if isinstance(node, ast.FunctionDef):
         yield from _paths_of(label, node)
     elif isinstance(node, ast.ClassDef) and not _is_error(node):
@@ -98,7 +95,7 @@ def _is_error(node: ast.ClassDef) -> bool:
 
 def _definition(module: str, name: str) -> ast.stmt | None:
     """The function or class that a name of a module is, wherever it is defined."""
-    if module in ("", "sklearn"):
+    if module in ("", "integrations.sklearn"):
         import importlib
 
         package: Any = importlib.import_module(f"everystep.{module}".rstrip("."))
@@ -134,10 +131,11 @@ def _new(name: str) -> str:
 
 
 def _everystep(call: str, *arguments: Any, **options: Any) -> Any:
-    """Calls a public name, such as ``inspect.prune``."""
+    """Calls a public name, such as ``inspect.prune`` or, of the integrations, ``jax.save``."""
     import importlib
 
     module, _, name = call.rpartition(".")
+    module = f"integrations.{module}" if f"integrations.{module}" in MODULES else module
     return getattr(importlib.import_module(f"everystep.{module}".rstrip(".")), name)(*arguments, **options)
 
 
@@ -180,7 +178,7 @@ def _drill(url: Any) -> None:
 
 def _lightning_sharded(method: str) -> Call:
     def call(url: Any) -> None:
-        from everystep.lightning import EverystepSharded
+        from everystep.integrations.lightning import EverystepSharded
 
         class Sharded(EverystepSharded):
             optimizers: tuple[()] = ()
@@ -288,7 +286,7 @@ def _deepspeed(method: str, *arguments: Any) -> Call:
     def call(url: Any) -> None:
         from types import SimpleNamespace
 
-        from everystep.deepspeed import EverystepEngine
+        from everystep.integrations.deepspeed import EverystepEngine
 
         def save_checkpoint(save_dir: Any, tag: Any = None) -> None:
             raise AssertionError("DeepSpeed was asked to save")
@@ -353,10 +351,10 @@ CALLS: dict[str, Call] = {
     "inspect.serve_page.runs": lambda url: _everystep("inspect.serve_page", [url]),
     "inspect.write_page.runs": lambda url: _everystep("inspect.write_page", [url], _new("a.html")),
     "inspect.write_page.path": lambda url: _everystep("inspect.write_page", [_elsewhere()], url),
-    "torch.dcp.Reader.path": lambda url: _everystep("torch.dcp.Reader", url),
-    "torch.dcp.Reader.reset.checkpoint_id": lambda url: _everystep("torch.dcp.Reader").reset(url),
-    "torch.dcp.Writer.path": lambda url: _everystep("torch.dcp.Writer", url),
-    "torch.dcp.Writer.reset.checkpoint_id": lambda url: _everystep("torch.dcp.Writer").reset(url),
+    "dcp.Reader.path": lambda url: _everystep("dcp.Reader", url),
+    "dcp.Reader.reset.checkpoint_id": lambda url: _everystep("dcp.Reader").reset(url),
+    "dcp.Writer.path": lambda url: _everystep("dcp.Writer", url),
+    "dcp.Writer.reset.checkpoint_id": lambda url: _everystep("dcp.Writer").reset(url),
     "universal.convert.src": lambda url: _everystep("universal.convert", url, _new("there")),
     "universal.convert.src of a kind": lambda url: _everystep(
         "universal.convert", url, _new("there"), kind="npz"

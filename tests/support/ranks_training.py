@@ -25,6 +25,7 @@ from torch.utils.data import Dataset
 import everystep
 from everystep.checkpointer.events import Failed, Saved
 from everystep.engine import faults
+from everystep.integrations.data import Loader
 from support.layout_truth import local
 
 TIMEOUT = 120.0
@@ -84,7 +85,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01 + seed / 1000)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed, growth_interval=4)
-        self.loader = everystep.data.Loader(
+        self.loader = Loader(
             Samples(), batch_size=BATCH, shuffle=True, seed=seed, rank=self.rank, world=self.world
         )
         self.seen = torch.zeros(SAMPLES + self.rank)  # of another size on every rank

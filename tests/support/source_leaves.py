@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from everystep.format import dtypes
-from everystep.universal.plain_pickles import TORCH_DTYPES
 from everystep.universal.source import Source, SourceLeaf, Stretch
 from everystep.universal.state_tree import source_of
+from everystep.universal.torch_file.pickle_classes import TORCH_DTYPES
 from everystep.universal.training_state import arranged_names
 
 _TORCH = {ours: getattr(torch, name) for name, ours in TORCH_DTYPES.items()}

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from everystep import universal
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from everystep.universal.sources import dcp as source_dcp
+from everystep.universal.dcp import source as source_dcp
 from support.launcher import launch, values
 from support.source_leaves import assert_same, by_name
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import everystep
 from everystep import universal
 from everystep.errors import UnsupportedState
-from everystep.torch.dcp import Writer
-from everystep.universal.targets import dcp as target
+from everystep.integrations.dcp import Writer
+from everystep.universal.dcp import target
 from support.dcp_directories import load_all
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

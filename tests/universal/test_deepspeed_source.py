@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from everystep.universal.sources import deepspeed
-from everystep.universal.torch_file import read_torch_file
+from everystep.universal.deepspeed import source as deepspeed
+from everystep.universal.torch_file.reading import read_torch_file
 from support.source_leaves import assert_same, by_name
 
 CLASSES = (

@@ -23,9 +23,9 @@ from everystep.errors import (
     UnsupportedSource,
 )
 from everystep.universal import Spec
+from everystep.universal.deepspeed import source as deepspeed
 from everystep.universal.rules import replicated, rule, shard, unique
 from everystep.universal.source import Source
-from everystep.universal.sources import deepspeed
 from support.source_leaves import assembled, assert_same, by_name
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed_variants"
@@ -227,7 +227,7 @@ def deepspeed_step(path: Path) -> int:
 
 
 def universal_content(path: Path) -> Any:
-    from everystep.universal.torch_file import read_torch_file
+    from everystep.universal.torch_file.reading import read_torch_file
 
     return read_torch_file(path, deepspeed.CLASSES)
 

@@ -29,9 +29,10 @@ from everystep.errors import (
     UnsupportedState,
 )
 from everystep.universal import fused, pad, replicated, rule, shard
-from everystep.universal.sources import deepspeed, ds_universal
-from everystep.universal.targets import ds_universal as target
-from everystep.universal.torch_file import read_torch_file
+from everystep.universal.deepspeed import source as deepspeed
+from everystep.universal.deepspeed import universal_source as ds_universal
+from everystep.universal.deepspeed import universal_target as target
+from everystep.universal.torch_file.reading import read_torch_file
 from support.child_processes import Pipe, forked
 from support.command import command
 from support.source_leaves import assert_same, by_name
@@ -340,7 +341,7 @@ def test_verify_notices_a_changed_byte_and_the_target_does_not_appear(
 
 
 def test_large_files_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everystep.universal.torch_files._STREAMED_NBYTES", 2000)
+    monkeypatch.setattr("everystep.universal.torch_file.directories._STREAMED_NBYTES", 2000)
     universal.convert(ZERO / "z2_bf16_3", tmp_path / "out", to="ds-universal", verify=True)
     weights = save_layers(tmp_path / "run")
     universal.convert(tmp_path / "run", tmp_path / "cut", to="ds-universal", tp=2, spec=SPEC, verify=True)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import everystep
 from everystep import CorruptCheckpoint, IncompleteCheckpoint, StateMismatch, UnsupportedSource, universal
-from everystep.universal.transformers_names import published
+from everystep.universal.hf.names import published
 from support.command import command
 from support.foreign_checkpoints import make_model
 from support.source_leaves import assert_same, by_name

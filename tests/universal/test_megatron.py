@@ -12,7 +12,7 @@ import pytest
 import everystep
 from everystep import CorruptCheckpoint, IncompleteCheckpoint, SpecError, UnsupportedSource, universal
 from everystep.universal import Spec, partial, rename, replicated, rule, shard
-from everystep.universal.sources import megatron
+from everystep.universal.megatron import source as megatron
 
 torch = pytest.importorskip("torch")
 

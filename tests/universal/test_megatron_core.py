@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import everystep
 from everystep import universal
 from everystep.errors import CorruptCheckpoint, UnsupportedSource
-from everystep.universal.sources import megatron_core
+from everystep.universal.megatron import core_source as megatron_core
 from support.dcp_directories import load_all
 from support.megatron_core_names import our_names
 from support.source_leaves import assert_same, by_name

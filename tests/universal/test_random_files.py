@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import everystep
 from everystep import universal
 from everystep.errors import UnsupportedSource, UnsupportedState
-from everystep.universal import torch_file
+from everystep.universal.torch_file.reading import reading as torch_file
 from support.torch_objects import OBJECTS, arrays, differences, tensors
 
 h5py = pytest.importorskip("h5py")

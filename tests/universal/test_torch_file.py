@@ -22,11 +22,11 @@ import torch
 
 import everystep
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
-from everystep.universal.pickle_machine import PickleMachine, Record
-from everystep.universal.plain_pickles import PLAIN_MAKERS, PLAIN_SETTERS, PLAIN_VALUES
 from everystep.universal.state_tree import source_of
-from everystep.universal.tensor_leaves import leaf_of
-from everystep.universal.torch_file import StoredTensor, read_torch_file
+from everystep.universal.torch_file.leaves import leaf_of
+from everystep.universal.torch_file.pickle_classes import PLAIN_MAKERS, PLAIN_SETTERS, PLAIN_VALUES
+from everystep.universal.torch_file.pickle_machine import PickleMachine, Record
+from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
 from support.source_leaves import assembled, assert_same
 
 
@@ -347,7 +347,7 @@ def test_many_records_use_the_zip64_directory(tmp_path: Path) -> None:
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.zeros(3)})
     script = (
-        "import sys; from everystep.universal.torch_file import read_torch_file; "
+        "import sys; from everystep.universal.torch_file.reading import read_torch_file; "
         f"print(read_torch_file({str(path)!r})['w'].shape); assert 'torch' not in sys.modules"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everystep.errors import UnsupportedSource
-from everystep.universal.tensor_leaves import leaf_of
-from everystep.universal.torch_file import StoredTensor, read_torch_file
-from everystep.universal.torch_values import TorchDevice, TorchDtype, TorchSize
+from everystep.universal.torch_file.leaves import leaf_of
+from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
+from everystep.universal.torch_file.values import TorchDevice, TorchDtype, TorchSize
 from support.source_leaves import assembled
 from support.torch_objects import OBJECTS, differences
 

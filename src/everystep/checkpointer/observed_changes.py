@@ -46,7 +46,7 @@ class ObservedChanges:
             warnings.warn(
                 "the arrays of the state are the same as in the checkpoint before. A Checkpointer saves the "
                 "dict that it was given: put new arrays of JAX into it (state.update(...)), or use "
-                "everystep.jax.Checkpointer, whose save takes the new state",
+                "everystep.integrations.jax.Checkpointer, whose save takes the new state",
                 RuntimeWarning,
                 stacklevel=stack_level(),
             )

@@ -33,7 +33,7 @@ _CLOCK_HINT = (
     "{name} depends on the clock or the process: keep it out of the state, or out of what training uses"
 )
 _DATA_HINT = (
-    "{name}: the place in the data does not come back; wrap the loader with everystep.data, "
+    "{name}: the place in the data does not come back; wrap the loader with everystep.integrations.data, "
     "or draw the batch from the step number"
 )
 _RANDOM_HINT = (
@@ -45,7 +45,7 @@ _NO_RANDOM = (
     "(Python, NumPy, torch; dropout, shuffling and augmentation draw from them)"
 )
 _NO_DATA = (
-    'the order of the data is not in the state: add the loader ("data": everystep.data...), '
+    'the order of the data is not in the state: add the loader ("data": everystep.integrations.data...), '
     "or draw each batch from the step number"
 )
 _BUFFER_HINT = "{name} is a buffer or an average: is the object in the state the one that training updates?"

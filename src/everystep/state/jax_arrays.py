@@ -5,7 +5,7 @@ that several have, so that all elements are written once. On the CPU these are v
 buffers. `empty` gives memory for what the devices of this process need, and `placed` makes an array of it.
 
 `stored_alone` and `empty_alone` are for states that hold an array which needs no other process and no notes
-beside it. All others are for `everystep.jax`, which owns both. Importing this module does not import JAX;
+beside it. All others are for `integrations.jax`, which owns both. Importing this module does not import JAX;
 calls do.
 
 A private name of JAX that this relies on: ``jax._src.lax.lax._convert_element_type``, for weak types.
@@ -69,13 +69,13 @@ def _is_tracer(array: Any) -> bool:
 
 
 def _needs_more(array: Any) -> str | None:
-    """Why an array is for `everystep.jax` only, if it is."""
+    """Why an array is for `everystep.integrations.jax` only, if it is."""
     if is_key(array):
-        return "typed random keys. Use everystep.jax, or jax.random.key_data(keys) instead"
+        return "typed random keys. Use everystep.integrations.jax, or jax.random.key_data(keys) instead"
     if not array.is_fully_addressable:
-        return "other processes have parts of this jax.Array. Use everystep.jax in all of them"
+        return "other processes have parts of this jax.Array. Use everystep.integrations.jax in all of them"
     if foreign_dtype(array) is not None:
-        return f"a jax.Array of dtype {array.dtype}. Use everystep.jax, or convert it to a wider type"
+        return f"a jax.Array of dtype {array.dtype}. Use everystep.integrations.jax, or a wider type"
     return None
 
 

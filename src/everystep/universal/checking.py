@@ -20,7 +20,13 @@ from everystep.universal.inflation import refuse_bomb
 from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.readback import compare_copies
 from everystep.universal.recognition import describe
-from everystep.universal.zip_records import LOCAL_MAGIC, OpenFile, Place, ZipRecords, noting_archives
+from everystep.universal.torch_file.zip_reader import (
+    LOCAL_MAGIC,
+    OpenFile,
+    Place,
+    ZipRecords,
+    noting_archives,
+)
 
 _BLOCK_NBYTES = 8 << 20
 

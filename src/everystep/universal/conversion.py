@@ -15,14 +15,14 @@ from everystep.store import Options, checked_options
 from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
 from everystep.store.stream.progress import Progress, no_progress
 from everystep.universal.atomic_output import sweep
+from everystep.universal.hf.source import carried_files
 from everystep.universal.items import Item, Job, OutputFile, choose, items_of, tree_of, type_named
 from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.readback import compare_copies
 from everystep.universal.recognition import describe, find_reader, reader_of
-from everystep.universal.sources.hf import carried_files
 from everystep.universal.spec import Spec
 from everystep.universal.split import Target
-from everystep.universal.targets import WRITERS, Writer
+from everystep.universal.writers import WRITERS, Writer
 
 TargetKind = Literal["everystep", "safetensors", "hf", "torch", "dcp", "ds-universal"]
 _BY_SUFFIX = {

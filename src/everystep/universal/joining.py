@@ -13,7 +13,7 @@ from everystep.errors import CorruptCheckpoint
 from everystep.universal.rules import Replicated, Rule
 from everystep.universal.source import SourceLeaf
 from everystep.universal.spec import Assigned
-from everystep.universal.torch_file import StoredTensor
+from everystep.universal.torch_file.reading import StoredTensor
 from everystep.universal.union import Extent, LocalTensor, union
 
 Holders = Sequence[Sequence[StoredTensor]]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everystep.universal.state_tree import OptimizerState
-from everystep.universal.torch_file import StoredTensor
+from everystep.universal.torch_file.reading import StoredTensor
 
 _BUFFER = re.compile(r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked)$")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})

@@ -7,8 +7,8 @@ import os
 from everystep.errors import CheckpointNotFound, UnsupportedSource
 from everystep.paths import local_path
 from everystep.store.names import PARTIAL, RETIRED
+from everystep.universal.readers import READERS, Reader
 from everystep.universal.source import Source
-from everystep.universal.sources import READERS, Reader
 from everystep.universal.spec import Spec
 from everystep.universal.whole_source import apply_spec
 

@@ -1,6 +1,6 @@
 """What a foreign checkpoint holds, and where its bytes lie: the records that every reader of a system makes.
 
-A reader (`everystep.universal.sources`) reads the metadata of a checkpoint and describes it with these
+A reader (`everystep.universal.readers`) reads the metadata of a checkpoint and describes it with these
 records. It reads no arrays. `everystep.universal.opening` turns the description into the records of our own
 format, so one path reads native and foreign checkpoints.
 """

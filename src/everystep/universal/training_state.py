@@ -14,8 +14,8 @@ from typing import Any
 
 from everystep.errors import UnsupportedSource
 from everystep.state.node import MAX_DEPTH
-from everystep.universal.pickle_machine import Name, Record
 from everystep.universal.state_tree import OptimizerState
+from everystep.universal.torch_file.pickle_machine import Name, Record
 
 _MODEL, _OPTIMIZER, _GROUPS = "model", "optimizer", "param_groups"
 

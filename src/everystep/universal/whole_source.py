@@ -18,8 +18,8 @@ from everystep.universal.rules import Rule
 from everystep.universal.source import Source, SourceLeaf, Stretch
 from everystep.universal.spec import Assigned, Spec
 from everystep.universal.state_tree import OptimizerState, source_of
-from everystep.universal.tensor_leaves import leaf_of
-from everystep.universal.torch_file import StoredTensor
+from everystep.universal.torch_file.leaves import leaf_of
+from everystep.universal.torch_file.reading import StoredTensor
 from everystep.universal.union import LocalTensor, stretches_of_box, strip
 
 _MODEL, _OPTIMIZER = "model", "optimizer"

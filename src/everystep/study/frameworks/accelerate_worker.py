@@ -1,4 +1,4 @@
-"""accelerate in the suite ``cost``: `save_state`, and a `Checkpointer` of `everystep.accelerate.state_of`."""
+"""accelerate in the suite ``cost``: `save_state`, and a `Checkpointer` of our `state_of`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AccelerateTraining(TorchTraining):
             self.accelerator.backward(loss)
 
     def everystep_state(self, weights_only: bool) -> object:
-        from everystep.accelerate import state_of
+        from everystep.integrations.accelerate import state_of
 
         return state_of(self.accelerator, self.model)
 

@@ -137,7 +137,7 @@ class TrainerSnapshot(DefaultCheckpoint):
 
 
 class EverystepSnapshot(DefaultCheckpoint):
-    """`everystep.chainer.snapshot`."""
+    """`everystep.integrations.chainer.snapshot`."""
 
     key, title, ours = "everystep", "Everystep's snapshot", True
 
@@ -150,7 +150,7 @@ class EverystepSnapshot(DefaultCheckpoint):
         self._extension(probe, directory).finalize()
 
     def _extension(self, probe: ChainerProbe, directory: Path) -> Any:
-        from everystep.chainer import snapshot
+        from everystep.integrations.chainer import snapshot
 
         extension = snapshot(directory / "run", preemption=False)
         extension.initialize(probe.trainer)

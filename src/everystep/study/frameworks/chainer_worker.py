@@ -35,7 +35,7 @@ class ChainerTraining(Training):
         return float(loss.array)
 
     def weights(self) -> Arrays:
-        from everystep.chainer import Writer
+        from everystep.integrations.chainer import Writer
 
         writer = Writer()
         writer.save(self.model)
@@ -57,7 +57,7 @@ class ChainerTraining(Training):
         return self.model if weights_only else Both(self.model, self.optimizer)
 
     def everystep_state(self, weights_only: bool) -> object:
-        from everystep.chainer.serializer import Serialized
+        from everystep.integrations.chainer.serializer import Serialized
 
         return {"all": Serialized(self.serializable(weights_only))}
 
@@ -130,13 +130,13 @@ class Hdf5(Mechanism):
 
 
 class ChainerEverystep(EverystepMechanism):
-    """A `Checkpointer` with the optimizer announced, as `everystep.chainer.snapshot` makes it."""
+    """A `Checkpointer` with the optimizer announced, as `integrations.chainer.snapshot` makes it."""
 
     training: ChainerTraining
 
     def make(self) -> Any:
         import everystep
-        from everystep.chainer.extension import _Announced
+        from everystep.integrations.chainer.extension import _Announced
 
         return everystep.Checkpointer(
             self.run,

@@ -68,7 +68,7 @@ class DeepSpeedTraining(TorchTraining):
         return float(loss)
 
     def everystep_state(self, weights_only: bool) -> object:
-        from everystep.deepspeed import state_of
+        from everystep.integrations.deepspeed import state_of
 
         return {"model": self.model} if weights_only else state_of(self.engine)
 
@@ -91,20 +91,20 @@ class EngineSave(Mechanism):
 
 
 class EverystepUse(EngineSave):
-    """The same call after `everystep.deepspeed.use(engine)`."""
+    """The same call after `everystep.integrations.deepspeed.use(engine)`."""
 
     key, title = "everystep-use", "Everystep, use(engine)"
     ours = always_durable = True
     overlap: ClassVar[bool] = False
 
     def open(self) -> None:
-        from everystep.deepspeed import use
+        from everystep.integrations.deepspeed import use
 
         self._own = self.training.engine.checkpoint_engine
         use(self.training.engine, overlap=self.overlap)
 
     def close(self) -> None:
-        from everystep.deepspeed.checkpoint_engine import WRAPPED
+        from everystep.integrations.deepspeed.checkpoint_engine import WRAPPED
 
         engine = self.training.engine
         engine.checkpoint_engine = self._own

@@ -159,18 +159,18 @@ class OrbaxTrainState(DefaultCheckpoint):
 
 
 class EverystepTree(DefaultCheckpoint):
-    """`everystep.jax` with all of the state, the position in the data and `everystep.rng` in the tree."""
+    """`integrations.jax` with all of the state, the position in the data and `everystep.rng` in the tree."""
 
     key, title, ours = "everystep", "Everystep, as in its documentation", True
 
     def save(self, probe: JaxProbe, directory: Path) -> None:
-        from everystep.jax import Checkpointer
+        from everystep.integrations.jax import Checkpointer
 
         with Checkpointer(directory / "run", preemption=False) as checkpointer:
             checkpointer.save(1, self._tree(probe))
 
     def load(self, probe: JaxProbe, directory: Path) -> None:
-        from everystep.jax import Checkpointer
+        from everystep.integrations.jax import Checkpointer
 
         with Checkpointer(directory / "run", preemption=False) as checkpointer:
             _, found = checkpointer.restore(self._tree(probe))

@@ -180,13 +180,13 @@ class Msgpack(JaxMechanism):
 
 
 class JaxEverystep(EverystepMechanism):
-    """`everystep.jax.Checkpointer`."""
+    """`everystep.integrations.jax.Checkpointer`."""
 
     training: JaxTraining
 
     def make(self) -> Any:
         import everystep
-        from everystep.jax import Checkpointer
+        from everystep.integrations.jax import Checkpointer
 
         return Checkpointer(self.run, mode=self.mode, keep=everystep.Keep(last=self.slots), preemption=False)
 

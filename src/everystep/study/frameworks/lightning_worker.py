@@ -85,7 +85,7 @@ class LightningFramework(LoopFramework):
         return TorchTraining(model, quick, seed)
 
     def loop(self, mechanism: str, durable: bool, every: int, steps: int, directory: Path) -> float:
-        from everystep.lightning import EverystepCallback, EverystepIO
+        from everystep.integrations.lightning import EverystepCallback, EverystepIO
 
         torch.manual_seed(0)
         clock = Clock()

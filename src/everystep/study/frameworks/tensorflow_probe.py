@@ -148,14 +148,14 @@ class CheckpointOfBoth(DefaultCheckpoint):
 
 
 class EverystepObjects(DefaultCheckpoint):
-    """`everystep.tensorflow.state_of` the same objects, and the position in the data."""
+    """`everystep.integrations.tensorflow.state_of` the same objects, and the position in the data."""
 
     key, title, ours = "everystep", "Everystep, as in its documentation", True
 
     @classmethod
     def missing(cls) -> str | None:
         try:
-            import everystep.tensorflow  # noqa: F401
+            import everystep.integrations.tensorflow  # noqa: F401
         except ImportError as error:
             return str(error)
         return None
@@ -170,7 +170,7 @@ class EverystepObjects(DefaultCheckpoint):
 
     def _checkpointer(self, probe: TensorFlowProbe, directory: Path) -> Any:
         import everystep
-        from everystep.tensorflow import state_of
+        from everystep.integrations.tensorflow import state_of
 
         objects = tf.train.Checkpoint(optimizer=probe.optimizer, model=probe.model)
         state = state_of(objects, loop=_Loop(probe))

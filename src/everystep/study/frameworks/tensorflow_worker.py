@@ -161,21 +161,21 @@ class SavedModel(Mechanism):
 
 
 class TensorFlowEverystep(EverystepMechanism):
-    """A `Checkpointer` of `everystep.tensorflow.state_of`."""
+    """A `Checkpointer` of `everystep.integrations.tensorflow.state_of`."""
 
     training: TensorFlowTraining
 
     @classmethod
     def missing(cls) -> str | None:
         try:
-            import everystep.tensorflow  # noqa: F401
+            import everystep.integrations.tensorflow  # noqa: F401
         except ImportError as error:
             return str(error)
         return None
 
     def make(self) -> Any:
         import everystep
-        from everystep.tensorflow import state_of
+        from everystep.integrations.tensorflow import state_of
 
         training = self.training
         return everystep.Checkpointer(

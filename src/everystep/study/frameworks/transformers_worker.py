@@ -56,7 +56,7 @@ class TransformersFramework(LoopFramework):
         return TorchTraining(model, quick, seed)
 
     def loop(self, mechanism: str, durable: bool, every: int, steps: int, directory: Path) -> float:
-        from everystep.transformers import EverystepTrainer
+        from everystep.integrations.transformers import EverystepTrainer
 
         size = self._size
         assert isinstance(size, Gpt)

@@ -215,8 +215,8 @@ class Fit(Case):
 @contextmanager
 def _counted(spent: list[float]) -> Iterator[None]:
     """Adds the time that fits spend on fingerprints and on the shelf."""
-    from everystep.sklearn.base import Progress
-    from everystep.sklearn.record import FitRecord
+    from everystep.integrations.sklearn.base import Progress
+    from everystep.integrations.sklearn.record import FitRecord
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -323,7 +323,7 @@ class ClustersSuite(Suite):
             yield Group(name, [Fit("plain", make, data), Fit("shelf", make, data)], self.fit_rounds)
 
     def _fits(self, pixels: Array, notes: Array) -> Iterator[tuple[str, Callable[..., Any], Array]]:
-        from everystep.sklearn import GaussianMixture, KMeans
+        from everystep.integrations.sklearn import GaussianMixture, KMeans
 
         for k in (min(self.ks), max(self.ks)):
             yield f"KMeans, {pixels.shape[1]} features, k={k}", partial(KMeans, k, **_SEEDED), pixels

@@ -1,0 +1,4 @@
+"""npz: files of ``numpy.savez``.
+
+`source` reads them.
+"""

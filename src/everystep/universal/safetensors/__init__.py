@@ -1,0 +1,4 @@
+"""safetensors: single safetensors files.
+
+`source` reads and `target` writes them; `header` says where tensors lie.
+"""
