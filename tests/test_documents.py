@@ -29,7 +29,7 @@ TESTED_ELSEWHERE = {
 }
 ONLY_COMPILED = {
     "docs/integrations.md": "needs the frameworks; the same calls run in tests/peers",
-    "docs/randomness.md": "starts worker processes; the same loop runs in tests/data",
+    "docs/randomness.md": "starts worker processes; the same loop runs in tests/integrations/data",
 }
 
 

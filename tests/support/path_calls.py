@@ -28,6 +28,8 @@ MODULES = (
     "universal",
     *(f"integrations.{name}" for name in ("data", "dcp", "sklearn", *FRAMEWORKS)),
 )
+_ON_FIRST_USE = ("", "integrations.sklearn", "integrations.deepspeed", "integrations.keras")
+"""Of these, names are imported when they are first used."""
 _NAMES = {"checkpoint_path", "directory", "dst", "filepath", "folder", "output", "path", "run", "runs", "src"}
 _TYPES = ("PathLike", "Path |", "ShelfLike")
 
@@ -47,7 +49,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _public(module: str) -> list[str]:
-    if module in ("", "integrations.sklearn"):  # their names resolve on first use
+    if module in _ON_FIRST_USE:
         import importlib
 
         package = importlib.import_module(f"everystep.{module}".rstrip("."))
@@ -95,14 +97,14 @@ def _is_error(node: ast.ClassDef) -> bool:
 
 def _definition(module: str, name: str) -> ast.stmt | None:
     """The function or class that a name of a module is, wherever it is defined."""
-    if module in ("", "integrations.sklearn"):
+    if module in _ON_FIRST_USE:
         import importlib
 
         package: Any = importlib.import_module(f"everystep.{module}".rstrip("."))
         home = package._HOME_OF[name]
         if home == "everystep":
             return None  # a module
-        return _definition(home.removeprefix("everystep."), name)
+        return _definition(f"{module}.{home}" if module else home.removeprefix("everystep."), name)
     for node in ast.walk(_tree(module)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
             return node

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import everystep
 from everystep import universal
 from everystep.errors import UnsupportedSource, UnsupportedState
-from everystep.universal.torch_file.reading import reading as torch_file
+from everystep.universal.torch_file import reading
 from support.torch_objects import OBJECTS, arrays, differences, tensors
 
 h5py = pytest.importorskip("h5py")
@@ -217,7 +217,7 @@ def test_a_random_file_is_loaded_as_its_own_library_loads_it(tmp_path: Path, nam
 def test_tensors_in_more_pieces_than_are_read_one_by_one(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_file, "MAX_RUNS", 2)
+    monkeypatch.setattr(reading, "MAX_RUNS", 2)
     check_many(tmp_path, name, 60, convert_every=2)
 
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 import everystep
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint
 from everystep.universal.optimizer_names import parameter_names
+from everystep.universal.torch_file import source as torch_save
 from everystep.universal.torch_file.reading import StoredTensor
-from everystep.universal.torch_file.reading import source as torch_save
 from support.source_leaves import assert_same, by_name
 
 

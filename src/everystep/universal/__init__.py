@@ -6,22 +6,22 @@
     universal.convert("bert/", "runs/bert")                          # to an Everystep checkpoint
     universal.convert("runs/gpt", "gpt/", to="hf", select="model.*") # what from_pretrained opens
 
+Each system has a folder with its source, its target, and what is known of its files: `deepspeed`, `megatron`,
+`hf`, `safetensors`, `dcp`, `torch_file` (with Lightning's ``.ckpt``), `hdf5` (with Keras), `npz`. Beside them
+is what they share:
+
 | module | what it owns |
 |---|---|
+| `readers`, `writers` | the systems that can be read and written: to add one, list it here |
 | `source` | the records that describe a foreign checkpoint |
-| `sources` | one module per system: where its bytes lie |
-| `rules`, `patterns`, `spec`, `spec_file`, `presets` | the language for layouts: `Spec` and its rules |
+| `rules`, `patterns`, `spec`, `spec_file`, `spec_check`, `presets` | the language for layouts: `Spec` |
 | `cuts`, `union`, `split`, `joining`, `whole_source` | from the tensors of ranks to whole leaves, and back |
-| `recognition`, `checking` | which system wrote a checkpoint; what can be verified of it |
-| `torch_file`, `torch_values`, `tensor_leaves` | files of ``torch.save``, read without torch |
-| `pickle_machine`, `plain_pickles`, `numpy_pickles` | pickles, read without running code |
-| `zip_records` | the records of zip archives, and their CRCs |
-| `state_tree`, `training_state` | the state that a reader found, as our tree and leaves |
+| `renaming`, `foreign_names` | other names while restoring, and the names that a parameter had before |
+| `recognition`, `checking`, `inflation` | which system wrote a checkpoint; what can be verified; traps |
+| `state_tree`, `training_state`, `optimizer_names` | the state that a reader found, as our tree and leaves |
 | `opening`, `reduction` | a description as a checkpoint that the native path reads |
 | `conversion`, `items`, `readback` | `convert`: which leaves go where, under which names; `verify` |
-| `ds_training`, `ds_cuts` | a state in DeepSpeed's terms, for its universal layout |
-| `torch_zip`, `torch_pickles`, `torch_archive`, `torch_files` | files of ``torch.save``, written |
-| `targets`, `atomic_output` | one module per system that is written; all or nothing |
+| `native_target`, `atomic_output` | checkpoints of ours; outputs that appear whole or not at all |
 """
 
 from __future__ import annotations

@@ -15,14 +15,15 @@ def require(package: str, oldest: str, below: str, *, extra: str, builds: tuple[
     found = next(filter(None, map(_version, (package, *builds))), None)
     if found is None:
         raise ImportError(
-            f"everystep.{extra} needs {package}, which is not installed: pip install 'everystep[{extra}]' "
-            f"({supported})"
+            f"everystep.integrations.{extra} needs {package}, which is not installed: "
+            f"pip install 'everystep[{extra}]' ({supported})"
         )
     if not _numbers(oldest) <= _numbers(found) < _numbers(below):
         older = _numbers(found) < _numbers(oldest)
         raise ImportError(
-            f"everystep.{extra} does not know {package} {found}, which is too {'old' if older else 'new'}: "
-            f"it supports {supported}. Install one of these versions: pip install 'everystep[{extra}]'"
+            f"everystep.integrations.{extra} does not know {package} {found}, which is too "
+            f"{'old' if older else 'new'}: it supports {supported}. "
+            f"Install one of these versions: pip install 'everystep[{extra}]'"
         )
 
 

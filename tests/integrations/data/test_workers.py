@@ -214,7 +214,7 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(persistent: bool, tmp_pat
         capture_output=True,
         text=True,
         timeout=PATIENCE,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
     position, kind = done.stdout.splitlines()[0].split()

@@ -24,7 +24,7 @@ from support.dcp_states import assert_same, failures, load, save
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 STATE = {"w": torch.arange(3000.0), "epoch": 3}
-PAGE = Path(__file__).parents[2] / "docs" / "dcp.md"
+PAGE = Path(__file__).parents[3] / "docs" / "dcp.md"
 
 
 def test_arguments_that_tune_the_other_writer_are_ignored_with_one_note(
