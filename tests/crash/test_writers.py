@@ -24,6 +24,7 @@ from everystep.engine import Backend, faults, fs
 from everystep.store import list_steps, step_name
 from support.child_processes import SECONDS, Pipe, forked
 from support.identified_states import blank_state, identify, load_identity, make_state
+from support.patience import stop_here
 from support.recovery import leftovers
 
 pytestmark = pytest.mark.race
@@ -468,7 +469,7 @@ def test_a_reader_in_another_process_goes_on_too(ram: Path) -> None:
     def read(pipe: Pipe) -> None:
         with everystep.open(run / step_name(1)) as reader:
             pipe.send("open")
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_here()
             pipe.send(identify(reader.load()))
 
     with everystep.Checkpointer(run, make_state(1), keep=KEEP_ONE, mode="sync") as checkpointer:

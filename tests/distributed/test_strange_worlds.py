@@ -27,7 +27,7 @@ from support.disturbed_trainings import (
 )
 from support.launcher import HOST, launch, started, values
 from support.nodes import DEVICE, missing, two_nodes
-from support.patience import PATIENCE_SECONDS, outlive, wait_for, wait_until_stopped
+from support.patience import PATIENCE_SECONDS, outlive, stop_here, wait_for, wait_until_stopped
 
 pytestmark = pytest.mark.race
 
@@ -69,7 +69,7 @@ def _stopped(run: Path, victim: int) -> tuple[Any, int | None]:
 
             def stop(*arguments: Any, **more: Any) -> Any:
                 held = real(*arguments, **more) if victim else None
-                os.kill(os.getpid(), signal.SIGSTOP)
+                stop_here()
                 return held if victim else real(*arguments, **more)
 
             setattr(where, name, stop)

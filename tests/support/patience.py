@@ -7,6 +7,8 @@ this changes how the present process waits for messages, and nothing of what the
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -87,6 +89,14 @@ def lives(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZXT"
+
+
+def stop_here() -> None:
+    """Stops this process at this very line until it is told to go on.
+
+    A signal to the process may go to another of its threads, and this one would run on until that one runs.
+    """
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def wait_until_stopped(pid: int) -> None:
