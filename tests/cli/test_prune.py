@@ -107,7 +107,7 @@ def test_rules_that_cannot_be_recorded_leave_no_older_ones(
 ) -> None:
     run = make_run(tmp_path / "run")
 
-    def full(*arguments: Any) -> int:
+    def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     state = make_state()
@@ -115,7 +115,7 @@ def test_rules_that_cannot_be_recorded_leave_no_older_ones(
         run, state, keep=everystep.Keep(last=100, every=2), mode="sync"
     ) as checkpointer:
         checkpointer.restore()
-        monkeypatch.setattr(recorded_rules_module.fs, "open_regular", full)
+        monkeypatch.setattr(recorded_rules_module, "replace_file", full)
         with pytest.warns(RuntimeWarning, match="rules of .* were not recorded"):
             checkpointer.save(6)
     monkeypatch.undo()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,7 +34,8 @@ def _killed(pipe: Pipe, folder: Path, spot: str) -> None:
     ckpt.restore()
     ckpt.save(1)
     if spot == "before the rename":
-        run_module.fs.rename = lambda *names: os._exit(9)  # type: ignore[assignment]
+        renaming_kills = {**vars(run_module.fs), "rename": lambda *names: os._exit(9)}
+        run_module.fs = SimpleNamespace(**renaming_kills)  # type: ignore[assignment]
     else:
         Ledger.add = lambda self, ids: os._exit(9)  # type: ignore[method-assign]
     state.update(_state(2))

@@ -302,8 +302,8 @@ class EventLog:
         return self._file
 
     def _rotate(self, file: int) -> int:
-        number = self._number()
-        os.replace(self._place(EVENTS_NAME), self._place(OLDER_NAME), src_dir_fd=number, dst_dir_fd=number)
+        at = self._place if self._directory is None else self._directory.at
+        fs.rename(at(EVENTS_NAME), at(OLDER_NAME))
         self._file = None
         os.close(file)
         return self._open()

@@ -16,6 +16,7 @@ import msgspec
 from everystep.checkpointer.events import warn
 from everystep.checkpointer.keep import Keep
 from everystep.engine import fs
+from everystep.engine.atomic_file import replace_file
 from everystep.engine.fs import HeldDirectory
 from everystep.store.names import RULES
 
@@ -29,13 +30,10 @@ def record_rules(run: HeldDirectory, keep: Keep) -> None:
     if _read(run.fileno()) == data:
         return
     try:
-        file = fs.open_regular(RULES, run.fileno(), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with open(file, "wb", buffering=0) as opened:
-            if opened.write(data) != len(data):
-                raise OSError("only a part was written; is the disk full?")
+        replace_file(RULES, data, within=run, synced=False)
     except OSError as error:
         with contextlib.suppress(OSError):  # older rules must not pass for these
-            os.unlink(RULES, dir_fd=run.fileno())
+            fs.unlink(run.at(RULES))
         warn(f"the rules of {run.path} were not recorded, so `everystep prune` will ask for them: {error}")
 
 

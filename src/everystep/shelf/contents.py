@@ -6,10 +6,8 @@ there at all.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from everystep.engine import fs
+from everystep.engine.atomic_file import file_to_replace
 from everystep.errors import CorruptShelf, UnsupportedState
 from everystep.format.dtypes import carrier
 from everystep.paths import local_path
@@ -151,7 +149,7 @@ def export(path: str | os.PathLike[str], output: str | os.PathLike[str], *, forc
             if name not in found:
                 values[name] = shelf[name]
                 references += found
-        with _atomic(target, force) as file:
+        with file_to_replace(target, overwrite=force) as file:
             if kind == ".npz":
                 left_out = _write_npz(file, arrays, values)
             else:
@@ -230,19 +228,3 @@ def _write_safetensors(
     file.write(len(text).to_bytes(8, "little") + text)
     for _, data in arrays.values():
         file.write(data.data)
-
-
-@contextlib.contextmanager
-def _atomic(target: str, force: bool) -> Iterator[BinaryIO]:
-    directory = os.path.dirname(os.path.abspath(target))
-    partial = f"{target}.{secrets.token_hex(8)}.partial"
-    try:
-        with open(partial, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        (fs.rename if force else fs.rename_new)(partial, target)
-        fs.sync_dir(directory)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)

@@ -8,22 +8,15 @@ import secrets
 
 from everystep import engine
 from everystep.engine import fs
+from everystep.engine.atomic_file import replace_file
 
 
 def create(path: str, limit_nbytes: int) -> None:
     """Makes an empty shelf. If another process makes one at the same time, either serves."""
+    with contextlib.suppress(FileExistsError):
+        replace_file(path, engine.empty_shelf(secrets.randbits(64), limit_nbytes), overwrite=False)
     directory = os.path.dirname(os.path.abspath(path))
-    partial = f"{path}.{secrets.token_hex(8)}.partial"
-    data = engine.empty_shelf(secrets.randbits(64), limit_nbytes)
-    try:
-        with fs.write_file(partial, data) as written:
-            fs.sync([written], directory)
-        with contextlib.suppress(FileExistsError):
-            fs.rename_new(partial, path)
-        fs.sync_dir(directory)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            fs.unlink(partial)
+    fs.sync_dir(directory)  # also if another process made it
     fs.anchor(directory, once=True)
 
 
@@ -34,8 +27,8 @@ def medium_of_directory(directory: str) -> str:
     """
     trial = os.path.join(directory, f".everystep-{secrets.token_hex(8)}.partial")
     try:
-        with open(trial, "xb") as file:
-            file.write(bytes(4096))
+        with fs.write_file(trial, bytes(4096)):
+            pass
         medium = engine.shelf_medium(trial)
     except OSError as error:
         return f"unknown: {error.strerror or error}"

@@ -27,7 +27,7 @@ SAVE_MARK = ".saving"
 """``ID.saving`` in a partial directory names a save that has files there or on volumes."""
 
 CHECKPOINT_ID = re.compile(r"[0-9a-f]{32}")
-UNFINISHED_LEDGER = re.compile(re.escape(LEDGER) + r"\.[0-9a-f]{16}")
+UNFINISHED_FILES = (LEDGER + PARTIAL, RULES + PARTIAL)
 ANY_SHARD = re.compile(r"r[0-9]{5}\.v[0-9]+\.safetensors")
 
 _STEP = re.compile(r"step-([0-9]{12})")

@@ -6,12 +6,12 @@ import contextlib
 import functools
 import os
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from everystep import __version__
+from everystep.engine.atomic_file import replace_file
 from everystep.errors import EverystepError
 from everystep.inspect.html_page import assemble
 from everystep.inspect.run_listing import is_run, runs_below
@@ -100,16 +100,11 @@ def write_page(
         verify_runs(readers, progress)
     shown = tuple(_with_arrays(reader, seconds / len(readers)) for reader in readers)
     text = page_text(shown, served=False)
-    aside = f"{where}.{uuid.uuid4().hex[:12]}.tmp"
     data = text.encode()
     try:
-        Path(aside).write_bytes(data)
-        os.replace(aside, where)
+        replace_file(where, data)
     except OSError as error:  # a message that names the page, not the file beside it
-        raise OSError(error.errno, error.strerror, where) from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(aside)
+        raise OSError(error.errno, os.strerror(error.errno or 0), where) from error
     return WrittenPage(where, len(data), tuple(run.view.path for run in shown))
 
 

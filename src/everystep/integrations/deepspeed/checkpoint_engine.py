@@ -29,7 +29,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from everystep.engine import fs
+from everystep.engine.atomic_file import file_to_replace
 from everystep.errors import StateMismatch
 from everystep.integrations.deepspeed import tags
 from everystep.integrations.deepspeed.objects import copies_but, make_object, trained_tensors
@@ -200,13 +200,8 @@ class EverystepEngine(CheckpointEngine):
 
 def _save_as_deepspeed(state: Any, path: str) -> None:
     """The weights of ``save_16bit_model``: a file as DeepSpeed writes it, but whole and durable."""
-    partial = tags.partial_of(path)
-    with open(partial, "wb") as file:
+    with file_to_replace(path) as file:
         torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    fs.sync_dir(os.path.dirname(path))
 
 
 def _gathered(said: str | None) -> list[str | None]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from everystep.caller import stack_level
+from everystep.engine import fs
 from everystep.errors import CorruptCheckpoint, EverystepError
 from everystep.paths import local_path
 from everystep.store import is_checkpoint, verify
@@ -99,5 +100,5 @@ def remove(path: str | os.PathLike[str]) -> None:
         for name in os.listdir(folder):
             if name.endswith(_REMOVED):
                 shutil.rmtree(os.path.join(folder, name))
-        os.rename(path, f"{path}{_REMOVED}")
+        fs.rename(path, f"{path}{_REMOVED}")
         shutil.rmtree(f"{path}{_REMOVED}")

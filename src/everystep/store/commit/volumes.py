@@ -22,6 +22,7 @@ import socket
 from collections.abc import Iterable, Sequence
 
 from everystep.engine import fs, raw_write
+from everystep.engine.atomic_file import replace_file
 from everystep.engine.fs import HeldDirectory
 from everystep.errors import EverystepError, StorageMissing
 from everystep.format.checksums import digest
@@ -33,7 +34,7 @@ from everystep.store.names import (
     LEDGER,
     MANIFEST,
     SAVE_MARK,
-    UNFINISHED_LEDGER,
+    UNFINISHED_FILES,
     is_step_name,
     sendable,
 )
@@ -126,22 +127,19 @@ class Ledger:
         return fs.open_regular(name, self._run.fileno(), flags)
 
     def write(self, ids: Iterable[str]) -> None:
-        new = f"{LEDGER}.{secrets.token_hex(8)}"
+        data = "".join(f"{id}\n" for id in sorted(ids)).encode("ascii")
         try:
-            with open(new, "x", encoding="ascii", opener=self._open) as file:
-                file.writelines(f"{id}\n" for id in sorted(ids))
-            os.replace(new, LEDGER, src_dir_fd=self._run.fileno(), dst_dir_fd=self._run.fileno())
+            replace_file(LEDGER, data, within=self._run, synced=False)
         except OSError:
             # An old one may speak of what has been committed since.
-            for name in (new, LEDGER):
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=self._run.fileno())
+            with contextlib.suppress(OSError):
+                fs.unlink(self._run.at(LEDGER))
 
     def sweep(self) -> None:
-        """Removes what a writer has left that was killed in `write`."""
-        for name in filter(UNFINISHED_LEDGER.fullmatch, os.listdir(self._run.fileno())):
+        """Removes what a writer of the run has left that was killed while it replaced a file."""
+        for name in UNFINISHED_FILES:
             with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=self._run.fileno())
+                fs.unlink(self._run.at(name))
 
     def add(self, ids: Iterable[str]) -> None:
         known = self.read()

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from everystep.engine.atomic_file import synced_file
 from everystep.errors import CorruptCheckpoint, UnsupportedState
 from everystep.format.dtypes import itemsize
 from everystep.format.geometry import Box, whole
@@ -231,13 +232,11 @@ class _Writer:
         with LeafStream(self._job.checkpoint, leaves) as stream:
             for number, group in enumerate(groups):
                 name = _file_name(number)
-                with open(os.path.join(self._directory, name), "wb") as file:
+                with synced_file(os.path.join(self._directory, name)) as file:
                     for piece in group:
                         self._write_piece(file, name, piece, stream)
                     if number == len(groups) - 1:
                         self._write_values(file, name, stream)
-                    file.flush()
-                    os.fsync(file.fileno())
         self._write_metadata()
 
     def _write_piece(self, file: BinaryIO, name: str, piece: _Piece, stream: LeafStream) -> None:
@@ -268,10 +267,8 @@ class _Writer:
                     self._advance(len(block))
 
     def _write_metadata(self) -> None:
-        with open(os.path.join(self._directory, _METADATA), "wb") as file:
+        with synced_file(os.path.join(self._directory, _METADATA)) as file:
             pickle.dump(self._metadata(), file)
-            file.flush()
-            os.fsync(file.fileno())
 
     def _metadata(self) -> Any:
         from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo

@@ -8,11 +8,11 @@ more than a window of them is in memory.
 from __future__ import annotations
 
 import functools
-import os
 from collections import OrderedDict
 from pickle import UnpicklingError, encode_long
 from typing import Any
 
+from everystep.engine.atomic_file import synced_file
 from everystep.errors import SaveFailed, UnsupportedState
 from everystep.state import unflatten
 from everystep.state.node import blob_names, localized
@@ -38,15 +38,12 @@ def write(job: Job) -> None:
     data = _pickled(job, _tensors(job))
     leaves = [StreamedLeaf(item.stored, item.dtype) for item in job.items]
     with output_file(job.path, overwrite=job.overwrite) as path:
-        with open(path, "wb") as file:
-            with LeafStream(job.checkpoint, leaves) as stream:
-                storages = [
-                    StorageBytes(item.nbytes, functools.partial(stream.fill, number))
-                    for number, item in enumerate(job.items)
-                ]
-                write_archive(file, data, storages, progress_of(job))
-            file.flush()
-            os.fsync(file.fileno())
+        with synced_file(path) as file, LeafStream(job.checkpoint, leaves) as stream:
+            storages = [
+                StorageBytes(item.nbytes, functools.partial(stream.fill, number))
+                for number, item in enumerate(job.items)
+            ]
+            write_archive(file, data, storages, progress_of(job))
         if job.verify:
             check(job, path)
 

@@ -1,0 +1,98 @@
+"""A file that is replaced whole or not at all. All that replaces a file, or writes one aside, comes here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from everystep.engine import fs
+from everystep.engine.fs import HeldDirectory, Place
+
+PARTIAL = ".partial"
+
+
+def replace_file(
+    name: str,
+    data: bytes,
+    *,
+    within: HeldDirectory | None = None,
+    overwrite: bool = True,
+    synced: bool = True,
+) -> None:
+    """Writes `data` to the file `name`: a path, or a name in the directory `within`, which has one writer.
+
+    Durable on return unless `synced` is false, for what may be lost. Without `overwrite`, a file that exists
+    is a `FileExistsError`. A kill may leave a file ``NAME.partial`` in `within`, else ``NAME.HEX.partial``.
+    """
+    if within is None:
+        aside = f"{name}.{secrets.token_hex(8)}{PARTIAL}"
+        _replace(aside, name, _directory(name), data, overwrite=overwrite, synced=synced)
+        return
+    left, target = within.at(name + PARTIAL), within.at(name)
+    try:
+        _replace(left, target, within, data, overwrite=overwrite, synced=synced)
+    except FileExistsError:
+        if not overwrite and fs.exists(target):
+            raise
+        # A writer that was killed had left its file, which is gone now.
+        _replace(left, target, within, data, overwrite=overwrite, synced=synced)
+
+
+def _replace(
+    aside: Place,
+    target: Place,
+    directory: Place | HeldDirectory,
+    data: bytes,
+    *,
+    overwrite: bool,
+    synced: bool,
+) -> None:
+    try:
+        with fs.write_file(aside, data) as written:
+            if synced:
+                fs.sync([written], directory)
+        (fs.rename if overwrite else fs.rename_new)(aside, target)
+        if synced:
+            fs.sync_dir(directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fs.unlink(aside)
+        raise
+
+
+@contextmanager
+def file_to_replace(path: str, *, overwrite: bool = True) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name, and is durable, when the block ends without an error."""
+    aside = f"{path}.{secrets.token_hex(8)}{PARTIAL}"
+    try:
+        with synced_file(aside) as file:
+            yield file
+        (fs.rename if overwrite else fs.rename_new)(aside, path)
+        fs.sync_dir(_directory(path))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fs.unlink(aside)
+        raise
+
+
+@contextmanager
+def synced_file(path: str) -> Iterator[BinaryIO]:
+    """A new file to write whose bytes are durable when the block ends; its name is so with its directory."""
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: str) -> None:
+    """Makes durable what others have written into a file."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _directory(path: str) -> str:
+    return os.path.dirname(os.path.abspath(path))
