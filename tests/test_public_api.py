@@ -22,8 +22,8 @@ TYPES = {
     "LeafInfo",
     "Options",
     "PendingSave",
-    "Problem",
-    "Report",
+    "VerifyProblem",
+    "VerifyReport",
     "Shelf",
     "ShelfWarning",
 }

@@ -159,7 +159,7 @@ def _command_lines() -> Iterator[list[str]]:
                 elif parameter == tested:
                     assert info is not None
                     flags = [flag for flag in info.param_decls or () if flag.startswith("--")]
-                    line += [flags[0] if flags else f"--{parameter}", "URL"]
+                    line += [flags[0] if flags else "--" + parameter.replace("_", "-"), "URL"]
             yield line + rest
 
 

@@ -141,7 +141,7 @@ def main(options: argparse.Namespace) -> None:
         # Every rank reads the bytes of its own shards, out of whatever layout wrote them.
         run = options.losses.with_suffix(".run")
         with everystep.Checkpointer(run, state) as ckpt:
-            completed = ckpt.restore(start_from=options.resume_from, continue_steps=True)
+            completed = ckpt.restore(init_from=options.resume_from, continue_steps=True)
     losses: dict[int, float] = {}
     for step in range(completed, options.steps):
         loss = training.step(step)

@@ -55,8 +55,8 @@ from everystep.store import Checkpoint as Checkpoint
 from everystep.store import CheckpointInfo as CheckpointInfo
 from everystep.store import LeafInfo as LeafInfo
 from everystep.store import Options as Options
-from everystep.store import Problem as Problem
-from everystep.store import Report as Report
+from everystep.store import VerifyProblem as VerifyProblem
+from everystep.store import VerifyReport as VerifyReport
 from everystep.store import load as load
 from everystep.store import open as open
 from everystep.store import save as save

@@ -446,7 +446,7 @@ def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("fault", ["write:3:EIO", "sync:3:EIO", "rename:2:EIO", "any:12:ENOSPC"])
+@pytest.mark.parametrize("fault", ["write:3:EIO", "sync:3:EIO", "rename:3:EIO", "any:12:ENOSPC"])
 def test_a_failure_in_the_background_is_told_once_and_training_goes_on(tmp_path: Path, fault: str) -> None:
     model, optimizer, ckpt = training(tmp_path)
     told: list[everystep.SaveFailed] = []

@@ -18,7 +18,7 @@ def _start(run: Path, state: Any, source: Path, **given: Any) -> tuple[int, list
         warnings.catch_warnings(record=True) as seen,
     ):
         warnings.simplefilter("always")
-        first = ckpt.restore(start_from=source, **given)
+        first = ckpt.restore(init_from=source, **given)
     return first, [str(warning.message) for warning in seen]
 
 
@@ -38,13 +38,13 @@ def test_a_fine_tune_trains_all_of_its_steps(source: Path, tmp_path: Path) -> No
     state = {"model": {"w": np.zeros(3, int)}}
     trained = 0
     with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
-        for step in range(ckpt.restore(start_from=source), 5):
+        for step in range(ckpt.restore(init_from=source), 5):
             trained += 1
             ckpt.save(step + 1)
         assert ckpt.steps == [3, 4, 5]
     assert trained == 5
     with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
-        assert ckpt.restore(start_from=source) == 5
+        assert ckpt.restore(init_from=source) == 5
 
 
 def test_the_steps_of_the_source_go_on_when_asked(source: Path, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_the_steps_of_the_source_go_on_when_asked(source: Path, tmp_path: Path) 
     assert _start(tmp_path / "run", state, source, continue_steps=True)[0] == 300
     with (
         everystep.Checkpointer(tmp_path / "other", state) as ckpt,
-        pytest.raises(ValueError, match="start_from="),
+        pytest.raises(ValueError, match="init_from="),
     ):
         ckpt.restore(continue_steps=True)
 
@@ -85,6 +85,6 @@ def test_a_start_that_fills_and_uses_everything_is_silent(tmp_path: Path) -> Non
 def test_later_launches_do_not_speak_of_the_start(source: Path, tmp_path: Path) -> None:
     state = {"model": {"w": np.zeros(3, int)}}
     with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
-        ckpt.restore(start_from=source)
+        ckpt.restore(init_from=source)
         ckpt.save(1)
     assert _start(tmp_path / "run", state, source) == (1, [])

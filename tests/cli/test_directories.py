@@ -77,7 +77,7 @@ def test_a_directory_of_other_systems_checkpoints_names_them(outputs: Path, tmp_
         everystep.Checkpointer(tmp_path / "run", {"model": {"w": np.zeros(3)}}, mode="sync") as checkpointer,
         pytest.raises(everystep.CheckpointNotFound, match="checkpoint-9, checkpoint-10, checkpoint-20"),
     ):
-        checkpointer.restore(start_from=outputs)
+        checkpointer.restore(init_from=outputs)
     assert not page.exists()
     assert not target.exists()
 

@@ -16,7 +16,7 @@ import pytest
 from everystep.drill import kill_times, procedure
 from everystep.drill.comparison import Agreement, Difference, Final
 from everystep.drill.processes import DrillFailed
-from everystep.drill.report import DrillReport, Killed, Problem
+from everystep.drill.report import DrillProblem, DrillReport, Killed
 from support.command import command
 
 KILLS = (
@@ -50,7 +50,7 @@ DIFFERS = replace(
     finals=(Final("run-1234", 20, 20, 2, 0, ("model.w", "model.b")),),
     undisturbed=Agreement(20, 0, None),
     causes=("the generators are not in the state: add [rng]",),
-    problems=(Problem("differs", "step 7 is the first that differs, in leaf model.w and 1 more"),),
+    problems=(DrillProblem("differs", "step 7 is the first that differs, in leaf model.w and 1 more"),),
 )
 
 DrillFinds = Callable[[DrillReport], list[procedure.DrillOptions]]
@@ -128,10 +128,10 @@ def test_a_difference_is_named_with_its_causes_and_exits_with_1(drill_finds: Dri
 
 
 def test_a_kill_that_cost_too_much_is_marked(drill_finds: DrillFinds) -> None:
-    lost = tuple(Problem("lost", f"kill {number}: lost") for number in range(1, 6))
+    lost = tuple(DrillProblem("lost", f"kill {number}: lost") for number in range(1, 6))
     kills = (replace(KILLS[2], resumed=8, lost=4), *KILLS[1:])
     drill_finds(
-        replace(PASSED, kills=kills, problems=(*lost, Problem("failed", "it failed", "first\nsecond")))
+        replace(PASSED, kills=kills, problems=(*lost, DrillProblem("failed", "it failed", "first\nsecond")))
     )
     outcome = command("drill", "true")
     assert outcome.code == 1

@@ -22,7 +22,7 @@ from support.power_cuts import Budget, Disk
 from support.recovery import PathRecovery, RunRecovery
 
 Sequence = Callable[[Path, everystep.Options], Recording]
-Report = Callable[[Tally], None]
+VerifyReport = Callable[[Tally], None]
 
 SEQUENCES = [sequences.steady, sequences.same_steps_again, sequences.after_damage]
 WINDOWED = WAYS[USABLE[0]]
@@ -35,7 +35,7 @@ def _name(value: object) -> str:
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=_name)
-def test_power_cut_in_a_run(tmp_path: Path, ram: Path, sequence: Sequence, tried: Report) -> None:
+def test_power_cut_in_a_run(tmp_path: Path, ram: Path, sequence: Sequence, tried: VerifyReport) -> None:
     # Sectors one by one in two of them: what the third adds is in the names.
     budget = Budget(single=sequence is not sequences.after_damage)
     tally = Survey(ram, RunRecovery(), budget)(sequence(tmp_path, WINDOWED))
@@ -44,7 +44,7 @@ def test_power_cut_in_a_run(tmp_path: Path, ram: Path, sequence: Sequence, tried
 
 
 @pytest.mark.parametrize("way", [USABLE[0], "small"])
-def test_power_cut_after_going_back(tmp_path: Path, ram: Path, way: str, tried: Report) -> None:
+def test_power_cut_after_going_back(tmp_path: Path, ram: Path, way: str, tried: VerifyReport) -> None:
     tally = Survey(ram, RunRecovery(), NAMES_ONLY)(sequences.going_back(tmp_path, WAYS[way]))
     tried(tally)
     assert tally.states > 30
@@ -53,21 +53,21 @@ def test_power_cut_after_going_back(tmp_path: Path, ram: Path, way: str, tried: 
 @pytest.mark.usefixtures("spare_now")
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=_name)
 def test_power_cut_in_a_run_that_recycles_at_once(
-    tmp_path: Path, ram: Path, sequence: Sequence, tried: Report
+    tmp_path: Path, ram: Path, sequence: Sequence, tried: VerifyReport
 ) -> None:
     tally = Survey(ram, RunRecovery(), NAMES_ONLY)(sequence(tmp_path, WINDOWED))
     tried(tally)
     assert tally.states > 50
 
 
-def test_power_cut_in_a_run_of_small_states(tmp_path: Path, ram: Path, tried: Report) -> None:
+def test_power_cut_in_a_run_of_small_states(tmp_path: Path, ram: Path, tried: VerifyReport) -> None:
     tally = Survey(ram, RunRecovery(), Budget(names=64))(sequences.steady(tmp_path, SMALL))
     tried(tally)
     assert tally.states > 100
 
 
 @pytest.mark.parametrize("way", [USABLE[0], "small"])
-def test_power_cut_while_a_path_is_replaced(tmp_path: Path, ram: Path, way: str, tried: Report) -> None:
+def test_power_cut_while_a_path_is_replaced(tmp_path: Path, ram: Path, way: str, tried: VerifyReport) -> None:
     tally = Survey(ram, PathRecovery())(sequences.replaced_path(tmp_path, WAYS[way]))
     tried(tally)
     assert tally.states > 200
@@ -86,7 +86,7 @@ def test_power_cut_after_a_save_that_made_the_directories_above(tmp_path: Path) 
     assert all("a/b/c/r00000.v0.safetensors" in image.tree for image in images)
 
 
-def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: Report) -> None:
+def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: VerifyReport) -> None:
     """A state of several transfers, of which any part may be there."""
     wide = 50_000
     options = everystep.Options(backend=WINDOWED.backend, memory_nbytes=128 << 10, small_nbytes=0)
@@ -102,23 +102,25 @@ def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: Report) 
     assert tally.states > 100
 
 
-def test_power_cut_after_a_failed_save(tmp_path: Path, ram: Path, tried: Report) -> None:
+def test_power_cut_after_a_failed_save(tmp_path: Path, ram: Path, tried: VerifyReport) -> None:
     tried(survey_failing(tmp_path, ram, WINDOWED))
 
 
 @pytest.mark.usefixtures("spare_now")
 def test_power_cut_after_a_failed_save_of_a_run_that_recycles_at_once(
-    tmp_path: Path, ram: Path, tried: Report
+    tmp_path: Path, ram: Path, tried: VerifyReport
 ) -> None:
     tried(survey_failing(tmp_path, ram, SMALL))
 
 
-def test_power_cut_after_a_killed_process_was_restarted(tmp_path: Path, ram: Path, tried: Report) -> None:
+def test_power_cut_after_a_killed_process_was_restarted(
+    tmp_path: Path, ram: Path, tried: VerifyReport
+) -> None:
     """SIGKILL leaves the page cache: the next process works on names and bytes that are not durable yet."""
     tried(survey_killed(tmp_path, ram, WINDOWED))
 
 
-def test_power_cut_in_the_recovery_from_a_power_cut(tmp_path: Path, ram: Path, tried: Report) -> None:
+def test_power_cut_in_the_recovery_from_a_power_cut(tmp_path: Path, ram: Path, tried: VerifyReport) -> None:
     tried(survey_recoveries(tmp_path, ram, WINDOWED, sample=15))
 
 
@@ -154,7 +156,7 @@ def test_power_cut_in_every_way(
     way: everystep.Options,
     sequence: Sequence,
     spare: str,
-    tried: Report,
+    tried: VerifyReport,
     request: pytest.FixtureRequest,
 ) -> None:
     if spare == "now":
@@ -173,7 +175,7 @@ def test_power_cut_in_the_second_life_in_every_way(
     ram: Path,
     way: everystep.Options,
     spare: str,
-    tried: Report,
+    tried: VerifyReport,
     request: pytest.FixtureRequest,
 ) -> None:
     if spare == "now":

@@ -76,7 +76,7 @@ def _restore(folder: Path) -> list[Any]:
         state = {"model": Model(2, 3), "n": 0}
         run = folder / f"run-{source.name}"
         with everystep.Checkpointer(run, state, mode="sync", timeout=PATIENCE_SECONDS) as ckpt:
-            found.append(ckpt.restore(start_from=source, rename={"module.": ""}))
+            found.append(ckpt.restore(init_from=source, rename={"module.": ""}))
             ckpt.save(1)
         found.append(_is_restored(state["model"]))
         again = {"model": nn.ModuleDict({"inner": Model(3)}), "n": 0}

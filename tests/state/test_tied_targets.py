@@ -97,7 +97,7 @@ def test_weights_of_hugging_face_go_into_a_tied_model(tmp_path: Path, strict: bo
     state = {"model": fresh, "optimizer": torch.optim.AdamW(fresh.parameters())}
     with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
         with pytest.warns(RuntimeWarning, match="left 'optimizer' as it was"):
-            assert ckpt.restore(start_from=path, rename=rules) == 0
+            assert ckpt.restore(init_from=path, rename=rules) == 0
         ckpt.save(1)
     assert torch.equal(fresh.head.weight, source.embed.weight)
     assert torch.equal(fresh.norm.weight, source.norm.weight)

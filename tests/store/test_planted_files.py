@@ -11,6 +11,7 @@ import pytest
 
 import everystep
 from everystep import Checkpointer, Keep
+from everystep.checkpointer.recorded_rules import recorded_rules
 from everystep.store import step_name
 
 SHARD = "r00000.v0.safetensors"
@@ -67,16 +68,17 @@ def test_the_event_log_is_not_written_through(run: Path, precious: Path, plant: 
     assert everystep.load(run)["w"][3] == 3
 
 
+@pytest.mark.parametrize("name", [".rules", ".rules.partial"])
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_the_rules_are_not_written_through(run: Path, precious: Path, plant: Plant) -> None:
-    plant(run / ".rules", precious)
-    with pytest.warns(RuntimeWarning, match="rules of .* were not recorded"):
-        train(run)
+def test_the_rules_are_not_written_through(run: Path, precious: Path, plant: Plant, name: str) -> None:
+    plant(run / name, precious)
+    train(run)
     assert untouched(precious)
+    assert recorded_rules(str(run)) is not None
     assert everystep.load(run)["w"][3] == 3
 
 
-@pytest.mark.parametrize("name", [".volumes", ".volumes.new"])
+@pytest.mark.parametrize("name", [".volumes", ".volumes.partial"])
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_the_ledger_of_volumes_is_not_written_through(
     tmp_path: Path, run: Path, precious: Path, plant: Plant, name: str

@@ -33,7 +33,7 @@ def test_every_call_that_reads_takes_a_reference(run: Path, name: str, step: int
     assert everystep.load(tmp_path / "copy")["model"]["b"][0] == step
     fresh = make_state()
     with everystep.Checkpointer(tmp_path / "new", fresh) as checkpointer:
-        checkpointer.restore(start_from=path)
+        checkpointer.restore(init_from=path)
     assert fresh["model"]["b"][0] == step
 
 

@@ -192,7 +192,7 @@ def test_a_checkpointer_restores_and_starts_from_other_names(wrapped: Any, tmp_p
     model = network(1)
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
-        assert ckpt.restore(start_from=path, rename={"module.": ""}) == 0
+        assert ckpt.restore(init_from=path, rename={"module.": ""}) == 0
         ckpt.save(1)
     assert same(dict(model.state_dict()), dict(inner.state_dict()))
     assert same(state["optimizer"].state_dict(), optimizer.state_dict())
@@ -201,7 +201,7 @@ def test_a_checkpointer_restores_and_starts_from_other_names(wrapped: Any, tmp_p
         tmp_path / "run", {"model": fresh, "optimizer": torch.optim.AdamW(fresh.parameters())}
     ) as ckpt:
         with pytest.raises(everystep.StateMismatch, match=re.escape('rename={"": "module."}')):
-            ckpt.restore(start_from=path, rename={"module.": ""})  # it is for the start only
+            ckpt.restore(init_from=path, rename={"module.": ""})  # it is for the start only
         assert ckpt.restore(rename={"": "module."}) == 1
     assert same(dict(fresh.module.state_dict()), dict(inner.state_dict()))
 
@@ -216,7 +216,7 @@ def test_advice_names_only_arguments_of_the_call_at_hand(wrapped: Any, tmp_path:
         return str(caught.value)
 
     with everystep.Checkpointer(tmp_path / "run", {"net": model}) as ckpt:
-        said = message(lambda: ckpt.restore(start_from=path))
+        said = message(lambda: ckpt.restore(init_from=path))
         assert "into=" not in said
         assert "select=" not in said
     everystep.save(tmp_path / "two", {"model": network(0), "epoch": 1})
@@ -248,5 +248,5 @@ def test_a_checkpoint_that_is_a_state_dict_itself_is_said_to_be_one(tmp_path: Pa
         everystep.Checkpointer(tmp_path / "run", {"model": model}) as ckpt,
         pytest.raises(everystep.StateMismatch, match="it is one state dict itself") as caught,
     ):
-        ckpt.restore(start_from=tmp_path / "bare")
+        ckpt.restore(init_from=tmp_path / "bare")
     assert "into=" not in str(caught.value)

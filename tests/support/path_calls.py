@@ -141,9 +141,9 @@ def _everystep(call: str, *arguments: Any, **options: Any) -> Any:
     return getattr(importlib.import_module(f"everystep.{module}".rstrip(".")), name)(*arguments, **options)
 
 
-def _start_from(url: Any) -> None:
+def _init_from(url: Any) -> None:
     with closing(_everystep("Checkpointer", tempfile.mkdtemp(), _state(), mode="snapshot")) as checkpointer:
-        checkpointer.restore(start_from=url)
+        checkpointer.restore(init_from=url)
 
 
 def _fit(kind: str) -> Call:
@@ -322,7 +322,7 @@ CALLS: dict[str, Call] = {
     "verify.path": lambda url: _everystep("verify", url),
     "Checkpoint.path": lambda url: _everystep("Checkpoint", url),
     "Checkpointer.run": lambda url: _everystep("Checkpointer", url, _state()),
-    "Checkpointer.restore.start_from": _start_from,
+    "Checkpointer.restore.init_from": _init_from,
     "Options.volumes": lambda url: _everystep("Options", volumes=[url]),
     "Shelf.path": lambda url: _everystep("Shelf", url),
     "Shelf.path to read": lambda url: _everystep("Shelf", url, mode="r"),
@@ -365,8 +365,8 @@ CALLS: dict[str, Call] = {
     "universal.convert.spec": lambda url: _everystep(
         "universal.convert", _elsewhere(), _new("there"), spec=url
     ),
-    "universal.convert.carry": lambda url: _everystep(
-        "universal.convert", _elsewhere(), _new("there"), to="hf", carry=url
+    "universal.convert.copy_from": lambda url: _everystep(
+        "universal.convert", _elsewhere(), _new("there"), to="hf", copy_from=url
     ),
     "universal.describe.path": lambda url: _everystep("universal.describe", url),
     "universal.recognise.path": lambda url: _everystep("universal.recognise", url),

@@ -175,7 +175,7 @@ def test_tied_weights_are_written_once_only_if_the_config_ties_them(tmp_path: Pa
     # A name that sorts before the embedding: it must not be the one that is kept.
     everystep.save(tmp_path / "run", {"model": dict(reversed(weights.items()))})
     config = write_config(tmp_path / "config", **({} if tie is None else {"tie_word_embeddings": tie}))
-    done = universal.convert(tmp_path / "run", tmp_path / "out", to="hf", carry=config, verify=True)
+    done = universal.convert(tmp_path / "run", tmp_path / "out", to="hf", copy_from=config, verify=True)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert set(found) == set(weights) - ({"lm_head.weight"} if tie else set())
     assert done.tied == (1 if tie else 0)
@@ -197,18 +197,21 @@ def test_the_prefix_of_a_wrapper_goes_and_is_told(tmp_path: Path) -> None:
         "global_step": 4,
     }
     torch.save(content, tmp_path / "l.ckpt")
-    result = command("convert", tmp_path / "l.ckpt", tmp_path / "out", "--to", "hf", "--carry", config)
+    result = command("convert", tmp_path / "l.ckpt", tmp_path / "out", "--to", "hf", "--copy-from", config)
     assert result.code == 0
     assert "names lost net." in result.out
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(weights)
     assert (tmp_path / "out" / "tokenizer.json").exists()
     result = command("convert", tmp_path / "l.ckpt", tmp_path / "bare", "--to", "hf")
     assert "there is no config.json" in result.out
-    assert command("convert", tmp_path / "l.ckpt", tmp_path / "no", "--carry", tmp_path / "nothing").code == 2
+    assert (
+        command("convert", tmp_path / "l.ckpt", tmp_path / "no", "--copy-from", tmp_path / "nothing").code
+        == 2
+    )
     torch.save(
         {f"decoder.{name}": tensor for name, tensor in make_model().state_dict().items()}, tmp_path / "x.pt"
     )
-    result = command("convert", tmp_path / "x.pt", tmp_path / "wrong", "--to", "hf", "--carry", config)
+    result = command("convert", tmp_path / "x.pt", tmp_path / "wrong", "--to", "hf", "--copy-from", config)
     assert result.code == 1
     assert "random weights" in result.err
     assert not (tmp_path / "wrong").exists()
@@ -231,7 +234,7 @@ def test_a_missing_output_layer_is_told(tmp_path: Path) -> None:
     config = write_config(tmp_path / "config", tie_word_embeddings=False, architectures=["GPT2LMHeadModel"])
     weights = {name: tensor for name, tensor in gpt2_weights().items() if name != "lm_head.weight"}
     save_file(weights, tmp_path / "w.safetensors")
-    done = universal.convert(tmp_path / "w.safetensors", tmp_path / "out", to="hf", carry=config)
+    done = universal.convert(tmp_path / "w.safetensors", tmp_path / "out", to="hf", copy_from=config)
     assert "lm_head.weight" in done.notes[0]
 
 

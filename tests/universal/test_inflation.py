@@ -80,7 +80,7 @@ CALLS: dict[str, Callable[[Path, Path], object]] = {
     "compare": lambda path, _: inspect.compare(path, path),
     "convert": lambda path, out: universal.convert(path, out / "x"),
     "start_from": lambda path, out: everystep.Checkpointer(out / "run", {"w0": np.zeros(1)}).restore(
-        start_from=path
+        init_from=path
     ),
 }
 

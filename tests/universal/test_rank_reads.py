@@ -44,7 +44,7 @@ def _restore(path: str, run: str) -> list[tuple[int, int, bool]]:
                 everystep.load(path, into={"model": model}, strict=False)
             else:
                 with everystep.Checkpointer(run, {"model": model}) as ckpt:
-                    assert ckpt.restore(start_from=path, continue_steps=True) == 5
+                    assert ckpt.restore(init_from=path, continue_steps=True) == 5
         own = sum(parameter.to_local().nbytes for parameter in model.parameters())
         truth = _model(0).state_dict()
         right = all(torch.equal(one.full_tensor(), truth[name]) for name, one in model.state_dict().items())
@@ -73,7 +73,7 @@ def test_weights_and_moments_of_zero_3_start_a_run(tmp_path: Path) -> None:
     model = _model(1)
     optimizer = torch.optim.AdamW(model.parameters())
     with everystep.Checkpointer(tmp_path / "run", {"model": model, "optimizer": optimizer}) as ckpt:
-        assert ckpt.restore(start_from=path, continue_steps=True) == 5
+        assert ckpt.restore(init_from=path, continue_steps=True) == 5
     assert optimizer.param_groups[0]["lr"] == 0.1
     for one, other in zip(model.parameters(), truth.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -62,11 +62,11 @@ def _start_from(path: str, run: str) -> tuple[int, int, bool]:
     model = make_model(1)
     state = {"model": model, "epoch": 5}
     with everystep.Checkpointer(run, state, mode="sync") as ckpt:
-        first = ckpt.restore(start_from=path)
+        first = ckpt.restore(init_from=path)
         ckpt.save(first + 1)
     other = make_model(2)
     with everystep.Checkpointer(run, {"model": other, "epoch": 0}, mode="sync") as ckpt:
-        return first, ckpt.restore(start_from="/nowhere"), same_weights(other, make_model())
+        return first, ckpt.restore(init_from="/nowhere"), same_weights(other, make_model())
 
 
 @pytest.mark.timeout(600)
@@ -86,7 +86,7 @@ def test_a_run_continues_the_steps_of_a_native_checkpoint_when_asked(tmp_path: P
     everystep.save(tmp_path / "first", {"model": make_model(), "epoch": 3}, step=41)
     state = {"model": make_model(1), "epoch": 0, "other": np.zeros(2)}
     with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
-        assert ckpt.restore(start_from=tmp_path / "first", continue_steps=True) == 41
+        assert ckpt.restore(init_from=tmp_path / "first", continue_steps=True) == 41
         assert ckpt.steps == []
         assert state["epoch"] == 3
         assert same_weights(state["model"], make_model())
@@ -99,14 +99,14 @@ def test_start_from_leaves_out_what_only_the_source_has(tmp_path: Path) -> None:
     everystep.save(tmp_path / "first", first, step=41)
     state = {"model": make_model(1), "epoch": 0}
     with everystep.Checkpointer(tmp_path / "run", state, mode="sync") as ckpt:
-        ckpt.restore(start_from=tmp_path / "first")
+        ckpt.restore(init_from=tmp_path / "first")
     assert state["epoch"] == 3
     assert same_weights(state["model"], make_model())
     with (
         everystep.Checkpointer(tmp_path / "run2", {"weights": make_model(1)}, mode="sync") as ckpt,
         pytest.raises(everystep.StateMismatch, match=r"not in the target"),
     ):
-        ckpt.restore(start_from=tmp_path / "first")
+        ckpt.restore(init_from=tmp_path / "first")
 
 
 def test_start_from_fails_when_an_entry_does_not_fit(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_start_from_fails_when_an_entry_does_not_fit(tmp_path: Path) -> None:
     larger = torch.nn.Sequential(*make_model(), torch.nn.Linear(6, 2))
     with everystep.Checkpointer(tmp_path / "run", {"model": larger}, mode="sync") as ckpt:
         with pytest.raises(everystep.StateMismatch, match=r"2\.weight"):
-            ckpt.restore(start_from=path)
+            ckpt.restore(init_from=path)
         with pytest.raises(CheckpointNotFound):
-            ckpt.restore(start_from=tmp_path / "nowhere")
+            ckpt.restore(init_from=tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

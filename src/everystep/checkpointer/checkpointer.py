@@ -308,7 +308,7 @@ class Checkpointer:
         *,
         strict: bool = True,
         rename: object = None,
-        start_from: str | os.PathLike[str] | None = None,
+        init_from: str | os.PathLike[str] | None = None,
         continue_steps: bool = False,
     ) -> int:
         """Puts the newest intact checkpoint back into the state and returns its step; 0 for a new run.
@@ -325,19 +325,19 @@ class Checkpointer:
         it and is held by no dict, list or object of the state, such as a number in a tuple, is a
         `StateMismatch`, too, in a new run as well.
 
-        `start_from`: where a run without checkpoints begins: a checkpoint or run, of Everystep or of another
+        `init_from`: where a run without checkpoints begins: a checkpoint or run, of Everystep or of another
         system. It fills those entries of the state that it has something for, such as ``"model"``; each of
         them must fit, and the others stay as they are. A warning names what was filled and what was not. The
-        new run counts from 0; with `continue_steps` from the step of `start_from`, if that says one. Later
-        launches find checkpoints in the run, and do not look at `start_from`.
+        new run counts from 0; with `continue_steps` from the step of `init_from`, if that says one. Later
+        launches find checkpoints in the run, and do not look at `init_from`.
 
         `rename` gives parameters of the checkpoint the names that they have in the state: see
-        `everystep.load`. With `start_from` it is for that checkpoint alone; without, for those of the run, so
+        `everystep.load`. With `init_from` it is for that checkpoint alone; without, for those of the run, so
         leave it out again once a checkpoint with the new names is durable.
         """
         self._check_usable()
-        if start_from is not None:
-            start_from = local_path(start_from)
+        if init_from is not None:
+            init_from = local_path(init_from)
         if step is not None:
             step = check_step(step)
         if self._context.retention.starts_over:
@@ -345,15 +345,15 @@ class Checkpointer:
                 "restore() and start_over=True contradict each other: to resume, leave start_over out; to "
                 "begin anew, do not call restore() before the first save"
             )
-        if continue_steps and start_from is None:
-            raise ValueError("continue_steps=True goes with start_from=: it continues the steps of that")
+        if continue_steps and init_from is None:
+            raise ValueError("continue_steps=True goes with init_from=: it continues the steps of that")
         new_names = renaming(rename)
         self._release(None)
         self.wait()
         with offering("rename", "strict"):
-            if start_from is None:
+            if init_from is None:
                 return restore(self._context, self.state, step, strict=strict, rename=new_names)
-            begin = Beginning(start_from, new_names, continue_steps)
+            begin = Beginning(init_from, new_names, continue_steps)
             return restore(self._context, self.state, step, strict=strict, begin=begin)
 
     # --- the end

@@ -77,11 +77,11 @@ def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -
     try:
         known: list[Kept] = []
         held: list[int] = []
-        drill = drilling.join(path) if group.leads else None
+        drill = drilling.join(path) if group.is_coordinator else None
         if drill is not None:
             observers.add(drill)
         with group.all_or_none("open"):
-            if group.leads:
+            if group.is_coordinator:
                 observers.tell(Opening())
                 run = open_run(drill.path if drill else path)
                 inside = path_to_read(run.directory)
@@ -92,12 +92,12 @@ def open_context(given: Arguments, state: object, announced: AnnouncedChanges) -
             (os.fsencode(run.path), known, held, given.start_over),
             tuple[bytes, list[Kept], list[int], bool],
         )
-        if not group.leads:
+        if not group.is_coordinator:
             run = FollowedRun(os.fsdecode(where))
         keep, directory = given.keep or Keep(), run.directory
         ledger = Ledger(directory) if directory is not None and group.has_volumes else None
         retention = Retention(run, keep, known, ledger, found=held, start_over=start_over)
-        events = EventLog(run.path if group.leads else None, directory)
+        events = EventLog(run.path if group.is_coordinator else None, directory)
         observers.add(events)
         free_space = None
         if isinstance(run, WritableRun) and not group.has_volumes:

@@ -42,11 +42,11 @@ class PreemptionDuty:
         group, signal = self._group, self.received
         if group.transport is None:
             return Decision(signal is not None or self._schedule.due(step, now), signal, None)
-        if group.leads:
+        if group.is_coordinator:
             signal = signal or group.signalled()
         elif signal is not None:
             group.signal(signal)
-        due = group.leads and (signal is not None or self._schedule.due(step, now))
+        due = group.is_coordinator and (signal is not None or self._schedule.due(step, now))
         save_round = group.begin("the Checkpointer's save", step, due=due, signal=signal)
         assert save_round is not None
         return Decision(save_round.call.due, save_round.call.signal, save_round)
@@ -57,7 +57,7 @@ class PreemptionDuty:
         if self._preemption is not None:
             # Several ranks end at the same step, whatever other Checkpointers one of them has.
             code = self._preemption.obeyed(at_once=self._group.transport is not None)
-        if self._group.leads:
+        if self._group.is_coordinator:
             _print_preempted(run, step, signal, code)
         return code
 

@@ -115,7 +115,7 @@ def _load_newest(context: RunContext, into: _Target, only: int | None) -> _Found
         with _all_or_none(group, transport, "target"):
             run.require_current()
             refuse_fixed(into.state)
-        candidates = _agreed(group, transport, list_steps(run.path) if group.leads else [])
+        candidates = _agreed(group, transport, list_steps(run.path) if group.is_coordinator else [])
         failures: list[EverystepError] = []
         for step in reversed(candidates if only is None else [only]):
             began = time.perf_counter()
@@ -167,7 +167,7 @@ def _begin_from(context: RunContext, into: _Target, begin: Beginning) -> int:
             with _all_or_none(group, transport, "in place"):
                 refuse_replaced(part, restored, checkpoint.path)
             _put_back(into.state, restored)
-            if group.leads:
+            if group.is_coordinator:
                 _tell_entries(into.state, there, checkpoint, begin)
             return checkpoint.step if begin.continue_steps else 0
 
@@ -256,7 +256,7 @@ def _agreed(group: RankGroup, transport: Transport | None, steps: Sequence[int])
     if transport is None:
         return list(steps)
     group.restart(transport)
-    mine = msgspec.json.encode(list(steps)) if group.leads else None
+    mine = msgspec.json.encode(list(steps)) if group.is_coordinator else None
     return msgspec.json.decode(transport.tell("steps", mine, group.timeout), type=list[int])
 
 

@@ -89,9 +89,9 @@ class SaveTask(SaveObserver):
             context.announced.warn_if_none()
             self.mode = "overlap" if context.announced.announced else "snapshot"
         context.observers.tell(Saving(self.step, self.mode))
-        self._metrics = plain_metrics(metrics) if group.leads else {}  # those of rank 0 are stored
+        self._metrics = plain_metrics(metrics) if group.is_coordinator else {}  # those of rank 0 are stored
         self._replace = context.retention.begin(self.step)
-        if not group.needed:
+        if not group.is_distributed:
             self._flat = flatten(state)
             return
         self._ready = group.prepare(state, self._talk)

@@ -75,10 +75,10 @@ def convert(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a Hugging Face target, such as 5GB.")
     ] = "5GB",
-    carry: Annotated[
+    copy_from: Annotated[
         Path | None,
         typer.Option(
-            "--carry",
+            "--copy-from",
             readable=False,
             metavar="PATH",
             help="config.json, or a directory with it and a tokenizer, for a Hugging Face target.",
@@ -130,7 +130,7 @@ def convert(
                     dry_run=dry_run,
                     overwrite=force,
                     max_shard_nbytes=nbytes,
-                    carry=carry,
+                    copy_from=copy_from,
                     tp=tp,
                     pp=pp,
                     zero_stage=zero_stage,

@@ -58,7 +58,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "convert": (
         ("everystep convert ds-run/global_step100 runs/start", "DeepSpeed to Everystep"),
-        ("everystep convert runs/gpt@30 hf-model --to hf --carry gpt2/config.json", "to Hugging Face"),
+        ("everystep convert runs/gpt@30 hf-model --to hf --copy-from gpt2/config.json", "to Hugging Face"),
         ("everystep convert runs/gpt model.pt", "to a file of torch.save, and compare"),
         ("everystep convert model.bin out --dry-run", "only say what would be written"),
     ),

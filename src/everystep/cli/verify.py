@@ -10,7 +10,7 @@ import typer
 from everystep.cli.session import Json, MaxInflation, Session, session
 
 if TYPE_CHECKING:
-    from everystep.store import Report
+    from everystep.store import VerifyReport
 
 
 def verify(
@@ -50,7 +50,7 @@ def verify(
         out.finish(problem=bool(damaged))
 
 
-def _document(report: Report) -> dict[str, object]:
+def _document(report: VerifyReport) -> dict[str, object]:
     return {
         "path": report.path,
         "step": report.step,
@@ -64,7 +64,7 @@ def _document(report: Report) -> dict[str, object]:
     }
 
 
-def _name(report: Report, reports: tuple[Report, ...], path: Path) -> str:
+def _name(report: VerifyReport, reports: tuple[VerifyReport, ...], path: Path) -> str:
     """Of its directory; with its run where there are several."""
     import os
 
@@ -74,7 +74,7 @@ def _name(report: Report, reports: tuple[Report, ...], path: Path) -> str:
     return words.plain(os.path.basename(report.path) if one_run else os.path.relpath(report.path, path))
 
 
-def _print(out: Session, report: Report, name: str) -> None:
+def _print(out: Session, report: VerifyReport, name: str) -> None:
     from everystep.cli import words
 
     if report.intact:
@@ -94,7 +94,7 @@ def _print(out: Session, report: Report, name: str) -> None:
         out.say(f"         {words.plain(stranger)} does not belong to the checkpoint (harmless)", style="dim")
 
 
-def _summary(out: Session, reports: tuple[Report, ...], damaged: int, seconds: float) -> None:
+def _summary(out: Session, reports: tuple[VerifyReport, ...], damaged: int, seconds: float) -> None:
     from everystep.cli import words
 
     nbytes = sum(report.nbytes for report in reports)

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 from everystep.drill.procedure import DrillOptions, DrillProgress, run_drill
 from everystep.drill.processes import DrillFailed
-from everystep.drill.report import DrillReport, Killed, Problem, Times
+from everystep.drill.report import DrillProblem, DrillReport, Killed, Times
 
 __all__ = [
     "DrillFailed",
     "DrillOptions",
+    "DrillProblem",
     "DrillProgress",
     "DrillReport",
     "Killed",
-    "Problem",
     "Times",
     "run_drill",
 ]

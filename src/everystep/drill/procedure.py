@@ -33,7 +33,7 @@ from everystep.drill.kill_times import (
 )
 from everystep.drill.likely_causes import UNDISTURBED, likely_causes
 from everystep.drill.processes import DrillFailed, Stage, Start
-from everystep.drill.report import DrillReport, Killed, Problem
+from everystep.drill.report import DrillProblem, DrillReport, Killed
 from everystep.engine import choose_backend
 from everystep.paths import local_path
 from everystep.store import list_steps, step_name
@@ -102,7 +102,7 @@ class _Procedure:
     pending: list[_Pending] = field(default_factory=list)
     seen: list[tuple[int, SeenCheckpoint]] = field(default_factory=list)
     finals: list[Final] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[DrillProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def report(self, began: float) -> DrillReport:
@@ -406,7 +406,7 @@ class _Procedure:
     def _problem(self, kind: str, message: str, details: str = "") -> None:
         # A mistake of the script shows at every start; once is enough. What kills cost is told one by one.
         if kind not in _ONCE or all(problem.kind != kind for problem in self.problems):
-            self.problems.append(Problem(kind, message, details))
+            self.problems.append(DrillProblem(kind, message, details))
 
     def _steps_in(self, stage: str, run: str) -> list[int]:
         path = self.directory / stage / RUNS / run

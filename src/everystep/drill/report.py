@@ -36,7 +36,7 @@ class Killed:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class DrillProblem:
     """Why the drill was not passed, in words; `details` is what the script itself said."""
 
     kind: str
@@ -64,7 +64,7 @@ class DrillReport:
     finals: tuple[Final, ...]
     undisturbed: Agreement | None
     causes: tuple[str, ...]
-    problems: tuple[Problem, ...]
+    problems: tuple[DrillProblem, ...]
     notes: tuple[str, ...]
     reference_seconds: float
     reference_start_seconds: float

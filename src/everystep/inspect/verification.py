@@ -6,13 +6,13 @@ import os
 
 from everystep.errors import CheckpointNotFound, IncompleteCheckpoint, OutOfResources, ReadFailed
 from everystep.inspect.run_listing import checkpoints_of, directory_nbytes, is_gone, reason_of
-from everystep.store import Options, Problem, Report, verify
+from everystep.store import Options, VerifyProblem, VerifyReport, verify
 from everystep.store.stream.progress import Progress, no_progress
 
 
 def verify_all(
     path: str | os.PathLike[str], *, options: Options | None = None, progress: Progress = no_progress
-) -> tuple[Report, ...]:
+) -> tuple[VerifyReport, ...]:
     """Checks the checkpoint at `path`, or all checkpoints of a run, oldest first.
 
     Damage is reported, not raised. A checkpoint that cannot be read does not hide the others, and one that
@@ -33,14 +33,16 @@ def verify_all(
 
 def _verify(
     target: str, options: Options | None, before: int, total: int, progress: Progress
-) -> Report | None:
+) -> VerifyReport | None:
     try:
         return verify(target, options=options, progress=lambda nbytes: progress(before + nbytes, total))
     except IncompleteCheckpoint as error:
-        return Report(target, None, 0, 0, (Problem(error.path or target, "the manifest is missing"),))
+        return VerifyReport(
+            target, None, 0, 0, (VerifyProblem(error.path or target, "the manifest is missing"),)
+        )
     except OutOfResources:
         raise
     except (CheckpointNotFound, ReadFailed) as error:
         if is_gone(target):
             return None
-        return Report(target, None, 0, 0, (Problem(target, reason_of(error)),))
+        return VerifyReport(target, None, 0, 0, (VerifyProblem(target, reason_of(error)),))

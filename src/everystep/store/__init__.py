@@ -32,9 +32,9 @@ from everystep.store.read.lazy_leaf import LazyLeaf
 from everystep.store.read.listing import is_checkpoint, list_steps
 from everystep.store.read.open import resolve
 from everystep.store.read.references import locate
-from everystep.store.read.shard_reader import Problem
+from everystep.store.read.shard_reader import VerifyProblem
 from everystep.store.read.stored_checkpoint import LeafInfo
-from everystep.store.read.verify import Report, verify
+from everystep.store.read.verify import VerifyReport, verify
 from everystep.store.run import FollowedRun, WritableRun
 
 __all__ = [
@@ -44,14 +44,14 @@ __all__ = [
     "LazyLeaf",
     "LeafInfo",
     "Options",
-    "Problem",
     "RankGroup",
-    "Report",
     "SaveObserver",
     "SaveRound",
     "SingleCommit",
     "Spare",
     "Target",
+    "VerifyProblem",
+    "VerifyReport",
     "WritableRun",
     "check_step",
     "checked_options",

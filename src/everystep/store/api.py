@@ -84,13 +84,13 @@ def save(
         save_round = group.begin(what, step)
         try:
             check_target(target)
-            numbers = plain_metrics(metrics) if group.leads else {}  # those of rank 0 are stored
+            numbers = plain_metrics(metrics) if group.is_coordinator else {}  # those of rank 0 are stored
         except BaseException as error:
             group.failed(save_round, error)
             raise
         ready = group.prepare(state, save_round)
         try:
-            if group.leads:
+            if group.is_coordinator:
                 make_parent(target)
         except BaseException as error:
             group.failed(save_round, error)
@@ -211,17 +211,17 @@ def make_parent(target: str) -> None:
             fs.make_directories(parent)
 
 
-def check_target(target: str, *, beside: bool = False) -> None:
+def check_target(target: str, *, allow_other_files: bool = False) -> None:
     """Raises when no checkpoint may ever be saved there: for its name, or what is there.
 
     One that is there already is left to the commit, which knows whether it is to be replaced. An empty
-    directory will do, and with `beside` also one with files of others.
+    directory will do, and with `allow_other_files` also one with files of others.
     """
     if target.endswith((PARTIAL, RETIRED)):
         raise ValueError(f"{target}: names that end so mark what is no checkpoint; choose another")
     refuse_reference(target)
     if fs.exists(target):
-        _refuse_stranger(target, beside=beside)
+        _refuse_stranger(target, allow_other_files=allow_other_files)
 
 
 def refuse_reference(target: str) -> None:
@@ -231,11 +231,11 @@ def refuse_reference(target: str) -> None:
         raise ValueError(f"{target} means a checkpoint of the run {run}, for reading: save to another path")
 
 
-def _refuse_stranger(target: str, *, beside: bool) -> None:
+def _refuse_stranger(target: str, *, allow_other_files: bool) -> None:
     """A run, somebody's home, a file: what is not a checkpoint is not ours to replace."""
     with saving(target):
         found = found_at(target, target + PARTIAL)
-    if found == "something else" or (found == "others" and not beside):
+    if found == "something else" or (found == "others" and not allow_other_files):
         raise CheckpointExists(
             f"{target} exists and is not a checkpoint, so not even overwrite=True replaces it: "
             "choose another path"

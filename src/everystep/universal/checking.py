@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from everystep.engine import READING, Tuning
 from everystep.errors import CorruptCheckpoint, OutOfResources, ReadFailed
-from everystep.store.read.shard_reader import Problem
+from everystep.store.read.shard_reader import VerifyProblem
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
-from everystep.store.read.verify import Report
+from everystep.store.read.verify import VerifyReport
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.inflation import refuse_bomb
 from everystep.universal.opening import ForeignCheckpoint
@@ -31,12 +31,12 @@ from everystep.universal.torch_file.zip_reader import (
 _BLOCK_NBYTES = 8 << 20
 
 
-def check(path: str, progress: Callable[[int], None] | None = None, tuning: Tuning = READING) -> Report:
+def check(path: str, progress: Callable[[int], None] | None = None, tuning: Tuning = READING) -> VerifyReport:
     """Every byte of a foreign checkpoint, read and checked as far as its format allows.
 
     Damage is reported, not raised. A checkpoint that Everystep cannot read is an error (`UnsupportedSource`).
     """
-    problems: list[Problem] = []
+    problems: list[VerifyProblem] = []
     step, leaves, nbytes, files, kind = None, 0, 0, 0, "unknown"
     with noting_archives() as archives:
         try:
@@ -53,7 +53,7 @@ def check(path: str, progress: Callable[[int], None] | None = None, tuning: Tuni
         except (CorruptCheckpoint, ReadFailed) as error:
             problems.append(_problem(error, path))
     crcs = [_check_records(place, problems, tuning.max_inflation) for place in archives]
-    return Report(
+    return VerifyReport(
         path,
         step,
         leaves,
@@ -87,7 +87,7 @@ def _is_archive(path: str) -> bool:
         return file.nbytes >= len(LOCAL_MAGIC) and file.read(0, len(LOCAL_MAGIC)) == LOCAL_MAGIC
 
 
-def _check_records(place: Place, problems: list[Problem], max_inflation: float) -> bool:
+def _check_records(place: Place, problems: list[VerifyProblem], max_inflation: float) -> bool:
     """Compares the records of an archive with their CRCs. Whether there are any: torch may write none."""
     path, start, nbytes = place
     try:
@@ -98,11 +98,11 @@ def _check_records(place: Place, problems: list[Problem], max_inflation: float) 
     except CorruptCheckpoint as error:
         problems.append(_problem(error, path))
         return False
-    problems += [Problem(path, wrong) for wrong in found if wrong is not None]
+    problems += [VerifyProblem(path, wrong) for wrong in found if wrong is not None]
     return records.have_crcs
 
 
-def _problem(error: CorruptCheckpoint | ReadFailed, path: str) -> Problem:
+def _problem(error: CorruptCheckpoint | ReadFailed, path: str) -> VerifyProblem:
     if isinstance(error, CorruptCheckpoint):
-        return Problem(error.path or path, error.reason, error.leaf)
-    return Problem(os.fsdecode(error.filename or path), str(error))
+        return VerifyProblem(error.path or path, error.reason, error.leaf)
+    return VerifyProblem(os.fsdecode(error.filename or path), str(error))

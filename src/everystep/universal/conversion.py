@@ -89,7 +89,7 @@ def convert(
     dry_run: bool = False,
     overwrite: bool = False,
     max_shard_nbytes: int = 5_000_000_000,
-    carry: str | os.PathLike[str] | None = None,
+    copy_from: str | os.PathLike[str] | None = None,
     tp: int = 1,
     pp: int = 1,
     zero_stage: int | None = None,
@@ -106,7 +106,7 @@ def convert(
     default all, and of a target for weights alone those of the model. Names of a model lose ``model.`` there.
     `dtype`: casts floating-point leaves, except an optimizer's. `verify`: reads both sides again and compares
     them, before `dst` appears; False saves that time.
-    `dry_run`: writes nothing, and tells what would be written. `carry`: a ``config.json``, or a directory
+    `dry_run`: writes nothing, and tells what would be written. `copy_from`: a ``config.json``, or a directory
     with it and a tokenizer, for a Hugging Face target; those of a Hugging Face source are carried along
     anyway. `tp`, `pp`: into how many tensor-parallel ranks and pipeline stages a target cuts the parameters,
     if it is one that does. `zero_stage`: the stage of ZeRO that DeepSpeed is to load the result with.
@@ -160,7 +160,7 @@ def convert(
             overwrite=overwrite,
             verify=verify,
             max_shard_nbytes=max_shard_nbytes,
-            carried=_carried(checkpoint, carry),
+            carried=_carried(checkpoint, copy_from),
             layout=layout,
             spec=rules,
             zero_stage=zero_stage,
@@ -271,14 +271,14 @@ def _is_whole(src: str | os.PathLike[str], kind: str) -> bool:
     return reader is None or reader.parameters is None
 
 
-def _carried(checkpoint: StoredCheckpoint, carry: str | os.PathLike[str] | None) -> tuple[str, ...]:
+def _carried(checkpoint: StoredCheckpoint, copy_from: str | os.PathLike[str] | None) -> tuple[str, ...]:
     """The files to carry along, by name: those that the user named come before those of the source."""
     given = checkpoint.source.carried if isinstance(checkpoint, ForeignCheckpoint) else ()
     found = {os.path.basename(path): path for path in given}
-    if carry is not None:
-        where = local_path(carry)
+    if copy_from is not None:
+        where = local_path(copy_from)
         if not os.path.exists(where):
-            raise ValueError(f"carry: there is no {where}")
+            raise ValueError(f"copy_from: there is no {where}")
         found.update({os.path.basename(path): path for path in carried_files(where)})
     return tuple(found.values())
 

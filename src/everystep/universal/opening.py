@@ -30,7 +30,7 @@ from everystep.store.os_errors import reading
 from everystep.store.read.gather import FileReads
 from everystep.store.read.listing import natural_order
 from everystep.store.read.requests import BoxRequest
-from everystep.store.read.shard_reader import Problem, ShardReader
+from everystep.store.read.shard_reader import ShardReader, VerifyProblem
 from everystep.store.read.stored_checkpoint import LeafInfo, StoredCheckpoint
 from everystep.universal.inflation import refuse_bomb
 from everystep.universal.recognition import brief_findings, describe, find_reader
@@ -141,7 +141,7 @@ class _SourceReader(ShardReader):
         self._files = files
         self._made: str | None = None
 
-    def _problems(self, index: int, columns: ReadColumns, owner: Any, **how: Any) -> list[Problem]:
+    def _problems(self, index: int, columns: ReadColumns, owner: Any, **how: Any) -> list[VerifyProblem]:
         how.update(verify=False, whole=False)
         file = self._part.files[index]
         if not self._files.is_computed(file.name):

@@ -33,7 +33,7 @@ from everystep.inspect.view.leaf_changes import Changes, leaf_changes
 from everystep.inspect.view.leaf_samples import LeafSample
 from everystep.inspect.view.timeline import Timeline, timeline
 from everystep.inspect.view.words import shown_path
-from everystep.store import Report, is_checkpoint, resolve
+from everystep.store import VerifyReport, is_checkpoint, resolve
 from everystep.store.names import is_step_name
 from everystep.store.read.stored_checkpoint import open_any
 
@@ -194,7 +194,7 @@ class RunReader:
     def changes(self, a: str, b: str, *, budget: Budget) -> Changes:
         return leaf_changes(self._path_of(a), self._path_of(b), budget=budget)
 
-    def note_reports(self, reports: tuple[Report, ...]) -> None:
+    def note_reports(self, reports: tuple[VerifyReport, ...]) -> None:
         """Remembers what a full check has found, to be shown."""
         self.checks = tuple(
             Check(

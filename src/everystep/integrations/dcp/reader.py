@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from everystep.engine import Memory, Strided
 from everystep.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, ReadFailed
 from everystep.format.geometry import Box, whole
+from everystep.integrations.dcp.ignored_arguments import refuse_extensions
 from everystep.integrations.dcp.paths import path_of, valid_path
-from everystep.integrations.dcp.their_tuning import refuse_extensions
 from everystep.state import LeafMeta, empty, leaf_names
 from everystep.state.torch_arrays import destination, torch_dtype
 from everystep.store.read.requests import BoxRequest

@@ -36,9 +36,9 @@ from everystep.errors import Locked, RanksDisagree, SaveFailed, UnsupportedState
 from everystep.format.geometry import Box, disjoint
 from everystep.format.manifest import encode_root, part_ref
 from everystep.format.records import PartRef
+from everystep.integrations.dcp.dcp_save import Underway
+from everystep.integrations.dcp.ignored_arguments import ignore_tuning
 from everystep.integrations.dcp.paths import path_of, valid_path
-from everystep.integrations.dcp.their_tuning import ignore_tuning
-from everystep.integrations.dcp.underway import Underway
 from everystep.state import LeafSource, Node, Slot
 from everystep.state.leaf_table import require_readable
 from everystep.state.torch_arrays import describer, wrapper_refusal
@@ -165,7 +165,7 @@ class Writer(StorageWriter):
             raise ValueError("no path: give one to Writer(path), or to DCP as checkpoint_id=")
         if is_coordinator:
             self._coordinator = int(kwargs.get("rank", 0))
-            check_target(target, beside=True)
+            check_target(target, allow_other_files=True)
             refuse_existing(target, overwrite=self._overwrite)
         if self._has_begun:  # DCP calls `reset` only if it is given a path
             self._renew()

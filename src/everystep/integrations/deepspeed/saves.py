@@ -27,7 +27,7 @@ _TUNING: Final = Options().tuning()
 
 
 class TagSave:
-    """A save that has begun. All ranks make one, and `commit` it; only one of them `leads`.
+    """A save that has begun. All ranks make one, and `commit` it; only one of them `is_coordinator`.
 
     `gather` gives each rank what every rank says, and so lets them wait for each other.
     """

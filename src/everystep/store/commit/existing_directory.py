@@ -4,7 +4,7 @@ Owns what a save finds at its path, and two ways to commit there besides the ren
 `everystep.store.commit.transaction`. Both give files second names (hard links), so no file is without a name
 at any moment.
 
-If ``D`` holds no checkpoint (`settle_in`), ``D`` itself stays. ``D.partial`` is whole and durable:
+If ``D`` holds no checkpoint (`link_into`), ``D`` itself stays. ``D.partial`` is whole and durable:
 
 1. Sync the directory above ``D``: its maker may not have done so.
 2. Every file of ``D.partial`` but the manifest gets a second name in ``D``. Sync ``D``.
@@ -34,7 +34,7 @@ Found = Literal["nothing", "empty", "checkpoint", "others", "something else"]
 
 
 def found_at(target: str, partial: str) -> Found:
-    """What is at the path of a checkpoint. What an interrupted `settle_in` has left there is nothing.
+    """What is at the path of a checkpoint. What an interrupted `link_into` has left there is nothing.
 
     "others": a directory with files or directories of others only. Runs, and checkpoints of other systems,
     are "something else", and so is what is no directory.
@@ -54,7 +54,7 @@ def found_at(target: str, partial: str) -> Found:
 
 
 def _unsettled(target: str, partial: str, names: set[str]) -> set[str]:
-    """The names in a directory that an interrupted `settle_in` has given."""
+    """The names in a directory that an interrupted `link_into` has given."""
     if MANIFEST in names or not os.path.lexists(os.path.join(partial, MANIFEST)):
         return set()
     return {
@@ -71,7 +71,7 @@ def _same(one: str, other: str) -> bool:
         return False
 
 
-def settle_in(made: HeldDirectory, into: HeldDirectory, above: HeldDirectory) -> None:
+def link_into(made: HeldDirectory, into: HeldDirectory, above: HeldDirectory) -> None:
     """Steps 1 to 4, but for the removal. When it raises, the names that it gave are taken back.
 
     `OSError` with ``into`` unchanged but for what could not be taken back: then `made` must stay.
@@ -96,7 +96,7 @@ def settle_in(made: HeldDirectory, into: HeldDirectory, above: HeldDirectory) ->
 
 
 def take_back(made: HeldDirectory, into: HeldDirectory) -> None:
-    """What a crash has left of a `settle_in`, before its ``D.partial`` is removed."""
+    """What a crash has left of a `link_into`, before its ``D.partial`` is removed."""
     here, there = set(os.listdir(made.fileno())), set(os.listdir(into.fileno()))
     if MANIFEST not in here or MANIFEST in there:
         return

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from everystep.engine import WriteJob, fs
 from everystep.engine.fs import Entry, HeldDirectory, PendingFile
 from everystep.errors import CheckpointExists, Locked
-from everystep.store.commit.existing_directory import carry_over, found_at, settle_in, take_back
+from everystep.store.commit.existing_directory import carry_over, found_at, link_into, take_back
 from everystep.store.locks import LOCK_SECONDS, require_current, share_directory, try_lock_directory
 from everystep.store.names import MANIFEST, PARTIAL, is_checkpoint_file
 from everystep.store.os_errors import saving
@@ -88,8 +88,8 @@ class Target:
 class Transaction:
     """One checkpoint on its way to ``D``: `make`, `seal`, `publish`; or `abort`; and `release` in the end.
 
-    Not `settled`: ``D`` and ``D.partial`` have exchanged names, and it is not certain which name each has on
-    disk. Then neither may be removed: it could be the checkpoint that is being replaced.
+    Not `names_certain`: ``D`` and ``D.partial`` have exchanged names, and it is uncertain which name each has
+    on disk. Then neither may be removed: it could be the checkpoint that is being replaced.
     """
 
     parent: HeldDirectory
@@ -98,9 +98,9 @@ class Transaction:
     spare: Spare | None = None
     overwrite: bool = False
     """Whether a checkpoint at ``D`` is replaced."""
-    beside: bool = False
+    allow_other_files: bool = False
     """Whether ``D`` may be a directory with files of others, not only an empty one."""
-    settled: bool = True
+    names_certain: bool = True
     published: bool = False
     """Whether the directory has the name ``D`` for good: from then on no failure removes anything in it."""
     recycle: bool = False
@@ -217,7 +217,7 @@ class Transaction:
                 self._change_names(fs.rename_new)
                 return
         found = found_at(self.target, self.path)
-        if found == "empty" or (found == "others" and self.beside):
+        if found == "empty" or (found == "others" and self.allow_other_files):
             self._settle_in()
             return
         if found != "checkpoint" or not self.overwrite:
@@ -240,7 +240,7 @@ class Transaction:
 
     def abort(self) -> None:
         """Cleans up after a failure. If files cannot be removed now, the next writer removes them."""
-        if self._lock is not None and self.settled and not self.published:
+        if self._lock is not None and self.names_certain and not self.published:
             with contextlib.suppress(OSError):  # the failure to report is the one before
                 fs.remove_entries(self._lock)
                 fs.rmdir(self.entry)
@@ -256,36 +256,36 @@ class Transaction:
         into = try_lock_directory(self.target_entry)
         if into is None:
             raise self._locked()
-        self.settled = False  # the next writer needs it to take back what could not be
+        self.names_certain = False  # the next writer needs it to take back what could not be
         try:
-            settle_in(self.directory, into, self.parent)
-            self.settled = True
+            link_into(self.directory, into, self.parent)
+            self.names_certain = True
         except FileExistsError:
-            self.settled = True
+            self.names_certain = True
             raise _exists(self.target) from None
         except OSError:
-            self.settled = not any(map(is_checkpoint_file, os.listdir(into.fileno())))
+            self.names_certain = not any(map(is_checkpoint_file, os.listdir(into.fileno())))
             raise
         finally:
             into.release()
         self.abort()  # every file has its second name by now
 
     def _change_names(self, move: Callable[[Entry, Entry], None]) -> None:
-        self.settled = False
+        self.names_certain = False
         try:
             move(self.entry, self.target_entry)
         except OSError:
-            self.settled = True
+            self.names_certain = True
             raise
         try:
             fs.sync_dir(self.parent)
         except OSError:
             move(self.target_entry, self.entry)
             fs.sync_dir(self.parent)  # no second try of the first: the names have changed again
-            self.settled = True
+            self.names_certain = True
             raise
         self.published = True
-        self.settled = True
+        self.names_certain = True
 
     def _take_spare(self) -> bool:
         """Renames the spare to ``D.partial``. False: there is none, or others read it or share its files.

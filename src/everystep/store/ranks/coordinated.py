@@ -206,11 +206,11 @@ class CoordinatedCommit:
 
     def _lead_failed(self, transaction: Transaction, error: BaseException) -> None:
         if self.save_round is not None:
-            self.save_round.failed(self._typed(error), maybe_committed=not transaction.settled)
-        settled = transaction.settled
+            self.save_round.failed(self._typed(error), maybe_committed=not transaction.names_certain)
+        names_certain = transaction.names_certain
         if (
             self.ledger is not None
-            and settled
+            and names_certain
             and _id_in(transaction.parent, self.target) != self.identity.id
         ):
             self.ledger.add([self.identity.id])

@@ -121,7 +121,7 @@ class RankGroup:
         return 0 if self.transport is None else self.transport.rank
 
     @property
-    def leads(self) -> bool:
+    def is_coordinator(self) -> bool:
         return self.rank == 0
 
     @property
@@ -141,7 +141,7 @@ class RankGroup:
         return self._channel
 
     @property
-    def needed(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether there is anything to divide: one process that writes one file needs no group."""
         return self.transport is not None or bool(self.settings.volumes)
 
@@ -158,7 +158,9 @@ class RankGroup:
         """What the coordinator says, on every rank; `kind` is its type."""
         if self.transport is None:
             return what
-        data = self.transport.tell("told", msgspec.msgpack.encode(what) if self.leads else None, self.timeout)
+        data = self.transport.tell(
+            "told", msgspec.msgpack.encode(what) if self.is_coordinator else None, self.timeout
+        )
         heard: _T = msgspec.msgpack.decode(data, type=kind)
         return heard
 
@@ -175,7 +177,7 @@ class RankGroup:
     def restart(self, transport: Transport) -> None:
         """All begin anew, perhaps at an older step: calls that a rank has missed are over."""
         assert self._calls is not None
-        number = b"%d" % self._calls.next if self.leads else None
+        number = b"%d" % self._calls.next if self.is_coordinator else None
         self._calls.go_on_from(int(transport.tell("next", number, self.timeout)))
 
     def signal(self, name: str) -> None:
@@ -195,7 +197,11 @@ class RankGroup:
         with failing_the_save():
             self.transport.check_group()
             what = sendable(what)
-            call = Call(what, step, os.urandom(16).hex(), time.time(), due, signal) if self.leads else None
+            call = (
+                Call(what, step, os.urandom(16).hex(), time.time(), due, signal)
+                if self.is_coordinator
+                else None
+            )
             return self._calls.begin(what, step, call)
 
     def prepare(self, state: object, save_round: SaveRound | None) -> Ready:
@@ -270,7 +276,7 @@ class RankGroup:
 
     def _plan_anew(self) -> None:
         """Next time. Others do so when the coordinator does: what it did not see fail still holds."""
-        if self.leads:
+        if self.is_coordinator:
             self.shares.forget()
 
     def close(self, *, wait: bool = False) -> None:
@@ -280,7 +286,7 @@ class RankGroup:
             return
         if self._channel is not None:
             self._channel.close()
-        rest = ["signal", *self._calls.rest()] if self._calls is not None and self.leads else []
+        rest = ["signal", *self._calls.rest()] if self._calls is not None and self.is_coordinator else []
         with contextlib.suppress(RankFailed):  # the store has gone before: nothing of this is left in it
             self.transport.close(rest, min(_LEAVING_SECONDS, self.timeout) if wait else 0.0)
 
@@ -313,7 +319,7 @@ class RankGroup:
         here = self.shares.look(flat)
         if save_round is None:
             return not self.shares.serves([here])
-        if not self.leads:
+        if not self.is_coordinator:
             save_round.here(here)
             return save_round.read("plan", Plan).anew
         anew = not self.shares.serves([here, *save_round.gather()])

@@ -252,7 +252,7 @@ class _Load:
                 checkpoint.fetch(wanted, verify=verify)
             else:
                 checkpoint.carry_out(reads, verify=verify)
-        if elsewhere is not None and elsewhere.needed:
+        if elsewhere is not None and elsewhere.is_distributed:
             with all_or_none(self._transport, "load/elsewhere", self._timeout):
                 elsewhere.transfer()
 

@@ -34,7 +34,7 @@ def open_foreign(path: str, tuning: Any) -> Any:
 
 
 def check(path: str, progress: Callable[[int], None] | None, tuning: Any) -> Any:
-    """The `Report` of a checkpoint of another system: what can be verified of it."""
+    """The `VerifyReport` of a checkpoint of another system: what can be verified of it."""
     return importlib.import_module(_CHECKS).check(path, progress, tuning)
 
 

@@ -51,7 +51,7 @@ def request_range(
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class VerifyProblem:
     """Something wrong in one file, and the leaf it concerns, if any.
 
     `out_of_reach`: it lies on a volume of another host, and is not seen from here.
@@ -105,12 +105,12 @@ class ShardReader:
         verify: bool,
         whole: bool,
         progress: Callable[[int], None] | None = None,
-    ) -> list[Problem]:
+    ) -> list[VerifyProblem]:
         """Reads, and returns everything that is wrong. `progress` gets the bytes of all files so far."""
         in_files: list[list[FragmentRequest]] = [[] for _ in self._part.files]
         for item in requests:
             in_files[item.file].append(item)
-        found: list[Problem] = []
+        found: list[VerifyProblem] = []
         done = 0
         for index, in_file in enumerate(in_files):
             if in_file or whole:
@@ -127,7 +127,7 @@ class ShardReader:
         verify: bool,
         whole: bool,
         progress: Callable[[int], None] | None = None,
-    ) -> list[Problem]:
+    ) -> list[VerifyProblem]:
         """Reads out of one file."""
         # An empty array lies where the next one begins, and has to come first.
         in_file = sorted(requests, key=lambda item: (item.piece.offset, item.piece.destination.nbytes))
@@ -182,13 +182,13 @@ class ShardReader:
         verify: bool,
         whole: bool,
         progress: Callable[[int], None] | None,
-    ) -> list[Problem]:
+    ) -> list[VerifyProblem]:
         """Reads pieces out of one file. `owner` gives the leaf of a piece, and the piece's first chunk."""
         file = self._part.files[index]
         problem = patiently(lambda: self._file_problem(file, owner(0)[0] if len(columns) else None))
         if problem is not None:
             return [problem]
-        found: list[Problem] = []
+        found: list[VerifyProblem] = []
         count = len(columns)
         numbers: Sequence[int] = range(count)
         if verify and whole:
@@ -200,14 +200,14 @@ class ShardReader:
         for damage in damages:
             number = numbers[damage.piece]
             if number >= count:
-                found.append(Problem(shown, "the padding between leaves is not zero"))
+                found.append(VerifyProblem(shown, "the padding between leaves is not zero"))
             else:
                 leaf, chunk = owner(number)
                 reason = f"chunk {chunk + damage.chunk} does not match its checksum"
-                found.append(Problem(shown, reason, leaf))
+                found.append(VerifyProblem(shown, reason, leaf))
         return found
 
-    def visible_damage(self, *, far: bool = True) -> Problem | None:
+    def visible_damage(self, *, far: bool = True) -> VerifyProblem | None:
         """The damage that shows without reading: a shard that is gone, or has another size.
 
         `far`: a shard on a volume of another host counts as gone when it cannot be reached from here.
@@ -238,17 +238,17 @@ class ShardReader:
                 progress=progress,
             )
 
-    def _file_problem(self, file: ShardFile, leaf: str | None) -> Problem | None:
+    def _file_problem(self, file: ShardFile, leaf: str | None) -> VerifyProblem | None:
         with reading(self.shown_path(file)):
             try:
                 nbytes = require_regular(self.path(file), self.shown_path(file)).st_size
             except FileNotFoundError:
                 self._hold.require_current()
                 where, leaf = self.shown_path(file), leaf or self._first_leaf(file, 0)
-                return Problem(where, _missing(file), leaf, _is_far(file))
+                return VerifyProblem(where, _missing(file), leaf, _is_far(file))
         if nbytes != file.nbytes:
             reason = f"the file has {nbytes} bytes instead of {file.nbytes}"
-            return Problem(self.shown_path(file), reason, self._first_leaf(file, nbytes) or leaf)
+            return VerifyProblem(self.shown_path(file), reason, self._first_leaf(file, nbytes) or leaf)
         return None
 
     def _first_leaf(self, file: ShardFile, after: int) -> str | None:
@@ -262,7 +262,7 @@ class ShardReader:
         ]
         return min(reach)[1] if reach else None
 
-    def _header_problem(self, file: ShardFile) -> list[Problem]:
+    def _header_problem(self, file: ShardFile) -> list[VerifyProblem]:
         shown = self.shown_path(file)
         with reading(shown), open_stored(self.path(file), shown) as opened:
             header = opened.read(file.header_nbytes)
@@ -270,16 +270,18 @@ class ShardReader:
             try:
                 check_header(header, file.nbytes, self.shown_path(file))
             except CorruptCheckpoint as error:
-                return [Problem(self.shown_path(file), error.reason, None)]
+                return [VerifyProblem(self.shown_path(file), error.reason, None)]
         elif digest(header) != file.header_xxh3:
-            return [Problem(self.shown_path(file), "the shard's header does not match its checksum", None)]
+            return [
+                VerifyProblem(self.shown_path(file), "the shard's header does not match its checksum", None)
+            ]
         return []
 
     def backend(self, file: ShardFile) -> engine.Backend:
         """How to read it."""
         # By name: what holds a file open by descriptor does not say on which device it is.
-        beside = os.path.join(file.volume or self._hold.directory, file.name)
-        return engine.choose_read_backend(beside, self._tuning.backend)
+        allow_other_files = os.path.join(file.volume or self._hold.directory, file.name)
+        return engine.choose_read_backend(allow_other_files, self._tuning.backend)
 
     def path(self, file: ShardFile) -> str:
         """The path to open a shard by."""

@@ -49,7 +49,7 @@ from everystep.store.read.open import newest, open_checkpoint, open_uncommitted
 from everystep.store.read.parts import Parts, local_rank
 from everystep.store.read.requests import box_requests, boxes_of_targets
 from everystep.store.read.restore_warnings import Unrestored
-from everystep.store.read.shard_reader import Problem
+from everystep.store.read.shard_reader import VerifyProblem
 
 _RENAME_INTO = "rename= goes with into=: it gives the names that parameters have in the target"
 
@@ -385,7 +385,7 @@ class StoredCheckpoint(LeafReader):
             return None
         return f"it is a checkpoint of step {self.step}, put in the place of another"
 
-    def visible_damage(self, *, far: bool = True) -> Problem | None:
+    def visible_damage(self, *, far: bool = True) -> VerifyProblem | None:
         """The damage that shows without reading arrays: a part or shard that is gone, or another.
 
         `far`: also of shards on volumes of other hosts that cannot be reached from here. Raises `ReadFailed`
@@ -393,7 +393,7 @@ class StoredCheckpoint(LeafReader):
         """
         reason = self.misplaced()
         if reason is not None:
-            return Problem(self.manifest_path, reason)
+            return VerifyProblem(self.manifest_path, reason)
         for rank in self.parts.ranks:
             try:
                 self.parts[rank]
@@ -401,7 +401,7 @@ class StoredCheckpoint(LeafReader):
                 if not shows_damage(error):
                     raise
                 file = getattr(error, "path", None) or self.parts.file_of(rank)
-                return Problem(file, getattr(error, "reason", str(error)))
+                return VerifyProblem(file, getattr(error, "reason", str(error)))
             problem = self.reader(rank).visible_damage(far=far)
             if problem is not None:
                 return problem

@@ -15,14 +15,14 @@ from everystep.state import Node
 from everystep.state.leaf_table import component
 from everystep.state.node import blob_names, items_of, localized, pairs_of, shorten
 from everystep.state.unflatten import decode, decode_key, is_blob
-from everystep.store.read.shard_reader import Problem
+from everystep.store.read.shard_reader import VerifyProblem
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
 
 _MANY = 20
 """Problems of one tree beyond this are not looked for."""
 
 
-def problems_of_part(checkpoint: StoredCheckpoint, part: Part) -> list[Problem]:
+def problems_of_part(checkpoint: StoredCheckpoint, part: Part) -> list[VerifyProblem]:
     """What is wrong in the trees that one part has: its own (of rank 0: the root's), and its local ones."""
     file = checkpoint.parts.file_of(part.rank)
     found = _problems(checkpoint.root.tree if part.rank == 0 else part.tree, "", file)
@@ -31,13 +31,13 @@ def problems_of_part(checkpoint: StoredCheckpoint, part: Part) -> list[Problem]:
     return found
 
 
-def problems_of_whole(checkpoint: StoredCheckpoint) -> list[Problem]:
+def problems_of_whole(checkpoint: StoredCheckpoint) -> list[VerifyProblem]:
     """What shows only in the tree that one process loads: those of all ranks, with what rank 0 has alone."""
     tree = localized(checkpoint.tree, checkpoint.local(0))
     return _problems(tree, "", checkpoint.manifest_path) or _no_bytes(checkpoint, tree)
 
 
-def _no_bytes(checkpoint: StoredCheckpoint, tree: Node) -> list[Problem]:
+def _no_bytes(checkpoint: StoredCheckpoint, tree: Node) -> list[VerifyProblem]:
     """Leaves that should hold the bytes of a value, and are arrays."""
     metas = checkpoint.metas_for(0)
     aliases = {**checkpoint.aliases, **checkpoint.parts.local_aliases(0)}
@@ -46,12 +46,18 @@ def _no_bytes(checkpoint: StoredCheckpoint, tree: Node) -> list[Problem]:
         for name in blob_names(tree)
         if (meta := metas.get(aliases.get(name, name))) is not None and not is_blob(meta.dtype, meta.shape)
     ]
-    return [Problem(checkpoint.manifest_path, "an array, where bytes belong", name) for name in found[:_MANY]]
+    return [
+        VerifyProblem(checkpoint.manifest_path, "an array, where bytes belong", name)
+        for name in found[:_MANY]
+    ]
 
 
-def _problems(tree: Node, place: str, file: str) -> list[Problem]:
+def _problems(tree: Node, place: str, file: str) -> list[VerifyProblem]:
     found = islice(_malformed(tree, place, 0), _MANY)
-    return [Problem(file, f"at {shorten(place)!r}: {reason}" if place else reason) for place, reason in found]
+    return [
+        VerifyProblem(file, f"at {shorten(place)!r}: {reason}" if place else reason)
+        for place, reason in found
+    ]
 
 
 def _malformed(node: Node, place: str, depth: int) -> Iterator[tuple[str, str]]:

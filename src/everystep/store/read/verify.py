@@ -19,13 +19,13 @@ from everystep.store.os_errors import open_stored, reading
 from everystep.store.read import foreign
 from everystep.store.read.listing import is_checkpoint
 from everystep.store.read.open import resolve
-from everystep.store.read.shard_reader import Problem, request_fragment
+from everystep.store.read.shard_reader import VerifyProblem, request_fragment
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
 from everystep.store.read.tree_check import problems_of_part, problems_of_whole
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """What `verify` found. `strangers` are files that do not belong there: harmless, but not ours.
 
     `nbytes` counts the shards, `files` these and the manifest's. `instead`: what was verified of a checkpoint
@@ -36,7 +36,7 @@ class Report:
     step: int | None
     leaves: int
     nbytes: int
-    problems: tuple[Problem, ...]
+    problems: tuple[VerifyProblem, ...]
     strangers: tuple[str, ...] = ()
     files: int = 0
     instead: str = ""
@@ -51,7 +51,7 @@ def verify(
     *,
     options: Options | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Report:
+) -> VerifyReport:
     """Check every byte. Damage is reported, not raised; a path with nothing at it is still an error.
 
     So is a lack of descriptors or memory (`OutOfResources`). Of a checkpoint of another system, what its
@@ -60,7 +60,7 @@ def verify(
     tuning = reading_tuning(options)
     where = resolve(path)
     if not is_checkpoint(where) and foreign.recognises(where):
-        found: Report = foreign.check(where, progress, tuning)
+        found: VerifyReport = foreign.check(where, progress, tuning)
         return found
     try:
         checkpoint = StoredCheckpoint(where, tuning)
@@ -68,9 +68,9 @@ def verify(
         raise
     except (CorruptCheckpoint, ReadFailed) as error:
         file = getattr(error, "path", None) or getattr(error, "filename", None) or where
-        return Report(where, None, 0, 0, (Problem(file, getattr(error, "reason", str(error))),))
+        return VerifyReport(where, None, 0, 0, (VerifyProblem(file, getattr(error, "reason", str(error))),))
     with checkpoint:
-        problems: list[Problem] = []
+        problems: list[VerifyProblem] = []
         files = _Files(checkpoint, where)
         done = 0
         for rank in checkpoint.parts.ranks:
@@ -81,11 +81,11 @@ def verify(
             files.unreadable |= bool(problems)
         misplaced = checkpoint.misplaced()
         if misplaced is not None:
-            problems.append(Problem(checkpoint.manifest_path, misplaced))
+            problems.append(VerifyProblem(checkpoint.manifest_path, misplaced))
         strangers = tuple(sorted(set(checkpoint.names_inside()) - files.names))
         leaves = 0 if files.unreadable else len(checkpoint)
         every = tuple(dict.fromkeys(problems))
-        return Report(where, checkpoint.step, leaves, files.nbytes, every, strangers, files.number)
+        return VerifyReport(where, checkpoint.step, leaves, files.nbytes, every, strangers, files.number)
 
 
 class _Files:
@@ -99,7 +99,7 @@ class _Files:
         self.number = len(checkpoint.root.parts) + (checkpoint.manifest_path == os.path.join(where, MANIFEST))
         self.unreadable = False
 
-    def check(self, rank: int, progress: Callable[[int], None] | None) -> list[Problem]:
+    def check(self, rank: int, progress: Callable[[int], None] | None) -> list[VerifyProblem]:
         try:
             part = self._checkpoint.part(rank)
         except OutOfResources:
@@ -109,7 +109,7 @@ class _Files:
             inside = self._checkpoint.names_inside()
             self.names.update(name for name in inside if _is_shard_of(name, rank))
             own = self._checkpoint.parts.file_of(rank)
-            return [Problem(getattr(error, "path", None) or own, getattr(error, "reason", str(error)))]
+            return [VerifyProblem(getattr(error, "path", None) or own, getattr(error, "reason", str(error)))]
         self.names.update(file.name for file in part.files if file.volume is None)
         self.number += len(part.files)
         self.nbytes += sum(file.nbytes for file in part.files)
@@ -124,9 +124,9 @@ class _Files:
         except OutOfResources:
             raise
         except ReadFailed as error:
-            problems = [Problem(os.fsdecode(error.filename), str(error))]
+            problems = [VerifyProblem(os.fsdecode(error.filename), str(error))]
         except CorruptCheckpoint as error:
-            problems = [Problem(error.path or self._checkpoint.path, error.reason, error.leaf)]
+            problems = [VerifyProblem(error.path or self._checkpoint.path, error.reason, error.leaf)]
         damaged = {problem.file for problem in problems if problem.leaf is None}
         for index, file in enumerate(part.files):
             shown = reader.shown_path(file)
@@ -139,16 +139,16 @@ def _is_shard_of(name: str, rank: int) -> bool:
     return name.startswith(f"r{rank:05d}.v") and name.endswith(".safetensors")
 
 
-def _disagreements(checkpoint: StoredCheckpoint) -> list[Problem]:
+def _disagreements(checkpoint: StoredCheckpoint) -> list[VerifyProblem]:
     """What only shows with all parts at hand: that they fit together, and hold all of every leaf once."""
     try:
         checkpoint.parts.check_agreement()
         return problems_of_whole(checkpoint)
     except CorruptCheckpoint as error:
-        return [Problem(error.path or checkpoint.manifest_path, error.reason, error.leaf)]
+        return [VerifyProblem(error.path or checkpoint.manifest_path, error.reason, error.leaf)]
 
 
-def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: str) -> list[Problem]:
+def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: str) -> list[VerifyProblem]:
     """What safetensors readers see must be what the manifest says."""
     try:
         with reading(shown), open_stored(path, shown) as opened:
@@ -156,7 +156,7 @@ def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: 
     except OutOfResources:
         raise
     except (CorruptCheckpoint, ReadFailed) as error:
-        return [Problem(shown, getattr(error, "reason", str(error)))]
+        return [VerifyProblem(shown, getattr(error, "reason", str(error)))]
     expected: set[HeaderEntry] = set()
     leaf_of: dict[str, str] = {}
     for leaf in part.leaves:
@@ -180,7 +180,7 @@ def _header_problems(part: Part, index: int, file: ShardFile, path: str, shown: 
         if not is_pad(entry.name)
     }
     return [
-        Problem(shown, "the shard's header and the manifest describe this leaf differently", name)
+        VerifyProblem(shown, "the shard's header and the manifest describe this leaf differently", name)
         for name in sorted({entry.name for entry in expected ^ present})
     ]
 

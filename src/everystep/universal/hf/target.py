@@ -98,7 +98,7 @@ def _notes(
     if stripped:
         yield f"names lost {', '.join(stripped)}"
     if not any(os.path.basename(path) == CONFIG for path in job.carried):
-        yield f"there is no {CONFIG}, which from_pretrained needs: add it, or name its directory with --carry"
+        yield f"there is no {CONFIG}, which from_pretrained needs: add it, or pass --copy-from DIR"
     elif family_of(kind) is None:
         shown = "no model type" if kind is None else f"the model type {kind!r}, which is not known"
         yield f"{CONFIG} has {shown}: whether the names are those of the model was not checked"

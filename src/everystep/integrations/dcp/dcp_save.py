@@ -61,7 +61,7 @@ class Underway:
             if not os.path.isdir(parent):
                 fs.make_directories(parent)
             self.parent = fs.open_directory(parent)
-        transaction = Transaction(self.parent, self.target, overwrite=self.overwrite, beside=True)
+        transaction = Transaction(self.parent, self.target, overwrite=self.overwrite, allow_other_files=True)
         transaction.refuse_existing()
         require_current(self.parent)
         fs.anchor(parent, once=True)
