@@ -1,4 +1,4 @@
-"""The documents: their examples run, their links lead somewhere, and the first two stay short."""
+"""The documents: their examples run, their links lead somewhere, and those for newcomers stay short."""
 
 from __future__ import annotations
 
@@ -263,6 +263,20 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{page.name} links to {link}"
 
 
-@pytest.mark.parametrize(("name", "limit"), [("README.md", 700), ("docs/training.md", 1200)])
-def test_a_newcomer_reads_the_first_pages_in_five_minutes(name: str, limit: int) -> None:
+LIMITS = [("README.md", 700), ("docs/training.md", 1200), ("ARCHITECTURE.md", 2500), ("CHANGELOG.md", 700)]
+
+
+@pytest.mark.parametrize(("name", "limit"), LIMITS)
+def test_a_newcomer_reads_the_first_pages_quickly(name: str, limit: int) -> None:
     assert len((ROOT / name).read_text("utf-8").split()) <= limit
+
+
+@pytest.mark.parametrize("name", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/internals.md"])
+def test_files_and_modules_that_are_named_exist(name: str) -> None:
+    text = FENCE.sub("", (ROOT / name).read_text("utf-8"))
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_0-9.]+)+)`", text))
+    found = {path for path in named if not path.startswith(("build/", "run/"))}
+    assert found
+    for path in sorted(found):
+        places = (base / f"{path}{end}" for base in (ROOT, ROOT / "src/everystep") for end in ("", ".py"))
+        assert any(place.exists() for place in places), f"{name} names {path}"
