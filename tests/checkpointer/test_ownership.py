@@ -15,18 +15,20 @@ from torch.distributed.fsdp import fully_shard
 
 import everystep
 from everystep.checkpointer.guard import Guard
-from everystep.checkpointer.ownership import NOBODY, UPDATE, Hooks, owners
+from everystep.checkpointer.ownership import NOBODY, UPDATE, Hooks, Owner, OwnerKind, owners
 from everystep.state import flatten
 from support.peerless_meshes import world
+
+FIRST, SECOND, THIRD = (Owner(OwnerKind.OPTIMIZER, number) for number in range(3))
 
 
 class Steps:
     """Counts the steps that are announced."""
 
     def __init__(self) -> None:
-        self.owners: list[int] = []
+        self.owners: list[Owner] = []
 
-    def before(self, owner: int) -> None:
+    def before(self, owner: Owner) -> None:
         self.owners.append(owner)
 
 
@@ -47,7 +49,7 @@ def test_parts_of_parameters_and_of_their_state_are_the_optimizers() -> None:
         hooks.attach([optimizer])
         found = owners(state, hooks, updates=False)
         assert {leaf.name: found.of(leaf) for leaf in flatten(state).leaves} == {
-            leaf.name: 0 for leaf in flatten(state).leaves
+            leaf.name: FIRST for leaf in flatten(state).leaves
         }
 
 
@@ -62,7 +64,7 @@ def test_an_optimizer_that_divides_its_state_announces_its_steps_and_owns_all_pa
         hooks = Hooks(steps.before)
         hooks.attach([optimizer])
         stepped(model, optimizer)
-        assert steps.owners == [0], "announced once, before anything changes"
+        assert steps.owners == [FIRST], "announced once, before anything changes"
         state = {"model": model, "optimizer": optimizer}
         found = owners(state, hooks, updates=False)
         leaves = flatten(state).leaves
@@ -70,7 +72,7 @@ def test_an_optimizer_that_divides_its_state_announces_its_steps_and_owns_all_pa
             "optimizer.weight.exp_avg",
             "optimizer.bias.exp_avg",
         }
-        assert {found.of(leaf) for leaf in leaves} == {0}
+        assert {found.of(leaf) for leaf in leaves} == {FIRST}
     finally:
         dist.destroy_process_group()
 
@@ -99,7 +101,9 @@ def test_what_several_optimizers_change_is_nobodys() -> None:
     found = owners(state, hooks, updates=False)
     for leaf in flatten(state).leaves:
         top = leaf.name.split(".")[0]
-        assert found.of(leaf) == {"shared": None, "own": 1, "first": 0, "second": 1}[top], leaf.name
+        assert found.of(leaf) == {"shared": None, "own": SECOND, "first": FIRST, "second": SECOND}[top], (
+            leaf.name
+        )
 
 
 def test_views_of_one_storage_are_told_apart_by_what_they_cover() -> None:
@@ -122,8 +126,8 @@ def test_views_of_one_storage_are_told_apart_by_what_they_cover() -> None:
     assert {leaf.name: found.of(leaf) for leaf in flatten(state).leaves} == {
         "left": None,
         "middle": None,
-        "right": 2,
-        "inner": 2,
+        "right": THIRD,
+        "inner": THIRD,
         "across": None,
     }
 
@@ -155,7 +159,7 @@ def test_an_update_by_either_of_two_optimizers_is_not_stored(tmp_path: Path) -> 
 def test_a_tensor_whose_storage_has_moved_is_told_and_not_looked_at(move: str) -> None:
     weights = torch.ones(1 << 20)
     leaves = list(flatten({"w": weights}).leaves)
-    guard = Guard({0: leaves})
+    guard = Guard({NOBODY: leaves})
     if move == "share":
         weights.share_memory_()
     else:

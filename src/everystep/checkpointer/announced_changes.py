@@ -12,7 +12,7 @@ from typing import Any
 
 from everystep.caller import stack_level
 from everystep.checkpointer.observed_changes import OwnerOf
-from everystep.checkpointer.ownership import Hooks, find_optimizers, owners
+from everystep.checkpointer.ownership import Hooks, Owner, find_optimizers, owners
 
 
 class AnnouncedChanges:
@@ -21,7 +21,7 @@ class AnnouncedChanges:
     `optimizers`: those to hook; None: all that are in the state.
     """
 
-    def __init__(self, before_step: Callable[[int], None], optimizers: Sequence[Any] | None) -> None:
+    def __init__(self, before_step: Callable[[Owner], None], optimizers: Sequence[Any] | None) -> None:
         self._hooks = Hooks(before_step)
         self._optimizers = None if optimizers is None else list(optimizers)
         self._has_updates = False

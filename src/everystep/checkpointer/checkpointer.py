@@ -22,6 +22,7 @@ from everystep.checkpointer.events import EventLog, Preempted
 from everystep.checkpointer.keep import Keep
 from everystep.checkpointer.open_runs import register
 from everystep.checkpointer.opening import Arguments, OnError, open_context
+from everystep.checkpointer.ownership import Owner
 from everystep.checkpointer.pending_save import PendingSave
 from everystep.checkpointer.preemption_duty import PreemptionDuty, checked_exit_code
 from everystep.checkpointer.restore import Beginning, restore
@@ -256,12 +257,12 @@ class Checkpointer:
         self._check_usable()
         self._group.check_replicas(self.state)
 
-    def _before_step(self, owner: int) -> None:
+    def _before_step(self, owner: Owner) -> None:
         """An optimizer is about to change what it owns."""
         if self._open:
             self._release(owner)
 
-    def _release(self, owner: int | None) -> None:
+    def _release(self, owner: Owner | None) -> None:
         if self._task is not None:
             self._stalled += self._task.release(owner, self._timeout)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everystep import engine
-from everystep.checkpointer.ownership import span
+from everystep.checkpointer.ownership import Owner, span
 from everystep.engine import Memory, Strided
 from everystep.state import LeafSource
 
@@ -50,15 +50,15 @@ def _memory(leaf: LeafSource) -> Memory | None:
 class Guard:
     """What the leaves read in place looked like when the save began, by owner."""
 
-    def __init__(self, in_place: Mapping[int, list[LeafSource]]) -> None:
+    def __init__(self, in_place: Mapping[Owner, list[LeafSource]]) -> None:
         self._watched = {owner: _look(leaves) for owner, leaves in in_place.items()}
 
     @property
-    def owners(self) -> set[int]:
+    def owners(self) -> set[Owner]:
         """Those whose leaves have not been looked at again."""
         return set(self._watched)
 
-    def take(self, owner: int | None = None) -> list[str]:
+    def take(self, owner: Owner | None = None) -> list[str]:
         """Names of an owner's leaves (None: of everybody's) that have changed.
 
         Each owner is looked at once: after that it may change them. A look that was interrupted is no look.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from everystep.checkpointer.guard import Guard
-from everystep.checkpointer.ownership import NOBODY
+from everystep.checkpointer.ownership import NOBODY, Owner
 from everystep.checkpointer.staging import Division
 from everystep.engine import WriteJob
 from everystep.engine.threads import Latch
@@ -39,7 +39,7 @@ class LiveMemory:
         self._jobs: list[WriteJob] = []
         self._plan_nbytes = 0
         # How far each file must have been read before an owner may change its leaves, or the save returns.
-        self._ends: dict[int, list[int]] = {}
+        self._ends: dict[Owner, list[int]] = {}
         self._urgent_ends: list[int] = []
         self._changed: list[str] = []
         self._abandoned: str | None = None
@@ -73,7 +73,7 @@ class LiveMemory:
 
     # --- on the training's thread
 
-    def leave(self, owner: int | None, timeout: float) -> bool:
+    def leave(self, owner: Owner | None, timeout: float) -> bool:
         """Waits until an owner (None: everybody) may change its leaves: their bytes have left memory.
 
         Returns whether these were the last leaves that any owner waits for. Abandons the save when the bytes
@@ -117,7 +117,7 @@ class LiveMemory:
             for job, nbytes in zip(self._jobs, ends, strict=False)
         )
 
-    def _end_of(self, owner: int | None) -> list[int]:
+    def _end_of(self, owner: Owner | None) -> list[int]:
         wanted = (
             self._ends.values() if owner is None else [self._ends.get(key, []) for key in (owner, NOBODY)]
         )
@@ -129,7 +129,7 @@ class LiveMemory:
         """The engine reads the leaves from now on, for these files."""
         owner_of = {id(leaf): owner for owner, group in self._division.in_place.items() for leaf in group}
         urgent = {id(leaf) for leaf in self._division.urgent}
-        ends: dict[int, list[int]] = {owner: [0] * len(files) for owner in self._division.in_place}
+        ends: dict[Owner, list[int]] = {owner: [0] * len(files) for owner in self._division.in_place}
         urgent_ends = [0] * len(files)
         for number, (plan, _) in enumerate(files if owner_of or urgent else ()):
             for leaf, offset in zip(plan.leaves, plan.offsets, strict=True):

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 
 from everystep.caller import stack_level
 from everystep.checkpointer.guard import Look, look_at
-from everystep.checkpointer.ownership import FROZEN, NOBODY
+from everystep.checkpointer.ownership import FROZEN, NOBODY, Owner
 from everystep.state import LeafSource
 from everystep.state.boxed import Immutable
 
-OwnerOf = Callable[[LeafSource], int | None]
+OwnerOf = Callable[[LeafSource], Owner | None]
 
 
 class ObservedChanges:
@@ -56,7 +56,7 @@ class ObservedChanges:
         before, now = self._frozen, {}
         changing = self._changing
 
-        def owner_if_unchanged(leaf: LeafSource) -> int | None:
+        def owner_if_unchanged(leaf: LeafSource) -> Owner | None:
             owner = owner_of(leaf)
             if owner is None or leaf.name in changing:
                 return None

@@ -17,8 +17,9 @@ import sys
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,12 +32,29 @@ from everystep.state.torch_objects import is_module, is_optimizer, is_zero, modu
 
 T = TypeVar("T")
 
-UPDATE = -1
-"""Owner of what changes only inside of `Checkpointer.update`."""
-NOBODY = -2
-"""Owner of what is promised not to change before the next hooked step."""
-FROZEN = -3
-"""Owner of parameters that no gradient changes. Forward may: `observed_changes` says which are copied."""
+
+class OwnerKind(IntEnum):
+    """Who announces changes of a leaf. Of several, the last in this order decides."""
+
+    FROZEN = 0
+    NOBODY = 1
+    UPDATE = 2
+    OPTIMIZER = 3
+
+
+class Owner(NamedTuple):
+    """An owner of leaves. `number` tells optimizers apart."""
+
+    kind: OwnerKind
+    number: int = 0
+
+
+FROZEN = Owner(OwnerKind.FROZEN)
+"""Of parameters that no gradient changes. Forward may: `observed_changes` says which are copied."""
+NOBODY = Owner(OwnerKind.NOBODY)
+"""Of what is promised not to change before the next hooked step."""
+UPDATE = Owner(OwnerKind.UPDATE)
+"""Of what changes only inside of `Checkpointer.update`."""
 
 _HOST = "cpu"
 
@@ -44,16 +62,16 @@ _HOST = "cpu"
 class Hooks:
     """The optimizers that announce their steps. `before_step(owner)` runs before each changes anything."""
 
-    def __init__(self, before_step: Callable[[int], None]) -> None:
+    def __init__(self, before_step: Callable[[Owner], None]) -> None:
         # Weak: an optimizer that outlives its Checkpointer must not keep it, and its run's lock.
         self._before_step = weakref.WeakMethod(before_step)
         # Weak, too: one that was replaced goes when the training lets go of it.
-        self._optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._handles: dict[int, Any] = {}
+        self._optimizers: weakref.WeakValueDictionary[Owner, Any] = weakref.WeakValueDictionary()
+        self._handles: dict[Owner, Any] = {}
         self._numbers = itertools.count()
 
     @property
-    def optimizers(self) -> dict[int, Any]:
+    def optimizers(self) -> dict[Owner, Any]:
         """The optimizers that are hooked, by owner."""
         return dict(self._optimizers)
 
@@ -72,11 +90,11 @@ class Hooks:
             register = getattr(optimizer, "register_step_pre_hook", None)
             if identity in hooked or register is None or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
                 continue
-            owner = next(self._numbers)
+            owner = Owner(OwnerKind.OPTIMIZER, next(self._numbers))
             self._handles[owner] = register(self._hook(owner))
             self._optimizers[owner] = optimizer
 
-    def _hook(self, owner: int) -> Hook:
+    def _hook(self, owner: Owner) -> Hook:
         before_step = self._before_step
         here = forks()
 
@@ -120,12 +138,12 @@ class Owners:
     """Who owns which memory at the time of one save."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[tuple[int, int, int]]] = {}
+        self._found: dict[str, list[tuple[int, int, Owner]]] = {}
         self._starts: dict[str, list[int]] = {}
         # The furthest end of all that begin before: what may reach into a leaf begins where this does.
         self._reaches: dict[str, list[int]] = {}
 
-    def add(self, tensor: Any, owner: int) -> None:
+    def add(self, tensor: Any, owner: Owner) -> None:
         tensor = local_tensor(tensor)  # of one that is spread over ranks, what is here
         if tensor is None:
             return
@@ -139,7 +157,7 @@ class Owners:
             self._starts[device] = [start for start, _, _ in kept]
             self._reaches[device] = list(accumulate((stop for _, stop, _ in kept), max))
 
-    def of(self, leaf: LeafSource) -> int | None:
+    def of(self, leaf: LeafSource) -> Owner | None:
         """The owner of all of a leaf's memory; None when nobody is, or more than one optimizer.
 
         Each of several would have to wait for it, and does for its own only. But what changes
@@ -162,15 +180,15 @@ class Owners:
         first, last = bisect_right(self._reaches[device], start), bisect_left(self._starts[device], stop)
         here = [found for found in self._found[device][first:last] if found[1] > start]
         owner = max((owner for _, _, owner in here), default=NOBODY)
-        if any(other not in (owner, UPDATE, NOBODY, FROZEN) for _, _, other in here):
+        if any(other.kind is OwnerKind.OPTIMIZER and other != owner for _, _, other in here):
             return None
         whole = any(low <= start and stop <= high for low, high, its in here if its == owner)
         return owner if whole else None
 
 
-def _without_parts(found: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+def _without_parts(found: list[tuple[int, int, Owner]]) -> Iterator[tuple[int, int, Owner]]:
     """Sorted, without what is part of another of the same owner: views of one large buffer, say."""
-    reach: dict[int, int] = {}
+    reach: dict[Owner, int] = {}
     for start, stop, owner in sorted(found, key=lambda item: (item[0], -item[1], item[2])):
         if stop > reach.get(owner, 0):
             reach[owner] = stop

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from everystep.checkpointer.context import Mode, RunContext
 from everystep.checkpointer.events import Failed, Phases, Saved
 from everystep.checkpointer.live_memory import LiveMemory
-from everystep.checkpointer.ownership import NOBODY
+from everystep.checkpointer.ownership import NOBODY, Owner
 from everystep.checkpointer.pending_save import PendingSave, Stall
 from everystep.checkpointer.retention import ids
 from everystep.checkpointer.run_observer import Durable, Saving
@@ -151,7 +151,7 @@ class SaveTask(SaveObserver):
             failure.__cause__ = error
             self._end(None, failure, seen=True)
 
-    def release(self, owner: int | None, timeout: float) -> float:
+    def release(self, owner: Owner | None, timeout: float) -> float:
         """Returns when an owner (None: everybody) may change its leaves: they have left memory.
 
         The last owner waits until the checkpoint is durable. Its change completes a step, and no step shall
@@ -340,6 +340,6 @@ class SaveTask(SaveObserver):
         self._context.retention.remove_outdated(self.step)
 
 
-def _owner_in_snapshot(leaf: LeafSource) -> int | None:
+def _owner_in_snapshot(leaf: LeafSource) -> Owner | None:
     """All leaves are copied, but for those that nobody changes."""
     return NOBODY if type(leaf.source.owner) is Immutable else None

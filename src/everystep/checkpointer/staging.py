@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from everystep import engine
+from everystep.checkpointer.ownership import Owner
 from everystep.engine import ALIGNMENT, Memory, WritePiece
 from everystep.state import LeafSource
 
@@ -26,7 +27,7 @@ class Division:
 
     urgent: list[LeafSource] = field(default_factory=list)
     """They leave it before the save returns."""
-    in_place: dict[int, list[LeafSource]] = field(default_factory=dict)
+    in_place: dict[Owner, list[LeafSource]] = field(default_factory=dict)
     """By owner: they leave it before that owner changes them."""
     copied: list[LeafSource] = field(default_factory=list)
     """They have left it already: these are the copies."""
@@ -44,7 +45,7 @@ class Staging:
         self._buffer: np.ndarray[Any, np.dtype[np.uint8]] | None = None
 
     def divide(
-        self, leaves: tuple[LeafSource, ...], owner_of: Callable[[LeafSource], int | None]
+        self, leaves: tuple[LeafSource, ...], owner_of: Callable[[LeafSource], Owner | None]
     ) -> Division:
         """Divides the leaves, and copies those without an owner as far as the budget goes."""
         found = Division()
