@@ -40,10 +40,10 @@ inline bool shutting_down() {
   return _Py_IsFinalizing() != 0 || Py_IsInitialized() == 0;
 #endif
 }
-// Python ends a thread that asks for the interpreter once that shuts down: up to 3.13 by unwinding its stack,
-// which no destructor lets pass. Whoever catches that stands still instead, as threads do from 3.14 on, until the
-// process is gone. What else was caught goes on.
-[[noreturn]] inline void stand_still() {
+// Once the interpreter shuts down, Python ends each thread that asks for it: up to 3.13 by unwinding its stack,
+// which no destructor lets pass. The handler that catches the unwinding parks the thread until the process ends,
+// as Python does from 3.14 on. Any other exception is rethrown.
+[[noreturn]] inline void park_forever() {
   if (!shutting_down()) throw;
   for (;;) ::pause();
 }
@@ -56,7 +56,7 @@ class Released {
     try {
       PyEval_RestoreThread(state_);
     } catch (...) {
-      stand_still();
+      park_forever();
     }
   }
   Released(const Released&) = delete;

@@ -7,12 +7,12 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind_plan.hpp"
-#include "held.hpp"
+#include "directory_lock.hpp"
 #include "job.hpp"
 #include "memory.hpp"
+#include "small_file.hpp"
 #include "sync.hpp"
 #include "transfer.hpp"
-#include "whole.hpp"
 
 namespace everystep {
 
@@ -183,7 +183,7 @@ class PendingFile {
       if (view->buffer.len > 0) parts.push_back({view->buffer.buf, static_cast<size_t>(view->buffer.len)});
     }
     Released release;
-    write_whole(file_, std::move(parts));
+    write_small_file(file_, std::move(parts));
   }
   sys::File take() { return std::move(file_); }
   [[nodiscard]] bool fresh() const { return file_.fresh(); }

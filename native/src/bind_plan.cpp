@@ -11,7 +11,7 @@ class Borrowed {
     try {
       state_ = PyGILState_Ensure();
     } catch (...) {
-      stand_still();
+      park_forever();
     }
   }
   ~Borrowed() {
@@ -39,7 +39,7 @@ Callback python_callback(nb::object function, bool writable, std::shared_ptr<std
     try {
       result = nb::steal(PyObject_CallFunction(function.ptr(), "OK", view.ptr(), offset));
     } catch (...) {
-      stand_still();
+      park_forever();
     }
     if (!result.is_valid()) {
       nb::python_error error;

@@ -5,8 +5,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
+#include "directory_lock.hpp"
 #include "forks.hpp"
-#include "held.hpp"
 #include "memory.hpp"
 #include "probe.hpp"
 #include "queue.hpp"

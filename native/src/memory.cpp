@@ -164,19 +164,19 @@ void Windows::touch_ahead() {
   }
 }
 
-size_t Windows::there() const {
+size_t Windows::touched_nbytes() const {
   return toucher_.joinable() ? std::min(staging_->touched.load(), count_ * window_) : count_ * window_;
 }
 
 size_t Windows::window() const {
-  const size_t room = there();
+  const size_t room = touched_nbytes();
   if (room == count_ * window_) return window_;
   return std::min(window_, std::max<size_t>(room / kAtOnce / kSmallWindow, 1) * kSmallWindow);
 }
 
 char* Windows::next(size_t nbytes) {
   size_t low = up(place_, nbytes);
-  if (low + nbytes > there()) low = 0;
+  if (low + nbytes > touched_nbytes()) low = 0;
   for (const Given& given : given_) {
     if (given.low < low + nbytes && low < given.high) return nullptr;
   }

@@ -60,7 +60,7 @@ class Windows {
   void give_back() { given_.pop_front(); }
 
  private:
-  [[nodiscard]] size_t there() const;
+  [[nodiscard]] size_t touched_nbytes() const;
 
   const size_t count_, window_;
   const Staging::Pages pages_;

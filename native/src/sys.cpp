@@ -179,7 +179,7 @@ bool give_flags(int fd, int flags) { return ::fcntl(fd, F_SETFL, flags & O_DIREC
 // Whether nobody else has the file open or mapped, from now until it is closed: the kernel gives a lease for
 // writing under no other terms. It lets others wait who open the file meanwhile, and tells its holder by a signal.
 // That would be SIGIO, which ends a process by default; SIGURG is ignored by default. And then it is sent to none.
-bool take_alone(int fd) {
+bool take_lease(int fd) {
   const Verdict verdict = decide(Call::lease);
   if (verdict.intervene) return false;
   struct stat info{};
@@ -222,7 +222,7 @@ File open_over(const Path& path, int flags) {
     }
   } else {
     File file(fd, path.shown);
-    if (take_alone(fd)) {
+    if (take_lease(fd)) {
       file.leased_ = true;
       check(give_flags(fd, flags) ? 0 : -1, Call::open, path.shown);
       record({Call::open, path.shown, {}, 0, 0, {}, 0, false});

@@ -20,9 +20,9 @@ namespace everystep {
 // destroyed with the GIL held, as is what a fork does about it.
 class HeldDirectory {
  public:
-  HeldDirectory(std::shared_ptr<sys::Directory> directory, bool exclusive)
+  HeldDirectory(std::shared_ptr<sys::Directory> directory, bool is_exclusive)
       : path_(directory->path()), directory_(std::move(directory)) {
-    if (exclusive) alone().push_back(this);
+    if (is_exclusive) exclusive().push_back(this);
   }
   ~HeldDirectory() { release(); }
   HeldDirectory(const HeldDirectory&) = delete;
@@ -40,7 +40,7 @@ class HeldDirectory {
 
   void release() {
     if (!directory_) return;
-    alone().erase(std::remove(alone().begin(), alone().end(), this), alone().end());
+    exclusive().erase(std::remove(exclusive().begin(), exclusive().end(), this), exclusive().end());
     // A forked child shares the lock with its parent, who goes on.
     if (forks() == owner_) sys::unlock(*directory_);
     directory_.reset();
@@ -48,12 +48,12 @@ class HeldDirectory {
 
   // In a forked child: were the parent killed while it writes, the child would hold its directories.
   static void leave_to_the_parent() {
-    for (HeldDirectory* held : alone()) held->directory_->close();
-    alone().clear();
+    for (HeldDirectory* held : exclusive()) held->directory_->close();
+    exclusive().clear();
   }
 
  private:
-  static std::vector<HeldDirectory*>& alone() {
+  static std::vector<HeldDirectory*>& exclusive() {
     static std::vector<HeldDirectory*> found;
     return found;
   }

@@ -1,4 +1,4 @@
-#include "whole.hpp"
+#include "small_file.hpp"
 
 #include <cstring>
 
@@ -25,7 +25,7 @@ std::vector<uint64_t> pack_pieces(const Plan& plan, char* destination, uint64_t 
   return hashes;
 }
 
-void write_whole(const sys::File& file, std::vector<iovec> parts) {
+void write_small_file(const sys::File& file, std::vector<iovec> parts) {
   Transfer transfer;
   transfer.file = &file;
   transfer.iov = std::move(parts);
