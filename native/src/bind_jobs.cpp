@@ -183,7 +183,7 @@ class PendingFile {
       if (view->buffer.len > 0) parts.push_back({view->buffer.buf, static_cast<size_t>(view->buffer.len)});
     }
     Released release;
-    write_small_file(file_, std::move(parts));
+    write_small_file(file_, parts);
   }
   sys::File take() { return std::move(file_); }
   [[nodiscard]] bool fresh() const { return file_.fresh(); }

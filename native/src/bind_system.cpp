@@ -1,6 +1,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -156,6 +157,11 @@ void bind_system(nb::module_& m) {
       out.push_back(make_fault(call, nth, action, code, lasting));
     }
     sys::set_faults(std::move(out));
+  });
+  m.def("call_names", [] {
+    std::vector<std::string_view> names;
+    for (size_t i = 0; i < sys::kCallCount; ++i) names.push_back(sys::name(static_cast<sys::Call>(i)));
+    return nb::tuple(nb::cast(names));
   });
   m.def("calls_seen", sys::calls_seen);
   m.def("start_trace", sys::start_trace);

@@ -73,6 +73,7 @@ struct PageScan {
   uint64_t size, flags, start, end, walk_end, regions, region_count, max_pages;
   uint64_t inverted, all_of, any_of, returned;
 };
+static_assert(sizeof(PageRegion) == 24 && sizeof(PageScan) == 96, "as the kernel has them");
 constexpr unsigned long kPageScan = _IOWR('f', 16, PageScan);
 constexpr uint64_t kIsPresent = 1U << 3, kIsHuge = 1U << 6;
 // What one allocation got for its first part it got for the rest.

@@ -42,8 +42,8 @@ void translate(const std::exception_ptr& pointer, void*) {
     const bool thread = error.code() == std::errc::resource_unavailable_try_again;
     const std::string text = std::string(thread ? "no thread can be started: " : "") + error.what();
     raise_os_error(nb::make_tuple(error.code().value(), nb::str(text.c_str())));
-  } catch (const Cancelled&) {
-    PyErr_SetString(PyExc_InterruptedError, "the job was cancelled");
+  } catch (const Cancelled& cancelled) {
+    PyErr_SetString(PyExc_InterruptedError, cancelled.what());
   }
 }
 

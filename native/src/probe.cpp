@@ -2,12 +2,12 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 
-#include "transfer.hpp"
+#include "memory.hpp"
+#include "sys.hpp"
 
 namespace everystep {
 namespace {
@@ -24,27 +24,17 @@ struct DirectAlignment {
 constexpr size_t kDirectAlignmentAt = 0x98;
 static_assert(sizeof(struct statx) >= kDirectAlignmentAt + sizeof(DirectAlignment));
 
-// An unnamed file where the filesystem has them (nothing is left behind, whatever happens), else a named one.
-sys::File scratch(const std::string& path, int flags) {
-  const int fd = ::open(path.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
-  if (fd >= 0) return sys::File(fd, path);
-  if (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT) return sys::File();
-  std::string name = path + "/.everystep-probe-XXXXXX";
-  const int named = ::mkostemp(name.data(), O_CLOEXEC | flags);
-  if (named >= 0) ::unlink(name.c_str());
-  return named >= 0 ? sys::File(named, path) : sys::File();
-}
-
 }  // namespace
 
 Probe probe_directory(const std::string& path) {
   Probe out;
-  const sys::File file = scratch(path, O_DIRECT);
-  if (!file.is_open()) {
-    const int code = errno;
+  sys::File file;
+  try {
+    file = sys::scratch(path, O_DIRECT);
+  } catch (const sys::Error& error) {
     // Tell "no direct I/O here" from "no writing here": only the first is for the engine to work around.
-    if (!scratch(path, 0).is_open()) throw sys::Error{errno, sys::Call::open, path};
-    out.reason = std::string("open with O_DIRECT: ") + std::strerror(code);
+    sys::scratch(path, 0);
+    out.reason = std::string("open with O_DIRECT: ") + std::strerror(error.code);
     return out;
   }
   struct statx info{};
@@ -60,14 +50,15 @@ Probe probe_directory(const std::string& path) {
   }
   const Staging block(4096);
   std::memset(block.data(), 0, 4096);
-  const ssize_t done = ::pwrite(file.fd(), block.data(), 4096, 0);
+  const ssize_t done = sys::trial_write(file, block.data(), block.nbytes());
   // What is wrong with the storage today says nothing about what it can do.
-  if (done < 0 && (errno == ENOSPC || errno == EDQUOT || errno == EIO)) {
-    throw sys::Error{errno, sys::Call::write, path};
+  if (done == -ENOSPC || done == -EDQUOT || done == -EIO) {
+    throw sys::Error{static_cast<int>(-done), sys::Call::probe, path};
   }
-  out.direct = done == 4096;
+  out.direct = done == static_cast<ssize_t>(block.nbytes());
   if (!out.direct) {
-    out.reason = std::string("trial direct write: ") + (done < 0 ? std::strerror(errno) : "fell short");
+    out.reason =
+        std::string("trial direct write: ") + (done < 0 ? std::strerror(static_cast<int>(-done)) : "fell short");
   } else if (out.memory_alignment > 4096 || out.offset_alignment > 4096) {
     out.direct = false;
     out.reason = "the device wants an alignment above 4096 bytes";

@@ -9,23 +9,6 @@
 
 namespace everystep {
 
-uint64_t Transfer::nbytes() const {
-  uint64_t sum = 0;
-  for (const iovec& piece : iov) sum += piece.iov_len;
-  return sum;
-}
-
-void Transfer::advance(uint64_t count) {
-  offset += count;
-  size_t whole = 0;
-  while (whole < iov.size() && count >= iov[whole].iov_len) count -= iov[whole++].iov_len;
-  iov.erase(iov.begin(), iov.begin() + static_cast<std::ptrdiff_t>(whole));
-  if (count > 0) {
-    iov[0].iov_base = static_cast<char*>(iov[0].iov_base) + count;
-    iov[0].iov_len -= count;
-  }
-}
-
 void finish(Queue& queue, Transfer& transfer, uint64_t alignment) {
   // A device that makes no progress this often in a row never will.
   constexpr int kMaxStalls = 8;
@@ -41,7 +24,8 @@ void finish(Queue& queue, Transfer& transfer, uint64_t alignment) {
     moved = moved / alignment * alignment;
     if (moved == 0 && ++stalls > kMaxStalls) throw sys::Error{EIO, call, transfer.file->path()};
     if (moved > 0) stalls = 0;
-    transfer.advance(moved);
+    transfer.offset += moved;
+    sys::drop_front(transfer.iov, moved);
     queue.submit(transfer);
   }
 }

@@ -23,12 +23,10 @@ struct Transfer {
   uint64_t offset = 0;
   std::vector<iovec> iov;
   // Written by the queue:
-  int64_t result = 0;
+  int64_t result = 0;  // a count, or -errno
   bool done = true;
 
-  [[nodiscard]] uint64_t nbytes() const;
-  // Drops the first `count` bytes, after a short transfer.
-  void advance(uint64_t count);
+  [[nodiscard]] uint64_t nbytes() const { return sys::nbytes_of(iov); }
 };
 
 class Queue {

@@ -371,7 +371,7 @@ void fit(Tuning& tuning, uint64_t wanted) {
 }
 
 // Thrown where the file refuses the first direct read: before anything was handed out.
-struct DirectRefused {};
+struct DirectRefused : std::exception {};
 
 Read read_windows(const sys::File& file, const Plan& plan, const std::vector<uint64_t>& expected, Tuning used,
                   uint64_t wanted, Control& control) {

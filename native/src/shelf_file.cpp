@@ -80,20 +80,6 @@ ShelfFile::ShelfFile(const std::string& path, bool writable, std::optional<Mediu
   }
 }
 
-bool ShelfFile::read(uint64_t offset, void* to, uint64_t nbytes) const {
-  auto* at = static_cast<char*>(to);
-  while (nbytes > 0) {
-    const iovec part{at, static_cast<size_t>(nbytes)};
-    const ssize_t done = sys::preadv(file_, &part, 1, offset);
-    if (done < 0) throw sys::Error{static_cast<int>(-done), sys::Call::read, file_.path()};
-    if (done == 0) return false;
-    at += done;
-    offset += static_cast<uint64_t>(done);
-    nbytes -= static_cast<uint64_t>(done);
-  }
-  return true;
-}
-
 std::shared_ptr<const Mapping> ShelfFile::mapped(uint64_t end) {
   const std::lock_guard lock(mutex_);
   if (!read_ || read_->end() < end) read_ = std::make_shared<Mapping>(file_, 0, nbytes(), Mapping::Use::read);
@@ -143,18 +129,10 @@ uint64_t ShelfFile::store(uint64_t offset, const void* data, uint64_t nbytes) {
     }
     return xxh3(to, nbytes);
   }
-  const uint64_t begin = offset, all = nbytes;
-  const auto* at = static_cast<const char*>(data);
-  while (nbytes > 0) {
-    const iovec part{const_cast<char*>(at), static_cast<size_t>(nbytes)};
-    const ssize_t done = sys::pwritev(file_, &part, 1, offset);
-    if (done <= 0) throw sys::Error{done < 0 ? static_cast<int>(-done) : EIO, sys::Call::write, file_.path()};
-    at += done;
-    offset += static_cast<uint64_t>(done);
-    nbytes -= static_cast<uint64_t>(done);
-  }
+  const iovec part{const_cast<void*>(data), nbytes};
+  sys::write_all(file_, {&part, 1}, offset);
   // Of what the file holds now: another thread may have changed the bytes that were given, meanwhile.
-  return xxh3(mapped(begin + all)->at(begin), all);
+  return xxh3(mapped(offset + nbytes)->at(offset), nbytes);
 }
 
 void ShelfFile::order() {

@@ -54,7 +54,7 @@ class ShelfFile {
   [[nodiscard]] const std::string& path() const { return file_.path(); }
   [[nodiscard]] uint64_t nbytes() const { return sys::size(file_); }
   // Reads exactly so many bytes; false where the file ends before.
-  bool read(uint64_t offset, void* to, uint64_t nbytes) const;
+  bool read(uint64_t offset, void* to, uint64_t nbytes) const { return sys::read_all(file_, to, nbytes, offset); }
   // A mapping that reaches `end`, which must not be beyond the end of the file.
   std::shared_ptr<const Mapping> mapped(uint64_t end);
   void grow(uint64_t nbytes, uint64_t wanted);

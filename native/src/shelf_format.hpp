@@ -1,6 +1,7 @@
 // What the parts of a shelf's code share of its format: docs/shelf-format.md is the grammar.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -32,10 +33,18 @@ inline constexpr uint64_t kLeastGrowth = 256 << 10, kMostGrowth = 64 << 20;
 inline constexpr int kTries = 1000,
                      kTriesOfDamaged = 4;  // of a reader that a writer overtakes; of a file that stays bad
 
+// The numbers of a file are copied as they are in memory, and records at fixed distances.
+static_assert(std::endian::native == std::endian::little, "shelves are little-endian");
+static_assert(kHeaderMagic.size() == 8 && kRootMagic.size() == 8);
+static_assert(sizeof(Extent) == 4 * sizeof(uint64_t) && kRefNbytes == sizeof(Extent));
+static_assert(kEntryNbytes == 4 * sizeof(uint32_t) + sizeof(Extent),
+              "three numbers, a gap, and where the data lie");
+static_assert(kRefs + kMostBuckets * kRefNbytes + sizeof(uint64_t) <= Shelf::kPage, "a root is one page");
+
 inline uint64_t pages(uint64_t nbytes) { return (nbytes + Shelf::kPage - 1) / Shelf::kPage * Shelf::kPage; }
 
 template <typename Number>
-void put_number(char* at, Number value) {  // files are little-endian, and so are the processors that this is for
+void put_number(char* at, Number value) {
   std::memcpy(at, &value, sizeof value);
 }
 

@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "hash.hpp"
-#include "sync.hpp"
 
 namespace everystep {
 
@@ -25,20 +24,11 @@ std::vector<uint64_t> pack_pieces(const Plan& plan, char* destination, uint64_t 
   return hashes;
 }
 
-void write_small_file(const sys::File& file, std::vector<iovec> parts) {
-  Transfer transfer;
-  transfer.file = &file;
-  transfer.iov = std::move(parts);
-  const uint64_t nbytes = transfer.nbytes();
+void write_small_file(const sys::File& file, std::span<const iovec> parts) {
+  const uint64_t nbytes = sys::nbytes_of(parts);
   if (sys::size(file) > nbytes) sys::truncate(file, nbytes);
-  while (!transfer.iov.empty()) {
-    const ssize_t done =
-        sys::pwritev(file, transfer.iov.data(), static_cast<int>(transfer.iov.size()), transfer.offset);
-    if (done < 0) throw sys::Error{static_cast<int>(-done), sys::Call::write, file.path()};
-    if (done == 0) throw sys::Error{EIO, sys::Call::write, file.path()};
-    transfer.advance(static_cast<uint64_t>(done));
-  }
-  start_writeback(file);
+  sys::write_all(file, parts, 0);
+  sys::start_writeback(file);
 }
 
 }  // namespace everystep

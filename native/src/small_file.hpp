@@ -1,6 +1,7 @@
 // Small files, written whole and at once: what a checkpoint of a small state, and every manifest, consists of.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "transfer.hpp"
@@ -14,6 +15,6 @@ std::vector<uint64_t> pack_pieces(const Plan& plan, char* destination, uint64_t 
 
 // Makes the parts, one after the other, the whole content of a file, which may be longer before: through the page
 // cache, in one call. The device starts on them at once; the caller syncs.
-void write_small_file(const sys::File& file, std::vector<iovec> parts);
+void write_small_file(const sys::File& file, std::span<const iovec> parts);
 
 }  // namespace everystep

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <mutex>
 #include <thread>
 
@@ -20,9 +21,11 @@
 namespace everystep::sys {
 namespace {
 
-constexpr std::array<std::string_view, kCallCount> kNames = {
-    "open",     "lease", "fallocate", "truncate", "write",  "read", "sync",  "sync_dir",   "rename",
-    "exchange", "link",  "mkdir",     "rmdir",    "unlink", "map",  "store", "write_back", "fence"};
+constexpr std::string_view kNames[] = {
+    "open",     "lease",  "fallocate",  "truncate", "write",           "read",  "sync",
+    "sync_dir", "rename", "exchange",   "link",     "mkdir",           "rmdir", "unlink",
+    "map",      "store",  "write_back", "fence",    "start_writeback", "ring",  "probe"};
+static_assert(std::size(kNames) == kCallCount, "every call has a name");
 
 struct Seam {
   std::atomic<bool> active{false};
@@ -51,9 +54,10 @@ Verdict decide(Call call) {
   std::unique_lock lock(s.mutex);
   if (s.faults.empty()) return {};
   const uint64_t of_kind = ++s.seen[static_cast<size_t>(call)];
-  const uint64_t of_any = ++s.seen_any;
+  const bool in_any = call < Call::start_writeback;
+  const uint64_t of_any = s.seen_any += in_any ? 1 : 0;
   for (const Fault& fault : s.faults) {
-    if (fault.call && *fault.call != call) continue;
+    if (fault.call ? *fault.call != call : !in_any) continue;
     const uint64_t count = fault.call ? of_kind : of_any;
     if (count != fault.nth && !(fault.lasting && count > fault.nth)) continue;
     if (fault.action == Fault::Action::kill) ::raise(SIGKILL);
@@ -75,10 +79,8 @@ void record(Event event) {
   if (s.tracing) s.events.push_back(std::move(event));
 }
 
-// For calls that cannot fall short, a short-count fault has nothing to do and lets the call pass.
 void fail_if_told(Call call, const std::string& path) {
-  const Verdict verdict = decide(call);
-  if (verdict.intervene && verdict.code != 0) throw Error{verdict.code, call, path};
+  if (const int code = injected_error(call)) throw Error{code, call, path};
 }
 
 void check(int result, Call call, const std::string& path) {
@@ -101,21 +103,21 @@ std::string gather(const iovec* iov, int count, size_t nbytes) {
   return data;
 }
 
-uint64_t total(const iovec* iov, int count) {
-  uint64_t sum = 0;
-  for (int i = 0; i < count; ++i) sum += iov[i].iov_len;
-  return sum;
-}
-
 // What a device may do when it falls short: half the bytes, cut to a sector so that direct I/O can go on.
 uint64_t short_of(uint64_t nbytes) { return nbytes >= 8192 ? nbytes / 2 / 4096 * 4096 : nbytes / 2; }
 
 }  // namespace
 
+Error::Error(int errno_code, Call failed, std::string where)
+    : code(errno_code),
+      call(failed),
+      path(std::move(where)),
+      text_(path + ": " + std::strerror(code) + " (" + std::string(name(call)) + ")") {}
+
 std::string_view name(Call call) { return kNames[static_cast<size_t>(call)]; }
 
 std::optional<Call> parse_call(std::string_view text) {
-  for (size_t i = 0; i < kNames.size(); ++i) {
+  for (size_t i = 0; i < kCallCount; ++i) {
     if (kNames[i] == text) return static_cast<Call>(i);
   }
   return std::nullopt;
@@ -180,8 +182,7 @@ bool give_flags(int fd, int flags) { return ::fcntl(fd, F_SETFL, flags & O_DIREC
 // writing under no other terms. It lets others wait who open the file meanwhile, and tells its holder by a signal.
 // That would be SIGIO, which ends a process by default; SIGURG is ignored by default. And then it is sent to none.
 bool take_lease(int fd) {
-  const Verdict verdict = decide(Call::lease);
-  if (verdict.intervene) return false;
+  if (injected_error(Call::lease) != 0) return false;
   struct stat info{};
   if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode) || info.st_nlink != 1) return false;
   if (::fcntl(fd, F_SETSIG, SIGURG) != 0 || ::fcntl(fd, F_SETLEASE, F_WRLCK) != 0) return false;
@@ -266,6 +267,26 @@ void sync_dir(const Path& path) {
   const int fd = ::openat(path.at(), path.name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   check(fd, Call::sync_dir, path.shown);
   sync_dir(Directory(fd, path.shown));
+}
+
+void start_writeback(const File& file, uint64_t offset, uint64_t nbytes) {
+  int code = injected_error(Call::start_writeback);
+  if (code == 0 && ::sync_file_range(file.fd(), static_cast<off_t>(offset), static_cast<off_t>(nbytes),
+                                     SYNC_FILE_RANGE_WRITE) != 0) {
+    code = errno;
+  }
+  switch (code) {
+    case 0:
+    case ENOSYS:  // no such call, or not for us, or not for such a file
+    case EPERM:
+    case EINVAL:
+    case ESPIPE:
+    case ENOMEM:  // they are all still there
+    case EINTR:
+      return;
+    default:
+      throw Error{code, Call::start_writeback, file.path()};
+  }
 }
 
 void rename(const Path& from, const Path& to) {
@@ -394,6 +415,12 @@ bool is_current(const Directory& directory) {
 
 void unlock(const Directory& directory) { ::flock(directory.fd(), LOCK_UN); }
 
+// For calls that cannot fall short, a short-count fault has nothing to do and lets the call pass.
+int injected_error(Call call) {
+  const Verdict verdict = decide(call);
+  return verdict.intervene ? verdict.code : 0;
+}
+
 std::optional<ssize_t> intercept(Call call, uint64_t nbytes) {
   const Verdict verdict = decide(call);
   if (!verdict.intervene) return std::nullopt;
@@ -417,7 +444,7 @@ namespace {
 template <typename Transfer>
 ssize_t transfer(Call call, const iovec* iov, int count, Transfer function) {
   count = std::min(count, kMaxSegments);
-  const auto told = intercept(call, total(iov, count));
+  const auto told = intercept(call, nbytes_of({iov, static_cast<size_t>(count)}));
   if (told && *told <= 0) return *told;
   if (told) {
     // A short count must really have moved the bytes it claims.
@@ -446,6 +473,66 @@ ssize_t pwritev(const File& file, const iovec* iov, int count, uint64_t offset) 
 ssize_t preadv(const File& file, const iovec* iov, int count, uint64_t offset) {
   return transfer(Call::read, iov, count,
                   [&](const iovec* v, int n) { return ::preadv(file.fd(), v, n, static_cast<off_t>(offset)); });
+}
+
+ssize_t trial_write(const File& file, const void* data, uint64_t nbytes) {
+  const iovec whole{const_cast<void*>(data), nbytes};
+  return transfer(Call::probe, &whole, 1, [&](const iovec* v, int n) { return ::pwritev(file.fd(), v, n, 0); });
+}
+
+File scratch(const std::string& directory, int flags) {
+  fail_if_told(Call::probe, directory);
+  const int fd = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
+  if (fd >= 0) return File(fd, directory);
+  if (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT) throw Error{errno, Call::probe, directory};
+  std::string name = directory + "/.everystep-probe-XXXXXX";
+  const int named = ::mkostemp(name.data(), O_CLOEXEC | flags);
+  check(named, Call::probe, directory);
+  ::unlink(name.c_str());
+  return File(named, directory);
+}
+
+void write_all(const File& file, std::span<const iovec> parts, uint64_t offset) {
+  std::vector<iovec> rest;
+  while (!parts.empty()) {
+    const ssize_t done = pwritev(file, parts.data(), static_cast<int>(parts.size()), offset);
+    if (done <= 0) throw Error{done < 0 ? static_cast<int>(-done) : EIO, Call::write, file.path()};
+    const auto count = static_cast<uint64_t>(done);
+    if (count == nbytes_of(parts)) return;
+    offset += count;
+    if (rest.empty()) rest.assign(parts.begin(), parts.end());
+    drop_front(rest, count);
+    parts = rest;
+  }
+}
+
+bool read_all(const File& file, void* to, uint64_t nbytes, uint64_t offset) {
+  for (auto* at = static_cast<char*>(to); nbytes > 0;) {
+    const iovec part{at, nbytes};
+    const ssize_t done = preadv(file, &part, 1, offset);
+    if (done < 0) throw Error{static_cast<int>(-done), Call::read, file.path()};
+    if (done == 0) return false;
+    at += done;
+    offset += static_cast<uint64_t>(done);
+    nbytes -= static_cast<uint64_t>(done);
+  }
+  return true;
+}
+
+uint64_t nbytes_of(std::span<const iovec> parts) {
+  uint64_t sum = 0;
+  for (const iovec& part : parts) sum += part.iov_len;
+  return sum;
+}
+
+void drop_front(std::vector<iovec>& parts, uint64_t count) {
+  size_t gone = 0;
+  while (gone < parts.size() && count >= parts[gone].iov_len) count -= parts[gone++].iov_len;
+  parts.erase(parts.begin(), parts.begin() + static_cast<std::ptrdiff_t>(gone));
+  if (count > 0) {
+    parts[0].iov_base = static_cast<char*>(parts[0].iov_base) + count;
+    parts[0].iov_len -= count;
+  }
 }
 
 void fail_store(const File& file) { fail_if_told(Call::store, file.path()); }

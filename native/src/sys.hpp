@@ -1,16 +1,24 @@
 // The one seam to the operating system: every call that can change or lose stored bytes goes through here.
 //
-// Each wrapper returns the call's result, or -errno. Tests can make the N-th call of a kind fail, fall short or
-// kill the process (`faults`), and can record every call with its data (`trace`) to enumerate what a power cut
-// could leave behind. With neither switched on, the cost is one relaxed atomic load per call.
+// Tests can make the N-th call of a kind fail, fall short or kill the process (`set_faults`), and can record every
+// call with its data (`start_trace`) to enumerate what a power cut could leave behind. With neither switched on,
+// the cost is one relaxed atomic load per call.
+//
+// How failures are reported, here and in all of the core: a function throws `Error`. There is one exception: one
+// transfer (`pwritev`, `preadv`, `Transfer::result`) and what stands for a call on a ring return a count, or
+// -errno. Their callers continue after short counts, and decide which errors are final: `finish`, `write_all` and
+// `read_all` do, and throw. A function that returns a bool or a pointer says what false or null means; it throws
+// otherwise.
 #pragma once
 
 #include <sys/types.h>
 #include <sys/uio.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -35,16 +43,27 @@ enum class Call {
   map,
   store,
   write_back,
-  fence
+  fence,
+  // Not among `any`: a save can do without these, and how many there are depends on the backend and on chance.
+  start_writeback,
+  ring,   // every call on an io_uring itself
+  probe,  // the trial of what a file system can do
 };
-inline constexpr int kCallCount = 18;
+inline constexpr size_t kCallCount = static_cast<size_t>(Call::probe) + 1;
 std::string_view name(Call call);
 
 // An operating-system error that carries what was being done and to what; becomes OSError in Python.
-struct Error {
+class Error : public std::exception {
+ public:
+  Error(int errno_code, Call failed, std::string where);
+  [[nodiscard]] const char* what() const noexcept override { return text_.c_str(); }
+
   int code;
   Call call;
   std::string path;
+
+ private:
+  std::string text_;
 };
 
 // An open directory. Names in it are reached through its descriptor, whatever becomes of its path meanwhile.
@@ -109,7 +128,7 @@ class File {
   std::string path_;
 };
 
-// All of these throw Error; none retries a failed sync.
+// None of these retries a failed sync.
 File open(const Path& path, int flags, mode_t mode = 0644);
 // For reading. Only a regular file, and never waits for the other end of a pipe.
 File open_regular(const Path& path, int flags = 0);
@@ -121,6 +140,10 @@ void truncate(const File& file, uint64_t nbytes);
 void sync(const File& file);
 void sync_dir(const Directory& directory);
 void sync_dir(const Path& path);
+// Lets the device start on bytes of a file in the page cache; `nbytes` 0: all from `offset` on. Throws when the
+// file system says that it has lost them: it may say so only once (ext4 does, where it finds no blocks), and the
+// sync would have nothing left to do. Where there is no such call, the sync does it all.
+void start_writeback(const File& file, uint64_t offset = 0, uint64_t nbytes = 0);
 void rename(const Path& from, const Path& to);
 void rename_new(const Path& from, const Path& to);  // EEXIST where there is anything of that name
 void exchange(const Path& a, const Path& b);
@@ -152,12 +175,26 @@ bool is_current(const Directory& directory);
 // Unlocking before it is closed: closing alone would leave the lock to a child forked meanwhile, while that lives.
 void unlock(const Directory& directory);
 
-// Transfers: the result of one call, -errno on failure. Short counts are the caller's to continue; segments beyond
-// those that the kernel takes in one call are left to such a continuation.
+// An unnamed file where the file system has them (nothing is left behind, whatever happens), else one that has
+// lost its name. For trials: with the write below.
+File scratch(const std::string& directory, int flags);
+
+// One transfer: a count, or -errno. Short counts are the caller's to continue; segments beyond those that the
+// kernel takes in one call are left to such a continuation.
 inline constexpr int kMaxSegments = 1024;  // the kernel's UIO_MAXIOV
 ssize_t pwritev(const File& file, const iovec* iov, int count, uint64_t offset);
 ssize_t preadv(const File& file, const iovec* iov, int count, uint64_t offset);
+ssize_t trial_write(const File& file, const void* data, uint64_t nbytes);
+// As many transfers as it takes.
+void write_all(const File& file, std::span<const iovec> parts, uint64_t offset);
+// False where the file ends before.
+bool read_all(const File& file, void* to, uint64_t nbytes, uint64_t offset);
+uint64_t nbytes_of(std::span<const iovec> parts);
+// Drops the first `count` bytes, after a short transfer.
+void drop_front(std::vector<iovec>& parts, uint64_t count);
 
+// Of a call that is made elsewhere: the errno that it is to fail with, 0 to make it.
+int injected_error(Call call);
 // For asynchronous transfers the seam is passed in two halves: `intercept` before the submission (a value means
 // "pretend the call returned this"), `observe` after the completion.
 std::optional<ssize_t> intercept(Call call, uint64_t nbytes);
@@ -165,14 +202,14 @@ void observe_write(const File& file, const iovec* iov, int count, uint64_t offse
 
 // Stores through a mapping of a file pass the seam in halves, too. `fence` orders them: after it, what was written
 // back from the processor's caches before is on the medium.
-void fail_store(const File& file);
+void fail_store(const File& file);  // throws where a test says so
 void observe_store(const File& file, const void* data, uint64_t nbytes, uint64_t offset);
 void observe_write_back(const File& file, uint64_t nbytes, uint64_t offset);
 void fence(const File& file);
 
 // --- for tests -----------------------------------------------------------------------------------------------
 
-// Makes the `nth` (1-based) call of a kind misbehave; `any` counts calls of all kinds together.
+// Makes the `nth` (1-based) call of a kind misbehave; `any` counts calls of all kinds together, up to `fence`.
 struct Fault {
   std::optional<Call> call;  // nullopt: any
   uint64_t nth = 1;

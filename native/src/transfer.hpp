@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -87,7 +88,9 @@ struct Control {
 };
 
 // Thrown when `Control::cancelled` was seen.
-struct Cancelled {};
+struct Cancelled : std::exception {
+  [[nodiscard]] const char* what() const noexcept override { return "the job was cancelled"; }
+};
 
 // Inside-a-piece parts shorter than this are copied: each separate segment costs the kernel a little.
 inline constexpr uint64_t kMinDirect = 32U << 10;

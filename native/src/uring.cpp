@@ -22,6 +22,13 @@ namespace {
 // that begin later do not try again.
 std::atomic<bool> rings_fail{false};
 
+// liburing's calls return -errno, and so does this where a test makes them fail.
+template <typename Function>
+int on_ring(Function function) {
+  const int code = sys::injected_error(sys::Call::ring);
+  return code != 0 ? -code : function();
+}
+
 // One thread makes, uses and destroys it.
 class UringQueue final : public Queue {
  public:
@@ -30,9 +37,10 @@ class UringQueue final : public Queue {
 #ifdef IORING_SETUP_COOP_TASKRUN
     // Completions need not interrupt the thread that submits and reaps. They still arrive whenever it enters the
     // kernel, by whatever call: so they are seen, too, when calls on the ring itself fail (`reap_by_looking`).
-    result = io_uring_queue_init(depth, &ring_, IORING_SETUP_COOP_TASKRUN);
+    result = on_ring([&] { return io_uring_queue_init(depth, &ring_, IORING_SETUP_COOP_TASKRUN); });
 #endif
-    if (result == -EINVAL) result = io_uring_queue_init(depth, &ring_, 0);  // before Linux 5.19
+    // Before Linux 5.19:
+    if (result == -EINVAL) result = on_ring([&] { return io_uring_queue_init(depth, &ring_, 0); });
     if (result < 0) throw sys::Error{-result, sys::Call::open, "io_uring"};
     // A forked data-loader worker must not share the ring's memory with us.
     io_uring_ring_dontfork(&ring_);
@@ -81,11 +89,11 @@ class UringQueue final : public Queue {
       io_uring_prep_readv(sqe, transfer.file->fd(), transfer.iov.data(), count, transfer.offset);
     }
     io_uring_sqe_set_data(sqe, &transfer);
-    int result = io_uring_submit(&ring_);
+    int result = on_ring([&] { return io_uring_submit(&ring_); });
     for (int tries = 0; result < 0 && (result == -EAGAIN || result == -EBUSY || result == -EINTR) && tries < 1000;
          ++tries) {
       if (in_flight_ > 0) reap();
-      result = io_uring_submit(&ring_);
+      result = on_ring([&] { return io_uring_submit(&ring_); });
     }
     return result >= 0;
   }
@@ -93,8 +101,9 @@ class UringQueue final : public Queue {
   // Notes one completion, of those that are under way. Never throws: who destroys this waits here, too.
   void reap() noexcept {
     io_uring_cqe* cqe = nullptr;
-    int result = failed_ ? -ENOSYS : io_uring_wait_cqe(&ring_, &cqe);
-    while (result == -EINTR || result == -EAGAIN) result = io_uring_wait_cqe(&ring_, &cqe);
+    const auto wait = [&] { return on_ring([&] { return io_uring_wait_cqe(&ring_, &cqe); }); };
+    int result = failed_ ? -ENOSYS : wait();
+    while (result == -EINTR || result == -EAGAIN) result = wait();
     if (result < 0) {
       failed_ = true;
       rings_fail = true;
@@ -157,14 +166,14 @@ std::unique_ptr<Queue> make_uring_queue(unsigned depth) {
 
 bool uring_available(std::string& reason) {
   io_uring ring{};
-  int result = io_uring_queue_init(2, &ring, 0);
+  int result = on_ring([&] { return io_uring_queue_init(2, &ring, 0); });
   if (result < 0) {
     reason = std::string("io_uring_setup: ") + std::strerror(-result);
     return false;
   }
-  // To have one is not to be allowed to use it.
+  // A ring may be created yet blocked by seccomp; try one.
   io_uring_prep_nop(io_uring_get_sqe(&ring));
-  result = io_uring_submit_and_wait(&ring, 1);
+  result = on_ring([&] { return io_uring_submit_and_wait(&ring, 1); });
   if (result < 0) reason = std::string("io_uring_enter: ") + std::strerror(-result);
   io_uring_queue_exit(&ring);
   return result >= 0;

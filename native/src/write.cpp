@@ -13,7 +13,6 @@
 #include <algorithm>
 
 #include "hash.hpp"
-#include "sync.hpp"
 #include "transfer.hpp"
 
 namespace everystep {
@@ -136,18 +135,10 @@ void set_size(const sys::File& file, uint64_t nbytes, bool preallocate) {
 // One copy, one write: for small files the latency of each extra call is what counts.
 void write_small(uint64_t nbytes, Writer& writer, Written& out) {
   Staging staging(std::max<uint64_t>(nbytes, 1));
-  Transfer transfer;
-  transfer.file = &out.file;
   writer.fill(0, nbytes, staging.data());
-  if (nbytes > 0) transfer.iov.push_back({staging.data(), nbytes});
-  while (!transfer.iov.empty()) {
-    const ssize_t done =
-        sys::pwritev(out.file, transfer.iov.data(), static_cast<int>(transfer.iov.size()), transfer.offset);
-    if (done < 0) throw sys::Error{static_cast<int>(-done), sys::Call::write, out.file.path()};
-    if (done == 0) throw sys::Error{EIO, sys::Call::write, out.file.path()};
-    transfer.advance(static_cast<uint64_t>(done));
-  }
-  start_writeback(out.file);
+  const iovec whole{staging.data(), nbytes};
+  if (nbytes > 0) sys::write_all(out.file, {&whole, 1}, 0);
+  sys::start_writeback(out.file);
   out.stats.transfers = 1;
 }
 
@@ -175,7 +166,7 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
     const uint64_t low = slot.transfer.offset;
     finish(*queue, slot.transfer, alignment);
     // Let the device start now instead of at the sync.
-    if (tuning.backend == Backend::buffered) start_writeback(out.file, low, slot.nbytes);
+    if (tuning.backend == Backend::buffered) sys::start_writeback(out.file, low, slot.nbytes);
     control.advance(slot.nbytes);
     staging.give_back();
   };

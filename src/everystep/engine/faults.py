@@ -1,9 +1,10 @@
 """Making the system fail on purpose, to prove what happens then. For tests and drills, never on by itself.
 
-A fault is written ``call:nth:action``: the nth call of that kind (``any`` counts all kinds together) fails
-with an errno name (``EIO``, ``ENOSPC``), falls ``short``, is ``slow250`` milliseconds late, or ``kill``s the
-process; a trailing ``+`` keeps failing from there on. Several are joined by commas:
-``EVERYSTEP_FAULTS=sync:3:kill`` in the environment kills at the third sync.
+A fault is written ``call:nth:action``: the nth call of that kind fails with an errno name (``EIO``, ``ENOSPC``),
+falls ``short``, is ``slow250`` milliseconds late, or ``kill``s the process; a trailing ``+`` keeps failing from
+there on. ``any`` counts all kinds together, but for ``start_writeback``, ``ring`` and ``probe``, which a save can
+do without. Several are joined by commas: ``EVERYSTEP_FAULTS=sync:3:kill`` in the environment kills at the third
+sync.
 """
 
 from __future__ import annotations
@@ -16,26 +17,7 @@ from dataclasses import dataclass
 
 from everystep import _native
 
-CALLS = (
-    "open",
-    "lease",
-    "fallocate",
-    "truncate",
-    "write",
-    "read",
-    "sync",
-    "sync_dir",
-    "rename",
-    "exchange",
-    "link",
-    "mkdir",
-    "rmdir",
-    "unlink",
-    "map",
-    "store",
-    "write_back",
-    "fence",
-)
+CALLS = _native.call_names()
 
 
 @dataclass(frozen=True, slots=True)
