@@ -66,6 +66,7 @@ class Released {
   PyThreadState* const state_;
 };
 
+void bind_pieces(nb::module_& m);  // bind_pieces.cpp: what jobs move
 void bind_jobs(nb::module_& m);    // bind_jobs.cpp: transfers, and syncing what they wrote
 void bind_system(nb::module_& m);  // bind_system.cpp: directories, probing, the fault seam
 void bind_shelf(nb::module_& m);   // bind_shelf.cpp: shelves

@@ -6,13 +6,16 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "bind_plan.hpp"
+#include "bind_pieces.hpp"
+#include "copy.hpp"
 #include "directory_lock.hpp"
 #include "job.hpp"
 #include "memory.hpp"
+#include "raw.hpp"
+#include "read.hpp"
 #include "small_file.hpp"
 #include "sync.hpp"
-#include "transfer.hpp"
+#include "write.hpp"
 
 namespace everystep {
 
@@ -22,15 +25,8 @@ namespace {
 
 Tuning make_tuning(const std::string& backend, uint64_t window, unsigned depth, uint64_t chunk, uint64_t small) {
   Tuning tuning;
-  if (backend == "uring") {
-    tuning.backend = Backend::uring;
-  } else if (backend == "threads") {
-    tuning.backend = Backend::threads;
-  } else if (backend == "buffered") {
-    tuning.backend = Backend::buffered;
-  } else {
-    throw std::invalid_argument("unknown backend " + backend);
-  }
+  tuning.backend = find_backend(backend);
+  if (tuning.backend == nullptr) throw std::invalid_argument("unknown backend " + backend);
   if (window == 0 || window > kMaxWindow || window % tuning.alignment != 0) {
     throw std::invalid_argument("bad engine tuning: a window has a multiple of " +
                                 std::to_string(tuning.alignment) + " bytes, at most 1 GiB, not " +
@@ -49,33 +45,6 @@ Tuning make_tuning(const std::string& backend, uint64_t window, unsigned depth, 
   tuning.chunk = chunk;
   tuning.small = small;
   return tuning;
-}
-
-uint64_t parse_hex(const char* text) {
-  uint64_t value = 0;
-  for (int i = 0; i < 16; ++i) {
-    const char c = text[i];
-    const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
-    if (digit < 0) throw std::invalid_argument("checksum is not hexadecimal");
-    value = value << 4 | static_cast<uint64_t>(digit);
-  }
-  return value;
-}
-
-std::vector<uint64_t> parse_expected(const Plan& plan, nb::list expected, uint64_t chunk) {
-  std::vector<uint64_t> out;
-  if (expected.size() == 0) return out;
-  if (expected.size() != plan.pieces.size()) throw std::invalid_argument("checksums and pieces differ in number");
-  for (size_t i = 0; i < plan.pieces.size(); ++i) {
-    if (plan.pieces[i].place == Place::zero) continue;
-    const char* text = nb::cast<const char*>(expected[i]);
-    const uint64_t count = checksum_count(plan.pieces[i], chunk);
-    const uint64_t digits = std::strlen(text);
-    if (digits % 16 != 0 || digits / 16 != count)
-      throw std::invalid_argument("a piece has the wrong number of checksums");
-    for (uint64_t c = 0; c < count; ++c) out.push_back(parse_hex(text + c * 16));
-  }
-  return out;
 }
 
 // Waits without the GIL, in slices, so that Ctrl-C is heard.
@@ -232,11 +201,10 @@ void bind_jobs(nb::module_& m) {
 
   m.def(
       "write",
-      [](nb::handle path, uint64_t nbytes, bool recycle, nb::bytes header, const Numbers& offsets,
-         const Numbers& lengths, const std::vector<uint8_t>& places, const Numbers& addresses,
-         const std::vector<StridedTuple>& strided, nb::list callbacks, const std::string& backend, uint64_t window,
-         unsigned depth, uint64_t chunk, uint64_t small, bool background) {
-        Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, true);
+      [](nb::handle path, uint64_t nbytes, bool recycle, nb::bytes header, const Pieces& pieces,
+         const std::string& backend, uint64_t window, unsigned depth, uint64_t chunk, uint64_t small,
+         bool background) {
+        Plan plan = pieces.plan(true);
         if (header.size() > 0) {
           if (!plan.pieces.empty() && plan.pieces.front().offset < header.size()) {
             throw std::invalid_argument("pieces reach into the header");
@@ -258,41 +226,37 @@ void bind_jobs(nb::module_& m) {
         };
         return new WriteJob(std::move(plan), std::move(header), std::move(work), background);  // Python owns it
       },
-      "path"_a, "nbytes"_a, "recycle"_a, "header"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a,
-      "strided"_a, "callbacks"_a, "backend"_a, "window"_a, "depth"_a, "chunk"_a, "small"_a, "background"_a);
+      "path"_a, "nbytes"_a, "recycle"_a, "header"_a, "pieces"_a, "backend"_a, "window"_a, "depth"_a, "chunk"_a,
+      "small"_a, "background"_a);
 
   m.def(
       "read",
-      [](nb::handle path, const Numbers& offsets, const Numbers& lengths, const std::vector<uint8_t>& places,
-         const Numbers& addresses, const std::vector<StridedTuple>& strided, nb::list callbacks, nb::list expected,
-         const std::string& backend, uint64_t window, unsigned depth, uint64_t chunk, uint64_t small,
-         bool background) {
-        Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, false);
+      [](nb::handle path, const Pieces& pieces, bool verify, const std::string& backend, uint64_t window,
+         unsigned depth, uint64_t chunk, uint64_t small, bool background) {
+        Plan plan = pieces.plan(false);
         const Tuning tuning = make_tuning(backend, window, depth, chunk, small);
-        auto work = [path = fs_path(path), hashes = parse_expected(plan, expected, chunk), tuning](
-                        const Plan& p, Control& control) { return read_file(path, p, hashes, tuning, control); };
+        auto work = [path = fs_path(path), hashes = verify ? pieces.expected(chunk) : std::vector<uint64_t>(),
+                     tuning](const Plan& p, Control& control) {
+          return read_file(path, p, hashes, tuning, control);
+        };
         return new ReadJob(std::move(plan), std::move(work), background);
       },
-      "path"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a, "expected"_a,
-      "backend"_a, "window"_a, "depth"_a, "chunk"_a, "small"_a, "background"_a);
+      "path"_a, "pieces"_a, "verify"_a, "backend"_a, "window"_a, "depth"_a, "chunk"_a, "small"_a, "background"_a);
 
   // Copies pieces to `destination` + their offsets, which the caller has made room for.
   m.def(
       "copy",
-      [](uintptr_t destination, const Numbers& offsets, const Numbers& lengths, const std::vector<uint8_t>& places,
-         const Numbers& addresses, const std::vector<StridedTuple>& strided, nb::list callbacks) {
-        const Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, true);
+      [](uintptr_t destination, const Pieces& pieces) {
+        const Plan plan = pieces.plan(true);
         Released release;
         copy_pieces(plan, reinterpret_cast<char*>(destination));
       },
-      "destination"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a);
+      "destination"_a, "pieces"_a);
   // `nbytes` of data made of the pieces, each at its offset with zeros between, and the checksums of each.
   m.def(
       "pack",
-      [](uint64_t nbytes, uint64_t chunk, const Numbers& offsets, const Numbers& lengths,
-         const std::vector<uint8_t>& places, const Numbers& addresses, const std::vector<StridedTuple>& strided,
-         nb::list callbacks) {
-        const Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, true);
+      [](uint64_t nbytes, uint64_t chunk, const Pieces& pieces) {
+        const Plan plan = pieces.plan(true);
         if (chunk == 0 || (!plan.pieces.empty() && plan.pieces.back().end() > nbytes)) {
           throw std::invalid_argument("pieces reach past the end of the data");
         }
@@ -306,18 +270,17 @@ void bind_jobs(nb::module_& m) {
         }
         return nb::make_tuple(packed, checksum_texts(plan, 0, hashes.data(), chunk));
       },
-      "nbytes"_a, "chunk"_a, "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a);
+      "nbytes"_a, "chunk"_a, "pieces"_a);
   m.def(
       "fingerprints",
-      [](const Numbers& offsets, const Numbers& lengths, const std::vector<uint8_t>& places,
-         const Numbers& addresses, const std::vector<StridedTuple>& strided, nb::list callbacks) {
-        const Plan plan = make_plan(offsets, lengths, places, addresses, strided, callbacks, true);
+      [](const Pieces& pieces) {
+        const Plan plan = pieces.plan(true);
         std::vector<uint64_t> out(plan.pieces.size());
         Released release;
         for (size_t i = 0; i < out.size(); ++i) out[i] = fingerprint(plan, plan.pieces[i]);
         return out;
       },
-      "offsets"_a, "lengths"_a, "places"_a, "addresses"_a, "strided"_a, "callbacks"_a);
+      "pieces"_a);
 
   m.def(
       "count_writes",

@@ -1,4 +1,3 @@
-// Memory to memory: snapshots of pieces, and fingerprints that tell whether memory has changed since.
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
@@ -7,8 +6,9 @@
 #include <array>
 #include <cstring>
 
+#include "align.hpp"
+#include "copy.hpp"
 #include "hash.hpp"
-#include "transfer.hpp"
 
 namespace everystep {
 

@@ -7,8 +7,8 @@
 #include <optional>
 #include <thread>
 
+#include "control.hpp"
 #include "forks.hpp"
-#include "transfer.hpp"
 
 namespace everystep {
 

@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "bind.hpp"
+#include "control.hpp"
 #include "hash.hpp"
-#include "transfer.hpp"
+#include "sys.hpp"
 
 namespace everystep {
 
@@ -76,6 +77,7 @@ NB_MODULE(_native, m) {
     return xxh3(view.buffer.buf, static_cast<size_t>(view.buffer.len));
   });
   m.def("xxh3_64_each", &xxh3_64_each);
+  bind_pieces(m);
   bind_jobs(m);
   bind_system(m);
   bind_shelf(m);

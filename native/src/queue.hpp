@@ -9,13 +9,12 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sys.hpp"
 
 namespace everystep {
-
-enum class Backend { uring, threads, buffered };
 
 struct Transfer {
   bool is_write = true;
@@ -37,10 +36,21 @@ class Queue {
   virtual void wait(Transfer& transfer) = 0;
 };
 
-// Threads where a ring is asked for and there is none to be had.
-std::unique_ptr<Queue> make_queue(Backend backend, unsigned depth);
+// One way of moving bytes. A new one is a file that defines it, and its name in the two lines below.
+struct Backend {
+  std::string_view name;
+  bool direct;  // past the page cache (O_DIRECT): addresses, offsets and lengths are aligned
+  std::unique_ptr<Queue> (*make_queue)(unsigned depth);
+};
+extern const Backend kUring, kThreads, kBuffered;
+inline constexpr const Backend* kBackends[] = {&kUring, &kThreads, &kBuffered};
+// Null where there is none of that name.
+const Backend* find_backend(std::string_view name);
 
-// True when this kernel lets this process create a ring (containers often forbid it). Says why not otherwise.
+// A depth of one needs no queue: the caller's thread does the work.
+std::unique_ptr<Queue> make_queue(const Backend& backend, unsigned depth);
+
+// Whether this kernel lets this process create a ring (containers often forbid it); `reason` says why not.
 bool uring_available(std::string& reason);
 
 // Waits for the transfer and continues it while it falls short; throws sys::Error when it fails for good.

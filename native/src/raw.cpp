@@ -1,9 +1,14 @@
 // The device's own limit: the same queues over one aligned buffer, nothing else. What everything is compared with.
+#include "raw.hpp"
+
 #include <fcntl.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstring>
+#include <vector>
 
-#include "transfer.hpp"
+#include "align.hpp"
 
 namespace everystep {
 namespace {
@@ -17,7 +22,7 @@ double run(const sys::File& file, uint64_t nbytes, bool is_write, const Tuning& 
   const Staging memory(buffer, pages);
   std::memset(memory.data(), 0x5a, buffer);
   std::vector<Transfer> slots(tuning.depth);
-  const auto queue = make_queue(tuning.backend, tuning.depth);
+  const auto queue = make_queue(*tuning.backend, tuning.depth);
   const auto start = std::chrono::steady_clock::now();
   if (is_write) sys::fallocate(file, nbytes);
   size_t number = 0;
@@ -37,7 +42,7 @@ double run(const sys::File& file, uint64_t nbytes, bool is_write, const Tuning& 
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-int direct_flag(const Tuning& tuning) { return tuning.backend == Backend::buffered ? 0 : O_DIRECT; }
+int direct_flag(const Tuning& tuning) { return tuning.backend->direct ? O_DIRECT : 0; }
 
 }  // namespace
 

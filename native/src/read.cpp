@@ -4,6 +4,8 @@
 // memory where that is fresh or in huge pages and alignment allows, else through staging (why: write.cpp). Windows
 // finish in order. A second thread copies and verifies them, in one pass: fresh memory costs the submitting thread
 // page faults, which would otherwise add to the cost of checksums.
+#include "read.hpp"
+
 #include <fcntl.h>
 
 #include <algorithm>
@@ -14,9 +16,10 @@
 #include <mutex>
 #include <thread>
 
+#include "align.hpp"
+#include "copy.hpp"
 #include "hash.hpp"
 #include "memory.hpp"
-#include "transfer.hpp"
 
 namespace everystep {
 namespace {
@@ -27,6 +30,17 @@ constexpr uint64_t kMaxGap = 64U << 10;
 // From here on staging is worth huge pages; in windows so small that all of them fit into what the process keeps.
 constexpr uint64_t kMuchStaged = 16U << 20;
 constexpr uint64_t kStagedWindow = 4U << 20;
+
+// Inside-a-piece parts shorter than this are copied: each separate segment costs the kernel a little.
+constexpr uint64_t kMinDirect = 32U << 10;
+
+// The part of [low, high) of `piece` that can move between the device and the caller's memory without a copy.
+Span direct_span(const Piece& piece, uint64_t low, uint64_t high, uint64_t alignment) {
+  if (piece.place != Place::memory || (piece.address - piece.offset) % alignment != 0) return {high, high};
+  const Span span{align_up(low, alignment), align_down(high, alignment)};
+  if (span.high < span.low + kMinDirect) return {high, high};
+  return span;
+}
 
 struct Slot {
   Transfer transfer;
@@ -312,12 +326,12 @@ class Deliveries {
 // A file may refuse what its directory's file system was seen to do: in an overlay (the image of a container) it
 // lies on another one. Then it is read through the page cache, and `tuning` says so.
 sys::File open_for(const std::string& path, Tuning& tuning) {
-  if (tuning.backend != Backend::buffered) {
+  if (tuning.backend->direct) {
     try {
       return sys::open_regular(path, O_DIRECT);
     } catch (const sys::Error& error) {
       if (error.code != EINVAL) throw;
-      tuning.backend = Backend::buffered;
+      tuning.backend = &kBuffered;
     }
   }
   return sys::open_regular(path);
@@ -327,7 +341,7 @@ sys::File open_for(const std::string& path, Tuning& tuning) {
 std::vector<bool> directness(const Plan& plan, const Tuning& tuning) {
   std::vector<bool> direct(plan.pieces.size(), true);
   // A buffered read makes a copy of its own.
-  if (tuning.backend == Backend::buffered || !PageSizes::can_be_huge()) return direct;
+  if (!tuning.backend->direct || !PageSizes::can_be_huge()) return direct;
   const PageSizes pages;
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     const Piece& piece = plan.pieces[i];
@@ -360,7 +374,7 @@ std::vector<Populator::Range> direct_ranges(const Plan& plan, const std::vector<
 // Few bytes need fewer and smaller windows, so that all of them are under way at once.
 void fit(Tuning& tuning, uint64_t wanted) {
   if (wanted >= tuning.window * tuning.depth) return;
-  if (tuning.backend == Backend::buffered && wanted <= tuning.window) {
+  if (!tuning.backend->direct && wanted <= tuning.window) {
     tuning.window = std::max<uint64_t>(64U << 10, align_up(wanted, 64U << 10));
     tuning.depth = 1;
     return;
@@ -389,7 +403,7 @@ Read read_windows(const sys::File& file, const Plan& plan, const std::vector<uin
   std::vector<Slot> slots(used.depth + waiting);
   Windows staging(slots.size(), used.window, pages);
   Deliveries deliveries(reader, control, large);
-  const auto queue = make_queue(used.backend, used.depth);  // after the memory: drained before that goes
+  const auto queue = make_queue(*used.backend, used.depth);  // after the memory: drained before that goes
   if (staged > slots.size() * used.window) staging.touch_ahead();
   // Last: while it touches pages, whatever maps memory (a ring, a thread's stack) waits for milliseconds.
   Populator populator(large ? direct_ranges(plan, direct, used) : std::vector<Populator::Range>{},
@@ -400,7 +414,7 @@ Read read_windows(const sys::File& file, const Plan& plan, const std::vector<uin
     try {
       finish(*queue, slot.transfer, used.effective_alignment());
     } catch (const sys::Error& error) {
-      if (error.code == EINVAL && arrived == 0 && used.backend != Backend::buffered) throw DirectRefused{};
+      if (error.code == EINVAL && arrived == 0 && used.backend->direct) throw DirectRefused{};
       throw;
     }
     deliveries.hand_over(slot);
@@ -440,12 +454,12 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
   Tuning used = tuning;
   uint64_t wanted = 0;
   for (const Piece& piece : plan.pieces) wanted += piece.nbytes;
-  if (wanted <= tuning.small) used.backend = Backend::buffered;
+  if (wanted <= tuning.small) used.backend = &kBuffered;
   sys::File file = open_for(path, used);
   const uint64_t file_nbytes = sys::size(file);
   if (file_nbytes % used.effective_alignment() != 0) {
     // Direct reads cannot end inside a block; our own shards never do, other people's files may.
-    used.backend = Backend::buffered;
+    used.backend = &kBuffered;
     file = open_for(path, used);
   }
   if (!plan.pieces.empty() && plan.pieces.back().end() > file_nbytes) {
@@ -455,7 +469,7 @@ Read read_file(const std::string& path, const Plan& plan, const std::vector<uint
     return read_windows(file, plan, expected, used, wanted, control);
   } catch (const DirectRefused&) {
     // Some file systems take O_DIRECT when a file is opened, and refuse to read so.
-    used.backend = Backend::buffered;
+    used.backend = &kBuffered;
     file = open_for(path, used);
   }
   return read_windows(file, plan, expected, used, wanted, control);

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "copy.hpp"
 #include "hash.hpp"
 
 namespace everystep {

@@ -4,7 +4,8 @@
 #include <span>
 #include <vector>
 
-#include "transfer.hpp"
+#include "plan.hpp"
+#include "sys.hpp"
 
 namespace everystep {
 

@@ -41,7 +41,7 @@ class UringQueue final : public Queue {
 #endif
     // Before Linux 5.19:
     if (result == -EINVAL) result = on_ring([&] { return io_uring_queue_init(depth, &ring_, 0); });
-    if (result < 0) throw sys::Error{-result, sys::Call::open, "io_uring"};
+    if (result < 0) throw sys::Error{-result, sys::Call::ring, "io_uring"};
     // A forked data-loader worker must not share the ring's memory with us.
     io_uring_ring_dontfork(&ring_);
   }
@@ -68,7 +68,7 @@ class UringQueue final : public Queue {
     // Not under two owners at once: what the kernel has comes to its end first.
     rings_fail = true;
     while (in_flight_ > 0) reap();
-    instead_ = make_queue(Backend::threads, depth_);
+    instead_ = kThreads.make_queue(depth_);
     instead_->submit(transfer);
   }
 
@@ -157,12 +157,17 @@ class UringQueue final : public Queue {
   std::unique_ptr<Queue> instead_;  // takes over then
 };
 
-}  // namespace
-
 std::unique_ptr<Queue> make_uring_queue(unsigned depth) {
-  if (rings_fail) throw sys::Error{ENOSYS, sys::Call::open, "io_uring"};
-  return std::make_unique<UringQueue>(depth);
+  try {
+    if (!rings_fail) return std::make_unique<UringQueue>(depth);
+  } catch (const sys::Error&) {
+    // There were rings when it was probed. Since then they were forbidden, or there is no room for one more: what
+    // one user may lock in memory, or open files. Threads do the same work.
+  }
+  return kThreads.make_queue(depth);
 }
+
+}  // namespace
 
 bool uring_available(std::string& reason) {
   io_uring ring{};
@@ -181,7 +186,11 @@ bool uring_available(std::string& reason) {
 
 #else
 
-std::unique_ptr<Queue> make_uring_queue(unsigned) { throw sys::Error{ENOSYS, sys::Call::open, "io_uring"}; }
+namespace {
+
+std::unique_ptr<Queue> make_uring_queue(unsigned depth) { return kThreads.make_queue(depth); }
+
+}  // namespace
 
 bool uring_available(std::string& reason) {
   reason = "built without liburing";
@@ -189,5 +198,7 @@ bool uring_available(std::string& reason) {
 }
 
 #endif
+
+constinit const Backend kUring{"uring", true, make_uring_queue};
 
 }  // namespace everystep

@@ -8,12 +8,16 @@
 // over as the copy takes. `depth` windows are under way at once and finish in order; the last of them is made
 // ready before room is waited for. Some devices tell of completions only when they have nothing left to do: then
 // the next window is there at once.
+#include "write.hpp"
+
 #include <fcntl.h>
 
 #include <algorithm>
+#include <cstring>
 
+#include "align.hpp"
 #include "hash.hpp"
-#include "transfer.hpp"
+#include "memory.hpp"
 
 namespace everystep {
 namespace {
@@ -84,7 +88,7 @@ class Writer {
     const char* data = reinterpret_cast<const char*>(piece.address) + inside;
     const uint64_t end = inside + nbytes;
     const Span whole = whole_chunks(piece, inside, end, tuning_.chunk);
-    if (whole.low >= whole.high || tuning_.backend == Backend::buffered) {
+    if (whole.low >= whole.high || !tuning_.backend->direct) {
       return stage_in_steps(number, inside, nbytes, data, to);
     }
     stage_in_steps(number, inside, whole.low - inside, data, to);
@@ -144,8 +148,8 @@ void write_small(uint64_t nbytes, Writer& writer, Written& out) {
 
 // What goes through the page cache has smaller windows.
 void fit_window(uint64_t nbytes, Tuning& tuning) {
-  if (nbytes <= tuning.small) tuning.backend = Backend::buffered;
-  if (tuning.backend == Backend::buffered) tuning.window = std::min(tuning.window, kBufferedWindow);
+  if (nbytes <= tuning.small) tuning.backend = &kBuffered;
+  if (!tuning.backend->direct) tuning.window = std::min(tuning.window, kBufferedWindow);
 }
 
 void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Written& out, Control& control) {
@@ -157,7 +161,7 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
   Windows staging(tuning.depth, tuning.window);
   std::vector<Slot> slots(tuning.depth);
   // Declared last, so destroyed first: it drains what is under way before the memory goes.
-  const auto queue = make_queue(tuning.backend, tuning.depth);
+  const auto queue = make_queue(*tuning.backend, tuning.depth);
   if (nbytes > tuning.depth * tuning.window) staging.touch_ahead();
 
   size_t asked = 0, finished = 0;
@@ -166,7 +170,7 @@ void write_windows(uint64_t nbytes, const Tuning& tuning, Writer& writer, Writte
     const uint64_t low = slot.transfer.offset;
     finish(*queue, slot.transfer, alignment);
     // Let the device start now instead of at the sync.
-    if (tuning.backend == Backend::buffered) sys::start_writeback(out.file, low, slot.nbytes);
+    if (!tuning.backend->direct) sys::start_writeback(out.file, low, slot.nbytes);
     control.advance(slot.nbytes);
     staging.give_back();
   };
@@ -209,7 +213,7 @@ Written write_file(const sys::Path& path, uint64_t nbytes, bool recycle, const P
                    Control& control) {
   Written out;
   const bool small = nbytes <= tuning.small;
-  const bool direct = !small && tuning.backend != Backend::buffered;
+  const bool direct = !small && tuning.backend->direct;
   Tuning used = tuning;
   fit_window(nbytes, used);
   const int flags = direct ? O_DIRECT : 0;

@@ -15,8 +15,36 @@ class Entry:
 
 _Path = str | PathLike[str]
 _Place = _Path | Entry
-_Strided = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 _Move = Callable[[memoryview, int], None]
+
+class Pieces:
+    """Pieces of one file and where their bytes lie in memory, added in the order of their offsets."""
+
+    nbytes: int
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def memory(self, offset: int, nbytes: int, address: int, /) -> None: ...
+    def strided(
+        self,
+        offset: int,
+        nbytes: int,
+        address: int,
+        itemsize: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        /,
+    ) -> None: ...
+    def callback(self, offset: int, nbytes: int, move: _Move, /) -> None: ...
+    def discard(self, offset: int, nbytes: int, /) -> None: ...
+    def zero(self, offset: int, nbytes: int, /) -> None: ...
+    # Checksums of all pieces but padding
+    def expect(self, checksums: list[str], /) -> None: ...
+    @staticmethod
+    def to_memory(
+        offsets: Sequence[int], nbytes: Sequence[int], addresses: Sequence[int], checksums: list[str], /
+    ) -> Pieces: ...
+    # Also returns, for each piece of the result, its number here; padding has numbers beyond these
+    def padded(self, start: int, stop: int, /) -> tuple[Pieces, list[int]]: ...
 
 class WriteJob:
     def wait(self, timeout: float | None = None) -> bool: ...
@@ -56,12 +84,7 @@ def write(
     nbytes: int,
     recycle: bool,
     header: bytes,
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    places: Sequence[int],
-    addresses: Sequence[int],
-    strided: Sequence[_Strided],
-    callbacks: list[_Move],
+    pieces: Pieces,
     backend: str,
     window: int,
     depth: int,
@@ -71,13 +94,8 @@ def write(
 ) -> WriteJob: ...
 def read(
     path: _Path,
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    places: Sequence[int],
-    addresses: Sequence[int],
-    strided: Sequence[_Strided],
-    callbacks: list[_Move],
-    expected: list[str],
+    pieces: Pieces,
+    verify: bool,
     backend: str,
     window: int,
     depth: int,
@@ -87,30 +105,15 @@ def read(
 ) -> ReadJob: ...
 def copy(
     destination: int,
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    places: Sequence[int],
-    addresses: Sequence[int],
-    strided: Sequence[_Strided],
-    callbacks: list[_Move],
+    pieces: Pieces,
 ) -> None: ...
 def pack(
     nbytes: int,
     chunk: int,
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    places: Sequence[int],
-    addresses: Sequence[int],
-    strided: Sequence[_Strided],
-    callbacks: list[_Move],
+    pieces: Pieces,
 ) -> tuple[bytes, list[str]]: ...
 def fingerprints(
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    places: Sequence[int],
-    addresses: Sequence[int],
-    strided: Sequence[_Strided],
-    callbacks: list[_Move],
+    pieces: Pieces,
 ) -> list[int]: ...
 def count_writes(nbytes: int, backend: str, window: int, depth: int, small: int) -> int: ...
 def raw_write(path: _Path, nbytes: int, backend: str, window: int, depth: int, huge_pages: bool) -> float: ...

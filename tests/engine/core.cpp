@@ -13,7 +13,8 @@
 #include <vector>
 
 #include "hash.hpp"
-#include "transfer.hpp"
+#include "read.hpp"
+#include "write.hpp"
 
 // The library's plainest code, as the reference: no vector instructions.
 #define XXH_VECTOR 0
@@ -78,8 +79,8 @@ void files(const std::string& directory) {
   const auto address = reinterpret_cast<uintptr_t>(data.data());
   std::vector<char> elements = random_bytes(600'000, 3);
   const Strided strided(reinterpret_cast<uintptr_t>(elements.data()), 4, {300, 500}, {4, 1200});
-  for (const Backend backend : {Backend::threads, Backend::buffered}) {
-    const std::string name = backend == Backend::threads ? "threads" : "buffered";
+  for (const Backend* backend : {&kThreads, &kBuffered}) {
+    const std::string name(backend->name);
     const std::string path = directory + "/" + name;
     Plan plan;
     // Large and congruent to its offset; odd; strided; fetched.

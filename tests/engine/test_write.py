@@ -287,11 +287,12 @@ def test_tuning_beyond_its_limits_is_refused(tmp_path: Path, window: int, depth:
         Tuning("buffered", window, depth)
     native = importlib.import_module("everystep._native")
     # The native side trusts nobody; a number that it cannot even hold is another error.
-    columns: tuple[list[Any], ...] = ([PAGE], [PAGE], [0], [0], [], [])
-    with pytest.raises((ValueError, TypeError)):
-        native.read(tmp_path / "f", *columns, [], "threads", window, depth, CHUNK_NBYTES, 0, False)
-    with pytest.raises((ValueError, TypeError)):
+    pieces = native.Pieces()
+    pieces.memory(PAGE, PAGE, 0)
+    with pytest.raises((ValueError, TypeError), match="tuning|incompatible"):
+        native.read(tmp_path / "f", pieces, False, "threads", window, depth, CHUNK_NBYTES, 0, False)
+    with pytest.raises((ValueError, TypeError), match="tuning|incompatible"):
         native.write(
-            tmp_path / "f", 2 * PAGE, False, b"", *columns, "threads", window, depth, CHUNK_NBYTES, 0, False
+            tmp_path / "f", 2 * PAGE, False, b"", pieces, "threads", window, depth, CHUNK_NBYTES, 0, False
         )
     assert list(tmp_path.iterdir()) == []

@@ -1,10 +1,10 @@
 """Making the system fail on purpose, to prove what happens then. For tests and drills, never on by itself.
 
-A fault is written ``call:nth:action``: the nth call of that kind fails with an errno name (``EIO``, ``ENOSPC``),
-falls ``short``, is ``slow250`` milliseconds late, or ``kill``s the process; a trailing ``+`` keeps failing from
-there on. ``any`` counts all kinds together, but for ``start_writeback``, ``ring`` and ``probe``, which a save can
-do without. Several are joined by commas: ``EVERYSTEP_FAULTS=sync:3:kill`` in the environment kills at the third
-sync.
+A fault is written ``call:nth:action``: the nth call of that kind fails with an errno name (``EIO``,
+``ENOSPC``), falls ``short``, is ``slow250`` milliseconds late, or ``kill``s the process; a trailing ``+``
+keeps failing from there on. ``any`` counts all kinds together, but for ``start_writeback``, ``ring`` and
+``probe``, which a save can do without. Several are joined by commas: ``EVERYSTEP_FAULTS=sync:3:kill`` in the
+environment kills at the third sync.
 """
 
 from __future__ import annotations

@@ -7,16 +7,17 @@ and verifies them. What the pieces mean is the caller's business.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from everystep import _native
+from everystep._native import Pieces
 from everystep.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
 from everystep.engine.probe import choose_backend
 from everystep.engine.tuning import READING, SAVING, Tuning
@@ -61,41 +62,34 @@ class Damage:
 
 _LONG_READ_NBYTES = 8 << 20
 
-_T = TypeVar("_T")
 
-_StridedTuple = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Pieces in the form the native side takes; the odd ones on the side, in order of appearance."""
-
-    offsets: list[int]
-    nbytes: list[int]
-    places: list[int]
-    addresses: list[int]
-    strided: list[_StridedTuple]
-    callbacks: list[Callable[[memoryview, int], None]]
-
-
-_PLACES: dict[type, int] = {Memory: 0, Strided: 1, Produced: 2, Consumed: 2, Unkept: 3, Padding: 4}
-
-
-def _columns(offsets: list[int], ends: Sequence[Source | Destination | Padding | Unkept]) -> _Columns:
-    strided: list[_StridedTuple] = []
-    callbacks: list[Callable[[memoryview, int], None]] = []
-    addresses = [0] * len(ends)
-    for number, end in enumerate(ends):
+def _pieces(offsets: Iterable[int], ends: Iterable[Source | Destination | Padding | Unkept]) -> Pieces:
+    pieces = Pieces()
+    for offset, end in zip(offsets, ends, strict=True):
         if isinstance(end, Memory):
-            addresses[number] = end.address
+            pieces.memory(offset, end.nbytes, end.address)
         elif isinstance(end, Strided):
-            strided.append((end.address, end.itemsize, end.shape, end.strides))
+            pieces.strided(offset, end.nbytes, end.address, end.itemsize, end.shape, end.strides)
         elif isinstance(end, Produced):
-            callbacks.append(end.fill)
+            pieces.callback(offset, end.nbytes, end.fill)
         elif isinstance(end, Consumed):
-            callbacks.append(end.drain)
-    nbytes = [end.nbytes for end in ends]
-    return _Columns(offsets, nbytes, [_PLACES[type(end)] for end in ends], addresses, strided, callbacks)
+            pieces.callback(offset, end.nbytes, end.drain)
+        elif isinstance(end, Unkept):
+            pieces.discard(offset, end.nbytes)
+        else:
+            pieces.zero(offset, end.nbytes)
+    return pieces
+
+
+def _sources(pieces: Sequence[WritePiece]) -> Pieces:
+    return _pieces([piece.offset for piece in pieces], [piece.source for piece in pieces])
+
+
+def destinations(pieces: Sequence[ReadPiece]) -> Pieces:
+    """What `read` takes. `Pieces.to_memory` makes many at once, without an object for each."""
+    found = _pieces([piece.offset for piece in pieces], [piece.destination for piece in pieces])
+    found.expect([piece.checksums for piece in pieces if not isinstance(piece.destination, Padding)])
+    return found
 
 
 class WriteJob:
@@ -177,18 +171,12 @@ def write(
     name (`WriteJob.fresh`). ``background=False`` does the work before returning.
     """
     sources: list[Source] = [piece.source for piece in pieces]
-    columns = _columns([piece.offset for piece in pieces], sources)
     native = _native.write(
         path,
         nbytes,
         recycle,
         header,
-        columns.offsets,
-        columns.nbytes,
-        columns.places,
-        columns.addresses,
-        columns.strided,
-        columns.callbacks,
+        _pieces([piece.offset for piece in pieces], sources),
         tuning.backend or "buffered",
         tuning.window_nbytes,
         tuning.depth,
@@ -206,75 +194,9 @@ def write(
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class ReadColumns:
-    """Pieces to read, sorted by offset, column by column.
-
-    An object for each piece would take longer than reading a small array.
-    """
-
-    columns: _Columns
-    checksums: list[str]
-
-    @classmethod
-    def of(cls, pieces: Sequence[ReadPiece]) -> ReadColumns:
-        columns = _columns([piece.offset for piece in pieces], [piece.destination for piece in pieces])
-        return cls(columns, [piece.checksums for piece in pieces])
-
-    @classmethod
-    def to_memory(
-        cls, offsets: list[int], nbytes: list[int], addresses: list[int], checksums: list[str]
-    ) -> ReadColumns:
-        """Pieces that each go to contiguous memory, which the caller keeps alive."""
-        columns = _Columns(offsets, nbytes, [_PLACES[Memory]] * len(offsets), addresses, [], [])
-        return cls(columns, checksums)
-
-    def __len__(self) -> int:
-        return len(self.checksums)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.columns.nbytes)
-
-    def padded(self, start: int, stop: int) -> tuple[ReadColumns, list[int]]:
-        """With `Padding` for all that lies between the pieces, from `start` to `stop`.
-
-        Also returns, for each piece of the result, its number here; padding has numbers beyond these.
-        """
-        offsets, nbytes = self.columns.offsets, self.columns.nbytes
-        gaps: list[tuple[int, int]] = []
-        at = start
-        for offset, size in zip(offsets, nbytes, strict=True):
-            if offset > at:
-                gaps.append((at, offset - at))
-            at = offset + size
-        if stop > at:
-            gaps.append((at, stop - at))
-        if not gaps:
-            return self, list(range(len(self)))
-        none, zero = [0] * len(gaps), [_PLACES[Padding]] * len(gaps)
-        offsets = offsets + [offset for offset, _ in gaps]
-        nbytes = nbytes + [size for _, size in gaps]
-        # Stable: an empty array where padding begins stays before it.
-        order = sorted(range(len(offsets)), key=offsets.__getitem__)
-
-        def sort(column: list[_T]) -> list[_T]:
-            return [column[number] for number in order]
-
-        columns = _Columns(
-            sort(offsets),
-            sort(nbytes),
-            sort(self.columns.places + zero),
-            sort(self.columns.addresses + none),
-            self.columns.strided,
-            self.columns.callbacks,
-        )
-        return ReadColumns(columns, sort(self.checksums + [""] * len(gaps))), order
-
-
 def read(
     path: str | os.PathLike[str],
-    pieces: Sequence[ReadPiece] | ReadColumns,
+    pieces: Sequence[ReadPiece] | Pieces,
     *,
     tuning: Tuning,
     chunk_nbytes: int = CHUNK_NBYTES,
@@ -282,17 +204,11 @@ def read(
     progress: Callable[[int], None] | None = None,
 ) -> list[Damage]:
     """Reads `pieces` (sorted by offset) and returns the chunks that fail verification: none, as a rule."""
-    pieces = pieces if isinstance(pieces, ReadColumns) else ReadColumns.of(pieces)
-    columns = pieces.columns
+    pieces = pieces if isinstance(pieces, Pieces) else destinations(pieces)
     native = _native.read(
         path,
-        columns.offsets,
-        columns.nbytes,
-        columns.places,
-        columns.addresses,
-        columns.strided,
-        columns.callbacks,
-        pieces.checksums if verify else [],
+        pieces,
+        verify,
         tuning.backend or "buffered",
         tuning.window_nbytes,
         tuning.depth,
@@ -316,16 +232,7 @@ def copy(pieces: Sequence[WritePiece], buffer: np.ndarray[Any, np.dtype[np.uint8
     """Copies sources (sorted by offset) into `buffer`, each to its offset there."""
     if pieces and pieces[-1].offset + pieces[-1].source.nbytes > buffer.nbytes:
         raise ValueError("the pieces reach past the end of the buffer")
-    columns = _columns([piece.offset for piece in pieces], [piece.source for piece in pieces])
-    _native.copy(
-        buffer.ctypes.data,
-        columns.offsets,
-        columns.nbytes,
-        columns.places,
-        columns.addresses,
-        columns.strided,
-        columns.callbacks,
-    )
+    _native.copy(buffer.ctypes.data, _sources(pieces))
 
 
 class Packed(WriteJob):
@@ -364,17 +271,7 @@ class Packed(WriteJob):
 
 def pack(pieces: Sequence[WritePiece], nbytes: int) -> Packed:
     """Copies sources (sorted by offset) into `nbytes` of data, zeros between them."""
-    columns = _columns([piece.offset for piece in pieces], [piece.source for piece in pieces])
-    data, checksums = _native.pack(
-        nbytes,
-        CHUNK_NBYTES,
-        columns.offsets,
-        columns.nbytes,
-        columns.places,
-        columns.addresses,
-        columns.strided,
-        columns.callbacks,
-    )
+    data, checksums = _native.pack(nbytes, CHUNK_NBYTES, _sources(pieces))
     return Packed(data, checksums)
 
 
@@ -384,15 +281,7 @@ def fingerprints(sources: Sequence[Source]) -> list[int]:
     Of the C-order bytes: equal arrays have equal ones, however each of them lies in memory.
     """
     offsets = list(accumulate((source.nbytes for source in sources), initial=0))[:-1]
-    columns = _columns(offsets, sources)
-    return _native.fingerprints(
-        columns.offsets,
-        columns.nbytes,
-        columns.places,
-        columns.addresses,
-        columns.strided,
-        columns.callbacks,
-    )
+    return _native.fingerprints(_pieces(offsets, sources))
 
 
 def fresh_bytes(nbytes: int, address_residue: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:

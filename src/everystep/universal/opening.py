@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from everystep import engine
-from everystep.engine import CHUNK_NBYTES, READING, ReadColumns, Tuning
+from everystep.engine import CHUNK_NBYTES, READING, Pieces, Tuning
 from everystep.errors import CheckpointClosed, IncompleteCheckpoint, UnsupportedSource
 from everystep.format.dtypes import is_known, itemsize, opaque
 from everystep.format.geometry import whole
@@ -141,14 +141,14 @@ class _SourceReader(ShardReader):
         self._files = files
         self._made: str | None = None
 
-    def _problems(self, index: int, columns: ReadColumns, owner: Any, **how: Any) -> list[VerifyProblem]:
+    def _problems(self, index: int, pieces: Pieces, owner: Any, **how: Any) -> list[VerifyProblem]:
         how.update(verify=False, whole=False)
         file = self._part.files[index]
         if not self._files.is_computed(file.name):
-            return super()._problems(index, columns, owner, **how)
+            return super()._problems(index, pieces, owner, **how)
         with self._files.made(file.name, file.nbytes) as self._made:
             try:
-                return super()._problems(index, columns, owner, **how)
+                return super()._problems(index, pieces, owner, **how)
             finally:
                 self._made = None  # the next file may lie on the disk
 

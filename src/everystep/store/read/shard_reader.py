@@ -12,7 +12,7 @@ from functools import partial
 from msgspec import Struct
 
 from everystep import engine
-from everystep.engine import READING, Destination, ReadColumns, ReadPiece, Tuning, Unkept
+from everystep.engine import READING, Destination, Pieces, ReadPiece, Tuning, Unkept
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint
 from everystep.format.checksums import HEX_DIGITS, digest
 from everystep.format.embedded import check_header
@@ -131,12 +131,12 @@ class ShardReader:
         """Reads out of one file."""
         # An empty array lies where the next one begins, and has to come first.
         in_file = sorted(requests, key=lambda item: (item.piece.offset, item.piece.destination.nbytes))
-        columns = ReadColumns.of([item.piece for item in in_file])
+        pieces = engine.destinations([item.piece for item in in_file])
 
         def owner(number: int) -> tuple[str, int]:
             return in_file[number].leaf, in_file[number].chunk
 
-        return self._problems(index, columns, owner, verify=verify, whole=whole, progress=progress)
+        return self._problems(index, pieces, owner, verify=verify, whole=whole, progress=progress)
 
     def read_whole_leaves(
         self,
@@ -160,7 +160,7 @@ class ShardReader:
         for index in range(len(self._part.files)):
             in_file = [number for number in order if fragments[number].file == index]
             if in_file or whole:
-                columns = ReadColumns.to_memory(
+                pieces = Pieces.to_memory(
                     [fragments[number].offset for number in in_file],
                     [fragments[number].nbytes for number in in_file],
                     [addresses[number] for number in in_file],
@@ -168,15 +168,15 @@ class ShardReader:
                 )
                 owner = _owner([leaves[number] for number in in_file])
                 advance = None if progress is None else _later(progress, done)
-                found = self._problems(index, columns, owner, verify=verify, whole=whole, progress=advance)
+                found = self._problems(index, pieces, owner, verify=verify, whole=whole, progress=advance)
                 for problem in found:
                     raise problem.error()
-                done += columns.nbytes
+                done += pieces.nbytes
 
     def _problems(
         self,
         index: int,
-        columns: ReadColumns,
+        pieces: Pieces,
         owner: Callable[[int], tuple[str, int]],
         *,
         verify: bool,
@@ -185,18 +185,18 @@ class ShardReader:
     ) -> list[VerifyProblem]:
         """Reads pieces out of one file. `owner` gives the leaf of a piece, and the piece's first chunk."""
         file = self._part.files[index]
-        problem = patiently(lambda: self._file_problem(file, owner(0)[0] if len(columns) else None))
+        problem = patiently(lambda: self._file_problem(file, owner(0)[0] if len(pieces) else None))
         if problem is not None:
             return [problem]
         found: list[VerifyProblem] = []
-        count = len(columns)
+        count = len(pieces)
         numbers: Sequence[int] = range(count)
         if verify and whole:
             found += patiently(lambda: self._header_problem(file))
-            columns, numbers = columns.padded(file.header_nbytes, file.nbytes)
+            pieces, numbers = pieces.padded(file.header_nbytes, file.nbytes)
         shown = self.shown_path(file)
         # Again, if need be, from the start: what was put in place by then is put there once more.
-        damages = patiently(lambda: self._engine_read(file, columns, verify=verify, progress=progress))
+        damages = patiently(lambda: self._engine_read(file, pieces, verify=verify, progress=progress))
         for damage in damages:
             number = numbers[damage.piece]
             if number >= count:
@@ -221,7 +221,7 @@ class ShardReader:
     def _engine_read(
         self,
         file: ShardFile,
-        pieces: ReadColumns,
+        pieces: Pieces,
         *,
         verify: bool,
         progress: Callable[[int], None] | None = None,
