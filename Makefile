@@ -13,7 +13,7 @@
 #   make benchmarks  measure everything and write docs/benchmarks.md (about half an hour; ARGS="--quick" for less)
 #   make study    what checkpoints cost in each framework, into build/study (hours; ARGS="--quick" for five minutes)
 #   make docs     the documents as a web site, in build/site; warnings are errors
-#   make dist     an sdist and a wheel that needs no compiler, in dist/;  make dist-test  tries both in bare environments
+#   make dist     sdists and wheels of everystep (needs no compiler) and everystep-study, in dist/;  make dist-test  tries them
 #   make clean    remove what was built;  make distclean  removes .venv too
 #
 # Each of them starts from a bare checkout: it makes .venv and builds first when that is needed.
@@ -72,12 +72,14 @@ define install
 	@touch $(BUILD_STAMP)
 endef
 
-$(BUILD_STAMP): $(ENV_STAMP) pyproject.toml CMakeLists.txt $(NATIVE) $(TOP)
-	@echo "setup: building and installing everystep"
+$(BUILD_STAMP): $(ENV_STAMP) pyproject.toml study/pyproject.toml CMakeLists.txt $(NATIVE) $(TOP)
+	@echo "setup: building and installing everystep and everystep-study"
+	@$(PIP) install --quiet --no-build-isolation --no-deps -e ./study
 	$(call install,-e '.[dev]')
 
 # Always runs, needs no network: what one uses while working on native/.
 build: $(ENV_STAMP)
+	@$(PIP) install --quiet --no-build-isolation --no-deps -e ./study
 	$(call install,--no-deps -e .)
 
 demo: setup
@@ -89,11 +91,11 @@ test: setup
 # Installed as a user does, with these or the newest dependencies, and without torch: tests that import it are skipped.
 compat:
 	@$(PYTHON) -m venv --clear build/compat
-	@build/compat/bin/python -m pip --disable-pip-version-check --no-input install --quiet . $(WITH) \
+	@build/compat/bin/python -m pip --disable-pip-version-check --no-input install --quiet . ./study $(WITH) \
 	  pytest hypothesis pytest-timeout pytest-xdist safetensors ml_dtypes xxhash
 	TESTS_WITHOUT="torch matplotlib PIL" build/compat/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider $(PYTEST_ARGS)
 
-# The systems whose checkpoints we read and write, each in an environment of its own (the table is in study/environments.py).
+# The systems whose checkpoints we read and write, each in an environment of its own (the table is in everystep_study/environments.py).
 peers: setup
 	$(BIN)/python tools/peers.py
 	$(BIN)/python -m pytest -q -m peers $(PYTEST_ARGS)
@@ -107,7 +109,7 @@ browser: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict src
+	$(BIN)/mypy --strict src study/src tools/peers.py tools/planning_at_scale.py tests/support/peers.py
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE) tests/engine/core.cpp
 
@@ -176,15 +178,16 @@ dist: $(DIST_TOOLS)/.stamp
 	  -Ccmake.define.EVERYSTEP_PORTABLE=ON . > build/dist.log 2>&1 || { tail -n 40 build/dist.log; exit 1; }
 	PATH="$(CURDIR)/$(DIST_TOOLS)/bin:$$PATH" auditwheel repair --wheel-dir dist build/unrepaired/*.whl
 	@mv build/unrepaired/*.tar.gz dist/
+	$(DIST_TOOLS)/bin/python -m build --outdir dist study >> build/dist.log 2>&1 || { tail -n 40 build/dist.log; exit 1; }
 	@ls -l dist
 
 dist-test: dist
 	DIST_PYTHON="$(PYTHON)" $(DIST_TOOLS)/bin/python -m pytest -q -p no:cacheprovider -m dist tests/packaging $(PYTEST_ARGS)
 
 clean:
-	rm -rf build dist build.log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist study/build build.log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f $(BUILD_STAMP)
-	find src tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src study tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf $(VENV)

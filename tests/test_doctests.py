@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 import everystep
+import everystep_study
 
-SOURCE = Path(everystep.__file__).parent
 MODULES = sorted(
-    ".".join(("everystep", *file.relative_to(SOURCE).with_suffix("").parts))
-    for file in SOURCE.rglob("*.py")
+    ".".join((package.__name__, *file.relative_to(source).with_suffix("").parts))
+    for package in (everystep, everystep_study)
+    if package.__file__ and (source := Path(package.__file__).parent)
+    for file in source.rglob("*.py")
     if file.name != "__init__.py" and ">>>" in file.read_text("utf-8")
 )
 

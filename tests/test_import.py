@@ -10,7 +10,7 @@ import pytest
 
 FRAMEWORKS = ["lightning", "transformers", "accelerate", "deepspeed", "jax", "chainer", "keras", "tensorflow"]
 INTEGRATIONS = [f"everystep.integrations.{name}" for name in FRAMEWORKS]
-SCRIPTS = ["everystep.study.zero_writer"]
+SCRIPTS = ["everystep_study.zero_writer"]
 """Run in the environment of another system; nothing imports them."""
 HEAVY = [
     *FRAMEWORKS,
@@ -61,7 +61,7 @@ def test_saving_and_loading_numpy_arrays_imports_no_framework() -> None:
 
 
 LAYERS = ["engine", "format", "state", "plan", "store", "checkpointer"]
-ABOVE = ["integrations.dcp", "inspect", "drill", "study", "cli"]
+ABOVE = ["integrations.dcp", "inspect", "drill", "cli"]
 
 
 @pytest.mark.parametrize("module", [*LAYERS, *ABOVE])
@@ -79,12 +79,13 @@ def test_every_module_but_integrations_can_be_imported_without_a_framework() -> 
                 if name.partition(".")[0] in REFUSED:
                     raise ImportError(name + " was imported")
         sys.meta_path.insert(0, Refuse())
-        import everystep
-        for module in pkgutil.walk_packages(everystep.__path__, "everystep."):
+        import everystep, everystep_study
+        ours = pkgutil.walk_packages(everystep.__path__, "everystep.")
+        for module in [*ours, *pkgutil.walk_packages(everystep_study.__path__, "everystep_study.")]:
             # Modules named after a framework import it, and so do those below everystep.integrations.sklearn.
             named = module.name.startswith({(*INTEGRATIONS, *SCRIPTS, "everystep.integrations.sklearn.")!r})
             # Each of these runs in a process of its own, with the framework that it is named after.
-            worker = ".study.frameworks." in module.name
+            worker = "_study.frameworks." in module.name
             worker &= module.name.endswith(("_worker", "_models", "_probe"))
             if not module.name.endswith("__main__") and not named and not worker:
                 importlib.import_module(module.name)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src"
+ROOT = Path(__file__).parents[1]
 
 
 def module_name(file: Path, source: Path) -> str:
@@ -46,9 +46,16 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    graph = import_graph(SOURCE)
-    assert "everystep.engine.transfer" in graph["everystep.engine"], "the graph is empty"
+@pytest.mark.parametrize(
+    ("source", "module", "uses"),
+    [
+        ("src", "everystep.engine", "everystep.engine.transfer"),
+        ("study/src", "everystep_study.runner", "everystep_study.suite"),
+    ],
+)
+def test_no_module_imports_itself_by_way_of_others(source: str, module: str, uses: str) -> None:
+    graph = import_graph(ROOT / source)
+    assert uses in graph[module], "the graph is empty"
     assert cycle(graph) == []
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import everystep
 from everystep.cli.app import app
+from everystep.cli.plugins import installed
 from everystep.paths import local_path
 from support.path_calls import CALLS, framework_of, path_parameters
 
@@ -141,6 +142,7 @@ def _commands() -> Iterator[tuple[list[str], Callable[..., Any]]]:
             yield from named(below.typer_instance, [*before, below.name])
 
     yield from named(app, [])
+    yield from named(installed(), [])
 
 
 def _command_lines() -> Iterator[list[str]]:

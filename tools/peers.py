@@ -4,7 +4,7 @@
     python tools/peers.py NAME...    these
 
 Each is a virtual environment ``build/peers/NAME`` without everystep. What is in them is the table in
-`everystep.study.environments`.
+`everystep_study.environments`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from everystep.study.environments import ENVIRONMENTS, build
+from everystep_study.environments import ENVIRONMENTS, build
 
 FOLDER = Path(__file__).resolve().parent.parent / "build" / "peers"
 

@@ -34,7 +34,7 @@ GROUPS = {
 # Layers that users do not import from: the names above are what they offer.
 INTERNAL = {
     *("caller", "checkpointer", "cli", "drill", "engine", "errors", "format", "integrations"),
-    *("plan", "shelf", "state", "store", "study"),
+    *("plan", "shelf", "state", "store"),
 }
 # Of these classes, what users call; the rest is for the Checkpointer.
 MEMBERS = {"PendingSave": ("done", "result", "exception", "progress")}

@@ -11,7 +11,7 @@
         train_one_step()
         ckpt.save(step + 1)
 
-Layers, each using only those below: `cli` and `study`; `checkpointer` (the training loop); `store` (commit
+Layers, each using only those below: `cli`; `checkpointer` (the training loop); `store` (commit
 protocol, runs); `plan` (which bytes go where); `state` (trees and arrays); `format` (files); `engine` (the
 device, in C++).
 

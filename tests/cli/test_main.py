@@ -14,7 +14,7 @@ from everystep import __version__
 from everystep.cli.examples import EXAMPLES
 from support.command import SHARD, command, damage_manifest, make_run, step_path
 
-COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "spec", "drill", "doctor", "bench")
+COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "spec", "drill", "doctor")
 
 
 def python(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -257,7 +257,7 @@ def test_help_and_version_as_others_spell_them() -> None:
     assert command("-V").out == command("--version").out
 
 
-ALL_COMMANDS = (*COMMANDS, "view", "completion", "shelf", "shelf export", "study run", "convert")
+ALL_COMMANDS = (*COMMANDS, "view", "completion", "shelf", "shelf export", "bench", "study run", "convert")
 
 
 @pytest.mark.parametrize("name", ALL_COMMANDS)

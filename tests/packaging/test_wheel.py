@@ -1,4 +1,4 @@
-"""What `make dist` built: the wheel works where there is no compiler, and the sdist holds what it should.
+"""What `make dist` built: the wheels work where there is no compiler, and the sdist holds what it should.
 
 Run by `make dist-test`, in the environment of its tools. `DIST_PYTHON` is the Python of the wheel.
 """
@@ -49,19 +49,19 @@ class Bare:
         }
         self.environment = {**kept, "PATH": str(directory / "env/bin"), "HOME": str(directory)}
 
-    def run(self, *command: str | Path) -> str:
+    def run(self, *command: str | Path, code: int = 0) -> str:
         done = subprocess.run(
             command, cwd=self.directory, env=self.environment, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stderr if code else done.stdout
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Bare:
     made = Bare(tmp_path_factory.mktemp("bare"))
     pip = made.directory / "env/bin/pip"
-    made.run(pip, "install", "--quiet", "--only-binary", ":all:", the_one("*.whl"))
+    made.run(pip, "install", "--quiet", "--only-binary", ":all:", the_one("everystep-*.whl"))
     return made
 
 
@@ -83,6 +83,21 @@ def test_the_wheel_examines_the_machine(bare: Bare) -> None:
     assert "io_uring" in report
 
 
+def test_without_the_study_its_commands_say_what_to_install(bare: Bare) -> None:
+    for name in ("bench", "study"):
+        assert "pip install everystep-study" in bare.run(bare.directory / "env/bin/everystep", name, code=2)
+
+
+def test_the_study_adds_its_commands(tmp_path: Path) -> None:
+    made = Bare(tmp_path)
+    wheels = (the_one("everystep-*.whl"), the_one("everystep_study-*.whl"))
+    made.run(tmp_path / "env/bin/pip", "install", "--quiet", "--only-binary", ":all:", *wheels)
+    everystep = tmp_path / "env/bin/everystep"
+    small = ("--size", "2M", "--repeat", "1", "--system", "everystep", "--system", "savez")
+    assert "everystep-bench/2" in made.run(everystep, "bench", tmp_path, *small, "--json")
+    assert "torch" in made.run(everystep, "study", "run", "--help")
+
+
 def test_the_example_for_newcomers_runs(bare: Bare) -> None:
     assert "loaded, and equal" in bare.run(
         bare.directory / "env/bin/python", ROOT / "examples/save_and_load.py"
@@ -92,7 +107,7 @@ def test_the_example_for_newcomers_runs(bare: Bare) -> None:
 def test_the_wheel_needs_only_what_every_linux_has(tmp_path: Path) -> None:
     from elftools.elf.elffile import ELFFile
 
-    wheel = the_one("*.whl")
+    wheel = the_one("everystep-*.whl")
     assert wheel.stem.split("-")[-1].startswith("manylinux_2_")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -109,12 +124,12 @@ def test_the_wheel_is_for_the_python_that_was_asked_for_and_from_3_12_on_for_lat
     python = os.environ.get("DIST_PYTHON") or sys.executable
     asked = subprocess.check_output([python, "-c", "import sys; print(sys.version_info[1])"], text=True)
     minor = int(asked)
-    tags = tuple(the_one("*.whl").stem.split("-")[2:4])
+    tags = tuple(the_one("everystep-*.whl").stem.split("-")[2:4])
     assert tags == (("cp312", "abi3") if minor >= 12 else (f"cp3{minor}", f"cp3{minor}"))
 
 
 def test_the_sdist_holds_what_builds_tests_and_documents_the_package() -> None:
-    with tarfile.open(the_one("*.tar.gz")) as archive:
+    with tarfile.open(the_one("everystep-*.tar.gz")) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     tracked = set(subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines())
     left_out = {name for name in tracked - held if not name.startswith((".ci/", ".github/"))}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everystep.study.environments import ENVIRONMENTS
+from everystep_study.environments import ENVIRONMENTS
 from support import peers
 
 VERSIONS = """

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from everystep.study import frameworks
-from everystep.study.frameworks.process import FrameworkProcess
+from everystep_study import frameworks
+from everystep_study.frameworks.process import FrameworkProcess
 from support import peers
 
 pytestmark = pytest.mark.peers

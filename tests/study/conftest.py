@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from everystep.study import cache, states
+from everystep_study import cache, states
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ pytest.importorskip("sklearn")
 
 from rich.console import Console
 
-from everystep.study import report, runner
-from everystep.study.suites import clusters
-from everystep.study.suites.clusters import ClustersSuite
+from everystep_study import report, runner
+from everystep_study.suites import clusters
+from everystep_study.suites.clusters import ClustersSuite
 
 
 def small(**options: object) -> ClustersSuite:

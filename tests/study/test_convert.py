@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from everystep.study.report import from_json
-from everystep.study.results import Result, Row
-from everystep.study.suites.convert import DEEPSPEED, ConvertSuite
+from everystep_study.report import from_json
+from everystep_study.results import Result, Row
+from everystep_study.suites.convert import DEEPSPEED, ConvertSuite
 from support.bench_results import result, row, text_of
 from support.command import command
 

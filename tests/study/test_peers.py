@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from everystep.study import peers, states
-from everystep.study.peers import base
-from everystep.study.peers.base import Peer, difference
+from everystep_study import peers, states
+from everystep_study.peers import base
+from everystep_study.peers.base import Peer, difference
 
 STORING = [peer() for key, peer in peers.STORING.items() if not key.startswith("raw")]
 IN_PYTHON = [peer for peer in STORING if not isinstance(peer, peers.Everystep)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from everystep.study.rank import Answer
-from everystep.study.suites.rank_waiting import project, split
-from everystep.study.waiting import WaitingClock
+from everystep_study.rank import Answer
+from everystep_study.suites.rank_waiting import project, split
+from everystep_study.waiting import WaitingClock
 
 
 def test_a_rank_waits_inside_of_messages_and_for_the_last_one_to_end() -> None:
@@ -25,7 +25,7 @@ def test_a_projection_is_a_line_and_never_falls_below_what_was_measured() -> Non
 
 def test_nested_waits_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 13.0])
-    monkeypatch.setattr("everystep.study.waiting.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("everystep_study.waiting.time.monotonic", lambda: next(now))
     clock = WaitingClock()
     inner = clock._timed(lambda: "done")
     assert clock._timed(inner)() == "done"

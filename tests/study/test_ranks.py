@@ -11,12 +11,12 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from everystep.study import runner, world
-from everystep.study.rank import Answer, Order
-from everystep.study.report import from_json
-from everystep.study.results import Result, Row
-from everystep.study.suites.ranks import RanksSuite, best_writers, visits, written_at
-from everystep.study.world import RankEnded, World, seconds_of
+from everystep_study import runner, world
+from everystep_study.rank import Answer, Order
+from everystep_study.report import from_json
+from everystep_study.results import Result, Row
+from everystep_study.suites.ranks import RanksSuite, best_writers, visits, written_at
+from everystep_study.world import RankEnded, World, seconds_of
 from support.bench_results import quiet, result, row, text_of
 from support.command import command
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from everystep.study import plot, report, results
-from everystep.study.results import Row, ratio_interval
-from everystep.study.views import TIMES
+from everystep_study import plot, report, results
+from everystep_study.results import Row, ratio_interval
+from everystep_study.views import TIMES
 from support.bench_results import ScriptedSuite, result, row, text_of
 
 

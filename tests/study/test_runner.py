@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everystep.study import cache, machine, runner
-from everystep.study.costs import cost_of
-from everystep.study.results import CPU_SECONDS, PEAK_NBYTES, SECONDS
-from everystep.study.runner import turns
-from everystep.study.suite import Group, Needs, Turn
-from everystep.study.suites.save_load import SaveLoadSuite
-from everystep.study.suites.training import TrainingSuite
+from everystep_study import cache, machine, runner
+from everystep_study.costs import cost_of
+from everystep_study.results import CPU_SECONDS, PEAK_NBYTES, SECONDS
+from everystep_study.runner import turns
+from everystep_study.suite import Group, Needs, Turn
+from everystep_study.suites.save_load import SaveLoadSuite
+from everystep_study.suites.training import TrainingSuite
 from support.bench_results import Scripted, ScriptedSuite, quiet
 
 MIB = 1 << 20

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from everystep.study import peers, runner
-from everystep.study.peers.base import Done
-from everystep.study.results import Bar, Result, Row
-from everystep.study.suites import save_load
-from everystep.study.suites.save_load import Import, SaveLoadSuite
+from everystep_study import peers, runner
+from everystep_study.peers.base import Done
+from everystep_study.results import Bar, Result, Row
+from everystep_study.suites import save_load
+from everystep_study.suites.save_load import Import, SaveLoadSuite
 from support.bench_results import quiet, result, row, text_of
 
 SAVES = {"raw": 0.5, "raw-huge": 0.4, "everystep": 0.52, "everystep-recycled": 0.5, "safetensors": 1.05}

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from everystep.study import campaign, frameworks, report_page
-from everystep.study.campaign import Options
-from everystep.study.frameworks import Entry
-from everystep.study.frameworks.orders import context, cost
-from everystep.study.frameworks.process import FrameworkProcess, TimeUp, WorkerEnded
-from everystep.study.results import Row
-from everystep.study.results_directory import FILE, Part, ResultsDirectory, StudyError
-from everystep.study.suite import Turn
-from everystep.study.suites import by_framework
-from everystep.study.suites.damage import Flips
+from everystep_study import campaign, frameworks, report_page
+from everystep_study.campaign import Options
+from everystep_study.frameworks import Entry
+from everystep_study.frameworks.orders import context, cost
+from everystep_study.frameworks.process import FrameworkProcess, TimeUp, WorkerEnded
+from everystep_study.results import Row
+from everystep_study.results_directory import FILE, Part, ResultsDirectory, StudyError
+from everystep_study.suite import Turn
+from everystep_study.suites import by_framework
+from everystep_study.suites.damage import Flips
 from support.bench_results import quiet
 from support.fake_framework import FakeFramework
 
@@ -116,7 +116,7 @@ def test_a_framework_in_trouble_costs_its_rows_and_not_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_TROUBLES", "1")
-    monkeypatch.setattr("everystep.study.suites.formats.QUICK_FLIPS", 1)
+    monkeypatch.setattr("everystep_study.suites.formats.QUICK_FLIPS", 1)
     said: list[str] = []
     rows = rows_of(study(tmp_path, "cost", said=said), "cost")
     found = {case.partition(",")[0]: row for (_, case), row in rows.items()}
@@ -235,7 +235,7 @@ class TestDirectory:
         original = campaign.runner.run
         monkeypatch.setattr(campaign.runner, "run", run)
         monkeypatch.setattr(frameworks, "FRAMEWORKS", {"fake": Entry("Gone", "no_such_worker")})
-        monkeypatch.setattr("everystep.study.results_directory.Entry.missing", False)
+        monkeypatch.setattr("everystep_study.results_directory.Entry.missing", False)
         with pytest.raises(KeyboardInterrupt):
             study(tmp_path, "cost", "formats")
         said: list[str] = []

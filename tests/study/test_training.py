@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from everystep.study import peers, runner
-from everystep.study import training_model as training_model
-from everystep.study.peers import training as training_peers
-from everystep.study.peers.training import TrainingPeer
-from everystep.study.results import Bar, Result, Row
-from everystep.study.states import Gpt2
-from everystep.study.suite import Group, Turn
-from everystep.study.suites import restarts, training, training_child
-from everystep.study.suites.restarts import Restart
-from everystep.study.suites.training import Steps, TrainingSuite, places, predicted_stall
-from everystep.study.training_model import Load, Trainer
+from everystep_study import peers, runner
+from everystep_study import training_model as training_model
+from everystep_study.peers import training as training_peers
+from everystep_study.peers.training import TrainingPeer
+from everystep_study.results import Bar, Result, Row
+from everystep_study.states import Gpt2
+from everystep_study.suite import Group, Turn
+from everystep_study.suites import restarts, training, training_child
+from everystep_study.suites.restarts import Restart
+from everystep_study.suites.training import Steps, TrainingSuite, places, predicted_stall
+from everystep_study.training_model import Load, Trainer
 from support.bench_results import quiet, result, row, text_of
 
 MIB = 1 << 20

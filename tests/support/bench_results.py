@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from everystep.study import report
-from everystep.study.results import Machine, Result, Row, Sample
-from everystep.study.suite import Case, Group, Needs, Suite, Turn
-from everystep.study.views import View
+from everystep_study import report
+from everystep_study.results import Machine, Result, Row, Sample
+from everystep_study.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.views import View
 
 
 def quiet() -> Console:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from everystep.study.frameworks.api import Arrays, DefaultCheckpoint, Framework, Mechanism, Probe, Training
+from everystep_study.frameworks.api import Arrays, DefaultCheckpoint, Framework, Mechanism, Probe, Training
 
 
 class FakeTraining(Training):

@@ -1,6 +1,6 @@
 """Runs scripts in the environments of other systems, which `make peers` builds.
 
-EVERYSTEP_PEERS may name another folder that has the environments of `everystep.study.environments`.
+EVERYSTEP_PEERS may name another folder that has the environments of `everystep_study.environments`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from everystep.study import environments
+from everystep_study import environments
 
 PROJECT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("EVERYSTEP_PEERS") or PROJECT / "build" / "peers")

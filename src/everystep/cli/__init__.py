@@ -1,10 +1,11 @@
 """cli: the command ``everystep``. It parses options and prints; `everystep.inspect` and others do the work.
 
-A module per command (`ls`, `show`, `verify`, `diff`, `stats`, `export`, `prune`, `spec`, `drill`, `doctor`,
-`bench`) holds its options and prints its result. They share `session` (consoles, ``--json``, progress),
+A module per command (`ls`, `show`, `verify`, `diff`, `stats`, `export`, `prune`, `spec`, `drill`,
+`doctor`) holds its options and prints its result. They share `session` (consoles, ``--json``, progress),
 `errors` (how an error becomes a message and an exit code), `words` (numbers as people read them) and
 `streams` (encodings that lack a character).
-`stats_plot` draws what `stats` prints, `examples` is what ``--help`` ends with, `completion` is for shells.
+`stats_plot` draws what `stats` prints, with `picture`; `examples` is what ``--help`` ends with; `completion`
+is for shells; `plugins` finds the commands of other distributions.
 
 Modules of commands import what they need when they are called, so that ``everystep --help`` answers at once.
 """

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from everystep import __version__
-from everystep.cli.bench import bench
 from everystep.cli.completion import completion
 from everystep.cli.convert import convert
 from everystep.cli.diff import diff
@@ -19,6 +18,7 @@ from everystep.cli.errors import BROKEN_PIPE, PROBLEM
 from everystep.cli.examples import ExampleCommand, ExampleGroup
 from everystep.cli.export import export
 from everystep.cli.ls import ls
+from everystep.cli.plugins import PANEL, CommandGroup
 from everystep.cli.prune import prune
 from everystep.cli.session import close_output
 from everystep.cli.shelf import shelf
@@ -26,7 +26,6 @@ from everystep.cli.show import show
 from everystep.cli.spec import spec
 from everystep.cli.stats import stats
 from everystep.cli.streams import prepare_streams
-from everystep.cli.study import study
 from everystep.cli.verify import verify
 from everystep.cli.view import view
 
@@ -37,23 +36,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    cls=ExampleGroup,
+    cls=CommandGroup,
 )
 
 _LOOK = "Look"
 _CHANGE = "Take out and clear away"
-_MACHINE = "This machine"
 _TRAINING = "Your training"
 
 for _panel, _commands in (
     (_LOOK, (ls, show, stats, view, verify, diff)),
     (_CHANGE, (export, convert, prune)),
-    (_MACHINE, (doctor, bench, completion)),
+    (PANEL, (doctor, completion)),
 ):
     for _command in _commands:
         app.command(rich_help_panel=_panel, cls=ExampleCommand)(_command)
 
-for _name, _group, _panel in (("spec", spec, _LOOK), ("shelf", shelf, _LOOK), ("study", study, _MACHINE)):
+for _name, _group, _panel in (("spec", spec, _LOOK), ("shelf", shelf, _LOOK)):
     for _below in _group.registered_commands:
         _below.cls = ExampleCommand
     app.add_typer(_group, name=_name, rich_help_panel=_panel, cls=ExampleGroup)

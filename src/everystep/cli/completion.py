@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from everystep.cli.plugins import CommandGroup
+
 _SCRIPTS = {
     # Bash ends a word at an @, so only what follows it is replaced.
     "bash": r"""_everystep() {
@@ -78,6 +80,8 @@ def proposals(root: Any, line: str) -> list[str]:
     *before, last = [*line.split(), ""] if line[-1:].isspace() or not line else line.split()
     if before[1:2] == ["help"]:
         del before[1]
+    if isinstance(root, CommandGroup):
+        root.add_plugins()
     command: Any = root
     for word in before[1:]:
         if word == "--":

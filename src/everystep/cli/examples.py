@@ -68,11 +68,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("everystep prune runs/gpt --best loss:min:3", "keep the best 3, too"),
     ),
     "doctor": (("everystep doctor /scratch", "is this a good place for checkpoints?"),),
-    "bench": (
-        ("everystep bench /scratch --quick", "speed beside the alternatives, small and fast"),
-        ("everystep bench /scratch --plot bench.png", "the same with a picture, at 1 GiB"),
-        ("everystep bench /scratch --training", "what a checkpoint after every step costs"),
-    ),
     "drill": (("everystep drill -- python train.py --steps 200", "kill it ten times, resume, compare"),),
     "view": (
         ("everystep view runs/gpt", "a page on this machine, live"),
@@ -81,11 +76,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "shelf": (
         ("everystep shelf ls state.shelf", "what a shelf holds"),
         ("everystep shelf export state.shelf out.npz", "its arrays for other tools"),
-    ),
-    "study": (
-        ("everystep study run --quick --out study", "small models, five minutes; call it again for more"),
-        ("everystep study report study", "study/report.html and study/report.md"),
-        ("everystep study setup tensorflow", "an environment for one more framework"),
     ),
     "completion": (
         ('eval "$(everystep completion bash)"', "in ~/.bashrc"),

@@ -37,7 +37,7 @@ def stats(
     """
     with session(as_json) as out:
         from everystep import inspect
-        from everystep.study.picture import check_suffix
+        from everystep.cli.picture import check_suffix
 
         if plot is not None:
             try:

@@ -13,9 +13,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from everystep.checkpointer.events import Event, Failed, Restored, Saved
+from everystep.cli.picture import ALERT, BEHIND_WORDS, GRID, INK, OURS, OURS_LIGHT, PEER, QUIET, new_figure
 from everystep.cli.words import plain, shortened, size
 from everystep.inspect.event_summary import MetricPoint, metric_points
-from everystep.study.picture import ALERT, BEHIND_WORDS, GRID, INK, OURS, OURS_LIGHT, PEER, QUIET, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -28,11 +28,11 @@ require("chainer", "7.8", "7.9", extra="chainer")
 
 from everystep import store
 from everystep.errors import StateMismatch
-from everystep.integrations.chainer.extension import Snapshot, snapshot
+from everystep.integrations.chainer.extension import Announced, Snapshot, snapshot
 from everystep.integrations.chainer.serializer import Reader, Serialized, Writer
 from everystep.store import CheckpointInfo, Options
 
-__all__ = ["Reader", "Snapshot", "Writer", "load", "save", "snapshot"]
+__all__ = ["Announced", "Reader", "Serialized", "Snapshot", "Writer", "load", "save", "snapshot"]
 
 
 def save(

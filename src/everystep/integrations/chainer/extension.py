@@ -53,7 +53,7 @@ class Snapshot(Extension):
             "hyperparameters": {name: _Hyperparameters(found) for name, found in optimizers.items()},
             "rng": Rng(_order_generators(updater)),
         }
-        hooked = [_Announced(optimizer) for optimizer in optimizers.values()]
+        hooked = [Announced(optimizer) for optimizer in optimizers.values()]
         self.checkpointer = Checkpointer(self._run, state, **{"optimizers": hooked, **self._options})
         try:
             with offering():
@@ -142,7 +142,7 @@ class _Hyperparameters:
             setattr(self._optimizer, key, value)
 
 
-class _Announced:
+class Announced:
     """An optimizer as the `Checkpointer` sees it: what it will change, and a call before it does.
 
     Chainer calls ``update`` with the loss function, and hooks of the kind "pre" after forward and backward.

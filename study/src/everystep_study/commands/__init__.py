@@ -1,0 +1,1 @@
+"""The commands ``everystep bench`` and ``everystep study``: only their options and what they print."""

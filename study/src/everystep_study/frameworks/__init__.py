@@ -1,0 +1,79 @@
+"""The frameworks of the study, each in a process of its own.
+
+| module | what it owns |
+|---|---|
+| this one | which frameworks there are |
+| `process` | their processes, seen from the harness: started, asked, timed out, killed |
+| `worker` | the same from inside: reads orders and answers them |
+| `orders` | what the orders do: clocks, damage, comparisons; one file per suite |
+| `api` | what a framework brings: models, steps, mechanisms; **how to add one** |
+| `models` | the sizes of the models, the same in all |
+| `*_worker` | one framework each |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everystep_study.frameworks.models import MODELS
+
+SUITES = ("cost", "formats", "scale", "determinism", "bitflips")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A framework: its worker's module, its environment (None: this one), and the suites it takes part in."""
+
+    title: str
+    module: str
+    environment: str | None = None
+    suites: tuple[str, ...] = ("cost", "formats", "determinism", "bitflips")
+    models: tuple[str, ...] = MODELS
+
+
+_OF_TRAINERS = ("mlp", "gpt2")
+"""Trainers and engines on top of PyTorch run the same models: a small and a large one will do."""
+
+FRAMEWORKS: dict[str, Entry] = {
+    "torch": Entry("PyTorch", "everystep_study.frameworks.torch_worker", suites=SUITES),
+    "tensorflow": Entry("TensorFlow, Keras", "everystep_study.frameworks.tensorflow_worker", "tensorflow"),
+    "jax": Entry("JAX", "everystep_study.frameworks.jax_worker", "jax"),
+    "chainer": Entry("Chainer", "everystep_study.frameworks.chainer_worker", "chainer"),
+    "deepspeed": Entry(
+        "DeepSpeed",
+        "everystep_study.frameworks.deepspeed_worker",
+        "deepspeed",
+        suites=("cost",),
+        models=_OF_TRAINERS,
+    ),
+    "accelerate": Entry(
+        "accelerate",
+        "everystep_study.frameworks.accelerate_worker",
+        "transformers",
+        suites=("cost",),
+        models=_OF_TRAINERS,
+    ),
+    "transformers": Entry(
+        "transformers, Trainer",
+        "everystep_study.frameworks.transformers_worker",
+        "transformers",
+        suites=("cost",),
+        models=("gpt2",),
+    ),
+    "lightning": Entry(
+        "Lightning",
+        "everystep_study.frameworks.lightning_worker",
+        "transformers",
+        suites=("cost",),
+        models=_OF_TRAINERS,
+    ),
+}
+
+
+def choose(names: str | None) -> dict[str, Entry]:
+    """Those that are named (``"torch,jax"``), or all; ValueError for one that does not exist."""
+    wanted = FRAMEWORKS.keys() if names is None else [word.strip() for word in names.split(",")]
+    unknown = [name for name in wanted if name not in FRAMEWORKS]
+    if unknown:
+        raise ValueError(f"there is no framework {', '.join(unknown)}; there are {', '.join(FRAMEWORKS)}")
+    return {name: entry for name, entry in FRAMEWORKS.items() if name in wanted}

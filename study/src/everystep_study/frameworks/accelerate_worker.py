@@ -1,0 +1,69 @@
+"""accelerate in the suite ``cost``: `save_state`, and a `Checkpointer` of our `state_of`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+
+from everystep_study.frameworks.api import EverystepMechanism, Framework, Mechanism, Training
+from everystep_study.frameworks.torch_worker import TorchTraining
+
+
+class AccelerateTraining(TorchTraining):
+    def __init__(self, model: str, quick: bool, seed: int) -> None:
+        self.accelerator: Any = None
+        super().__init__(model, quick, seed)
+        self.accelerator = accelerate.Accelerator(cpu=True)
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.accelerator is None:
+            super().backward(loss)
+        else:
+            self.accelerator.backward(loss)
+
+    def everystep_state(self, weights_only: bool) -> object:
+        from everystep.integrations.accelerate import state_of
+
+        return state_of(self.accelerator, self.model)
+
+
+class SaveState(Mechanism):
+    """`Accelerator.save_state`: model, optimizer, random numbers, each in a file of its own."""
+
+    key, title = "save-state", "accelerate, save_state"
+    weights_only_possible = False
+    training: AccelerateTraining
+
+    def write(self, target: Path) -> None:
+        self.training.accelerator.save_state(str(target))
+
+    def load(self) -> None:
+        self.training.accelerator.load_state(str(self.path))
+
+
+class EverystepSync(EverystepMechanism):
+    key, title, mode = "everystep-sync", "Everystep, sync", "sync"
+    weights_only_possible = False
+
+
+class EverystepOverlap(EverystepMechanism):
+    key, title, mode = "everystep-overlap", "Everystep, overlap", "overlap"
+    weights_only_possible = False
+    background = True
+
+
+class AccelerateFramework(Framework):
+    mechanisms = (SaveState, EverystepSync, EverystepOverlap)
+
+    def versions(self) -> dict[str, str]:
+        return {"accelerate": accelerate.__version__, "torch": torch.__version__}
+
+    def build(self, model: str, quick: bool, seed: int) -> Training:
+        return AccelerateTraining(model, quick, seed)
+
+
+FRAMEWORK = AccelerateFramework()

@@ -1,0 +1,200 @@
+"""DeepSpeed in the suite ``cost``: its engine's checkpoints, its FastFileWriter, and Everystep's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+EXTENSIONS = Path(sys.prefix) / "torch-extensions"
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from everystep_study.frameworks import torch_models
+from everystep_study.frameworks.api import Framework, Mechanism, Training
+from everystep_study.frameworks.torch_worker import (
+    EverystepOverlap,
+    EverystepSync,
+    TorchMechanism,
+    TorchSave,
+    TorchTraining,
+)
+from everystep_study.peers.base import sync_tree
+
+BUFFER_NBYTES = 64 << 20
+"""Of the pinned memory, as in the examples of DeepNVMe."""
+STALE_SECONDS = 900.0
+_BLOCK_NBYTES, _QUEUE_DEPTH = 1 << 20, 32
+
+
+class WithLoss(torch.nn.Module):
+    """A model that is given its targets, too: an engine calls one module for all of a forward pass."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch_models.loss_of(self.model, (inputs, targets))
+
+
+class DeepSpeedTraining(TorchTraining):
+    """One process of data-parallel training, without ZeRO."""
+
+    def __init__(self, model: str, quick: bool, seed: int) -> None:
+        self.engine: Any = None
+        super().__init__(model, quick, seed)
+        os.environ.setdefault("LOCAL_RANK", "0")
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            deepspeed.init_distributed()
+        config = {"train_micro_batch_size_per_gpu": 1}
+        whole = WithLoss(self.model)
+        self.engine, *_ = deepspeed.initialize(model=whole, optimizer=self.optimizer, config=config)
+
+    def step(self) -> float:
+        if self.engine is None:
+            return super().step()
+        loss = self.engine(*self._batch)
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss)
+
+    def everystep_state(self, weights_only: bool) -> object:
+        from everystep.integrations.deepspeed import state_of
+
+        return {"model": self.model} if weights_only else state_of(self.engine)
+
+
+class EngineSave(Mechanism):
+    """`save_checkpoint` of the engine. It also writes the file `latest`."""
+
+    key, title = "save-checkpoint", "DeepSpeed, save_checkpoint"
+    weights_only_possible = False
+    training: DeepSpeedTraining
+
+    def write(self, target: Path) -> None:
+        self.training.engine.save_checkpoint(str(self.directory), tag=target.name)
+
+    def sync(self) -> None:
+        sync_tree(self.directory)
+
+    def load(self) -> None:
+        self.training.engine.load_checkpoint(str(self.directory), tag=self.path.name)
+
+
+class EverystepUse(EngineSave):
+    """The same call after `everystep.integrations.deepspeed.use(engine)`."""
+
+    key, title = "everystep-use", "Everystep, use(engine)"
+    ours = always_durable = True
+    overlap: ClassVar[bool] = False
+
+    def open(self) -> None:
+        from everystep.integrations.deepspeed import use
+
+        engine = self.training.engine
+        self._own = engine.checkpoint_engine
+        before = set(vars(engine))
+        use(engine, overlap=self.overlap)
+        self._added = set(vars(engine)) - before
+
+    def close(self) -> None:
+        engine = self.training.engine
+        engine.checkpoint_engine = self._own
+        for name in self._added:
+            delattr(engine, name)  # the engine's own methods are in its class
+
+
+class EverystepUseOverlap(EverystepUse):
+    key, title = "everystep-use-overlap", "Everystep, use(engine), overlap"
+    overlap = background = True
+
+    def wait(self) -> None:
+        self.training.engine.checkpoint_engine.finish()
+
+
+class FastWriter(TorchMechanism):
+    """`torch.save` into a FastFileWriter, which writes past the page cache with libaio.
+
+    It syncs its file when it is closed, also where a save need not be durable.
+    """
+
+    key, title, suffix = "fast-file-writer", "FastFileWriter", ".pt"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        from deepspeed.ops.op_builder import AsyncIOBuilder, UtilsBuilder
+
+        if type(UtilsBuilder()).__name__ == "NotImplementedBuilder":
+            return "it needs an operation (utils) that DeepSpeed does not offer on the CPU"
+        found = AsyncIOBuilder().is_compatible(verbose=False)
+        return None if found else "DeepSpeed's async_io does not build here: apt install libaio-dev"
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Compiles its library, or finds it compiled. A build that was killed leaves a lock behind."""
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        for lock in EXTENSIONS.glob("*/lock"):
+            if time.time() - lock.stat().st_mtime > STALE_SECONDS:
+                lock.unlink(missing_ok=True)
+        AsyncIOBuilder().load(verbose=False)
+
+    def open(self) -> None:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        self._handle = (
+            AsyncIOBuilder()
+            .load(verbose=False)
+            .aio_handle(
+                block_size=_BLOCK_NBYTES,
+                queue_depth=_QUEUE_DEPTH,
+                single_submit=False,
+                overlap_events=True,
+                intra_op_parallelism=1,
+            )
+        )
+        self._buffer = self._handle.new_cpu_locked_tensor(BUFFER_NBYTES, torch.empty(0, dtype=torch.uint8))
+
+    def write(self, target: Path) -> None:
+        from deepspeed.io import FastFileWriter, FastFileWriterConfig
+
+        target.unlink(missing_ok=True)  # it overwrites, and leaves what an older file has beyond its end
+        writer: Any = FastFileWriter(str(target), FastFileWriterConfig(self._handle, self._buffer))
+        torch.save(self.state_dicts(), writer, _use_new_zipfile_serialization=False)
+        writer.close()
+
+    def load(self) -> None:
+        self.training.load_state_dicts(torch.load(self.path))
+
+    def close(self) -> None:
+        self._handle.free_cpu_locked_tensor(self._buffer)
+
+
+class DeepSpeedFramework(Framework):
+    mechanisms = (
+        EngineSave,
+        TorchSave,
+        FastWriter,
+        EverystepUse,
+        EverystepUseOverlap,
+        EverystepSync,
+        EverystepOverlap,
+    )
+
+    def versions(self) -> dict[str, str]:
+        return {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
+
+    def build(self, model: str, quick: bool, seed: int) -> Training:
+        return DeepSpeedTraining(model, quick, seed)
+
+
+FRAMEWORK = DeepSpeedFramework()

@@ -1,0 +1,102 @@
+"""The models of the study in PyTorch, written out: no other package, and no weights to download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from everystep_study import training_model
+from everystep_study.frameworks.models import Gpt, Mlp, ResNet, Vgg
+from everystep_study.states import Gpt2
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Bottleneck(nn.Module):
+    """1 x 1, 3 x 3 and 1 x 1 convolutions beside a short cut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
+        self.downsample = (
+            nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
+            if stride != 1 or inputs != 4 * width
+            else nn.Identity()
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.relu(self.bn1(self.conv1(x)))
+        y = functional.relu(self.bn2(self.conv2(y)))
+        return functional.relu(self.bn3(self.conv3(y)) + self.downsample(x))
+
+
+def resnet(size: ResNet) -> nn.Module:
+    width = size.width
+    stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [*stem]
+    inputs = width
+    for stage, count in enumerate(size.blocks):
+        for index in range(count):
+            stride = 2 if stage and not index else 1
+            layers.append(Bottleneck(inputs, width << stage, stride))
+            inputs = 4 * (width << stage)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, size.classes))
+
+
+def vgg(size: Vgg) -> nn.Module:
+    layers: list[nn.Module] = []
+    inputs = 3
+    for item in size.channels:
+        if isinstance(item, int):
+            layers += [nn.Conv2d(inputs, item, 3, padding=1), nn.ReLU()]
+            inputs = item
+        else:
+            layers.append(nn.MaxPool2d(2))
+    dense = [nn.Linear(inputs * 49, size.dense), nn.ReLU(), nn.Dropout(), nn.Linear(size.dense, size.dense)]
+    return nn.Sequential(
+        *layers,
+        nn.AdaptiveAvgPool2d(7),
+        nn.Flatten(),
+        *dense,
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Linear(size.dense, size.classes),
+    )
+
+
+def mlp(size: Mlp) -> nn.Module:
+    layers: list[nn.Module] = []
+    inputs = size.inputs
+    for width in size.hidden:
+        layers += [nn.Linear(inputs, width), nn.ReLU()]
+        inputs = width
+    return nn.Sequential(*layers, nn.Linear(inputs, size.classes))
+
+
+def build(size: Mlp | ResNet | Vgg | Gpt) -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
+    """A model, its optimizer and one batch, from torch's global random numbers."""
+    if isinstance(size, Gpt):
+        model: nn.Module = training_model.build(Gpt2(size.width, size.layers, size.vocabulary))
+        tokens = torch.randint(size.vocabulary, (size.batch, size.sequence + 1))
+        batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch
+    targets = torch.randint(size.classes, (size.batch,))
+    if isinstance(size, Mlp):
+        model = mlp(size)
+        inputs = torch.randn(size.batch, size.inputs)
+        return model, torch.optim.Adam(model.parameters(), lr=1e-3), (inputs, targets)
+    model = resnet(size) if isinstance(size, ResNet) else vgg(size)
+    images = torch.randn(size.batch, 3, size.image, size.image)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), (images, targets)
+
+
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    if isinstance(model, nn.ModuleDict):
+        return training_model.loss_of(model, *batch)
+    return functional.cross_entropy(model(batch[0]), batch[1])

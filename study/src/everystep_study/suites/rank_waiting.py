@@ -1,0 +1,122 @@
+"""The study's suite ``scale``: 1, 2 and 4 ranks save one replicated state; how long does each write, and
+wait?
+
+A rank waits inside of messages and collectives (`study.waiting`), and from its own end until the last rank's:
+a training goes on when all have saved. All else is writing. Beyond this machine, a line is fitted to the
+medians and stored as a projection.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from everystep_study import peers
+from everystep_study.frameworks.process import FrameworkProcess
+from everystep_study.peers.base import missing_everystep, missing_modules
+from everystep_study.rank import Answer, Order
+from everystep_study.results import SECONDS, size
+from everystep_study.suite import Case, Group, Needs, Turn
+from everystep_study.suites.by_framework import FrameworkSuite
+from everystep_study.world import RestartedWorld, seconds_of
+
+WORLDS = (1, 2, 4)
+PROJECTED = (8, 16, 32, 64)
+SYSTEMS = ("torch", "dcp", "everystep-recycled")
+NBYTES, QUICK_NBYTES = 256 << 20, 32 << 20
+
+
+class RankedSave(Case):
+    def __init__(self, world: RestartedWorld, key: str, found: dict[str, dict[int, list[float]]]) -> None:
+        self.key, self.title = key, peers.STORING[key].title
+        self.sections = (f"{world.size} ranks",)
+        self._world, self._found = world, found
+
+    def missing(self) -> str | None:
+        return missing_modules("torch") or missing_everystep()
+
+    def measure(self, turn: Turn) -> None:
+        self._world.prepare(self.key)
+        with turn.settled():
+            answers = self._world.tell(Order("save", self.key, str(turn.directory / "saved")))
+        readings = split(answers)
+        turn.record(self.sections[0], readings)
+        if turn.round > 0:
+            self._found.setdefault(self.key, {}).setdefault(self._world.size, []).append(readings[SECONDS])
+
+
+def split(answers: Sequence[Answer]) -> dict[str, float]:
+    """Of all ranks the slowest, and of each rank what it wrote and waited."""
+    last = max(answer.ended for answer in answers)
+    waited = [answer.waiting_seconds + last - answer.ended for answer in answers]
+    wrote = [answer.ended - answer.began - answer.waiting_seconds for answer in answers]
+    readings = {
+        SECONDS: seconds_of(answers),
+        "writing_seconds": statistics.mean(wrote),
+        "waiting_seconds": statistics.mean(waited),
+    }
+    for rank, (writing, waiting) in enumerate(zip(wrote, waited, strict=True)):
+        readings |= {f"writing, rank {rank}": writing, f"waiting, rank {rank}": waiting}
+    return readings
+
+
+class Projection(Case):
+    """A line through the medians of the worlds that were measured, and what it says of larger ones."""
+
+    sections = ("projection",)
+
+    def __init__(self, key: str, measured: Mapping[int, Sequence[float]]) -> None:
+        self.key, self.title = key, peers.STORING[key].title
+        self._measured = measured
+
+    def measure(self, turn: Turn) -> None:
+        turn.record("projection", project({n: statistics.median(v) for n, v in self._measured.items()}))
+
+
+def project(medians: Mapping[int, float]) -> dict[str, float]:
+    """Least squares of seconds over ranks; one that becomes faster with ranks here is taken as constant."""
+    slope, intercept = (float(value) for value in np.polyfit(list(medians), list(medians.values()), 1))
+    if slope < 0:
+        slope, intercept = 0.0, min(medians.values())
+    readings = {"seconds_per_rank": slope, "seconds_fixed": intercept}
+    return readings | {f"seconds, {world} ranks": intercept + slope * world for world in PROJECTED}
+
+
+@dataclass
+class ScaleSuite(FrameworkSuite):
+    name = "scale"
+    _found: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return QUICK_NBYTES if self.quick else NBYTES
+
+    def needs(self) -> Needs:
+        copies = max(WORLDS) + 2
+        return Needs(disk_nbytes=4 * copies * self.nbytes, memory_nbytes=copies * self.nbytes)
+
+    def measured(self, process: FrameworkProcess, hello: dict[str, Any], folder: Path) -> Iterator[Group]:
+        for number in WORLDS:
+            process.look_at_clock()
+            own = folder / f"world-{number}"
+            own.mkdir()
+            world = RestartedWorld(number, self.nbytes, own, self.order_seconds, self.end)
+            try:
+                cases = [RankedSave(world, key, self._found) for key in SYSTEMS]
+                yield self.group(f"{number} ranks", [*cases], share=1 / len(WORLDS))
+            finally:
+                world.close(politely=False)
+        fitted = [Projection(key, found) for key, found in self._found.items() if len(found) == len(WORLDS)]
+        if fitted:
+            yield Group("projection", [*fitted], 1, warm_up=0)
+
+    def subject(self) -> str:
+        return f"{size(self.nbytes)} of a GPT-2 with Adam on every rank"
+
+    def facts(self) -> dict[str, float]:
+        return {"state_nbytes": float(self.nbytes)}

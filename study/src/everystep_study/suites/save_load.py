@@ -1,0 +1,326 @@
+"""``everystep bench``: a durable save and a cold load of one state, a tiny save, and the import."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from everystep_study import peers, results, states
+from everystep_study.peers.base import Done, Peer, difference, files_below, missing_everystep, sync
+from everystep_study.results import CPU_SECONDS, GB, MIB, PEAK_NBYTES, SECONDS, Bar, Result, Row, Spread, size
+from everystep_study.suite import Case, Group, Needs, Suite, Turn
+from everystep_study.views import TIMES, Columns, View, milliseconds
+
+TINY_NBYTES = 64 * 1024
+CREDIBLE_TO_RAW = 1.10
+"""Nothing that writes a new file is faster than the device at its best, from huge pages. A ratio to that
+beyond this says that the two did not meet the same device (others used it meanwhile), and proves nothing."""
+
+_DISK_COPIES = 4
+"""At once on disk: one new checkpoint, and up to three of the recycling run while it is saving."""
+_MEMORY_COPIES = 5
+"""At once in memory: the state, what was loaded, what the greediest peer needs, the reserved memory."""
+_RESERVED_COPIES = 2
+"""Enough for those that go through the page cache: a copy there, and one of their own."""
+
+
+class SaveAndLoad(Case):
+    """One peer: saves a new file, loads it with an empty page cache, and deletes it."""
+
+    sections = ("save", "load")
+
+    def __init__(self, peer: Peer, state: states.State) -> None:
+        self.key, self.title = peer.key, peer.title
+        self._peer, self._state = peer, state
+        self._saved: Done | None = None
+        self._loaded: Mapping[str, Any] | None = None
+
+    def missing(self) -> str | None:
+        return self._peer.missing()
+
+    def setup(self, directory: Path) -> None:
+        self._peer.start(directory, self._state)
+
+    def measure(self, turn: Turn) -> None:
+        path = turn.directory / "saved"
+        saved, cost = turn.time(lambda: self._peer.save(path, self._state))
+        self._saved = saved
+        turn.record("save", self._readings(saved, cost))
+        turn.empty_cache(files_below(saved.path))
+        loaded, cost = turn.time(lambda: self._peer.load(saved.path))
+        turn.record("load", self._readings(loaded, cost))
+        self._loaded = loaded.leaves
+
+    def check(self) -> None:
+        wrong = None if self._loaded is None else difference(self._state.arrays, self._loaded)
+        if wrong is not None:
+            raise RuntimeError(f"loaded something else than was saved: {wrong}")
+
+    def clean_up(self) -> None:
+        self._loaded = None
+        if self._saved is not None:
+            self._peer.remove(self._saved)
+            self._saved = None
+
+    def close(self) -> None:
+        self._peer.stop()
+
+    def _readings(self, done: Done, cost: dict[str, float]) -> dict[str, float]:
+        if not self._peer.cost_is_ours:
+            del cost[CPU_SECONDS]
+            cost.pop(PEAK_NBYTES, None)
+        own = {SECONDS: done.seconds, CPU_SECONDS: done.cpu_seconds}
+        return cost | {name: value for name, value in own.items() if value is not None}
+
+
+class SmallSave(Case):
+    """A durable save of 64 KiB: by hand (write, fsync, rename, fsync), `everystep.save`, a `Checkpointer`."""
+
+    sections = ("small save",)
+    titles: ClassVar[dict[str, str]] = {
+        "by-hand": "write, fsync, rename, fsync",
+        "save": "everystep.save",
+        "checkpointer": "Checkpointer.save",
+    }
+
+    def __init__(self, key: str) -> None:
+        self.key, self.title = key, self.titles[key]
+        self._weights = np.random.default_rng(0).integers(0, 256, TINY_NBYTES, dtype=np.uint8)
+        self._checkpointer: Any = None
+
+    def missing(self) -> str | None:
+        return missing_everystep()
+
+    def setup(self, directory: Path) -> None:
+        import everystep
+
+        if self.key == "checkpointer":
+            self._checkpointer = everystep.Checkpointer(
+                directory / "run", {"weights": self._weights}, mode="sync", keep=everystep.Keep(last=1)
+            )
+
+    def measure(self, turn: Turn) -> None:
+        import everystep
+
+        # Nothing is deleted before the end: file systems make files slowly after many have been deleted.
+        data, name = self._weights.tobytes(), f"saved{turn.round}"
+        calls: dict[str, Callable[[], object]] = {
+            "by-hand": lambda: save_by_hand(turn.directory, name, data),
+            "save": lambda: everystep.save(turn.directory / name, {"weights": self._weights}),
+            "checkpointer": lambda: self._checkpointer.save(turn.round + 100),
+        }
+        turn.record("small save", turn.time(calls[self.key])[1])
+
+    def close(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+
+class Import(Case):
+    """``import everystep`` in a new interpreter: only there is it a first import."""
+
+    key = "import"
+    title = "import everystep"
+    sections = ("import",)
+    _PROGRAM = """
+import sys, time
+start = time.perf_counter()
+import everystep
+imported = time.perf_counter() - start
+everystep.save
+ready = time.perf_counter() - start
+heavy = sum(name in sys.modules for name in ("torch", "jax", "tensorflow", "sklearn"))
+print('{"seconds": %r, "ready_seconds": %r, "heavy_modules": %r}' % (imported, ready, float(heavy)))
+"""
+
+    def measure(self, turn: Turn) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", self._PROGRAM], capture_output=True, text=True, timeout=120, check=False
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"import everystep failed in a new interpreter: {done.stderr.strip()}")
+        turn.record("import", msgspec.json.decode(done.stdout, type=dict[str, float]))
+
+
+@dataclass
+class SaveLoadSuite(Suite):
+    """`nbytes` None is the shape's own size; `systems` empty is all of them."""
+
+    name = "saving and loading"
+    nbytes: int | None = None
+    shape: states.Shape = "gpt2"
+    rounds: int = 5
+    systems: tuple[str, ...] = ()
+    small_rounds: int = 300  # a second; the ratio of medians of 50 strays by 5 %, of these by 1 %
+    import_rounds: int = 7
+
+    def needs(self) -> Needs:
+        peers.choose(self.systems, peers.STORING)
+        self._shapes = states.shapes_of(self.shape, self.nbytes)
+        self._total = sum(4 * math.prod(dims) for dims in self._shapes.values())
+        return Needs(_DISK_COPIES * self._total, _MEMORY_COPIES * self._total, _RESERVED_COPIES * self._total)
+
+    def expected_seconds(self) -> float:
+        turns = len(peers.choose(self.systems, peers.STORING)) * (self.rounds + 1)
+        return 15 + turns * (1 + 4 * self._total / GB)
+
+    def groups(self, folder: Path) -> Iterator[Group]:
+        # Small files first: file systems are slower to make files while many have just been deleted.
+        small = [SmallSave(key) for key in SmallSave.titles]
+        yield Group("small saves", small, self.small_rounds, warm_up=3, settle=False)
+        yield Group("import", [Import()], self.import_rounds)
+        state = states.build(self.shape, self.nbytes)
+        chosen = peers.choose(self.systems, peers.STORING)
+        yield Group("save and load", [SaveAndLoad(peer(), state) for peer in chosen.values()], self.rounds)
+
+    def subject(self) -> str:
+        return f"{size(self._total)} in {len(self._shapes):,} tensors ({self.shape})"
+
+    def facts(self) -> dict[str, float]:
+        return {"state_nbytes": self._total, "state_leaves": len(self._shapes)}
+
+    def views(self, result: Result) -> list[View]:
+        gigabytes = result.facts["state_nbytes"] / GB
+        common: Columns = {
+            "of raw": lambda row: results.faster(row, result.beside(row, "raw")),
+            "CPU s/GB": lambda row: row.median(CPU_SECONDS, 1 / gigabytes),
+            "peak MiB": lambda row: None if (peak := row.peak()) is None else f"{peak / MIB:,.0f}",
+            f"{TIMES}Everystep": lambda row: results.faster(result.beside(row, "everystep"), row),
+        }
+        by_hand = result.row("small save", "by-hand")
+        small: Columns = {f"{TIMES}by hand": lambda row: results.ratio(row, by_hand)}
+        return [
+            *(
+                View(
+                    section,
+                    title,
+                    "GB/s",
+                    lambda row: rates(row, gigabytes),
+                    columns=common,
+                    ours=("everystep", "everystep-recycled"),
+                    reference="raw",
+                )
+                for section, title in (("save", "durable save"), ("load", f"load, {result.page_cache}"))
+            ),
+            View("small save", "durable save of 64 KiB", "ms", show=milliseconds, columns=small),
+            View("import", "import everystep", "ms", show=milliseconds),
+        ]
+
+    def notes(self, result: Result) -> list[str]:
+        notes = [
+            f"GB is 10^9 bytes. 'of raw' compares with the raw device; '{TIMES}Everystep' says how "
+            "many times as fast as that row Everystep is; 'peak MiB' is the growth of resident memory in the "
+            "worst round, where a load's includes the loaded state. safetensors maps its file, and is timed "
+            "until every page is in memory. The raw device is a bare loop over a new file; huge "
+            "pages, and recycling, which writes over an old file, can be faster."
+        ]
+        if result.temperature == "warm":
+            notes.append("The page cache could not be emptied: peers read from memory.")
+        return notes
+
+    def bars(self, result: Result) -> list[Bar]:
+        promised = _PROMISES if self.shape != "many-small" else _PROMISES_FOR_MANY_SMALL
+        found = [_faster(result, *promise) for promise in promised]
+        if self.shape != "many-small":
+            found.append(_cpu(result))
+        return [*found, _memory(result), *_import(result), _latency(result)]
+
+
+_PROMISES = (
+    ("save", "raw", 0.90, "save, of the raw direct write"),
+    ("save", "torch", 2.5, "save, against torch.save + fsync"),
+    ("save", "dcp", 2.5, "save, against torch DCP + fsync"),
+    ("save", "safetensors", 1.4, "save, against safetensors + fsync"),
+    ("save", "torch-no-crc", 1.4, "save, against torch.save, no CRC + fsync"),
+    ("load", "raw", 0.85, "cold load, of the raw direct read"),
+    ("load", "torch", 1.3, "cold load, against torch.load"),
+)
+_PROMISES_FOR_MANY_SMALL = (("save", "safetensors", 1.0, "many small tensors, against safetensors"),)
+
+
+def rates(row: Row, gigabytes: float) -> Spread | None:
+    """Speeds in GB/s, of the median time: ratios of times then agree with the speeds beside them."""
+    found = row.spread()
+    return found and Spread(*(gigabytes / seconds for seconds in (found.median, found.high, found.low)))
+
+
+def save_by_hand(directory: Path, name: str, data: bytes) -> None:
+    """The shortest sequence that makes a file durable and atomic."""
+    temporary = directory / f"{name}.tmp"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(temporary, directory / name)
+    sync(directory)
+
+
+def _faster(result: Result, section: str, other: str, limit: float, promise: str) -> Bar:
+    ours, theirs = result.row(section, "everystep"), result.row(section, other)
+    detail = results.why_not(ours, theirs)
+    measured = None
+    if ours is not None and theirs is not None and not detail:
+        measured = results.ratio_interval(theirs, ours)
+    beyond = results.faster(ours, result.row(section, "raw-huge")) if other == "raw" else None
+    if beyond is not None and beyond > CREDIBLE_TO_RAW:
+        detail = f"{beyond:.2f} times raw, huge pages: not possible; measure again, quietly, with more rounds"
+        measured = None
+    if section == "load" and result.temperature == "warm":
+        # The promise is about a restart, not about reading from the page cache.
+        measured, detail = None, "the page cache could not be emptied"
+    return results.judge(f"{section}-vs-{other}", promise, ">=", limit, "x", measured, detail)
+
+
+def _cpu(result: Result) -> Bar:
+    row = result.row("save", "everystep")
+    measured = None if row is None else results.interval(row, CPU_SECONDS)
+    per_gb = results.scaled(measured, GB / result.facts["state_nbytes"])
+    detail = results.why_not(row)
+    return results.judge("save-cpu", "CPU of a save, checksums on", "<=", 0.12, "s/GB", per_gb, detail)
+
+
+def _memory(result: Result) -> Bar:
+    peaks = [row.peak() for case in SaveLoadSuite.ours if (row := result.row("save", case)) is not None]
+    known = [peak for peak in peaks if peak is not None]
+    # Both ways of saving must keep to it; the worst round of the worse one counts.
+    measured = results.exactly(max(known) / MIB if known else None)
+    detail = results.why_not(result.row("save", "everystep"))
+    return results.judge(
+        "save-memory", "growth of peak memory in a save", "<=", 256.0, "MiB", measured, detail
+    )
+
+
+def _import(result: Result) -> list[Bar]:
+    row = result.row("import", "import")
+    if row is None or not row.samples:
+        return [
+            results.judge("import-time", "import everystep", "<=", 150.0, "ms", None, results.why_not(row))
+        ]
+    seconds = results.scaled(results.interval(row), 1000)
+    ready = f"ready to save after {milliseconds(row.median('ready_seconds'))} ms"
+    heavy = results.exactly(row.peak("heavy_modules"))
+    return [
+        results.judge("import-time", "import everystep", "<=", 150.0, "ms", seconds, ready),
+        results.judge("import-light", "frameworks that this pulls in", "<=", 0.0, "", heavy),
+    ]
+
+
+def _latency(result: Result) -> Bar:
+    by_hand, ours = result.row("small save", "by-hand"), result.row("small save", "save")
+    known = by_hand is not None and ours is not None
+    measured = results.ratio_interval(ours, by_hand) if known else None  # type: ignore[arg-type]
+    promise = "save of 64 KiB, against doing it by hand"
+    return results.judge("latency", promise, "<=", 1.5, "x", measured, results.why_not(by_hand, ours))
