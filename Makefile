@@ -173,7 +173,7 @@ $(DIST_TOOLS)/.stamp: requirements-dist.txt tools/apt.sh tools/system-packages.s
 	@touch $@
 
 dist: $(DIST_TOOLS)/.stamp
-	@rm -rf dist build/unrepaired
+	@rm -rf dist build/unrepaired study/build
 	CMAKE_INCLUDE_PATH="$(CURDIR)/$(DIST_TOOLS)/include" $(DIST_TOOLS)/bin/python -m build --outdir build/unrepaired \
 	  -Ccmake.define.EVERYSTEP_PORTABLE=ON . > build/dist.log 2>&1 || { tail -n 40 build/dist.log; exit 1; }
 	PATH="$(CURDIR)/$(DIST_TOOLS)/bin:$$PATH" auditwheel repair --wheel-dir dist build/unrepaired/*.whl

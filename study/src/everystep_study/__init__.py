@@ -14,5 +14,5 @@
 | `commands` | ``everystep bench`` and ``everystep study``, as plugins of the command |
 | `campaign`, `results_directory` | ``everystep study``: suites over frameworks, and what they found |
 | `frameworks`, `environments` | the frameworks of the study in processes, and environments, of their own |
-| `report_parts`, `report_sections`, `report_page` | the study's report |
+| `report_parts`, `report_page` | the study's report; what it says of a suite stands in the suite's file |
 """

@@ -27,7 +27,7 @@ from everystep_study.suites.by_framework import FrameworkSuite
 from everystep_study.suites.cost import CostSuite
 from everystep_study.suites.determinism import DeterminismSuite
 from everystep_study.suites.formats import FormatsSuite
-from everystep_study.suites.rank_waiting import ScaleSuite
+from everystep_study.suites.scale import ScaleSuite
 
 QUICK_SECONDS = 270.0
 """What `--quick` divides among its parts; none begins later."""
@@ -38,7 +38,7 @@ minutes is for ending processes and removing files.
 QUICK_MODELS = ("mlp",)
 FORMATS_MODEL, QUICK_FORMATS_MODEL = "resnet50", "mlp"
 
-_SUITES: dict[str, type[FrameworkSuite]] = {
+SUITES: dict[str, type[FrameworkSuite]] = {
     "cost": CostSuite,
     "scale": ScaleSuite,
     "determinism": DeterminismSuite,
@@ -55,7 +55,7 @@ class Options:
     takes.
     """
 
-    suites: tuple[str, ...] = tuple(_SUITES)
+    suites: tuple[str, ...] = tuple(SUITES)
     frameworks: tuple[str, ...] = tuple(frameworks.FRAMEWORKS)
     models: tuple[str, ...] = ()
     quick: bool = False
@@ -76,10 +76,10 @@ class Options:
 def suite_names(words: Sequence[str]) -> tuple[str, ...]:
     """The suites that were asked for; none or "all" is all of them."""
     wanted = [word.strip() for text in words for word in text.split(",")]
-    unknown = sorted(set(wanted) - {*_SUITES, "all"})
+    unknown = sorted(set(wanted) - {*SUITES, "all"})
     if unknown:
-        raise ValueError(f"there is no suite {', '.join(unknown)}; there are {', '.join(_SUITES)} and all")
-    return tuple(name for name in _SUITES if not wanted or "all" in wanted or name in wanted)
+        raise ValueError(f"there is no suite {', '.join(unknown)}; there are {', '.join(SUITES)} and all")
+    return tuple(name for name in SUITES if not wanted or "all" in wanted or name in wanted)
 
 
 def model_names(words: str | None) -> tuple[str, ...]:
@@ -168,9 +168,7 @@ def make_suite(part: Part, options: Options, seconds: float | None, end: float) 
     more: dict[str, Any] = {"end": end}
     if options.rounds is not None:
         more["rounds"] = options.rounds
-    return _SUITES[part.suite](
-        part.framework, entry, part.model, options.quick, options.seed, seconds, **more
-    )
+    return SUITES[part.suite](part.framework, entry, part.model, options.quick, options.seed, seconds, **more)
 
 
 def _share(total: float | None, spent: float, left: Sequence[Part]) -> float | None:

@@ -7,12 +7,25 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from everystep_study.report_parts import Bar, Cell, Chart, Number, Section, Strip, Table, Words, name_of
-from everystep_study.report_sections import sections
-from everystep_study.results_directory import FILE, ResultsDirectory
+from everystep_study.campaign import SUITES
+from everystep_study.report_parts import (
+    Bar,
+    Cell,
+    Chart,
+    Number,
+    Part,
+    Section,
+    Source,
+    Strip,
+    Table,
+    Words,
+    name_of,
+)
+from everystep_study.results_directory import FILE, Entry, ResultsDirectory
 from everystep_study.suites.cost import SLOW_TURN_SECONDS
 
 _STYLE = Path(__file__).with_name("report.css")
+_ORDER = ("cost", "formats", "scale", "determinism", "bitflips")
 _ROW, _TEXT, _BAR = 36, 13, 12
 _LONG = 30
 """Words in a cell that are longer may be broken into lines."""
@@ -63,6 +76,33 @@ def markdown(found: ResultsDirectory) -> str:
         if section.notes:
             lines += ["Not measured:", "", *(f"- {note}" for note in section.notes), ""]
     return "\n".join([*lines, _METHOD]) + "\n"
+
+
+def sections(found: ResultsDirectory) -> list[Section]:
+    """Those suites that were measured."""
+    made = []
+    for key in _ORDER:
+        entries = [entry for entry in found.entries if entry.part.suite == key]
+        if not entries:
+            continue
+        report = SUITES[key].report
+        parts = [Part(name_of(entry), tuple(report.items(Source(entry)))) for entry in entries]
+        if overview := report.overview(entries):
+            parts.insert(0, Part("At a glance", (overview,)))
+        made.append(Section(key, report.title, report.prose, parts, _not_measured(entries)))
+    return made
+
+
+def _not_measured(entries: Sequence[Entry]) -> list[str]:
+    """What was not measured, and why."""
+    found: dict[str, None] = {}
+    for entry in entries:
+        for row in entry.result.rows:
+            if row.status != "measured":
+                found[f"{name_of(entry)}: {row.title}: {row.status}. {row.reason}"] = None
+        for problem in entry.result.problems:
+            found[f"{name_of(entry)}: {problem}"] = None
+    return list(found)
 
 
 _TITLE = "What checkpoints cost: a study"

@@ -1,8 +1,8 @@
 """What the study's report is made of: sections with prose, tables and charts. Every number has a source.
 
 A `Number` is made by `Source` from the raw samples of one row, and remembers which. The page shows that
-source with each number, and a test computes all of them again from the file of results. `report_sections` has
-what is said of each suite, and `report_page` writes it as a page or as Markdown.
+source with each number, and a test computes all of them again from the file of results. Each suite of the
+study has a `SuiteReport`, and `report_page` writes them as a page or as Markdown.
 """
 
 from __future__ import annotations

@@ -7,11 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from everystep_study.frameworks import Entry
 from everystep_study.frameworks.models import TITLES
 from everystep_study.frameworks.process import FrameworkMissing, FrameworkProcess, TimeUp, WorkerFailed
+from everystep_study.report_parts import SuiteReport
 from everystep_study.results import Result
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
 from everystep_study.views import View
@@ -61,6 +62,7 @@ class FrameworkSuite(Suite):
     longer. At `end` (of `time.monotonic`) it is cut off: what is not measured by then is reported as failed.
     """
 
+    report: ClassVar[SuiteReport]
     framework: str
     entry: Entry
     model: str

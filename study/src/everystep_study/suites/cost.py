@@ -7,13 +7,35 @@ splits one save into serialising, writing and syncing (`frameworks.orders.cost.s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everystep_study import frameworks
+from everystep_study.frameworks.models import TITLES
 from everystep_study.frameworks.process import FrameworkProcess, memory_folder
 from everystep_study.peers.base import remove
+from everystep_study.report_parts import (
+    NOTHING,
+    Bar,
+    Cell,
+    Chart,
+    Item,
+    Number,
+    Source,
+    SuiteReport,
+    Table,
+    Words,
+    is_ours,
+    milliseconds,
+    name_of,
+    ratio,
+    table,
+    whole,
+)
+from everystep_study.results import Row
+from everystep_study.results_directory import Entry
 from everystep_study.suite import Case, Group, Needs, Turn
 from everystep_study.suites.by_framework import FrameworkSuite, MechanismCase
 
@@ -55,9 +77,138 @@ class Cost(MechanismCase):
             turn.record(self.sections[-1], found)
 
 
+_KINDS = ("durable", "not durable")
+
+
+def _items(source: Source) -> Iterator[Item]:
+    if split := source.rows("durable split"):
+        yield _split_chart(source, split)
+    if source.rows(f"durable every {EVERY[0]}"):
+        yield _stall_chart(source)
+        for kind in _KINDS:
+            yield _stall_table(source, kind)
+
+
+def _at_a_glance(entries: Sequence[Entry]) -> Table | None:
+    """The first mechanism of each framework, which is its usual one, and the fastest of its others, beside
+    Everystep's best.
+    """
+    section, reading = f"durable every {EVERY[0]}", "stall_seconds"
+    rows = []
+    for entry in sorted(entries, key=_by_model):
+        source = Source(entry)
+        found = [row for row in source.rows(section) if row.samples]
+        by_stall = sorted(found, key=lambda row: row.median(reading) or 0)
+        own = next((row for row in found if not is_ours(row)), None)
+        best = next((row for row in by_stall if is_ours(row)), None)
+        other = next((row for row in by_stall if not is_ours(row)), None)
+        if own is None or best is None or other is None:
+            continue
+
+        def compared(row: Row, best: Row = best, source: Source = source) -> Cell:
+            shown = ratio(source.number(best, reading), source.number(row, reading))
+            return Words(NOTHING) if shown is None else (shown,)
+
+        def stalled(row: Row, source: Source = source) -> Cell:
+            shown = source.number(row, reading)
+            title = row.title.rpartition(", ")[2] if is_ours(row) else row.title
+            return Words(NOTHING) if shown is None else (shown, Words(f" {title}"))
+
+        same = other is own
+        cells = (
+            stalled(own),
+            Words(NOTHING) if same else stalled(other),
+            stalled(best),
+            compared(own),
+            Words(NOTHING) if same else compared(other),
+        )
+        rows.append((name_of(entry), cells, False))
+    headings = (
+        "usual mechanism, ms",
+        "its fastest other, ms",
+        "Everystep, ms",
+        "of the usual",
+        "of the fastest",
+    )
+    return Table("A durable checkpoint after every step", headings, tuple(rows)) if rows else None
+
+
+def _by_model(entry: Entry) -> tuple[int, int]:
+    known, models = list(frameworks.FRAMEWORKS), list(TITLES)
+    name, model = entry.part.framework, entry.part.model
+    return (
+        models.index(model) if model in models else len(models),
+        known.index(name) if name in known else len(known),
+    )
+
+
+def _split_chart(source: Source, rows: Sequence[Row]) -> Chart:
+    def parts(row: Row) -> tuple[Number | None, ...]:
+        return tuple(source.number(row, f"{name}_seconds") for name in ("serialise", "write", "sync"))
+
+    bars = tuple(Bar(row.title, parts(row), is_ours(row)) for row in rows)
+    return Chart("One durable save, medians", "ms", ("serialising", "writing", "syncing"), bars)
+
+
+def _stall_chart(source: Source) -> Chart:
+    bars = []
+    for kind in _KINDS:
+        for row in source.rows(f"{kind} every 1"):
+            number, low, high = (
+                source.number(row, "stall_seconds", milliseconds, name) for name in ("median", "low", "high")
+            )
+            bars.append(Bar(f"{row.title}, {kind}", (number,), is_ours(row), low, high))
+    return Chart("Stall per checkpoint, one after every step", "ms", (), tuple(bars))
+
+
+def _stall_table(source: Source, kind: str) -> Table:
+    parts = {"serialise": "serialising", "write": "writing", "sync": "syncing"} if kind == "durable" else {}
+
+    def cells(row: Row) -> list[Cell]:
+        split = source.row(f"{kind} split", row.case)
+        stalls = [source.row(f"{kind} every {every}", row.case) for every in EVERY]
+        return [
+            *(source.cell(stall, "stall_seconds") for stall in stalls),
+            source.cell(row, "lost_percent", whole),
+            source.cell(row, "call_seconds", spread=False),
+            *(source.cell(split, f"{name}_seconds", spread=False) for name in parts),
+        ]
+
+    headings = [
+        *(f"stall, every {_steps(every)}, ms" for every in EVERY),
+        "training slower by, every step, %",
+        "in the call, ms",
+        *(f"{title}, ms" for title in parts.values()),
+    ]
+    title = f"{kind.capitalize()}: medians (lowest{NOTHING}highest)"
+    return table(title, headings, source.rows(f"{kind} every {EVERY[0]}"), cells)
+
+
+def _steps(every: int) -> str:
+    return "step" if every == 1 else f"{every} steps"
+
+
+REPORT = SuiteReport(
+    "What a checkpoint costs a training",
+    (
+        "Stall: how much longer the training takes per checkpoint, all effects included: the call "
+        "itself, waiting for the checkpoint before, and steps that are slower because something is "
+        f"written beside them. It is measured as {STEPS} steps with checkpoints minus {STEPS} steps "
+        "without, in the same turn.",
+        "Serialising is the time of a save into memory (a tmpfs); writing is how much longer the same "
+        "save takes on the disk; syncing is what it then takes until the files and their directories "
+        "survive a power cut. Not durable means: the save returned, and a power cut may lose it. "
+        "The two are never mixed: each column and bar says which it is. Everystep is always durable.",
+    ),
+    _items,
+    _at_a_glance,
+)
+
+
 @dataclass
 class CostSuite(FrameworkSuite):
     name = "cost"
+    report = REPORT
 
     def measured(self, process: FrameworkProcess, hello: dict[str, Any], folder: Path) -> Iterator[Group]:
         self.build(process)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everystep_study.rank import Answer
-from everystep_study.suites.rank_waiting import project, split
+from everystep_study.suites.scale import project, split
 from everystep_study.waiting import WaitingClock
 
 
