@@ -9,6 +9,7 @@
 | `costs`, `cache`, `machine` | clocks and memory; the page cache; the machine and its free space |
 | `states`, `training_model` | the state that is saved; the model that is trained |
 | `peers` | the registry of systems that are compared, made equally durable |
+| `child` | a process of our own that answers orders |
 | `world`, `rank` | real ranks in processes of their own, and the orders they follow |
 | `suites` | what is measured, one file each |
 | `commands` | ``everystep bench`` and ``everystep study``, as plugins of the command |

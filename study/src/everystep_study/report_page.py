@@ -23,6 +23,7 @@ from everystep_study.report_parts import (
 )
 from everystep_study.results_directory import FILE, Entry, ResultsDirectory
 from everystep_study.suites.cost import SLOW_TURN_SECONDS
+from everystep_study.views import markdown_table
 
 _STYLE = Path(__file__).with_name("report.css")
 _ORDER = ("cost", "formats", "scale", "determinism", "bitflips")
@@ -72,7 +73,7 @@ def markdown(found: ResultsDirectory) -> str:
             lines += [f"### {part.title}", ""]
             for item in part.items:
                 if isinstance(item, Table):
-                    lines += [*_markdown_table(item), ""]
+                    lines += [_markdown_table(item), ""]
         if section.notes:
             lines += ["Not measured:", "", *(f"- {note}" for note in section.notes), ""]
     return "\n".join([*lines, _METHOD]) + "\n"
@@ -281,13 +282,10 @@ def _bar(bar: Bar, top: int, scale: float, parts: int) -> str:
     return "".join(lines)
 
 
-def _markdown_table(table: Table) -> Sequence[str]:
-    lines = [f"**{table.title}**", "", f"| | {' | '.join(table.headings)} |"]
-    lines.append(f"|---|{'---:|' * len(table.headings)}")
-    for name, cells, ours in table.rows:
-        shown = [
-            "".join(part.text for part in (cell if isinstance(cell, tuple) else (cell,))) for cell in cells
-        ]
-        first = f"**{name}**" if ours else name
-        lines.append(f"| {' | '.join([first, *shown])} |")
-    return lines
+def _markdown_table(table: Table) -> str:
+    def cells(row: tuple[str, tuple[Cell, ...], bool]) -> list[str]:
+        name, found, ours = row
+        parts = (cell if isinstance(cell, tuple) else (cell,) for cell in found)
+        return [f"**{name}**" if ours else name, *("".join(part.text for part in cell) for cell in parts)]
+
+    return markdown_table(table.title, table.headings, map(cells, table.rows))

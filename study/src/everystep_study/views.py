@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import rich.table
@@ -76,14 +76,19 @@ class View:
         return made
 
     def markdown(self, result: Result) -> str:
-        lines = [f"**{self.title}**", "", f"| | {' | '.join(self.headings())} |"]
-        lines.append(f"|---|{'---:|' * len(self.headings())}")
-        for row in self.rows(result):
-            cells = [self.named_by(row), *self.cells(row)]
-            if row.case in self.ours:
-                cells = [cell if cell == NOTHING else f"**{cell}**" for cell in cells]
-            lines.append(f"| {' | '.join(cells)} |")
-        return "\n".join(lines)
+        def cells(row: Row) -> list[str]:
+            found = [self.named_by(row), *self.cells(row)]
+            if row.case not in self.ours:
+                return found
+            return [cell if cell == NOTHING else f"**{cell}**" for cell in found]
+
+        return markdown_table(self.title, self.headings(), map(cells, self.rows(result)))
+
+
+def markdown_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column has no heading."""
+    lines = [f"**{title}**", "", f"| | {' | '.join(headings)} |", f"|---|{'---:|' * len(headings)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def plain_table(title: str, headings: list[str]) -> rich.table.Table:

@@ -1,17 +1,12 @@
 """Real ranks on this machine: started, given orders, and ended, whatever happens.
 
 Ranks are processes of their own (`rank`) in a gloo process group over the loopback device. This process
-hosts the group's store, as the agent of ``torchrun`` does. They run in sessions of their own, so that Ctrl-C
-reaches only this process, which then ends them.
+hosts the group's store, as the agent of ``torchrun`` does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import selectors
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from everystep_study.child import Child, NoAnswer, answers
 from everystep_study.peers.base import remove
 from everystep_study.rank import HOST, Answer, Order
 
@@ -32,7 +28,6 @@ _ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
 }
-_LAST_LINES = 3
 _END_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 1.0
@@ -50,13 +45,13 @@ class World(AbstractContextManager["World"]):
     def __init__(self, size: int, nbytes: int, logs: Path, timeout: float, end: float = math.inf) -> None:
         self.size = size
         self._timeout, self._end = timeout, end
-        self._logs = [logs / f"rank-{rank}.log" for rank in range(size)]
         self._decoder = msgspec.json.Decoder(Answer)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[Child] = []
         self._store = _host_a_store()
         try:
-            for rank, log in enumerate(self._logs):
-                self._processes.append(_start(rank, size, self._store.port, nbytes, timeout, log))
+            for rank in range(size):
+                log = logs / f"rank-{rank}.log"
+                self._ranks.append(_start(rank, size, self._store.port, nbytes, timeout, log))
             self._answers()
         except BaseException:
             self.kill()
@@ -64,13 +59,10 @@ class World(AbstractContextManager["World"]):
 
     def tell(self, order: Order) -> list[Answer]:
         """Every rank follows the order; answers by rank. `RankEnded` when one does not, and all end."""
-        line = msgspec.json.encode(order) + b"\n"
+        line = msgspec.json.encode(order)
         try:
-            for process in self._processes:
-                assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer will tell
-                    process.stdin.write(line)
-                    process.stdin.flush()
+            for rank in self._ranks:
+                rank.send(line)
             return self._answers()
         except BaseException:
             self.kill()
@@ -79,24 +71,16 @@ class World(AbstractContextManager["World"]):
     def stop(self) -> None:
         """All ranks end by themselves."""
         self.tell(Order("stop"))
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_SECONDS)
+        for rank in self._ranks:
+            rank.finish(_END_SECONDS)
 
     def kill(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-        for process in self._processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
+        for rank in self._ranks:
+            rank.kill()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return tuple(process.pid for process in self._processes)
+        return tuple(rank.pid for rank in self._ranks)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -105,28 +89,13 @@ class World(AbstractContextManager["World"]):
 
     def _answers(self) -> list[Answer]:
         """One answer of every rank, within the time."""
-        limit = max(0.0, min(self._timeout, self._end - time.monotonic()))
-        end = time.monotonic() + limit
         found: dict[int, Answer] = {}
-        begun = [b""] * self.size
-        with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self._processes):
-                assert process.stdout is not None
-                selector.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(found) < self.size:
-                ready = selector.select(max(0.0, end - time.monotonic()))
-                if not ready:
-                    late = [rank for rank in range(self.size) if rank not in found]
-                    raise RankEnded(f"rank {late[0]} did not answer within {limit:.3g} s")
-                for key, _ in ready:
-                    rank = key.data
-                    data = os.read(key.fd, 1 << 16)
-                    if not data:
-                        raise RankEnded(self._end_of(rank))
-                    begun[rank] += data
-                    if begun[rank].endswith(b"\n"):
-                        found[rank] = self._decode(rank, begun[rank])
-                        selector.unregister(key.fileobj)
+        limit = max(0.0, min(self._timeout, self._end - time.monotonic()))
+        try:
+            for rank, line in answers(self._ranks, limit):
+                found[rank] = self._decode(rank, line)
+        except NoAnswer as error:
+            raise RankEnded(f"rank {error.which} {error}") from None
         return [found[rank] for rank in range(self.size)]
 
     def _decode(self, rank: int, line: bytes) -> Answer:
@@ -139,18 +108,12 @@ class World(AbstractContextManager["World"]):
         """The rank that has ended, if one has: what others say is then only that they miss it."""
         end = time.monotonic() + _GRACE_SECONDS  # sockets close a moment before a process is gone
         while True:
-            for rank, process in enumerate(self._processes):
-                if process.poll() is not None:
-                    return self._end_of(rank)
+            for number, rank in enumerate(self._ranks):
+                if rank.ended():
+                    return f"rank {number} {rank.how_it_ended()}"
             if time.monotonic() > end:
                 return None
             time.sleep(_POLL_SECONDS)
-
-    def _end_of(self, rank: int) -> str:
-        code = self._processes[rank].wait()
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        last = [line for line in self._logs[rank].read_text(errors="replace").splitlines() if line.strip()]
-        return f"rank {rank} {how}{': ' if last else ''}{' / '.join(last[-_LAST_LINES:])}"
 
 
 def seconds_of(answers: Sequence[Answer]) -> float:
@@ -228,18 +191,8 @@ def _host_a_store() -> Any:
     return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
-def _start(
-    rank: int, world: int, port: int, nbytes: int, timeout: float, log: Path
-) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "everystep_study.rank"]
+def _start(rank: int, world: int, port: int, nbytes: int, timeout: float, log: Path) -> Child:
+    command = [sys.executable, "-m", "everystep_study.rank", "--timeout", str(timeout)]
     for name, value in (("rank", rank), ("world", world), ("port", port), ("nbytes", nbytes)):
         command += [f"--{name}", str(value)]
-    with log.open("wb") as errors:
-        return subprocess.Popen(
-            [*command, "--timeout", str(timeout)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-            env={**os.environ, **_ENVIRONMENT},
-        )
+    return Child(command, log, _ENVIRONMENT)

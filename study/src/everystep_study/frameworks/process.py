@@ -6,9 +6,6 @@ import contextlib
 import json
 import math
 import os
-import selectors
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,12 +15,12 @@ from types import TracebackType
 from typing import Any
 
 from everystep_study import environments
+from everystep_study.child import Child, NoAnswer, answers
 from everystep_study.frameworks import Entry
 from everystep_study.peers.base import remove
 
 START_SECONDS = 300.0
 """Importing a framework, building a model, compiling its first step."""
-_LAST_LINES = 3
 _END_SECONDS = 5.0
 
 
@@ -53,7 +50,7 @@ class FrameworkProcess:
     def __init__(self, name: str, entry: Entry, folder: Path, seconds: float, end: float = math.inf) -> None:
         self._name, self._entry, self._folder, self._seconds = name, entry, folder, seconds
         self.end = end
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._log = folder / f"{name}.log"
         self._prelude: dict[str, Any] | None = None
 
@@ -86,24 +83,12 @@ class FrameworkProcess:
 
     def kill(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        # The framework may have started processes of its own; they are in this one's group.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
-        process = self._process
-        if process is not None and process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_SECONDS)
+        if self._process is not None:
+            self._process.finish(_END_SECONDS)
         self.kill()
 
     def __enter__(self) -> FrameworkProcess:
@@ -124,41 +109,28 @@ class FrameworkProcess:
                 )
             bridge = self._folder / f"{self._name}-path"
             python, path = found, str(bridge if bridge.exists() else environments.bridge(bridge))
-        with self._log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [str(python), "-m", "everystep_study.frameworks.worker", self._entry.module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,  # Ctrl-C reaches only this process, which then ends it
-                env={**os.environ, "PYTHONPATH": path, "PATH": f"{python.parent}:{os.environ['PATH']}"},
-            )
+        self._process = Child(
+            [str(python), "-m", "everystep_study.frameworks.worker", self._entry.module],
+            self._log,
+            {"PYTHONPATH": path, "PATH": f"{python.parent}:{os.environ['PATH']}"},
+        )
 
     def _send(self, order: dict[str, Any]) -> None:
         assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer will tell
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
+        self._process.send(json.dumps(order).encode())
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         assert self._process is not None
-        assert self._process.stdout is not None
-        end, line = min(time.monotonic() + seconds, self.end), b""
+        line = b""
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._process.stdout, selectors.EVENT_READ)
-                while not line.endswith(b"\n"):
-                    if not selector.select(max(0.0, end - time.monotonic())):
-                        self.look_at_clock()
-                        raise WorkerEnded(f"did not answer within {seconds:g} s and was killed")
-                    data = os.read(self._process.stdout.fileno(), 1 << 16)
-                    if not data:
-                        raise WorkerEnded(self._end())
-                    line += data
+            ((_, line),) = answers([self._process], min(seconds, self.end - time.monotonic()))
             answer = json.loads(line)
             if not isinstance(answer, dict):
                 raise ValueError
+        except NoAnswer as error:
+            self.kill()
+            self.look_at_clock()
+            raise WorkerEnded(f"its process {error}") from None
         except ValueError:
             self.kill()
             raise WorkerEnded(f"answered something that is no answer: {line[:80]!r}") from None
@@ -171,14 +143,6 @@ class FrameworkProcess:
             raise WorkerFailed(str(answer.get("failure", "no answer")))
         found: dict[str, Any] = answer["ok"]
         return found
-
-    def _end(self) -> str:
-        assert self._process is not None
-        code = self._process.wait()
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
-        last = [line for line in lines if line.strip()][-_LAST_LINES:]
-        return f"its process {how}{': ' if last else ''}{' / '.join(last)}"
 
 
 @contextlib.contextmanager
