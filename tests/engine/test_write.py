@@ -6,7 +6,6 @@ import importlib
 import itertools
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -289,9 +288,9 @@ def test_tuning_beyond_its_limits_is_refused(tmp_path: Path, window: int, depth:
     # The native side trusts nobody; a number that it cannot even hold is another error.
     pieces = native.Pieces()
     pieces.memory(PAGE, PAGE, 0)
-    with pytest.raises((ValueError, TypeError), match="tuning|incompatible"):
+    with pytest.raises((ValueError, TypeError), match=r"tuning|incompatible"):
         native.read(tmp_path / "f", pieces, False, "threads", window, depth, CHUNK_NBYTES, 0, False)
-    with pytest.raises((ValueError, TypeError), match="tuning|incompatible"):
+    with pytest.raises((ValueError, TypeError), match=r"tuning|incompatible"):
         native.write(
             tmp_path / "f", 2 * PAGE, False, b"", pieces, "threads", window, depth, CHUNK_NBYTES, 0, False
         )
