@@ -277,6 +277,8 @@ def test_files_and_modules_that_are_named_exist(name: str) -> None:
     named = set(re.findall(r"`([a-z_]+(?:/[a-z_0-9.]+)+)`", text))
     found = {path for path in named if not path.startswith(("build/", "run/"))}
     assert found
+    bases = (ROOT, ROOT / "src/everystep", ROOT / "study/src")
     for path in sorted(found):
-        places = (base / f"{path}{end}" for base in (ROOT, ROOT / "src/everystep") for end in ("", ".py"))
+        names = (path, path.replace("study/", "everystep_study/"))
+        places = (base / f"{one}{end}" for one in names for base in bases for end in ("", ".py"))
         assert any(place.exists() for place in places), f"{name} names {path}"

@@ -266,7 +266,7 @@ def test_one_that_could_not_be_retired_and_was_moved_away_keeps_its_shards(
         run, {"w": np.ones(100)}, mode="sync", keep=everystep.Keep(last=1), options=options
     ) as checkpointer:
         checkpointer.save(1)
-        with faults.injected("rename:2:EIO"), pytest.warns(RuntimeWarning, match="could not be removed"):
+        with faults.injected("rename:4:EIO"), pytest.warns(RuntimeWarning, match="could not be removed"):
             checkpointer.save(2)
         (run / "step-000000000001").rename(tmp_path / "archive")
         with pytest.warns(RuntimeWarning, match="could not be removed"):

@@ -150,7 +150,7 @@ def test_a_grid_search_with_one_file_is_refused_and_told_of_the_directory(tmp_pa
 
 def test_partial_fit_with_a_shelf_is_refused(tmp_path: Path) -> None:
     model = ours.MiniBatchKMeans(3, n_init=1, random_state=0, shelf=tmp_path / "fit")
-    with pytest.raises(ValueError, match=r"everystep\.sklearn\.stream"):
+    with pytest.raises(ValueError, match=r"everystep\.integrations\.sklearn\.stream"):
         model.partial_fit(X)
     found = model.set_params(shelf=None).partial_fit(X)
     assert_same_attributes(found, sklearn.cluster.MiniBatchKMeans(3, n_init=1, random_state=0).partial_fit(X))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -274,19 +275,19 @@ def test_reading_in_another_layout_takes_no_more_than_windows(
     array = np.arange(2048 * 4096, dtype=np.float32).reshape(shape)
     write_several(tmp_path / "c", WritePlan([leaf], Topology.regular(2)), {"w": array})
     windows: list[int] = []
-    real = engine.read
+    real = engine.destinations
 
-    def read(path: Any, pieces: Any, **rest: Any) -> Any:
-        for number, scatter in enumerate(pieces.columns.callbacks):
+    def noted(piece: engine.ReadPiece) -> engine.ReadPiece:
+        end = piece.destination
 
-            def noting(window: memoryview, offset: int, scatter: Any = scatter) -> None:
-                windows.append(len(window))
-                scatter(window, offset)
+        def drain(window: memoryview, offset: int) -> None:
+            windows.append(len(window))
+            end.drain(window, offset)
 
-            pieces.columns.callbacks[number] = noting
-        return real(path, pieces, **rest)
+        noting = dataclasses.replace(end, drain=drain) if isinstance(end, engine.Consumed) else end
+        return engine.ReadPiece(piece.offset, noting, piece.checksums)
 
-    monkeypatch.setattr(engine, "read", read)
+    monkeypatch.setattr(engine, "destinations", lambda pieces: real([noted(piece) for piece in pieces]))
     out = np.zeros((2048, 1000), np.float32)
     with open_newest(tmp_path / "c") as opened:
         tracemalloc.start()

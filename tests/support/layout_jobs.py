@@ -182,7 +182,7 @@ def _counted() -> Iterator[list[int]]:
     real = engine.read
 
     def read(path: Any, pieces: Any, **options: Any) -> Any:
-        sizes.extend(pieces.columns.nbytes)
+        sizes.append(pieces.nbytes)
         return real(path, pieces, **options)
 
     engine.read = read
