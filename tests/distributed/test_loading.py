@@ -11,8 +11,7 @@ import os
 import shutil
 import signal
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import everystep
-from everystep import engine
 from everystep.engine import Tuning
 from everystep.errors import CorruptCheckpoint, RankFailed, ReadFailed, StateMismatch, UnsupportedState
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement
@@ -37,6 +35,7 @@ from everystep.store.ranks.exchange import hand_out
 from everystep.store.ranks.shared_load import load_together
 from everystep.store.ranks.transport import Transport, join
 from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
+from support.counted_reads import counted_reads
 from support.error_kinds import kind_of
 from support.launcher import launch, values
 from support.patience import PATIENCE_SECONDS, outlive
@@ -76,23 +75,6 @@ def _nbytes(state: dict[str, Any]) -> int:
     return sum(tensor.nbytes for tensor in state["model"].values())
 
 
-@contextmanager
-def _counted() -> Iterator[list[int]]:
-    """The sizes of all reads from storage in this process."""
-    sizes: list[int] = []
-    real = engine.read
-
-    def read(path: Any, pieces: Any, **options: Any) -> Any:
-        sizes.append(pieces.nbytes)
-        return real(path, pieces, **options)
-
-    engine.read = read
-    try:
-        yield sizes
-    finally:
-        engine.read = real
-
-
 def _same(found: Any, wanted: torch.Tensor) -> bool:
     if isinstance(found, DTensor):
         held = distribute_tensor(wanted, found.device_mesh, found.placements, src_data_rank=None)
@@ -125,7 +107,7 @@ class _Rank:
 
     def counted(self, into: Any, **options: Any) -> int:
         """Load and compare; how much was read here. Unverified: checksums are of more than what is wanted."""
-        with _counted() as sizes:
+        with counted_reads() as sizes:
             _check(self.load(into, verify=False, **options), self.state)
         return sum(sizes)
 
@@ -220,7 +202,7 @@ def _tied(path: str) -> int:
     load(spread(Shard(0)), torch.zeros_like(wanted))
     load(torch.zeros_like(wanted), spread(Shard(1)))
     one = spread(Shard(0))
-    with _counted() as sizes:
+    with counted_reads() as sizes:
         load(one, one)
     return sum(sizes)
 
@@ -240,7 +222,7 @@ def _stages(path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     into = _zeros(state)
     into["model"] = {name: into["model"][name] for name in _names(number)}
-    with _counted() as sizes:
+    with counted_reads() as sizes:
         _check(rank.load(into, verify=False), state, _names(number))
     found["stages"] = sum(sizes)
 
@@ -260,7 +242,7 @@ def _stages(path: str) -> dict[str, Any]:
     rank.load(into)
 
     into = _zeros(state)
-    with _counted() as sizes:
+    with counted_reads() as sizes:
         rank.load(into, select="model.bias*", verify=False)
     assert all(_same(into["model"][f"bias{n}"], state["model"][f"bias{n}"]) for n in range(50))
     assert not into["model"]["big"].any()

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import everystep
-from everystep import engine
 from everystep.checkpointer.checkpointer import Mode
+from support.counted_reads import counted_reads
 from support.layout_truth import MOMENTS, STEPS, Truth, fresh_training, local, saved_training, traits
 from support.torch_layouts import LAYOUTS
 
@@ -152,7 +152,7 @@ def _load_large(path: str, kind: str, side: int) -> Loaded:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = _status("VmRSS")
-        with _counted() as sizes, _checkpointer(path, state) as checkpointer:
+        with counted_reads() as sizes, _checkpointer(path, state) as checkpointer:
             assert checkpointer.restore() == 1
         peak = _status("VmHWM") - before
         differences = 0
@@ -173,20 +173,3 @@ def _status(key: str) -> int:
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     raise KeyError(key)
-
-
-@contextmanager
-def _counted() -> Iterator[list[int]]:
-    """The sizes of all reads from storage in this process."""
-    sizes: list[int] = []
-    real = engine.read
-
-    def read(path: Any, pieces: Any, **options: Any) -> Any:
-        sizes.append(pieces.nbytes)
-        return real(path, pieces, **options)
-
-    engine.read = read
-    try:
-        yield sizes
-    finally:
-        engine.read = real

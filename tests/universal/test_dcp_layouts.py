@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import everystep
-from everystep import engine
+from support.counted_reads import counted_reads
 from support.launcher import launch, values
 
 
@@ -95,28 +93,11 @@ def save(path: str, kind: str) -> None:
             torch.save(truth, f"{path}/truth.pt")
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """The sizes of all reads of leaves in this process."""
-    sizes: list[int] = []
-    real = engine.read
-
-    def read(path: Any, pieces: Any, **options: Any) -> Any:
-        sizes.append(pieces.nbytes)
-        return real(path, pieces, **options)
-
-    engine.read = read
-    try:
-        yield sizes
-    finally:
-        engine.read = real
-
-
 def load(path: str, kind: str) -> tuple[int, int]:
     """The bytes that this rank read, and all that the checkpoint has."""
     model = spread(kind)
     optimizer = step(model, 9)
-    with counted() as sizes:
+    with counted_reads() as sizes:
         everystep.load(f"{path}/dcp", into={"model": model, "optimizer": optimizer})
     truth = torch.load(f"{path}/truth.pt")
     found = full_state(model, optimizer)

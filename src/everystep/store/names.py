@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from everystep.engine import atomic_file
 from everystep.format.embedded import EMBEDDING_SHARD
 from everystep.format.manifest import MANIFEST_NAME
 
@@ -16,7 +17,7 @@ MANIFEST = MANIFEST_NAME
 SHARD = EMBEDDING_SHARD
 """The shard of a checkpoint that one process wrote. In a small checkpoint it holds the manifest, too."""
 
-PARTIAL = ".partial"
+PARTIAL = atomic_file.PARTIAL
 RETIRED = ".retired"
 LOCK_FILE = ".lock"
 LEDGER = ".volumes"
