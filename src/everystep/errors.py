@@ -110,7 +110,7 @@ class StateMismatch(EverystepError, ValueError):
 class UnsupportedSource(EverystepError, ValueError):
     """A foreign checkpoint that Everystep does not know how to read: its files, a class in it, or its layout.
 
-    The message says what was looked for and found. Name the kind (``--from``), or convert it to a known one.
+    The message says what was looked for and found. Name the kind (``--kind``), or convert it to a known one.
     """
 
 

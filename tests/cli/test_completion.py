@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("everystep help sh", ["show", "shelf"]),
         ("everystep help shelf v", ["verify"]),
         ("everystep convert a b --to d", ["ds-universal", "dcp"]),
-        ("everystep convert --from ev", ["everystep"]),
+        ("everystep convert --kind ev", ["everystep"]),
         ("everystep show runs/a@", ["runs/a@latest", "runs/a@20", "runs/a@10", "runs/a@5"]),
         ("everystep diff runs/a@5 runs/a@1", ["runs/a@10"]),
         ("everystep show runs/", []),

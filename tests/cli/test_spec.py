@@ -54,7 +54,7 @@ def test_convert_takes_the_spec(tmp_path: Path, source: Path) -> None:
     assert outcome.code == 0, outcome.out + outcome.err
     leaves = command("show", tmp_path / "out", "--json").document["leaves"]
     assert "model.norm" in {leaf["name"] for leaf in leaves}
-    refused = command("convert", tmp_path / "out", tmp_path / "other", "--from", "everystep", "--spec", file)
+    refused = command("convert", tmp_path / "out", tmp_path / "other", "--kind", "everystep", "--spec", file)
     assert refused.code == 1
     assert "other systems" in refused.err
     assert not (tmp_path / "other").exists()

@@ -329,8 +329,8 @@ def test_the_command_converts_and_tells(tmp_path: Path) -> None:
     assert command("convert", path, tmp_path / "z", "--to", "word").code == 2
     assert command("convert", path, tmp_path / "z", "--max-shard-size", "many").code == 2
     assert command("convert", tmp_path / "nothing", tmp_path / "z").code == 1
-    assert command("convert", path, tmp_path / "z", "--from", "npz").code == 1
-    own = command("convert", path, tmp_path / "z", "--from", "everystep")
+    assert command("convert", path, tmp_path / "z", "--kind", "npz").code == 1
+    own = command("convert", path, tmp_path / "z", "--kind", "everystep")
     assert own.code == 1
     assert "of kind 'hf', not of Everystep" in own.err
     assert not (tmp_path / "z").exists()

@@ -130,7 +130,7 @@ def _targets() -> list[str]:
     return universal.target_kinds()
 
 
-_KINDS = {"--from": _sources, "--to": _targets}
+_KINDS = {"--kind": _sources, "--to": _targets}
 """Of `convert`: the systems that can be read, and those that can be written."""
 
 

@@ -34,7 +34,7 @@ def convert(
         Path, typer.Argument(readable=False, metavar="DST", help="The file or directory to write.")
     ],
     kind: Annotated[
-        str, typer.Option("--from", metavar="KIND", help="The system that wrote SRC; auto: by its files.")
+        str, typer.Option("--kind", metavar="KIND", help="The system that wrote SRC; auto: by its files.")
     ] = "auto",
     to: Annotated[
         str | None,

@@ -182,7 +182,7 @@ class ForeignCheckpoint(StoredCheckpoint):
     def facts(self) -> Mapping[str, str]:
         source = self.source
         view = "arranged as a training state" if source.arranged else "as its own library loads it"
-        return {"from": source.kind, "view": view, **source.facts}
+        return {"kind": source.kind, "view": view, **source.facts}
 
     def arrange(self, as_training: bool | None) -> None:
         self._chosen = as_training is not None

@@ -24,7 +24,7 @@ from everystep.universal.torch_file import source as torch_save
 class Reader:
     """How the checkpoints of a system are known and described.
 
-    `kind` is its name, as ``--from`` takes it, `wanted` the files that it looks for, in words. `looks_like`
+    `kind` is its name, as ``--kind`` takes it, `wanted` the files that it looks for, in words. `looks_like`
     tells what was found at a path that says that the checkpoint is of this system, or None. It is quick, and
     does not raise for anything that exists.
 

@@ -189,7 +189,7 @@ class EverystepEngine(CheckpointEngine):
         if saved not in (None, here):
             raise StateMismatch(
                 f"{where} was saved on {saved} data-parallel ranks, and there are {here} now. Start as many, "
-                "or convert the tag: everystep convert --from deepspeed --to ds-universal",
+                "or convert the tag: everystep convert --kind deepspeed --to ds-universal",
                 wrong=["dp_world_size"],
             )
         if (

@@ -2,7 +2,7 @@
 
 Beside tensors and values, DeepSpeed saves objects of a few classes of its own (`CLASSES`), and its users
 their ``argparse.Namespace``. Everystep stores no pickles: such an object is stored as the name of its class
-and its attributes. `integrations.deepspeed` writes them, and `everystep convert --from deepspeed` reads them.
+and its attributes. `integrations.deepspeed` writes them, and `everystep convert --kind deepspeed` reads them.
 Importing this module imports neither DeepSpeed nor torch.
 """
 
