@@ -28,7 +28,7 @@ def place(path: str) -> tuple[int, int]:
         with everystep.Shelf(path, mode="r") as shelf:
             run, iteration = shelf.get("fit.place", (0, 0))
             return run, iteration or 0
-    except everystep.ShelfNotFound:
+    except everystep.errors.ShelfNotFound:
         return 0, 0
 
 

@@ -29,7 +29,7 @@ def test_what_is_missing_and_what_exists_say_so_by_number(tmp_path: Path) -> Non
 
 
 def test_a_failure_keeps_number_and_file_when_it_is_pickled(tmp_path: Path) -> None:
-    with faults.injected("mkdir:1:ENOENT"), pytest.raises(everystep.StorageMissing) as caught:
+    with faults.injected("mkdir:1:ENOENT"), pytest.raises(everystep.errors.StorageMissing) as caught:
         everystep.save(tmp_path / "no" / "c", {})
     mutated = MutatedDuringSave("weights changed", leaves=["w"])
     unread = ReadFailed("cannot read it")

@@ -57,7 +57,7 @@ def test_a_url_is_refused_and_nothing_is_made(call: str, url: str | Path) -> Non
     framework = framework_of(call)
     if framework is not None and importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed; `make peers` looks at it")
-    with pytest.raises(everystep.UnsupportedURL, match="Give the path"):
+    with pytest.raises(everystep.errors.UnsupportedURL, match="Give the path"):
         CALLS[call](url)
 
 
@@ -94,7 +94,7 @@ def test_dcp_is_told_that_a_url_cannot_be_used(url: Any) -> None:
     ids=str,
 )
 def test_a_url_is_known_in_every_form(url: Any) -> None:
-    with pytest.raises(everystep.UnsupportedURL) as raised:
+    with pytest.raises(everystep.errors.UnsupportedURL) as raised:
         local_path(url)
     assert os.fsdecode(url) in str(raised.value)
 
@@ -121,13 +121,13 @@ def test_a_path_with_a_colon_is_a_path(path: str | Path) -> None:
 
 
 def test_the_message_says_what_to_do() -> None:
-    with pytest.raises(everystep.UnsupportedURL, match=re.escape("s3://b/x is a URL")) as raised:
+    with pytest.raises(everystep.errors.UnsupportedURL, match=re.escape("s3://b/x is a URL")) as raised:
         everystep.save("s3://b/x", {})
     assert "Nothing was read or written" in str(raised.value)
     assert isinstance(raised.value, ValueError)
-    with pytest.raises(everystep.UnsupportedURL, match="without the scheme"):
+    with pytest.raises(everystep.errors.UnsupportedURL, match="without the scheme"):
         everystep.load("file:///tmp/x")
-    with pytest.raises(everystep.UnsupportedURL, match="what is left of a URL"):
+    with pytest.raises(everystep.errors.UnsupportedURL, match="what is left of a URL"):
         everystep.load(Path("s3://b/x"))
 
 

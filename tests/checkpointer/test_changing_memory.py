@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import everystep
-from everystep import Checkpointer, Keep, MutatedDuringSave, Options
+from everystep import Checkpointer, Keep, Options
 from everystep.checkpointer.checkpointer import Mode
+from everystep.errors import MutatedDuringSave
 from support.changing_memory import changing
 from support.random_pieces import Bytes
 

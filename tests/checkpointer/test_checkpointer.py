@@ -131,7 +131,7 @@ def test_a_link_that_leads_to_itself_is_no_checkpoint(run: Path, name: str) -> N
         assert checkpointer.steps == [1, 2, 3, 4, 5]
         assert checkpointer.restore() == 5
         if name == step_name(9):
-            with pytest.raises(everystep.ReadFailed, match=name):
+            with pytest.raises(everystep.errors.ReadFailed, match=name):
                 checkpointer.restore(9)
     assert is_at(everystep.load(run), 5)
 
@@ -144,7 +144,7 @@ def test_a_run_that_cannot_be_listed_is_a_typed_error(run: Path, monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr("everystep.store.run.os.scandir", denied)
             for read in (checkpointer.restore, lambda: everystep.load(run)):
-                with pytest.raises(everystep.ReadFailed, match="Permission denied") as caught:
+                with pytest.raises(everystep.errors.ReadFailed, match="Permission denied") as caught:
                     read()
                 assert caught.value.errno == errno.EACCES
         assert checkpointer.restore() == 5
@@ -320,7 +320,7 @@ def test_a_new_training_in_a_used_run_is_told_so_by_its_first_save(run: Path, mo
     with Checkpointer(run, at(99), every=10, mode=mode) as checkpointer:
         assert checkpointer.last_durable is None
         for step in (1, 10):  # also where nothing would be saved yet: now is the time to say it
-            with pytest.raises(everystep.RunInUse) as caught:
+            with pytest.raises(everystep.errors.RunInUse) as caught:
                 checkpointer.save(step)
             assert caught.value.steps == (1, 2, 3, 4, 5)
         for words in (os.fspath(run), "steps 1 to 5", "restore()", "another directory", "start_over=True"):
@@ -337,7 +337,7 @@ def test_a_new_training_in_a_used_run_is_told_so_by_its_first_save(run: Path, mo
 def test_a_preempted_training_in_a_used_run_is_told_so_as_well(run: Path) -> None:
     with Checkpointer(run, at(99), every=100, mode="sync") as checkpointer:
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(everystep.RunInUse):
+        with pytest.raises(everystep.errors.RunInUse):
             checkpointer.save(7)
         assert checkpointer.steps == [1, 2, 3, 4, 5]
 
@@ -346,7 +346,7 @@ def test_a_restore_that_failed_is_none(run: Path) -> None:
     with Checkpointer(run, {"w": np.zeros(3)}, mode="sync") as checkpointer:
         with pytest.raises(everystep.StateMismatch):
             checkpointer.restore()
-        with pytest.raises(everystep.RunInUse):
+        with pytest.raises(everystep.errors.RunInUse):
             checkpointer.save(6)
         checkpointer.state = blank()
         with pytest.warns(RuntimeWarning, match="going back to step 3"):
@@ -526,7 +526,7 @@ def test_a_second_checkpointer_of_a_run_says_which_one_to_close(tmp_path: Path) 
     ckpt.save(1)
     (tmp_path / "link").symlink_to("run")
     for path in (tmp_path / "run", tmp_path / "link"):
-        with pytest.raises(everystep.Locked) as caught:
+        with pytest.raises(everystep.errors.Locked) as caught:
             Checkpointer(path, blank(), mode="sync")
         message = str(caught.value)
         assert f"<Checkpointer of {tmp_path / 'run'}: idle, step 1 durable>" in message

@@ -516,7 +516,7 @@ def test_a_device_that_slows_down_holds_training_up_no_longer_than_the_timeout(
         ckpt.save(1)
         step_of(model, optimizer)
         assert not torch.equal(model.weight, before)  # it went on
-        with pytest.raises(everystep.DeviceTimeout, match="step 2 was not saved: the save of step 1"):
+        with pytest.raises(everystep.errors.DeviceTimeout, match="step 2 was not saved: the save of step 1"):
             ckpt.save(2)
         opened.set()
         deadline = time.monotonic() + TIMEOUT
@@ -524,7 +524,9 @@ def test_a_device_that_slows_down_holds_training_up_no_longer_than_the_timeout(
             assert time.monotonic() < deadline
             threading.Event().wait(0.01)
     ckpt._timeout = ckpt._group.timeout = TIMEOUT  # from here on nothing is slow but the machine
-    with pytest.raises(everystep.DeviceTimeout, match=r"step 1 was abandoned: its bytes had not left memory"):
+    with pytest.raises(
+        everystep.errors.DeviceTimeout, match=r"step 1 was abandoned: its bytes had not left memory"
+    ):
         ckpt.save(3)
     ckpt.close()
     assert ckpt.steps == [3]
@@ -537,7 +539,7 @@ def test_waiting_has_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with faults.injected("write:1:slow500"), ckpt:
         saving = ckpt.save(1)
         assert saving is not None
-        with pytest.raises(everystep.EngineTimeout, match="step 1 was not durable within"):
+        with pytest.raises(everystep.errors.EngineTimeout, match="step 1 was not durable within"):
             ckpt.wait(timeout=0.05)
         opened.set()
         assert saving.result().step == 1
@@ -565,7 +567,7 @@ def test_a_run_that_could_not_be_closed_in_time_is_given_up_by_another_call(tmp_
         assert saving is not None
         with pytest.raises(everystep.SaveFailed, match="still under way"):
             checkpointer.close()
-        with pytest.raises(everystep.Locked):
+        with pytest.raises(everystep.errors.Locked):
             Checkpointer(tmp_path, {"w": np.ones(10)}, mode="sync")
         assert saving.exception(60.0) is None
     checkpointer.close()

@@ -169,7 +169,7 @@ class Runs(RuleBasedStateMachine):
         if entry is not None:
             try:
                 intact = everystep.verify(self.run / step_name(step)).intact
-            except everystep.IncompleteCheckpoint:  # a small one that lost its only file
+            except everystep.errors.IncompleteCheckpoint:  # a small one that lost its only file
                 intact = entry.damage != "missing"
             assert intact == (entry.damage is None)
 

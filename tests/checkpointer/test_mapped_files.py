@@ -86,7 +86,7 @@ def test_every_backend_spares_what_is_mapped(tmp_path: Path, backend: str, name:
     try:
         options = everystep.Options(backend=backend)  # type: ignore[arg-type]
         everystep.save(tmp_path / "trial", {"w": np.zeros(1 << 20)}, options=options)
-    except everystep.EngineUnavailable as error:
+    except everystep.errors.EngineUnavailable as error:
         pytest.skip(str(error))
     with training(tmp_path / "run", 1 << 18, options) as save:
         save(1)

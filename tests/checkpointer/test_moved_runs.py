@@ -89,7 +89,7 @@ def test_a_path_that_leads_to_another_run_fails_the_save_and_touches_neither(
             mine = move(current)
             before = content(mine)
             for step in range(5, 9):
-                with pytest.raises(everystep.RunMoved, match="leads to another directory") as caught:
+                with pytest.raises(everystep.errors.RunMoved, match="leads to another directory") as caught:
                     save_and_wait(checkpointer, step)
                 assert str(current) in str(caught.value)
                 assert str(mine) in str(caught.value), "it says where the run is now"
@@ -111,7 +111,7 @@ def test_training_goes_on_when_the_path_leads_back(tmp_path: Path) -> None:
     with Checkpointer(current, {"w": np.arange(5)}, mode="sync") as checkpointer:
         checkpointer.save(1)
         link_to_another(current)
-        with pytest.raises(everystep.RunMoved):
+        with pytest.raises(everystep.errors.RunMoved):
             checkpointer.save(2)
         current.unlink()
         current.symlink_to(tmp_path / "first")
@@ -125,7 +125,7 @@ def test_a_run_that_was_renamed_fails_the_save_and_keeps_what_it_has(tmp_path: P
     with Checkpointer(run, {"w": np.arange(5)}, mode="sync") as checkpointer:
         checkpointer.save(1)
         run.rename(tmp_path / "renamed")
-        with pytest.raises(everystep.RunMoved, match="renamed"):
+        with pytest.raises(everystep.errors.RunMoved, match="renamed"):
             checkpointer.save(2)
     assert not run.exists()
     assert everystep.load(tmp_path / "renamed")["w"].tolist() == [0, 1, 2, 3, 4]
@@ -138,7 +138,7 @@ def test_a_state_is_not_restored_from_another_run(tmp_path: Path) -> None:
     with Checkpointer(current, state, mode="sync") as checkpointer:
         checkpointer.save(1)
         link_to_another(current)
-        with pytest.raises(everystep.RunMoved):
+        with pytest.raises(everystep.errors.RunMoved):
             checkpointer.restore()
     assert state["w"].tolist() == [0] * 5
 
@@ -148,7 +148,7 @@ def test_events_are_written_to_the_run_that_was_opened(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with Checkpointer(current, {"w": np.arange(5)}, mode="sync") as checkpointer:
         link_to_another(current)
-        with pytest.raises(everystep.RunMoved):
+        with pytest.raises(everystep.errors.RunMoved):
             checkpointer.save(1)
     assert os.listdir(tmp_path / "other") == []
     assert "RunMoved" in (tmp_path / "first" / "events.jsonl").read_text()
@@ -158,7 +158,7 @@ def test_a_second_writer_is_refused_after_the_lock_file_was_removed(tmp_path: Pa
     with Checkpointer(tmp_path, {"w": np.arange(5)}, mode="sync") as checkpointer:
         (tmp_path / ".lock").unlink()
         for _ in range(2):
-            with pytest.raises(everystep.Locked):
+            with pytest.raises(everystep.errors.Locked):
                 Checkpointer(tmp_path, {"w": np.arange(5)}, mode="sync")
             (tmp_path / ".lock").unlink(missing_ok=True)
         checkpointer.save(1)
@@ -170,7 +170,7 @@ def test_a_second_writer_is_refused_by_another_path_to_the_run(tmp_path: Path) -
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with (
         Checkpointer(tmp_path / "run", {"w": 1}, mode="sync"),
-        pytest.raises(everystep.Locked, match="in this process already"),
+        pytest.raises(everystep.errors.Locked, match="in this process already"),
     ):
         Checkpointer(tmp_path / "link", {"w": 1}, mode="sync")
 
@@ -192,9 +192,9 @@ def test_an_overlapped_save_fails_and_tells_so_with_the_next_call(tmp_path: Path
                 if step < 5:
                     checkpointer.save(step)
                 else:
-                    with pytest.raises(everystep.RunMoved):
+                    with pytest.raises(everystep.errors.RunMoved):
                         checkpointer.save(step)
-            with pytest.raises(everystep.RunMoved):
+            with pytest.raises(everystep.errors.RunMoved):
                 checkpointer.wait()
             assert checkpointer.last_durable == 3
         assert content(tmp_path / "other" if move is link_to_another else current) == others
@@ -213,7 +213,7 @@ def test_the_ledger_of_volumes_stays_in_the_run_that_was_opened(tmp_path: Path) 
                 checkpointer.save(step)
             link_to_another(current)
             for step in range(4, 7):
-                with pytest.raises(everystep.RunMoved):
+                with pytest.raises(everystep.errors.RunMoved):
                     checkpointer.save(step)
         other.save(2)
     assert everystep.verify(tmp_path / "other" / step_name(2)).intact

@@ -280,7 +280,7 @@ def test_a_change_outside_of_the_optimizer_fails_that_save_and_no_other(
     ckpt.wait()
     ckpt.save(2)
     change(model)
-    with pytest.raises(everystep.MutatedDuringSave, match="with checkpointer") as caught:
+    with pytest.raises(everystep.errors.MutatedDuringSave, match="with checkpointer") as caught:
         ckpt.save(3)
     assert "model.0.weight" in caught.value.leaves
     ckpt.close()  # told once
@@ -297,7 +297,7 @@ def test_a_fused_step_past_the_hook_is_noticed(tmp_path: Path, crawling_device: 
     train_step(model, 0).backward()
     ckpt.save(1)
     hidden.step()
-    with pytest.raises(everystep.MutatedDuringSave, match="optimizers="):
+    with pytest.raises(everystep.errors.MutatedDuringSave, match="optimizers="):
         ckpt.close()
 
 
@@ -310,7 +310,9 @@ def test_what_changed_while_it_was_read_is_copied_from_then_on(tmp_path: Path, c
         for step in range(1, 5):
             wanted[step] = model[0].weight.detach().clone()  # type: ignore[index]
             if step == 2:
-                with pytest.raises(everystep.MutatedDuringSave, match=r"model\.0\.weight .*next saves copy"):
+                with pytest.raises(
+                    everystep.errors.MutatedDuringSave, match=r"model\.0\.weight .*next saves copy"
+                ):
                     ckpt.save(step)
             else:
                 ckpt.save(step)

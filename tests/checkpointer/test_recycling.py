@@ -54,7 +54,7 @@ def test_files_of_other_sizes_are_written_over_exactly(tmp_path: Path, backend: 
     try:
         checkpointer = Checkpointer(tmp_path, {}, keep=Keep(last=1), options=options, mode="sync")
         checkpointer.save(0)
-    except everystep.EngineUnavailable as error:
+    except everystep.errors.EngineUnavailable as error:
         checkpointer.close()
         pytest.skip(str(error))
     rng = np.random.default_rng(0)

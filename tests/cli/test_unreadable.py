@@ -76,7 +76,7 @@ def test_opening_what_may_not_be_read_is_a_typed_error(mode: int, place: Path) -
     (place / "one").chmod(mode)
     with nobody():
         for use in (everystep.open, everystep.load, everystep.verify):
-            with pytest.raises(everystep.ReadDenied, match="Permission denied") as caught:
+            with pytest.raises(everystep.errors.ReadDenied, match="Permission denied") as caught:
                 use(place / "one")
             assert isinstance(caught.value, PermissionError)
             assert f"make it readable for user {NOBODY}" in str(caught.value)

@@ -266,13 +266,13 @@ def test_a_damaged_file_is_a_typed_error(checkpoint: Path, file: str, damage: Ca
         everystep.load(checkpoint)
     # Of what is not even a file, the system says why it cannot be read.
     kinds = (
-        (everystep.ReadFailed, everystep.CorruptCheckpoint)
+        (everystep.errors.ReadFailed, everystep.CorruptCheckpoint)
         if damage is make_directory
         else everystep.CorruptCheckpoint
     )
     assert isinstance(caught.value, kinds)
     missing = damage is Path.unlink
-    assert isinstance(caught.value, everystep.IncompleteCheckpoint) == missing
+    assert isinstance(caught.value, everystep.errors.IncompleteCheckpoint) == missing
     if not (missing and file == MANIFEST):
         assert str(checkpoint / blamed(file, damage)) in str(caught.value)
 
@@ -346,7 +346,7 @@ def test_a_restore_falls_back_with_a_warning(ram: Path, file: str, damage: Calla
 
 def test_a_missing_shard_names_the_leaf_that_needs_it(checkpoint: Path) -> None:
     (checkpoint / SHARD).unlink()
-    with pytest.raises(everystep.IncompleteCheckpoint) as caught:
+    with pytest.raises(everystep.errors.IncompleteCheckpoint) as caught:
         everystep.load(checkpoint)
     assert caught.value.path == str(checkpoint / SHARD)
     assert caught.value.leaf in {"wide", "narrow.u8", "narrow.f64"}

@@ -65,7 +65,7 @@ def test_each_call_failing(
         case = scenario(place, way)
         error = act_under(f"any:{nth}:{code}", case)
         if error is not None:
-            assert isinstance(error, everystep.StorageFull) == (code == "ENOSPC")
+            assert isinstance(error, everystep.errors.StorageFull) == (code == "ENOSPC")
             assert isinstance(error.__cause__, OSError)
             assert error.filename
             # With one call failing the clean-up has none to fail of its own.
@@ -203,7 +203,7 @@ def test_each_call_failing_while_a_run_is_opened(
     assert calls > 6
     for nth in range(1, calls + 1):
         run = prepare(fast / str(nth))
-        expected = everystep.StorageFull if code == "ENOSPC" else everystep.SaveFailed
+        expected = everystep.errors.StorageFull if code == "ENOSPC" else everystep.SaveFailed
         with faults.injected(f"any:{nth}:{code}{lasting}"), contextlib.suppress(expected):
             everystep.Checkpointer(run, None, mode="sync").close()
         target = blank_state()

@@ -68,7 +68,7 @@ def test_each_call_of_a_load_failing(run: Path, wide: int, action: str, record_p
                 assert identify(everystep.load(path, into)) == (2, 0)  # it was read again
                 assert into is None or identify(into) == (2, 0)
         if action == "EIO":
-            with faults.injected(f"any:{nth}:EIO+"), pytest.raises(everystep.ReadFailed) as caught:
+            with faults.injected(f"any:{nth}:EIO+"), pytest.raises(everystep.errors.ReadFailed) as caught:
                 everystep.load(path)
             assert caught.value.errno == errno.EIO
             assert str(path) in str(caught.value)
@@ -95,12 +95,12 @@ OTHERS = ["EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "ESTALE", "EINTR", "EBUSY", "E
 
 def refused(checkpointer: everystep.Checkpointer, code: str) -> bool:
     """Whether a restore raised this error; else it has restored the newest. It never falls back."""
-    raised: everystep.ReadFailed | None = None
+    raised: everystep.errors.ReadFailed | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
             assert checkpointer.restore() == 2
-        except everystep.ReadFailed as error:
+        except everystep.errors.ReadFailed as error:
             raised = error
     if raised is None:
         assert identify(checkpointer.state) == (2, 0)
@@ -108,7 +108,7 @@ def refused(checkpointer: everystep.Checkpointer, code: str) -> bool:
     assert raised.errno == getattr(errno, code)
     assert checkpointer.path in str(raised)
     lacking = code in ("EMFILE", "ENFILE", "ENOMEM", "EAGAIN")
-    assert isinstance(raised, everystep.OutOfResources) is lacking
+    assert isinstance(raised, everystep.errors.OutOfResources) is lacking
     return True
 
 
@@ -159,7 +159,7 @@ def test_calls_of_pythons_own_are_no_exception(
         assert failed
         checkpointer.state = make_state(2, 1, wide)
         if code != "EIO":
-            with pytest.raises(everystep.RunInUse):  # nothing was restored, so nothing is written over
+            with pytest.raises(everystep.errors.RunInUse):  # nothing was restored, so nothing is written over
                 checkpointer.save(2)
             assert identify(everystep.load(run)) == (2, 0)
 
@@ -186,7 +186,7 @@ def test_a_process_short_of_descriptors_or_of_memory_does_not_lose_its_newest_ch
         said = "restored"
         try:
             checkpointer.restore()
-        except (everystep.OutOfResources, MemoryError) as error:
+        except (everystep.errors.OutOfResources, MemoryError) as error:
             said = type(error).__name__
         finally:
             resource.setrlimit(number, (soft, hard))
@@ -215,7 +215,10 @@ def test_a_slice_that_cannot_be_read_is_an_error(run: Path, wide: int) -> None:
     with everystep.open(run / step_name(2)) as checkpoint:
         calls = count_calls(lambda: checkpoint["wide"][3:70])
         for nth in range(1, calls + 1):
-            with faults.injected(f"any:{nth}:EIO+"), pytest.raises(everystep.ReadFailed, match="safetensors"):
+            with (
+                faults.injected(f"any:{nth}:EIO+"),
+                pytest.raises(everystep.errors.ReadFailed, match="safetensors"),
+            ):
                 checkpoint["wide"][3:70]
             for once in ("short", "EIO"):
                 with faults.injected(f"any:{nth}:{once}"):
@@ -234,7 +237,7 @@ def test_an_unreadable_manifest_is_passed_over(run: Path, wide: int, monkeypatch
         return open_stored(path, *args, **kwargs)
 
     monkeypatch.setattr("everystep.store.read.open.open_stored", failing)
-    with pytest.raises(everystep.ReadFailed) as caught:
+    with pytest.raises(everystep.errors.ReadFailed) as caught:
         everystep.load(run / step_name(2))
     assert str(run / step_name(2)) in str(caught.value)
     target = blank_state(wide)

@@ -56,7 +56,7 @@ def on_small_disk(where: Path, work: Callable[[Pipe], None]) -> list[object]:
 
 def fill_run(
     run: Path, options: everystep.Options
-) -> tuple[everystep.Checkpointer, everystep.StorageFull, int]:
+) -> tuple[everystep.Checkpointer, everystep.errors.StorageFull, int]:
     """Saves until there is no room. Also returns the error, and the bytes that were free before that save."""
     checkpointer = everystep.Checkpointer(run, None, keep=KEEP_ALL, options=options, mode="sync")
     for step in range(1, 100):
@@ -64,7 +64,7 @@ def fill_run(
         free = free_nbytes(run)
         try:
             checkpointer.save(step)
-        except everystep.StorageFull as error:
+        except everystep.errors.StorageFull as error:
             return checkpointer, error, free
     raise AssertionError("a disk without end")
 
@@ -184,13 +184,13 @@ def test_the_newest_durable_checkpoint_is_never_given_up_for_room(ram: Path) -> 
                 checkpointer.save(1)
             for step in (2, 3):
                 checkpointer.state = make_state(step, 0, wide)
-                with pytest.raises(everystep.StorageFull):
+                with pytest.raises(everystep.errors.StorageFull):
                     checkpointer.save(step)
                 assert load_identity(str(run)) == (1, 0)
         # Not even in favour of a training that starts over: until its first checkpoint is durable.
         over = everystep.Checkpointer(run, make_state(9, 0, wide), mode="sync", start_over=True)
         shortage = pytest.warns(RuntimeWarning, match="There is space for 1")
-        with over, shortage, pytest.raises(everystep.StorageFull):
+        with over, shortage, pytest.raises(everystep.errors.StorageFull):
             over.save(9)
         assert load_identity(str(run)) == (1, 0)
         pipe.send("good")
@@ -204,7 +204,7 @@ def test_after_a_quota_was_met_the_next_save_makes_room(ram: Path) -> None:
         for step in (1, 2, 3):
             checkpointer.state = make_state(step, 0, WIDE)
             checkpointer.save(step)
-        with faults.injected("write:1:EDQUOT"), pytest.raises(everystep.StorageFull):
+        with faults.injected("write:1:EDQUOT"), pytest.raises(everystep.errors.StorageFull):
             checkpointer.save(4)
         assert checkpointer.steps == [1, 2, 3]
         with pytest.warns(RuntimeWarning, match="step 1 was removed"):
@@ -225,7 +225,10 @@ def test_a_device_that_says_it_is_full(ram: Path, way: str, code: str, call: str
             checkpointer.state = make_state(step, 0, WIDE)
             checkpointer.save(step)
         checkpointer.state = make_state(3, 0, WIDE)
-        with faults.injected(f"{call}:1:{code}+"), pytest.raises(everystep.StorageFull, match="Free space"):
+        with (
+            faults.injected(f"{call}:1:{code}+"),
+            pytest.raises(everystep.errors.StorageFull, match="Free space"),
+        ):
             checkpointer.save(3)
         check_still_good(run, checkpointer, 3)
         checkpointer.state = make_state(3, 1, WIDE)
@@ -278,7 +281,7 @@ def warm_up(warm: Path) -> None:
     with everystep.Checkpointer(warm / "run", make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
         checkpointer.restore()
-    with faults.injected("mkdir:1:EACCES"), pytest.raises(everystep.StorageDenied):
+    with faults.injected("mkdir:1:EACCES"), pytest.raises(everystep.errors.StorageDenied):
         everystep.save(warm / "denied", make_state(1))
 
 
@@ -288,10 +291,10 @@ def test_an_unwritable_directory_says_whom_to_give_it_to(place: Path, tmp_path: 
     place.chmod(0o555)
 
     def work(pipe: Pipe) -> None:
-        with pytest.raises(everystep.StorageDenied) as caught:
+        with pytest.raises(everystep.errors.StorageDenied) as caught:
             everystep.save(place / "new", make_state(2), options=WAYS[way])
         assert isinstance(caught.value, PermissionError)
-        with pytest.raises(everystep.StorageDenied) as for_run:
+        with pytest.raises(everystep.errors.StorageDenied) as for_run:
             everystep.Checkpointer(place / "run", make_state(2), options=WAYS[way], mode="sync")
         assert identify(everystep.load(place / "old")) == (1, 0)
         assert sorted(os.listdir(place)) == ["old"]
@@ -316,7 +319,7 @@ def test_a_run_of_another_owner_says_whom_to_give_it_to(place: Path, tmp_path: P
         checkpointer.save(1)
 
     def work(pipe: Pipe) -> None:
-        with pytest.raises(everystep.StorageDenied) as caught:
+        with pytest.raises(everystep.errors.StorageDenied) as caught:
             everystep.Checkpointer(run, make_state(2), mode="sync")
         pipe.send(str(caught.value))
         assert identify(everystep.load(run)) == (1, 0)
@@ -332,7 +335,7 @@ def test_a_checkpoint_that_may_not_be_read_is_an_error_that_names_it(place: Path
     (place / "old" / "r00000.v0.safetensors").chmod(0o600)
 
     def work(pipe: Pipe) -> None:
-        with pytest.raises(everystep.ReadFailed, match="Permission denied") as caught:
+        with pytest.raises(everystep.errors.ReadFailed, match="Permission denied") as caught:
             everystep.load(place / "old")
         pipe.send(str(caught.value))
 
@@ -347,9 +350,11 @@ def test_a_read_only_file_system_is_named_as_such_and_can_be_read(ram: Path) -> 
             checkpointer.save(1)
         make_read_only(ram)
         for options in WAYS.values():
-            with pytest.raises(everystep.StorageDenied, match="is read-only: choose another directory"):
+            with pytest.raises(
+                everystep.errors.StorageDenied, match="is read-only: choose another directory"
+            ):
                 everystep.save(ram / "new", make_state(2), options=options)
-        with pytest.raises(everystep.StorageDenied, match="is read-only"):
+        with pytest.raises(everystep.errors.StorageDenied, match="is read-only"):
             everystep.Checkpointer(ram / "run", make_state(2), mode="sync")
         assert identify(everystep.load(ram / "old")) == (1, 0)
         assert identify(everystep.load(ram / "run")) == (1, 0)
@@ -362,7 +367,10 @@ def test_a_read_only_file_system_is_named_as_such_and_can_be_read(ram: Path) -> 
 def test_a_device_that_turns_read_only_is_named_as_such(ram: Path) -> None:
     """The twin of the above, injected; ext4 does this after an error."""
     everystep.save(ram / "old", make_state(1))
-    with faults.injected("mkdir:1:EROFS"), pytest.raises(everystep.StorageDenied, match="is read-only"):
+    with (
+        faults.injected("mkdir:1:EROFS"),
+        pytest.raises(everystep.errors.StorageDenied, match="is read-only"),
+    ):
         everystep.save(ram / "new", make_state(2))
     assert identify(everystep.load(ram / "old")) == (1, 0)
 
@@ -371,7 +379,7 @@ def test_a_device_that_turns_read_only_is_named_as_such(ram: Path) -> None:
 
 
 def test_a_directory_above_that_cannot_be_made_is_named(ram: Path) -> None:
-    with faults.injected("mkdir:2:ENOSPC"), pytest.raises(everystep.StorageFull) as caught:
+    with faults.injected("mkdir:2:ENOSPC"), pytest.raises(everystep.errors.StorageFull) as caught:
         everystep.save(ram / "not" / "there" / "new", make_state(1))
     assert str(ram / "not" / "there" / "new") in str(caught.value)
     assert not (ram / "not" / "there").exists()
@@ -402,7 +410,7 @@ def test_a_run_that_vanishes_under_its_writer_fails_the_save(ram: Path) -> None:
     with everystep.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
         checkpointer.save(1)
         shutil.rmtree(ram / "run")
-        with pytest.raises(everystep.StorageMissing, match="check that its volume is mounted"):
+        with pytest.raises(everystep.errors.StorageMissing, match="check that its volume is mounted"):
             checkpointer.save(2)
 
 

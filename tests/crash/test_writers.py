@@ -51,7 +51,7 @@ def test_a_second_writer_is_told_who_holds_the_run(ram: Path) -> None:
     run = ram / "run"
     with forked(hold_run(run)) as holder:
         assert holder.pipe.receive() == holder.pid
-        with pytest.raises(everystep.Locked) as caught:
+        with pytest.raises(everystep.errors.Locked) as caught:
             everystep.Checkpointer(run, make_state(2), mode="sync")
         assert isinstance(caught.value, BlockingIOError)
         assert f"process {holder.pid} on {socket.gethostname()}" in str(caught.value)
@@ -103,7 +103,7 @@ def test_a_forked_child_cannot_write_to_its_parents_run(ram: Path) -> None:
         checkpointer.save(1)
 
         def child(pipe: Pipe) -> None:
-            with pytest.raises(everystep.Locked, match=f"process {os.getppid()} on"):
+            with pytest.raises(everystep.errors.Locked, match=f"process {os.getppid()} on"):
                 everystep.Checkpointer(ram / "run", make_state(2), mode="sync")
             checkpointer.close()  # what it inherited: must not give up the parent's lock
             pipe.send("refused")
@@ -118,7 +118,7 @@ def test_a_forked_child_cannot_write_to_its_parents_run(ram: Path) -> None:
 
 def test_two_writers_in_one_process_are_refused_too(ram: Path) -> None:
     with everystep.Checkpointer(ram / "run", make_state(1), mode="sync") as checkpointer:
-        with pytest.raises(everystep.Locked, match="in this process already"):
+        with pytest.raises(everystep.errors.Locked, match="in this process already"):
             everystep.Checkpointer(ram / "run", make_state(2), mode="sync")
         checkpointer.save(1)
         with forked(hold_run(ram / "run")) as other:
@@ -137,7 +137,7 @@ def save_on_a_word(pipe: Pipe, path: Path, version: int, start: tuple[int, int])
     try:
         everystep.save(path, make_state(1, version), step=1)
         pipe.send(version)
-    except (everystep.Locked, everystep.CheckpointExists, everystep.SaveFailed) as error:
+    except (everystep.errors.Locked, everystep.CheckpointExists, everystep.SaveFailed) as error:
         pipe.send(type(error).__name__)
 
 
@@ -177,7 +177,7 @@ def test_a_save_in_progress_is_not_swept_by_another(ram: Path, monkeypatch: pyte
 
 
 def _refused(pipe: Pipe, path: Path) -> None:
-    with pytest.raises(everystep.Locked, match=f"another process is saving to {path}"):
+    with pytest.raises(everystep.errors.Locked, match=f"another process is saving to {path}"):
         everystep.save(path, make_state(2), step=2)
     pipe.send("Locked")
 
@@ -188,7 +188,7 @@ def _overwrite_slowly(pipe: Pipe, path: Path, version: int, fault: str) -> None:
         try:
             with faults.injected(fault):
                 everystep.save(path, make_state(1, version), step=1, overwrite=True)
-        except everystep.Locked:
+        except everystep.errors.Locked:
             continue
         pipe.send("durable")
         return
@@ -208,7 +208,7 @@ def test_what_is_being_replaced_is_not_swept_by_the_next_writer(ram: Path, fault
             try:
                 everystep.save(path, make_state(1, 2), step=1, overwrite=True)
                 outcomes.add("durable")
-            except everystep.Locked:
+            except everystep.errors.Locked:
                 outcomes.add("locked")
         assert first.pipe.receive() == "durable"
     assert "locked" in outcomes
@@ -222,7 +222,7 @@ def _overwrite_often(pipe: Pipe, path: Path, version: int) -> None:
         try:
             everystep.save(path, make_state(1, version), step=1, overwrite=True)
             durable += 1
-        except everystep.Locked:
+        except everystep.errors.Locked:
             time.sleep(0.0005 * version)
     pipe.send(durable)
 

@@ -78,7 +78,7 @@ def _contradicting(run: Path) -> list[str]:
     said = []
     for number, (place, make) in enumerate(CONTRADICTIONS.values()):
         state = {**make(rank), "layers": {f"l{rank}": _W + rank}}
-        with pytest.raises(everystep.RanksDisagree, match="cannot be stored as one") as caught:
+        with pytest.raises(everystep.errors.RanksDisagree, match="cannot be stored as one") as caught:
             everystep.save(run / str(number), state, timeout=60.0)
         assert repr(place) in str(caught.value), str(caught.value)
         assert caught.value.ranks == (0, 1)
@@ -107,7 +107,9 @@ def _stages(run: Path) -> list[Any]:
         checkpointer.save(1)
         # Planned once; what changes later is compared in every save.
         optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
-        with pytest.raises(everystep.RanksDisagree, match=r"optimizer\.param_groups\.0\.lr'") as caught:
+        with pytest.raises(
+            everystep.errors.RanksDisagree, match=r"optimizer\.param_groups\.0\.lr'"
+        ) as caught:
             checkpointer.save(2)
         found.append(caught.value.ranks)
         optimizer.param_groups[0]["lr"] = 0.2
@@ -134,7 +136,7 @@ def _large_bytes(run: Path) -> list[Any]:
         blob[300_001] = dist.get_rank()
         for name, value in (("blob", bytes(blob)), ("array", blob)):
             state.update({"blob": bytes(1 << 20), "array": bytearray(1 << 20), name: value})
-            with pytest.raises(everystep.RanksDisagree, match=repr(name)) as caught:
+            with pytest.raises(everystep.errors.RanksDisagree, match=repr(name)) as caught:
                 checkpointer.save(2)
             found.append(max(caught.value.ranks))
         state["array"] = bytearray(b"x" * 99_999)
@@ -162,7 +164,7 @@ def _ties(run: Path) -> list[str]:
     ):
         if number == 1 and rank == 1:
             state["b"] = state["c"]
-        with pytest.raises(everystep.RanksDisagree, match="Tie it on all ranks") as caught:
+        with pytest.raises(everystep.errors.RanksDisagree, match="Tie it on all ranks") as caught:
             everystep.save(run / str(number), state, timeout=60.0)
         found.append(str(caught.value.leaf))
     info = everystep.save(run / "tied", {"a": a, "b": a}, timeout=60.0)

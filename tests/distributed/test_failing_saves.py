@@ -167,7 +167,7 @@ def _caught(folder: Path) -> tuple[list[str], list[str]]:
     def catchable(function: Callable[[], Any]) -> list[str]:
         with pytest.raises(everystep.SaveFailed) as caught:
             function()
-        kinds = (everystep.RankFailed, everystep.RanksDisagree, TimeoutError)
+        kinds = (everystep.RankFailed, everystep.errors.RanksDisagree, TimeoutError)
         return [kind.__name__ for kind in kinds if isinstance(caught.value, kind)]
 
     differing = catchable(lambda: everystep.save(folder / "one", {"n": rank}, timeout=PATIENCE_SECONDS))

@@ -205,11 +205,11 @@ def test_what_pruning_could_not_remove_keeps_its_shards_when_it_is_moved_away(
 
 def test_a_volume_that_is_not_there(tmp_path: Path, volumes: list[Path]) -> None:
     options = everystep.Options(volumes=[volumes[0], tmp_path / "unmounted"])
-    with pytest.raises(everystep.StorageMissing, match=r"the volume .*unmounted does not exist on "):
+    with pytest.raises(everystep.errors.StorageMissing, match=r"the volume .*unmounted does not exist on "):
         everystep.save(tmp_path / "model", _state(0), options=options)
     assert not (tmp_path / "unmounted").exists()
     single: dict[str, Any] = {"volumes": [tmp_path / "unmounted"]}
-    with pytest.raises(everystep.StorageMissing, match="unmounted"):
+    with pytest.raises(everystep.errors.StorageMissing, match="unmounted"):
         everystep.Checkpointer(tmp_path / "run", _state(0), options=everystep.Options(**single))
 
 
@@ -226,7 +226,7 @@ def test_one_that_is_replaced_outside_of_a_run(tmp_path: Path, volumes: list[Pat
     assert len(_there(volumes[0])) == 4
     assert everystep.load(run / "best")["w"].tolist() == [6, 6, 6]
     assert everystep.load(run / "step-000000000001")["w"].tolist() == [1, 1, 1]
-    with pytest.raises(everystep.StorageFull), faults.injected("write:1:ENOSPC"):
+    with pytest.raises(everystep.errors.StorageFull), faults.injected("write:1:ENOSPC"):
         everystep.save(tmp_path / "other", {"w": np.ones(3)}, options=options)
     assert len(_there(volumes[0])) == 4
 
@@ -372,7 +372,10 @@ def test_pruning_removes_nothing_that_only_a_manifest_claims(tmp_path: Path, vol
 
 def test_volumes_that_cannot_be_written_to(tmp_path: Path, volumes: list[Path]) -> None:
     options = everystep.Options(volumes=volumes)
-    for fault, kind in (("write:1:ENOSPC", everystep.StorageFull), ("open:1:EROFS", everystep.StorageDenied)):
+    for fault, kind in (
+        ("write:1:ENOSPC", everystep.errors.StorageFull),
+        ("open:1:EROFS", everystep.errors.StorageDenied),
+    ):
         with pytest.raises(kind, match=str(volumes[0])), faults.injected(fault):
             everystep.save(tmp_path / "model", {"w": np.ones(3)}, options=options)
     with pytest.raises(ValueError, match="UTF-8"):

@@ -131,7 +131,7 @@ def _attempts(folder: Path, whole: Any, held: Any) -> list[str]:
         try:
             act()
             got.append("")
-        except everystep.RanksDisagree as error:
+        except everystep.errors.RanksDisagree as error:
             got.append(
                 "sample" if "replicated arrays; the save was rejected" in str(error) else str(error.leaf)
             )
@@ -196,7 +196,7 @@ def _layouts_in_memory(folder: Path) -> list[Any]:
             try:
                 checkpointer.save(2)
                 found.append((name, "stored as a mixture"))
-            except everystep.RanksDisagree as error:
+            except everystep.errors.RanksDisagree as error:
                 found.append((name, error.ranks))
             own -= float(rank)
             checkpointer.save(2)

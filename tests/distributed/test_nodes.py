@@ -200,7 +200,7 @@ def test_a_node_that_is_missing_is_named_by_all_ranks_and_tools(site: Site, node
     said = " ".join(verified.output.split())
     assert "of host node-a" in said
     assert "of host node-b" in said
-    with pytest.raises(everystep.IncompleteCheckpoint, match="of host node-"):
+    with pytest.raises(everystep.errors.IncompleteCheckpoint, match="of host node-"):
         everystep.load(site.run)
 
 

@@ -192,7 +192,7 @@ def _contradict(run: Path) -> list[Any]:
         for step, on in enumerate(others, start=2):
             if rank in on:
                 state["late"] = on[rank]
-            with pytest.raises(everystep.RanksDisagree, match="late") as caught:
+            with pytest.raises(everystep.errors.RanksDisagree, match="late") as caught:
                 checkpointer.save(step)
             found.append(caught.value.ranks)
             state.pop("late", None)

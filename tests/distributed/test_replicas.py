@@ -321,10 +321,11 @@ def _part_after_the_first_save(run: Path) -> list[Any]:
         for step, name in ((2, "statistics"), (3, "weights")):
             state[name] += dist.get_rank()
             with pytest.raises(
-                everystep.RanksDisagree, match="ranks 0 and 1 hold different values of replicated arrays"
+                everystep.errors.RanksDisagree,
+                match="ranks 0 and 1 hold different values of replicated arrays",
             ) as caught:
                 checkpointer.save(step)
-            with pytest.raises(everystep.RanksDisagree, match=f"{name}: the copy of rank 1 differs"):
+            with pytest.raises(everystep.errors.RanksDisagree, match=f"{name}: the copy of rank 1 differs"):
                 checkpointer.save(step)
             state[name][:] = 5.0 * step
             checkpointer.save(step)

@@ -41,9 +41,9 @@ def _restore_strictly_on_some(folder: Path) -> list[Any]:
     with everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
         c.save(1)
         c.state = {"w": np.zeros(10), "new": np.zeros(3)}
-        with pytest.raises(everystep.RanksDisagree) as restored:
+        with pytest.raises(everystep.errors.RanksDisagree) as restored:
             c.restore(strict=rank != 1)
-        with pytest.raises(everystep.RanksDisagree) as loaded:
+        with pytest.raises(everystep.errors.RanksDisagree) as loaded:
             everystep.load(folder, c.state, strict=rank == 1, timeout=PATIENCE_SECONDS)
         for caught in (restored, loaded):
             found.append((str(caught.value).partition(". ")[0], caught.value.ranks))
@@ -157,7 +157,7 @@ def _without_descriptors(folder: Path) -> list[Any]:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         named = "Too many open files" in str(caught.value), "rank 1" in str(caught.value)
-        found += [isinstance(caught.value, everystep.OutOfResources), *named]
+        found += [isinstance(caught.value, everystep.errors.OutOfResources), *named]
         state["w"][:] = 0
         found += [c.restore(), float(state["w"][0])]
     return found
@@ -177,7 +177,7 @@ def _begin_in_a_used_run(folder: Path) -> list[Any]:
         for step in (8, 9):
             c.save(step)
     with everystep.Checkpointer(folder, state, mode="sync", timeout=PATIENCE_SECONDS) as c:
-        with pytest.raises(everystep.RunInUse, match="steps 8 to 9"):
+        with pytest.raises(everystep.errors.RunInUse, match="steps 8 to 9"):
             c.save(1)
         found += [c.last_durable, c.steps, c.restore()]
         with pytest.raises(everystep.CheckpointExists, match="step 8 already"):

@@ -63,7 +63,7 @@ def _mesh_beyond_the_group(folder: Path) -> str | None:
     if dist.get_rank() not in MEMBERS:
         return None
     # A rank that comes late may hear of rank 0's failure before it sees the same in its own state.
-    late = () if dist.get_rank() == MEMBERS[0] else (everystep.SaveFailedOnRank,)
+    late = () if dist.get_rank() == MEMBERS[0] else (everystep.errors.SaveFailedOnRank,)
     with pytest.raises((everystep.UnsupportedState, *late)) as caught:
         everystep.save(folder / "one", {"w": everywhere}, process_group=members)
     return str(caught.value)

@@ -162,7 +162,7 @@ def test_where_io_uring_is_forbidden_threads_take_its_place(tmp_path: Path) -> N
         assert (everystep.load(sys.argv[1] + "/a")["w"] == state["w"]).all()
         try:
             everystep.save(sys.argv[1] + "/b", state, options=everystep.Options(backend="uring"))
-        except everystep.EngineUnavailable as error:
+        except everystep.errors.EngineUnavailable as error:
             assert "threads" in str(error), error
         print(choose_backend(sys.argv[1]))
     """

@@ -186,7 +186,7 @@ def objects(folder: str) -> None:
 
     # A trainer that does not want what is there, and one that starts over.
     raises(
-        everystep.RunInUse,
+        everystep.errors.RunInUse,
         "restore",
         lambda: _run_with(
             folder, everystep.integrations.chainer.snapshot(f"{folder}/wide/run", autoload=False)

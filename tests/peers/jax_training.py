@@ -414,7 +414,7 @@ def spread(folder: str, *, write: bool) -> None:
             assert bits(one.data) == bits(other.data), path
     if jax.process_count() > 1:
         mine = {"host": jnp.full(3, float(jax.process_index()))}
-        raises(everystep.RanksDisagree, "host", lambda: save(f"{folder}/apart", mine))
+        raises(everystep.errors.RanksDisagree, "host", lambda: save(f"{folder}/apart", mine))
         alone = f"{folder}/alone-{jax.process_index()}"
         parts = {"rows": tree["rows"]}
         text = "'rows': other processes have parts of this jax.Array. Use everystep.integrations.jax"

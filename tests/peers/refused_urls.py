@@ -22,7 +22,7 @@ def main(framework: str) -> None:
         for url in ("s3://bucket/run", Path("gs://bucket/run"), "file:///tmp/everystep-url/run"):
             try:
                 call(url)
-            except everystep.UnsupportedURL:
+            except everystep.errors.UnsupportedURL:
                 pass
             else:
                 raise SystemExit(f"{name} took {url}")

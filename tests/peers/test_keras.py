@@ -35,7 +35,7 @@ def arrays(path: Path, prefix: str) -> list[bytes]:
 )
 def test_files_of_keras_hold_the_weights_that_it_had(written: Path, file: str, kind: str) -> None:
     if file == "m.h5" and (written / "bfloat16").exists():  # the old format does not say what the bytes mean
-        with pytest.raises(everystep.UnsupportedSource, match=r"'model_weights/dense_1/.*\|V2"):
+        with pytest.raises(everystep.errors.UnsupportedSource, match=r"'model_weights/dense_1/.*\|V2"):
             universal.describe(written / file)
         return
     source = universal.describe(written / file)

@@ -54,7 +54,7 @@ def test_a_damaged_array_is_an_error_that_names_it_and_others_are_read(path: Pat
     with Shelf(path, mode="r") as shelf:
         assert shelf.n == 2
         assert shelf.a[7] == 7
-        with pytest.raises(everystep.CorruptShelf, match=r"'big'.*bytes 1048576 to 1600000") as raised:
+        with pytest.raises(everystep.errors.CorruptShelf, match=r"'big'.*bytes 1048576 to 1600000") as raised:
             _ = shelf.big
         assert raised.value.name == "big"
         assert [error.name for error in shelf.verify()] == ["big"]
@@ -84,7 +84,8 @@ def test_a_damaged_newest_root_falls_back_to_the_older_one_with_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("mode", "step", "kind"), [("r", "read", everystep.ReadFailed), ("w", "sync", everystep.SaveFailed)]
+    ("mode", "step", "kind"),
+    [("r", "read", everystep.errors.ReadFailed), ("w", "sync", everystep.SaveFailed)],
 )
 def test_a_device_that_fails_while_a_shelf_is_opened_is_a_typed_error(
     path: Path, mode: str, step: str, kind: type[OSError]
@@ -122,7 +123,7 @@ def test_both_roots_damaged_is_an_error(path: Path) -> None:
     _change(path, PAGE + 100, b"\xaa")
     _change(path, 2 * PAGE + 100, b"\xaa")
     for mode in ("r", "w"):
-        with pytest.raises(everystep.CorruptShelf, match="root"):
+        with pytest.raises(everystep.errors.CorruptShelf, match="root"):
             Shelf(path, mode=mode)  # type: ignore[arg-type]
 
 
@@ -130,9 +131,9 @@ def test_truncated_files_are_errors(path: Path) -> None:
     data = path.read_bytes()
     for length in (8, 60, 64, PAGE, 3 * PAGE - 1, 3 * PAGE, 5 * PAGE):
         path.write_bytes(data[:length])
-        with pytest.raises(everystep.CorruptShelf):
+        with pytest.raises(everystep.errors.CorruptShelf):
             Shelf(path)
-        with pytest.raises(everystep.CorruptShelf):
+        with pytest.raises(everystep.errors.CorruptShelf):
             Shelf(path, mode="r")
     path.write_bytes(data + bytes(100_000))  # half-grown: space that nothing uses yet
     with Shelf(path) as shelf:
@@ -144,7 +145,7 @@ def test_foreign_and_newer_files_are_errors(path: Path, memory: Path) -> None:
         other = memory / "other"
         other.write_bytes(content)
         for mode in ("r", "w"):
-            with pytest.raises(everystep.UnsupportedShelf, match="not a shelf"):
+            with pytest.raises(everystep.errors.UnsupportedShelf, match="not a shelf"):
                 Shelf(other, mode=mode)  # type: ignore[arg-type]
         assert other.read_bytes() == content
     from everystep.engine import xxh3_64
@@ -152,7 +153,7 @@ def test_foreign_and_newer_files_are_errors(path: Path, memory: Path) -> None:
     header = bytearray(path.read_bytes()[:56])
     header[8] = 9
     _change(path, 0, bytes(header) + xxh3_64(bytes(header)).to_bytes(8, "little"))
-    with pytest.raises(everystep.UnsupportedShelf, match="version 9"):
+    with pytest.raises(everystep.errors.UnsupportedShelf, match="version 9"):
         Shelf(path)
     (memory / "directory").mkdir()
     with pytest.raises(OSError, match="irectory"):
@@ -174,7 +175,7 @@ def test_flipped_bits_are_never_silent(path: Path) -> None:
             with Shelf(path, mode="r") as shelf:
                 found = {name: np.asarray(shelf[name]).tobytes() for name in shelf}
                 assert found == whole or (shelf.generation == 2 and shelf.n == 1)
-        except (everystep.CorruptShelf, everystep.UnsupportedShelf):
+        except (everystep.errors.CorruptShelf, everystep.errors.UnsupportedShelf):
             pass
 
 
@@ -239,7 +240,7 @@ def test_a_failing_device_loses_nothing_that_was_committed(
             error = raised
         failed = error is not None
         if failed:
-            full = isinstance(error, everystep.StorageFull)
+            full = isinstance(error, everystep.errors.StorageFull)
             assert full == (code == "ENOSPC" and step != "sync")
         assert failed == (nth == 1 or (nth == 2 and step != "fallocate") or step == "write")
         assert shelf.a.any() == (not failed)
@@ -368,7 +369,7 @@ def test_a_second_writer_in_another_process_is_refused_until_the_first_is_gone(m
     child = subprocess.Popen([sys.executable, "-c", STORM, str(path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     child.stdout.readline()
-    with pytest.raises(everystep.Locked):
+    with pytest.raises(everystep.errors.Locked):
         Shelf(path)
     child.kill()
     child.stdout.close()
@@ -387,7 +388,7 @@ def test_a_forked_child_neither_keeps_the_lock_nor_uses_the_shelf(memory: Path) 
         good = int(array.sum()) == 45
         try:
             shelf.a = 1
-        except everystep.ShelfClosed:
+        except everystep.errors.ShelfClosed:
             good = good and True
         else:
             good = False
@@ -395,7 +396,7 @@ def test_a_forked_child_neither_keeps_the_lock_nor_uses_the_shelf(memory: Path) 
         signal.pause()
     try:
         assert os.read(read, 1) == b"+"
-        with pytest.raises(everystep.Locked):
+        with pytest.raises(everystep.errors.Locked):
             Shelf(path)
         shelf.close()
         with Shelf(path) as again:
@@ -459,7 +460,7 @@ def test_a_copy_with_holes_on_a_full_disk_is_an_error_and_no_crash(memory: Path)
         for _ in range(2):
             try:
                 Shelf(path)
-            except everystep.StorageFull as error:
+            except everystep.errors.StorageFull as error:
                 pipe.send(str(error))
             with Shelf(path, mode="r") as shelf:
                 pipe.send(shelf.a.tolist())

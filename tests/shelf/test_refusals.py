@@ -63,7 +63,7 @@ def test_a_refused_assignment_leaves_what_was_changed_in_place(tmp_path: Path) -
             for refused, error in (
                 (object(), everystep.UnsupportedState),
                 (np.zeros(2, [("x", int)]), everystep.UnsupportedState),
-                (np.zeros(1 << 18), everystep.ShelfFull),
+                (np.zeros(1 << 18), everystep.errors.ShelfFull),
             ):
                 with pytest.raises(error):
                     shelf.a = refused
@@ -150,7 +150,7 @@ class RefusalMachine(RuleBasedStateMachine):
     @rule(name=NAMES, number=st.integers(0, 1000), operator=st.booleans())
     def change_in_place(self, name: str, number: int, operator: bool) -> None:
         if self.pending is None:
-            with pytest.raises(everystep.TransactionError):
+            with pytest.raises(everystep.errors.TransactionError):
                 self.shelf.writable(name)
             self.begin()
         if not isinstance(self.model.get(name), np.ndarray):
@@ -186,7 +186,7 @@ class RefusalMachine(RuleBasedStateMachine):
     def fail_to_store(self, name: str, nth: int) -> None:
         """For want of space, or with the device: two blocks and their table are stored by three calls."""
         if nth == 0:
-            with pytest.raises(everystep.ShelfFull):
+            with pytest.raises(everystep.errors.ShelfFull):
                 self.shelf[name] = np.zeros(1 << 21)
         else:
             with pytest.raises(everystep.SaveFailed), faults.injected(f"{STEPS[self.medium]}:{nth}:EIO"):
@@ -195,7 +195,7 @@ class RefusalMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pending is not None)
     @rule()
     def nest(self) -> None:
-        with pytest.raises(everystep.TransactionError, match="this thread"), self.shelf.transaction():
+        with pytest.raises(everystep.errors.TransactionError, match="this thread"), self.shelf.transaction():
             pass
 
     # --- ends
@@ -212,7 +212,7 @@ class RefusalMachine(RuleBasedStateMachine):
             self.transaction.__exit__(InterruptedError, InterruptedError(), None)
         elif how == "close":
             self.shelf.close()
-            with pytest.raises(everystep.ShelfClosed):
+            with pytest.raises(everystep.errors.ShelfClosed):
                 self.transaction.__exit__(None, None, None)
             self.shelf = Shelf(self.path, _medium=self.medium)
         else:

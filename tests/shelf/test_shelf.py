@@ -267,7 +267,7 @@ def test_a_reader_sees_one_commit_until_it_asks_for_the_next(tmp_path: Path, med
             for _ in range(10):
                 shelf.a = np.full(5000, -1.0)
             assert not old.any()
-            with pytest.raises(everystep.TransactionError, match="for reading"):
+            with pytest.raises(everystep.errors.TransactionError, match="for reading"):
                 reader.a = 1
 
 
@@ -286,12 +286,12 @@ def test_nested_and_concurrent_transactions_are_errors(tmp_path: Path) -> None:
             ):
                 try:
                     change()
-                except everystep.TransactionError as error:
+                except everystep.errors.TransactionError as error:
                     raised.append(error)
 
         with shelf.transaction():
             shelf.a = 2
-            with pytest.raises(everystep.TransactionError, match="this thread"), shelf.transaction():
+            with pytest.raises(everystep.errors.TransactionError, match="this thread"), shelf.transaction():
                 pass
             thread = threading.Thread(target=other)
             thread.start()
@@ -306,7 +306,7 @@ def test_writable_outside_of_a_transaction_and_of_a_value_are_errors(tmp_path: P
     with Shelf(tmp_path / "a.shelf") as shelf:
         shelf.a = np.zeros(2)
         shelf.n = [1]
-        with pytest.raises(everystep.TransactionError, match="inside of"):
+        with pytest.raises(everystep.errors.TransactionError, match="inside of"):
             shelf.writable("a")
         with shelf.transaction():
             with pytest.raises(TypeError, match="no array"):
@@ -343,7 +343,7 @@ def test_full_is_an_error_and_nothing_is_lost(tmp_path: Path, medium: str) -> No
     path = tmp_path / "a.shelf"
     with Shelf(path, "256KiB", _medium=medium) as shelf:
         shelf.a = np.zeros(10_000)
-        with pytest.raises(everystep.ShelfFull, match="larger size"):
+        with pytest.raises(everystep.errors.ShelfFull, match="larger size"):
             shelf.b = np.zeros(100_000)
 
         def change() -> None:
@@ -351,7 +351,7 @@ def test_full_is_an_error_and_nothing_is_lost(tmp_path: Path, medium: str) -> No
                 shelf.a = np.ones(10_000)
                 shelf.c = np.zeros(20_000)
 
-        with pytest.raises(everystep.ShelfFull):
+        with pytest.raises(everystep.errors.ShelfFull):
             change()
         assert (list(shelf), shelf.a.any()) == (["a"], False)
         for _ in range(50):
@@ -366,14 +366,14 @@ def test_a_second_writer_is_refused_also_in_another_process(tmp_path: Path) -> N
     path = tmp_path / "a.shelf"
     with Shelf(path) as shelf:
         shelf.a = 1
-        with pytest.raises(everystep.Locked, match="one writer"):
+        with pytest.raises(everystep.errors.Locked, match="one writer"):
             Shelf(path)
     with Shelf(path) as shelf:
         assert shelf.a == 1
 
 
 def test_a_place_that_cannot_hold_a_shelf_is_a_typed_error(tmp_path: Path) -> None:
-    with pytest.raises(everystep.StorageMissing, match="does not exist"):
+    with pytest.raises(everystep.errors.StorageMissing, match="does not exist"):
         Shelf(tmp_path / "none" / "a.shelf")
     for size in (10, "10", "x", "64QiB", True, 2**47 + 1, "129TiB", "9" * 400):
         with pytest.raises((ValueError, TypeError)):
@@ -412,8 +412,8 @@ def test_a_closed_shelf_says_so_and_its_arrays_live_on(tmp_path: Path) -> None:
     shelf.close()
     shelf.close()
     assert array.tolist() == [0, 1, 2]
-    with pytest.raises(everystep.ShelfClosed):
+    with pytest.raises(everystep.errors.ShelfClosed):
         _ = shelf["a"]
-    with pytest.raises(everystep.ShelfNotFound):
+    with pytest.raises(everystep.errors.ShelfNotFound):
         Shelf(tmp_path / "none.shelf", mode="r")
     assert "closed" in repr(shelf)

@@ -159,7 +159,7 @@ def test_a_thread_that_reads_while_another_closes_gets_whole_values_or_an_error(
         def read(shelf: Shelf = shelf) -> None:
             try:
                 found = shelf.a
-            except everystep.ShelfClosed:
+            except everystep.errors.ShelfClosed:
                 return
             assert found[-1] == LARGE - 1
 
@@ -213,7 +213,7 @@ def test_a_block_is_told_that_its_transaction_has_ended_with_its_thread(memory: 
         thread.join()
         shelf.a = 3  # which ends it
         for again in (transaction, shelf.transaction()):
-            with pytest.raises(everystep.TransactionError, match="not begun, or has ended"):
+            with pytest.raises(everystep.errors.TransactionError, match="not begun, or has ended"):
                 again.__exit__(None, None, None)
         assert shelf.a == 3
 
@@ -247,7 +247,7 @@ def test_a_block_that_ends_in_another_thread_is_undone(memory: Path) -> None:
         thread = threading.Thread(target=finish, args=(begun,))
         thread.start()
         thread.join()
-        assert [type(error) for error in raised] == [everystep.TransactionError]
+        assert [type(error) for error in raised] == [everystep.errors.TransactionError]
         assert "another thread" in str(raised[0])
         assert shelf.a == 1
         shelf.a = 3

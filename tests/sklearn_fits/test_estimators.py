@@ -173,7 +173,9 @@ def test_other_threads_fits_do_not_notice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["1.2.2", "1.10.0", "2.0", "unknown"])
 def test_an_unsupported_version_is_an_error_that_names_both(version: str) -> None:
-    with pytest.raises(everystep.UnsupportedVersion, match=f"scikit-learn {version} .* supports 1.3 to 1.9"):
+    with pytest.raises(
+        everystep.errors.UnsupportedVersion, match=f"scikit-learn {version} .* supports 1.3 to 1.9"
+    ):
         versions.check(version)
     versions.check(sklearn.__version__)
 
@@ -202,10 +204,12 @@ def test_code_that_is_not_scikit_learns_is_named() -> None:
     def fit(self: Any) -> None:
         """Of another library."""
 
-    with pytest.raises(everystep.UnsupportedVersion, match=r"fit of .*test_estimators has taken the place"):
+    with pytest.raises(
+        everystep.errors.UnsupportedVersion, match=r"fit of .*test_estimators has taken the place"
+    ):
         loops.with_names(fit, {"lloyd": None})
 
 
 def test_a_function_without_the_expected_names_is_an_unsupported_version() -> None:
-    with pytest.raises(everystep.UnsupportedVersion, match="does not use lloyd"):
+    with pytest.raises(everystep.errors.UnsupportedVersion, match="does not use lloyd"):
         loops.with_names(sklearn.cluster.KMeans.fit, {"lloyd": None})

@@ -18,7 +18,7 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> everystep.Options
     backend: Backend = request.param
     able = capabilities(tmp_path)
     if backend != "buffered" and (not able.direct or (backend == "uring" and not able.uring)):
-        with pytest.raises(everystep.EngineUnavailable):
+        with pytest.raises(everystep.errors.EngineUnavailable):
             choose_backend(tmp_path, backend)
         pytest.skip(f"the probe says {backend} cannot work here")
     return everystep.Options(backend=backend, memory_nbytes=512 << 10, small_nbytes=0)

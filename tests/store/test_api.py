@@ -105,7 +105,7 @@ def test_two_manifests_are_one_too_many(tmp_path: Path, way: str) -> None:
 def test_neither_manifest_is_an_incomplete_checkpoint(tmp_path: Path) -> None:
     everystep.save(tmp_path / "c", {"w": np.arange(5)}, options=Options(small_nbytes=0))
     (tmp_path / "c" / "manifest.json").unlink()
-    with pytest.raises(everystep.IncompleteCheckpoint, match="no manifest") as caught:
+    with pytest.raises(everystep.errors.IncompleteCheckpoint, match="no manifest") as caught:
         everystep.load(tmp_path / "c")
     assert caught.value.path == str(shard(tmp_path / "c"))
 
@@ -285,14 +285,14 @@ def test_names_that_mark_unfinished_saves_cannot_be_taken(tmp_path: Path, name: 
 def test_the_backend_can_be_forced_by_option_and_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(everystep.EngineUnavailable, match="'tape'"):
+    with pytest.raises(everystep.errors.EngineUnavailable, match="'tape'"):
         everystep.save(tmp_path / "c", {}, options=Options(backend="tape"))  # type: ignore[arg-type]
     monkeypatch.setenv("EVERYSTEP_BACKEND", "drum")
-    with pytest.raises(everystep.EngineUnavailable, match="'drum'"):
+    with pytest.raises(everystep.errors.EngineUnavailable, match="'drum'"):
         everystep.save(tmp_path / "c", {"w": np.zeros(1 << 20)})
     assert list(tmp_path.iterdir()) == []
     everystep.save(tmp_path / "c", {"w": np.zeros(1 << 20)}, options=Options(backend="buffered"))
-    with pytest.raises(everystep.EngineUnavailable, match="'drum'"):
+    with pytest.raises(everystep.errors.EngineUnavailable, match="'drum'"):
         everystep.load(tmp_path / "c")
 
 
@@ -317,7 +317,7 @@ def test_nothing_at_a_path(tmp_path: Path) -> None:
     with pytest.raises(everystep.CheckpointNotFound, match="not a checkpoint, nor a run"):
         everystep.load(tmp_path / "empty")
     (tmp_path / "empty" / "r00000.json").write_text("{}")
-    with pytest.raises(everystep.IncompleteCheckpoint, match="the manifest is missing"):
+    with pytest.raises(everystep.errors.IncompleteCheckpoint, match="the manifest is missing"):
         everystep.load(tmp_path / "empty")
     (tmp_path / "file").write_text("")
     with pytest.raises(everystep.CheckpointNotFound):
@@ -429,7 +429,7 @@ def test_what_cannot_be_a_path_has_no_checkpoint() -> None:
 
 def test_a_leaf_that_is_not_there_is_an_error_of_ours(selectable: Path) -> None:
     with everystep.open(selectable) as opened:
-        with pytest.raises(everystep.LeafNotFound) as caught:
+        with pytest.raises(everystep.errors.LeafNotFound) as caught:
             opened["nope"]
         assert isinstance(caught.value, KeyError)
         assert str(caught.value).startswith(f"{selectable} has no leaf 'nope'")

@@ -146,5 +146,5 @@ def test_a_bytearray_that_another_thread_resizes_fails_the_save(tmp_path: Path) 
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
-    with pytest.raises(everystep.MutatedDuringSave, match="'b'"):
+    with pytest.raises(everystep.errors.MutatedDuringSave, match="'b'"):
         source.fill(memoryview(bytearray(16)), 0)  # type: ignore[union-attr]

@@ -54,7 +54,7 @@ def test_a_save_follows_no_link_that_is_re_pointed(
             everystep.save(folder / "model", {"w": np.full(size, 7)})
     inodes = {path: path.stat().st_ino for path in other.rglob("*")}
     before_sync(monkeypatch, lambda: point(current, other))
-    with pytest.raises(everystep.RunMoved, match="leads to another directory"):
+    with pytest.raises(everystep.errors.RunMoved, match="leads to another directory"):
         everystep.save(current / "model", {"w": np.arange(size)}, overwrite=overwrite)
     assert {path: path.stat().st_ino for path in other.rglob("*")} == inodes
     assert os.listdir(first) == (["model"] if overwrite else []), (
@@ -76,7 +76,7 @@ def test_a_volume_that_is_swapped_is_not_reported_durable(
         point(current, other)
 
     before_sync(monkeypatch, swap)
-    with pytest.raises(everystep.RunMoved):
+    with pytest.raises(everystep.errors.RunMoved):
         everystep.save(model, STATE, options=options)
     assert not model.exists()
     everystep.save(model, STATE, options=options)

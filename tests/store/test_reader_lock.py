@@ -102,7 +102,7 @@ def test_a_file_that_cannot_even_be_held_is_for_who_reads_it_to_tell(path: Path)
     shard = path / "r00000.v0.safetensors"
     shard.unlink()
     shard.symlink_to(shard.name)  # leads to itself
-    with everystep.open(path) as opened, pytest.raises(everystep.ReadFailed, match=r"v0\.safetensors"):
+    with everystep.open(path) as opened, pytest.raises(everystep.errors.ReadFailed, match=r"v0\.safetensors"):
         opened.load()
 
 
@@ -112,7 +112,7 @@ def test_a_closed_checkpoint_says_so(path: Path) -> None:
     opened.close()
     opened.close()  # twice is once
     for read in (lambda: leaf[0], opened.read, opened.load):
-        with pytest.raises(everystep.CheckpointClosed, match="closed"):
+        with pytest.raises(everystep.errors.CheckpointClosed, match="closed"):
             read()
     assert opened.step == 0  # what is known stays known
 
@@ -179,7 +179,7 @@ def test_a_checkpoint_can_be_read_by_who_may_not_write_it() -> None:
             assert everystep.verify(sys.argv[1]).intact
             try:
                 everystep.save(os.path.join(os.path.dirname(sys.argv[1]), "d"), {"w": 1})
-            except everystep.StorageDenied as error:
+            except everystep.errors.StorageDenied as error:
                 assert "chown or chmod" in str(error), error
             else:
                 raise AssertionError("it could be written")

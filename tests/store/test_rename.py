@@ -158,8 +158,8 @@ def test_two_optimizer_states_that_become_one_are_refused(tmp_path: Path) -> Non
         ("module.", TypeError, "a dict of prefixes"),
         (7, TypeError, "a dict of prefixes"),
         ({"a": 1}, TypeError, "names for names"),
-        ([rule("*", shard(0))], everystep.SpecError, "new names only"),
-        ([rule("*", pad(0, 3))], everystep.SpecError, "new names only"),
+        ([rule("*", shard(0))], everystep.errors.SpecError, "new names only"),
+        ([rule("*", pad(0, 3))], everystep.errors.SpecError, "new names only"),
         (["a"], TypeError, "rules"),
     ],
 )

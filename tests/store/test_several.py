@@ -273,5 +273,7 @@ def test_one_process_with_several_volumes(tmp_path: Path) -> None:
         assert {file.volume is None for file in opened.part(0).files} == {False}
         assert same(opened["large"][10:20, 5], np.ascontiguousarray(loaded["large"][10:20, 5]))
     Path(opened.part(0).files[0].volume or "", opened.part(0).files[0].name).unlink()
-    with pytest.raises(everystep.IncompleteCheckpoint, match="of this host, and has been removed from there"):
+    with pytest.raises(
+        everystep.errors.IncompleteCheckpoint, match="of this host, and has been removed from there"
+    ):
         everystep.load(tmp_path / "c")

@@ -89,7 +89,7 @@ def test_a_missing_or_truncated_file_is_named(path: Path, name: str) -> None:
             file.unlink()
         else:
             file.write_bytes(content)
-        kind = everystep.IncompleteCheckpoint if content is None else everystep.CorruptCheckpoint
+        kind = everystep.errors.IncompleteCheckpoint if content is None else everystep.CorruptCheckpoint
         with pytest.raises(kind, match=f"r{rank:05d}") as caught:
             everystep.load(path)
         assert caught.value.path == str(file)
@@ -129,7 +129,9 @@ def test_a_shard_of_an_unreachable_volume_names_volume_and_host(tmp_path: Path) 
     assert intact(everystep.load(tmp_path / "c"))
     assert everystep.verify(tmp_path / "c").intact
     far.rename(tmp_path / "gone")
-    with pytest.raises(everystep.IncompleteCheckpoint, match=f"volume {far} of host elsewhere.*mount it"):
+    with pytest.raises(
+        everystep.errors.IncompleteCheckpoint, match=f"volume {far} of host elsewhere.*mount it"
+    ):
         everystep.load(tmp_path / "c")
     with open_newest(tmp_path / "c") as opened:
         problem = opened.visible_damage()

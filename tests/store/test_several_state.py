@@ -104,7 +104,7 @@ def test_only_the_parts_that_are_needed_are_opened(tmp_path: Path) -> None:
         assert opened.nbytes == sum(array.nbytes for array in STATE.values())
         assert opened.select("*st") == ["m.first", "m.last"]
         assert opened["m.first"][...].tobytes() == STATE["m.first"].tobytes()
-        with pytest.raises(everystep.IncompleteCheckpoint, match="part of rank 2") as caught:
+        with pytest.raises(everystep.errors.IncompleteCheckpoint, match="part of rank 2") as caught:
             opened["m.last"][0]
         assert caught.value.path == str(tmp_path / "c" / "r00002.json")
 

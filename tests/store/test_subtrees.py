@@ -116,7 +116,7 @@ def test_an_open_checkpoint_has_subtrees(saved: Path) -> None:
 )
 def test_a_wrong_name_is_answered_with_the_right_one(saved: Path, name: str, said: str) -> None:
     with everystep.open(saved) as checkpoint:
-        with pytest.raises(everystep.LeafNotFound) as caught:
+        with pytest.raises(everystep.errors.LeafNotFound) as caught:
             checkpoint[name]
         assert said in str(caught.value)
         with pytest.raises(everystep.StateMismatch) as mismatch:

@@ -7,6 +7,6 @@ import everystep
 
 def kind_of(error: BaseException) -> str:
     """The name of its type. Rank errors of a save have types of their own, which are both kinds at once."""
-    if isinstance(error, (everystep.SaveFailedOnRank, everystep.RankTimeout)):
+    if isinstance(error, (everystep.errors.SaveFailedOnRank, everystep.errors.RankTimeout)):
         return "RankFailed"
-    return "RanksDisagree" if isinstance(error, everystep.SaveRejected) else type(error).__name__
+    return "RanksDisagree" if isinstance(error, everystep.errors.SaveRejected) else type(error).__name__

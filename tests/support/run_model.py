@@ -73,7 +73,7 @@ class Model:
     def refuses(self, step: int) -> type[everystep.EverystepError] | None:
         """The error of a save of that step: the run is another training's, or the checkpoint is."""
         if not self.resumed and not self.outdated:
-            return everystep.RunInUse
+            return everystep.errors.RunInUse
         if step in self.entries and step not in self.ours | self.passed | self.superseded | self.outdated:
             return everystep.CheckpointExists
         return None

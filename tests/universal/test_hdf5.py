@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import everystep
-from everystep import CorruptCheckpoint, UnsupportedSource, universal
+from everystep import CorruptCheckpoint, universal
+from everystep.errors import UnsupportedSource
 
 h5py = pytest.importorskip("h5py")
 

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import everystep
-from everystep import CorruptCheckpoint, IncompleteCheckpoint, StateMismatch, UnsupportedSource, universal
+from everystep import CorruptCheckpoint, StateMismatch, universal
+from everystep.errors import IncompleteCheckpoint, UnsupportedSource
 from everystep.universal.hf.names import published
 from support.command import command
 from support.foreign_checkpoints import make_model

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import everystep
-from everystep import CorruptCheckpoint, IncompleteCheckpoint, SpecError, UnsupportedSource, universal
+from everystep import CorruptCheckpoint, universal
+from everystep.errors import IncompleteCheckpoint, SpecError, UnsupportedSource
 from everystep.universal import Spec, partial, rename, replicated, rule, shard
 from everystep.universal.megatron import source as megatron
 

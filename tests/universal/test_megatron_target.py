@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import everystep
-from everystep import CheckpointExists, SpecError, StateMismatch, UnsupportedState, universal
+from everystep import CheckpointExists, StateMismatch, UnsupportedState, universal
 from everystep.engine import faults
+from everystep.errors import SpecError
 from everystep.universal import Spec, fused, pad, part, partial, rename, replicated, rule, shard, tied, unique
 from everystep.universal.foreign_names import foreign_name
 from everystep.universal.opening import ForeignCheckpoint

@@ -243,7 +243,7 @@ def test_closed_means_closed(tmp_path: Path) -> None:
     with everystep.open(tmp_path / "a.npz") as checkpoint:
         leaf = checkpoint["w"]
         assert leaf[1] == 1
-    with pytest.raises(everystep.CheckpointClosed):
+    with pytest.raises(everystep.errors.CheckpointClosed):
         leaf[1]
 
 

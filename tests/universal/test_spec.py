@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from everystep import SpecError
+from everystep.errors import SpecError
 from everystep.universal import (
     Spec,
     flat,

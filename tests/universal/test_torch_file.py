@@ -357,4 +357,4 @@ def test_reading_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_error_is_public() -> None:
-    assert issubclass(everystep.UnsupportedSource, ValueError)
+    assert issubclass(everystep.errors.UnsupportedSource, ValueError)

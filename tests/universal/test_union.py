@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everystep import CorruptCheckpoint, SpecError
+from everystep import CorruptCheckpoint
+from everystep.errors import SpecError
 from everystep.universal import (
     Rule,
     flat,

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everystep import SpecError, universal
+from everystep import universal
+from everystep.errors import SpecError
 from everystep.format.geometry import whole
 from everystep.universal import Source, SourceLeaf, Spec, Stretch, fused, pad, rename, rule, shard, tied
 from everystep.universal.whole_source import apply_spec

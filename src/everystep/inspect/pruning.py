@@ -45,7 +45,7 @@ def prune(run: str | os.PathLike[str], keep: Keep | None = None, *, dry_run: boo
 
     Without `keep`, the rules of the run's last training hold; `ValueError` if the run does not have them.
     `everystep.StateMismatch` if `keep` names a metric that no checkpoint has: its best would go.
-    `everystep.Locked` if a training is writing to the run: its Checkpointer prunes by itself.
+    `everystep.errors.Locked` if a training is writing to the run: its Checkpointer prunes by itself.
     """
     where = locate(run)
     if is_checkpoint(where):

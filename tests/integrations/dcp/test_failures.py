@@ -139,7 +139,7 @@ def test_one_save_at_a_time_to_a_path(tmp_path: Path) -> None:
 
     refused: list[BaseException] = []
     dcp.save(STATE, storage_writer=Writer(tmp_path / "first"), planner=Another(), no_dist=True)
-    assert {type(error) for error in refused} == {everystep.Locked}
+    assert {type(error) for error in refused} == {everystep.errors.Locked}
     assert_same(load(STATE, tmp_path / "first"), STATE)
 
 
@@ -153,7 +153,7 @@ def test_a_writer_that_is_saving_cannot_be_given_another_path(tmp_path: Path) ->
     asked, going_on, writer = threading.Event(), threading.Event(), Writer(tmp_path / "first")
     saving: Any = dcp.async_save(STATE, storage_writer=writer, planner=Held(), no_dist=True)
     assert asked.wait(60)
-    with pytest.raises(everystep.Locked, match="another Writer"):
+    with pytest.raises(everystep.errors.Locked, match="another Writer"):
         dcp.save(OTHER, storage_writer=writer, checkpoint_id=tmp_path / "second", no_dist=True)
     going_on.set()
     saving.result(60)
@@ -237,7 +237,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(dcp.api.CheckpointException) as caught:
         load(STATE, tmp_path / "first")
-    assert isinstance(failures(caught.value)[0], everystep.IncompleteCheckpoint)
+    assert isinstance(failures(caught.value)[0], everystep.errors.IncompleteCheckpoint)
     manifest = tmp_path / "first" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"epoch"', b'"Epoch"'))
     with pytest.raises(dcp.api.CheckpointException) as caught:
@@ -324,7 +324,7 @@ def test_a_link_that_is_re_pointed_leads_no_writer_into_another_run(
     monkeypatch.setattr(Writer, call, re_point)
     with pytest.raises(dcp.api.CheckpointException) as caught:
         save(STATE, current / "step-000000000001", overwrite=True)
-    assert isinstance(failures(caught.value)[0], everystep.RunMoved)
+    assert isinstance(failures(caught.value)[0], everystep.errors.RunMoved)
     assert {file: (file.stat().st_ino, file.read_bytes()) for file in other.iterdir()} == before
     assert _names(tmp_path / "other") == _names(tmp_path / "first") == ["step-000000000001"]
     assert_same(load(OTHER, tmp_path / "first" / "step-000000000001"), OTHER)

@@ -323,7 +323,7 @@ def test_a_load_in_the_middle_of_another_needs_its_own_reader(tmp_path: Path) ->
             planner=Nested(),
             no_dist=True,
         )
-    assert isinstance(failures(caught.value)[0], everystep.ReadFailed)
+    assert isinstance(failures(caught.value)[0], everystep.errors.ReadFailed)
 
 
 def test_step_and_metrics_are_those_given(tmp_path: Path) -> None:

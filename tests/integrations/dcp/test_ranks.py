@@ -196,7 +196,7 @@ def no_whole_arrays(folder: str) -> None:
     if dist.get_rank() == 1:
         state["rows"] = state["rows"].double()
     failed = raised(lambda: dcp.save(state, storage_writer=Writer(path)))
-    assert {rank: type(error) for rank, error in failed.items()} == {0: everystep.SaveRejected}
+    assert {rank: type(error) for rank, error in failed.items()} == {0: everystep.errors.SaveRejected}
     assert "leaf 'rows'" in str(failed[0])
     assert "rank 1 a part of F64[37, 24]" in str(failed[0])
     state = spread(whole_state())
@@ -222,7 +222,7 @@ def damaged(folder: str) -> None:
         (path / "r00001.json").unlink()
     dist.barrier()
     found = raised(lambda: dcp.load(target, storage_reader=Reader(path)))
-    assert {type(error) for error in found.values()} == {everystep.IncompleteCheckpoint}
+    assert {type(error) for error in found.values()} == {everystep.errors.IncompleteCheckpoint}
     assert "r00001.json" in str(found[0])
 
 
