@@ -143,16 +143,17 @@ def framework_of(job: Job, item: Item) -> Any:
 
 def advance(job: Job, done: int) -> Callable[[int], None]:
     """Progress of one file, behind `done` bytes of others."""
-    return lambda nbytes: job.progress(min(done + nbytes, job.nbytes), job.nbytes)
+    total = job.nbytes
+    return lambda nbytes: job.progress(min(done + nbytes, total), total)
 
 
 def progress_of(job: Job) -> Callable[[int], None]:
     """Progress, told in bytes that were written since the last call."""
-    done = 0
+    done, total = 0, job.nbytes
 
     def more(nbytes: int) -> None:
         nonlocal done
         done += nbytes
-        job.progress(min(done, job.nbytes), job.nbytes)
+        job.progress(min(done, total), total)
 
     return more

@@ -40,12 +40,12 @@ def _compare(job: Job, items: tuple[Item, ...], written: StoredCheckpoint) -> No
     mine = [StreamedLeaf(item.stored, item.dtype) for item in items]
     stored = [written.leaves[item.name].alias_of or item.name for item in items]
     its = [StreamedLeaf(name, item.dtype) for name, item in zip(stored, items, strict=True)]
-    done = 0
+    done, total = 0, job.nbytes
     for number, nbytes, same in _blocks(job.checkpoint, mine, written, its):
         if not same:
             raise CorruptCheckpoint("it differs from its source", path=job.path, leaf=items[number].name)
         done += nbytes
-        job.progress(done, job.nbytes)
+        job.progress(done, total)
 
 
 def _blocks(

@@ -5,15 +5,18 @@ class or function in a pickle is only a `Name`, and the caller gives a table of 
 arguments. Names of a second list become inert `Record`s. Any other name is an error that says which, and
 where in the object it stands as far as that is known.
 
-Owns the opcodes of protocols 2 to 5, and limits: the number of opcodes (and with it of objects, since none
-makes more than one), the numbers of the memo, the length of integers, and what may be a key (hashing nested
-tuples that share their parts could take forever). Objects in pickles may share parts or contain themselves,
-so a caller that walks them needs limits of its own.
+The opcodes are those of Python's own unpickler, of protocols 2 to 5; replaced are all that look up a name, call
+something or change an object. This module owns these, and the limits: the number of opcodes (and with it of
+objects, since none makes more than one), the length of integers, and what may be a key (hashing nested tuples
+that share their parts could take forever). The objects of a pickle may share parts or contain themselves, so
+code that walks them needs limits of its own.
 """
 
 from __future__ import annotations
 
 import datetime
+import io
+import pickle
 import struct
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -104,14 +107,11 @@ def _check_key(key: Any, depth: int, parts: int) -> int:
     return parts
 
 
-class _Mark:
-    __slots__ = ()
+_MARK = object()
+_PurePython: Any = pickle._Unpickler
 
 
-_MARK = _Mark()
-
-
-class PickleMachine:
+class PickleMachine(_PurePython):  # type: ignore[misc]
     """One pickle, from its bytes to objects.
 
     `makers` maps a name to a function that is called with the arguments that the pickle gives, `values` a
@@ -130,21 +130,14 @@ class PickleMachine:
         inert: Collection[str] = (),
         persistent: Callable[[object], object] | None = None,
     ) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8")  # of Python 2's texts; torch.load decodes them so
         self.path = path
         self._data = data
-        self._at = 0
         self._makers = makers
         self._values = values
         self._setters = setters
         self._inert = inert
         self._persistent = persistent
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-
-    @property
-    def position(self) -> int:
-        """One past the last byte that was read: the end of the pickle after `run`."""
-        return self._at
 
     def call(self, function: object, args: object) -> Any:
         """What the table makes of a name and arguments; for makers that get a function as an argument."""
@@ -172,24 +165,45 @@ class PickleMachine:
             raise UnsupportedSource(
                 f"{self.path}: a pickle of {len(self._data)} bytes is above the limit of {MAX_PICKLE_NBYTES}"
             )
-        data, table = self._data, _TABLE
+        file = io.BytesIO(self._data)
+        self.read = read = file.read
+        self.readline = file.readline
+        stack: list[Any] = []
+        self.metastack: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.stack, self.append = stack, stack.append
         try:
             for _ in range(MAX_OPCODES):
-                code = data[self._at]
-                self._at += 1
-                if code == 0x2E:  # STOP
-                    if len(self._stack) != 1 or self._stack[0] is _MARK:
+                code = read(1)
+                if code == pickle.STOP:
+                    if len(self.stack) != 1 or self.metastack:
                         raise self._corrupt("the pickle ends with objects left over")
-                    return self._stack[0]
-                step = table[code]
+                    return self.stack[0]
+                step = _STEPS.get(code)
                 if step is None:
-                    raise self._unknown(code)
+                    raise self._unknown(code, file.tell() - 1)
                 step(self)
         except (IndexError, struct.error):
-            raise self._corrupt(f"the pickle ends early or is damaged at byte {self._at}") from None
-        except (UnicodeDecodeError, KeyError) as error:
-            raise self._corrupt(f"the pickle is damaged at byte {self._at}: {error}") from None
+            raise self._corrupt(f"the pickle ends early or is damaged at byte {file.tell()}") from None
+        except (UnicodeDecodeError, KeyError, pickle.UnpicklingError) as error:
+            raise self._corrupt(f"the pickle is damaged at byte {file.tell()}: {error}") from None
         raise UnsupportedSource(f"{self.path}: the pickle has more than {MAX_OPCODES} opcodes")
+
+    def find_class(self, module: str, name: str) -> object:
+        """Looks a name up in the tables; nothing is imported."""
+        text = f"{module}.{name}"
+        # Python 2 names of what Python 3 moved; pickles of protocol 2 use them.
+        text = _OLD_NAMES.get(text, text)
+        if text in self._values:
+            return self._values[text]
+        if text in self._makers or text in self._inert:
+            return Name(text)
+        raise self._refuse(text)
+
+    def persistent_load(self, key: object) -> object:
+        if self._persistent is None:
+            raise UnsupportedSource(f"{self.path}: the pickle refers to an object outside of it")
+        return self._persistent(key)
 
     # --- errors
 
@@ -197,7 +211,7 @@ class PickleMachine:
         return CorruptCheckpoint(reason, path=self.path)
 
     def _refuse(self, name: str) -> UnsupportedSource:
-        where = self._place(self._stack)
+        where = self._place(self._flat_stack())
         return UnsupportedSource(
             f"{self.path}: the file contains {name[:200]!r}{where}, which is not on the list of known "
             "classes. Nothing of it was run. Save the file again with tensors and plain values only"
@@ -205,11 +219,16 @@ class PickleMachine:
 
     def _unsupported(self, what: str, *, of_top: bool = False) -> UnsupportedSource:
         """`of_top`: it is about the object on top of the stack, not about the one that comes next."""
-        where = self._place(self._stack[:-1] if of_top else self._stack)
+        stack = self._flat_stack()
+        where = self._place(stack[:-1] if of_top else stack)
         return UnsupportedSource(
             f"{self.path}: the file contains {what}{where}, which cannot be kept exactly. "
             "Save the file again without it"
         )
+
+    def _flat_stack(self) -> list[Any]:
+        """What is on the stack, with the marks that Python's unpickler keeps beside it."""
+        return [item for level in self.metastack for item in (*level, _MARK)] + self.stack
 
     def _place(self, stack: Sequence[Any]) -> str:
         """Where in the object the machine is: keys and indices of the containers that are being filled."""
@@ -237,98 +256,39 @@ class PickleMachine:
         keys += _open_key(container, inside)
         return f" at {'.'.join(map(str, keys))[:200]!r}" if keys else ""
 
-    def _unknown(self, code: int) -> CorruptCheckpoint | UnsupportedSource:
-        if bytes([code]) in b"FILSTUVXpgidotPm":
+    def _unknown(self, code: bytes, at: int) -> CorruptCheckpoint | UnsupportedSource:
+        if not code:
+            return self._corrupt(f"the pickle ends early at byte {at + 1}")
+        if code in _OLD_OPCODES:
             return UnsupportedSource(
-                f"{self.path}: opcode {chr(code)!r} of pickle protocol 0 or 1. "
+                f"{self.path}: opcode {code.decode()!r} of pickle protocol 0 or 1. "
                 "Save again with the default protocol of torch.save"
             )
-        return self._corrupt(f"byte {self._at - 1} of the pickle is {code:#x}, which is no opcode")
+        return self._corrupt(f"byte {at} of the pickle is {code[0]:#x}, which is no opcode")
 
-    # --- reading
+    # --- opcodes that differ from those of Python's unpickler
 
-    def _take(self, nbytes: int) -> bytes:
-        end = self._at + nbytes
-        if end > len(self._data):
-            raise IndexError
-        piece = self._data[self._at : end]
-        self._at = end
-        return piece
+    def _protocol(self) -> None:
+        protocol = self.read(1)[0]
+        if protocol > 5:
+            raise UnsupportedSource(f"{self.path}: pickle protocol {protocol} is newer than this reader")
 
-    def _number(self, nbytes: int) -> int:
-        return int.from_bytes(self._take(nbytes), "little")
-
-    def _line(self) -> str:
-        end = self._data.index(b"\n", self._at) if b"\n" in self._data[self._at : self._at + 4096] else -1
-        if end < 0:
-            raise IndexError
-        return self._take(end + 1 - self._at)[:-1].decode("utf-8")
-
-    def _to_mark(self) -> list[Any]:
-        stack = self._stack
-        at = len(stack) - 1
-        while at >= 0 and stack[at] is not _MARK:
-            at -= 1
-        if at < 0:
-            raise IndexError
-        found = stack[at + 1 :]
-        del stack[at:]
-        return found
-
-    def _pop(self) -> Any:
-        value = self._stack.pop()
-        if value is _MARK:
-            raise IndexError
-        return value
-
-    def _top(self) -> Any:
-        value = self._stack[-1]
-        if value is _MARK:
-            raise IndexError
-        return value
-
-    def _key(self, key: Any) -> Any:
-        try:
-            return checked_key(key)
-        except Refused as error:
-            raise self._unsupported(str(error), of_top=True) from None
-
-    # --- opcodes
-
-    def _push_name(self, module: str, name: str) -> None:
-        text = f"{module}.{name}"
-        # Python 2 names of what Python 3 moved; pickles of protocol 2 use them.
-        text = _OLD_NAMES.get(text, text)
-        if text in self._values:
-            self._stack.append(self._values[text])
-        elif text in self._makers or text in self._inert:
-            self._stack.append(Name(text))
-        else:
-            raise self._refuse(text)
-
-    def _global(self) -> None:
-        module = self._line()
-        self._push_name(module, self._line())
-
-    def _stack_global(self) -> None:
-        name, module = self._pop(), self._pop()
-        if not isinstance(name, str) or not isinstance(module, str):
-            raise self._corrupt("the pickle names a class with something that is not text")
-        self._push_name(module, name)
+    def _frame(self) -> None:
+        self.read(8)  # a hint for readers of streams
 
     def _reduce(self) -> None:
-        args = self._pop()
-        self._stack.append(self.call(self._pop(), args))
+        args = self.stack.pop()
+        self.append(self.call(self.stack.pop(), args))
 
     def _newobj_ex(self) -> None:
-        kwargs, args = self._pop(), self._pop()
+        kwargs, args = self.stack.pop(), self.stack.pop()
         if kwargs:
             raise UnsupportedSource(f"{self.path}: an object that is made with keyword arguments")
-        self._stack.append(self.call(self._pop(), args))
+        self.append(self.call(self.stack.pop(), args))
 
     def _build(self) -> None:
-        state = self._pop()
-        target = self._top()
+        state = self.stack.pop()
+        target = self.stack[-1]
         if isinstance(target, Record):
             target.state = state
             return
@@ -345,14 +305,20 @@ class PickleMachine:
     def _setter(self, target: object) -> Setter | None:
         return next((set_ for kind, set_ in self._setters.items() if isinstance(target, kind)), None)
 
+    def _key(self, key: Any) -> Any:
+        try:
+            return checked_key(key)
+        except Refused as error:
+            raise self._unsupported(str(error), of_top=True) from None
+
     def _append(self, values: list[Any]) -> None:
-        target = self._top()
+        target = self.stack[-1]
         if not isinstance(target, (list, deque)):
             raise self._corrupt(f"the pickle appends to {_kind(target)}")
         target.extend(values)
 
     def _set_items(self, values: list[Any]) -> None:
-        target = self._top()
+        target = self.stack[-1]
         if isinstance(target, Record):
             target = target.items
         if not isinstance(target, dict) or len(values) % 2:
@@ -360,79 +326,34 @@ class PickleMachine:
         for key, value in zip(values[::2], values[1::2], strict=True):
             target[self._key(key)] = value
 
-    def _append_one(self) -> None:
-        self._append([self._pop()])
-
-    def _append_many(self) -> None:
-        self._append(self._to_mark())
-
     def _set_one(self) -> None:
-        value = self._pop()
-        self._set_items([self._pop(), value])
+        value = self.stack.pop()
+        self._set_items([self.stack.pop(), value])
 
-    def _set_many(self) -> None:
-        self._set_items(self._to_mark())
+    def _dict_of_mark(self) -> None:
+        values = self.pop_mark()
+        self.append({})
+        self._set_items(values)
 
     def _add_items(self) -> None:
-        values = self._to_mark()
-        target = self._top()
+        values = self.pop_mark()
+        target = self.stack[-1]
         if not isinstance(target, set):
             raise self._corrupt(f"the pickle adds to {_kind(target)}")
         target.update(map(self._key, values))
 
-    def _dict_of_mark(self) -> None:
-        values = self._to_mark()
-        self._stack.append({})
-        self._set_items(values)
+    def _frozen_set(self) -> None:
+        values = self.pop_mark()
+        self.append(frozenset(map(self._key, values)))
 
-    def _tuple(self, count: int) -> None:
-        stack = self._stack
-        if count > len(stack) or any(one is _MARK for one in stack[len(stack) - count :]):
-            raise IndexError
-        made = tuple(stack[len(stack) - count :])
-        del stack[len(stack) - count :]
-        stack.append(made)
-
-    def _text(self, nbytes: int) -> None:
-        self._stack.append(self._take(nbytes).decode("utf-8", "surrogatepass"))
-
-    def _old_text(self, nbytes: int) -> None:
-        self._stack.append(self._take(nbytes).decode("utf-8"))  # of Python 2; torch.load decodes it so
-
-    def _bytes(self, nbytes: int) -> None:
-        self._stack.append(self._take(nbytes))
-
-    def _integer(self, nbytes: int) -> None:
+    def _integer(self) -> None:
+        nbytes = int.from_bytes(self.read(4), "little")
         if nbytes > _MAX_INTEGER_NBYTES:
             raise UnsupportedSource(f"{self.path}: an integer of {nbytes} bytes")
-        self._stack.append(int.from_bytes(self._take(nbytes), "little", signed=True))
+        self.append(int.from_bytes(self.read(nbytes), "little", signed=True))
 
-    def _persistent_id(self) -> None:
-        key = self._pop()
-        if self._persistent is None:
-            raise UnsupportedSource(f"{self.path}: the pickle refers to an object outside of it")
-        self._stack.append(self._persistent(key))
-
-    def _put(self, index: int) -> None:
-        # Every writer counts; a dictionary makes large numbers harmless.
-        self._memo[index] = self._top()
-
-    def _dup(self) -> None:
-        self._stack.append(self._top())
-
-    def _protocol(self) -> None:
-        protocol = self._number(1)
-        if protocol > 5:
-            raise UnsupportedSource(f"{self.path}: pickle protocol {protocol} is newer than this reader")
-
-    def _frame(self) -> None:
-        self._take(8)  # a hint for readers of streams
-
-    def _pop_mark(self) -> None:
-        self._to_mark()
-
-    def _pop_any(self) -> None:
-        self._stack.pop()
+    def _bytearray(self) -> None:
+        self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
 
 def _kind(value: object) -> str:
@@ -476,75 +397,37 @@ _OLD_NAMES = {
     "copy_reg._reconstructor": "copyreg._reconstructor",
 }
 
-_Step = Callable[[PickleMachine], None]
+_OLD_OPCODES = frozenset(bytes([code]) for code in b"FILSVPpgidom")
+_PLAIN_OPCODES = (
+    *(pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP),
+    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
+    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
+    *(pickle.BINSTRING, pickle.SHORT_BINSTRING),
+    *(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),
+)
+"""What Python's unpickler does for these, it does to its own stack and memo only."""
 
-
-def _steps() -> list[_Step | None]:
-    def push(make: Callable[[], Any]) -> _Step:
-        return lambda m: m._stack.append(make())
-
-    def sized(width: int, use: Callable[[PickleMachine, int], None]) -> _Step:
-        return lambda m: use(m, m._number(width))
-
-    m = PickleMachine
-    steps: dict[bytes, _Step] = {
-        b"\x80": m._protocol,
-        b"\x95": m._frame,
-        b"(": push(lambda: _MARK),
-        b"0": m._pop_any,
-        b"1": m._pop_mark,
-        b"2": m._dup,
-        b"N": push(lambda: None),
-        b"\x88": push(lambda: True),
-        b"\x89": push(lambda: False),
-        b"}": push(dict),
-        b"]": push(list),
-        b")": push(tuple),
-        b"\x8f": push(set),
-        b"K": lambda m: m._stack.append(m._number(1)),
-        b"M": lambda m: m._stack.append(m._number(2)),
-        b"J": lambda m: m._stack.append(int.from_bytes(m._take(4), "little", signed=True)),
-        b"G": lambda m: m._stack.append(struct.unpack(">d", m._take(8))[0]),
-        b"\x8a": sized(1, m._integer),
-        b"\x8b": sized(4, m._integer),
-        b"X": sized(4, m._text),
-        b"\x8c": sized(1, m._text),
-        b"\x8d": sized(8, m._text),
-        b"T": sized(4, m._old_text),
-        b"U": sized(1, m._old_text),
-        b"B": sized(4, m._bytes),
-        b"C": sized(1, m._bytes),
-        b"\x8e": sized(8, m._bytes),
-        b"\x96": lambda m: m._stack.append(bytearray(m._take(m._number(8)))),
-        b"t": lambda m: m._stack.append(tuple(m._to_mark())),
-        b"l": lambda m: m._stack.append(m._to_mark()),
-        b"d": m._dict_of_mark,
-        b"\x91": lambda m: m._stack.append(frozenset(map(m._key, m._to_mark()))),
-        b"\x85": lambda m: m._tuple(1),
-        b"\x86": lambda m: m._tuple(2),
-        b"\x87": lambda m: m._tuple(3),
-        b"a": m._append_one,
-        b"e": m._append_many,
-        b"s": m._set_one,
-        b"u": m._set_many,
-        b"\x90": m._add_items,
-        b"q": sized(1, m._put),
-        b"r": sized(4, m._put),
-        b"\x94": lambda m: m._put(len(m._memo)),
-        b"h": lambda m: m._stack.append(m._memo[m._number(1)]),
-        b"j": lambda m: m._stack.append(m._memo[m._number(4)]),
-        b"c": m._global,
-        b"\x93": m._stack_global,
-        b"R": m._reduce,
-        b"\x81": m._reduce,  # NEWOBJ: a class and its arguments, which the table treats alike
-        b"\x92": m._newobj_ex,
-        b"b": m._build,
-        b"Q": m._persistent_id,
-    }
-    table: list[_Step | None] = [None] * 256
-    for code, step in steps.items():
-        table[code[0]] = step
-    return table
-
-
-_TABLE = _steps()
+_m = PickleMachine
+_STEPS: dict[bytes, Callable[[PickleMachine], None]] = {
+    **{code: _PurePython.dispatch[code[0]] for code in _PLAIN_OPCODES},
+    pickle.PROTO: _m._protocol,
+    pickle.FRAME: _m._frame,
+    pickle.REDUCE: _m._reduce,
+    pickle.NEWOBJ: _m._reduce,  # a class and its arguments, which the table treats alike
+    pickle.NEWOBJ_EX: _m._newobj_ex,
+    pickle.BUILD: _m._build,
+    pickle.APPEND: lambda m: m._append([m.stack.pop()]),
+    pickle.APPENDS: lambda m: m._append(m.pop_mark()),
+    pickle.SETITEM: _m._set_one,
+    pickle.SETITEMS: lambda m: m._set_items(m.pop_mark()),
+    pickle.DICT: _m._dict_of_mark,
+    pickle.ADDITEMS: _m._add_items,
+    pickle.FROZENSET: _m._frozen_set,
+    pickle.LONG4: _m._integer,
+    pickle.BYTEARRAY8: _m._bytearray,
+}
