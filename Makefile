@@ -109,7 +109,7 @@ browser: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict src study/src tools/peers.py tools/planning_at_scale.py tests/support/peers.py
+	$(BIN)/mypy --strict src study/src tools/peers.py tools/planning_at_scale.py tests/support/processes/peers.py
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE) tests/engine/core.cpp
 

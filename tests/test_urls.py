@@ -18,7 +18,7 @@ import everystep
 from everystep.cli.app import app
 from everystep.cli.plugins import installed
 from everystep.paths import local_path
-from support.path_calls import CALLS, framework_of, path_parameters
+from support.processes.path_calls import CALLS, framework_of, path_parameters
 
 URLS: list[str | Path] = ["s3://bucket/run", Path("gs://bucket/run"), "file:///tmp/everystep-url/run"]
 

@@ -17,8 +17,8 @@ from browser.looking import await_count, await_text, contrast, milliseconds, ove
 from everystep import inspect
 from everystep.checkpointer.events import Failed, Opened, Phases, Restored, Saved
 from everystep.inspect.view.timeline import MAX_SAVES
-from support.command import damage_manifest, step_path
-from support.shown_runs import (
+from support.processes.command import damage_manifest, step_path
+from support.states.shown_runs import (
     BEGAN,
     HOSTILE,
     layered_state,

@@ -13,8 +13,8 @@ import everystep
 from everystep import Checkpointer, Keep, Options
 from everystep.checkpointer.checkpointer import Mode
 from everystep.errors import MutatedDuringSave
-from support.changing_memory import changing
-from support.random_pieces import Bytes
+from support.states.changing_memory import changing
+from support.states.random_pieces import Bytes
 
 NBYTES = 12 << 20
 SAVES = 3

@@ -22,7 +22,7 @@ from everystep import Checkpointer, Keep
 from everystep.checkpointer import preemption
 from everystep.engine import faults
 from everystep.store import step_name
-from support.run_model import hurt
+from support.crashes.run_model import hurt
 
 DAMAGE = ["shard", "manifest", "missing", "truncated"]
 

@@ -20,7 +20,7 @@ from everystep.checkpointer.run_observer import Durable
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from everystep.store.read.stored_checkpoint import open_newest
-from support.several_ranks import Own, write_several
+from support.worlds.several_ranks import Own, write_several
 
 TRAIN = """
 import sys

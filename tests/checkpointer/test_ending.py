@@ -21,7 +21,7 @@ from everystep import Checkpointer, Keep, Options
 from everystep.checkpointer import preemption
 from everystep.checkpointer.save_task import SaveTask
 from everystep.engine import WriteJob, faults
-from support import warm_python
+from support.processes import warm_python
 
 TIMEOUT = 240
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from everystep import Keep
 from everystep.checkpointer import Kept
-from support.run_model import wanted
+from support.crashes.run_model import wanted
 
 
 def kept(*steps: int, **metrics: float) -> list[Kept]:

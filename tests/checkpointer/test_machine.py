@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import everystep
 from everystep import Checkpointer, Keep
 from everystep.store import step_name
-from support.run_model import Model, hurt
+from support.crashes.run_model import Model, hurt
 
 steps = st.integers(0, 9)
 metrics = st.dictionaries(

@@ -17,7 +17,7 @@ import everystep
 from everystep.checkpointer.guard import Guard
 from everystep.checkpointer.ownership import NOBODY, UPDATE, Hooks, Owner, OwnerKind, owners
 from everystep.state import flatten
-from support.peerless_meshes import world
+from support.worlds.peerless_meshes import world
 
 FIRST, SECOND, THIRD = (Owner(OwnerKind.OPTIMIZER, number) for number in range(3))
 

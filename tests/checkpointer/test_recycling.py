@@ -14,7 +14,7 @@ import everystep
 from everystep import Checkpointer, Keep
 from everystep.engine import faults, fs
 from everystep.store import step_name
-from support.run_model import SHARD
+from support.crashes.run_model import SHARD
 
 LARGE, SMALL = 1 << 20, 100  # elements: 8 MiB becomes a spare at once, 800 bytes with the next save
 

@@ -25,7 +25,7 @@ from everystep.checkpointer.schedule import (
     make_schedule,
     young_interval,
 )
-from support.simulated_training import Training, waste_under_failures
+from support.states.simulated_training import Training, waste_under_failures
 
 
 def auto(**options: Any) -> Auto:

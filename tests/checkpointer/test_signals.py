@@ -16,7 +16,7 @@ SECONDS = 300
 
 def storm(mode: str, signals: int, run: Path, seconds: float) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "support.signal_storm", mode, str(signals), run],
+        [sys.executable, "-m", "support.crashes.signal_storm", mode, str(signals), run],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ import typer
 from everystep.cli.app import app
 from everystep.cli.completion import proposals
 from everystep.cli.examples import EXAMPLES
-from support.command import command, step_path
+from support.processes.command import command, step_path
 
 ROOT = typer.main.get_command(app)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import everystep
 from everystep.inspect import comparison
 from everystep.store.stream.leaf_windows import windows
-from support.command import command, damage_leaf, make_run, make_state, step_path
+from support.processes.command import command, damage_leaf, make_run, make_state, step_path
 
 
 def saved(path: Path, state: Any, **options: Any) -> Path:

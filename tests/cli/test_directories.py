@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import everystep
-from support.command import command, damage_leaf, damage_manifest, make_run, run_names, step_path
+from support.processes.command import command, damage_leaf, damage_manifest, make_run, run_names, step_path
 
 
 @pytest.fixture

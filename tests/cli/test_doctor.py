@@ -10,7 +10,7 @@ import pytest
 from everystep.engine import Capabilities, probe
 from everystep.inspect import machine
 from everystep.inspect.machine import Choice, Mount, Speed
-from support.command import command
+from support.processes.command import command
 
 ABLE = Capabilities(True, "", True, "", 512, 512)
 

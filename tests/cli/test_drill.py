@@ -17,7 +17,7 @@ from everystep.drill import kill_times, procedure
 from everystep.drill.comparison import Agreement, Difference, Final
 from everystep.drill.processes import DrillFailed
 from everystep.drill.report import DrillProblem, DrillReport, Killed
-from support.command import command
+from support.processes.command import command
 
 KILLS = (
     Killed(1, "saving", "saving", 7, 6, resumed=6, lost=1),

@@ -19,7 +19,7 @@ import everystep
 from everystep.engine import faults
 from everystep.store.stream import leaf_stream
 from everystep.store.stream.leaf_windows import windows
-from support.command import SHARD, command, damage_leaf, make_run, make_state
+from support.processes.command import SHARD, command, damage_leaf, make_run, make_state
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import everystep
-from support.command import (
+from support.processes.command import (
     SHARD,
     TWO_FILES,
     command,

@@ -12,7 +12,7 @@ import pytest
 
 from everystep import __version__
 from everystep.cli.examples import EXAMPLES
-from support.command import SHARD, command, damage_manifest, make_run, step_path
+from support.processes.command import SHARD, command, damage_manifest, make_run, step_path
 
 COMMANDS = ("ls", "show", "verify", "diff", "stats", "export", "prune", "spec", "drill", "doctor")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import everystep
-from support.command import command
+from support.processes.command import command
 
 COMMANDS = (
     "ls .",

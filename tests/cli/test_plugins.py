@@ -16,7 +16,7 @@ from everystep.cli.app import app
 from everystep.cli.completion import proposals
 from everystep.cli.examples import EXAMPLES
 from everystep.cli.plugins import Plugin, installed
-from support.command import command
+from support.processes.command import command
 
 
 def greet(name: str = "you") -> None:

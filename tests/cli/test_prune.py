@@ -19,7 +19,15 @@ from everystep.checkpointer import recorded_rules as recorded_rules_module
 from everystep.checkpointer.recorded_rules import record_rules, recorded_rules
 from everystep.store import WritableRun
 from everystep.store.names import RULES
-from support.command import command, damage_manifest, make_run, make_state, run_names, step_path, truncate
+from support.processes.command import (
+    command,
+    damage_manifest,
+    make_run,
+    make_state,
+    run_names,
+    step_path,
+    truncate,
+)
 
 
 def steps(run: Path) -> list[int]:

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
-from support.command import command, step_path
-from support.several_ranks import Own, write_several
-from support.simulated_worlds import Array, random_state
+from support.processes.command import command, step_path
+from support.worlds.several_ranks import Own, write_several
+from support.worlds.simulated_worlds import Array, random_state
 
 LEAVES = [
     LeafLayout("model.w", "F32", (60, 40), (MeshPlacement(Mesh.grid(4), (Split(1, 0),)),), "numpy"),

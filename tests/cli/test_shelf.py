@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from everystep import Shelf
-from support.command import command
+from support.processes.command import command
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import everystep
-from support.command import command, damage_leaf, make_run, make_state, step_path
+from support.processes.command import command, damage_leaf, make_run, make_state, step_path
 
 
 def test_shows_facts_values_and_leaves(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from support.command import command
-from support.megatron_writer import Model, write_megatron
+from support.foreign.megatron_writer import Model, write_megatron
+from support.processes.command import command
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
 

@@ -26,7 +26,7 @@ from everystep.checkpointer.events import (
     Saved,
 )
 from everystep.inspect.event_summary import distribution, metric_points
-from support.command import command, make_run, make_state, step_path
+from support.processes.command import command, make_run, make_state, step_path
 
 
 def opened(time: float) -> Opened:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import everystep
-from support.command import command
+from support.processes.command import command
 
 
 def state(change: float = 0.0) -> dict[str, Any]:

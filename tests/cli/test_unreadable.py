@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import everystep
-from support.command import SHARD, TWO_FILES, Outcome, command, make_run, make_state, step_path
+from support.processes.command import SHARD, TWO_FILES, Outcome, command, make_run, make_state, step_path
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import everystep
-from support.command import (
+from support.processes.command import (
     SHARD,
     TWO_FILES,
     command,

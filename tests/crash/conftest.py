@@ -12,7 +12,7 @@ import pytest
 
 import everystep
 from everystep.engine import BACKENDS, Backend, capabilities, faults
-from support.crash_tracing import Tally
+from support.crashes.crash_tracing import Tally
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import everystep
 from everystep.store import step_name
 from everystep.store.read.stored_checkpoint import open_newest
-from support.identified_states import blank_state, identify, make_state
+from support.states.identified_states import blank_state, identify, make_state
 
 MANIFEST = "manifest.json"
 SHARD = "r00000.v0.safetensors"

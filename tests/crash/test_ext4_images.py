@@ -28,8 +28,7 @@ import everystep
 from everystep import Checkpointer, Keep, Options
 from everystep.checkpointer.events import Event, Saved
 from everystep.store import list_steps, step_name
-from support.child_processes import Child, Pipe, forked
-from support.ext4_images import (
+from support.crashes.ext4_images import (
     SYNCS,
     Journal,
     copy_if_still,
@@ -39,6 +38,7 @@ from support.ext4_images import (
     repair,
     why_not,
 )
+from support.processes.child_processes import Child, Pipe, forked
 
 pytestmark = [
     pytest.mark.crash_large,

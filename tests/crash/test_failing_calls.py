@@ -13,9 +13,9 @@ import pytest
 
 import everystep
 from everystep.engine import faults, fs
-from support.failing_saves import SCENARIOS, Recycling, Replacing, SameStep, Scenario
-from support.identified_states import blank_state, identify, load_identity, make_state
-from support.recovery import leftovers
+from support.crashes.failing_saves import SCENARIOS, Recycling, Replacing, SameStep, Scenario
+from support.crashes.recovery import leftovers
+from support.states.identified_states import blank_state, identify, load_identity, make_state
 
 Record = Callable[[str, object], None]
 

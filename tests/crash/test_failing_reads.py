@@ -19,8 +19,8 @@ from crash.conftest import USABLE
 from everystep.engine import faults
 from everystep.store import step_name
 from everystep.store.os_errors import open_stored
-from support.child_processes import Pipe, run_forked
-from support.identified_states import blank_state, identify, make_state
+from support.processes.child_processes import Pipe, run_forked
+from support.states.identified_states import blank_state, identify, make_state
 
 Record = Callable[[str, object], None]
 

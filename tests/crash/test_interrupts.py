@@ -20,7 +20,7 @@ import pytest
 import everystep
 from crash.conftest import WAYS
 from everystep.checkpointer.save_task import SaveTask
-from support.identified_states import load_identity, make_state
+from support.states.identified_states import load_identity, make_state
 
 # Where CPython looks for signals: behind calls, at the beginning of a function, and in loops.
 _HEARD_BEHIND = {

@@ -15,9 +15,9 @@ import pytest
 import everystep
 from crash.conftest import USABLE, WAYS
 from everystep.engine import faults
-from support.child_processes import Pipe, forked
-from support.identified_states import WIDE, blank_state, make_state
-from support.recovery import Begun, Durable, Ledger, PathRecovery, Recovery, RunRecovery, WentBack
+from support.crashes.recovery import Begun, Durable, Ledger, PathRecovery, Recovery, RunRecovery, WentBack
+from support.processes.child_processes import Pipe, forked
+from support.states.identified_states import WIDE, blank_state, make_state
 
 Record = Callable[[str, object], None]
 

@@ -13,7 +13,7 @@ import everystep
 from everystep.store import run as run_module
 from everystep.store.commit.volumes import Ledger
 from everystep.store.names import step_name
-from support.child_processes import Pipe, forked
+from support.processes.child_processes import Pipe, forked
 
 
 def _checkpointer(folder: Path, state: dict[str, object]) -> everystep.Checkpointer:

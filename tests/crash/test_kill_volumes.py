@@ -14,7 +14,7 @@ import pytest
 import everystep
 from everystep.engine import faults
 from everystep.store import step_name
-from support.child_processes import Pipe, forked
+from support.processes.child_processes import Pipe, forked
 
 KEPT = 1
 

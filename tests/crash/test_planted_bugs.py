@@ -16,12 +16,12 @@ from everystep.engine import fs
 from everystep.engine.fs import Entry, HeldDirectory
 from everystep.store.commit.transaction import Transaction
 from everystep.store.names import PARTIAL
-from support import save_sequences as sequences
-from support.crash_surveys import survey_killed
-from support.crash_tracing import Recording, Survey
-from support.identified_states import WrongBytes
-from support.power_cuts import Budget
-from support.recovery import Lost, PathRecovery, Recovery, RunRecovery
+from support.crashes import save_sequences as sequences
+from support.crashes.crash_surveys import survey_killed
+from support.crashes.crash_tracing import Recording, Survey
+from support.crashes.power_cuts import Budget
+from support.crashes.recovery import Lost, PathRecovery, Recovery, RunRecovery
+from support.states.identified_states import WrongBytes
 
 WINDOWED = WAYS[USABLE[0]]
 CAUGHT = (Lost, WrongBytes)

@@ -15,11 +15,11 @@ import pytest
 import everystep
 from crash.conftest import USABLE, WAYS
 from everystep.engine import faults
-from support import save_sequences as sequences
-from support.crash_surveys import survey_failing, survey_killed, survey_recoveries
-from support.crash_tracing import Recording, Survey, Tally
-from support.power_cuts import Budget, Disk
-from support.recovery import PathRecovery, RunRecovery
+from support.crashes import save_sequences as sequences
+from support.crashes.crash_surveys import survey_failing, survey_killed, survey_recoveries
+from support.crashes.crash_tracing import Recording, Survey, Tally
+from support.crashes.power_cuts import Budget, Disk
+from support.crashes.recovery import PathRecovery, RunRecovery
 
 Sequence = Callable[[Path, everystep.Options], Recording]
 VerifyReport = Callable[[Tally], None]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from everystep.engine import faults, fs
 from everystep.engine.faults import Event
-from support.disk_objects import GARBAGE, render
-from support.power_cuts import Budget, Disk, Image, image_of
+from support.crashes.disk_objects import GARBAGE, render
+from support.crashes.power_cuts import Budget, Disk, Image, image_of
 
 ROOT = Path("/model")
 OLD, NEW = b"o" * 1024, b"n" * 1024

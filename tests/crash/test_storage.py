@@ -17,7 +17,8 @@ import everystep
 from everystep.checkpointer.events import RemovedEarly, ShortOfSpace, read_events
 from everystep.engine import faults
 from everystep.store import list_steps, step_name
-from support.child_processes import (
+from support.crashes.recovery import leftovers
+from support.processes.child_processes import (
     NotPermitted,
     Pipe,
     become_nobody,
@@ -26,8 +27,7 @@ from support.child_processes import (
     mount_small,
     run_forked,
 )
-from support.identified_states import blank_state, identify, load_identity, make_state
-from support.recovery import leftovers
+from support.states.identified_states import blank_state, identify, load_identity, make_state
 
 WIDE = 50_000
 STATE_NBYTES = 4 * WIDE

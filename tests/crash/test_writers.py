@@ -22,10 +22,10 @@ import pytest
 import everystep
 from everystep.engine import Backend, faults, fs
 from everystep.store import list_steps, step_name
-from support.child_processes import SECONDS, Pipe, forked
-from support.identified_states import blank_state, identify, load_identity, make_state
-from support.patience import stop_here
-from support.recovery import leftovers
+from support.crashes.recovery import leftovers
+from support.processes.child_processes import SECONDS, Pipe, forked
+from support.states.identified_states import blank_state, identify, load_identity, make_state
+from support.worlds.patience import stop_here
 
 pytestmark = pytest.mark.race
 

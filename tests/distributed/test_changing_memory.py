@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import everystep
 from everystep.checkpointer.checkpointer import Mode
-from support.changing_memory import changing
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS
+from support.states.changing_memory import changing
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS
 
 NBYTES = 12 << 20
 STEPS = 3

@@ -15,7 +15,7 @@ import everystep
 from everystep.state import flatten
 from everystep.state.merging import merge_trees
 from everystep.store.ranks.checks.values import contradictions, facts_of
-from support.launcher import launch, values
+from support.worlds.launcher import launch, values
 
 _SCALARS = st.sampled_from([None, True, 1, 1.0, "a", 2**70, float("nan"), b"x"])
 _ARRAYS = st.builds(lambda: np.zeros(2))

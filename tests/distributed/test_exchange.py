@@ -21,8 +21,8 @@ from everystep.store.ranks import channel as channel_module
 from everystep.store.ranks import exchange
 from everystep.store.ranks.channel import Channel
 from everystep.store.ranks.exchange import LocalArray, hand_out
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS
 
 Kind = Literal["row", "strided", "device"]
 Words = npt.NDArray[np.uint32]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import everystep
-from support import random_rank_troubles as failing_random
-from support import rank_troubles as failing
-from support.disturbed_trainings import Mode
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS
-from support.rank_troubles import Got
+from support.worlds import random_rank_troubles as failing_random
+from support.worlds import rank_troubles as failing
+from support.worlds.disturbed_trainings import Mode
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS
+from support.worlds.rank_troubles import Got
 
 pytestmark = pytest.mark.race
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import everystep
-from support.disturbed_trainings import Course, Kill, Mode, check_alone, durable, leftovers, train
-from support.launcher import Outcome, StoreHost, launch, started, values
+from support.worlds.disturbed_trainings import Course, Kill, Mode, check_alone, durable, leftovers, train
+from support.worlds.launcher import Outcome, StoreHost, launch, started, values
 
 pytestmark = pytest.mark.race
 

@@ -11,7 +11,7 @@ import pytest
 
 import everystep
 from everystep.store.read.stored_checkpoint import open_newest
-from support.launcher import launch, values
+from support.worlds.launcher import launch, values
 
 pytestmark = pytest.mark.race
 

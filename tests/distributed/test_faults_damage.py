@@ -11,8 +11,8 @@ import pytest
 
 import everystep
 from everystep.store import step_name
-from support.disturbed_trainings import Course, advance, bits, error_of, make_state, train
-from support.launcher import launch, values
+from support.worlds.disturbed_trainings import Course, advance, bits, error_of, make_state, train
+from support.worlds.launcher import launch, values
 
 WORLD = 3
 

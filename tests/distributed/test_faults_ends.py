@@ -11,9 +11,17 @@ import pytest
 
 import everystep
 from everystep.store import list_steps
-from support.disturbed_trainings import Mode, advance, bits, check_alone, leftovers, make_state, set_patience
-from support.launcher import StoreHost, launch, values
-from support.patience import PATIENCE_SECONDS, expecting
+from support.worlds.disturbed_trainings import (
+    Mode,
+    advance,
+    bits,
+    check_alone,
+    leftovers,
+    make_state,
+    set_patience,
+)
+from support.worlds.launcher import StoreHost, launch, values
+from support.worlds.patience import PATIENCE_SECONDS, expecting
 
 pytestmark = pytest.mark.race
 

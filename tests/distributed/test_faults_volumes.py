@@ -25,8 +25,8 @@ from everystep.format.manifest import encode_root
 from everystep.store.commit import volumes as store_volumes
 from everystep.store.ranks import coordinated
 from everystep.store.read.stored_checkpoint import open_newest
-from support.disturbed_trainings import error_of
-from support.launcher import launch, values
+from support.worlds.disturbed_trainings import error_of
+from support.worlds.launcher import launch, values
 
 KEPT = 2
 SPEEDS = [2.0, 1.0]

@@ -11,8 +11,8 @@ import numpy as np
 import everystep
 from everystep.checkpointer.events import RemovedEarly, read_events
 from everystep.store import WritableRun, list_steps
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS
 
 
 def _on_a_full_device(folder: Path) -> list[Any]:

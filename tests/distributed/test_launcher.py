@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.launcher import launch, started, values
+from support.worlds.launcher import launch, started, values
 
 
 def _sum(number: int) -> tuple[int, int, int, str]:

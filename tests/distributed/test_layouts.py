@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import everystep
-from support.command import command
-from support.launcher import launch, values
-from support.layout_jobs import TIMEOUT, large_nbytes, load_layouts, save_and_load_large, save_layouts
-from support.layout_truth import MOMENTS, STEPS, bits, groups_truth, scheduler_truth, true_model
-from support.torch_layouts import LAYOUTS
+from support.processes.command import command
+from support.worlds.launcher import launch, values
+from support.worlds.layout_jobs import TIMEOUT, large_nbytes, load_layouts, save_and_load_large, save_layouts
+from support.worlds.layout_truth import MOMENTS, STEPS, bits, groups_truth, scheduler_truth, true_model
+from support.worlds.torch_layouts import LAYOUTS
 
 Cells = dict[tuple[int, int], list[str]]
 

@@ -35,11 +35,11 @@ from everystep.store.ranks.exchange import hand_out
 from everystep.store.ranks.shared_load import load_together
 from everystep.store.ranks.transport import Transport, join
 from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
-from support.counted_reads import counted_reads
-from support.error_kinds import kind_of
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS, outlive
-from support.several_ranks import Own, write_several
+from support.crashes.error_kinds import kind_of
+from support.processes.counted_reads import counted_reads
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS, outlive
+from support.worlds.several_ranks import Own, write_several
 
 TIMEOUT = PATIENCE_SECONDS
 

@@ -17,8 +17,8 @@ from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, hol
 from everystep.state import LeafSource
 from everystep.store.ranks.checks import layouts
 from everystep.store.ranks.checks.layouts import box_sums
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS
 
 # --- sums ---------------------------------------------------------------------------------------------------
 

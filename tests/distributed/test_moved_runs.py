@@ -10,8 +10,8 @@ import everystep
 from checkpointer.test_moved_runs import content, link_to_another, opened, rename_and_put_another
 from everystep import Checkpointer, Keep
 from everystep.store import step_name
-from support.disturbed_trainings import error_of
-from support.launcher import launch, values
+from support.worlds.disturbed_trainings import error_of
+from support.worlds.launcher import launch, values
 
 
 def _train(folder: Path, move: str) -> list[str]:

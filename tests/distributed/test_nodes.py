@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import everystep
 from everystep.cli.app import app
 from everystep.store.read.stored_checkpoint import open_newest
-from support.error_kinds import kind_of
-from support.launcher import launch, values
-from support.nodes import Node, missing, two_nodes
+from support.crashes.error_kinds import kind_of
+from support.worlds.launcher import launch, values
+from support.worlds.nodes import Node, missing, two_nodes
 
 TIMEOUT = 60.0
 WORLD = 4

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import everystep
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS
 
 
 class Old(nn.Module):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import everystep
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.race
 

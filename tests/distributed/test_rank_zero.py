@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 import everystep
-from support.launcher import launch, values
+from support.worlds.launcher import launch, values
 
 
 def _state(rank: int) -> dict[str, Any]:

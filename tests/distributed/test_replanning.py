@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import everystep
-from support.disturbed_trainings import Mode, leftovers
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS
+from support.worlds.disturbed_trainings import Mode, leftovers
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS
 
 WORLD = 3
 _BASE = np.arange(300.0).reshape(30, 10)

@@ -22,8 +22,8 @@ from everystep.store.ranks.checks.replicas import array_digest, check_replicas
 from everystep.store.ranks.checks.values import differing, structure_digest, values_digest
 from everystep.store.ranks.checks.views import exchange_views
 from everystep.store.ranks.transport import Transport, join
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS, expecting
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS, expecting
 
 
 def _source(array: np.ndarray[Any, Any], kind: str) -> Any:

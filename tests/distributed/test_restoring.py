@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import everystep
-from support.error_kinds import kind_of
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS
+from support.crashes.error_kinds import kind_of
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS
 
 
 def _restore_what_fits(folder: Path) -> list[Any]:

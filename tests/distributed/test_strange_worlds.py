@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import everystep
-from support.disturbed_trainings import (
+from support.worlds.disturbed_trainings import (
     advance,
     bits,
     check_alone,
@@ -25,9 +25,9 @@ from support.disturbed_trainings import (
     make_state,
     set_patience,
 )
-from support.launcher import HOST, launch, started, values
-from support.nodes import DEVICE, missing, two_nodes
-from support.patience import PATIENCE_SECONDS, outlive, stop_here, wait_for, wait_until_stopped
+from support.worlds.launcher import HOST, launch, started, values
+from support.worlds.nodes import DEVICE, missing, two_nodes
+from support.worlds.patience import PATIENCE_SECONDS, outlive, stop_here, wait_for, wait_until_stopped
 
 pytestmark = pytest.mark.race
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import everystep
-from support.launcher import launch, values
+from support.worlds.launcher import launch, values
 
 MEMBERS = [1, 3]
 WHOLE = torch.arange(24.0).reshape(6, 4)

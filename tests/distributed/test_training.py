@@ -10,8 +10,8 @@ import pytest
 
 import everystep
 from everystep.store import list_steps, step_name
-from support.launcher import launch, values
-from support.ranks_training import Kind, Trained, array_digest, train
+from support.worlds.launcher import launch, values
+from support.worlds.ranks_training import Kind, Trained, array_digest, train
 
 STEPS, STOP = 11, 6
 

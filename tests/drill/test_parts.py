@@ -28,7 +28,7 @@ from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from everystep.store.read.stored_checkpoint import open_newest
-from support.several_ranks import write_several
+from support.worlds.several_ranks import write_several
 
 SHORT = TrainingProfile(
     first_step=0,

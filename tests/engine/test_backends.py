@@ -27,8 +27,8 @@ from everystep.engine import (
 )
 from everystep.engine import probe as probing
 from everystep.errors import EngineUnavailable
-from support.forbidden_calls import run
-from support.random_pieces import PAGE, Windows, checksums, memory_of, random_bytes, small_windows
+from support.crashes.forbidden_calls import run
+from support.states.random_pieces import PAGE, Windows, checksums, memory_of, random_bytes, small_windows
 
 ABLE = Capabilities(True, "", True, "", 512, 512)
 CASES = [

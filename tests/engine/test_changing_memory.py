@@ -20,8 +20,8 @@ from everystep.engine import (
     WritePiece,
     fs,
 )
-from support.changing_memory import changing
-from support.random_pieces import PAGE, Bytes, in_pages, memory_of, random_bytes
+from support.states.changing_memory import changing
+from support.states.random_pieces import PAGE, Bytes, in_pages, memory_of, random_bytes
 
 NBYTES = 9 * CHUNK_NBYTES + 777
 SAVES = 4

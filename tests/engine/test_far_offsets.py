@@ -20,7 +20,7 @@ from everystep.engine import (
     Tuning,
     Unkept,
 )
-from support.random_pieces import PAGE, checksums, memory_of, place, random_bytes
+from support.states.random_pieces import PAGE, checksums, memory_of, place, random_bytes
 
 FAR = 5 << 30
 

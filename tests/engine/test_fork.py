@@ -16,8 +16,8 @@ import numpy as np
 
 from everystep import engine
 from everystep.engine import Backend, Consumed, Memory, Produced, ReadPiece, Tuning, WritePiece, fs
-from support.random_pieces import PAGE, Bytes, checksums, memory_of, place, random_bytes, small_windows
-from support.waiting_jobs import PATIENCE, Gate
+from support.states.random_pieces import PAGE, Bytes, checksums, memory_of, place, random_bytes, small_windows
+from support.states.waiting_jobs import PATIENCE, Gate
 
 LARGE = 3 << 20
 COUNT = 6

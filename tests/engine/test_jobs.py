@@ -28,8 +28,16 @@ from everystep.engine import (
     fs,
 )
 from everystep.errors import EngineTimeout
-from support.random_pieces import PAGE, Windows, checksums, memory_of, place, random_bytes, small_windows
-from support.waiting_jobs import PATIENCE, Gate
+from support.states.random_pieces import (
+    PAGE,
+    Windows,
+    checksums,
+    memory_of,
+    place,
+    random_bytes,
+    small_windows,
+)
+from support.states.waiting_jobs import PATIENCE, Gate
 
 
 def test_submitting_returns_at_once_and_waiting_has_a_limit(backend: Backend, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everystep.engine import page_sizes
-from support.forbidden_calls import run
+from support.crashes.forbidden_calls import run
 
 SAYS = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from everystep import engine
 from everystep.engine import READING, Pieces
-from support.random_pieces import checksums, random_bytes
+from support.states.random_pieces import checksums, random_bytes
 
 START = 4096
 

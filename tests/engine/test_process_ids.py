@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.forbidden_calls import run
+from support.crashes.forbidden_calls import run
 
 SCRIPT = """
 import select, threading, time

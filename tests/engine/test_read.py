@@ -26,7 +26,7 @@ from everystep.engine import (
     Tuning,
     Unkept,
 )
-from support.random_pieces import (
+from support.states.random_pieces import (
     PAGE,
     Bytes,
     Spec,

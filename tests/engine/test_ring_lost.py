@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from everystep.engine import choose_backend
-from support.forbidden_calls import run
+from support.crashes.forbidden_calls import run
 
 PRELUDE = """
 import threading

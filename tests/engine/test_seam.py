@@ -13,8 +13,8 @@ import everystep
 from everystep import engine
 from everystep.engine import Tuning, WritePiece, capabilities, faults, fs
 from everystep.engine import probe as probing
-from support.forbidden_calls import run
-from support.random_pieces import memory_of
+from support.crashes.forbidden_calls import run
+from support.states.random_pieces import memory_of
 
 WINDOW = 64 << 10
 DATA = np.random.default_rng(1).integers(0, 256, 64 * WINDOW, np.uint8)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from everystep.engine import Backend
-from support.waiting_jobs import PATIENCE
+from support.states.waiting_jobs import PATIENCE
 
 # Every write takes far longer than the interpreter needs to end.
 PRELUDE = """

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from everystep import engine
 from everystep.engine import Memory, ReadPiece, Strided, Tuning, WritePiece
-from support.random_pieces import PAGE, Bytes, checksums, random_bytes
+from support.states.random_pieces import PAGE, Bytes, checksums, random_bytes
 
 numbers = itertools.count()
 shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from everystep import engine
 from everystep.engine import CHUNK_NBYTES, Backend, Memory, Produced, Tuning, WritePiece, fs
-from support.random_pieces import (
+from support.states.random_pieces import (
     PAGE,
     Bytes,
     Spec,

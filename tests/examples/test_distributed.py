@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import everystep
-from support.torchrun_examples import kill, read_until, run, started
+from support.worlds.torchrun_examples import kill, read_until, run, started
 
 pytest.importorskip("torch.distributed")
 
@@ -81,7 +81,7 @@ def test_the_code_on_the_page_about_many_ranks_runs(tmp_path: Path) -> None:
     here = Path(__file__)
     lines = run(
         3,
-        str(here.parents[1] / "support" / "documentation_page.py"),
+        str(here.parents[1] / "support" / "processes" / "documentation_page.py"),
         here.parents[2] / "docs/distributed.md",
         tmp_path,
     )

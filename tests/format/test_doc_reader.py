@@ -32,9 +32,9 @@ from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from everystep.state.node import localized
 from everystep.store.read.stored_checkpoint import open_newest
-from support import handmade_checkpoints as making
-from support.several_ranks import Own, write_several
-from support.simulated_worlds import random_state
+from support.states import handmade_checkpoints as making
+from support.worlds.several_ranks import Own, write_several
+from support.worlds.simulated_worlds import random_state
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from everystep.format.dtypes import SAFETENSORS_ITEMSIZE, Carrier, carrier, is_known, itemsize
-from support.handmade_checkpoints import NAMES
+from support.states.handmade_checkpoints import NAMES
 
 
 @pytest.mark.parametrize("numpy_name", NAMES)

@@ -21,7 +21,7 @@ from everystep.format.embedded import (
 )
 from everystep.format.records import EMBEDDED, Fragment, Leaf, Part, Root, ShardFile
 from everystep.format.shard import HeaderEntry, build_header, entry_table, parse_header
-from support import handmade_checkpoints as making
+from support.states import handmade_checkpoints as making
 
 WHERE = f"runs/a/step-000000000120/{EMBEDDING_SHARD}"
 DATA = np.arange(12, dtype="<f4").tobytes()

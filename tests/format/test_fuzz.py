@@ -17,7 +17,7 @@ from everystep.errors import CorruptCheckpoint
 from everystep.format.manifest import decode_root, encode_root
 from everystep.format.shard import parse_header
 from format.test_hostile import WHERE, header, honest, many
-from support import handmade_checkpoints as making
+from support.states import handmade_checkpoints as making
 
 
 def decodes_or_is_refused(data: bytes) -> bool:

@@ -28,7 +28,7 @@ from everystep.format.manifest import (
     part_ref,
 )
 from everystep.format.shard import parse_header
-from support import handmade_checkpoints as making
+from support.states import handmade_checkpoints as making
 
 WHERE = "runs/a/step-000000000120/manifest.json"
 MIB = 1 << 20

@@ -27,7 +27,7 @@ from everystep.format.manifest import (
     part_ref,
     shard_name,
 )
-from support import handmade_checkpoints as making
+from support.states import handmade_checkpoints as making
 
 # What JSON can carry without loss: the tree's own grammar is the state layer's.
 nodes = st.recursive(

@@ -23,7 +23,7 @@ from everystep.format.shard import (
     pad_name,
     parse_header,
 )
-from support import handmade_checkpoints as making
+from support.states import handmade_checkpoints as making
 
 
 @st.composite

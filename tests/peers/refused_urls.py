@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import everystep
-from support.path_calls import CALLS, framework_of
+from support.processes.path_calls import CALLS, framework_of
 
 
 def main(framework: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support import peers
+from support.processes import peers
 
 pytestmark = pytest.mark.peers
 

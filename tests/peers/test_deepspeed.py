@@ -20,8 +20,8 @@ from everystep.universal.deepspeed import source as deepspeed
 from everystep.universal.rules import fused, pad, partial, replicated, rule, shard
 from everystep.universal.source import Source
 from everystep.universal.spec import Spec
-from support import peers
-from support.source_leaves import assembled, assert_same, by_name
+from support.foreign.source_leaves import assembled, assert_same, by_name
+from support.processes import peers
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1500)]
 HERE = Path(__file__).parent

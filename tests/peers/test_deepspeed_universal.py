@@ -13,8 +13,8 @@ from everystep import universal
 from everystep.universal.deepspeed import source as deepspeed
 from everystep.universal.deepspeed import universal_source as ds_universal
 from everystep.universal.source import Source
-from support import peers
-from support.source_leaves import assert_same, by_name
+from support.foreign.source_leaves import assert_same, by_name
+from support.processes import peers
 
 SCRIPT = Path(__file__).parent / "deepspeed_universal.py"
 RUNS = {"z1": (1, "fp32"), "z2": (2, "bf16"), "z3": (3, "fp32")}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from everystep_study.environments import ENVIRONMENTS
-from support import peers
+from support.processes import peers
 
 VERSIONS = """
 import json, sys

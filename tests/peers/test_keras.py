@@ -9,7 +9,7 @@ import pytest
 
 import everystep
 from everystep import universal
-from support import peers
+from support.processes import peers
 
 pytest.importorskip("h5py")
 

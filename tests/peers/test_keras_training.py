@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support import peers
+from support.processes import peers
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1200)]
 

@@ -9,8 +9,8 @@ import torch
 
 import everystep
 from everystep import universal
-from support import peers
-from support.megatron_core_names import our_names
+from support.foreign.megatron_core_names import our_names
+from support.processes import peers
 
 PROGRAM = Path(__file__).parent / "megatron_core_training.py"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import everystep
-from support import peers
+from support.processes import peers
 
 PROJECT = Path(__file__).resolve().parents[2]
 VERSIONS = {"sklearn-oldest": "1.3.", "sklearn-newest": "1.9."}

@@ -12,7 +12,7 @@ import pytest
 
 from everystep_study import frameworks
 from everystep_study.frameworks.process import FrameworkProcess
-from support import peers
+from support.processes import peers
 
 pytestmark = pytest.mark.peers
 

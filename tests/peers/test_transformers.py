@@ -14,8 +14,8 @@ import torch
 import everystep
 from everystep import universal
 from everystep.universal.hf.names import family_of
-from support import peers
-from support.source_leaves import assert_same, by_name
+from support.foreign.source_leaves import assert_same, by_name
+from support.processes import peers
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1200)]
 

@@ -1,4 +1,4 @@
-"""Integrations refuse URLs: the calls of `support.path_calls`, with the real frameworks."""
+"""Integrations refuse URLs: the calls of `support.processes.path_calls`, with the real frameworks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support import peers
-from support.path_calls import CALLS, FRAMEWORKS, framework_of
+from support.processes import peers
+from support.processes.path_calls import CALLS, FRAMEWORKS, framework_of
 
 pytestmark = pytest.mark.peers
 

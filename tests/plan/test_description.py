@@ -14,7 +14,7 @@ from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from plan.test_ranks import plans
-from support.named_layouts import NAMED
+from support.worlds.named_layouts import NAMED
 
 
 @settings(deadline=None)

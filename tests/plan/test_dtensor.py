@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from everystep.plan.dtensor import splits_of
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, holding
-from support.simulated_worlds import chunk
+from support.worlds.simulated_worlds import chunk
 
 
 def test_plain_shards_keep_their_order() -> None:

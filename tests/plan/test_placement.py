@@ -21,7 +21,7 @@ from everystep.plan.placement import (
     pieces_of,
     shards_meeting,
 )
-from support.simulated_worlds import inside, leaf_layouts, local_array, meshes, shapes
+from support.worlds.simulated_worlds import inside, leaf_layouts, local_array, meshes, shapes
 
 
 def coordinates(mesh: Mesh) -> list[tuple[int, ...]]:

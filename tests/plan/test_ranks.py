@@ -21,8 +21,16 @@ from everystep.plan import replica_groups
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import BLOCK_NBYTES, WritePlan, level
 from everystep.plan.topology import Topology, Writers
-from support.named_layouts import NAMED
-from support.simulated_worlds import inside, layouts, leaf_kinds, memory_of, random_state, taken, topologies
+from support.worlds.named_layouts import NAMED
+from support.worlds.simulated_worlds import (
+    inside,
+    layouts,
+    leaf_kinds,
+    memory_of,
+    random_state,
+    taken,
+    topologies,
+)
 
 
 @st.composite
@@ -207,7 +215,7 @@ def test_the_same_description_gives_the_same_plan(plan: WritePlan) -> None:
 def test_plans_agree_between_processes_whose_hashes_differ() -> None:
     script = (
         "from everystep.plan.ranks import WritePlan;from everystep.plan.topology import Topology;"
-        "from support.named_layouts import NAMED;"
+        "from support.worlds.named_layouts import NAMED;"
         "print([[(i.leaf, i.piece) for i in WritePlan(NAMED[n](6), Topology.regular(6, 2), writers=4,"
         "block_nbytes=64).fragments(r)] for n in NAMED for r in range(6)])"
     )

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split, pieces_of
 from everystep.plan.read_sharing import SharePlan
 from everystep.plan.topology import Topology
-from support.named_layouts import NAMED
-from support.simulated_worlds import inside, layouts, leaf_kinds, topologies
+from support.worlds.named_layouts import NAMED
+from support.worlds.simulated_worlds import inside, layouts, leaf_kinds, topologies
 
 
 @settings(deadline=None)

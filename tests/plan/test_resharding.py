@@ -14,8 +14,16 @@ from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Piece, Spl
 from everystep.plan.ranks import WritePlan
 from everystep.plan.resharding import Missing, StoredIndex, Wanted, plan_reads, wants_of
 from everystep.plan.topology import Topology
-from support.named_layouts import NAMED, staged
-from support.simulated_worlds import holds_all_of, layouts, leaf_kinds, load, random_state, save, topologies
+from support.worlds.named_layouts import NAMED, staged
+from support.worlds.simulated_worlds import (
+    holds_all_of,
+    layouts,
+    leaf_kinds,
+    load,
+    random_state,
+    save,
+    topologies,
+)
 
 
 @settings(deadline=None)

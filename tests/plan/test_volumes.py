@@ -15,7 +15,7 @@ from everystep.plan.ranks import WritePlan
 from everystep.plan.replica_groups import Owned
 from everystep.plan.topology import Topology
 from everystep.plan.volumes import stripe
-from support.simulated_worlds import inside
+from support.worlds.simulated_worlds import inside
 
 
 def fragment(number: int, shape: tuple[int, ...], itemsize: int = 4) -> Owned:

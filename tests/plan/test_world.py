@@ -12,8 +12,8 @@ from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from everystep.plan.world import Beside, Seen, View, besides, merge_views
-from support.named_layouts import MODEL, NAMED
-from support.simulated_worlds import holds_all_of, load, random_state, save
+from support.worlds.named_layouts import MODEL, NAMED
+from support.worlds.simulated_worlds import holds_all_of, load, random_state, save
 
 
 def views_of(seen: dict[int, View]) -> dict[View, list[int]]:

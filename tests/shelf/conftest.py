@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.shelf_schemes import scratch
+from support.shelves.shelf_schemes import scratch
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ SEEDS = range(8)
 
 def table() -> str:
     sys.path.insert(0, str(ROOT / "tests"))
-    from support.shelf_crashes import merged
-    from support.shelf_schemes import rows, scratch
+    from support.shelves.shelf_crashes import merged
+    from support.shelves.shelf_schemes import rows, scratch
 
     lines = [
         "| scheme | medium | crash states | recovered latest | recovered previous | torn, noticed "

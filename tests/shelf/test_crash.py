@@ -18,9 +18,9 @@ from hypothesis.stateful import (
 )
 
 from everystep.engine import faults
-from support import shelf_schemes
-from support.shelf_crashes import PAGE, WORD, Disk, Timeline, merged, survey
-from support.shelf_schemes import (
+from support.shelves import shelf_schemes
+from support.shelves.shelf_crashes import PAGE, WORD, Disk, Timeline, merged, survey
+from support.shelves.shelf_schemes import (
     UNITS,
     Change,
     ShelfRecorder,

@@ -19,7 +19,7 @@ import pytest
 import everystep
 from everystep import Shelf
 from everystep.engine import faults
-from support.child_processes import NotPermitted, Pipe, mount_small, run_forked
+from support.processes.child_processes import NotPermitted, Pipe, mount_small, run_forked
 
 PAGE = 4096
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support import failing_memory
+from support.crashes import failing_memory
 
 pytestmark = pytest.mark.skipif(failing_memory.compiler() is None, reason="no C++ compiler is there")
 
@@ -18,7 +18,7 @@ import os, sys
 import numpy as np
 import everystep
 from everystep import Shelf
-from support.failing_memory import FailingMemory
+from support.crashes.failing_memory import FailingMemory
 
 memory = FailingMemory()
 path, medium = sys.argv[1:]

@@ -15,7 +15,12 @@ import sklearn.mixture
 from scipy import sparse
 
 import everystep.integrations.sklearn as ours
-from support.interrupted_fits import assert_identical, assert_same_attributes, finish_interrupted, quietly
+from support.shelves.interrupted_fits import (
+    assert_identical,
+    assert_same_attributes,
+    finish_interrupted,
+    quietly,
+)
 
 SAMPLES, FEATURES = 240, 5
 KINDS: dict[str, tuple[type, type]] = {

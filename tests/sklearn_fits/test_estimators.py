@@ -22,7 +22,7 @@ from sklearn.preprocessing import StandardScaler
 import everystep
 import everystep.integrations.sklearn as ours
 from everystep.integrations.sklearn import loops, versions
-from support.interrupted_fits import Interruption, assert_same_attributes, ends_at, finish_interrupted
+from support.shelves.interrupted_fits import Interruption, assert_same_attributes, ends_at, finish_interrupted
 
 X = np.random.default_rng(0).normal(size=(120, 4))
 KINDS: list[Any] = [ours.KMeans, ours.MiniBatchKMeans, ours.GaussianMixture]

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from support import killed_fits
+from support.shelves import killed_fits
 
 TESTS = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ def check_killed(kind: str, tmp_path: Path, seed: int, kills: int) -> int:
         [
             sys.executable,
             "-m",
-            "support.killed_fits",
+            "support.shelves.killed_fits",
             kind,
             tmp_path / "f.shelf",
             result,

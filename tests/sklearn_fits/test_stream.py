@@ -21,7 +21,7 @@ from sklearn.preprocessing import StandardScaler
 import everystep
 import everystep.integrations.sklearn as ours
 from everystep.integrations.sklearn.estimator_state import put_together
-from support.interrupted_fits import assert_same_attributes, finish_interrupted, quietly
+from support.shelves.interrupted_fits import assert_same_attributes, finish_interrupted, quietly
 
 GENERATOR = np.random.default_rng(2)
 PLAIN = [GENERATOR.random((20, 6)) for _ in range(6)]

@@ -17,7 +17,7 @@ from everystep.format import dtypes
 from everystep.state import convert, empty, flatten, torch_arrays
 from everystep.state.numpy_arrays import ML_DTYPES, NATIVE, overlaps_itself
 from everystep.state.torch_arrays import TORCH_NAMES, torch_dtype, window_reader, window_writer
-from support.memory_store import read, round_trip, save
+from support.states.memory_store import read, round_trip, save
 
 NUMPY_ONLY = [">f4", ">i8", "<M8[ns]", "<m8[D]", "<U5", "|S3", "|V6", "g", "G", ">c16"]
 

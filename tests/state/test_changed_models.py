@@ -13,7 +13,7 @@ from torch import nn
 
 import everystep
 from everystep.errors import StateMismatch
-from support.memory_store import restore, save
+from support.states.memory_store import restore, save
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p),

@@ -17,7 +17,7 @@ import torch
 import everystep
 from everystep.errors import CorruptCheckpoint, UnsupportedState
 from everystep.state import flatten, leaf_names, unflatten
-from support.memory_store import load, round_trip, save
+from support.states.memory_store import load, round_trip, save
 
 
 def names(state: object) -> list[str]:

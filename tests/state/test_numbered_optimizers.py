@@ -15,7 +15,7 @@ from torch import nn
 
 import everystep
 from everystep.errors import StateMismatch
-from support.memory_store import restore, save
+from support.states.memory_store import restore, save
 
 
 class Shampooish(torch.optim.Optimizer):

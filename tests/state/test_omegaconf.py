@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import everystep
 from everystep.errors import CorruptCheckpoint, UnsupportedState
 from everystep.state import flatten, unflatten
-from support.memory_store import through_json
+from support.states.memory_store import through_json
 
 omegaconf = pytest.importorskip("omegaconf")
 DictConfig, ListConfig, OmegaConf = omegaconf.DictConfig, omegaconf.ListConfig, omegaconf.OmegaConf

@@ -17,7 +17,7 @@ from torch import nn
 import everystep
 from everystep.errors import CorruptCheckpoint
 from everystep.state import unflatten
-from support.memory_store import restore, save
+from support.states.memory_store import restore, save
 
 
 def weights() -> dict[str, Any]:

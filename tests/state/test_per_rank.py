@@ -13,7 +13,7 @@ import everystep
 from everystep.errors import CorruptCheckpoint, StateMismatch, UnsupportedState
 from everystep.state import Flat, LeafMeta, Restore, flatten, leaf_names, prune, unflatten, values
 from everystep.state.torch_objects import modules_in, optimizers_in, parameter_names
-from support.memory_store import Saved, fresh, read, through_json, write
+from support.states.memory_store import Saved, fresh, read, through_json, write
 
 
 def saved_with_local(state: object, rank: int = 0) -> tuple[Saved, dict[str, Any]]:

@@ -14,7 +14,7 @@ from everystep.errors import UnsupportedState
 from everystep.state import flatten
 from everystep.state.merging import merge_trees
 from everystep.state.torch_objects import modules_in, optimizers_in
-from support.memory_store import restore, save
+from support.states.memory_store import restore, save
 
 
 def state_of(rank: int) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.launcher import launch, values
-from support.ranked_trainings import LAYOUTS, from_layout_to_layouts, ties_under_fsdp1
+from support.worlds.launcher import launch, values
+from support.worlds.ranked_trainings import LAYOUTS, from_layout_to_layouts, ties_under_fsdp1
 
 # `distributed/test_layouts.py` has all of them as sources, on disk.
 USUAL = ("plain", "zero", "fsdp2", "fsdp1 flat")

@@ -15,7 +15,7 @@ from everystep.engine.buffers import Consumed, Memory
 from everystep.errors import CorruptCheckpoint, StateMismatch, UnsupportedState
 from everystep.state import LeafMeta, Restore
 from everystep.state.torch_arrays import window_writer
-from support.memory_store import Saved, restore, save
+from support.states.memory_store import Saved, restore, save
 
 
 def plan(into: object, saved: Saved) -> Restore:
@@ -507,7 +507,7 @@ def test_a_target_that_cannot_be_filled_is_not_said_to_be_stored() -> None:
 def test_device_destinations_take_windows() -> None:
     target = torch.zeros(10, dtype=torch.int16)
     where = Consumed(target.nbytes, window_writer(target))
-    from support.memory_store import write
+    from support.states.memory_store import write
 
     write(where, np.arange(10, dtype=np.int16).tobytes())
     assert target.tolist() == list(range(10))

@@ -17,7 +17,7 @@ import torch
 
 import everystep
 from everystep.errors import StateMismatch, UnsupportedState
-from support.memory_store import restore, save
+from support.states.memory_store import restore, save
 
 ALGORITHMS = ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from everystep.errors import StateMismatch, UnsupportedState
 from everystep.format.geometry import Box
 from everystep.state import LeafSource, Sharding, flatten
-from support.memory_store import save
-from support.peerless_meshes import as_saved, contents, numbers, part, restore_parts, world
+from support.states.memory_store import save
+from support.worlds.peerless_meshes import as_saved, contents, numbers, part, restore_parts, world
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], list[Placement], tuple[tuple[int, int] | None, ...]]] = {
     "rows": ((4,), [Shard(0)], ((0, 1),)),

@@ -10,7 +10,7 @@ from torch import nn
 
 from everystep.state import Restore
 from everystep.state.merging import merge_trees
-from support.memory_store import Saved, fresh, save, write
+from support.states.memory_store import Saved, fresh, save, write
 
 
 class Stage(nn.Module):

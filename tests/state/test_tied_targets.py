@@ -12,8 +12,8 @@ from torch import nn
 
 import everystep
 from everystep.errors import StateMismatch
-from support.foreign_checkpoints import write_hf
-from support.memory_store import restore, save
+from support.foreign.foreign_checkpoints import write_hf
+from support.states.memory_store import restore, save
 
 
 class Tied(nn.Module):

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from everystep.errors import StateMismatch
 from everystep.state import Restore, flatten, values
-from support.memory_store import Saved, load, restore, round_trip, save
+from support.states.memory_store import Saved, load, restore, round_trip, save
 
 
 class Net(nn.Module):

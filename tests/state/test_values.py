@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import everystep
 from everystep.errors import UnsupportedState
 from everystep.state import flatten, unflatten, values
-from support.memory_store import round_trip, through_json
+from support.states.memory_store import round_trip, through_json
 
 
 def same(one: Any, other: Any) -> bool:

@@ -22,7 +22,7 @@ from everystep import Checkpointer, Options, engine
 from everystep.engine import fs
 from everystep.store import step_name
 from everystep.store.read.stored_checkpoint import open_newest
-from support.array_samples import bits
+from support.states.array_samples import bits
 
 
 def shard(path: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.memory_use import MEASURE, in_own_process, needs_peak
+from support.processes.memory_use import MEASURE, in_own_process, needs_peak
 
 BUDGET = 16
 """MiB, of `Options.memory_nbytes`; each state has 128."""

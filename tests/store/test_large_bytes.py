@@ -15,7 +15,7 @@ from everystep.errors import CorruptCheckpoint
 from everystep.inspect.description import leaf_order
 from everystep.state.flatten import BLOB_NBYTES
 from everystep.store.read.stored_checkpoint import StoredCheckpoint, open_newest
-from support import handmade_checkpoints as making
+from support.states import handmade_checkpoints as making
 
 BIG = os.urandom(3 * BLOB_NBYTES + 5)
 OTHER = BIG[::-1]

@@ -16,7 +16,7 @@ from hypothesis.extra.numpy import basic_indices
 import everystep
 from everystep import engine
 from everystep.store.read.stored_checkpoint import open_newest
-from support.array_samples import NUMPY_TYPES, TORCH_TYPES, bits, random_array, random_tensor
+from support.states.array_samples import NUMPY_TYPES, TORCH_TYPES, bits, random_array, random_tensor
 
 MIB = 1 << 20
 

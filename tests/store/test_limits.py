@@ -10,7 +10,7 @@ import torch
 
 import everystep
 from everystep.engine import choose_backend
-from support.memory_use import MEASURE, in_own_process, needs_peak
+from support.processes.memory_use import MEASURE, in_own_process, needs_peak
 
 MIB = 1 << 20
 

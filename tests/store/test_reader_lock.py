@@ -24,7 +24,7 @@ from everystep.plan.topology import Topology
 from everystep.state import flatten
 from everystep.store import SingleCommit, WritableRun, step_name
 from everystep.store.read import open as opening
-from support.several_ranks import write_several
+from support.worlds.several_ranks import write_several
 
 STATE = {"w": np.arange(300_000)}
 

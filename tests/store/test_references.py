@@ -9,7 +9,7 @@ import pytest
 
 import everystep
 from everystep import inspect, universal
-from support.command import command, make_run, make_state, step_path
+from support.processes.command import command, make_run, make_state, step_path
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 
 import everystep
 from everystep.store import verify
-from support.array_samples import (
+from support.states.array_samples import (
     NUMPY_TYPES,
     TORCH_TYPES,
     bits,

@@ -21,8 +21,8 @@ from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from everystep.store.read.requests import BoxRequest
 from everystep.store.read.stored_checkpoint import open_newest
-from support.several_ranks import Own, write_several
-from support.simulated_worlds import (
+from support.worlds.several_ranks import Own, write_several
+from support.worlds.simulated_worlds import (
     DTYPES,
     Array,
     inside,

@@ -24,8 +24,8 @@ from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from everystep.store.read.requests import BoxRequest
 from everystep.store.read.stored_checkpoint import open_newest
-from support.several_ranks import Own, write_several
-from support.simulated_worlds import random_state
+from support.worlds.several_ranks import Own, write_several
+from support.worlds.simulated_worlds import random_state
 
 LEAVES = [
     LeafLayout("a", "F32", (12, 50), (MeshPlacement(Mesh.grid(3), (Split(0, 0),)),), "numpy"),

@@ -17,8 +17,8 @@ from everystep.plan.topology import Topology
 from everystep.state import LeafMeta, Restore, Sharding
 from everystep.store.read.requests import box_requests
 from everystep.store.read.stored_checkpoint import open_newest
-from support.several_ranks import Own, write_several
-from support.simulated_worlds import Array, local_array, random_state
+from support.worlds.several_ranks import Own, write_several
+from support.worlds.simulated_worlds import Array, local_array, random_state
 
 LEAVES = [
     LeafLayout("m.first", "F32", (6, 5), (MeshPlacement(Mesh.grid(2), (Split(0, 0),)),), "numpy"),

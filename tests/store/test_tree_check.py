@@ -13,8 +13,8 @@ from msgspec.structs import replace
 import everystep
 from everystep.format.manifest import decode_root, encode_root
 from store.test_several_damage import LEAVES, PLAN
-from support.several_ranks import Own, write_several
-from support.simulated_worlds import random_state
+from support.worlds.several_ranks import Own, write_several
+from support.worlds.simulated_worlds import random_state
 
 MALFORMED = {
     "unknown tag": {"$nonsense": 1},

@@ -19,8 +19,8 @@ from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
 from everystep.store import verify
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
-from support.command import damage_leaf
-from support.several_ranks import write_several
+from support.processes.command import damage_leaf
+from support.worlds.several_ranks import write_several
 
 STATE = {"w": np.arange(3000), "b": np.ones(7)}
 

@@ -15,8 +15,8 @@ from everystep.plan.placement import Mesh, MeshPlacement, Split
 from everystep.plan.world import Seen, merge_views
 from everystep.store.ranks.checks.views import decode_view, encode_view, exchange_views
 from everystep.store.ranks.transport import join
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS
 
 GRID = MeshPlacement(Mesh.grid(2, 2), (Split(0, 0), Split(1, 1, 2)))
 ODD = MeshPlacement(Mesh.of(np.array([[3, 1], [0, 7]])), (Split(0, 1),), Box((2, 0), (4, 4)))

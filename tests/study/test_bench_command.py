@@ -18,8 +18,8 @@ from everystep_study.suite import Suite
 from everystep_study.suites.ranks import RanksSuite
 from everystep_study.suites.save_load import SaveLoadSuite
 from everystep_study.suites.training import TrainingSuite
-from support.bench_results import result, row
-from support.command import command
+from support.processes.command import command
+from support.study.bench_results import result, row
 
 MIB = 1 << 20
 SMALL = ("--size", "2M", "--repeat", "1", "--system", "raw", "--system", "everystep")

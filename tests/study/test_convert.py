@@ -11,8 +11,8 @@ import pytest
 from everystep_study.report import from_json
 from everystep_study.results import Result, Row
 from everystep_study.suites.convert import DEEPSPEED, ConvertSuite
-from support.bench_results import result, row, text_of
-from support.command import command
+from support.processes.command import command
+from support.study.bench_results import result, row, text_of
 
 MIB, GB = 1 << 20, 1e9
 

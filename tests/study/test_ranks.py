@@ -17,8 +17,8 @@ from everystep_study.report import from_json
 from everystep_study.results import Result, Row
 from everystep_study.suites.ranks import RanksSuite, best_writers, visits, written_at
 from everystep_study.world import RankEnded, World, seconds_of
-from support.bench_results import quiet, result, row, text_of
-from support.command import command
+from support.processes.command import command
+from support.study.bench_results import quiet, result, row, text_of
 
 GB = 1_000_000_000
 

@@ -10,7 +10,7 @@ import pytest
 from everystep_study import plot, report, results
 from everystep_study.results import Row, ratio_interval
 from everystep_study.views import TIMES
-from support.bench_results import ScriptedSuite, result, row, text_of
+from support.study.bench_results import ScriptedSuite, result, row, text_of
 
 
 def test_the_warm_up_round_counts_for_memory_only() -> None:

@@ -20,7 +20,7 @@ from everystep_study.runner import turns
 from everystep_study.suite import Group, Needs, Turn
 from everystep_study.suites.save_load import SaveLoadSuite
 from everystep_study.suites.training import TrainingSuite
-from support.bench_results import Scripted, ScriptedSuite, quiet
+from support.study.bench_results import Scripted, ScriptedSuite, quiet
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from everystep_study.peers.base import Done
 from everystep_study.results import Bar, Result, Row
 from everystep_study.suites import save_load
 from everystep_study.suites.save_load import Import, SaveLoadSuite
-from support.bench_results import quiet, result, row, text_of
+from support.study.bench_results import quiet, result, row, text_of
 
 SAVES = {"raw": 0.5, "raw-huge": 0.4, "everystep": 0.52, "everystep-recycled": 0.5, "safetensors": 1.05}
 SAVES |= {"torch-no-crc": 1.0, "torch": 1.6, "dcp": 2.2, "pickle": 1.03, "savez": 1.8}

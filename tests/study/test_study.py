@@ -23,11 +23,11 @@ from everystep_study.results_directory import FILE, Part, ResultsDirectory, Stud
 from everystep_study.suite import Turn
 from everystep_study.suites import by_framework
 from everystep_study.suites.damage import Flips
-from support.bench_results import quiet
-from support.fake_framework import FakeFramework
+from support.study.bench_results import quiet
+from support.study.fake_framework import FakeFramework
 
 TESTS = Path(__file__).resolve().parents[1]
-FAKE = Entry("Fake", "support.fake_framework")
+FAKE = Entry("Fake", "support.study.fake_framework")
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_a_mechanism_that_restores_something_else_is_failed(
 
 def test_a_process_that_babbles_is_ended(tmp_path: Path) -> None:
     with (
-        FrameworkProcess("b", Entry("B", "support.babbling_framework"), tmp_path, 5.0) as process,
+        FrameworkProcess("b", Entry("B", "support.study.babbling_framework"), tmp_path, 5.0) as process,
         pytest.raises(WorkerEnded, match="no answer"),
     ):
         process.ask("hello")
@@ -205,7 +205,7 @@ class TestTimeUp:
     ("entry", "reason"),
     [
         (Entry("Gone", "everystep.no_such_worker"), "No module named 'everystep.no_such_worker'"),
-        (Entry("Gone", "support.fake_framework", "none-built"), "everystep study setup none-built"),
+        (Entry("Gone", "support.study.fake_framework", "none-built"), "everystep study setup none-built"),
     ],
 )
 def test_a_missing_framework_is_reported_as_missing_and_tried_again(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from everystep_study import environments, frameworks
-from support.command import command
+from support.processes.command import command
 
 GONE = {"gone": frameworks.Entry("Gone", "no_such_worker", "never-built")}
 

@@ -22,7 +22,7 @@ from everystep_study.suites import restarts, training, training_child
 from everystep_study.suites.restarts import Restart
 from everystep_study.suites.training import Steps, TrainingSuite, places, predicted_stall
 from everystep_study.training_model import Load, Trainer
-from support.bench_results import quiet, result, row, text_of
+from support.study.bench_results import quiet, result, row, text_of
 
 MIB = 1 << 20
 TINY = Gpt2(64, 1, 300)

@@ -11,7 +11,7 @@ from planning_at_scale import LAYOUTS, ScaleSuite
 
 from everystep_study import runner
 from everystep_study.results import Result, Row
-from support.bench_results import quiet, result, row, text_of
+from support.study.bench_results import quiet, result, row, text_of
 
 
 def simulate(folder: Path, worlds: tuple[int, ...], leaves: int, rounds: int = 2) -> Result:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from support.memory_use import MEASURE, in_own_process, needs_peak
+from support.processes.memory_use import MEASURE, in_own_process, needs_peak
 
 torch = pytest.importorskip("torch")
 
-from support.zero_writer import write_zero3  # noqa: E402
+from support.foreign.zero_writer import write_zero3  # noqa: E402
 
 CONVERT = """
     from everystep import universal

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import everystep
 from everystep.errors import CheckpointNotFound, UnsupportedSource
-from support.command import command
+from support.processes.command import command
 
 STATE = {"w": torch.arange(5000.0), "v": torch.ones(3, 4)}
 ARRAYS = {name: tensor.numpy() for name, tensor in STATE.items()}

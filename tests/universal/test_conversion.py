@@ -26,11 +26,11 @@ from everystep.store.stream.element_casts import cast
 from everystep.universal import conversion
 from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.source import SourceLeaf, Stretch
-from support.child_processes import Pipe, forked
-from support.command import command
-from support.dcp_directories import load_all
-from support.foreign_checkpoints import make_model, same_weights, write_hf
-from support.source_leaves import source_of_leaves
+from support.foreign.dcp_directories import load_all
+from support.foreign.foreign_checkpoints import make_model, same_weights, write_hf
+from support.foreign.source_leaves import source_of_leaves
+from support.processes.child_processes import Pipe, forked
+from support.processes.command import command
 
 KINDS = ["everystep", "safetensors", "hf", "torch", "dcp"]
 

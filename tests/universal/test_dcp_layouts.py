@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import everystep
-from support.counted_reads import counted_reads
-from support.launcher import launch, values
+from support.processes.counted_reads import counted_reads
+from support.worlds.launcher import launch, values
 
 
 class Net(nn.Module):

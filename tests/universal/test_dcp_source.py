@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from everystep import universal
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from everystep.universal.dcp import source as source_dcp
-from support.launcher import launch, values
-from support.source_leaves import assert_same, by_name
+from support.foreign.source_leaves import assert_same, by_name
+from support.worlds.launcher import launch, values
 
 
 def save_alone(path: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

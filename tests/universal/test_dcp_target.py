@@ -15,7 +15,7 @@ from everystep import universal
 from everystep.errors import UnsupportedState
 from everystep.integrations.dcp import Writer
 from everystep.universal.dcp import target
-from support.dcp_directories import load_all
+from support.foreign.dcp_directories import load_all
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -18,7 +18,7 @@ import torch
 from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from everystep.universal.deepspeed import source as deepspeed
 from everystep.universal.torch_file.reading import read_torch_file
-from support.source_leaves import assert_same, by_name
+from support.foreign.source_leaves import assert_same, by_name
 
 CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",

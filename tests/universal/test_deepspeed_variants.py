@@ -26,7 +26,7 @@ from everystep.universal import Spec
 from everystep.universal.deepspeed import source as deepspeed
 from everystep.universal.rules import replicated, rule, shard, unique
 from everystep.universal.source import Source
-from support.source_leaves import assembled, assert_same, by_name
+from support.foreign.source_leaves import assembled, assert_same, by_name
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed_variants"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())

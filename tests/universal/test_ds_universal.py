@@ -33,9 +33,9 @@ from everystep.universal.deepspeed import source as deepspeed
 from everystep.universal.deepspeed import universal_source as ds_universal
 from everystep.universal.deepspeed import universal_target as target
 from everystep.universal.torch_file.reading import read_torch_file
-from support.child_processes import Pipe, forked
-from support.command import command
-from support.source_leaves import assert_same, by_name
+from support.foreign.source_leaves import assert_same, by_name
+from support.processes.child_processes import Pipe, forked
+from support.processes.command import command
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ZERO = FIXTURES / "deepspeed"

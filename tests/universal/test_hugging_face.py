@@ -17,9 +17,9 @@ import everystep
 from everystep import CorruptCheckpoint, StateMismatch, universal
 from everystep.errors import IncompleteCheckpoint, UnsupportedSource
 from everystep.universal.hf.names import published
-from support.command import command
-from support.foreign_checkpoints import make_model
-from support.source_leaves import assert_same, by_name
+from support.foreign.foreign_checkpoints import make_model
+from support.foreign.source_leaves import assert_same, by_name
+from support.processes.command import command
 
 
 def gpt2_weights() -> dict[str, torch.Tensor]:

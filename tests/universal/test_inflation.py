@@ -18,7 +18,7 @@ import everystep
 from everystep import inspect, universal
 from everystep.errors import CorruptCheckpoint, DecompressionBomb
 from everystep.universal.inflation import ALWAYS_NBYTES
-from support.command import command
+from support.processes.command import command
 
 NBYTES = ALWAYS_NBYTES // 4
 COUNT = 5

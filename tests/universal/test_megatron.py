@@ -17,8 +17,8 @@ from everystep.universal.megatron import source as megatron
 
 torch = pytest.importorskip("torch")
 
-from support.megatron_writer import Model, write_megatron  # noqa: E402
-from support.rank_tensors import read_leaf  # noqa: E402
+from support.foreign.megatron_writer import Model, write_megatron  # noqa: E402
+from support.worlds.rank_tensors import read_leaf  # noqa: E402
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
 QKV = "language_model.encoder.layers.0.self_attention.query_key_value.weight"

@@ -18,9 +18,9 @@ import everystep
 from everystep import universal
 from everystep.errors import CorruptCheckpoint, UnsupportedSource
 from everystep.universal.megatron import core_source as megatron_core
-from support.dcp_directories import load_all
-from support.megatron_core_names import our_names
-from support.source_leaves import assert_same, by_name
+from support.foreign.dcp_directories import load_all
+from support.foreign.megatron_core_names import our_names
+from support.foreign.source_leaves import assert_same, by_name
 
 FIXTURE = Path(__file__).parent / "fixtures" / "megatron_core" / "tp2.tar.xz"
 

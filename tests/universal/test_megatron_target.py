@@ -22,9 +22,9 @@ from everystep.errors import SpecError
 from everystep.universal import Spec, fused, pad, part, partial, rename, replicated, rule, shard, tied, unique
 from everystep.universal.foreign_names import foreign_name
 from everystep.universal.opening import ForeignCheckpoint
-from support.child_processes import Pipe, forked
-from support.command import command
-from support.megatron_writer import WORDS, Model, write_megatron
+from support.foreign.megatron_writer import WORDS, Model, write_megatron
+from support.processes.child_processes import Pipe, forked
+from support.processes.command import command
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
 

@@ -26,7 +26,7 @@ import everystep
 from everystep import universal
 from everystep.errors import UnsupportedSource, UnsupportedState
 from everystep.universal.torch_file import reading
-from support.torch_objects import OBJECTS, arrays, differences, tensors
+from support.foreign.torch_objects import OBJECTS, arrays, differences, tensors
 
 h5py = pytest.importorskip("h5py")
 

@@ -10,14 +10,14 @@ import pytest
 
 import everystep
 from everystep.store.read.shard_reader import ShardReader
-from support.launcher import launch, values
+from support.worlds.launcher import launch, values
 
 torch = pytest.importorskip("torch")
 
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from support.zero_writer import write_zero3  # noqa: E402
+from support.foreign.zero_writer import write_zero3  # noqa: E402
 
 
 def _model(seed: int) -> Any:

@@ -20,10 +20,10 @@ from everystep.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCh
 from everystep.format.geometry import Box, whole
 from everystep.universal.opening import ForeignCheckpoint
 from everystep.universal.source import SourceLeaf, Stretch, flat_stretches
-from support.command import command
-from support.foreign_checkpoints import make_model, same_weights, write_hf
-from support.launcher import launch, values
-from support.source_leaves import source_of_leaves
+from support.foreign.foreign_checkpoints import make_model, same_weights, write_hf
+from support.foreign.source_leaves import source_of_leaves
+from support.processes.command import command
+from support.worlds.launcher import launch, values
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -13,7 +13,7 @@ from everystep.universal import Spec
 from everystep.universal.rules import Rule
 from everystep.universal.split import Target, split
 from everystep.universal.union import union
-from support.rank_tensors import carry_out, read_leaf, store
+from support.worlds.rank_tensors import carry_out, read_leaf, store
 
 PAGE = (Path(__file__).parents[2] / "docs/universal-spec.md").read_text("utf-8")
 TOML = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)

@@ -27,7 +27,7 @@ from everystep.universal.torch_file.leaves import leaf_of
 from everystep.universal.torch_file.pickle_classes import PLAIN_MAKERS, PLAIN_SETTERS, PLAIN_VALUES
 from everystep.universal.torch_file.pickle_machine import PickleMachine, Record
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
-from support.source_leaves import assembled, assert_same
+from support.foreign.source_leaves import assembled, assert_same
 
 
 def saved(tmp_path: Path, value: Any, **options: Any) -> Path:

@@ -19,8 +19,8 @@ from everystep.errors import UnsupportedSource
 from everystep.universal.torch_file.leaves import leaf_of
 from everystep.universal.torch_file.reading import StoredTensor, read_torch_file
 from everystep.universal.torch_file.values import TorchDevice, TorchDtype, TorchSize
-from support.source_leaves import assembled
-from support.torch_objects import OBJECTS, differences
+from support.foreign.source_leaves import assembled
+from support.foreign.torch_objects import OBJECTS, differences
 
 
 def realised(value: Any) -> Any:

@@ -18,7 +18,7 @@ from everystep.errors import CorruptCheckpoint, IncompleteCheckpoint
 from everystep.universal.optimizer_names import parameter_names
 from everystep.universal.torch_file import source as torch_save
 from everystep.universal.torch_file.reading import StoredTensor
-from support.source_leaves import assert_same, by_name
+from support.foreign.source_leaves import assert_same, by_name
 
 
 def trained(groups: str = "one") -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:

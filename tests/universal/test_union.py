@@ -29,7 +29,7 @@ from everystep.universal.rules import Layout, Pad
 from everystep.universal.source import SourceLeaf
 from everystep.universal.split import Target, split, stage_layers
 from everystep.universal.union import Extent, LocalTensor, union
-from support.rank_tensors import Array, carry_out, read_leaf, read_stretches, store
+from support.worlds.rank_tensors import Array, carry_out, read_leaf, read_stretches, store
 
 
 def numbers(*shape: int) -> Array:

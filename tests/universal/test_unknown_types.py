@@ -16,7 +16,7 @@ import torch
 import everystep
 from everystep import inspect, universal
 from everystep.errors import CorruptCheckpoint, UnsupportedSource, UnsupportedState
-from support.command import command
+from support.processes.command import command
 
 Entry = tuple[str, list[int], bytes]
 

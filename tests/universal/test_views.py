@@ -12,8 +12,8 @@ import torch
 import everystep
 from everystep import inspect, universal
 from everystep.errors import StateMismatch, UnsupportedSource
-from support.command import command
-from support.source_leaves import assert_same
+from support.foreign.source_leaves import assert_same
+from support.processes.command import command
 
 DEEPSPEED = Path(__file__).parent / "fixtures/deepspeed/z1_fp32_2"
 

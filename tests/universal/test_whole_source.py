@@ -12,8 +12,8 @@ from everystep.errors import SpecError
 from everystep.format.geometry import whole
 from everystep.universal import Source, SourceLeaf, Spec, Stretch, fused, pad, rename, rule, shard, tied
 from everystep.universal.whole_source import apply_spec
-from support.rank_tensors import Array, read_leaf, store
-from support.source_leaves import source_of_leaves
+from support.foreign.source_leaves import source_of_leaves
+from support.worlds.rank_tensors import Array, read_leaf, store
 
 
 def leaf_of(folder: Path, name: str, array: Array) -> SourceLeaf:

@@ -26,8 +26,8 @@ from everystep.inspect.view.leaf_changes import leaf_changes
 from everystep.inspect.view.run_reader import RunReader
 from everystep.inspect.view.web_page import open_runs
 from everystep.inspect.view.words import labels
-from support.command import command, damage_leaf, damage_manifest, step_path
-from support.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
+from support.processes.command import command, damage_leaf, damage_manifest, step_path
+from support.states.shown_runs import HOSTILE, layered_state, long_story, save_by_ranks, train, write_log
 
 
 @pytest.fixture(scope="module")

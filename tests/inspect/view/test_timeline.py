@@ -9,7 +9,7 @@ from msgspec import structs
 
 from everystep.checkpointer.events import Event, Failed, Opened, Phases, Restored, Saved
 from everystep.inspect.view.timeline import MAX_HAPPENINGS, timeline
-from support.shown_runs import long_story
+from support.states.shown_runs import long_story
 
 
 def opened(time: float) -> Opened:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from everystep.errors import StateMismatch, UnsupportedState
 from everystep.integrations.data import Loader, Sampler, resumable
-from support.datasets import Augmented, Stream, jitter, joined, lists, take
+from support.states.datasets import Augmented, Stream, jitter, joined, lists, take
 
 DATA = list(range(20))
 

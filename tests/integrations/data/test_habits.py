@@ -16,7 +16,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from everystep.integrations.data import Loader, Sampler, resumable
-from support.datasets import joined, lists, plain, take
+from support.states.datasets import joined, lists, plain, take
 
 DATA = list(range(11))
 EPOCHS = 3

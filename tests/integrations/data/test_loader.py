@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 import everystep
 from everystep.errors import StateMismatch, UnsupportedState
 from everystep.integrations.data import Loader, Sampler
-from support.datasets import Augmented, Failing, Noted, Stream, Together, jitter, joined, lists, plain, take
+from support.states.datasets import (
+    Augmented,
+    Failing,
+    Noted,
+    Stream,
+    Together,
+    jitter,
+    joined,
+    lists,
+    plain,
+    take,
+)
 
 
 def global_states() -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import everystep
 from everystep.errors import StateMismatch
 from everystep.integrations.data import Sampler
-from support.datasets import lists
+from support.states.datasets import lists
 
 
 def test_every_epoch_has_an_order_of_its_own_and_holds_every_sample() -> None:

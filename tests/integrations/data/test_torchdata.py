@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import everystep
-from support.datasets import Stream, joined, lists, take
+from support.states.datasets import Stream, joined, lists, take
 
 stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
 

@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 import everystep
 from everystep.integrations.data import Loader
-from support.datasets import Augmented, Dying, Failing, Noted, jitter, joined, lists, take
+from support.states.datasets import Augmented, Dying, Failing, Noted, jitter, joined, lists, take
 
 PATIENCE = 240
 """Seconds after which torch itself gives up on a worker: a hang becomes an error."""
@@ -192,7 +192,7 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(persistent: bool, tmp_pat
     script = f"""
         import os
         from pathlib import Path
-        from support.datasets import Dying
+        from support.states.datasets import Dying
         from everystep.integrations.data import Loader
 
         def tell(error):

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 import everystep
 from everystep.engine import faults
 from everystep.store import step_name
-from support.dcp_states import assert_same, failures, load, save
-from support.power_cuts import Budget, Disk, Image, image_of
+from support.crashes.power_cuts import Budget, Disk, Image, image_of
+from support.foreign.dcp_states import assert_same, failures, load, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

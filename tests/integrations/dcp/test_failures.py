@@ -16,8 +16,8 @@ import everystep
 from everystep.engine import faults
 from everystep.integrations.dcp import Reader, Writer
 from everystep.universal.dcp.record import Record
-from support.dcp_states import assert_same, failures, flip_in, load, save
-from support.power_cuts import Budget, Disk
+from support.crashes.power_cuts import Budget, Disk
+from support.foreign.dcp_states import assert_same, failures, flip_in, load, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 import everystep
 from everystep.integrations.dcp import Reader, Writer
 from everystep.integrations.dcp import ignored_arguments as their_tuning
-from support.dcp_states import assert_same, failures, load, save
+from support.foreign.dcp_states import assert_same, failures, load, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import everystep
 from everystep.integrations.dcp import Reader, Writer
-from support.command import command
-from support.dcp_states import Odd, assert_same, blank, everything, failures, load, model, save
+from support.foreign.dcp_states import Odd, assert_same, blank, everything, failures, load, model, save
+from support.processes.command import command
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

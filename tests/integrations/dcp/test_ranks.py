@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import everystep
 from everystep.integrations.dcp import Reader, Writer
 from everystep.store.read.stored_checkpoint import open_newest
-from support.dcp_states import Odd, assert_same, failures, flip_in, load, model, save
-from support.launcher import launch, values
+from support.foreign.dcp_states import Odd, assert_same, failures, flip_in, load, model, save
+from support.worlds.launcher import launch, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

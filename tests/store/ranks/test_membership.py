@@ -18,8 +18,8 @@ from everystep.store.ranks.machines import _cpus, machine, numa_node
 from everystep.store.ranks.membership import name_ranks, purpose_prefix
 from everystep.store.ranks.message_store import MessageStore
 from everystep.store.ranks.transport import Transport, _default_store, join
-from support.launcher import HOST, launch, values
-from support.patience import PATIENCE_SECONDS, expecting, said_together
+from support.worlds.launcher import HOST, launch, values
+from support.worlds.patience import PATIENCE_SECONDS, expecting, said_together
 
 pytestmark = pytest.mark.race
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from everystep.errors import RankFailed
 from everystep.store.ranks import message_store as store_module
 from everystep.store.ranks.message_store import MAX_MESSAGE_NBYTES, MessageStore, MessageTimeout
-from support.launcher import prepared_context
-from support.patience import PATIENCE_SECONDS, wait_until_stopped
+from support.worlds.launcher import prepared_context
+from support.worlds.patience import PATIENCE_SECONDS, wait_until_stopped
 
 
 @pytest.fixture(params=["tcp", "prefixed tcp", "hash", "file"])

@@ -16,8 +16,8 @@ from everystep.store.ranks import membership as rendezvous
 from everystep.store.ranks import transport as transport_module
 from everystep.store.ranks.message_store import MessageStore
 from everystep.store.ranks.transport import Transport, join
-from support.launcher import launch, values
-from support.patience import PATIENCE_SECONDS, expecting
+from support.worlds.launcher import launch, values
+from support.worlds.patience import PATIENCE_SECONDS, expecting
 
 pytestmark = pytest.mark.race
 

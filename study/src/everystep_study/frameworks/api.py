@@ -14,7 +14,7 @@ To add a framework:
 Try it: ``everystep study run --quick --suite cost --frameworks NAME --models mlp --out /tmp/try``.
 
 Everything else (clocks, rounds, durability, damage, time limits, results, the report) is the harness's.
-``tests/support/fake_framework.py`` is the smallest example; `torch_worker` is the largest.
+``tests/support/study/fake_framework.py`` is the smallest example; `torch_worker` is the largest.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 import everystep
 from everystep.engine import faults
-from support.disturbed_trainings import (
+from support.worlds.disturbed_trainings import (
     Mode,
     advance,
     bits,
@@ -24,7 +24,7 @@ from support.disturbed_trainings import (
     make_state,
     set_patience,
 )
-from support.patience import PATIENCE_SECONDS, expecting, said_together
+from support.worlds.patience import PATIENCE_SECONDS, expecting, said_together
 
 Got = tuple[str, str, tuple[int, ...]]
 

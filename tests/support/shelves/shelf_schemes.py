@@ -21,7 +21,7 @@ import numpy as np
 import everystep
 from everystep import Shelf
 from everystep.engine import faults
-from support.shelf_crashes import PAGE, WORD, Content, Disk, Noticed, Outcome, Timeline, judge, survey
+from support.shelves.shelf_crashes import PAGE, WORD, Content, Disk, Noticed, Outcome, Timeline, judge, survey
 
 Array = np.ndarray[Any, Any]
 Change = dict[str, Array | int | None]

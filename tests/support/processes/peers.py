@@ -19,7 +19,7 @@ import pytest
 
 from everystep_study import environments
 
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[3]
 FOLDER = Path(os.environ.get("EVERYSTEP_PEERS") or PROJECT / "build" / "peers")
 """Read when the tests start: each of them runs without variables EVERYSTEP_*."""
 TIMEOUT_SECONDS = 300.0

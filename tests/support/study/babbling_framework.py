@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from support.fake_framework import FakeFramework
+from support.study.fake_framework import FakeFramework
 
 os.write(3, b"hello, this is not JSON\n")  # where the worker has put its answers
 

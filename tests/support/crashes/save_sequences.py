@@ -8,9 +8,9 @@ from pathlib import Path
 import everystep
 from everystep.engine import faults
 from everystep.store import step_name
-from support.crash_tracing import Recording
-from support.identified_states import WIDE, blank_state, make_state
-from support.recovery import Begun, Damaged, Durable, WentBack
+from support.crashes.crash_tracing import Recording
+from support.crashes.recovery import Begun, Damaged, Durable, WentBack
+from support.states.identified_states import WIDE, blank_state, make_state
 
 KEEP = everystep.Keep(last=2)
 SHARD = "r00000.v0.safetensors"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from everystep.engine import faults
 from everystep.engine.faults import Event
-from support.identified_states import WIDE
-from support.power_cuts import Budget, Disk, Image
-from support.recovery import Ledger, Mark, Recovery
+from support.crashes.power_cuts import Budget, Disk, Image
+from support.crashes.recovery import Ledger, Mark, Recovery
+from support.states.identified_states import WIDE
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Checkpoints of several ranks, written by one process: each rank's files as it would write them itself.
 
-What a rank has in memory is cut out of the whole arrays with numpy (`support.simulated_worlds`), as torch
-would cut it.
+What a rank has in memory is cut out of the whole arrays with numpy (`support.worlds.simulated_worlds`), as
+torch would cut it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from everystep.plan.ranks import WritePlan
 from everystep.plan.replica_groups import Owned
 from everystep.plan.volumes import stripe
 from everystep.state import LeafSource
-from support.simulated_worlds import Array, memory_of
+from support.worlds.simulated_worlds import Array, memory_of
 
 ID = "0123456789abcdef0123456789abcdef"
 NUMPY_NAMES = {"uint8": "U8", "float16": "F16", "float32": "F32", "int64": "I64"}

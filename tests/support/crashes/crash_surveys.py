@@ -8,10 +8,10 @@ from pathlib import Path
 
 import everystep
 from everystep.engine import faults
-from support import save_sequences as sequences
-from support.crash_tracing import Recording, Survey, Tally
-from support.power_cuts import Budget, Disk, Image
-from support.recovery import Ledger, RunRecovery
+from support.crashes import save_sequences as sequences
+from support.crashes.crash_tracing import Recording, Survey, Tally
+from support.crashes.power_cuts import Budget, Disk, Image
+from support.crashes.recovery import Ledger, RunRecovery
 
 FEW = Budget(names=8, torn=0, single=False)
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import everystep
 from everystep.engine import faults
 from everystep.store import list_steps
-from support.error_kinds import kind_of
-from support.patience import PATIENCE_SECONDS, outlive
+from support.crashes.error_kinds import kind_of
+from support.worlds.patience import PATIENCE_SECONDS, outlive
 
 Mode = Literal["sync", "overlap"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from support.disturbed_trainings import Mode, advance, error_of
-from support.rank_troubles import Bench, bench
+from support.worlds.disturbed_trainings import Mode, advance, error_of
+from support.worlds.rank_troubles import Bench, bench
 
 _ODD = object()
 

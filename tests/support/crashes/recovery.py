@@ -11,7 +11,7 @@ from typing import Protocol
 
 import everystep
 from everystep.store import list_steps, step_name
-from support.identified_states import WIDE, blank_state, identify, load_identity, make_state
+from support.states.identified_states import WIDE, blank_state, identify, load_identity, make_state
 
 BUFFERED = everystep.Options(backend="buffered")
 

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from everystep.engine.faults import Event
-from support.disk_objects import Directory, Entries, File, Resize, atoms_of_write, tearing
+from support.crashes.disk_objects import Directory, Entries, File, Resize, atoms_of_write, tearing
 
 _Object = TypeVar("_Object", File, Directory)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from everystep import errors
 
-PACKAGE = Path(__file__).resolve().parents[2] / "src" / "everystep"
+PACKAGE = Path(__file__).resolve().parents[3] / "src" / "everystep"
 Call = Callable[[Any], object]
 
 FRAMEWORKS = ("accelerate", "chainer", "deepspeed", "jax", "keras", "lightning", "tensorflow", "transformers")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from everystep import engine
 from everystep.engine import Backend, Produced, WriteJob, WritePiece
-from support.random_pieces import small_windows
+from support.states.random_pieces import small_windows
 
 PATIENCE = 120.0
 """Seconds after which a test that waits for an event has failed."""

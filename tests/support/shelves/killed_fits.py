@@ -1,6 +1,6 @@
 """A program that kills its fits with SIGKILL and starts them again until one is complete.
 
-    python -m support.killed_fits KIND SHELF RESULT SEED KILLS
+    python -m support.shelves.killed_fits KIND SHELF RESULT SEED KILLS
 
 It imports scikit-learn once and forks for every attempt, so that a kill costs milliseconds. Attempts are
 killed in turn before a commit, at a random moment from outside, and after a commit. The attributes of the

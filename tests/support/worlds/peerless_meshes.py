@@ -14,7 +14,7 @@ from everystep.format.geometry import Box
 from everystep.plan.fragments import mesh_placement
 from everystep.plan.placement import LeafLayout, holding
 from everystep.state import Flat, LeafMeta, LeafSource, Restore, Sharding
-from support.memory_store import Saved, fresh, read, through_json, write
+from support.states.memory_store import Saved, fresh, read, through_json, write
 
 Numbers = np.ndarray[Any, Any]
 

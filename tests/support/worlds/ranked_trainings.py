@@ -15,8 +15,8 @@ from everystep.plan.fragments import mesh_placement
 from everystep.plan.placement import LeafLayout, holding
 from everystep.state import LeafMeta, flatten
 from everystep.state.merging import merge_trees
-from support.memory_store import Saved, read, through_json
-from support.peerless_meshes import restore_parts, slices
+from support.states.memory_store import Saved, read, through_json
+from support.worlds.peerless_meshes import restore_parts, slices
 
 _BITS = {"F32": np.uint32, "I64": np.int64}
 

@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from support.torch_layouts import Layout, Model
+from support.worlds.torch_layouts import Layout, Model
 
 STEPS = 7
 """Steps that the training has made, as its optimizer and scheduler count."""

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import everystep
 from everystep.checkpointer.checkpointer import Mode
-from support.counted_reads import counted_reads
-from support.layout_truth import MOMENTS, STEPS, Truth, fresh_training, local, saved_training, traits
-from support.torch_layouts import LAYOUTS
+from support.processes.counted_reads import counted_reads
+from support.worlds.layout_truth import MOMENTS, STEPS, Truth, fresh_training, local, saved_training, traits
+from support.worlds.torch_layouts import LAYOUTS
 
 TIMEOUT = 120.0
 

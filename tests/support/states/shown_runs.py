@@ -27,7 +27,7 @@ from everystep.checkpointer.events import (
 from everystep.plan.placement import LeafLayout, Mesh, MeshPlacement, Split
 from everystep.plan.ranks import WritePlan
 from everystep.plan.topology import Topology
-from support.several_ranks import Own, write_several
+from support.worlds.several_ranks import Own, write_several
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><b>&amp;\u2028\u202e"
 """A name that would be markup, in several ways, wherever it is not escaped."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import everystep
 from everystep.store import list_steps, step_name
-from support.identified_states import blank_state, identify, load_identity, make_state
-from support.recovery import leftovers
+from support.crashes.recovery import leftovers
+from support.states.identified_states import blank_state, identify, load_identity, make_state
 
 
 class Scenario(ABC):

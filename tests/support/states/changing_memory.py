@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from support.random_pieces import Bytes
+from support.states.random_pieces import Bytes
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from support.nodes import DEVICE, PORT, Node, node_of
+from support.worlds.nodes import DEVICE, PORT, Node, node_of
 
 HOST = "127.0.0.1"
 TIMEOUT_SECONDS = 150.0

@@ -26,7 +26,7 @@ import everystep
 from everystep.checkpointer.events import Failed, Saved
 from everystep.engine import faults
 from everystep.integrations.data import Loader
-from support.layout_truth import local
+from support.worlds.layout_truth import local
 
 TIMEOUT = 120.0
 SAMPLES, BATCH, WIDTH, HIDDEN = 40, 3, 199, 301

@@ -1,0 +1,1 @@
+"""Crashes, failing calls and power cuts, and what must hold after them."""

@@ -1,0 +1,1 @@
+"""Checkpoints of other systems, and what their libraries read in them."""

@@ -1,0 +1,1 @@
+"""Processes: the command, scripts, documents, environments with other libraries."""

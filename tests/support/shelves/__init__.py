@@ -1,0 +1,1 @@
+"""Crashes of shelves, and fits that are killed."""

@@ -1,0 +1,1 @@
+"""States, arrays, memory and runs to try things on."""

@@ -1,0 +1,1 @@
+"""Frameworks and results that are made up, for the study's tests."""

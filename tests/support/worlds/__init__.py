@@ -1,0 +1,1 @@
+"""Several ranks, real and simulated, and the layouts of what they train."""
