@@ -6,9 +6,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "bind_directory.hpp"
 #include "bind_pieces.hpp"
 #include "copy.hpp"
-#include "directory_lock.hpp"
 #include "job.hpp"
 #include "memory.hpp"
 #include "raw.hpp"

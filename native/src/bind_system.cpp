@@ -6,7 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
-#include "directory_lock.hpp"
+#include "bind_directory.hpp"
 #include "forks.hpp"
 #include "memory.hpp"
 #include "probe.hpp"
@@ -80,8 +80,8 @@ void bind_system(nb::module_& m) {
   });
   m.def("identity", [](nb::handle where) {
     sys::Identity found{};
-    if (nb::isinstance<HeldDirectory>(where)) {
-      found = sys::identity(*nb::cast<HeldDirectory&>(where).directory());
+    if (nb::isinstance<OpenDirectory>(where)) {
+      found = sys::identity(*nb::cast<OpenDirectory&>(where).directory());
     } else {
       const sys::Path path = to_path(where);
       Released release;
@@ -93,47 +93,47 @@ void bind_system(nb::module_& m) {
   nb::class_<sys::Path>(m, "Entry")
       .def_prop_ro("name", [](const sys::Path& self) { return fs_text(self.name); })
       .def_prop_ro("path", [](const sys::Path& self) { return fs_text(self.shown); });
-  nb::class_<HeldDirectory>(m, "HeldDirectory")
-      .def_prop_ro("path", [](const HeldDirectory& self) { return fs_text(self.path()); })
-      .def("renamed", [](HeldDirectory& self, nb::handle path) { self.set_path(fs_path(path)); })
-      .def("fileno", [](const HeldDirectory& self) { return self.directory()->fd(); })
+  nb::class_<OpenDirectory>(m, "OpenDirectory")
+      .def_prop_ro("path", [](const OpenDirectory& self) { return fs_text(self.path()); })
+      .def("renamed", [](OpenDirectory& self, nb::handle path) { self.set_path(fs_path(path)); })
+      .def("fileno", [](const OpenDirectory& self) { return self.directory()->fd(); })
       .def("at",
-           [](const HeldDirectory& self, nb::handle name) { return sys::Path(self.directory(), fs_path(name)); })
+           [](const OpenDirectory& self, nb::handle name) { return sys::Path(self.directory(), fs_path(name)); })
       .def("is_current",
-           [](const HeldDirectory& self) {
+           [](const OpenDirectory& self) {
              const auto directory = self.directory();
              Released release;
              return sys::is_current(*directory);
            })
-      .def("release", &HeldDirectory::release);
-  const auto held = [](nb::handle path, bool exclusive, auto take) {
+      .def("release", &OpenDirectory::release);
+  const auto opened = [](nb::handle path, bool exclusive, auto take) {
     const sys::Path where = to_path(path);
     std::shared_ptr<sys::Directory> directory;
     {
       Released release;
       directory = take(where);
     }
-    return directory ? new HeldDirectory(std::move(directory), exclusive) : nullptr;
+    return directory ? new OpenDirectory(std::move(directory), exclusive) : nullptr;
   };
   m.def(
       "open_directory",
-      [held](nb::handle path, bool follow) {
-        return held(path, false, [&](const sys::Path& where) { return sys::open_directory(where, follow); });
+      [opened](nb::handle path, bool follow) {
+        return opened(path, false, [&](const sys::Path& where) { return sys::open_directory(where, follow); });
       },
       "path"_a, "follow"_a = true, nb::rv_policy::take_ownership);
   // By default a link is followed by who shares it: who writes or removes must not be led elsewhere.
   m.def(
-      "hold_directory",
-      [held](nb::handle path, bool exclusive, std::optional<bool> follow) {
-        return held(path, exclusive, [&](const sys::Path& where) {
-          return sys::hold_directory(where, exclusive, follow.value_or(!exclusive));
+      "lock_directory",
+      [opened](nb::handle path, bool exclusive, std::optional<bool> follow) {
+        return opened(path, exclusive, [&](const sys::Path& where) {
+          return sys::lock_directory(where, exclusive, follow.value_or(!exclusive));
         });
       },
       "path"_a, "exclusive"_a, "follow"_a = nb::none(), nb::rv_policy::take_ownership);
   m.def(
-      "make_directory", [held](nb::handle path) { return held(path, true, sys::make_directory); },
+      "make_directory", [opened](nb::handle path) { return opened(path, true, sys::make_directory); },
       nb::rv_policy::take_ownership);
-  m.def("leave_directories_to_the_parent", &HeldDirectory::leave_to_the_parent);
+  m.def("close_exclusive_directories", &OpenDirectory::close_exclusive);
 
   m.def("probe", [](nb::handle path) {
     const std::string where = fs_path(path);

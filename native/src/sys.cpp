@@ -380,7 +380,7 @@ std::shared_ptr<Directory> open_directory(const Path& path, bool follow) {
   return std::make_shared<Directory>(fd, path.shown);
 }
 
-std::shared_ptr<Directory> hold_directory(const Path& path, bool exclusive, bool follow) {
+std::shared_ptr<Directory> lock_directory(const Path& path, bool exclusive, bool follow) {
   auto directory = open_directory(path, follow);
   struct stat ours{}, named{};
   const int failed = [&] {
@@ -397,7 +397,7 @@ std::shared_ptr<Directory> hold_directory(const Path& path, bool exclusive, bool
 std::shared_ptr<Directory> make_directory(const Path& path) {
   mkdir(path);
   try {
-    return hold_directory(path, true, false);
+    return lock_directory(path, true, false);
   } catch (const Error& error) {
     if (error.code == ENOENT) return nullptr;  // somebody took it for a leftover and has swept it
     ::unlinkat(path.at(), path.name.c_str(), AT_REMOVEDIR);

@@ -167,7 +167,7 @@ std::shared_ptr<Directory> open_directory(const Path& path, bool follow);
 // Opens and locks a directory, for one alone or shared. Nothing when others hold it, or when it has lost its name
 // meanwhile. Without `follow`, a link is none. Not a call that can be told to fail: locks are no part of what has
 // to survive.
-std::shared_ptr<Directory> hold_directory(const Path& path, bool exclusive, bool follow);
+std::shared_ptr<Directory> lock_directory(const Path& path, bool exclusive, bool follow);
 // Makes a directory, and holds it for one alone.
 std::shared_ptr<Directory> make_directory(const Path& path);
 // Whether the path by which a directory was opened still leads to it.

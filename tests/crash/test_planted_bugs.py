@@ -13,7 +13,7 @@ import pytest
 import everystep
 from crash.conftest import USABLE, WAYS
 from everystep.engine import fs
-from everystep.engine.fs import Entry, HeldDirectory
+from everystep.engine.fs import Entry, OpenDirectory
 from everystep.store.commit.transaction import Transaction
 from everystep.store.names import PARTIAL
 from support.crashes import save_sequences as sequences
@@ -101,9 +101,9 @@ def test_recycling_before_the_retirement_is_durable_is_caught(
 def commit_before_sync(patch: pytest.MonkeyPatch) -> None:
     """The rename first; everything is synced before the save is reported all the same."""
     real_sync, real_sync_dir = fs.sync, fs.sync_dir
-    deferred: list[tuple[Sequence[Any], HeldDirectory | None]] = []
+    deferred: list[tuple[Sequence[Any], OpenDirectory | None]] = []
 
-    def sync_dir(parent: HeldDirectory) -> None:
+    def sync_dir(parent: OpenDirectory) -> None:
         while deferred:
             written, directory = deferred.pop()
             real_sync(written, directory and directory.path.removesuffix(PARTIAL))
@@ -148,7 +148,7 @@ def test_a_failed_sync_that_is_ignored_is_caught(
 ) -> None:
     real = fs.sync_dir
 
-    def sync_dir(directory: HeldDirectory) -> None:
+    def sync_dir(directory: OpenDirectory) -> None:
         try:
             real(directory)
         except OSError:

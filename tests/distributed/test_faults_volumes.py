@@ -20,7 +20,7 @@ import everystep
 from everystep.checkpointer import retention
 from everystep.cli.app import app
 from everystep.engine import faults
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.format.manifest import encode_root
 from everystep.store.commit import volumes as store_volumes
 from everystep.store.ranks import coordinated
@@ -395,7 +395,7 @@ def _save_without_a_shared_directory(path: Path, other: Path) -> tuple[str, str]
         opened = coordinated.open_partial
 
         @contextlib.contextmanager
-        def opened_here(path: str) -> Iterator[HeldDirectory]:
+        def opened_here(path: str) -> Iterator[OpenDirectory]:
             with opened(os.fspath(other)) as directory:
                 yield directory
 

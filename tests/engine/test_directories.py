@@ -42,11 +42,11 @@ def test_rename_new_replaces_nothing(tmp_path: Path, put: Callable[[Path], None]
 def test_a_directory_is_held_from_its_making_to_its_release(tmp_path: Path) -> None:
     held = fs.make_directory(tmp_path / "d")
     assert held is not None
-    assert fs.hold_directory(tmp_path / "d", False) is None
+    assert fs.lock_directory(tmp_path / "d", False) is None
     with pytest.raises(FileExistsError):
         fs.make_directory(tmp_path / "d")
     held.release()
-    again = fs.hold_directory(tmp_path / "d", True)
+    again = fs.lock_directory(tmp_path / "d", True)
     assert again is not None
     again.release()
 
@@ -58,7 +58,7 @@ def test_a_release_reaches_those_that_share_the_descriptor(tmp_path: Path) -> No
     shared = os.dup(held.fileno())
     try:
         held.release()
-        again = fs.hold_directory(tmp_path / "d", True)
+        again = fs.lock_directory(tmp_path / "d", True)
         assert again is not None
         again.release()
     finally:

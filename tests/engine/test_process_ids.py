@@ -48,7 +48,7 @@ def first():
         never.wait()
     pieces = [WritePiece(0, Produced(data.nbytes, fill))]
     job = [engine.write(f"{folder}/under way", data.nbytes, pieces, tuning=tuning)]
-    held = [fs.hold_directory(folder, True)]
+    held = [fs.lock_directory(folder, True)]
     assert reached.wait(60)
     assert write("first")
     me = os.getpid()

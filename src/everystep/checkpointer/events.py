@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from everystep.caller import stack_level
 from everystep.engine import forks, fs
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.format.manifest import spell_metrics
 from everystep.paths import local_path
 from everystep.store.os_errors import reading
@@ -187,7 +187,7 @@ class EventLog:
     (1, 0.5)
     """
 
-    def __init__(self, run: str | os.PathLike[str] | None, directory: HeldDirectory | None = None) -> None:
+    def __init__(self, run: str | os.PathLike[str] | None, directory: OpenDirectory | None = None) -> None:
         """`directory`: the run's, where its writer holds it open."""
         self.path = None if run is None else os.path.join(os.fspath(run), EVENTS_NAME)
         self._directory = directory

@@ -17,14 +17,14 @@ from everystep.checkpointer.events import warn
 from everystep.checkpointer.keep import Keep
 from everystep.engine import fs
 from everystep.engine.atomic_file import replace_file
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.store.names import RULES
 
 _MAX_NBYTES = 64 << 10
 _FIELDS = {field.name for field in fields(Keep)}
 
 
-def record_rules(run: HeldDirectory, keep: Keep) -> None:
+def record_rules(run: OpenDirectory, keep: Keep) -> None:
     """Called by the run's writer."""
     data = _encoded(keep)
     if _read(run.fileno()) == data:

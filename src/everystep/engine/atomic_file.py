@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from everystep.engine import fs
-from everystep.engine.fs import HeldDirectory, Place
+from everystep.engine.fs import OpenDirectory, Place
 
 PARTIAL = ".partial"
 
@@ -19,7 +19,7 @@ def replace_file(
     name: str,
     data: bytes,
     *,
-    within: HeldDirectory | None = None,
+    within: OpenDirectory | None = None,
     overwrite: bool = True,
     synced: bool = True,
 ) -> None:
@@ -45,7 +45,7 @@ def replace_file(
 def _replace(
     aside: Place,
     target: Place,
-    directory: Place | HeldDirectory,
+    directory: Place | OpenDirectory,
     data: bytes,
     *,
     overwrite: bool,

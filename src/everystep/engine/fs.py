@@ -1,6 +1,6 @@
 """Durable file-system operations, all through the native seam. Each raises `OSError` naming call and path.
 
-A place is a path, or an `Entry`: a name in an open directory (`HeldDirectory.at`). What acts on an entry acts
+A place is a path, or an `Entry`: a name in an open directory (`OpenDirectory.at`). What acts on an entry acts
 in that very directory, whatever its path leads to by then.
 """
 
@@ -14,15 +14,15 @@ from typing import TypeAlias
 from everystep import _native
 from everystep._native import (
     Entry,
-    HeldDirectory,
+    OpenDirectory,
     PendingFile,
+    close_exclusive_directories,
     exchange,
     exists,
-    hold_directory,
     identity,
     is_link,
-    leave_directories_to_the_parent,
     link,
+    lock_directory,
     make_directory,
     mkdir,
     open_directory,
@@ -36,17 +36,17 @@ from everystep.engine.transfer import WriteJob
 
 __all__ = [
     "Entry",
-    "HeldDirectory",
+    "OpenDirectory",
     "PendingFile",
     "Place",
     "anchor",
+    "close_exclusive_directories",
     "exchange",
     "exists",
-    "hold_directory",
     "identity",
     "is_link",
-    "leave_directories_to_the_parent",
     "link",
+    "lock_directory",
     "make_directories",
     "make_directory",
     "mkdir",
@@ -94,7 +94,7 @@ def open_regular(name: str, directory: int | None = None, flags: int = os.O_RDON
     return opened
 
 
-def sync(written: Sequence[WriteJob | PendingFile], directory: Place | HeldDirectory | None = None) -> None:
+def sync(written: Sequence[WriteJob | PendingFile], directory: Place | OpenDirectory | None = None) -> None:
     """Makes written files, and the directory that names them, durable in one go, and closes them.
 
     A failed sync is final: the kernel may have dropped the data, and a second sync would lie about it.
@@ -162,7 +162,7 @@ def remove_tree(path: Place) -> None:
     rmdir(path)
 
 
-def remove_entries(directory: HeldDirectory) -> None:
+def remove_entries(directory: OpenDirectory) -> None:
     """Removes all there is in a directory."""
     with os.scandir(directory.fileno()) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]

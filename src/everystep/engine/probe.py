@@ -39,9 +39,9 @@ class Capabilities:
 _known: dict[int, Capabilities] = {}
 
 
-def capabilities(directory: str | os.PathLike[str] | _native.HeldDirectory) -> Capabilities:
+def capabilities(directory: str | os.PathLike[str] | _native.OpenDirectory) -> Capabilities:
     """Probes the filesystem of an existing, writable directory."""
-    if isinstance(directory, _native.HeldDirectory):
+    if isinstance(directory, _native.OpenDirectory):
         where = f"/proc/self/fd/{directory.fileno()}"
     else:
         where = os.fspath(directory)
@@ -97,7 +97,7 @@ def _read_trial(path: str | os.PathLike[str]) -> Backend:
 
 
 def choose_backend(
-    directory: str | os.PathLike[str] | _native.HeldDirectory, forced: str | None = None
+    directory: str | os.PathLike[str] | _native.OpenDirectory, forced: str | None = None
 ) -> Backend:
     """The backend for files in `directory`: the forced one (or ``EVERYSTEP_BACKEND``), else the best."""
     forced = _forced(forced)
@@ -119,8 +119,8 @@ def choose_backend(
     return forced
 
 
-def _shown(directory: str | os.PathLike[str] | _native.HeldDirectory) -> str:
-    return directory.path if isinstance(directory, _native.HeldDirectory) else os.fspath(directory)
+def _shown(directory: str | os.PathLike[str] | _native.OpenDirectory) -> str:
+    return directory.path if isinstance(directory, _native.OpenDirectory) else os.fspath(directory)
 
 
 def _forced(argument: str | None) -> Backend | None:

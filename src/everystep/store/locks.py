@@ -27,7 +27,7 @@ import weakref
 from types import TracebackType
 
 from everystep.engine import fs
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.errors import Locked, RunMoved, StorageMissing
 from everystep.store.names import LOCK_FILE
 
@@ -45,8 +45,8 @@ class RunLock:
 
     def __init__(self, run: str) -> None:
         self._file = -1
-        self._directory: HeldDirectory | None = None
-        held = fs.hold_directory(run, True, True)
+        self._directory: OpenDirectory | None = None
+        held = fs.lock_directory(run, True, True)
         if held is None:
             raise Locked(f"run {run} is {_holder_of(run)}; a run has one writer at a time")
         self._directory = held
@@ -79,7 +79,7 @@ class RunLock:
         return file
 
     @property
-    def directory(self) -> HeldDirectory:
+    def directory(self) -> OpenDirectory:
         assert self._directory is not None
         return self._directory
 
@@ -133,16 +133,16 @@ def _holder_of(run: str) -> str:
         return "being written by another process"
 
 
-def try_lock_directory(path: fs.Place, *, shared: bool = False) -> HeldDirectory | None:
+def try_lock_directory(path: fs.Place, *, shared: bool = False) -> OpenDirectory | None:
     """Holds a directory until it is released; None if another process holds it.
 
     None also if its holder has just renamed or removed it. Writers hold a checkpoint's directory exclusively
     while they write into it, and follow no link; readers share it.
     """
-    return fs.hold_directory(path, not shared)
+    return fs.lock_directory(path, not shared)
 
 
-def share_directory(path: fs.Place, timeout: float) -> HeldDirectory | None:
+def share_directory(path: fs.Place, timeout: float) -> OpenDirectory | None:
     """Shares a checkpoint's directory with its readers; None if a writer holds it longer than `timeout`."""
     deadline = time.monotonic() + timeout
     while True:
@@ -152,7 +152,7 @@ def share_directory(path: fs.Place, timeout: float) -> HeldDirectory | None:
         time.sleep(0.002)
 
 
-def require_current(directory: HeldDirectory) -> None:
+def require_current(directory: OpenDirectory) -> None:
     """Raises `RunMoved` unless the path by which a directory was opened still leads to it.
 
     Writers call this before they change names in it. They work in the directory that they hold; if its path
@@ -175,9 +175,9 @@ def require_current(directory: HeldDirectory) -> None:
     )
 
 
-def path_to_read(directory: HeldDirectory, name: str = "") -> str:
+def path_to_read(directory: OpenDirectory, name: str = "") -> str:
     """A path to an entry of a held directory, even if the directory's own path now leads elsewhere."""
     return os.path.join(f"/proc/self/fd/{directory.fileno()}", name)
 
 
-os.register_at_fork(after_in_child=fs.leave_directories_to_the_parent)
+os.register_at_fork(after_in_child=fs.close_exclusive_directories)

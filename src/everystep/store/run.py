@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from everystep.engine import fs
-from everystep.engine.fs import Entry, HeldDirectory
+from everystep.engine.fs import Entry, OpenDirectory
 from everystep.store.commit.info import CheckpointInfo
 from everystep.store.commit.transaction import Spare, Target
 from everystep.store.commit.volumes import Ledger
@@ -88,7 +88,7 @@ class WritableRun:
         return self._open
 
     @property
-    def directory(self) -> HeldDirectory:
+    def directory(self) -> OpenDirectory:
         """The run's, for as long as it is open."""
         return self._lock.directory
 

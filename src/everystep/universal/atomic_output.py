@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from everystep.engine import fs
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.errors import CheckpointExists, Locked
 from everystep.store.api import make_parent
 from everystep.store.locks import try_lock_directory
@@ -86,7 +86,7 @@ def _working_path(path: str) -> str:
 
 
 @contextmanager
-def _working_directory(path: str) -> Iterator[HeldDirectory]:
+def _working_directory(path: str) -> Iterator[OpenDirectory]:
     make_parent(path)
     held = _hold(_working_path(path), path)
     try:
@@ -96,7 +96,7 @@ def _working_directory(path: str) -> Iterator[HeldDirectory]:
         _remove(held)
 
 
-def _hold(working: str, path: str) -> HeldDirectory:
+def _hold(working: str, path: str) -> OpenDirectory:
     for _ in range(_ATTEMPTS):
         try:
             fs.mkdir(working)
@@ -114,7 +114,7 @@ def _hold(working: str, path: str) -> HeldDirectory:
     raise Locked(f"{path} is being written by another process: wait for it, or choose another path")
 
 
-def _remove(held: HeldDirectory) -> None:
+def _remove(held: OpenDirectory) -> None:
     """Removes a working directory, unless it has become the target."""
     try:
         if held.is_current():

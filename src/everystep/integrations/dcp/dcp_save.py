@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from everystep import engine
 from everystep.engine import Tuning, fs
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.errors import Locked, SaveFailed
 from everystep.format.records import Part
 from everystep.store.commit.transaction import Transaction
@@ -31,7 +31,7 @@ class Underway:
         self.target = target
         self.overwrite = overwrite
         self.is_coordinator = is_coordinator
-        self.parent: HeldDirectory | None = None
+        self.parent: OpenDirectory | None = None
         """The one that the checkpoint goes to, from when this process has first seen it."""
         self.part: Part | None = None
         """What the coordinator itself has written."""
@@ -71,7 +71,7 @@ class Underway:
         transaction.make()
 
     @contextmanager
-    def opened(self) -> Iterator[HeldDirectory]:
+    def opened(self) -> Iterator[OpenDirectory]:
         """The directory to write into. The coordinator has it; other ranks find what it has made."""
         if self.transaction is not None:
             yield self.transaction.directory

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from everystep.engine import Memory
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.errors import Locked, RanksDisagree, SaveFailed, UnsupportedState
 from everystep.format.geometry import Box, disjoint
 from everystep.format.manifest import encode_root, part_ref
@@ -370,7 +370,7 @@ def _tensor_source(item: WriteItem, planner: SavePlanner, index: int) -> tuple[L
     return LeafSource(name, dtype, shape, "torch", source, None, slot), piece
 
 
-def _require(directory: HeldDirectory, ref: PartRef) -> None:
+def _require(directory: OpenDirectory, ref: PartRef) -> None:
     """Ranks that were given different paths would each have written, and none of it to the same place."""
     path = os.path.join(directory.path, ref.file)
     try:

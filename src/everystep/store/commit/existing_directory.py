@@ -26,7 +26,7 @@ import stat
 from typing import Literal
 
 from everystep.engine import fs
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.errors import CheckpointExists
 from everystep.store.names import MANIFEST, is_checkpoint_file, is_run_or_dcp_file
 
@@ -71,7 +71,7 @@ def _same(one: str, other: str) -> bool:
         return False
 
 
-def link_into(made: HeldDirectory, into: HeldDirectory, above: HeldDirectory) -> None:
+def link_into(made: OpenDirectory, into: OpenDirectory, above: OpenDirectory) -> None:
     """Steps 1 to 4, but for the removal. When it raises, the names that it gave are taken back.
 
     `OSError` with ``into`` unchanged but for what could not be taken back: then `made` must stay.
@@ -95,7 +95,7 @@ def link_into(made: HeldDirectory, into: HeldDirectory, above: HeldDirectory) ->
         raise
 
 
-def take_back(made: HeldDirectory, into: HeldDirectory) -> None:
+def take_back(made: OpenDirectory, into: OpenDirectory) -> None:
     """What a crash has left of a `link_into`, before its ``D.partial`` is removed."""
     here, there = set(os.listdir(made.fileno())), set(os.listdir(into.fileno()))
     if MANIFEST not in here or MANIFEST in there:
@@ -109,7 +109,7 @@ def take_back(made: HeldDirectory, into: HeldDirectory) -> None:
         fs.sync_dir(into)
 
 
-def carry_over(old: HeldDirectory, new: HeldDirectory) -> None:
+def carry_over(old: OpenDirectory, new: OpenDirectory) -> None:
     """The files of others in `old` get their names in `new` as well, durably.
 
     A file that `new` has of that name from before is replaced. `CheckpointExists` for a directory: it cannot
@@ -135,7 +135,7 @@ def carry_over(old: HeldDirectory, new: HeldDirectory) -> None:
         fs.sync_dir(new)
 
 
-def _inode(directory: HeldDirectory, name: str) -> tuple[int, int] | None:
+def _inode(directory: OpenDirectory, name: str) -> tuple[int, int] | None:
     try:
         info = os.stat(name, dir_fd=directory.fileno(), follow_symlinks=False)
     except FileNotFoundError:

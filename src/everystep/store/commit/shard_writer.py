@@ -16,7 +16,7 @@ from typing import Any
 
 from everystep import engine
 from everystep.engine import Tuning, WriteJob, fs
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.format.checksums import digest
 from everystep.format.manifest import encode_part, part_name, shard_name
 from everystep.format.records import Fragment, Leaf, Part, ShardFile
@@ -32,7 +32,7 @@ class ShardLocation:
     """Where the shard of a volume goes: an open `directory`, the checkpoint's; or the one outside of it that
     `volume` is the path of, on `host`, which is made when there is something to write."""
 
-    directory: HeldDirectory | None
+    directory: OpenDirectory | None
     volume: str | None = None
     host: str | None = None
 
@@ -55,7 +55,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._tuning = tuning
         self._recycle = recycle
         self._files: list[tuple[int, ShardPlan, WriteJob]] = []
-        self._outside: list[HeldDirectory] = []
+        self._outside: list[OpenDirectory] = []
         """Those on volumes that it writes to."""
         self.write_seconds = 0.0
         self.sync_seconds = 0.0
@@ -88,7 +88,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         observer.written()
         self.write_seconds += time.perf_counter() - began
 
-    def _directory(self, place: ShardLocation) -> HeldDirectory:
+    def _directory(self, place: ShardLocation) -> OpenDirectory:
         if place.directory is not None:
             return place.directory
         assert place.volume is not None
@@ -133,7 +133,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             shard_name(self._rank, volume) for volume, _, _ in self._files if not self._places[volume].volume
         ]
 
-    def sync(self, directory: HeldDirectory, part: Part | None = None) -> bytearray:
+    def sync(self, directory: OpenDirectory, part: Part | None = None) -> bytearray:
         """Makes all that was written durable, and the file of the part if one is given; its bytes."""
         began = time.perf_counter()
         encoded = bytearray() if part is None else encode_part(part)

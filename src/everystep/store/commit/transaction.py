@@ -36,7 +36,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from everystep.engine import WriteJob, fs
-from everystep.engine.fs import Entry, HeldDirectory, PendingFile
+from everystep.engine.fs import Entry, OpenDirectory, PendingFile
 from everystep.errors import CheckpointExists, Locked
 from everystep.store.commit.existing_directory import carry_over, found_at, link_into, take_back
 from everystep.store.locks import LOCK_SECONDS, require_current, share_directory, try_lock_directory
@@ -67,11 +67,11 @@ class Target:
     """
 
     path: str
-    directory: HeldDirectory | None = None
+    directory: OpenDirectory | None = None
     spare: Spare | None = None
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[HeldDirectory]:
+    def opened(self) -> Iterator[OpenDirectory]:
         """The directory, open. `RunMoved` when its path has come to lead elsewhere since it was opened."""
         if self.directory is not None:
             require_current(self.directory)
@@ -92,7 +92,7 @@ class Transaction:
     on disk. Then neither may be removed: it could be the checkpoint that is being replaced.
     """
 
-    parent: HeldDirectory
+    parent: OpenDirectory
     """The one that both are in."""
     target: str
     spare: Spare | None = None
@@ -107,7 +107,7 @@ class Transaction:
     """Whether there are files to write over."""
     _names: frozenset[str] = frozenset()
     """Those of the files to write over."""
-    _lock: HeldDirectory | None = None
+    _lock: OpenDirectory | None = None
 
     @property
     def path(self) -> str:
@@ -122,7 +122,7 @@ class Transaction:
         return self.parent.at(os.path.basename(self.target))
 
     @property
-    def directory(self) -> HeldDirectory:
+    def directory(self) -> OpenDirectory:
         """The directory itself, which files are made in."""
         assert self._lock is not None
         return self._lock
@@ -342,7 +342,7 @@ class Transaction:
         finally:
             leftover.release()
 
-    def _take_back(self, leftover: HeldDirectory) -> None:
+    def _take_back(self, leftover: OpenDirectory) -> None:
         """Removes the names that a killed save gave to its files in an existing directory."""
         try:
             into = fs.open_directory(self.target_entry, False)
@@ -357,7 +357,7 @@ class Transaction:
         return Locked(f"another process is saving to {self.target}; a checkpoint has one writer at a time")
 
 
-def _files_of_our_own(directory: HeldDirectory) -> frozenset[str] | None:
+def _files_of_our_own(directory: OpenDirectory) -> frozenset[str] | None:
     """The files of a directory, if writing over them changes nothing that has another name. Else None.
 
     A backup made with ``cp -al`` or ``rsync --link-dest`` shares its files with the checkpoint it is of.

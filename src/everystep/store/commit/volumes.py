@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 
 from everystep.engine import fs, raw_write
 from everystep.engine.atomic_file import replace_file
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.errors import EverystepError, StorageMissing
 from everystep.format.checksums import digest
 from everystep.store.commit.shard_writer import ShardLocation
@@ -113,7 +113,7 @@ class Ledger:
     be older than the run, so readers of it leave out live checkpoints.
     """
 
-    def __init__(self, run: HeldDirectory) -> None:
+    def __init__(self, run: OpenDirectory) -> None:
         self._run = run
 
     def read(self) -> set[str]:
@@ -162,18 +162,18 @@ def id_at(path: str) -> str | None:
         return None
 
 
-def mark(partial: HeldDirectory, ids: Iterable[str]) -> None:
+def mark(partial: OpenDirectory, ids: Iterable[str]) -> None:
     """Names saves in a ``D.partial``: the one that is under way there, and those whose shards are to go."""
     for id in ids:
         os.close(fs.open_regular(id + SAVE_MARK, partial.fileno(), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 
 
-def is_marked(partial: HeldDirectory, id: str) -> bool:
+def is_marked(partial: OpenDirectory, id: str) -> bool:
     """Whether this is the directory of that save."""
     return fs.exists(partial.at(id + SAVE_MARK))
 
 
-def remove_marks(partial: HeldDirectory, ids: Iterable[str]) -> None:
+def remove_marks(partial: OpenDirectory, ids: Iterable[str]) -> None:
     """Before it becomes a checkpoint."""
     for id in ids:
         fs.unlink(partial.at(id + SAVE_MARK))

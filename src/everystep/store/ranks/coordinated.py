@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 from everystep import engine
 from everystep.engine import Tuning, fs
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.errors import EverystepError, RankFailed, StorageMissing, as_save_failure
 from everystep.format.manifest import encode_root, part_name, part_ref
 from everystep.format.records import Part, PartRef
@@ -233,7 +233,7 @@ class CoordinatedCommit:
             self.ledger.add(replaced)
         volumes.sweep(self.volumes, self.target, replaced)
 
-    def _note(self, partial: HeldDirectory, dead: frozenset[str]) -> frozenset[str]:
+    def _note(self, partial: OpenDirectory, dead: frozenset[str]) -> frozenset[str]:
         """Leaves marks for the next save, in case this one does not finish; returns them.
 
         The ledger learns of this save only if it fails, or by its mark. If it were noted now, a kill after
@@ -304,7 +304,7 @@ class CoordinatedCommit:
         volumes.sweep(self.volumes, self.target, end.dead)
         return self._info(end, writer, began)
 
-    def _require_same(self, opened: Opened, directory: HeldDirectory) -> None:
+    def _require_same(self, opened: Opened, directory: OpenDirectory) -> None:
         """The coordinator may have died, and another world may write under the same name. Or a host that does
         not share the directory may have an old one of that name."""
         host = socket.gethostname()
@@ -333,7 +333,7 @@ class CoordinatedCommit:
             return save_failed(error, self.target)
         return as_save_failure(error)
 
-    def _writer(self, directory: HeldDirectory, *, recycle: bool) -> ShardWriter:
+    def _writer(self, directory: OpenDirectory, *, recycle: bool) -> ShardWriter:
         locations = [ShardLocation(directory)]
         if self.volumes:
             locations = volumes.locations(self.volumes, self.target, self.identity.id)
@@ -362,7 +362,7 @@ class CoordinatedCommit:
 
 
 @contextmanager
-def open_partial(path: str) -> Iterator[HeldDirectory]:
+def open_partial(path: str) -> Iterator[OpenDirectory]:
     """What is at the path that the coordinator has told of, be it what it has told of or not."""
     directory = fs.open_directory(path, False)
     try:
@@ -371,5 +371,5 @@ def open_partial(path: str) -> Iterator[HeldDirectory]:
         directory.release()
 
 
-def _id_in(directory: HeldDirectory, target: str) -> str | None:
+def _id_in(directory: OpenDirectory, target: str) -> str | None:
     return volumes.id_at(path_to_read(directory, os.path.basename(target)))

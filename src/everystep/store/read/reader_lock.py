@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterable
 
 from everystep.engine import fs
-from everystep.engine.fs import HeldDirectory
+from everystep.engine.fs import OpenDirectory
 from everystep.errors import CheckpointClosed, CheckpointNotFound
 from everystep.store.locks import LOCK_SECONDS, share_directory
 from everystep.store.os_errors import reading
@@ -25,7 +25,7 @@ class ReaderLock:
     def __init__(self, path: str, *, uncommitted: bool = False) -> None:
         self.path = path
         self._files: dict[str, int] = {}
-        self._held: HeldDirectory | None = None
+        self._held: OpenDirectory | None = None
         self._held = fs.open_directory(path) if uncommitted else _lock(path)
 
     @property
@@ -90,7 +90,7 @@ class ReaderLock:
         self.close()
 
 
-def _lock(path: str) -> HeldDirectory:
+def _lock(path: str) -> OpenDirectory:
     with reading(path):
         try:
             held = share_directory(path, LOCK_SECONDS)

@@ -5,8 +5,8 @@ class or function in a pickle is only a `Name`, and the caller gives a table of 
 arguments. Names of a second list become inert `Record`s. Any other name is an error that says which, and
 where in the object it stands as far as that is known.
 
-The opcodes are those of Python's own unpickler, of protocols 2 to 5; replaced are all that look up a name, call
-something or change an object. This module owns these, and the limits: the number of opcodes (and with it of
+The opcodes are those of Python's own unpickler, of protocols 2 to 5. This module replaces those that look up
+a name, call something or change an object. It also owns the limits: the number of opcodes (and with it of
 objects, since none makes more than one), the length of integers, and what may be a key (hashing nested tuples
 that share their parts could take forever). The objects of a pickle may share parts or contain themselves, so
 code that walks them needs limits of its own.

@@ -15,18 +15,18 @@
 
 namespace everystep {
 
-// A directory that is open, and locked if it was asked for, until `release`, or until nothing refers to it any
-// more: where an interrupt strikes right after the call that took it, nobody has its descriptor yet. Made and
-// destroyed with the GIL held, as is what a fork does about it.
-class HeldDirectory {
+// A directory that is open, and locked if that was asked for, until `release`. The destructor releases it, too: an
+// interrupt may strike right after the call that opened it, before Python has stored the object. All of this, and
+// `close_exclusive`, runs with the GIL held.
+class OpenDirectory {
  public:
-  HeldDirectory(std::shared_ptr<sys::Directory> directory, bool is_exclusive)
+  OpenDirectory(std::shared_ptr<sys::Directory> directory, bool is_exclusive)
       : path_(directory->path()), directory_(std::move(directory)) {
     if (is_exclusive) exclusive().push_back(this);
   }
-  ~HeldDirectory() { release(); }
-  HeldDirectory(const HeldDirectory&) = delete;
-  HeldDirectory& operator=(const HeldDirectory&) = delete;
+  ~OpenDirectory() { release(); }
+  OpenDirectory(const OpenDirectory&) = delete;
+  OpenDirectory& operator=(const OpenDirectory&) = delete;
 
   [[nodiscard]] const std::string& path() const { return path_; }
   void set_path(const std::string& path) {
@@ -41,20 +41,20 @@ class HeldDirectory {
   void release() {
     if (!directory_) return;
     exclusive().erase(std::remove(exclusive().begin(), exclusive().end(), this), exclusive().end());
-    // A forked child shares the lock with its parent, who goes on.
+    // A forked child shares the lock with its parent, which still needs it.
     if (forks() == owner_) sys::unlock(*directory_);
     directory_.reset();
   }
 
-  // In a forked child: were the parent killed while it writes, the child would hold its directories.
-  static void leave_to_the_parent() {
-    for (HeldDirectory* held : exclusive()) held->directory_->close();
+  // For a forked child. Its copies of the descriptors would keep the locks if the parent were killed.
+  static void close_exclusive() {
+    for (OpenDirectory* one : exclusive()) one->directory_->close();
     exclusive().clear();
   }
 
  private:
-  static std::vector<HeldDirectory*>& exclusive() {
-    static std::vector<HeldDirectory*> found;
+  static std::vector<OpenDirectory*>& exclusive() {
+    static std::vector<OpenDirectory*> found;
     return found;
   }
 
@@ -70,7 +70,7 @@ inline sys::Path to_path(nb::handle path) {
 
 // A directory to sync: one that is open, or the one at a path.
 inline std::shared_ptr<sys::Directory> to_directory(nb::handle directory) {
-  if (nb::isinstance<HeldDirectory>(directory)) return nb::cast<HeldDirectory&>(directory).directory();
+  if (nb::isinstance<OpenDirectory>(directory)) return nb::cast<OpenDirectory&>(directory).directory();
   const sys::Path path = to_path(directory);
   Released release;
   return sys::open_directory(path, true);
