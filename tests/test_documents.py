@@ -23,7 +23,7 @@ TESTED_ELSEWHERE = {
     "docs/distributed.md": "tests/examples/test_distributed.py",
     "docs/format.md": "tests/format/test_doc_reader.py",
     "docs/shelf.md": "tests/shelf/test_documentation.py",
-    "docs/sklearn.md": "tests/sklearn_fits/test_documentation.py",
+    "docs/sklearn.md": "tests/integrations/sklearn/test_documentation.py",
     "docs/universal.md": "tests/universal/test_documentation.py",
     "docs/universal-spec.md": "tests/universal/test_spec_documentation.py",
 }

@@ -27,7 +27,7 @@ def test_fits_resume_with_this_scikit_learn(name: str, tmp_path: Path) -> None:
     assert version.startswith(VERSIONS[name])
     output = peers.run(
         name,
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "tests/sklearn_fits"),
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "tests/integrations/sklearn"),
         cwd=PROJECT,
         env={"PYTHONPATH": str(tmp_path)},
         timeout=900,

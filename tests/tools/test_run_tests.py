@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-TOOL = Path(__file__).parents[1] / "tools" / "run_tests.py"
+TOOL = Path(__file__).parents[2] / "tools" / "run_tests.py"
 
 TESTS = """
 import os

@@ -22,7 +22,7 @@ from support.foreign.dcp_directories import load_all
 from support.foreign.megatron_core_names import our_names
 from support.foreign.source_leaves import assert_same, by_name
 
-FIXTURE = Path(__file__).parent / "fixtures" / "megatron_core" / "tp2.tar.xz"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron_core" / "tp2.tar.xz"
 
 
 @pytest.fixture

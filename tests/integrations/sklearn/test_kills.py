@@ -14,7 +14,7 @@ pytest.importorskip("sklearn")
 
 from support.shelves import killed_fits
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 def check_killed(kind: str, tmp_path: Path, seed: int, kills: int) -> int:

@@ -25,7 +25,7 @@ CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
 
 

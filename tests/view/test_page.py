@@ -532,7 +532,7 @@ def test_a_defect_is_told_instead_of_silence(browser: Browser, monkeypatch: pyte
 def test_the_example_in_the_documentation_runs(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = Path(__file__).parents[3] / "docs" / "view.md"
+    page = Path(__file__).parents[2] / "docs" / "view.md"
     (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(block.replace('"runs/lm"', repr(str(run))), {})

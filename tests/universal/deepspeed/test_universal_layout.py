@@ -37,7 +37,7 @@ from support.foreign.source_leaves import assert_same, by_name
 from support.processes.child_processes import Pipe, forked
 from support.processes.command import command
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 ZERO = FIXTURES / "deepspeed"
 NAMES = ["z2_bf16_3", "z3_fp32_3"]
 

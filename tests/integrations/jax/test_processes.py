@@ -14,7 +14,7 @@ import pytest
 
 from everystep.store.ranks.transport import Ranks, join
 
-SOURCE = Path(__file__).parents[2] / "src" / "everystep" / "integrations" / "jax" / "processes.py"
+SOURCE = Path(__file__).parents[3] / "src" / "everystep" / "integrations" / "jax" / "processes.py"
 
 
 class JaxRuntimeError(RuntimeError):

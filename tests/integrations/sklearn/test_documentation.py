@@ -12,7 +12,7 @@ pytest.importorskip("sklearn")
 
 from everystep.integrations.sklearn.versions import NEWEST, OLDEST
 
-PAGE = Path(__file__).parents[2] / "docs/sklearn.md"
+PAGE = Path(__file__).parents[3] / "docs/sklearn.md"
 
 
 def test_the_examples_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

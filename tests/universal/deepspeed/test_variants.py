@@ -28,7 +28,7 @@ from everystep.universal.rules import replicated, rule, shard, unique
 from everystep.universal.source import Source
 from support.foreign.source_leaves import assembled, assert_same, by_name
 
-FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed_variants"
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed_variants"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
 FACTS = {
     "bf16_optimizer": {"zero stage": "1", "data parallel": "2"},

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import everystep
 from everystep.format.manifest import decode_root, encode_root
-from store.test_several_damage import LEAVES, PLAN
+from store.read.test_several_damage import LEAVES, PLAN
 from support.worlds.several_ranks import Own, write_several
 from support.worlds.simulated_worlds import random_state
 
