@@ -77,6 +77,26 @@ def test_every_end_is_told_and_a_hang_is_one_of_them():
         values([fine, raised])
 
 
+def _one_waits_for_the_other() -> None:
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["the other has given up"])
+        return
+    time.sleep(1.0)  # the time-out of a wait in vain
+    store.set("the other has given up", b"")
+    raise TimeoutError("nothing heard from rank 1")
+
+
+def test_a_failing_test_shows_where_the_rank_stood_that_another_waited_for():
+    with started(2, _one_waits_for_the_other, dump_after=0.4) as ranks:
+        outcomes = ranks.join()
+    with pytest.raises(AssertionError, match="nothing heard from rank 1") as caught:
+        values(outcomes)
+    said = str(caught.value).partition("rank 1: ")[2]
+    assert "Timeout (0:00:00.4" in said
+    assert "_one_waits_for_the_other" in said
+
+
 def test_a_store_of_rank_0_dies_with_it_but_not_before():
     first, second = launch(2, _ask_the_store_of_a_dead_rank, store="rank0")
     assert first.exitcode == -signal.SIGKILL

@@ -36,6 +36,9 @@ TIMEOUT_SECONDS = 150.0
 """Only a hang takes longer, on a machine that is busy with other tests and whose disk is slow."""
 GRACE_SECONDS = 60.0
 """How long a rank that is late may take to print where it stands, before it is killed."""
+DUMP_SECONDS = 45.0
+"""A rank that still runs after this time prints where its threads are, and again each time it is over. It is
+less than the patience of tests: a rank that gives up on another has had the other print where it stood."""
 LEAVING_SECONDS = 10.0
 """How long one may take to end that only stayed for the sake of others that were late."""
 
@@ -85,7 +88,7 @@ class Outcome:
     timed_out: bool = False
     """It was still running at the end of the time, and was killed."""
     output: str = ""
-    """What it printed, on both streams; of one that timed out also where its threads were."""
+    """What it printed, on both streams; of one that ran long or timed out also where its threads were."""
 
     @property
     def ok(self) -> bool:
@@ -105,6 +108,7 @@ class _Orders:
     world: int
     port: int
     timeout: float
+    dump_after: float
     call: bytes
     folder: str
     environment: Mapping[str, str]
@@ -228,11 +232,15 @@ def started(
     target: Callable[..., Any],
     *args: Any,
     timeout: float = TIMEOUT_SECONDS,
+    dump_after: float = DUMP_SECONDS,
     store: StoreHost = "agent",
     env: Mapping[str, str] | None = None,
     nodes: Sequence[Node] = (),
 ) -> Iterator[Ranks]:
-    """As `launch`, for tests that do something from outside meanwhile: kill a rank, for instance."""
+    """As `launch`, for tests that do something from outside meanwhile: kill a rank, for instance.
+
+    Every `dump_after` seconds each rank prints the stacks of its threads; a failing test shows them.
+    """
     import torch.distributed as dist
 
     context = prepared_context()
@@ -255,7 +263,9 @@ def started(
         stack.callback(_end_all, processes)
         for rank in range(world):
             (folder / f"{rank}.output").touch()
-            orders = _Orders(rank, world, port, timeout, call, str(folder), dict(env or {}), tuple(nodes))
+            orders = _Orders(
+                rank, world, port, timeout, dump_after, call, str(folder), dict(env or {}), tuple(nodes)
+            )
             ours, theirs = context.Pipe()
             pipes.append(stack.enter_context(ours))
             with theirs:
@@ -308,6 +318,7 @@ def _run(orders: _Orders, parent: Connection, listener: socket.socket | None) ->
     """The whole life of a rank."""
     _redirect(Path(orders.folder, f"{orders.rank}.output"))
     faulthandler.register(_TELL, all_threads=True)
+    faulthandler.dump_traceback_later(orders.dump_after, repeat=True)
     os.environ.update(_variables(orders))
     failed = False
     try:
