@@ -38,6 +38,7 @@ from everystep.format.manifest import (
     Fragment,
     Leaf,
     Part,
+    PartRef,
     Root,
     ShardFile,
     decode_root,
@@ -55,9 +56,10 @@ from everystep.plan.read_sharing import SharePlan
 from everystep.plan.resharding import StoredIndex, Wanted, plan_reads
 from everystep.plan.topology import Topology
 from everystep.plan.world import Seen, View, merge_views
+from everystep.store.commit.round import ShareWritten
 from everystep.store.ranks.checks.values import check_values, values_digest
 from everystep.store.ranks.checks.views import decode_view, encode_view
-from everystep.store.ranks.save_round import Call, Calls, SaveRound, ShareWritten
+from everystep.store.ranks.save_round import Call, Calls, SaveRound
 from everystep_study import report, results, runner, views
 from everystep_study.results import SECONDS, Bar, Result, Row
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
@@ -344,10 +346,13 @@ class _Coordinator:
             done = ShareWritten(ref, files, 1 << 30, 1 << 30, self._digest, tree=False, values=self._values)
             letters[f"0/done/{rank}"] = msgspec.json.encode(done)
         self.message_nbytes = sum(map(len, letters.values())) / max(1, len(letters))
+        self._own = ShareWritten(
+            PartRef(0, "", 0, ""), (), 1 << 30, 1 << 30, self._digest, False, self._values
+        )
         self._talk = _conversation(world, letters)
 
     def commit(self) -> bytearray:
-        dones = self._talk.collect()
+        dones = self._talk.collect(self._own)[1:]
         if any(done.plan != self._digest for done in dones):
             raise AssertionError("a rank wrote by another plan")
         values = {0: self._values, **{done.ref.rank: done.values for done in dones}}
@@ -373,7 +378,9 @@ def _conversation(world: int, letters: Mapping[str, bytes]) -> SaveRound:
     def collect(keys: Sequence[str], timeout: float) -> dict[str, bytes]:
         return {key: letters[key] for key in keys}
 
-    transport = SimpleNamespace(world=world, is_coordinator=True, mail=SimpleNamespace(collect=collect))
+    transport = SimpleNamespace(
+        rank=0, world=world, is_coordinator=True, mail=SimpleNamespace(collect=collect)
+    )
     return SaveRound(Calls(cast("Any", transport), 1.0), 0, Call("save", 1000))
 
 

@@ -8,6 +8,7 @@
 | `shard_writer` | the files of one rank: shards and part |
 | `manifest` | the records that describe what was written |
 | `volumes` | shards outside of the checkpoint's directory, and their removal |
+| `round` | what the processes of one save tell each other meanwhile; of one alone, nothing |
 | `observer` | what a caller may learn, and do, during a commit |
 | `info` | what a save reports |
 """

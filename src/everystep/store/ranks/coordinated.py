@@ -42,13 +42,13 @@ from everystep.store.commit import volumes
 from everystep.store.commit.info import CheckpointInfo, Seconds, check_step
 from everystep.store.commit.manifest import Identity, root_of
 from everystep.store.commit.observer import SaveObserver
+from everystep.store.commit.round import ALONE, Committed, Opened, Round, ShareWritten
 from everystep.store.commit.shard_writer import Description, ShardLocation, ShardWriter
 from everystep.store.commit.transaction import Target, Transaction
 from everystep.store.commit.volumes import Ledger
 from everystep.store.locks import path_to_read
 from everystep.store.names import MANIFEST, SAVE_MARK
 from everystep.store.os_errors import save_failed
-from everystep.store.ranks.save_round import Committed, Opened, SaveRound, ShareWritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +88,13 @@ Agreement = Callable[[Sequence[ShareWritten]], None]
 
 @dataclass(frozen=True, slots=True)
 class CoordinatedCommit:
-    """One checkpoint to be committed by all ranks; or, without a `save_round`, by this process alone."""
+    """One checkpoint to be committed by all ranks of a round."""
 
     to: Target
     identity: Identity
     tuning: Tuning
     agreement: Agreement
-    save_round: SaveRound | None = None
-    rank: int = 0
-    world: int = 1
+    round: Round = ALONE
     volumes: Sequence[str] = ()
     overwrite: bool = False
     ledger: Ledger | None = None
@@ -119,15 +117,14 @@ class CoordinatedCommit:
     ) -> CheckpointInfo:
         """Returns when the checkpoint is durable. If it fails, it tells the others, cleans up and raises."""
         began = time.perf_counter()
-        lead = self._lead if self.rank == 0 else self._follow
+        lead = self._lead if self.round.rank == 0 else self._follow
         try:
             check_step(self.identity.step)
             sources = [share.fragments] if groups is None else groups
             return lead(flat, share, sources, observer or SaveObserver(), began)
         except BaseException as error:
             failed = self._typed(error)
-            if self.save_round is not None:
-                self.save_round.failed(failed)
+            self.round.failed(failed)
             if failed is not error:
                 raise failed from error
             raise
@@ -150,7 +147,7 @@ class CoordinatedCommit:
                 dead, replaced = self._dead(transaction), self._replaced(transaction)
                 transaction.make()
                 marks = self._note(transaction.directory, dead)
-                self._open(transaction, dead)
+                self.round.open(self._opened(transaction, dead))
             except BaseException as error:
                 self._lead_failed(transaction, error)
                 raise
@@ -160,17 +157,19 @@ class CoordinatedCommit:
                     writer.write(groups, observer)
                     part = writer.part(share.description)
                     writer.sync(transaction.directory)
-                dones = [] if self.save_round is None else self.save_round.collect()
-                self.agreement([self._own_done(share, part), *dones])
-                root = self._root(flat, share, part, dones)
-                names = {MANIFEST, *writer.names, *(name for done in dones for name in done.files)}
+                ref = PartRef(0, "", 0, "")  # its part is in the root: there is no file to refer to
+                own = share.done(ref, writer.names, writer.stored_nbytes, tree=part.tree is not None)
+                shares = self.round.collect(own)
+                self.agreement(shares)
+                root = self._root(flat, share, part, shares[1:])
+                names = {MANIFEST, *(name for written in shares for name in written.files)}
                 transaction.keep_only(names)
                 transaction.seal(names, root, unneeded=[id + SAVE_MARK for id in marks])
                 observer.committing()
             except BaseException as error:
                 self._lead_failed(transaction, error)
-                if self.save_round is not None and not isinstance(error, RankFailed):
-                    self.save_round.await_others()
+                if not isinstance(error, RankFailed):
+                    self.round.await_others()
                 self._remove_from_volumes(last=True)
                 raise
             try:
@@ -183,30 +182,21 @@ class CoordinatedCommit:
         if self.ledger is not None:
             self.ledger.write(self.ledger.read() - dead)
         end = Committed(
-            sum(leaf.nbytes for leaf in share.fragments) + sum(done.nbytes for done in dones),
-            writer.stored_nbytes + len(root) + sum(done.stored_nbytes for done in dones),
+            sum(written.nbytes for written in shares),
+            len(root) + sum(written.stored_nbytes for written in shares),
             share.leaves,
             replaced,
         )
-        if self.save_round is not None:
-            self.save_round.committed(end)
+        self.round.end(end)
         return self._info(end, writer, began)
 
-    def _open(self, transaction: Transaction, dead: frozenset[str]) -> None:
-        """Tells the other ranks where to write."""
-        if self.save_round is None:
-            return
+    def _opened(self, transaction: Transaction, dead: frozenset[str]) -> Opened:
+        """Where the other ranks write."""
         host, found = socket.gethostname(), fs.identity(transaction.directory)
-        where = os.fsencode(transaction.path)
-        self.save_round.say("open", Opened(where, transaction.recycle, tuple(dead), host, found))
-
-    def _own_done(self, share: WriteShare, part: Part) -> ShareWritten:
-        """What the coordinator has written. Its part is in the root, so there is no file to refer to."""
-        return share.done(PartRef(0, "", 0, ""), tree=part.tree is not None)
+        return Opened(os.fsencode(transaction.path), transaction.recycle, tuple(dead), host, found)
 
     def _lead_failed(self, transaction: Transaction, error: BaseException) -> None:
-        if self.save_round is not None:
-            self.save_round.failed(self._typed(error), maybe_committed=not transaction.names_certain)
+        self.round.failed(self._typed(error), maybe_committed=not transaction.names_certain)
         names_certain = transaction.names_certain
         if (
             self.ledger is not None
@@ -255,7 +245,7 @@ class CoordinatedCommit:
                 self.identity,
                 flat.tree,
                 part,
-                world=self.world,
+                world=self.round.world,
                 others=[done.ref for done in dones],
                 trees=[done.ref.rank for done in dones if done.tree],
                 layout=share.layout,
@@ -272,8 +262,7 @@ class CoordinatedCommit:
         observer: SaveObserver,
         began: float,
     ) -> CheckpointInfo:
-        assert self.save_round is not None
-        opened = self.save_round.read("open", Opened)
+        opened = self.round.open(None)
         try:
             # Held, so that a rank that was given up never writes into what others put in its place.
             with open_partial(os.fsdecode(opened.directory)) as directory:
@@ -286,19 +275,19 @@ class CoordinatedCommit:
         except BaseException as error:
             self._remove_from_volumes(last=False)
             if isinstance(error, FileNotFoundError):
-                self.save_round.check()  # a coordinator that gave up has removed what this rank writes to
+                self.round.check()  # a coordinator that gave up has removed what this rank writes to
                 if opened.host != socket.gethostname() and not os.path.isdir(opened.directory):
                     raise self._not_shared(opened) from error
             raise
         try:
-            files = (part_name(self.rank), *writer.names)
+            files = (part_name(self.round.rank), *writer.names)
             stored_nbytes = writer.stored_nbytes + len(encoded)
             ref = part_ref(part, encoded)
-            self.save_round.done(share.done(ref, files, stored_nbytes, tree=part.tree is not None))
-            end = self.save_round.read("end", Committed)
+            self.round.collect(share.done(ref, files, stored_nbytes, tree=part.tree is not None))
+            end = self.round.end(None)
         except BaseException:
             # As long as nobody says that it has failed, it may have been committed.
-            if self.save_round.refused:
+            if self.round.rejected:
                 self._remove_from_volumes(last=True)
             raise
         volumes.sweep(self.volumes, self.target, end.dead)
@@ -337,12 +326,12 @@ class CoordinatedCommit:
         locations = [ShardLocation(directory)]
         if self.volumes:
             locations = volumes.locations(self.volumes, self.target, self.identity.id)
-        return ShardWriter(self.rank, locations, self.tuning, recycle=recycle)
+        return ShardWriter(self.round.rank, locations, self.tuning, recycle=recycle)
 
     def _remove_from_volumes(self, *, last: bool) -> None:
         for volume in self.volumes:
             directory = os.path.join(volume, volumes.home(self.target), self.identity.id)
-            volumes.remove_files_of(directory, self.rank, last=last)
+            volumes.remove_files_of(directory, self.round.rank, last=last)
 
     def _info(self, end: Committed, writer: ShardWriter, began: float) -> CheckpointInfo:
         seconds = time.perf_counter() - began

@@ -24,6 +24,7 @@ from everystep.store.commit import volumes
 from everystep.store.commit.info import CheckpointInfo
 from everystep.store.commit.manifest import Identity
 from everystep.store.commit.observer import SaveObserver
+from everystep.store.commit.round import ALONE
 from everystep.store.commit.transaction import Target
 from everystep.store.names import sendable
 from everystep.store.options import WriteSettings
@@ -253,9 +254,7 @@ class RankGroup:
             Identity(ready.id, step, ready.created, metrics),
             self.settings.tuning,
             self.shares.agreement(),
-            ready.save_round,
-            self.rank,
-            1 if transport is None else transport.world,
+            ready.save_round or ALONE,
             self.settings.volumes,
             overwrite,
             ledger,

@@ -23,14 +23,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from everystep.errors import RankFailed, RanksDisagree, RankTimeout, SaveFailed
-from everystep.format.records import PartRef
+from everystep.store.commit.round import Committed, Opened, Round, ShareWritten
 from everystep.store.ranks.errors import RankError, worst
 from everystep.store.ranks.message_store import MessageTimeout
 from everystep.store.ranks.transport import Transport
@@ -74,49 +74,6 @@ class Plan(Struct, frozen=True, tag="plan"):
     """Whether views are exchanged anew."""
 
     anew: bool
-
-
-class Opened(Struct, frozen=True, tag="open"):
-    """Where to write. `recycle`: over files that are there. `dead`: checkpoints whose shards are to go.
-
-    `identity` is the directory's, as `host` sees it: one that comes late may find another by that name.
-    Names of directories need not be UTF-8, so it travels as bytes.
-    """
-
-    directory: bytes
-    recycle: bool
-    dead: tuple[str, ...] = ()
-    host: str = ""
-    identity: tuple[int, int, int] = (0, 0, 0)
-
-
-class ShareWritten(Struct, frozen=True, tag="done"):
-    """A rank's share is durable."""
-
-    ref: PartRef
-    files: tuple[str, ...]
-    nbytes: int
-    stored_nbytes: int
-    plan: str
-    """Of the plan that it was written by: all must have written by the same."""
-    tree: bool
-    """Whether the part has a tree of its own."""
-    values: Mapping[str, str]
-    """Digests of its plain values, by place."""
-    facts: Mapping[str, str] = {}
-    """Digests of all of them, if its tree is stored next to that of rank 0
-    (`everystep.store.ranks.checks.values`)."""
-    samples: Mapping[str, str] = {}
-    """Digests of samples of its copies of arrays (`everystep.store.ranks.checks.replicas`)."""
-
-
-class Committed(Struct, frozen=True, tag="end"):
-    """Committed. `dead`: what it has replaced, whose shards are to go."""
-
-    nbytes: int
-    stored_nbytes: int
-    leaves: int
-    dead: tuple[str, ...] = ()
 
 
 _Message = RankError | Call | Ready | Plan | Opened | ShareWritten | Committed
@@ -254,14 +211,14 @@ class Calls:
         return found
 
 
-class SaveRound:
+class SaveRound(Round):
     """One call."""
 
     def __init__(self, calls: Calls, number: int, call: Call) -> None:
+        self.rank, self.world = calls.transport.rank, calls.transport.world
         self.call = call
         self.number = number
-        self.refused = False
-        """Whether the coordinator has said that nothing comes of it, and nothing written is to stay."""
+        self.rejected = False
         self._calls = calls
         self._transport = calls.transport
         self._unsaid = ["plan", "open", "end"] if self._transport.is_coordinator else ["here", "done"]
@@ -269,6 +226,30 @@ class SaveRound:
     @property
     def what(self) -> str:
         return f"{self.call.what} of step {self.call.step}"
+
+    # --- the commit (`Round`)
+
+    def open(self, opened: Opened | None) -> Opened:
+        if opened is None:
+            return self.read("open", Opened)
+        self.say("open", opened)
+        return opened
+
+    def collect(self, written: ShareWritten) -> list[ShareWritten]:
+        if self.rank == 0:
+            return [written, *self._collect("done", ShareWritten)]
+        self._unsaid.clear()
+        self._post(f"done/{self.rank}", written)
+        return []
+
+    def end(self, committed: Committed | None) -> Committed:
+        """What the coordinator says last. It is durable: a rank that cannot be told finds out."""
+        if committed is None:
+            return self.read("end", Committed)
+        with contextlib.suppress(RankFailed):
+            self.say("end", committed)
+            self._calls.close(self.number, heard=True)
+        return committed
 
     # --- saying
 
@@ -280,16 +261,6 @@ class SaveRound:
     def here(self, message: Ready) -> None:
         self._unsaid.remove("here")
         self._post(f"here/{self._transport.rank}", message)
-
-    def done(self, message: ShareWritten) -> None:
-        self._unsaid.clear()
-        self._post(f"done/{self._transport.rank}", message)
-
-    def committed(self, end: Committed) -> None:
-        """The coordinator's last message. It is durable: who cannot be told any more finds out."""
-        with contextlib.suppress(RankFailed):
-            self.say("end", end)
-            self._calls.close(self.number, heard=True)
 
     def failed(self, error: BaseException, *, maybe_committed: bool = False) -> None:
         """Tells the others, as far as they still listen. Who is told nothing finds out by the silence."""
@@ -321,7 +292,7 @@ class SaveRound:
         message = _decoder.decode(self._transport.mail.read(f"{self.number}/{key}", timeout))
         if isinstance(message, RankError):
             self._unsaid = []
-            self.refused = not message.maybe_committed
+            self.rejected = not message.maybe_committed
             raise message.error(self.what)
         assert isinstance(message, kind), f"{key} is a {type(message).__name__}"
         return message
@@ -341,10 +312,6 @@ class SaveRound:
     def gather(self) -> list[Ready]:
         """By the coordinator, in the training's thread: returns when all others are ready to write."""
         return self._collect("here", Ready)
-
-    def collect(self) -> list[ShareWritten]:
-        """What all others have written, in the order of ranks."""
-        return self._collect("done", ShareWritten)
 
     def _collect(self, key: str, kind: type[_Said]) -> list[_Said]:
         """What all others say, in the order of ranks. Raises when one failed, or was not heard of in time."""

@@ -27,6 +27,7 @@ from everystep.plan.volumes import stripe
 from everystep.plan.world import Beside, besides, merge_views
 from everystep.state import Flat, LeafSource
 from everystep.store.commit.manifest import require_complete
+from everystep.store.commit.round import ShareWritten
 from everystep.store.commit.shard_writer import Description
 from everystep.store.options import Replicas
 from everystep.store.ranks.checks.layouts import Crossings, check_layouts, crossing_samples, crossings_of
@@ -49,7 +50,7 @@ from everystep.store.ranks.checks.values import (
 )
 from everystep.store.ranks.checks.views import exchange_views
 from everystep.store.ranks.coordinated import Agreement, WriteShare
-from everystep.store.ranks.save_round import Ready, ShareWritten
+from everystep.store.ranks.save_round import Ready
 from everystep.store.ranks.transport import Transport
 
 
