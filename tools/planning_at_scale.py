@@ -60,10 +60,10 @@ from everystep.store.commit.round import ShareWritten
 from everystep.store.ranks.checks.values import check_values, values_digest
 from everystep.store.ranks.checks.views import decode_view, encode_view
 from everystep.store.ranks.save_round import Call, Calls, SaveRound
-from everystep_study import report, results, runner, views
+from everystep_study import pages, report, results, runner, writers
+from everystep_study.report import Columns, Shown, milliseconds
 from everystep_study.results import SECONDS, Bar, Result, Row
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
-from everystep_study.views import Cell, Columns, milliseconds
 
 Layout = Literal["ddp", "fsdp", "hsdp x tp"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -169,14 +169,14 @@ class ScaleSuite(Suite):
     def subject(self) -> str:
         return f"worlds of up to {max(self.worlds):,} simulated ranks, real planner and manifests"
 
-    def views(self, result: Result) -> list[views.View]:
-        def count(name: str) -> Callable[[Row], Cell]:
+    def views(self, result: Result) -> list[report.View]:
+        def count(name: str) -> Callable[[Row], Shown]:
             return lambda row: f"{row.median(name):,.0f}"
 
-        def kib(name: str) -> Callable[[Row], Cell]:
+        def kib(name: str) -> Callable[[Row], Shown]:
             return lambda row: f"{row.median(name, 1 / 1024):,.0f}"
 
-        def ms(name: str) -> Callable[[Row], Cell]:
+        def ms(name: str) -> Callable[[Row], Shown]:
             return lambda row: milliseconds(row.median(name))
 
         planning: Columns = {
@@ -199,7 +199,7 @@ class ScaleSuite(Suite):
         }
         resume = partial(Row.spread, name="resume_seconds")
         return [
-            views.View(
+            report.View(
                 "plan",
                 "planning and committing (ms, KiB)",
                 "plan/rank",
@@ -207,7 +207,7 @@ class ScaleSuite(Suite):
                 show=milliseconds,
                 named_by=_group,
             ),
-            views.View(
+            report.View(
                 "plan",
                 "resuming on fewer ranks (ms)",
                 "resume/rank",
@@ -434,13 +434,16 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         found = runner.run(suite, Path(folder), Console(stderr=True), check=options.check)
     if options.json:
-        print(report.to_json(found).decode(), end="")
+        print(results.to_json(found).decode(), end="")
     else:
         console = Console()
         console.print(
-            report.heading(found), *report.tables(suite, found), *report.notes(suite, found), sep="\n"
+            pages.heading(found),
+            *map(writers.terminal, pages.tables(suite, found)),
+            *pages.notes(suite, found),
+            sep="\n",
         )
-    return int(report.has_problem(suite, found))
+    return int(pages.has_problem(suite, found))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 
 from everystep_study import cache, results, runner
 from everystep_study.commands.bench import parse_size
-from everystep_study.report import from_json
+from everystep_study.results import from_json
 from everystep_study.suite import Suite
 from everystep_study.suites.ranks import RanksSuite
 from everystep_study.suites.save_load import SaveLoadSuite

@@ -11,7 +11,7 @@ pytest.importorskip("sklearn")
 
 from rich.console import Console
 
-from everystep_study import report, runner
+from everystep_study import pages, runner, writers
 from everystep_study.suites import clusters
 from everystep_study.suites.clusters import ClustersSuite
 
@@ -37,7 +37,7 @@ def test_everything_is_measured_shown_and_judged(tmp_path: Path, monkeypatch: py
     keys = {bar.key for bar in result.bars}
     assert {"KMeans, memory-savez", "KMeans, disk-compressed", "mixture, disk-savez", "size"} <= keys
     assert all(bar.verdict != "not measured" for bar in result.bars)
-    page = report.markdown([(suite, result)], "everystep bench --clusters")
+    page = writers.markdown(pages.benchmarks([(suite, result)], "everystep bench --clusters"))
     assert "np.savez_compressed" in page
     assert "one sync, ms" in page
     assert list(tmp_path.iterdir()) == []

@@ -13,8 +13,7 @@ import pytest
 
 from everystep_study import runner, world
 from everystep_study.rank import Answer, Order
-from everystep_study.report import from_json
-from everystep_study.results import Result, Row
+from everystep_study.results import Result, Row, from_json
 from everystep_study.suites.ranks import RanksSuite, best_writers, visits, written_at
 from everystep_study.world import RankEnded, World, seconds_of
 from support.processes.command import command
@@ -171,8 +170,8 @@ def test_an_operation_lasts_from_the_first_beginning_to_the_last_end() -> None:
 def test_the_report_says_what_was_found() -> None:
     text = text_of(RanksSuite(), made_up())
     for words in (
-        "the everystep, 4 0.80 0.80-0.80 0.80 - 1.00 0.10 % 1.000",
-        "the torch, 4 0.40 0.40-0.40 0.40 - 2.00 1 of 4 1.000",
+        "the everystep, 4 0.80 0.80-0.80 0.80 \N{EN DASH} 1.00 0.10 % 1.000",
+        "the torch, 4 0.40 0.40-0.40 0.40 \N{EN DASH} 2.00 1 of 4 1.000",
         "best here",
         "torch DCP: failed. rank 0: OSError: gone",
         "4 ranks share 2 CPUs here",

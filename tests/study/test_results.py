@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from everystep_study import plot, report, results
+from everystep_study import pages, plot, results, writers
+from everystep_study.report import NOTHING, TIMES
 from everystep_study.results import Row, ratio_interval
-from everystep_study.views import TIMES
 from support.study.bench_results import ScriptedSuite, result, row, text_of
 
 
@@ -62,35 +62,35 @@ def test_the_report_has_every_row_its_reason_and_its_verdicts() -> None:
     text = text_of(ScriptedSuite(), found)
     for words in (
         "the everystep 2.00 1.00-3.00 1.00",
-        "the dcp - failed",
+        f"the dcp {NOTHING} failed",
         "the dcp: failed. OSError: gone",
-        "within noise a promise",
+        "a promise within noise",
         f"1.00{TIMES} (0.90{TIMES} to 1.20{TIMES})",
         "Others used 30 % of the CPUs",
     ):
         assert words in text
     assert "promises" not in text_of(ScriptedSuite(), result(FAILED)), "only with --check"
-    assert report.from_json(report.to_json(found)) == found
+    assert results.from_json(results.to_json(found)) == found
 
 
 def test_a_failure_of_everystep_itself_is_a_problem() -> None:
     ours = msgspec.structs.replace(FAILED, case="everystep")
     broken = results.judge("k", "p", "<=", 1.0, "x", results.exactly(2.0))
     suite = ScriptedSuite()
-    assert not report.has_problem(suite, result(FAILED))
-    assert report.has_problem(suite, result(ours))
-    assert report.has_problem(suite, msgspec.structs.replace(result(), bars=(broken,)))
+    assert not pages.has_problem(suite, result(FAILED))
+    assert pages.has_problem(suite, result(ours))
+    assert pages.has_problem(suite, msgspec.structs.replace(result(), bars=(broken,)))
 
 
 def test_the_page_has_the_tables_the_machine_and_how_to_make_it_again() -> None:
     found = result(row("save", "everystep", seconds=2.0), row("save", "torch", seconds=4.0), FAILED)
-    page = report.markdown([(ScriptedSuite(), found)], "everystep bench --markdown x.md")
+    page = writers.markdown(pages.benchmarks([(ScriptedSuite(), found)], "everystep bench --markdown x.md"))
     for words in (
         "`everystep bench --markdown x.md`",
         "2 CPUs, ext4",
         "## Scripted",
         "| | s | range | half |\n|---|---:|---:|---:|",
-        "| **the everystep** | **2.00** | **2.00-2.00** | **1.00** |",
+        "| **the everystep** | 2.00 | 2.00-2.00 | 1.00 |",
         "| the torch | 4.00 |",
         "the dcp: failed. OSError: gone",
     ):
@@ -104,7 +104,7 @@ def test_the_picture_names_every_row_and_draws_what_they_are_compared_with(
     pytest.importorskip("matplotlib")
     path = tmp_path / f"x.{suffix}"
     found = result(row("save", "raw", seconds=1.0), row("save", "everystep", seconds=2.0), FAILED)
-    plot.draw(ScriptedSuite().views(found), found, path)
+    plot.draw([view.chart(found) for view in ScriptedSuite().views(found)], found, path)
     data = path.read_bytes()
     if suffix == "png":
         assert data.startswith(b"\x89PNG")
@@ -112,4 +112,4 @@ def test_the_picture_names_every_row_and_draws_what_they_are_compared_with(
         for words in (b"the everystep", b"the dcp", b"failed", b"the raw"):
             assert words in data
     with pytest.raises(ValueError, match=r"\.png or \.svg, not as 'x\.gif'"):
-        plot.draw(ScriptedSuite().views(found), found, tmp_path / "x.gif")
+        plot.draw([view.chart(found) for view in ScriptedSuite().views(found)], found, tmp_path / "x.gif")

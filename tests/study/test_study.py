@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from everystep_study import campaign, frameworks, report_page
+from everystep_study import campaign, frameworks, pages, writers
 from everystep_study.campaign import Options
 from everystep_study.frameworks import Entry
 from everystep_study.frameworks.orders import context, cost
@@ -216,7 +216,7 @@ def test_a_missing_framework_is_reported_as_missing_and_tried_again(
     (row,) = found.entries[0].result.rows
     assert row.status == "not installed"
     assert reason in row.reason
-    assert "Not installed, so not measured" in report_page.markdown(found)
+    assert "Not installed, so not measured" in writers.markdown(pages.study(found))
     assert not found.has(Part("cost", "fake", "mlp"))
 
 
@@ -315,7 +315,7 @@ class Page(HTMLParser):
 
 
 def test_every_number_of_the_report_is_in_the_raw_results(whole: Path) -> None:
-    check_numbers(report_page.html(ResultsDirectory.read(whole)), whole / FILE)
+    check_numbers(writers.html(pages.study(ResultsDirectory.read(whole))), whole / FILE)
 
 
 def test_every_number_of_the_report_in_the_documents_is_in_its_raw_results() -> None:
@@ -355,9 +355,9 @@ def check_numbers(text_of_page: str, results: Path) -> None:
         units = (1, 1000, 1 / (1 << 20))
         assert any(abs(shown - value * unit) <= max(0.5, abs(value * unit) / 200) for unit in units), source
     # What else has digits: names and versions from the results, the date, and the prose of the report.
-    study = Path(report_page.__file__).parent
+    study = Path(pages.__file__).parent
     known = json.dumps([header, *lines]) + time.strftime("%Y-%m-%d", time.gmtime(header["created"]))
-    prose = [study / "report_page.py", *(study / f"suites/{name}.py" for name in campaign.SUITES)]
+    prose = [study / "pages.py", *(study / f"suites/{name}.py" for name in campaign.SUITES)]
     known += "".join(file.read_text() for file in prose)
     for words in page.words:
         for word in re.findall(r"[\w.+-]*\d[\w.+-]*", words):
@@ -365,7 +365,7 @@ def check_numbers(text_of_page: str, results: Path) -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere(whole: Path) -> None:
-    text = report_page.html(ResultsDirectory.read(whole))
+    text = writers.html(pages.study(ResultsDirectory.read(whole)))
     assert all(address.startswith("#") for address in Page(text).addresses)
     assert "http" not in text
     assert "<script" not in text

@@ -102,7 +102,7 @@ class TestReport:
             row("restart", "everystep", seconds=2.0, lost=1.0, **restart),
         ]
         said = text_of(TrainingSuite(), made_up(*rows))
-        assert "the overlap 1.26 1.26-1.26 1.050 1.0 % - 1, worst 2 8" in said
+        assert "the overlap 1.26 1.26-1.26 1.050 1.0 % \N{EN DASH} 1, worst 2 8" in said
         assert f"{place} 90 90-90 50 3.00 100 75 2.000" in said
         assert "the everystep 2.00 2.00-2.00 1.00 0.50 0.25 0.25" in said
 

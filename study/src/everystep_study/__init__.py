@@ -5,7 +5,8 @@
 | `suite` | what a measurement declares: suite, group, case, and the turn in which a case times its calls |
 | `runner` | interleaved rounds, warm-up, cleaning up |
 | `results` | what was measured, as typed records; medians, ratios, intervals, and the verdict on a promise |
-| `views`, `report`, `plot` | tables, JSON, markdown, pictures |
+| `report`, `pages` | tables, charts and sections; what the pages of both commands show of results |
+| `writers`, `plot` | a page as Markdown, HTML or tables of a terminal; its charts as a picture |
 | `costs`, `cache`, `machine` | clocks and memory; the page cache; the machine and its free space |
 | `states`, `training_model` | the state that is saved; the model that is trained |
 | `peers` | the registry of systems that are compared, made equally durable |
@@ -15,5 +16,4 @@
 | `commands` | ``everystep bench`` and ``everystep study``, as plugins of the command |
 | `campaign`, `results_directory` | ``everystep study``: suites over frameworks, and what they found |
 | `frameworks`, `environments` | the frameworks of the study in processes, and environments, of their own |
-| `report_parts`, `report_page` | the study's report; what it says of a suite stands in the suite's file |
 """

@@ -168,6 +168,15 @@ class Result(msgspec.Struct, frozen=True):
         return self.row(row.section, case, row.group)
 
 
+def to_json(result: Result) -> bytes:
+    """The whole result, every sample included, as one line of JSON."""
+    return msgspec.json.encode(result)
+
+
+def from_json(data: bytes) -> Result:
+    return msgspec.json.decode(data, type=Result)
+
+
 def ratio(row: Row | None, other: Row | None, name: str = SECONDS) -> float | None:
     """The median of `row` as a multiple of that of `other`; None unless both were measured."""
     if row is None or other is None:

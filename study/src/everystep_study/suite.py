@@ -18,8 +18,8 @@ from typing import ClassVar, TypeVar
 from everystep_study import cache
 from everystep_study.costs import ReservedMemory, cost_of
 from everystep_study.machine import others_cpu_seconds
+from everystep_study.report import View
 from everystep_study.results import OTHERS_SECONDS, SECONDS, Bar, Readings, Result, Sample, Temperature
-from everystep_study.views import View
 
 T = TypeVar("T")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from everystep_study import report
+from everystep_study import pages, writers
+from everystep_study.report import View
 from everystep_study.results import Machine, Result, Row, Sample
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
-from everystep_study.views import View
 
 
 def quiet() -> Console:
@@ -49,7 +49,10 @@ def text_of(suite: Suite, found: Result) -> str:
     """The report as words with single spaces."""
     stream = StringIO()
     Console(file=stream, width=160).print(
-        report.heading(found), *report.tables(suite, found), *report.notes(suite, found), sep="\n"
+        pages.heading(found),
+        *map(writers.terminal, pages.tables(suite, found)),
+        *pages.notes(suite, found),
+        sep="\n",
     )
     return " ".join(stream.getvalue().split())
 

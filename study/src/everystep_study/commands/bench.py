@@ -15,8 +15,6 @@ from everystep.cli.plugins import Plugin
 from everystep.cli.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from everystep_study.suite import Suite
 
 _train = partial(typer.Option, rich_help_panel="Training")
@@ -197,7 +195,7 @@ def _run(
     out: Session, suites: list[Suite], directory: Path, check: bool, plot: Path | None, markdown: Path | None
 ) -> None:
     from everystep.cli import picture
-    from everystep_study import report, runner
+    from everystep_study import pages, results, runner, writers
     from everystep_study.plot import draw
 
     found = []
@@ -207,27 +205,24 @@ def _run(
         for suite in suites:
             found.append((suite, runner.run(suite, directory, out.errors, check=check)))
             if markdown is not None:  # after each suite: minutes of measuring are not lost to a later one
-                markdown.write_text(report.markdown(found, f"everystep bench --markdown {markdown}"), "utf-8")
+                page = pages.benchmarks(found, f"everystep bench --markdown {markdown}")
+                markdown.write_text(writers.markdown(page), "utf-8")
     except (MemoryError, RuntimeError) as error:  # a state too large, something not installed
         out.fail(type(error).__name__, str(error))
     for suite, result in found:
         if plot is not None:
-            draw(suite.views(result), result, plot)
+            draw([view.chart(result) for view in suite.views(result)], result, plot)
         if out.as_json:
-            print(report.to_json(result).decode(), end="")
-        else:
-            _print(out, report.heading(result), report.tables(suite, result), report.notes(suite, result))
-    out.finish(problem=any(report.has_problem(suite, result) for suite, result in found))
-
-
-def _print(out: Session, heading: str, tables: list[Table], notes: list[str]) -> None:
-    out.say(heading, style="bold")
-    for made in tables:
+            print(results.to_json(result).decode())
+            continue
+        out.say(pages.heading(result), style="bold")
+        for table in pages.tables(suite, result):
+            out.console.print()
+            out.tabulate(writers.terminal(table))
         out.console.print()
-        out.tabulate(made)
-    out.console.print()
-    for note in notes:
-        out.say(note, style="dim")
+        for note in pages.notes(suite, result):
+            out.say(note, style="dim")
+    out.finish(problem=any(pages.has_problem(suite, result) for suite, result in found))
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -96,15 +96,18 @@ def report(
 ) -> None:
     """Write the report of a study: report.html, one page that needs no network, and report.md."""
     with session(as_json) as console:
-        from everystep_study.report_page import write
+        from everystep_study import pages, writers
         from everystep_study.results_directory import ResultsDirectory
 
-        found = ResultsDirectory.read(directory)
-        page, summary = write(found, out or directory)
+        page, folder = pages.study(ResultsDirectory.read(directory)), out or directory
+        folder.mkdir(parents=True, exist_ok=True)
+        web, summary = folder / "report.html", folder / "report.md"
+        web.write_text(writers.html(page), "utf-8")
+        summary.write_text(writers.markdown(page), "utf-8")
         if as_json:
-            console.emit({"html": str(page), "markdown": str(summary)})
+            console.emit({"html": str(web), "markdown": str(summary)})
         else:
-            console.say(f"{page}\n{summary}")
+            console.say(f"{web}\n{summary}")
         console.finish(problem=False)
 
 

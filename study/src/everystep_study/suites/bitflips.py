@@ -14,7 +14,7 @@ from typing import Any
 
 from everystep_study.frameworks.orders.bitflips import NOTICED_LOSS
 from everystep_study.frameworks.process import FrameworkProcess
-from everystep_study.report_parts import (
+from everystep_study.report import (
     NOTHING,
     Item,
     Number,

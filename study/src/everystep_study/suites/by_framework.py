@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 from everystep_study.frameworks import Entry
 from everystep_study.frameworks.models import TITLES
 from everystep_study.frameworks.process import FrameworkMissing, FrameworkProcess, TimeUp, WorkerFailed
-from everystep_study.report_parts import SuiteReport
+from everystep_study.report import SuiteReport, View
 from everystep_study.results import Result
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
-from everystep_study.views import View
 
 ORDER_SECONDS = 300.0
 QUICK_ORDER_SECONDS = 45.0

@@ -16,7 +16,7 @@ from everystep_study import frameworks
 from everystep_study.frameworks.models import TITLES
 from everystep_study.frameworks.process import FrameworkProcess, memory_folder
 from everystep_study.peers.base import remove
-from everystep_study.report_parts import (
+from everystep_study.report import (
     NOTHING,
     Bar,
     Cell,

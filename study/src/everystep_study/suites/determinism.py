@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from everystep_study.frameworks.process import FrameworkProcess
-from everystep_study.report_parts import (
+from everystep_study.report import (
     NOTHING,
     Cell,
     Item,

@@ -12,7 +12,7 @@ from typing import Any
 
 from everystep_study.frameworks.process import FrameworkProcess
 from everystep_study.peers.base import files_below
-from everystep_study.report_parts import (
+from everystep_study.report import (
     NOTHING,
     Cell,
     Item,

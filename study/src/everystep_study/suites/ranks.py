@@ -21,10 +21,10 @@ import msgspec
 from everystep_study import peers, results, states
 from everystep_study.peers.base import files_below, missing_everystep, missing_modules, remove
 from everystep_study.rank import WRITERS, Answer, Order
+from everystep_study.report import ARROW, TIMES, Columns, Shown, View
 from everystep_study.results import CPU_SECONDS, GB, SECONDS, Bar, Result, Row, size
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
 from everystep_study.suites.save_load import rates
-from everystep_study.views import ARROW, TIMES, Cell, Columns, View
 from everystep_study.world import RankEnded, RestartedWorld, seconds_of
 
 SYSTEMS = {key: peers.STORING[key] for key in ("raw", "everystep-recycled", "everystep", "dcp", "torch")}
@@ -204,7 +204,7 @@ class RanksSuite(Suite):
         gigabytes = result.facts["state_nbytes"] / GB
         best, good = best_writers(result)
 
-        def shares(row: Row) -> Cell:
+        def shares(row: Row) -> Shown:
             writing, apart = row.median("writing_ranks"), row.peak("shares_percent")
             if writing is None:
                 return None

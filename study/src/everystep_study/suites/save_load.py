@@ -16,9 +16,9 @@ import numpy as np
 
 from everystep_study import peers, results, states
 from everystep_study.peers.base import Done, Peer, difference, files_below, missing_everystep, sync
+from everystep_study.report import TIMES, Columns, View, milliseconds
 from everystep_study.results import CPU_SECONDS, GB, MIB, PEAK_NBYTES, SECONDS, Bar, Result, Row, Spread, size
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
-from everystep_study.views import TIMES, Columns, View, milliseconds
 
 TINY_NBYTES = 64 * 1024
 CREDIBLE_TO_RAW = 1.10

@@ -20,7 +20,7 @@ from everystep_study import peers
 from everystep_study.frameworks.process import FrameworkProcess
 from everystep_study.peers.base import missing_everystep, missing_modules
 from everystep_study.rank import Answer, Order
-from everystep_study.report_parts import (
+from everystep_study.report import (
     NOTHING,
     Bar,
     Cell,

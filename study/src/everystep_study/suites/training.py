@@ -23,11 +23,11 @@ from everystep_study.costs import cpu_seconds, peak_since, reset_peak, return_fr
 from everystep_study.machine import others_cpu_seconds
 from everystep_study.peers.base import missing_modules
 from everystep_study.peers.training import TrainingPeer
+from everystep_study.report import TIMES, Columns, Shown, View, milliseconds
 from everystep_study.results import BUSY_SHARE, CPU_SECONDS, MIB, OTHERS_SECONDS, SECONDS, Bar, Result, Row
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
 from everystep_study.suites.restarts import Restart
 from everystep_study.training_model import Batch, Load, Trainer
-from everystep_study.views import TIMES, Cell, Columns, View, milliseconds
 
 STEP_TO_NONE, STEP_GOAL, STALL_PERCENT = 1.05, 1.03, 3.0
 STATE_NBYTES = (300_000_000, 600_000_000)
@@ -266,12 +266,12 @@ class TrainingSuite(Suite):
             other = result.beside(row, case)
             return (other and other.median(name)) or math.nan
 
-        def extra_mib(row: Row) -> Cell:
+        def extra_mib(row: Row) -> Shown:
             plain = result.beside(row, "none")
             peak, base = row.peak(), None if plain is None else plain.peak()
             return None if peak is None or base is None else f"{max(0.0, peak - base) / MIB:,.0f}"
 
-        def ms(name: str) -> Callable[[Row], Cell]:
+        def ms(name: str) -> Callable[[Row], Shown]:
             return lambda row: milliseconds(row.median(name))
 
         def compute(row: Row) -> float:
