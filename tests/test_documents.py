@@ -43,8 +43,7 @@ WITH_PYTHON = [name for name in NAMES if blocks(name, "python")]
 
 @pytest.mark.parametrize("name", WITH_PYTHON)
 def test_every_example_compiles(name: str) -> None:
-    for block in blocks(name, "python"):
-        ast.parse(block)
+    assert all(ast.parse(block).body for block in blocks(name, "python"))
 
 
 def small_training() -> dict[str, Any]:
@@ -106,8 +105,9 @@ def save_a_run(names: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name", ["README.md", "docs/getting-started.md", "docs/preemption.md", "docs/save_and_load.md"]
 )
-def test_the_examples_run(name: str) -> None:
+def test_the_examples_run(name: str, tmp_path: Path) -> None:
     run_the_examples(name, small_training())
+    assert any(tmp_path.rglob("*.safetensors"))
 
 
 class Killed(Exception):
@@ -191,6 +191,7 @@ def test_the_examples_of_the_training_page_run() -> None:
 def test_the_example_of_the_page_on_disk_space_runs() -> None:
     names = small_training() | {"Checkpointer": everystep.Checkpointer}
     run_the_examples("docs/disk-space.md", names)
+    assert Path("runs/lm").is_dir()
 
 
 @pytest.mark.filterwarnings("ignore")

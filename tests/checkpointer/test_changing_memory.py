@@ -81,7 +81,8 @@ def test_a_durable_checkpoint_can_be_read_while_a_thread_changes_the_state(
                 assert make is _owned
     assert durable or make is _owned
     for step in durable:
-        everystep.load(tmp_path / "run" / f"step-{step:012d}")
+        loaded = everystep.load(tmp_path / "run" / f"step-{step:012d}")
+        assert loaded.keys() == make(memory).keys()
 
 
 def test_a_checkpoint_saved_by_itself_can_be_read_while_a_thread_changes_the_state(tmp_path: Path) -> None:
@@ -90,4 +91,5 @@ def test_a_checkpoint_saved_by_itself_can_be_read_while_a_thread_changes_the_sta
         for number in range(SAVES):
             everystep.save(tmp_path / str(number), {"buffer": memory, "small": memory[:5000]})
     for number in range(SAVES):
-        everystep.load(tmp_path / str(number))
+        loaded = everystep.load(tmp_path / str(number))
+        assert {name: array.nbytes for name, array in loaded.items()} == {"buffer": NBYTES, "small": 5000}

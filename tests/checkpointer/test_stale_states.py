@@ -41,3 +41,5 @@ def test_new_arrays_and_arrays_that_can_change_are_not_told(tmp_path: Path) -> N
         with everystep.Checkpointer(tmp_path / "b", plain, mode="snapshot", preemption=False) as ckpt:
             ckpt.save(1)
             ckpt.save(2)
+    assert everystep.load(tmp_path / "a")["w"].tolist() == [2.0] * 5
+    assert everystep.load(tmp_path / "b")["gaps"].tolist() == [[1.0] * 2] * 5

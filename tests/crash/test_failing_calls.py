@@ -119,6 +119,7 @@ def test_each_call_failing_where_spares_are_made_at_once(
     fast: Path, way: everystep.Options, scenario: type[Scenario], lasting: str, record_property: Record
 ) -> None:
     calls = count_calls(scenario, fast / "healthy", way)
+    assert calls >= 7
     for nth in range(1, calls + 1):
         place = fast / str(nth)
         place.mkdir()

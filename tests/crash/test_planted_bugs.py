@@ -206,5 +206,7 @@ def test_without_a_planted_bug_nothing_is_caught(tmp_path: Path, ram: Path) -> N
     (tmp_path / "run").mkdir()
     (tmp_path / "path").mkdir()
     budget = Budget(names=64, torn=2)
-    Survey(ram, RunRecovery(), budget)(sequences.steady(tmp_path / "run", everystep.Options(), saves=3))
-    Survey(ram, PathRecovery(), budget)(sequences.replaced_path(tmp_path / "path", everystep.Options()))
+    steady = sequences.steady(tmp_path / "run", everystep.Options(), saves=3)
+    replaced = sequences.replaced_path(tmp_path / "path", everystep.Options())
+    assert Survey(ram, RunRecovery(), budget)(steady).states > 50
+    assert Survey(ram, PathRecovery(), budget)(replaced).states > 50

@@ -22,7 +22,7 @@ from support.crashes.power_cuts import Budget, Disk
 from support.crashes.recovery import PathRecovery, RunRecovery
 
 Sequence = Callable[[Path, everystep.Options], Recording]
-VerifyReport = Callable[[Tally], None]
+Report = Callable[[Tally], None]
 
 SEQUENCES = [sequences.steady, sequences.same_steps_again, sequences.after_damage]
 WINDOWED = WAYS[USABLE[0]]
@@ -35,7 +35,7 @@ def _name(value: object) -> str:
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=_name)
-def test_power_cut_in_a_run(tmp_path: Path, ram: Path, sequence: Sequence, tried: VerifyReport) -> None:
+def test_power_cut_in_a_run(tmp_path: Path, ram: Path, sequence: Sequence, tried: Report) -> None:
     # Sectors one by one in two of them: what the third adds is in the names.
     budget = Budget(single=sequence is not sequences.after_damage)
     tally = Survey(ram, RunRecovery(), budget)(sequence(tmp_path, WINDOWED))
@@ -44,7 +44,7 @@ def test_power_cut_in_a_run(tmp_path: Path, ram: Path, sequence: Sequence, tried
 
 
 @pytest.mark.parametrize("way", [USABLE[0], "small"])
-def test_power_cut_after_going_back(tmp_path: Path, ram: Path, way: str, tried: VerifyReport) -> None:
+def test_power_cut_after_going_back(tmp_path: Path, ram: Path, way: str, tried: Report) -> None:
     tally = Survey(ram, RunRecovery(), NAMES_ONLY)(sequences.going_back(tmp_path, WAYS[way]))
     tried(tally)
     assert tally.states > 30
@@ -53,21 +53,21 @@ def test_power_cut_after_going_back(tmp_path: Path, ram: Path, way: str, tried: 
 @pytest.mark.usefixtures("spare_now")
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=_name)
 def test_power_cut_in_a_run_that_recycles_at_once(
-    tmp_path: Path, ram: Path, sequence: Sequence, tried: VerifyReport
+    tmp_path: Path, ram: Path, sequence: Sequence, tried: Report
 ) -> None:
     tally = Survey(ram, RunRecovery(), NAMES_ONLY)(sequence(tmp_path, WINDOWED))
     tried(tally)
     assert tally.states > 50
 
 
-def test_power_cut_in_a_run_of_small_states(tmp_path: Path, ram: Path, tried: VerifyReport) -> None:
+def test_power_cut_in_a_run_of_small_states(tmp_path: Path, ram: Path, tried: Report) -> None:
     tally = Survey(ram, RunRecovery(), Budget(names=64))(sequences.steady(tmp_path, SMALL))
     tried(tally)
     assert tally.states > 100
 
 
 @pytest.mark.parametrize("way", [USABLE[0], "small"])
-def test_power_cut_while_a_path_is_replaced(tmp_path: Path, ram: Path, way: str, tried: VerifyReport) -> None:
+def test_power_cut_while_a_path_is_replaced(tmp_path: Path, ram: Path, way: str, tried: Report) -> None:
     tally = Survey(ram, PathRecovery())(sequences.replaced_path(tmp_path, WAYS[way]))
     tried(tally)
     assert tally.states > 200
@@ -86,7 +86,7 @@ def test_power_cut_after_a_save_that_made_the_directories_above(tmp_path: Path) 
     assert all("a/b/c/r00000.v0.safetensors" in image.tree for image in images)
 
 
-def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: VerifyReport) -> None:
+def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: Report) -> None:
     """A state of several transfers, of which any part may be there."""
     wide = 50_000
     options = everystep.Options(backend=WINDOWED.backend, memory_nbytes=128 << 10, small_nbytes=0)
@@ -102,26 +102,32 @@ def test_power_cut_among_many_windows(tmp_path: Path, ram: Path, tried: VerifyRe
     assert tally.states > 100
 
 
-def test_power_cut_after_a_failed_save(tmp_path: Path, ram: Path, tried: VerifyReport) -> None:
-    tried(survey_failing(tmp_path, ram, WINDOWED))
+def test_power_cut_after_a_failed_save(tmp_path: Path, ram: Path, tried: Report) -> None:
+    tally = survey_failing(tmp_path, ram, WINDOWED)
+    tried(tally)
+    assert tally.states > 500
 
 
 @pytest.mark.usefixtures("spare_now")
 def test_power_cut_after_a_failed_save_of_a_run_that_recycles_at_once(
-    tmp_path: Path, ram: Path, tried: VerifyReport
+    tmp_path: Path, ram: Path, tried: Report
 ) -> None:
-    tried(survey_failing(tmp_path, ram, SMALL))
+    tally = survey_failing(tmp_path, ram, SMALL)
+    tried(tally)
+    assert tally.states > 100
 
 
-def test_power_cut_after_a_killed_process_was_restarted(
-    tmp_path: Path, ram: Path, tried: VerifyReport
-) -> None:
+def test_power_cut_after_a_killed_process_was_restarted(tmp_path: Path, ram: Path, tried: Report) -> None:
     """SIGKILL leaves the page cache: the next process works on names and bytes that are not durable yet."""
-    tried(survey_killed(tmp_path, ram, WINDOWED))
+    tally = survey_killed(tmp_path, ram, WINDOWED)
+    tried(tally)
+    assert tally.states > 500
 
 
-def test_power_cut_in_the_recovery_from_a_power_cut(tmp_path: Path, ram: Path, tried: VerifyReport) -> None:
-    tried(survey_recoveries(tmp_path, ram, WINDOWED, sample=15))
+def test_power_cut_in_the_recovery_from_a_power_cut(tmp_path: Path, ram: Path, tried: Report) -> None:
+    tally = survey_recoveries(tmp_path, ram, WINDOWED, sample=15)
+    tried(tally)
+    assert tally.states > 100
 
 
 def test_every_backend_makes_the_same_operations(tmp_path: Path) -> None:
@@ -156,7 +162,7 @@ def test_power_cut_in_every_way(
     way: everystep.Options,
     sequence: Sequence,
     spare: str,
-    tried: VerifyReport,
+    tried: Report,
     request: pytest.FixtureRequest,
 ) -> None:
     if spare == "now":
@@ -164,7 +170,9 @@ def test_power_cut_in_every_way(
     recording = sequence(tmp_path, way)
     for seed in range(3):
         survey = Survey(ram, RunRecovery(), Budget(names=512, torn=20), seed, thorough_every=5)
-        tried(survey(recording))
+        tally = survey(recording)
+        tried(tally)
+        assert tally.states > 250
 
 
 @pytest.mark.crash_large
@@ -175,13 +183,17 @@ def test_power_cut_in_the_second_life_in_every_way(
     ram: Path,
     way: everystep.Options,
     spare: str,
-    tried: VerifyReport,
+    tried: Report,
     request: pytest.FixtureRequest,
 ) -> None:
     if spare == "now":
         request.getfixturevalue("spare_now")
     for name in ("failing", "killed", "recoveries"):
         (tmp_path / name).mkdir()
-    tried(survey_failing(tmp_path / "failing", ram, way))
-    tried(survey_killed(tmp_path / "killed", ram, way))
-    tried(survey_recoveries(tmp_path / "recoveries", ram, way, sample=150))
+    for tally in (
+        survey_failing(tmp_path / "failing", ram, way),
+        survey_killed(tmp_path / "killed", ram, way),
+        survey_recoveries(tmp_path / "recoveries", ram, way, sample=150),
+    ):
+        tried(tally)
+        assert tally.states > 100

@@ -62,7 +62,10 @@ def honest() -> dict[str, Any]:
 
 
 def test_the_honest_root_is_accepted() -> None:
-    decode_root(making.seal(honest()), WHERE)
+    root = decode_root(making.seal(honest()), WHERE)
+    assert root.tree == honest()["tree"]
+    assert root.part is not None
+    assert [leaf.name for leaf in root.part.leaves] == ["w", "b"]
 
 
 Attack = Callable[[dict[str, Any]], object]

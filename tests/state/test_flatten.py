@@ -200,7 +200,8 @@ def test_flattening_numpy_does_not_import_torch() -> None:
         "everystep.state.unflatten(flat.tree, {'a': np.zeros(3)})\n"
         "assert not {'torch', 'jax', 'ml_dtypes'} & set(sys.modules), 'imported'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_torch_imported_after_everystep_is_noticed() -> None:
@@ -211,7 +212,8 @@ def test_torch_imported_after_everystep_is_noticed() -> None:
         "flat = s.flatten({'a': torch.zeros(3), 'd': torch.float16, 's': torch.Size([1])})\n"
         "assert flat.leaves[0].framework == 'torch'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_is_restored_last_is_asked_last() -> None:

@@ -260,7 +260,10 @@ def test_torch_is_not_imported_for_a_save() -> None:
         everystep.rng().load_state_dict(state)
         assert "torch" not in sys.modules
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # --- held back ----------------------------------------------------------------------------------------------

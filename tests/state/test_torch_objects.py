@@ -515,6 +515,9 @@ class TestOptimizers:
         target["o"].register_load_state_dict_pre_hook(forget)
         train_once(source["m"], source["o"])
         restore(target, save(source))
+        assert torch.equal(target["m"].weight, source["m"].weight)
+        assert "betas" in target["o"].param_groups[0]
+        assert not target["o"].state
         train_once(target["m"], target["o"])
 
     def test_state_of_a_parameter_that_the_checkpoint_lacks_is_kept_without_strict(self) -> None:

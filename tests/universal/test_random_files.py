@@ -218,7 +218,8 @@ def test_tensors_in_more_pieces_than_are_read_one_by_one(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "MAX_RUNS", 2)
-    check_many(tmp_path, name, 60, convert_every=2)
+    outcomes = check_many(tmp_path, name, 60, convert_every=2)
+    assert outcomes["equal"] > outcomes.total() / 3, outcomes
 
 
 def test_convolutions_in_channels_last_are_read(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from everystep.integrations.shared.fitting import merged, require_fit
 def test_the_same_names_and_shapes_fit_in_any_order() -> None:
     require_fit({"a": (2, 3), "b": []}, {"b": (), "a": [2, 3]}, "x")
     require_fit({}, {}, "x")
+    with pytest.raises(StateMismatch, match=r"a: checkpoint \[2, 3\], target \[3, 2\]"):
+        require_fit({"a": (2, 3), "b": []}, {"b": (), "a": [3, 2]}, "x")
 
 
 def test_all_that_differs_is_named() -> None:

@@ -26,6 +26,8 @@ def found(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     found(monkeypatch, version)
     require("lightning", "2.6", "2.7", extra="lightning")
+    with pytest.raises(ImportError, match=f"lightning {version}, which is too old"):
+        require("lightning", "2.7", "2.8", extra="lightning")
 
 
 def test_another_build_of_the_same_package_will_do(monkeypatch: pytest.MonkeyPatch) -> None:

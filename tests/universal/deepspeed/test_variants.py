@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import everystep
 from everystep import universal
 from everystep.errors import (
     CorruptCheckpoint,
@@ -106,8 +107,14 @@ def test_pipeline_stages_that_share_a_layer_hold_copies() -> None:
 
 
 @pytest.mark.parametrize("name", ["tp_dp_bf16", "pp_tp", "moe_z2"])
-def test_converts_and_verifies(tmp_path: Path, name: str) -> None:
+def test_converted_it_has_every_leaf_bit_for_bit(tmp_path: Path, name: str) -> None:
     universal.convert(FIXTURES / name, tmp_path / "out", verify=True)
+    expected = read(deepspeed.describe(FIXTURES / name))
+    assert expected
+    with everystep.open(tmp_path / "out") as converted:
+        assert {*converted, *converted.aliases} == set(expected)
+        for leaf, tensor in expected.items():
+            assert_same(converted[leaf][...], tensor, leaf)
 
 
 # --- specs
