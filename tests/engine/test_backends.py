@@ -136,14 +136,6 @@ def test_a_job_without_a_backend_goes_through_the_page_cache(tmp_path: Path) -> 
     assert (tmp_path / "f").stat().st_size == PAGE + 100
 
 
-def test_raw_limits_are_measured_on_every_backend(backend: engine.Backend, tmp_path: Path) -> None:
-    tuning = Tuning(backend)
-    nbytes = 9 << 20
-    assert engine.raw_write(tmp_path / "f", nbytes, tuning) > 0
-    assert (tmp_path / "f").stat().st_size == nbytes
-    assert engine.raw_read(tmp_path / "f", nbytes, tuning) > 0
-
-
 # --- where the system forbids something: each in a process of its own ---------------------------------------
 
 

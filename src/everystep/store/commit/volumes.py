@@ -19,9 +19,11 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from everystep.engine import fs, raw_write
+from everystep.engine import SAVING, Memory, WritePiece, choose_backend, fresh_bytes, fs, write
 from everystep.engine.atomic_file import replace_file
 from everystep.engine.fs import OpenDirectory
 from everystep.errors import EverystepError, StorageMissing
@@ -41,7 +43,7 @@ from everystep.store.names import (
 from everystep.store.os_errors import saving
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
 
-_PROBE_NBYTES = 32 << 20
+_PROBE_NBYTES = 16 << 20
 _MAX_LEDGER_NBYTES = 64 << 20
 
 
@@ -53,14 +55,28 @@ def measure(volumes: Sequence[str]) -> list[float]:
         return [1.0] * len(volumes)
     speeds: list[float] = []
     for volume in volumes:
-        path = os.path.join(volume, f".everystep-probe-{secrets.token_hex(6)}")
-        try:
-            with saving(volume):
-                speeds.append(_PROBE_NBYTES / max(raw_write(path, _PROBE_NBYTES), 1e-6))
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        with saving(volume):
+            # The first write also pays for the memory it stages in.
+            speeds.append(_PROBE_NBYTES / max(min(_write_seconds(volume), _write_seconds(volume)), 1e-6))
     return speeds
+
+
+def _write_seconds(volume: str) -> float:
+    """Seconds until `_PROBE_NBYTES` in a file of their own are durable."""
+    path = os.path.join(volume, f".everystep-probe-{secrets.token_hex(6)}")
+    data = fresh_bytes(_PROBE_NBYTES)
+    data[:] = 0x5A
+    piece = WritePiece(0, Memory(data.ctypes.data, data.nbytes, data))
+    tuning = replace(SAVING, backend=choose_backend(volume))
+    began = time.perf_counter()
+    try:
+        with write(path, data.nbytes, [piece], tuning=tuning) as job:
+            job.wait()
+            fs.sync([job])
+        return time.perf_counter() - began
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            fs.unlink(path)
 
 
 def home(target: str) -> str:

@@ -23,6 +23,7 @@ from everystep_study.costs import cpu_seconds, peak_since, reset_peak, return_fr
 from everystep_study.machine import others_cpu_seconds
 from everystep_study.peers.base import missing_modules
 from everystep_study.peers.training import TrainingPeer
+from everystep_study.raw_device import raw_write
 from everystep_study.report import TIMES, Columns, Shown, View, milliseconds
 from everystep_study.results import BUSY_SHARE, CPU_SECONDS, MIB, OTHERS_SECONDS, SECONDS, Bar, Result, Row
 from everystep_study.suite import Case, Group, Needs, Suite, Turn
@@ -139,10 +140,8 @@ class RawWrite(Case):
         self._trainer = trainer
 
     def measure(self, turn: Turn) -> None:
-        from everystep import engine
-
         with turn.settled():
-            seconds = engine.raw_write(turn.directory / "raw", self._trainer.nbytes)
+            seconds = raw_write(turn.directory / "raw", self._trainer.nbytes)
         turn.record("sweep", {SECONDS: seconds})
 
 
