@@ -11,7 +11,6 @@
 #include "copy.hpp"
 #include "job.hpp"
 #include "memory.hpp"
-#include "raw.hpp"
 #include "read.hpp"
 #include "small_file.hpp"
 #include "sync.hpp"
@@ -47,9 +46,11 @@ Tuning make_tuning(const std::string& backend, uint64_t window, unsigned depth, 
   return tuning;
 }
 
-// Waits without the GIL, in slices, so that Ctrl-C is heard.
+// Waits without the GIL, in slices, so that Ctrl-C is heard. After each slice it calls `progress`, if there is
+// one, with the bytes done so far.
 template <typename Result>
-bool wait(Job<Result>& job, std::optional<double> timeout, uint64_t nbytes = UINT64_MAX) {
+bool wait(Job<Result>& job, std::optional<double> timeout, uint64_t nbytes = UINT64_MAX,
+          nb::handle progress = {}) {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
   for (;;) {
@@ -62,6 +63,7 @@ bool wait(Job<Result>& job, std::optional<double> timeout, uint64_t nbytes = UIN
     }
     if (done) return true;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (progress.is_valid() && !progress.is_none()) progress(job.progress());
     if (timeout && slice <= 0) return false;
   }
 }
@@ -168,8 +170,11 @@ class PendingFile {
 void bind_jobs(nb::module_& m) {
   nb::class_<WriteJob>(m, "WriteJob")
       .def(
-          "wait", [](WriteJob& self, std::optional<double> timeout) { return wait(self.job(), timeout); },
-          "timeout"_a = nb::none())
+          "wait",
+          [](WriteJob& self, std::optional<double> timeout, nb::handle progress) {
+            return wait(self.job(), timeout, UINT64_MAX, progress);
+          },
+          "timeout"_a = nb::none(), "progress"_a = nb::none())
       .def(
           "wait_for_nbytes",
           [](WriteJob& self, uint64_t nbytes, std::optional<double> timeout) {
@@ -181,16 +186,19 @@ void bind_jobs(nb::module_& m) {
       .def("cancel", [](WriteJob& self) { self.job().cancel(); })
       .def("close", &WriteJob::close)
       .def("check", [](WriteJob& self) { self.result(); })
+      .def("truncate", [](WriteJob& self, uint64_t nbytes) { sys::truncate(self.result().file, nbytes); })
       .def("fresh", &WriteJob::fresh)
       .def("stats", [](WriteJob& self) { return stats_tuple(self.result().stats); })
       .def("checksums", &WriteJob::checksums);
 
   nb::class_<ReadJob>(m, "ReadJob")
       .def(
-          "wait", [](ReadJob& self, std::optional<double> timeout) { return wait(self.job(), timeout); },
-          "timeout"_a = nb::none())
+          "wait",
+          [](ReadJob& self, std::optional<double> timeout, nb::handle progress) {
+            return wait(self.job(), timeout, UINT64_MAX, progress);
+          },
+          "timeout"_a = nb::none(), "progress"_a = nb::none())
       .def("done", [](ReadJob& self) { return self.job().done(); })
-      .def("progress", [](ReadJob& self) { return self.job().progress(); })
       .def("cancel", [](ReadJob& self) { self.job().cancel(); })
       .def("stats", [](ReadJob& self) { return stats_tuple(self.result().stats); })
       .def("damage", [](ReadJob& self) {
@@ -289,18 +297,6 @@ void bind_jobs(nb::module_& m) {
       },
       "nbytes"_a, "backend"_a, "window"_a, "depth"_a, "small"_a);
 
-  const auto raw = [](auto function) {
-    return [function](nb::handle path, uint64_t nbytes, const std::string& backend, uint64_t window,
-                      unsigned depth, bool huge_pages) {
-      const Tuning tuning = make_tuning(backend, window, depth, 1, 0);
-      const std::string where = fs_path(path);
-      Released release;
-      return function(where, nbytes, tuning, huge_pages ? Staging::Pages::huge : Staging::Pages::normal);
-    };
-  };
-  m.def("raw_write", raw(raw_write), "path"_a, "nbytes"_a, "backend"_a, "window"_a, "depth"_a, "huge_pages"_a);
-  m.def("raw_read", raw(raw_read), "path"_a, "nbytes"_a, "backend"_a, "window"_a, "depth"_a, "huge_pages"_a);
-
   nb::class_<PendingFile>(m, "PendingFile")
       .def(
           "__init__",
@@ -319,6 +315,35 @@ void bind_jobs(nb::module_& m) {
       // Native, so that no interrupt comes between the end of a `with` block and the close.
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
       .def("__exit__", [](PendingFile& self, nb::args) { self.close(); });
+  // A new file that Python writes step by step.
+  nb::class_<sys::File>(m, "NewFile")
+      .def(
+          "__init__",
+          [](sys::File* self, nb::handle path) {
+            const sys::Path where = to_path(path);
+            Released release;
+            new (self) sys::File(sys::open(where, O_WRONLY | O_CREAT | O_EXCL));
+          },
+          "path"_a)
+      .def("write",
+           [](sys::File& self, uint64_t offset, nb::handle data) {
+             const View view(data);
+             const iovec part{view.buffer.buf, static_cast<size_t>(view.buffer.len)};
+             Released release;
+             if (part.iov_len > 0) sys::write_all(self, {&part, 1}, offset);
+           })
+      .def("sync",
+           [](sys::File& self) {
+             Released release;
+             sys::sync(self);
+           })
+      .def("close", &sys::File::close);
+  // Makes durable what others have written into a file.
+  m.def("sync_file", [](nb::handle path) {
+    const sys::Path where = to_path(path);
+    Released release;
+    sys::sync(sys::open_regular(where));
+  });
   // Files are closed whatever the outcome: after a failed sync there is nothing left to ask them.
   m.def(
       "sync",

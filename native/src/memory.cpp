@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "forks.hpp"
+#include "sys.hpp"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
@@ -110,8 +111,7 @@ Staging::Staging(size_t nbytes, Pages pages) : nbytes_(nbytes), owner_(forks()) 
   const size_t huge = huge_page_nbytes();
   if (nbytes < huge) pages = Pages::normal;  // not one of them would fit
   mapped_nbytes_ = nbytes + (pages == Pages::huge ? huge : 0);
-  mapped_ = ::mmap(nullptr, mapped_nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "memory for staging");
+  mapped_ = sys::map_memory(mapped_nbytes_, "memory for staging");
   ::madvise(mapped_, mapped_nbytes_, MADV_DONTFORK);
   data_ = static_cast<char*>(mapped_);
   if (pages == Pages::normal) return;
@@ -230,8 +230,11 @@ bool PageSizes::can_be_huge() {
 }
 
 FreshMemory::FreshMemory(size_t nbytes) : nbytes_(nbytes) {
-  data_ = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (data_ == MAP_FAILED) throw std::bad_alloc();
+  try {
+    data_ = sys::map_memory(nbytes, "memory to load into");
+  } catch (const sys::Error&) {
+    throw std::bad_alloc();  // the caller asked for memory and gets a MemoryError
+  }
   const uintptr_t start = reinterpret_cast<uintptr_t>(data_);
   const size_t huge = huge_page_nbytes();
   const uintptr_t first = up(start, huge);

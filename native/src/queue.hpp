@@ -1,7 +1,7 @@
 // Asynchronous transfers: one interface, several ways of doing them.
 //
-// A queue holds up to `depth` transfers under way and knows nothing about what the bytes are. Who uses it
-// (write.cpp, read.cpp, raw.cpp) keeps the memory alive, and continues transfers that fell short.
+// A queue holds up to `depth` transfers under way and knows nothing about what the bytes are. Its users
+// (write.cpp, read.cpp) keep the memory alive, and continue transfers that fell short.
 #pragma once
 
 #include <sys/uio.h>

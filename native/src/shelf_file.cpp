@@ -43,10 +43,12 @@ bool is_memory(const sys::File& file) {
 
 // Only a file system that keeps no page cache for the file takes such a mapping.
 bool is_persistent(const sys::File& file) {
-  void* trial = ::mmap(nullptr, 4096, PROT_READ, MAP_SHARED_VALIDATE | MAP_SYNC, file.fd(), 0);
-  if (trial == MAP_FAILED) return false;
-  ::munmap(trial, 4096);
-  return true;
+  try {
+    ::munmap(sys::map(file, 0, 4096, PROT_READ, MAP_SHARED_VALIDATE | MAP_SYNC), 4096);
+    return true;
+  } catch (const sys::Error&) {
+    return false;
+  }
 }
 
 }  // namespace
@@ -57,9 +59,7 @@ Mapping::Mapping(const sys::File& file, uint64_t begin, uint64_t end, Use use)
   const int flags = use == Use::own          ? MAP_PRIVATE
                     : use == Use::write_sync ? MAP_SHARED_VALIDATE | MAP_SYNC
                                              : MAP_SHARED;
-  void* const found = ::mmap(nullptr, end_ - begin_, protection, flags, file.fd(), static_cast<off_t>(begin_));
-  if (found == MAP_FAILED) throw sys::Error{errno, sys::Call::map, file.path()};
-  data_ = static_cast<char*>(found);
+  data_ = static_cast<char*>(sys::map(file, begin_, end_ - begin_, protection, flags));
 }
 
 Mapping::~Mapping() { ::munmap(data_, end_ - begin_); }

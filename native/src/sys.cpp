@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -21,10 +22,10 @@
 namespace everystep::sys {
 namespace {
 
-constexpr std::string_view kNames[] = {
-    "open",     "lease",  "fallocate",  "truncate", "write",           "read",  "sync",
-    "sync_dir", "rename", "exchange",   "link",     "mkdir",           "rmdir", "unlink",
-    "map",      "store",  "write_back", "fence",    "start_writeback", "ring",  "probe"};
+constexpr std::string_view kNames[] = {"open",  "lease",    "fallocate", "truncate",   "write", "read",
+                                       "sync",  "sync_dir", "rename",    "exchange",   "link",  "mkdir",
+                                       "rmdir", "unlink",   "store",     "write_back", "fence", "start_writeback",
+                                       "ring",  "probe",    "map"};
 static_assert(std::size(kNames) == kCallCount, "every call has a name");
 
 struct Seam {
@@ -533,6 +534,20 @@ void drop_front(std::vector<iovec>& parts, uint64_t count) {
     parts[0].iov_base = static_cast<char*>(parts[0].iov_base) + count;
     parts[0].iov_len -= count;
   }
+}
+
+void* map(const File& file, uint64_t offset, uint64_t nbytes, int protection, int flags) {
+  fail_if_told(Call::map, file.path());
+  void* const found = ::mmap(nullptr, nbytes, protection, flags, file.fd(), static_cast<off_t>(offset));
+  check(found == MAP_FAILED ? -1 : 0, Call::map, file.path());
+  return found;
+}
+
+void* map_memory(size_t nbytes, const char* what) {
+  fail_if_told(Call::map, what);
+  void* const found = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  check(found == MAP_FAILED ? -1 : 0, Call::map, what);
+  return found;
 }
 
 void fail_store(const File& file) { fail_if_told(Call::store, file.path()); }

@@ -1,4 +1,5 @@
-// The one seam to the operating system: every call that can change or lose stored bytes goes through here.
+// The one seam to the operating system: every call that can change or lose stored bytes goes through here, and
+// every mapping of memory.
 //
 // Tests can make the N-th call of a kind fail, fall short or kill the process (`set_faults`), and can record every
 // call with its data (`start_trace`) to enumerate what a power cut could leave behind. With neither switched on,
@@ -40,16 +41,16 @@ enum class Call {
   mkdir,
   rmdir,
   unlink,
-  map,
   store,
   write_back,
   fence,
-  // Not among `any`: a save can do without these, and how many there are depends on the backend and on chance.
+  // Not among `any`: how many there are depends on the backend, on memory that is kept, and on chance.
   start_writeback,
   ring,   // every call on an io_uring itself
   probe,  // the trial of what a file system can do
+  map,    // of files and of anonymous memory
 };
-inline constexpr size_t kCallCount = static_cast<size_t>(Call::probe) + 1;
+inline constexpr size_t kCallCount = static_cast<size_t>(Call::map) + 1;
 std::string_view name(Call call);
 
 // An operating-system error that carries what was being done and to what; becomes OSError in Python.
@@ -195,6 +196,9 @@ void drop_front(std::vector<iovec>& parts, uint64_t count);
 
 // Of a call that is made elsewhere: the errno that it is to fail with, 0 to make it.
 int injected_error(Call call);
+// Maps a part of a file, or memory without a file, which `what` names in errors.
+void* map(const File& file, uint64_t offset, uint64_t nbytes, int protection, int flags);
+void* map_memory(size_t nbytes, const char* what);
 // For asynchronous transfers the seam is passed in two halves: `intercept` before the submission (a value means
 // "pretend the call returned this"), `observe` after the completion.
 std::optional<ssize_t> intercept(Call call, uint64_t nbytes);

@@ -90,23 +90,23 @@ class UringQueue final : public Queue {
     }
     io_uring_sqe_set_data(sqe, &transfer);
     int result = on_ring([&] { return io_uring_submit(&ring_); });
-    for (int tries = 0; result < 0 && (result == -EAGAIN || result == -EBUSY || result == -EINTR) && tries < 1000;
-         ++tries) {
+    for (int tries = 0; again(result) && tries < kMaxTries; ++tries) {
       if (in_flight_ > 0) reap();
       result = on_ring([&] { return io_uring_submit(&ring_); });
     }
     return result >= 0;
   }
 
-  // Notes one completion, of those that are under way. Never throws: who destroys this waits here, too.
+  // Notes one completion of those that are under way. Never throws: the destructor waits here, too.
   void reap() noexcept {
     io_uring_cqe* cqe = nullptr;
-    const auto wait = [&] { return on_ring([&] { return io_uring_wait_cqe(&ring_, &cqe); }); };
-    int result = failed_ ? -ENOSYS : wait();
-    while (result == -EINTR || result == -EAGAIN) result = wait();
+    int result = failed_ ? -ENOSYS : -EINTR;
+    for (int tries = 0; again(result) && tries < kMaxTries; ++tries) {
+      result = on_ring([&] { return io_uring_wait_cqe(&ring_, &cqe); });
+    }
     if (result < 0) {
-      failed_ = true;
-      rings_fail = true;
+      // A ring that is only interrupted all the time has not failed.
+      if (!again(result)) failed_ = rings_fail = true;
       cqe = reap_by_looking();
     }
     auto* transfer = static_cast<Transfer*>(io_uring_cqe_get_data(cqe));
@@ -129,6 +129,9 @@ class UringQueue final : public Queue {
     }
     return cqe;
   }
+
+  static constexpr int kMaxTries = 1000;
+  static bool again(int result) { return result == -EAGAIN || result == -EBUSY || result == -EINTR; }
 
   static int segments(const Transfer& transfer) {
     return static_cast<int>(std::min<size_t>(transfer.iov.size(), sys::kMaxSegments));

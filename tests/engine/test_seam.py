@@ -11,7 +11,7 @@ import pytest
 
 import everystep
 from everystep import engine
-from everystep.engine import Tuning, WritePiece, capabilities, faults, fs
+from everystep.engine import Backend, Tuning, WritePiece, capabilities, faults, fs
 from everystep.engine import probe as probing
 from support.crashes.forbidden_calls import run
 from support.states.random_pieces import memory_of
@@ -52,6 +52,52 @@ def test_a_call_on_a_ring_that_cannot_be_made_now_is_made_again(
 ) -> None:
     with faults.injected(f"ring:{nth}:{code}"):
         assert written(tmp_path / "f", uring) == DATA.tobytes()
+
+
+@pytest.mark.parametrize("nth", [2, 11, 12, 60])
+def test_a_ring_that_is_interrupted_all_the_time_moves_every_byte(
+    uring: Tuning, tmp_path: Path, nth: int
+) -> None:
+    """The wait for a completion is bounded: after it, the job looks at the memory that the kernel shares."""
+    with faults.injected(f"ring:{nth}:EINTR+"):
+        assert written(tmp_path / "f", uring) == DATA.tobytes()
+
+
+@pytest.mark.parametrize("backend", ["uring", "threads", "buffered"])
+def test_memory_for_staging_that_cannot_be_mapped_fails_the_job(
+    backend: Backend, uring: Tuning, tmp_path: Path
+) -> None:
+    script = """
+        import numpy as np
+        from everystep import engine
+        from everystep.engine import Tuning, WritePiece, faults, fs
+
+        data = np.ones(64 << 16, np.uint8)
+        piece = WritePiece(0, engine.Memory(data.ctypes.data, data.nbytes, data))
+        tuning = Tuning(sys.argv[2], 64 << 10, 8, 0)
+
+        def write(name):
+            with engine.write(sys.argv[1] + "/" + name, data.nbytes, [piece], tuning=tuning) as job:
+                job.wait(100)
+                fs.sync([job])
+
+        with faults.injected("map:1:ENOMEM"):  # the first job of a process has no memory yet
+            try:
+                write("a")
+            except OSError as error:
+                assert error.errno == errno.ENOMEM and "memory for staging" in str(error), error
+            else:
+                raise AssertionError("it did not fail")
+        write("b")
+        assert open(sys.argv[1] + "/b", "rb").read() == data.tobytes()
+        print("written")
+    """
+    assert run(script, tmp_path, backend) == "written"
+
+
+def test_memory_to_load_into_that_cannot_be_mapped_is_a_memory_error() -> None:
+    with faults.injected("map:1:ENOMEM"), pytest.raises(MemoryError):
+        engine.fresh_bytes(1 << 20)
 
 
 @pytest.mark.parametrize("nth", [2, 10, 11, 12, 60, 120])

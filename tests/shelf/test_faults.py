@@ -97,6 +97,54 @@ def test_a_device_that_fails_while_a_shelf_is_opened_is_a_typed_error(
         assert shelf.n == 2
 
 
+@pytest.mark.parametrize("medium", ["page cache", "memory"])
+def test_a_shelf_that_cannot_be_mapped_is_a_typed_error(path: Path, medium: str) -> None:
+    def use() -> None:
+        with Shelf(path, _medium=medium) as shelf:
+            assert shelf.a[7] == 7
+            shelf.a = np.ones(3)
+
+    errors: list[Exception] = []
+    for nth in range(1, 9):
+        with faults.injected(f"map:{nth}:ENOMEM+"):
+            try:
+                use()
+            except (everystep.errors.ReadFailed, everystep.SaveFailed) as error:
+                errors.append(error)
+            else:
+                break
+        with Shelf(path) as shelf:
+            assert shelf.a[7] == 7
+    assert errors
+    assert {getattr(error, "errno", None) for error in errors} == {errno.ENOMEM}
+    assert all("a.shelf" in str(error) for error in errors)
+
+
+def test_an_array_that_cannot_be_mapped_for_its_own_changes_is_a_typed_error(path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with Shelf(path) as shelf:
+        shelf.t = torch.arange(3000)
+        assert shelf.t[7] == 7
+        with faults.injected("map:1:ENOMEM"), pytest.raises(everystep.errors.ReadFailed, match="'t' of the"):
+            _ = shelf.t
+        assert shelf.t[7] == 7
+
+
+@pytest.mark.parametrize("medium", ["page cache", "memory", "persistent memory"])
+def test_a_commit_whose_growth_cannot_be_mapped_loses_nothing(memory: Path, medium: str) -> None:
+    path = memory / "a.shelf"
+    with Shelf(path, "32MiB", _medium=medium) as shelf:
+        shelf.a = np.zeros(100)
+        with faults.injected("map:1:ENOMEM+"), pytest.raises(everystep.SaveFailed) as raised:
+            shelf.b = np.ones(2_000_000)
+        assert raised.value.errno == errno.ENOMEM
+        assert "b" not in shelf
+        assert shelf.a[0] == 0
+        shelf.b = np.ones(2_000_000)
+    with Shelf(path) as shelf:
+        assert (shelf.a[0], shelf.b[-1]) == (0, 1)
+
+
 def test_a_warning_that_is_an_error_leaves_no_lock(path: Path) -> None:
     _change(path, 2 * PAGE, b"\xaa")
     with warnings.catch_warnings():

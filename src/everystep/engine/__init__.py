@@ -50,8 +50,6 @@ from everystep.engine.transfer import (
     fingerprints,
     fresh_bytes,
     pack,
-    raw_read,
-    raw_write,
     read,
     write,
 )
@@ -101,8 +99,6 @@ __all__ = [
     "huge_pages_given",
     "pack",
     "page_sizes",
-    "raw_read",
-    "raw_write",
     "read",
     "shelf_medium",
     "write",

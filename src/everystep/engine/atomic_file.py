@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from everystep.engine import fs
-from everystep.engine.fs import OpenDirectory, Place
+from everystep.engine.fs import NewFile, OpenDirectory, Place
 
 PARTIAL = ".partial"
 
@@ -82,16 +83,39 @@ def file_to_replace(path: str, *, overwrite: bool = True) -> Iterator[BinaryIO]:
 @contextmanager
 def synced_file(path: str) -> Iterator[BinaryIO]:
     """A new file to write whose bytes are durable when the block ends; its name is so with its directory."""
-    with open(path, "xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+    native = NewFile(path)
+    try:
+        with io.BufferedWriter(_Raw(native)) as file:
+            yield file
+            file.flush()
+            native.sync()
+    finally:
+        native.close()
 
 
-def sync_file(path: str) -> None:
-    """Makes durable what others have written into a file."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+class _Raw(io.RawIOBase):
+    """What Python's writers need of a file. The writes pass the seam, too."""
+
+    def __init__(self, native: NewFile) -> None:
+        self._native = native
+        self._at = self._end = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        nbytes = memoryview(data).nbytes
+        self._native.write(self._at, data)
+        self._at += nbytes
+        self._end = max(self._end, self._at)
+        return nbytes
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._end}[whence]
+        return self._at
 
 
 def _directory(path: str) -> str:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from everystep import _native
 from everystep._native import (
     Entry,
+    NewFile,
     OpenDirectory,
     PendingFile,
     close_exclusive_directories,
@@ -30,12 +31,14 @@ from everystep._native import (
     rename_new,
     rmdir,
     sync_dir,
+    sync_file,
     unlink,
 )
 from everystep.engine.transfer import WriteJob
 
 __all__ = [
     "Entry",
+    "NewFile",
     "OpenDirectory",
     "PendingFile",
     "Place",
@@ -59,6 +62,7 @@ __all__ = [
     "rmdir",
     "sync",
     "sync_dir",
+    "sync_file",
     "unlink",
     "write_file",
 ]

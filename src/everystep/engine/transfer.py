@@ -19,8 +19,7 @@ import numpy as np
 from everystep import _native
 from everystep._native import Pieces
 from everystep.engine.buffers import Consumed, Destination, Memory, Produced, Source, Strided
-from everystep.engine.probe import choose_backend
-from everystep.engine.tuning import READING, SAVING, Tuning
+from everystep.engine.tuning import Tuning
 from everystep.errors import EngineTimeout
 
 CHUNK_NBYTES = 1 << 20
@@ -108,9 +107,12 @@ class WriteJob:
         """Bytes handed over to the device so far."""
         return self.native.progress()
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Returns when every byte has left its source. Raises what went wrong, as `OSError`."""
-        if not self.native.wait(timeout):
+    def wait(self, timeout: float | None = None, progress: Callable[[int], None] | None = None) -> None:
+        """Returns when every byte has left its source. Raises what went wrong, as `OSError`.
+
+        Calls `progress` in this thread, ten times a second, with the bytes handed over to the device so far.
+        """
+        if not self.native.wait(timeout, progress):
             raise EngineTimeout(f"the write did not finish within {timeout} s; it goes on in the background")
         self.native.check()
 
@@ -124,6 +126,10 @@ class WriteJob:
     def fresh(self) -> bool:
         """Whether its name in its directory is a new one, that a sync of the directory makes durable."""
         return self.native.fresh()
+
+    def truncate(self, nbytes: int) -> None:
+        """Cuts the file, once it is written. The sync makes that durable, too."""
+        self.native.truncate(nbytes)
 
     def checksums(self) -> list[str]:
         """Per piece, the checksums of its chunks: 16 hexadecimal digits each."""
@@ -203,7 +209,10 @@ def read(
     verify: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> list[Damage]:
-    """Reads `pieces` (sorted by offset) and returns the chunks that fail verification: none, as a rule."""
+    """Reads `pieces` (sorted by offset) and returns the chunks that fail verification: none, as a rule.
+
+    Calls `progress` in this thread, ten times a second, with the bytes read so far.
+    """
     pieces = pieces if isinstance(pieces, Pieces) else destinations(pieces)
     native = _native.read(
         path,
@@ -218,12 +227,10 @@ def read(
         progress is not None or pieces.nbytes > _LONG_READ_NBYTES,
     )
     try:
-        while not native.wait(0.1 if progress is not None else None):
-            assert progress is not None
-            progress(native.progress())
+        native.wait(None, progress)
     except BaseException:
         native.cancel()
-        del native  # returns when the engine has let go of the destinations, which whoever gets this may free
+        del native  # returns when the engine has let go of the destinations, which the caller may free
         raise
     return [Damage(piece, chunk) for piece, chunk in native.damage()]
 
@@ -250,7 +257,7 @@ class Packed(WriteJob):
     def progress(self) -> int:
         return len(self.data)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float | None = None, progress: Callable[[int], None] | None = None) -> None:
         pass
 
     def wait_for_nbytes(self, nbytes: int, timeout: float | None = None) -> bool:
@@ -287,22 +294,3 @@ def fingerprints(sources: Sequence[Source]) -> list[int]:
 def fresh_bytes(nbytes: int, address_residue: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Uninitialised memory to load into, at an address congruent to the residue modulo `ALIGNMENT`."""
     return _native.fresh_memory(nbytes, address_residue)
-
-
-def raw_write(
-    path: str | os.PathLike[str], nbytes: int, tuning: Tuning = SAVING, *, huge_pages: bool = False
-) -> float:
-    """Seconds that a durable write of `nbytes` from one aligned buffer takes: what the device can do.
-
-    In normal pages, as tensors are; with `huge_pages` the device has fewer pieces to gather, and is faster.
-    """
-    backend = tuning.backend or choose_backend(os.path.dirname(os.path.abspath(path)))
-    return _native.raw_write(path, nbytes, backend, tuning.window_nbytes, tuning.depth, huge_pages)
-
-
-def raw_read(
-    path: str | os.PathLike[str], nbytes: int, tuning: Tuning = READING, *, huge_pages: bool = False
-) -> float:
-    """Seconds that reading `nbytes` of the file into one aligned buffer takes."""
-    backend = tuning.backend or choose_backend(os.path.dirname(os.path.abspath(path)))
-    return _native.raw_read(path, nbytes, backend, tuning.window_nbytes, tuning.depth, huge_pages)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from everystep import __version__, engine
-from everystep.engine import READING, SAVING
+from everystep.engine import READING, SAVING, fs
 from everystep.errors import EngineUnavailable
 from everystep.paths import local_path
 from everystep.shelf.creation import medium_of_directory
@@ -294,20 +294,28 @@ def _measure(where: str, nbytes: int, backend: str, progress: Progress) -> Speed
     chosen = next(name for name in engine.BACKENDS if name == backend)
     saving, reading = replace(SAVING, backend=chosen), replace(READING, backend=chosen)
     path = os.path.join(where, f".everystep-doctor-{uuid.uuid4().hex[:12]}")
-    huge_pages = engine.huge_pages_given()  # as saves and restores do
+    data = engine.fresh_bytes(nbytes)
+    data[:] = 0x5A
+    memory = engine.Memory(data.ctypes.data, nbytes, data)
     writes, reads = [], []
     total = 2 * _REPEATS * nbytes
     try:
         for number in range(_REPEATS):
-            writes.append(engine.raw_write(path, nbytes, saving, huge_pages=huge_pages))
+            began = time.perf_counter()
+            with engine.write(path, nbytes, [engine.WritePiece(0, memory)], tuning=saving) as job:
+                job.wait()
+                fs.sync([job])
+            writes.append(time.perf_counter() - began)
             progress((2 * number + 1) * nbytes, total)
-            reads.append(engine.raw_read(path, nbytes, reading, huge_pages=huge_pages))
+            began = time.perf_counter()
+            engine.read(path, [engine.ReadPiece(0, memory)], tuning=reading, verify=False)
+            reads.append(time.perf_counter() - began)
             progress((2 * number + 2) * nbytes, total)
-            os.unlink(path)
+            fs.unlink(path)
         syncs = list(_syncs(path))
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            fs.unlink(path)
     return Speed(
         nbytes,
         statistics.median(writes),
@@ -319,15 +327,15 @@ def _measure(where: str, nbytes: int, backend: str, progress: Progress) -> Speed
 
 def _syncs(path: str) -> Iterator[float]:
     """Seconds until 4 KiB written over are durable."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    file = fs.NewFile(path)
     try:
         block = os.urandom(4096)
-        os.pwrite(descriptor, block, 0)
-        os.fsync(descriptor)
+        file.write(0, block)
+        file.sync()
         for _ in range(_SYNCS):
             began = time.perf_counter()
-            os.pwrite(descriptor, block, 0)
-            os.fsync(descriptor)
+            file.write(0, block)
+            file.sync()
             yield time.perf_counter() - began
     finally:
-        os.close(descriptor)
+        file.close()

@@ -118,7 +118,7 @@ def _write(
             fs.rename(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                fs.unlink(temporary)
             raise
         fs.sync_dir(directory)
 

@@ -34,7 +34,7 @@ def medium_of_directory(directory: str) -> str:
         return f"unknown: {error.strerror or error}"
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(trial)
+            fs.unlink(trial)
     if medium == "persistent memory":
         return f"{medium} (MAP_SYNC, {engine.write_back_instruction()})"
     return f"{medium} ({'not durable' if medium == 'memory' else 'written and synced'})"

@@ -32,6 +32,7 @@ from everystep import engine
 from everystep.errors import (
     CorruptCheckpoint,
     CorruptShelf,
+    ReadFailed,
     SaveFailed,
     ShelfClosed,
     ShelfFull,
@@ -44,6 +45,7 @@ from everystep.shelf.naming import require_attribute, to_key
 from everystep.shelf.opening import open_core, open_shelves
 from everystep.shelf.sizes import to_nbytes
 from everystep.shelf.usage import ShelfWarning, Usage
+from everystep.store.os_errors import read_error
 
 _S = TypeVar("_S", bound="Shelf")
 
@@ -197,6 +199,8 @@ class Shelf:
             raise self._closed() from None
         except engine.NativeShelfDamaged as error:
             raise CorruptShelf(str(error), path=self._path, name=name) from None
+        except OSError as error:
+            raise self._unreadable(name, error) from error
         if found is None:
             raise KeyError(name)
         return found
@@ -222,7 +226,13 @@ class Shelf:
         except (entries.Malformed, CorruptCheckpoint) as error:
             reason = getattr(error, "reason", str(error))
             raise CorruptShelf(reason, path=self._path, name=name) from None
+        except OSError as error:
+            raise self._unreadable(name, error) from error
         raise CorruptShelf(f"it is of an unknown kind, {kind}", path=self._path, name=name)
+
+    def _unreadable(self, name: str, error: OSError) -> ReadFailed:
+        what = f"cannot read {name!r} of the shelf {self._path}: {error.strerror or error}"
+        return read_error(what, error.errno, self._path)
 
     # --- changing
 

@@ -36,7 +36,6 @@ from everystep.caller import stack_level
 from everystep.checkpointer import Checkpointer
 from everystep.checkpointer.drilling import DIRECTORY
 from everystep.engine import fs
-from everystep.engine.atomic_file import sync_file
 from everystep.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedSource
 from everystep.integrations.shared.checkpointer_options import checked
 from everystep.integrations.shared.folders import by_rank_zero, newest_intact, numbered
@@ -258,5 +257,5 @@ def _sync(folder: str) -> None:
     """Makes durable what Trainer has written. There may be no such folder: FSDP can save without weights."""
     for place, _, names in os.walk(folder):
         for name in names:
-            sync_file(os.path.join(place, name))
+            fs.sync_file(os.path.join(place, name))
         fs.sync_dir(place)
