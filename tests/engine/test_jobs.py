@@ -185,6 +185,44 @@ def test_what_a_producer_raises_comes_out_unchanged(
             again()
 
 
+def test_a_write_tells_how_far_it_is_while_it_is_waited_for(backend: Backend, tmp_path: Path) -> None:
+    goes_on, told = threading.Event(), list[int]()
+
+    def fill(window: memoryview, offset: int) -> None:
+        if offset >= (8 << 20) // 2:
+            goes_on.wait(60)
+
+    def progress(done: int) -> None:
+        told.append(done)
+        if done:
+            goes_on.set()  # so the job ends only after it was told of
+
+    pieces = [WritePiece(0, Produced(8 << 20, fill))]
+    with engine.write(tmp_path / "f", 8 << 20, pieces, tuning=small_windows(backend)) as job:
+        job.wait(progress=progress)
+    assert told == sorted(told)
+    assert 0 < told[-1] < 8 << 20
+
+
+def test_a_write_whose_progress_fails_stops_and_lets_go_of_its_sources(
+    backend: Backend, tmp_path: Path
+) -> None:
+    goes_on = threading.Event()
+
+    def fill(window: memoryview, offset: int) -> None:
+        goes_on.wait(60)
+
+    def progress(done: int) -> None:
+        goes_on.set()
+        raise KeyError("this one")
+
+    pieces = [WritePiece(0, Produced(8 << 20, fill))]
+    job = engine.write(tmp_path / "f", 8 << 20, pieces, tuning=small_windows(backend))
+    with pytest.raises(KeyError, match="this one"), job:
+        job.wait(progress=progress)
+    assert job.done
+
+
 def test_a_read_whose_progress_fails_has_let_go_of_its_destinations(backend: Backend, tmp_path: Path) -> None:
     data = random_bytes(2000 * PAGE, 0)
     data.tofile(tmp_path / "f")

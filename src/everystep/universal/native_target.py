@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everystep.engine import Produced, WriteJob
-from everystep.errors import EngineTimeout
-from everystep.plan import ShardPlan, arrange
+from everystep.engine import Produced
+from everystep.plan import arrange
 from everystep.state import Flat, LeafSource
 from everystep.store import SaveObserver, SingleCommit, Target
 from everystep.store.api import check_target, make_parent
@@ -15,8 +14,6 @@ from everystep.store.read.stored_checkpoint import StoredCheckpoint
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
 from everystep.universal.items import Item, Job, OutputFile, advance, framework_of
 from everystep.universal.readback import compare_written
-
-_POLL_SECONDS = 0.1
 
 
 def plan(job: Job) -> list[OutputFile]:
@@ -78,20 +75,10 @@ class _Progress(SaveObserver):
         self._stream = stream
         self._advance = advance(job, 0)
 
-    def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
-        for _, job in files:
-            while not _finished(job):
-                self._advance(job.progress)
+    def advanced(self, nbytes: int) -> None:
+        self._advance(nbytes)
 
     def committing(self) -> None:
         self._stream.close()  # its memory is needed to verify
         if self._job.verify:
             check(self._job, self._job.path + PARTIAL)
-
-
-def _finished(job: WriteJob) -> bool:
-    try:
-        job.wait(_POLL_SECONDS)
-    except EngineTimeout:
-        return False
-    return True

@@ -14,6 +14,9 @@ class SaveObserver:
     def writing(self, files: Sequence[tuple[ShardPlan, WriteJob]]) -> None:
         """The engine reads the sources from now on."""
 
+    def advanced(self, nbytes: int) -> None:
+        """So many bytes have been handed to the device. Called ten times a second while they are written."""
+
     def written(self) -> None:
         """The engine has let go of the sources. What is raised here fails the save."""
 
@@ -21,4 +24,4 @@ class SaveObserver:
         """All is synced, and the rename that commits it comes next. What is raised here fails the save."""
 
     def committed(self) -> None:
-        """It is durable, and nobody has been told so yet."""
+        """It is durable. The caller learns it next."""

@@ -83,8 +83,14 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             )
             self._files.append((volume, plan, job))
         observer.writing([(plan, job) for _, plan, job in self._files])
-        for _, _, job in self._files:
-            job.wait()
+        done = 0
+
+        def advanced(nbytes: int) -> None:
+            observer.advanced(done + nbytes)
+
+        for _, plan, job in self._files:
+            job.wait(progress=advanced)
+            done += plan.nbytes
         observer.written()
         self.write_seconds += time.perf_counter() - began
 

@@ -133,7 +133,7 @@ class SingleCommit(Struct, frozen=True):
         ) as job:
             _require_complete(flat, leaf_names)  # while the engine writes
             observer.writing([(plan, job)])
-            job.wait()
+            job.wait(progress=observer.advanced)
             observer.written()
             shard = ShardFile(SHARD, plan.nbytes, len(plan.header), digest(plan.header))
             leaves = leaf_records(plan.leaves, plan.offsets, job.checksums())

@@ -14,13 +14,10 @@ import numpy as np
 
 from everystep import engine
 from everystep.engine import ALIGNMENT, SAVING, Memory, WritePiece, fs
-from everystep.errors import EngineTimeout
 from everystep.format.dtypes import SAFETENSORS_ITEMSIZE, as_entry, itemsize
 from everystep.format.shard import HeaderEntry, build_header, entry_name
 from everystep.store.read.stored_checkpoint import StoredCheckpoint
 from everystep.store.stream.leaf_stream import LeafStream, StreamedLeaf
-
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +79,10 @@ class SafetensorsFile:
                 at += nbytes
             tuning = replace(SAVING, backend=engine.choose_backend(os.path.dirname(path)))
             # Direct I/O wants whole blocks, and readers the exact size: the end is cut off again.
-            job = engine.write(path, -(-at // ALIGNMENT) * ALIGNMENT, pieces, tuning=tuning)
-            try:
-                while not _finished(job):
-                    progress(job.progress)
-            except BaseException:
-                job.cancel()
-                raise
-            os.truncate(path, at)
-            fs.sync([job])
+            with engine.write(path, -(-at // ALIGNMENT) * ALIGNMENT, pieces, tuning=tuning) as job:
+                job.wait(progress=progress)
+                job.truncate(at)
+                fs.sync([job])
 
     def _nbytes(self, entry: FileEntry) -> int:
         info = self._checkpoint.leaves[entry.stored]
@@ -132,11 +124,3 @@ class SafetensorsFile:
 
 def _aligned_to(dtype: str) -> int:
     return SAFETENSORS_ITEMSIZE.get(as_entry(dtype, ())[0], 1)
-
-
-def _finished(job: engine.WriteJob) -> bool:
-    try:
-        job.wait(_POLL_SECONDS)
-    except EngineTimeout:
-        return False
-    return True

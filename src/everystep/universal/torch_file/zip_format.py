@@ -20,7 +20,6 @@ import numpy as np
 
 from everystep import engine
 from everystep.engine import ALIGNMENT, SAVING, Produced, WritePiece, fs
-from everystep.errors import EngineTimeout
 
 Fill = Callable[[memoryview, int], None]
 """Writes bytes of a tensor, from an offset on, into a window: as many as it has room for."""
@@ -36,7 +35,6 @@ _VERSION, _CRC_FOLLOWS = 45, 1 << 3
 _DAY = 1 << 5 | 1  # 1980-01-01, the first that there is
 _PADDING = b"FB"  # the tag of torch's own padding
 _ROOT = "archive"
-_POLL_SECONDS = 0.1
 
 
 @dataclass(slots=True)
@@ -183,9 +181,8 @@ def stream(path: str, archive: TorchArchive, fills: Sequence[Fill], progress: Ca
     # Direct I/O wants whole blocks, and the directory of a zip archive is at its very end.
     whole = -(-archive.nbytes // ALIGNMENT) * ALIGNMENT
     with engine.write(path, whole, pieces, tuning=tuning) as job:
-        while not _finished(job):
-            progress(job.progress)
-        os.truncate(path, archive.nbytes)
+        job.wait(progress=progress)
+        job.truncate(archive.nbytes)
         fs.sync([job])
 
 
@@ -209,11 +206,3 @@ def _counted(fill: Fill, number: int, crcs: list[int]) -> Fill:
         done += len(window)
 
     return counted
-
-
-def _finished(job: engine.WriteJob) -> bool:
-    try:
-        job.wait(_POLL_SECONDS)
-    except EngineTimeout:
-        return False
-    return True
