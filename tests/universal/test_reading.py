@@ -252,7 +252,7 @@ def test_show_and_diff_read_foreign_checkpoints(tmp_path: Path) -> None:
     path = write_hf(tmp_path / "hf", model)
     shown = command("show", path)
     assert shown.code == 0
-    assert "from hf" in shown.lines
+    assert "kind hf" in shown.lines
     assert "model type tiny" in shown.lines
     document = command("show", path, "--json").document
     assert document["facts"]["model type"] == "tiny"

@@ -288,7 +288,8 @@ def test_without_h5py_the_error_says_what_to_install(tmp_path: Path) -> None:
     path = write(tmp_path / "a.h5")
     script = (
         "import sys; sys.modules['h5py'] = None\n"
-        "from everystep import UnsupportedSource, universal\n"
+        "from everystep import universal\n"
+        "from everystep.errors import UnsupportedSource\n"
         "assert universal.recognise(sys.argv[1]) == 'hdf5'\n"
         "try: universal.describe(sys.argv[1])\n"
         "except UnsupportedSource as error: print(error)\n"
